@@ -12,6 +12,7 @@ model's forward: there the training thread is between two steps, whatever the op
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import contextlib
+import functools
 import hashlib
 import logging
 import time
@@ -39,11 +40,10 @@ from crossover_ddp._ddp.checks import (
     wants_buffers_broadcast,
 )
 from crossover_ddp._ddp.compiled import OwnHook
-from crossover_ddp._engine.buckets import Agreement, answered, compare, meter_of, split
-from crossover_ddp._engine.checkpoint import Checkpointed
-from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.buckets import check_turn, split
+from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.journeys import GradientFuture
-from crossover_ddp._engine.turns import check_turn
+from crossover_ddp._engine.states import Agreement, HookState, compare
 from crossover_ddp._owners.kept import tensors_in
 from crossover_ddp._system import environment
 from crossover_ddp._tuning.link_probe import recorded_by_all
@@ -61,7 +61,7 @@ _OWN: Final = "crossover_ddp."
 _KFAC: Final = "crossover_ddp._kfac"
 
 
-class AveragingState(Checkpointed):
+class AveragingState(HookState):
     """A model whose parameters are averaged between steps; `LocalSGDState` and `ElasticState` say how.
 
     See [Note: the clock] in ``_averaging/late.py``.
@@ -227,9 +227,8 @@ class AveragingState(Checkpointed):
 
     # --- the hook --------------------------------------------------------------------------------------------
 
-    def _answer(self, bucket: dist.GradBucket) -> GradientFuture:
+    def _answer(self, bucket: dist.GradBucket, exchange: Exchange) -> GradientFuture:
         """Answer ``bucket``; raises what makes local steps impossible."""
-        exchange = Exchange.of(self.process_group)
         if self._is_closed:
             return exchange.carry(bucket, split, state=self).future
         self._raise_failure()
@@ -242,7 +241,7 @@ class AveragingState(Checkpointed):
                     self._hooks.callback(_keep_own_buffers(model))
                 with torch.no_grad():
                     self._rule.begin(replica)
-            meter = meter_of(self, self.meter, exchange.rank)
+            meter = exchange.meter_of(self)
             meter.steps += bucket.is_last()
             future = exchange.network(gradients.device).place.future()
             future.set_result(gradients)
@@ -554,11 +553,9 @@ def answer_bucket(
     state: AveragingState, bucket: dist.GradBucket, kind: type[AveragingState]
 ) -> torch.futures.Future[torch.Tensor]:
     """Answer for both hooks, whose state is of ``kind``."""
-
-    def carry(group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-        return state._answer(bucket)
-
-    return answered(state, bucket, kind, "register the hook of that state, or make another one", carry)
+    remedy = "register the hook of that state, or make another one"
+    carry = functools.partial(AveragingState._answer, state, bucket)
+    return answered(state, bucket, kind, remedy, carry, compares=False)
 
 
 # --- what cannot train without waiting -----------------------------------------------------------------------------

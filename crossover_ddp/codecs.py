@@ -20,8 +20,7 @@ from crossover_ddp._compression.codec import Codec, Half, Int8
 from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._compression.planning import CodecPlan
 from crossover_ddp._compression.sparse import SIDCo, Threshold
-from crossover_ddp._engine.buckets import answered
-from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.exchange import answered
 
 from .gpu_mutex import GPUMutex
 
@@ -120,9 +119,7 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
 
         model.register_comm_hook(CompressedState(codec=Int8()), compressed_hook)
     """
-
-    def carry(group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-        return state._carry(bucket, Exchange.of(group), state.mutex)
-
     remedy = "pass codec= to that state instead, and register its own hook"
-    return answered(state, bucket, CompressedState, remedy, carry)
+    return answered(
+        state, bucket, CompressedState, remedy, lambda exchange: state._carry(bucket, exchange, state.mutex)
+    )

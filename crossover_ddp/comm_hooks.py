@@ -22,9 +22,8 @@ from crossover_ddp._compression.choice import CodecChoice
 from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
-from crossover_ddp._engine.buckets import after_backward, answered, guarded, split
-from crossover_ddp._engine.exchange import Exchange, on_destruction
-from crossover_ddp._engine.turns import Turn
+from crossover_ddp._engine.buckets import Turn, after_backward, split
+from crossover_ddp._engine.exchange import Exchange, answered, guarded, on_destruction
 from crossover_ddp._system import environment
 from crossover_ddp._system.cuda_driver import MPS_ENABLED, cuda_driver
 
@@ -212,11 +211,13 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
 
         model.register_comm_hook(CrossoverState(), crossover_hook)
     """
-
-    def carry(group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-        return state._carry(bucket, Exchange.of(group), _turn_of(state, bucket))
-
-    return answered(state, bucket, CrossoverState, _REMEDY, carry)
+    return answered(
+        state,
+        bucket,
+        CrossoverState,
+        _REMEDY,
+        lambda exchange: state._carry(bucket, exchange, _turn_of(state, bucket)),
+    )
 
 
 def crossover_wrapper(hook: Hook) -> Hook:
@@ -244,13 +245,12 @@ def crossover_wrapper(hook: Hook) -> Hook:
         def plain(group: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
             return hook(state.hook_state, bucket)
 
-        def carry(group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+        def carry(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
             if state.codec is not None:
                 raise UnsupportedConfigurationError(
                     f"expected codec=None for crossover_wrapper, got codec={state.codec!r}: the wrapped hook decides "
                     "what travels; leave codec out, or register crossover_hook"
                 )
-            exchange = Exchange.of(group)
             compare = functools.partial(exchange.compare, bucket, state, state.compare_replicas)
             # Not before backward has ended: any thread may issue the other hook's collectives.
             if not after_backward(compare):
@@ -258,13 +258,13 @@ def crossover_wrapper(hook: Hook) -> Hook:
             future = hook(state.hook_state, bucket)
             return exchange.follow(future, bucket, turn=_turn_of(state, bucket), state=state)
 
-        return answered(state, bucket, CrossoverState, _REMEDY, carry, plain=plain)
+        return answered(state, bucket, CrossoverState, _REMEDY, carry, compares=False, plain=plain)
 
     return crossover_wrapped_hook
 
 
 def _turn_of(state: CrossoverState, bucket: dist.GradBucket) -> Turn:
-    if isinstance(state.turn, JobTurn) and isinstance(bucket, dist.GradBucket):
+    if isinstance(state.turn, JobTurn):
         state.turn.device = bucket.buffer().device
     return state.turn
 

@@ -25,11 +25,10 @@ from torch.optim import Optimizer
 from crossover_ddp._compression.choice import CodecChoice
 from crossover_ddp._compression.compression import Compression
 from crossover_ddp._ddp.checks import resolve_group
-from crossover_ddp._engine.buckets import Agreement, Bucket, answered, told_by_all
-from crossover_ddp._engine.checkpoint import Checkpointed
-from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.buckets import Bucket, Turn
+from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.links import Link
-from crossover_ddp._engine.turns import Turn
+from crossover_ddp._engine.states import Agreement, HookState, told_by_all
 from crossover_ddp._kfac.factors import WeightSharing
 from crossover_ddp._kfac.journeys import Hyper, Hypers, Packed
 from crossover_ddp._kfac.layers import find_layers, group_of, unwrapped
@@ -73,7 +72,7 @@ class FactorPlan:
         return math.nan
 
 
-class KFACState(Checkpointed):
+class KFACState(HookState):
     """State of `kfac_hook`: gradients leave the exchange preconditioned, at the wire traffic of SGD.
 
     The training loop stays as it is: after ``backward()`` every ``p.grad`` of a Linear or Conv2d layer holds the
@@ -428,17 +427,14 @@ class KFACState(Checkpointed):
 
     def exchange(
         self,
-        group: dist.ProcessGroup,
+        exchange: Exchange,
         bucket: dist.GradBucket,
         *,
         state: object,
         turn: Turn | None,
         hands_back: bool = False,
     ) -> Bucket:
-        """Start the exchange of ``bucket``; for the hooks. Raises what makes it impossible.
-
-        ``group`` is resolved; the rest as in `Exchange.carry`.
-        """
+        """Start the exchange of ``bucket``, for the hooks, as `Exchange.carry`. Raises what makes it impossible."""
 
         @functools.cache
         def pack() -> Packed:
@@ -448,7 +444,6 @@ class KFACState(Checkpointed):
             return self._preconditioner.way(pack(), taken, link)
 
         self.enter(bucket)
-        exchange = Exchange.of(group)
         coded = None if self._compression is None else self._compression.around(bucket, exchange, pack)
         try:
             taken = exchange.carry(bucket, way, turn=turn, state=state, around=coded, hands_back=hands_back)
@@ -479,15 +474,14 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
         model.register_comm_hook(KFACState(model, optimizer), kfac_hook)
     """
 
-    def carry(group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+    def carry(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
         if state._is_deferred:
             raise UnsupportedConfigurationError(
                 "expected decoupled_hook for a KFACState that is part of a DecoupledState, got kfac_hook; register "
                 "DecoupledState(optimizer, kfac=...) with decoupled_hook, or make another KFACState"
             )
         turn = cast(Turn | None, state.mutex)
-        with Exchange.of(group).comparing(bucket, state, state.compare_replicas):
-            return state.exchange(group, bucket, state=state, turn=turn).future
+        return state.exchange(exchange, bucket, state=state, turn=turn).future
 
     return answered(
         state,

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from crossover_ddp._engine.buckets import Pausable
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.stats import told
+from crossover_ddp._engine.states import HookState, told
 
 __all__ = ["metrics_of"]
 
@@ -43,14 +42,14 @@ def metrics_of(state: object = None) -> Callable[[], dict[str, float]]:
         read = metrics_of(state)
         writer.add_scalars("crossover", read(), step)  # or wandb.log(read(), step=step)
     """
-    if not isinstance(state, Pausable | dist.ProcessGroup | None):
+    if not isinstance(state, HookState | dist.ProcessGroup | None):
         raise TypeError(
             f"expected a state of crossover_ddp, a process group or None, got state={type(state).__name__}; pass what "
             "the hook was registered with"
         )
 
     def now() -> dict[str, Any]:
-        return state.stats() if isinstance(state, Pausable) else told(Exchange.of(state).meter)
+        return state.stats() if isinstance(state, HookState) else told(Exchange.of(state).meter)
 
     before = now()
 

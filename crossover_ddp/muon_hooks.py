@@ -30,10 +30,10 @@ from torch.optim import Muon
 from crossover_ddp._ddp.checks import model_of, resolve_group
 from crossover_ddp._ddp.contents import contents_of, part_of
 from crossover_ddp._ddp.layout import Span
-from crossover_ddp._engine.buckets import Agreement, Bucket, answered
-from crossover_ddp._engine.checkpoint import Checkpointed
-from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.buckets import Bucket
+from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.links import Link
+from crossover_ddp._engine.states import Agreement, HookState
 from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.kept import Kept
 from crossover_ddp._owners.muon import (
@@ -107,7 +107,7 @@ class _Packed(NamedTuple):
         return there
 
 
-class MuonState(Checkpointed):
+class MuonState(HookState):
     """State of `muon_hook`: each matrix of a ``torch.optim.Muon`` is orthogonalised once, on its owner.
 
     The training loop stays as it is: ``backward()``, then ``muon.step()`` and the step of the optimizer that has the
@@ -282,18 +282,16 @@ class MuonState(Checkpointed):
         ]
         return {"matrices": [_shape(matrix) for matrix in self._matrices], "settings": settings}
 
-    def _take(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _take(self, exchange: Exchange, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of ``bucket``. Raises what makes it impossible."""
-        exchange = Exchange.of(group)
-        with exchange.comparing(bucket, self, self.compare_replicas):
-            try:
-                way = functools.partial(self._way, bucket)
-                return exchange.carry(bucket, way, turn=self.mutex, state=self).future
-            finally:
-                if bucket.is_last():
-                    ended, self._round = self._round, None
-                    if ended is not None:
-                        self._waiting = self._latest = ended
+        try:
+            way = functools.partial(self._way, bucket)
+            return exchange.carry(bucket, way, turn=self.mutex, state=self).future
+        finally:
+            if bucket.is_last():
+                ended, self._round = self._round, None
+                if ended is not None:
+                    self._waiting = self._latest = ended
 
     def _way(self, grad_bucket: dist.GradBucket, bucket: Bucket, link: Link) -> Coroutine[Any, Any, None]:
         """Make a bucket's journey; on the hook's thread, in the order of buckets."""
@@ -499,12 +497,8 @@ def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future
 
         model.register_comm_hook(MuonState(muon), muon_hook)
     """
-
-    def carry(group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-        return state._take(group, bucket)
-
     remedy = "pass MuonState(muon), with mutex= to share the device"
-    return answered(state, bucket, MuonState, remedy, carry)
+    return answered(state, bucket, MuonState, remedy, lambda exchange: state._take(exchange, bucket))
 
 
 def muon_parameters(

@@ -26,9 +26,8 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp._engine.exchange import Exchange, on_destruction
-from crossover_ddp._engine.gloo import tree_sum
 from crossover_ddp._engine.journeys import Meter, Trip
-from crossover_ddp._engine.links import Layout, Link, all_finite, parts
+from crossover_ddp._engine.links import Layout, Link, all_finite, parts, tree_sum
 from crossover_ddp.errors import ExchangeError
 
 from .replica import gather

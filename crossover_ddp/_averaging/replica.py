@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._ddp.layout import Span
+from crossover_ddp._engine.buckets import Turn
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Meter, Trip
 from crossover_ddp._engine.links import Layout, Link, all_finite
-from crossover_ddp._engine.turns import Turn
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 OwnPart = Callable[[torch.Tensor], None]

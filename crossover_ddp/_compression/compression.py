@@ -18,12 +18,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.checks import OnlyModel, resolve_group
 from crossover_ddp._ddp.contents import Run, contents_of
-from crossover_ddp._engine.buckets import Agreement, split, told_by_all
-from crossover_ddp._engine.checkpoint import Checkpointed
+from crossover_ddp._engine.buckets import Turn, split
 from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.links import Layout, Link
-from crossover_ddp._engine.turns import Turn
+from crossover_ddp._engine.states import Agreement, HookState, told_by_all
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .choice import CodecChoice, PerPair, codecs_of
@@ -267,7 +266,7 @@ class Compression:
         }
 
 
-class CodedState(Checkpointed):
+class CodedState(HookState):
     """What states with ``codec=`` whose buckets travel by the split have in common; see `CompressedState`."""
 
     def __init__(
@@ -285,7 +284,7 @@ class CodedState(Checkpointed):
         self.agreement = Agreement()
 
     def stats(self) -> dict[str, Any]:
-        """See `Pausable`."""
+        """See `HookState`."""
         coded = None if self.compression is None else self.compression.stats()
         return self._told(codec=self.codec, coded=coded)
 
@@ -296,8 +295,7 @@ class CodedState(Checkpointed):
     def _carry(self, bucket: dist.GradBucket, exchange: Exchange, turn: Turn | None) -> GradientFuture:
         """Begin the split of ``bucket``, with the codec if there is one, in its hook."""
         way = None if self.compression is None else self.compression.around(bucket, exchange)
-        with exchange.comparing(bucket, self, self.compare_replicas):
-            return exchange.carry(bucket, split, turn=turn, state=self, around=way).future
+        return exchange.carry(bucket, split, turn=turn, state=self, around=way).future
 
     def drain(self) -> None:
         """Let the next step travel exact, residuals included: a checkpoint after it needs none of them.

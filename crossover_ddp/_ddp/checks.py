@@ -27,12 +27,14 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 logger = logging.getLogger(__name__)
 
-# The C++ reducer passes a GradBucket, the python reducer a (gradient, parameter) tuple.
-Bucket = dist.GradBucket | tuple[torch.Tensor, ...]
-
 PYTHON_REDUCER: Final = (
     "expected a bucket of DDP's C++ reducer, got a (gradient, parameter) tuple; "
     "set torch._dynamo.config.optimize_ddp to another value than 'python_reducer'"
+)
+CAPTURED: Final = (
+    "expected backward outside of a CUDA graph, got a hook that is called while a graph is captured: a replay would "
+    "exchange nothing and take no turn, for no hook runs then; capture forward and backward of the model's parts "
+    "instead (torch.cuda.make_graphed_callables before DDP, or torch.compile(mode='reduce-overhead'))"
 )
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -54,10 +56,8 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def flat_gradients(bucket: Bucket) -> torch.Tensor:
+def flat_gradients(bucket: dist.GradBucket) -> torch.Tensor:
     """Return the bucket's flat dense buffer, or say why there is none."""
-    if isinstance(bucket, tuple):
-        raise UnsupportedConfigurationError(PYTHON_REDUCER)
     buffer = bucket.buffer()
     if buffer.layout != torch.strided:
         raise UnsupportedConfigurationError(
@@ -71,26 +71,6 @@ def flat_gradients(bucket: Bucket) -> torch.Tensor:
             "convert the parameters"
         )
     return buffer
-
-
-def largest_bytes(bucket: dist.GradBucket) -> int:
-    """Return the size of the bucket's largest gradient: DDP makes no bucket smaller than that."""
-    return max(parameter.numel() for parameter in bucket.parameters()) * bucket.buffer().itemsize
-
-
-def check_not_capturing(bucket: Bucket) -> None:
-    """Refuse a backward pass that is captured into a CUDA graph: no hook runs when the graph is replayed."""
-    if _is_captured(bucket):
-        raise UnsupportedConfigurationError(
-            "expected backward outside of a CUDA graph, got a hook that is called while a graph is captured: a replay "
-            "would exchange nothing and take no turn; capture forward and backward of the model's parts instead "
-            "(torch.cuda.make_graphed_callables before DDP, or torch.compile(mode='reduce-overhead'))"
-        )
-
-
-def _is_captured(bucket: Bucket) -> bool:
-    on_gpu = not isinstance(bucket, tuple) and bucket.buffer().is_cuda
-    return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
 def wants_buffers_broadcast(model: DistributedDataParallel) -> bool:
@@ -223,7 +203,7 @@ class OnlyModel:
     def __init__(self) -> None:
         self.names: Any = WeakTensorKeyDictionary()
         """By parameter; "" as long as ``gc.freeze()`` hides the model."""
-        self._model: Callable[[], DistributedDataParallel | None] = _nobody
+        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
 
     def enter(self, bucket: dist.GradBucket, state: object) -> DistributedDataParallel | None:
         """Return the model behind ``bucket`` if the state has not seen it before; refuse a second one."""
@@ -248,10 +228,6 @@ class OnlyModel:
 
     def _is_another(self, model: DistributedDataParallel | None) -> bool:
         return model is not None and self._model() not in (None, model)
-
-
-def _nobody() -> None:
-    return None
 
 
 def _holders(

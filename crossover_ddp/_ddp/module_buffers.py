@@ -22,7 +22,7 @@ Left to DDP: `Join`, where another rank's buffers count; a buffer hook of the us
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,27 +33,18 @@ from .checks import is_joined, model_of, wants_buffers_broadcast
 _NEEDED = ("require_forward_param_sync", "parameters_to_ignore", "_join_config")
 
 
-class Arriving(Protocol):
-    """What is on its way to this rank; a Future is one."""
-
-    def wait(self) -> object:
-        """Block until it is there."""
-
-
 class BufferCopy:
     """The buffers of one model at one moment, on their way.
 
-    ``flat`` holds them as bytes; on the ranks that do not send, from the moment on when ``arrived`` is complete.
+    ``flat`` holds them as bytes; on the ranks that do not send once ``wait`` has returned.
     """
 
-    arrived: Arriving
+    wait: Callable[[], None]
 
     def __init__(
         self, tensors: list[torch.Tensor], model: Callable[[], DistributedDataParallel | None], *, sends: bool
     ) -> None:
-        self._tensors = tensors
-        self._model = model
-        self._sends = sends
+        self._tensors, self._model, self._sends = tensors, model, sends
         if sends:
             self.flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
         else:
@@ -72,7 +63,7 @@ class BufferCopy:
         """Wait for the values and copy them in, unless somebody has changed the buffers since `claim`."""
         if self._versions is None:
             return
-        self.arrived.wait()
+        self.wait()
         if self._sends or self._versions != self._count_changes():
             return
         stops = itertools.accumulate(tensor.nbytes for tensor in self._tensors)
@@ -144,8 +135,4 @@ def _broadcasts(model: DistributedDataParallel) -> bool:
 
 
 def _weakly(thing: Any) -> Callable[[], Any]:
-    return weakref.ref(thing) if thing is not None else _nothing
-
-
-def _nothing() -> None:
-    return None
+    return weakref.ref(thing) if thing is not None else lambda: None

@@ -45,9 +45,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossover_ddp._ddp.checks import check_not_joined
 from crossover_ddp._ddp.contents import contents_of, part_of, view_of
+from crossover_ddp._engine.buckets import Turn
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
-from crossover_ddp._engine.turns import Turn
 from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.kept import Kept, tensors_in
 from crossover_ddp._owners.muon import (

@@ -45,17 +45,10 @@ from crossover_ddp._ddp.checks import (
 from crossover_ddp._ddp.compiled import OwnHook, called_by_compiled_code, compiled_modules, uncompiled
 from crossover_ddp._ddp.contents import contents_of
 from crossover_ddp._ddp.module_buffers import BufferCopy
-from crossover_ddp._engine.buckets import (
-    Agreement,
-    Bucket,
-    after_backward,
-    answered,
-    split,
-)
-from crossover_ddp._engine.checkpoint import Checkpointed
-from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.buckets import Bucket, Turn, after_backward, split
+from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.links import Link
-from crossover_ddp._engine.turns import Turn
+from crossover_ddp._engine.states import Agreement, HookState
 from crossover_ddp._owners.optimizer import (
     PartialOptimizer,
     check_not_intercepted,
@@ -120,7 +113,7 @@ class Deferrable(Protocol):
 
     def exchange(
         self,
-        group: dist.ProcessGroup,
+        exchange: Exchange,
         bucket: dist.GradBucket,
         *,
         state: object,
@@ -130,7 +123,7 @@ class Deferrable(Protocol):
         """Start the exchange of ``bucket``. Raises what makes it impossible."""
 
 
-class DecoupledState(Checkpointed):
+class DecoupledState(HookState):
     """State of `decoupled_hook`: lets gradients arrive, and ``optimizer.step()`` take effect, in the next forward.
 
     The training loop stays as it is. ``optimizer.step()`` returns at once; each parameter is updated by the
@@ -499,17 +492,14 @@ class DecoupledState(Checkpointed):
 
     # --- the hook --------------------------------------------------------------------------------------------
 
-    def _take(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _take(self, exchange: Exchange, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of ``bucket``; for `decoupled_hook`. Raises what makes it impossible."""
-        exchange = self._exchange = Exchange.of(group)
-        with exchange.comparing(bucket, self, self.compare_replicas):
-            if self._closed:
-                return self._carry(exchange, group, bucket, None, hands_back=False).future
-            return self._send(exchange, group, bucket)
+        self._exchange = exchange
+        if self._closed:
+            return self._carry(exchange, bucket, None, hands_back=False).future
+        return self._send(exchange, bucket)
 
-    def _send(
-        self, exchange: Exchange, group: dist.ProcessGroup, bucket: dist.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
+    def _send(self, exchange: Exchange, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         pending = self._pending
         if self._owners is not None:
             self._owners.check_stepped()
@@ -526,10 +516,10 @@ class DecoupledState(Checkpointed):
             self._has_turn = self._turn is None
         if self._trial is not None and not self._trial.defers:
             # The exchange gives the turn away, and takes the next one before backward ends.
-            taken = self._carry(exchange, group, bucket, self._turn, hands_back=False)
+            taken = self._carry(exchange, bucket, self._turn, hands_back=False)
             self._has_turn = True
         else:
-            share = self._share(exchange, group, bucket, parameters)
+            share = self._share(exchange, bucket, parameters)
             taken = share.bucket
             pending.shares.append(share)
             if bucket.is_last():
@@ -543,35 +533,23 @@ class DecoupledState(Checkpointed):
                 )
         return taken.future
 
-    def _share(
-        self,
-        exchange: Exchange,
-        group: dist.ProcessGroup,
-        bucket: dist.GradBucket,
-        parameters: list[torch.Tensor],
-    ) -> Share:
+    def _share(self, exchange: Exchange, bucket: dist.GradBucket, parameters: list[torch.Tensor]) -> Share:
         """Send a bucket on its way that backward does not wait for."""
         model = self._model()
         copies = model is not None and not model.gradient_as_bucket_view
         if self._owners is not None:
             return self._owners.send(bucket, parameters, state=self, turn=self._turn, copies=copies)
-        taken = self._carry(exchange, group, bucket, self._turn, hands_back=True)
+        taken = self._carry(exchange, bucket, self._turn, hands_back=True)
         contents = contents_of(bucket, taken.flat) if copies else ()
         views = {id(each.parameter): each.gradient for each in contents}
         return Share(taken, parameters, bucket.buffer(), len(self._pending.shares), views if copies else None)
 
     def _carry(
-        self,
-        exchange: Exchange,
-        group: dist.ProcessGroup,
-        bucket: dist.GradBucket,
-        turn: Turn | None,
-        *,
-        hands_back: bool,
+        self, exchange: Exchange, bucket: dist.GradBucket, turn: Turn | None, *, hands_back: bool
     ) -> Bucket:
         """Send a bucket on its way; ``hands_back``: backward does not wait for it."""
         if self._kfac is not None:
-            return self._kfac.exchange(group, bucket, state=self, turn=turn, hands_back=hands_back)
+            return self._kfac.exchange(exchange, bucket, state=self, turn=turn, hands_back=hands_back)
         return exchange.carry(
             bucket,
             deferred if hands_back else split,
@@ -769,8 +747,8 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
         model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)
     """
 
-    def carry(group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-        return state.take(group, bucket)
+    def carry(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
+        return state._take(exchange, bucket)
 
     def refused() -> None:
         if isinstance(state, DecoupledState):

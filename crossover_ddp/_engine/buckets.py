@@ -1,4 +1,4 @@
-"""Buckets of one backward pass, and what every hook does: ranks agree on arguments, failures reach the training thread.
+"""Buckets of one backward pass, whose failures reach the training thread, and the job's turn around the last one.
 
 [Note: errors after backward] An exception must not leave a hook: DDP is unusable afterwards. An exception in the Future
 that the hook returned surfaces as a misleading cast error. So a failing bucket is completed like any other, and the
@@ -8,38 +8,27 @@ another one. Where nothing will look for the error (outside of a backward pass, 
 does carry the exception.
 """
 
-import contextlib
-import functools
-import logging
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from crossover_ddp._ddp.checks import PYTHON_REDUCER, check_not_capturing, resolve_group
 from crossover_ddp._ddp.module_buffers import BufferCopy
-from crossover_ddp._system import environment
 from crossover_ddp._timeline.record import Timeline
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
 from .journeys import Gate, GradientFuture, Meter, Milestone, Place, Trip, nothing
-from .links import Layout, Link
-from .stats import TOLD_AFTER, line, told
-
-_log = logging.getLogger(__name__)
+from .links import Layout, Link, LinkAround
 
 BucketWay = Callable[["Bucket", Link], Coroutine[Any, Any, None]]
-Said = TypeVar("Said")
 
 _STEPS_KEPT: Final = 16
-_LONGEST: Final = 300
 
 
 class Backward:
@@ -57,6 +46,7 @@ class Backward:
         self._lock = threading.Lock()
         self._watching = 0
         self._error: BaseException | None = None
+        self.turn: Turn | None = None
         self.compute_ended = False
         self.waits_since_s: float | None = None  # backward for its buckets, as far as that was counted
 
@@ -70,16 +60,12 @@ class Backward:
             with self._lock:
                 self._watching += 1
 
-    def leave(self, error: BaseException) -> bool:
-        """Leave ``error`` to be raised after backward; return False if nothing will look for it."""
-        with self._lock:
-            if self._watching:
-                self._error = self._error or error
-            return self._watching > 0
-
     def complete(self, future: GradientFuture, result: Tensor, error: BaseException | None) -> None:
-        """Complete a bucket's Future; it carries an error for which nobody will look."""
-        if error is None or self.leave(error):
+        """Complete a bucket's Future; it carries an error only if nobody will look for that after backward."""
+        with self._lock:
+            if is_watched := self._watching > 0:
+                self._error = self._error or error
+        if error is None or is_watched:
             future.set_result(result)
         else:
             future.set_exception(error)  # type: ignore[arg-type]
@@ -106,7 +92,7 @@ class Bucket(Trip):
     ``flat``: its buffer, with a version counter of its own: what is changed through the gradients shows in theirs.
     ``keeps_turn``: its way says, in the hook, that owners' work after the reduce-scatter is part of the turn, which
     ``compute_ends`` gives away. ``half``: reached with the own part of the sums. ``buffers``: the model's, behind the
-    last bucket.
+    last bucket. ``done_s``: when nothing travelled any more, if the turn is waited for then.
     """
 
     def __init__(
@@ -148,10 +134,6 @@ class Bucket(Trip):
         gathers = self.backward.gathers
         await (gathers.passed_first() if self.last else gathers)
         return not self._is_dropped
-
-    def exchanged(self) -> None:
-        """Note that nothing travels any more, before the turn is waited for."""
-        self.done_s = time.monotonic()
 
     # --- for whoever needs one that was handed back ----------------------------------------------------------
 
@@ -280,168 +262,117 @@ class StepRecords:
         return statistics.median(buckets[-1][1] for buckets in self._steps) if self._steps else None
 
 
-# --- what every hook and every state of a hook has in common ---------------------------------------------------------
+# --- the job's turn: siblings compute while its last bucket travels ---
 
 
-def guarded(
-    bucket: dist.GradBucket | tuple[Tensor, ...],
-    answer: Callable[[], GradientFuture],
-    *,
-    refused: Callable[[], None] | None = None,
-) -> GradientFuture:
-    """Return ``answer()``; what it raises is raised by ``backward()`` instead.
+class Turn(Protocol):
+    """What a mutex offers to the engine. No method raises."""
 
-    ``refused`` is called first if there is one. Only where torch's python reducer calls the hook the error leaves it,
-    for nobody else would hear of it.
-    """
-    if isinstance(bucket, tuple):
-        raise UnsupportedConfigurationError(PYTHON_REDUCER)
-    try:
-        return answer()
-    except Exception as error:
-        if refused is not None:
-            refused()
-        backward, future = Backward(), GradientFuture()
-        backward.watch(is_last=True)
-        backward.complete(future, bucket.buffer(), error)  # as it is: nothing was sent
-        return future
+    @property
+    def ranks(self) -> Sequence[int] | None:
+        """The ranks of the default group that take the turn together, empty for this process alone; None: any."""
 
+    @property
+    def shared(self) -> bool:
+        """Whether a sibling was on this rank's device when the turn began."""
 
-def answered(
-    state: Any,
-    bucket: dist.GradBucket,
-    kind: type,
-    remedy: str,
-    carry: Callable[[dist.ProcessGroup], GradientFuture],
-    *,
-    plain: Callable[[dist.ProcessGroup, dist.GradBucket], GradientFuture] = allreduce_hook,
-    refused: Callable[[], None] | None = None,
-) -> GradientFuture:
-    """Answer DDP for a hook with a state: what all of them do before they carry ``bucket``.
+    @property
+    def mode(self) -> str:
+        """How the job computes beside its siblings, for a timeline."""
 
-    Args:
-        state: has ``process_group``, ``agreement``, and ``said(bucket)``, what the ranks must have in common.
-        bucket: DDP's.
-        kind: of the hook's states; others, such as another hook's, are refused.
-        remedy: what to do with those instead.
-        carry: begins the exchange.
-        plain: answers instead with ``CROSSOVER_DISABLE=1``.
-        refused: see `guarded`.
-    """
+    def release(self) -> None:
+        """Give the turn away: the step's compute is launched. Never blocks.
 
-    def answer() -> GradientFuture:
-        if not isinstance(state, kind):
-            raise UnsupportedConfigurationError(
-                f"expected a {kind.__name__}, got state={type(state).__name__}; {remedy}"
-            )
-        group = resolve_group(state.process_group)  # type: ignore[attr-defined]
-        agreement: Agreement = state.agreement  # type: ignore[attr-defined]
-        if not agreement.made:
-            agreement.make(group, lambda: state.said(bucket))  # type: ignore[attr-defined]
-        if agreement.disabled:
-            return plain(group, bucket)
-        check_not_capturing(bucket)
-        return carry(group)
-
-    return guarded(bucket, answer, refused=refused)
-
-
-class Pausable:
-    """A state with ``mutex``, which may be None; what its hook does is counted."""
-
-    @functools.cached_property
-    def meter(self) -> Meter:
-        """What the engine has counted."""
-        return Meter()
-
-    def stats(self) -> dict[str, Any]:
-        """Return what all states tell, see docs/choosing.md. Not collective."""
-        return self._told()
-
-    def _told(self, **said: Any) -> dict[str, Any]:
-        return told(self.meter, mutex=self.mutex, **said)  # type: ignore[attr-defined]
-
-    @contextlib.contextmanager
-    def paused(self: Any) -> Iterator[None]:
-        """Give the turn away during the block: evaluation, a checkpoint; see `GPUMutex.paused`."""
-        with self.mutex.paused() if self.mutex is not None else contextlib.nullcontext():
-            yield
-
-
-def meter_of(state: object, without_state: Meter, rank: int) -> Meter:
-    """Return what counts for a hook; after its first steps rank 0 says once what they did."""
-    meter = state.meter if isinstance(state, Pausable) else without_state
-    if meter.steps == TOLD_AFTER and not meter.is_told:
-        meter.is_told = True
-        if rank == 0:
-            name, said = "split", told(meter)
-            if isinstance(state, Pausable):
-                name, said = type(state).__name__, state.stats()
-            _log.info("%s: %s", name, line(said))
-    return meter
-
-
-class Agreement:
-    """A comparison of what the ranks of a process group say, at the first bucket and after each load or drain.
-
-    torch's own collective carries it, so that a rank with ``CROSSOVER_DISABLE=1`` takes part, too.
-    """
-
-    made = False
-
-    def __init__(self, disabled: bool | None = None) -> None:
-        """``disabled``: whether ``CROSSOVER_DISABLE=1`` was set; None: looked up in each comparison."""
-        self.disabled, self._is_known = bool(disabled), disabled is not None
-
-    def forget(self) -> None:
-        """Compare again at the next bucket."""
-        self.made = False
-
-    def make(self, group: dist.ProcessGroup, said: Callable[[], Mapping[str, object]]) -> None:
-        """Raise unless all ranks say the same, once.
-
-        Args:
-            group: whose ranks compare.
-            said: returns this rank's values by name, which are compared by their ``repr``; not called with
-                ``CROSSOVER_DISABLE=1``.
-
-        On failure: ``UnsupportedConfigurationError`` on all ranks; the next bucket compares again. ``ExchangeError`` if
-        a peer is gone.
-
-        **Collective**.
+        Called on the hook's thread, or, if the last bucket ``keeps_turn``, on that of its owners' work.
         """
-        if not self.made:
-            if not self._is_known:
-                self.disabled = environment.is_set(environment.DISABLE)
-            if group.size() > 1:
-                compare(group, {environment.DISABLE: int(self.disabled), **({} if self.disabled else said())})
-            self.made = True
+
+    def request(self) -> None:
+        """Join the queue early: the last bucket is half-way. Called on a thread of the engine."""
+
+    def acquire(self) -> None:
+        """Take the turn again: the step's buckets are complete. Called on a thread that may block.
+
+        Where nobody shares the device it may still be busy with them.
+        """
 
 
-def compare(group: dist.ProcessGroup, said: Mapping[str, object]) -> None:
-    """Raise on all ranks of ``group`` unless all say the same; see `Agreement.make`. **Collective**."""
-    everyone = told_by_all(group, {name: repr(value) for name, value in said.items()})
-    for name in said:
-        values = [each.get(name, "nothing") for each in everyone]
-        if len({*values}) > 1:
-            by_rank = ", ".join(f"{rank}: {value[:_LONGEST]}" for rank, value in enumerate(values))
-            raise UnsupportedConfigurationError(
-                f"expected the same {name} on all ranks, got {name} by rank {{{by_rank}}}; pass the same everywhere, "
-                "and call load_state_dict on all ranks or on none"
-            )
+def check_turn(turn: Turn | None, process_group: dist.ProcessGroup | None) -> None:
+    """Raise unless the ranks of the group take the turn together, and no others: these would wait for ours."""
+    if turn is None or turn.ranks is None or process_group is None:
+        return
+    own, theirs = sorted(dist.get_process_group_ranks(process_group)), sorted(turn.ranks)
+    if own != theirs and (theirs or len(own) > 1):
+        raise UnsupportedConfigurationError(
+            f"expected a mutex of the ranks {own}, which train this model, got one of "
+            f"{theirs or 'this process alone'}: a turn belongs to all its ranks; leave mutex= out, or make it with "
+            "GPUMutex(process_group=…) of the model's group"
+        )
 
 
-def told_by_all(group: dist.ProcessGroup, said: Said) -> list[Said]:
-    """Return by rank what the ranks of ``group`` say. **Collective**.
+class TurnLink(LinkAround):
+    """The link of a step's last bucket, which joins the siblings' queue early: when the means are there.
 
-    On failure: ``ExchangeError`` if a peer is gone.
+    Where collectives go in the program's order, only a thread that issues nothing afterwards may wait for that: what
+    waits for it is left to `take`.
     """
-    everyone: list[Any] = [None] * group.size()
-    try:
-        dist.all_gather_object(everyone, said, group=group)
-    except RuntimeError as error:
-        raise ExchangeError(
-            f"rank {group.rank()} of {group.size()}: comparing with the other ranks failed: {error}; either one is "
-            "gone, or checkpoint(), load_state_dict() or drain() was not called on all of them: restart the job"
-        ) from error
-    return everyone
+
+    def __init__(self, link: Link, bucket: Bucket, turn: Turn) -> None:
+        super().__init__(link)
+        self._bucket, self._turn = bucket, turn
+        self._reached = bucket.place.reached()
+
+    async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
+        own = await super().reduce_scatter(flat, layout)
+        if not self._bucket.keeps_turn:
+            self._half_way()
+        return own
+
+    async def all_gather(self, flat: Tensor, layout: Layout) -> None:
+        """End the turn if owners' work, which is done, was part of it."""
+        if self._bucket.keeps_turn:
+            self._bucket.compute_ends()
+            self._half_way()
+        await super().all_gather(flat, layout)
+
+    async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
+        """Leave one message one: between two ranks a second is dearer than to ask for the turn a little later."""
+        if self.size == 2 and not self.in_program_order:
+            await self._link.all_reduce(flat, layout)
+            self._half_way()
+        else:
+            await super().all_reduce(flat, layout)
+
+    def _half_way(self) -> None:
+        if self.in_program_order:
+            self._reached = self._bucket.place.reached()
+        elif self.size > 1 and not self._bucket.deferred:
+            self._turn.request()
+
+    async def take(self) -> None:
+        """Take the turn again, which `Exchange.carry` has given away; the bucket has gone its way.
+
+        A job that shares its device with nobody does not wait for the device: the host runs ahead as it would without
+        us.
+        """
+        bucket, turn = self._bucket, self._turn
+        whole_way = bucket.place.reached()
+        await self.settle()
+        if self.in_program_order and turn.shared:
+            self._reached()
+            turn.request()
+            whole_way()
+        elif self.size == 1:
+            turn.request()
+        bucket.done_s = time.monotonic()
+        turn.acquire()
+
+
+async def behind(futures: Sequence[GradientFuture], bucket: Bucket, link: Link, turn: Turn) -> None:
+    """Wait for what somebody else's hook has made of a step's buckets, and take the turn again."""
+    await link.settle()
+    for future in futures:
+        bucket.result = future.wait()
+    if turn.shared:
+        bucket.place.reached()()
+    bucket.done_s = time.monotonic()
+    turn.acquire()

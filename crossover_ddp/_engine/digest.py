@@ -21,9 +21,10 @@ from crossover_ddp._ddp.checks import is_joined, model_of, named_parameters_of
 from crossover_ddp._system import environment
 from crossover_ddp.errors import ReplicasDifferError
 
-from .buckets import after_backward, told_by_all
+from .buckets import after_backward
 from .journeys import Trip, nothing
 from .links import Link
+from .states import told_by_all
 
 _EVERY: Final = 1000
 _NAMED: Final = 3

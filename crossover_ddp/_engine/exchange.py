@@ -8,6 +8,7 @@ hear of it.
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import threading
 import time
@@ -18,27 +19,37 @@ from typing import Any, ClassVar, Final, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from crossover_ddp._ddp.checks import check_group, flat_gradients, largest_bytes, resolve_group
+from crossover_ddp._ddp.checks import CAPTURED, PYTHON_REDUCER, check_group, flat_gradients, resolve_group
 from crossover_ddp._ddp.module_buffers import ModuleBuffers
-from crossover_ddp._timeline.record import Detail
-from crossover_ddp.errors import CrossoverError, ExchangeError
+from crossover_ddp.errors import CrossoverError, ExchangeError, UnsupportedConfigurationError
 
-from .buckets import Backward, Bucket, BucketWay, StepRecords, after_backward, meter_of
+from .buckets import (
+    Backward,
+    Bucket,
+    BucketWay,
+    StepRecords,
+    Turn,
+    TurnLink,
+    after_backward,
+    behind,
+    check_turn,
+)
+from .device import Device, Native, Staged
 from .digest import Digests
-from .gloo import Gloo
-from .journeys import Begin, Device, GradientFuture, Journey, Meter, Place, Trip
-from .links import Alone, Layout, Link, Native, Network, equal_lengths
+from .journeys import Begin, GradientFuture, Journey, Meter, Place, Trip
+from .links import Alone, Gloo, Layout, Link, Network, equal_lengths
 from .spans import TracedLink, timeline_of
-from .staged import Staged
-from .turns import Turn, TurnLink, behind, check_turn
+from .states import TOLD_AFTER, Agreement, HookState, let_collectives_go, line, told
+
+_log = logging.getLogger(__name__)
 
 Way = Callable[[Link], Coroutine[Any, Any, None]]
 Around = Callable[[Link], Link]
 Step = Callable[[], Coroutine[Any, Any, None]]
 
-_LET_GO_S: Final = 0.1
 _END_S: Final = 0.5
 _NEEDED_BY_OTHERS_S: Final = 30.0
 _DESTROYED: Final = "the process group was destroyed; make a new one"
@@ -121,8 +132,9 @@ class Exchange:
         self._check_process()
         trip, network = Trip(name, deferred=deferred), self.network(device)
         if link is None:
-            details = {"step": next(self._numbers), "bucket": -1, "largest_bytes": 0, "owner": 0}
-            link = self._traced(network.link(), **details)
+            link = network.link()
+            if self._timeline is not None:
+                link = TracedLink(link, self._timeline, step=next(self._numbers))
         trip.sent, trip.meter, trip.waits = link.sent, meter, meter
         self._start(trip, way(link), network.place)
         return trip
@@ -155,14 +167,16 @@ class Exchange:
 
         Raises what refuses the bucket.
         """
-        backward, meter = self._enter(grad_bucket), meter_of(state, self.meter, self.rank)
+        backward, meter = self._enter(grad_bucket, turn), self.meter_of(state)
         link = self.network(grad_bucket.buffer().device).link()  # also for a refused one: ranks count alike
-        with self._refusing(grad_bucket, backward, turn):
-            bucket = self._bucket(grad_bucket, link, backward, turn)
+        with self._refusing(grad_bucket, backward):
+            bucket = self._bucket(grad_bucket, link, backward)
             link = link if around is None or self.size == 1 else around(link)
             if self._timeline is not None:
-                number, largest = backward.number, largest_bytes(grad_bucket)
-                link = self._traced(link, step=number, bucket=bucket.index, largest_bytes=largest, owner=0)
+                # DDP makes no bucket smaller than its largest gradient.
+                largest = max(each.numel() for each in grad_bucket.parameters()) * bucket.flat.itemsize
+                place = {"step": backward.number, "bucket": bucket.index}
+                link = TracedLink(link, self._timeline, **place, largest_bytes=largest)
             turns = TurnLink(link, bucket, turn) if turn is not None and bucket.last else None
             bucket.link = link if turns is None else turns
             if hands_back:
@@ -182,13 +196,13 @@ class Exchange:
         The Future of a step's last bucket is replaced by one that completes when all the step's Futures are
         done and the turn is taken again.
         """
-        backward, meter = self._enter(grad_bucket), meter_of(state, self.meter, self.rank)
+        backward, meter = self._enter(grad_bucket, turn), self.meter_of(state)
         backward.futures.append(future)
         if not grad_bucket.is_last():
             return future
         link = self.network(grad_bucket.buffer().device).link()
-        with self._refusing(grad_bucket, backward, turn):
-            bucket = self._bucket(grad_bucket, link, backward, turn)
+        with self._refusing(grad_bucket, backward):
+            bucket = self._bucket(grad_bucket, link, backward)
         bucket.count(meter)
         self._start(bucket, behind(backward.futures, bucket, link, turn), bucket.place)
         return bucket.future
@@ -221,6 +235,18 @@ class Exchange:
         elif (group := self._group()) is not None:
             digests.step(grad_bucket, group, state, self.begin, wanted=wanted)
 
+    def meter_of(self, state: object) -> Meter:
+        """Return what counts for a hook with or without a state; rank 0 says once what its first steps did."""
+        meter = state.meter if isinstance(state, HookState) else self.meter
+        if meter.steps == TOLD_AFTER and not meter.is_told:
+            meter.is_told = True
+            if self.rank == 0:
+                name, said = "split", told(meter)
+                if isinstance(state, HookState):
+                    name, said = type(state).__name__, state.stats()
+                _log.info("%s: %s", name, line(said))
+        return meter
+
     def _model_of(self, last: dist.GradBucket) -> _Model:
         """Return the model of a last bucket, into which DDP may have put other parameters just now."""
         parameters = last.parameters()
@@ -231,49 +257,39 @@ class Exchange:
                 self._models[each] = found
         return cast(_Model, found)
 
-    def _enter(self, grad_bucket: dist.GradBucket) -> Backward:
+    def _enter(self, grad_bucket: dist.GradBucket, turn: Turn | None = None) -> Backward:
         self._check_process()
         self._entered += 1
-        backward = self._backward
+        backward, self._backward.turn = self._backward, turn
         backward.watch(is_last=grad_bucket.is_last())
         if grad_bucket.is_last():
             backward.is_whole, self._backward = True, Backward(backward.number + 1)
         return backward
 
     @contextlib.contextmanager
-    def _refusing(
-        self, grad_bucket: dist.GradBucket, backward: Backward, turn: Turn | None
-    ) -> Iterator[None]:
+    def _refusing(self, grad_bucket: dist.GradBucket, backward: Backward) -> Iterator[None]:
         """Where a bucket may be refused: a refused last one ends the step's compute, too."""
         try:
             yield
         except Exception:
             if grad_bucket.is_last():
-                self._compute_ends(backward, turn)
+                self._compute_ends(backward)
                 backward.gathers.open()
             raise
 
-    def _bucket(
-        self, grad_bucket: dist.GradBucket, link: Link, backward: Backward, turn: Turn | None
-    ) -> Bucket:
+    def _bucket(self, grad_bucket: dist.GradBucket, link: Link, backward: Backward) -> Bucket:
         """Return the bucket; raise what makes its exchange impossible."""
         flat, group = grad_bucket.buffer(), self._group()
         if group is not None and grad_bucket.parameters()[0] not in self._checked:
             flat_gradients(grad_bucket)  # its parameters do not change their kind
             check_group(grad_bucket, group)
             self._checked[grad_bucket.parameters()[0]] = True
-        if turn is not None:
-            check_turn(turn, group)
+        check_turn(backward.turn, group)
         backward.ready.append((flat.nbytes, time.monotonic()))
         place = self.network(flat.device).place
         bucket = Bucket(grad_bucket, self.equal_layout(flat), backward, place, self._timeline, link)
-        bucket.compute_ends = functools.partial(self._compute_ends, backward, turn)
+        bucket.compute_ends = functools.partial(self._compute_ends, backward)
         return bucket
-
-    def _traced(self, link: Link, **details: Detail) -> Link:
-        if self._timeline is None:
-            return link
-        return TracedLink(link, self._timeline, ready_s=time.monotonic(), **details)
 
     def _start(
         self, trip: Trip, way: Coroutine[Any, Any, None], place: Place, then: Step | None = None
@@ -294,17 +310,17 @@ class Exchange:
         with torch.no_grad():
             journey.go_on() if failure is None else journey.throw(failure)
 
-    def _compute_ends(self, backward: Backward, turn: Turn | None) -> None:
+    def _compute_ends(self, backward: Backward) -> None:
         """The step's compute is launched: let a sibling have the turn, before another one may take it. Once."""
         if backward.compute_ended:
             return
         backward.compute_ended = True
         if self._timeline is not None and self._turn_taken_s is not None and backward.ready:
             end_s = backward.ready[-1][1]
-            mode = {} if turn is None else {"turns": turn.mode}
+            mode = {} if backward.turn is None else {"turns": backward.turn.mode}
             self._timeline.span("compute", self._turn_taken_s, end_s, step=backward.number, **mode)
-        if turn is not None:
-            turn.release()
+        if backward.turn is not None:
+            backward.turn.release()
 
     def _step_ends(self, bucket: Bucket) -> None:
         """Note when a step's exchange was done, and when the turn was taken again."""
@@ -331,9 +347,9 @@ class Exchange:
         if copy is not None:
             flat, layout = copy.flat, [copy.flat.numel()] + [0] * (self.size - 1)
             name = f"bucket {grad_bucket.index()}'s buffers"
-            copy.arrived = self.begin(
+            copy.wait = self.begin(
                 lambda link: link.all_gather(flat, layout), device, name, meter=bucket.meter
-            )
+            ).wait
             after_backward(copy.claim if late else copy.claim_and_unpack)
         bucket.buffers = copy
 
@@ -495,13 +511,74 @@ def on_destruction(
     return lambda: None
 
 
-def let_collectives_go(process_group: dist.ProcessGroup | None) -> None:
-    """Wait a moment after torch's own collectives, for a process that may end right behind them.
+# --- what every hook does before it carries a bucket ---------------------------------------------------------
 
-    ``process_group``: whose; None: one of gloo's, which may be gone by now.
 
-    gloo's threads let go of a collective a moment after it, and abort a process that ends by then
-    (https://github.com/pytorch/pytorch/pull/179291). Nothing tells when they have; other backends need no wait.
+def guarded(
+    bucket: dist.GradBucket | tuple[Tensor, ...],
+    answer: Callable[[], GradientFuture],
+    *,
+    refused: Callable[[], None] | None = None,
+) -> GradientFuture:
+    """Return ``answer()``; what it raises is raised by ``backward()`` instead.
+
+    ``refused`` is called first if there is one. Only where torch's python reducer calls the hook the error leaves it,
+    for nobody else would hear of it.
     """
-    if process_group is None or "gloo" in dist.get_backend(process_group):
-        time.sleep(_LET_GO_S)
+    if isinstance(bucket, tuple):
+        raise UnsupportedConfigurationError(PYTHON_REDUCER)
+    try:
+        return answer()
+    except Exception as error:
+        if refused is not None:
+            refused()
+        backward, future = Backward(), GradientFuture()
+        backward.watch(is_last=True)
+        backward.complete(future, bucket.buffer(), error)  # as it is: nothing was sent
+        return future
+
+
+def answered(
+    state: Any,
+    bucket: dist.GradBucket,
+    kind: type,
+    remedy: str,
+    carry: Callable[[Exchange], GradientFuture],
+    *,
+    compares: bool = True,
+    plain: Callable[[Any, dist.GradBucket], GradientFuture] = allreduce_hook,
+    refused: Callable[[], None] | None = None,
+) -> GradientFuture:
+    """Answer DDP for a hook with a state: what all of them do before they carry ``bucket``.
+
+    Args:
+        state: a `HookState`; what its ``said(bucket)`` returns the ranks must have in common.
+        bucket: DDP's.
+        kind: of the hook's states; others, such as another hook's, are refused.
+        remedy: what to do with those instead.
+        carry: begins the exchange.
+        compares: whether ``compare_replicas`` of the state holds from this bucket on, see `Exchange.comparing`.
+        plain: answers instead with ``CROSSOVER_DISABLE=1``.
+        refused: see `guarded`.
+    """
+
+    def answer() -> GradientFuture:
+        if not isinstance(state, kind):
+            raise UnsupportedConfigurationError(
+                f"expected a {kind.__name__}, got state={type(state).__name__}; {remedy}"
+            )
+        group: dist.ProcessGroup | None = state.process_group  # type: ignore[attr-defined]
+        agreement: Agreement = state.agreement  # type: ignore[attr-defined]
+        if not agreement.made:
+            agreement.make(resolve_group(group), lambda: state.said(bucket))  # type: ignore[attr-defined]
+        if agreement.disabled:
+            return plain(group, bucket)
+        if bucket.buffer().is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedConfigurationError(CAPTURED)
+        exchange = Exchange.of(group)
+        if not compares:
+            return carry(exchange)
+        with exchange.comparing(bucket, state, state.compare_replicas):  # type: ignore[attr-defined]
+            return carry(exchange)
+
+    return guarded(bucket, answer, refused=refused)

@@ -6,13 +6,6 @@ the rest of it, and lets it go on later, on a thread of its own choice.
 [Note: threads] What belongs to a thread (grad mode, a stream, a lock) may not be held by a ``with`` around an
 ``await``: it would be entered on one thread and left on another. `Journey` enters it around each piece of the way.
 
-[Note: the side stream] All that journeys issue on a device, they issue on one stream of ours. It follows the stream of
-whoever starts a journey, and whoever waits for a journey has his stream follow it. `Journey` makes it current around
-each piece of the way, so that memory which a journey allocates belongs to it, too.
-
-[Note: who waits for the compute stream] Where the host drives journeys (gloo), one of our threads waits for the compute
-stream before a journey begins. If the side stream waited instead, the copies of an earlier journey, enqueued behind
-that, would wait for gradients that are not theirs. Where the device drives them (NCCL), the side stream waits.
 """
 
 import functools
@@ -28,7 +21,6 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._system.cuda_driver import adopt_thread
 from crossover_ddp._system.worker import Job, Worker
 
 GradientFuture = torch.futures.Future[torch.Tensor]
@@ -73,7 +65,12 @@ class Gate:
     @types.coroutine
     def passed_first(self) -> Stops:
         """Open it, and go on before all that wait."""
-        yield self._put_and_open
+
+        def put_and_open(go_on: Job) -> None:
+            self._put(go_on)
+            self.open()
+
+        yield put_and_open
 
     def open(self) -> None:
         """Let all go on that wait, and all later ones at once. May be called again."""
@@ -89,10 +86,6 @@ class Gate:
                 self._waiting.append(go_on)
         if not is_closed:
             go_on()
-
-    def _put_and_open(self, go_on: Job) -> None:
-        self._put(go_on)
-        self.open()
 
 
 class Journey:
@@ -215,11 +208,9 @@ class Milestone:
 
         Raises what has ended the journeys of the group, if anything has.
         """
-        if self.waits is None or self._arrived.is_set():
-            self._arrived.wait()
-        else:
-            since_s = time.monotonic()
-            self._arrived.wait()
+        since_s = time.monotonic()
+        self._arrived.wait()
+        if self.waits is not None:
             self.waits.exposed_s += time.monotonic() - since_s
         if self._error is not None:
             raise self._error.with_traceback(None)
@@ -270,7 +261,7 @@ class Place:
 
     def follow(self) -> Begin:
         """Note, on the thread that starts a journey, what it comes after; it awaits what the result returns."""
-        return _at_once
+        return at_once
 
     def side(self) -> AbstractContextManager[object]:
         return _AS_IT_IS
@@ -296,71 +287,13 @@ class Place:
         return True
 
 
-class Device(Place):
-    """A CUDA device, see [Note: the side stream].
-
-    Args:
-        device: its number is known.
-        by_host: whether the host drives journeys, see [Note: who waits for the compute stream].
-    """
-
-    def __init__(self, device: torch.device, *, by_host: bool) -> None:
-        self.device, self.stream, self._by_host = device, torch.cuda.Stream(device), by_host
-        self._following = Station("crossover-follow", self.adopt_thread)
-
-    def follow(self) -> Begin:
-        current = torch.cuda.current_stream(self.device)
-        if not self._by_host:
-            self.stream.wait_stream(current)
-            return _at_once
-        there = current.record_event(sleeping_event())
-
-        async def reached() -> None:
-            await self._following
-            there.synchronize()
-
-        return reached
-
-    def side(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self.stream)
-
-    def mark(self) -> Callable[[], None]:
-        event = self.stream.record_event()
-        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
-
-    def reached(self) -> Callable[[], None]:
-        event = self.stream.record_event(sleeping_event())
-        return lambda: event.synchronize()
-
-    def future(self) -> GradientFuture:
-        return GradientFuture(devices=[self.device])
-
-    def adopt_thread(self) -> None:
-        """Choose the device, too.
-
-        A new thread's device is number 0, and leaving a stream's ``with`` block goes back to it: each rank would make
-        a context there, half a gigabyte.
-        """
-        super().adopt_thread()
-        torch.cuda.set_device(self.device)
-        adopt_thread()
-
-    def close(self, timeout_s: float) -> bool:
-        return stop_all([self._following], timeout_s)
-
-
-def sleeping_event() -> torch.cuda.Event:
-    """Make an event whose waiter sleeps instead of spinning on a core."""
-    return torch.cuda.Event(blocking=True)
-
-
 def living(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
     if (found := group()) is None:
         raise RuntimeError("the process group was destroyed while an exchange was under way")
     return found
 
 
-async def _at_once() -> None:
+async def at_once() -> None:
     return None
 
 

@@ -1,33 +1,78 @@
 """How the ranks of one process group exchange flat tensors: a few collectives, the same whatever carries them.
 
-A link is the ranks for one journey; a network makes links.
+A link is the ranks for one journey; a network makes links. Here are those of one rank, and of CPU tensors over gloo, by
+messages; `device` has those of a backend's own collectives, and of a device's tensors.
 
-[Note: one order] Ranks that issue a backend's own collectives in different orders wait for each other for ever. So all
-are issued by the thread that starts the journey, among the model's own: nothing there is awaited.
+[Note: straight to the owner] Every part goes to its owner in one hop, who adds all addends of it as a tree over ranks,
+and sends the result to all in one hop. A rank sends (W - 1)/W of the tensor in either half, the least possible. Nobody
+passes on what it receives, so sends are handed to gloo as soon as their values are final, and threads only ever wait
+for arrivals.
+
+[Note: around a ring] Where one rank owns most of a large tensor, its cable would carry W - 1 copies of its part in
+either half. Such a layout, see `goes_around`, travels from left to right, each rank adding or passing on: no cable
+carries more than the tensor. A part's sum begins behind its owner and ends there.
+
+Who passes on keeps others waiting. Sums are passed on by the reducing thread, to which journeys come in the order in
+which they were started, on all ranks. Gathers begin on whatever thread and in whatever order, as the program likes:
+while it is under way each one has a thread to itself, so that it waits for its like only.
+
+[Note: memory for sums] What arrives to be added needs memory, with an owner W - 1 times its part. So receives are
+posted piece by piece, in the order of journeys, which is the same on all ranks, and at most some megabytes ahead of
+what is added. That cannot lock up: nothing in a sum waits for a later one, nor around a ring for a later hop.
+
+[Note: two addends] Two addends have one sum. So where nothing happens between the halves two ranks use gloo's own
+all-reduce, which needs one wake-up of a thread of ours instead of two, and no messages from Python. A link around this
+one (a codec, the turn of a last bucket, a timeline) and staged CUDA tensors go by halves all the same.
 """
 
-import copy
+import contextlib
 import functools
+import itertools
 import math
+import threading
 import weakref
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from crossover_ddp.errors import UnsupportedConfigurationError
+
 from .journeys import Place, Station, living, stop_all
 
 Layout = Sequence[int]
 """Number of elements of each rank's part of a flat tensor, in rank order."""
-# Torch 2.14 gave them new names, and warns of the old ones.
-_REDUCE_SCATTER: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_ALL_GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# gloo matches messages by an int32 tag: bit 30 is ours, far from what users count up from 0; then the channel, and the
+# number of the collective.
+_PRIVATE_TAG: Final = 1 << 30
+_CHANNEL_BITS: Final = 4
+_NUMBER_BITS: Final = 30 - _CHANNEL_BITS
+_STAGES: Final = 8  # collectives of one link, at most
+# Measured, see docs/measurements.md: two pieces of a part keep the link busy while the first one is added; below the
+# lower bound the cost per message shows, above the upper one nothing is gained.
+_PIECES: Final = 2
+_MIN_PIECE_BYTES: Final = 1 << 20
+_MAX_PIECE_BYTES: Final = 4 << 20
+_MIN_ADDEND_BYTES: Final = 512 << 10  # of as many ranks as there may be
+_ROW_BYTES: Final = 4 << 20
+_AHEAD_BYTES: Final = 8 << 20
+_AHEAD_ROWS: Final = 2
+_ADDED_ALIKE: Final = (torch.float32, torch.float64)  # gloo's arithmetic in half precision is its own
+# Around a ring, where each hop waits for a piece; and what a later journey sends must not hold up what is passed on.
+_RING_PIECES: Final = 16
+_MIN_RING_PIECE_BYTES: Final = 128 << 10
+_RING_AHEAD_BYTES: Final = 1 << 20
+_MIN_RING_BYTES: Final = 4 << 20
+_UNEVEN: Final = 1.2  # the largest part over the mean
 
 
-class Link(Protocol):
-    """The ranks of one process group, for the collectives of one journey.
+class Link:
+    """The ranks of one process group, for the collectives of one journey. This one is of a rank that is alone.
 
     Collective: all ranks make the same calls in the same order, on links that were drawn in the same order. What comes
     back is for work that is issued where the journey is; on a device it need not be there yet.
@@ -45,6 +90,7 @@ class Link(Protocol):
         It is divided before it is added, so that half precision does not overflow. What stands in the other parts
         afterwards is nobody's.
         """
+        return flat
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         """Copy each owner's part to all."""
@@ -72,6 +118,7 @@ class Link(Protocol):
 
     def sent(self) -> int:
         """Return how many bytes this rank has sent since this was called before, those of its parts of sums."""
+        return 0
 
 
 class Network(Protocol):
@@ -145,7 +192,7 @@ class LinkAround(Link):
 
 
 class Alone(Link):
-    """One rank, whose own values are the mean, and what it has is there: a network, and its own link."""
+    """One rank, whose own values are the mean: a network, and its own link."""
 
     rank, size, alignment_bytes, in_program_order = 0, 1, 1, False
 
@@ -157,90 +204,310 @@ class Alone(Link):
         return self
 
     def interrupt(self) -> None:
-        """See `Network`: there are no waits."""
+        pass
 
     def close(self, timeout_s: float) -> bool:
         return all([self.place.close(timeout_s), stop_all([self._settling], timeout_s)])
 
-    async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        return flat
-
-    async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        pass
-
-    async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
-        pass
-
-    async def compute(self) -> None:
-        pass
-
     async def settle(self) -> None:
         await self._settling
 
-    def sent(self) -> int:
-        """See `Link`."""
-        return 0
+
+# --- gloo ---
+
+# Numbers that set the messages of a group's networks apart; ranks take them in the same order.
+_channels: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]]" = weakref.WeakKeyDictionary()
+_taking = threading.Lock()
 
 
-class Native(Alone):
-    """A backend's own collectives, NCCL's and its like: a network, and copies of it as links, see [Note: one order].
+def _take_channel(used: set[int]) -> int:
+    """Return the smallest number that is not in use, and from now on is."""
+    with _taking:
+        free = set(range(1 << _CHANNEL_BITS)) - used
+        if not free:
+            raise UnsupportedConfigurationError(
+                f"expected at most {len(used)} exchanges at a time on one process group, got one more; close() "
+                "states that are no longer in use"
+            )
+        used.add(min(free))
+        return min(free)
 
-    On a device all goes to the stream that is current, which `Journey` has chosen. The group is held weakly. Bytes are
-    those of an exchange around a ring.
+
+class Gloo:
+    """The connections of a group, threads, and memory for sums.
+
+    Args:
+        group: has gloo for CPU tensors; held weakly.
+        place: of the tensors that journeys compute with, if others bring them here.
+        divides: whether what it adds has yet to be divided.
     """
 
-    in_program_order = True
-    alignment_bytes = 128  # NCCL is much slower on parts that begin elsewhere (pytorch#195450, nccl#413)
+    alignment_bytes = 1
 
-    def __init__(self, group: dist.ProcessGroup, place: Place) -> None:
-        super().__init__(place)
-        self._group, self._sent_bytes = weakref.ref(group), 0
+    def __init__(self, group: dist.ProcessGroup, place: Place, *, divides: bool = True) -> None:
+        self.group, self.place, self.divides = weakref.ref(group), place, divides
         self.rank, self.size = group.rank(), group.size()
+        self.others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self.reducing = Station("crossover-reduce", place.adopt_thread)
+        self.computing = Station("crossover-compute", place.adopt_thread)
+        self.gathering = Station("crossover-gather", place.adopt_thread)
+        self.settling = Station("crossover-settle", place.adopt_thread)
+        self.sums = _Sums(self)
+        self._relays: list[Station] = []
+        self._idle_relays: list[Station] = []
+        self._channels = _channels.setdefault(group, set())
+        self._channel = _take_channel(self._channels)
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def link(self) -> Link:
-        """See `Network`."""
-        return copy.copy(self)
+        return _GlooLink(self, next(self._numbers))
+
+    def tag(self, number: int) -> int:
+        return _PRIVATE_TAG | self._channel << _NUMBER_BITS | number % (1 << _NUMBER_BITS)
+
+    def receive(self, piece: Tensor, rank: int, tag: int) -> dist.Work:
+        return living(self.group).recv([piece], rank, tag)
+
+    def interrupt(self) -> None:
+        """Close all connections.
+
+        gloo cannot cancel a wait, but one that runs out of time closes all connections of its group. Of a rank whose
+        connection is closed already nothing is waited for, so another one is tried.
+        """
+        for rank in self.others:
+            with contextlib.suppress(RuntimeError, ValueError):
+                self.receive(torch.empty(1), rank, _PRIVATE_TAG - 1).wait(timedelta(milliseconds=1))
+
+    def close(self, timeout_s: float) -> bool:
+        with self._lock:
+            if not self._is_closed:
+                self._channels.discard(self._channel)  # none of its messages is under way
+            self._is_closed = True
+        workers = [self.reducing, self.computing, *self._relays, self.gathering, self.settling]
+        return stop_all(workers, timeout_s)
+
+    def relay(self) -> Station:
+        """Lend a thread for one gather, see [Note: around a ring]."""
+        with self._lock:
+            if self._is_closed:
+                return self.gathering  # which says so
+            if not self._idle_relays:
+                self._relays.append(Station("crossover-relay", self.place.adopt_thread))
+                return self._relays[-1]
+            return self._idle_relays.pop()
+
+    def give_back(self, relay: Station) -> None:
+        """Let another gather have the thread, for which nothing remains but the rest of this journey."""
+        with self._lock:
+            self._idle_relays.append(relay)
+
+
+class _GlooLink(Link):
+    """One journey's messages, see [Note: straight to the owner] and [Note: around a ring]."""
+
+    in_program_order = False
+
+    def __init__(self, net: Gloo, number: int) -> None:
+        self._net = net
+        self.rank, self.size = net.rank, net.size
+        self._tags = map(net.tag, range(_STAGES * number, _STAGES * (number + 1)))
+        self._sent_bytes = 0
 
     def sent(self) -> int:
-        """See `Link`."""
         sent, self._sent_bytes = self._sent_bytes, 0
         return sent
 
+    def _send(self, piece: Tensor, rank: int, tag: int) -> dist.Work:
+        self._sent_bytes += piece.numel() * piece.itemsize
+        return living(self._net.group).send([piece], rank, tag)
+
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """See `Link`: an equal front in one collective, each longer part's rest by itself."""
-        group, (front, rest) = living(self._group), self._front_and_rest(flat, layout)
-        flat.div_(self.size)
-        self._sent_bytes += (sum(layout) - layout[self.rank]) * flat.itemsize
-        if front.numel():
-            _wait(_REDUCE_SCATTER(front.chunk(self.size)[self.rank], front, group=group, async_op=True))
-        for owner, part in rest:
-            _wait(dist.reduce(part, group=group, group_dst=owner, async_op=True))
-        return parts(flat, layout)[self.rank]
+        net, tag, cut = self._net, next(self._tags), parts(flat, layout)
+        if net.divides:
+            flat.div_(self.size)
+        right, left = net.others[0], net.others[-1]
+        cut_up: Callable[[Tensor], Sequence[Tensor]] = _ring_pieces
+        if goes_around(layout, flat.itemsize):
+            sources, ahead_bytes = [left], _RING_AHEAD_BYTES
+            added, first = [*net.others[-2::-1], self.rank], [(left, right)]
+        else:
+            most_bytes = max(_MIN_ADDEND_BYTES, _ROW_BYTES // (self.size - 1))
+            cut_up = functools.partial(_pieces, most_bytes=most_bytes)
+            sources, ahead_bytes = net.others, _AHEAD_BYTES
+            added, first = [self.rank], [(owner, owner) for owner in net.others]
+        sums = [(part, piece) for part in added for piece in cut_up(cut[part])]
+        rows = net.sums.post([piece for _, piece in sums], sources, tag, ahead_bytes)
+        leaving = [self._send(piece, to, tag) for part, to in first for piece in cut_up(cut[part])]
+        await net.reducing
+        for (part, piece), row in zip(sums, rows, strict=True):
+            for work in row.arriving:
+                work.wait()
+            tree_sum(row.addends, piece)
+            if part != self.rank:
+                leaving.append(self._send(piece, right, tag))
+            net.sums.done(row)
+        for work in leaving:
+            work.wait()
+        return cut[self.rank]
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        group, (front, rest) = living(self._group), self._front_and_rest(flat, layout)
-        self._sent_bytes += (sum(layout) - layout[(self.rank + 1) % self.size]) * flat.itemsize
-        if front.numel():
-            _wait(_ALL_GATHER(front, front.chunk(self.size)[self.rank], group=group, async_op=True))
-        for owner, part in rest:
-            _wait(dist.broadcast(part, group=group, group_src=owner, async_op=True))
+        """Copy each owner's part to all, in one hop or around a ring.
+
+        Receives may be posted before all addends of ``flat`` have left: a part comes back only after its owner has
+        received them.
+        """
+        net, tag, cut = self._net, next(self._tags), parts(flat, layout)
+        if goes_around(layout, flat.itemsize):
+            await self._gather_around(cut, tag)
+            return
+        works = [net.receive(piece, owner, tag) for owner in net.others for piece in _pieces(cut[owner])]
+        works += [self._send(piece, rank, tag) for piece in _pieces(cut[self.rank]) for rank in net.others]
+        await net.gathering
+        for work in reversed(works):  # the last one first: fewer wake-ups
+            work.wait()
+
+    async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
+        """See [Note: two addends]."""
+        net = self._net
+        if self.size > 2 or flat.dtype not in _ADDED_ALIKE:
+            await super().all_reduce(flat, layout)
+            return
+        self._sent_bytes += flat.numel() * flat.itemsize  # half of it there, half of it back
+        work = living(net.group).allreduce([flat.div_(self.size) if net.divides else flat])
+        await net.gathering
+        work.wait()
+
+    async def _gather_around(self, cut: Sequence[Tensor], tag: int) -> None:
+        net, right, left = self._net, self._net.others[0], self._net.others[-1]
+        coming = [(part, piece) for part in net.others[::-1] for piece in _ring_pieces(cut[part])]
+        arriving = [net.receive(piece, left, tag) for _, piece in coming]
+        leaving = [self._send(piece, right, tag) for piece in _ring_pieces(cut[self.rank])]
+        relay = net.relay()
+        await relay
+        for (part, piece), work in zip(coming, arriving, strict=True):
+            work.wait()
+            if part != right:
+                leaving.append(self._send(piece, right, tag))
+        for work in leaving:
+            work.wait()
+        net.give_back(relay)
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
-        sizes = {"output_split_sizes": [*of], "input_split_sizes": [*to]}
-        self._sent_bytes += (sum(to) - to[self.rank]) * outgoing.itemsize
-        _wait(dist.all_to_all_single(incoming, outgoing, **sizes, group=living(self._group), async_op=True))
+        net, tag, leaving, coming = self._net, next(self._tags), parts(outgoing, to), parts(incoming, of)
+        works = [net.receive(piece, rank, tag) for rank in net.others for piece in _pieces(coming[rank])]
+        works += [self._send(piece, rank, tag) for rank in net.others for piece in _pieces(leaving[rank])]
+        await net.reducing
+        for work in works:
+            work.wait()
 
-    def _front_and_rest(self, flat: Tensor, layout: Layout) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-        """Return what is cut equally, but for the last rank's rest; or nothing, and all parts that are not empty."""
-        share = layout[0]
-        if all(length == share for length in layout[:-1]) and layout[-1] >= share:
-            front, last = flat[: share * self.size], flat[share * self.size :]
-            return front, [(self.size - 1, last)] if last.numel() else []
-        return flat[:0], [(owner, part) for owner, part in enumerate(parts(flat, layout)) if part.numel()]
+    async def compute(self) -> None:
+        await self._net.computing
+
+    async def settle(self) -> None:
+        """Go on on one thread for all, or a journey would wait for a later step's turn."""
+        await self._net.settling
 
 
-def _wait(work: dist.Work | None) -> None:
-    """Have the current stream (on a CPU this thread) wait."""
-    if work is None:
-        raise RuntimeError("this process is not a rank of the process group")
-    work.wait()
+class _Row(NamedTuple):
+    """One piece of a part, of this rank and of those from which it comes to be added here.
+
+    ``addends``: in the order of ranks. ``memory``: of all of them but the own one.
+    """
+
+    addends: Sequence[Tensor]
+    arriving: Sequence[dist.Work]
+    memory: Tensor
+
+
+class _Receives(NamedTuple):
+    """Of one sum; ``rows``: what was posted of them."""
+
+    sources: Sequence[int]
+    tag: int
+    ahead_bytes: int
+    rows: deque[_Row]
+
+
+class _Sums:
+    """The receives of all sums, see [Note: memory for sums]."""
+
+    def __init__(self, net: Gloo) -> None:
+        # Weakly: threads hold what is under way, and must not keep the exchange of a group that has gone.
+        self._net = weakref.ref(net)
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Tensor, _Receives]] = deque()
+        self._posted: deque[int] = deque()  # bytes of each row
+        self._free: list[Tensor] = []
+
+    def post(
+        self, pieces: Sequence[Tensor], sources: Sequence[int], tag: int, ahead_bytes: int
+    ) -> Iterator[_Row]:
+        """Receive addends of ``pieces`` as early as memory allows; the rows must be `done` one by one."""
+        rows: deque[_Row] = deque()
+        receives = _Receives(sources, tag, ahead_bytes, rows)
+        with self._lock:
+            self._waiting.extend((piece, receives) for piece in pieces)
+            self._post_some()
+        return (rows.popleft() for _ in pieces)
+
+    def done(self, row: _Row) -> None:
+        with self._lock:
+            self._free.append(row.memory)
+            self._posted.popleft()
+            self._post_some()
+
+    def _post_some(self) -> None:
+        net = self._net()
+        while self._waiting and net is not None:
+            own, (sources, tag, ahead_bytes, rows) = self._waiting[0]
+            nbytes = own.nbytes * len(sources)
+            if len(self._posted) >= _AHEAD_ROWS and sum(self._posted) + nbytes > ahead_bytes:
+                return
+            self._waiting.popleft()
+            self._posted.append(nbytes)
+            memory = self._borrow(nbytes)
+            addends = dict(zip(sources, memory[:nbytes].view(own.dtype).split(own.numel()), strict=True))
+            arriving = [net.receive(piece, rank, tag) for rank, piece in addends.items()]
+            addends[net.rank] = own
+            rows.append(_Row([addends[rank] for rank in sorted(addends)], arriving, memory))
+
+    def _borrow(self, nbytes: int) -> Tensor:
+        while self._free:  # what is too small is let go
+            if (memory := self._free.pop()).numel() >= nbytes:
+                return memory
+        return torch.empty(-(-nbytes // 64) * 64, dtype=torch.uint8)
+
+
+def tree_sum(addends: Sequence[Tensor], out: Tensor) -> None:
+    """Add as a balanced tree over ranks, ((0 + 1) + (2 + 3)) + …, whoever does it; writes into the addends.
+
+    Args:
+        addends: in the order of ranks, two or more.
+        out: one of them.
+    """
+    while len(addends) > 2:
+        pairs = [torch.add(left, right, out=left) for left, right in zip(*[iter(addends)] * 2, strict=False)]
+        addends = [*pairs, *addends[2 * len(pairs) :]]
+    torch.add(*addends, out=out)
+
+
+def goes_around(layout: Layout, itemsize: int) -> bool:
+    """Tell whether a ring spares the busiest cable enough to pay for its hops, see docs/measurements.md. Pure."""
+    numel = sum(layout)
+    is_uneven = max(layout) * len(layout) > _UNEVEN * numel
+    return len(layout) > 2 and is_uneven and numel * itemsize >= _MIN_RING_BYTES
+
+
+def _pieces(part: Tensor, most_bytes: int = _MAX_PIECE_BYTES) -> Sequence[Tensor]:
+    return _cut(part, _PIECES, _MIN_PIECE_BYTES, most_bytes)
+
+
+def _ring_pieces(part: Tensor) -> Sequence[Tensor]:
+    return _cut(part, _RING_PIECES, _MIN_RING_PIECE_BYTES, _RING_AHEAD_BYTES)
+
+
+def _cut(part: Tensor, count: int, least_bytes: int, most_bytes: int) -> Sequence[Tensor]:
+    nbytes = min(max(part.numel() * part.itemsize // count, least_bytes), most_bytes)
+    return part.split(max(1, nbytes // part.itemsize)) if part.numel() else ()

@@ -30,7 +30,8 @@ class TracedLink(LinkAround):
 
     def __init__(self, link: Link, timeline: Timeline, **details: Detail) -> None:
         super().__init__(link)
-        self._timeline, self._details = timeline, details
+        given: dict[str, Detail] = {"bucket": -1, "largest_bytes": 0, "owner": 0}
+        self._timeline, self._details = timeline, {**given, "ready_s": time.monotonic(), **details}
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         begin_s = time.monotonic()

@@ -33,10 +33,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._engine.buckets import told_by_all
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Gate, Meter, Trip
 from crossover_ddp._engine.links import Link, parts
+from crossover_ddp._engine.states import told_by_all
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .capture import FactorCapture

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.serialization import default_restore_location
 
-from crossover_ddp._engine.checkpoint import check_rank
-from crossover_ddp._engine.exchange import let_collectives_go
+from crossover_ddp._engine.states import check_rank, let_collectives_go
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp._engine import links as journeys
-from crossover_ddp._engine.buckets import told_by_all
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.states import told_by_all
 from crossover_ddp._tuning.model import Link
 from crossover_ddp.errors import UnsupportedConfigurationError
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from crossover_ddp._engine.device import Device, Native
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Device
-from crossover_ddp._engine.links import Link, Native, equal_lengths
+from crossover_ddp._engine.links import Link, equal_lengths
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from crossover_ddp import DecoupledState, GPUMutex, kfac_hooks
 from crossover_ddp._averaging import shared_centre
 from crossover_ddp._decoupled.clock import BLOCK, END, WARM_UP, Trial
-from crossover_ddp._engine import gloo
+from crossover_ddp._engine import links
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._turns import channel
 from crossover_ddp._turns.segment import TurnSegment
@@ -100,14 +100,14 @@ def kfac_of_no_layer() -> Iterator[None]:
 @contextlib.contextmanager
 def start_near_wrap(*, left: int) -> Iterator[None]:
     """Let engines made here begin ``left`` transfers before numbers leave the range of gloo's tags, on channel 15."""
-    original = gloo.Gloo.__init__
+    original = links.Gloo.__init__
 
-    def begin(self: gloo.Gloo, *args: Any, **options: Any) -> None:
+    def begin(self: links.Gloo, *args: Any, **options: Any) -> None:
         original(self, *args, **options)
-        self._channel = (1 << gloo._CHANNEL_BITS) - 1
-        self._numbers = itertools.count((gloo._PRIVATE_TAG << 1) // gloo._STAGES - left)
+        self._channel = (1 << links._CHANNEL_BITS) - 1
+        self._numbers = itertools.count((links._PRIVATE_TAG << 1) // links._STAGES - left)
 
-    with mock.patch.object(gloo.Gloo, "__init__", begin):
+    with mock.patch.object(links.Gloo, "__init__", begin):
         yield
 
 

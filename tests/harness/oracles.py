@@ -43,7 +43,9 @@ def heard(level: int = logging.WARNING) -> Iterator[list[str]]:
     handler, logger = logging.Handler(level), logging.getLogger("crossover_ddp")
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
+    logger.setLevel(level)
     try:
         yield messages
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)

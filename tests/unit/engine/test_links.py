@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._engine import gloo
+from crossover_ddp._engine import links
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Gate
 from crossover_ddp.errors import ExchangeError
@@ -25,7 +25,7 @@ SIZES = (0, 1, 2, 5, 1000, 65_537, 3_000_000)
 def mean(everyone: Sequence[torch.Tensor], layout: Sequence[int]) -> torch.Tensor:
     """Return what owners make of the ranks' tensors."""
     addends = [each / len(everyone) for each in everyone]
-    if not gloo.goes_around(layout, 4):
+    if not links.goes_around(layout, 4):
         return tree_sum(addends)
     cut = [each.split(list(layout)) for each in addends]
     return torch.cat([sum_as_owners_do([each[owner] for each in cut], owner) for owner in range(len(layout))])
@@ -36,7 +36,7 @@ def sums(rank: int, size: int) -> tuple[int, int, int]:
 
     Return how many were wrong, how many went around the ring, and most bytes ahead.
     """
-    exchange, most = Exchange.of(dist.group.WORLD), 0  # type: ignore[arg-type]
+    exchange, most = Exchange.of(None), 0
     choose, order, jobs = random.Random(0), random.Random(rank), []
     for number in range(24):
         numel = choose.choice(SIZES)
@@ -48,20 +48,19 @@ def sums(rank: int, size: int) -> tuple[int, int, int]:
         layout = [stop - start for start, stop in zip([0, *cuts], [*cuts, numel], strict=True)]
         jobs.append((everyone[rank].clone(), layout, mean(everyone, layout), choose.random() < 0.5))
 
-    gates = [Gate() for *_, waits in jobs if waits]
-    unused = iter(gates)
-
-    async def both(link: Any, flat: torch.Tensor, layout: Any, gate: Gate | None) -> None:
+    async def both(flat: torch.Tensor, layout: Any, gate: Gate, link: Any) -> None:
         await link.reduce_scatter(flat, layout)
         await link.compute()
-        if gate is not None:
-            await gate
+        await gate
         await link.all_gather(flat, layout)
 
-    trips = []
+    trips, gates = [], []
     for flat, layout, _, waits in jobs:
-        given = flat, layout, next(unused) if waits else None
-        trips.append(exchange.begin(lambda link, given=given: both(link, *given), flat.device, "it"))
+        gates.append(Gate())
+        if not waits:
+            gates[-1].open()
+        way = functools.partial(both, flat, layout, gates[-1])
+        trips.append(exchange.begin(way, flat.device, "it"))
         most = max(most, sum(exchange.network(flat.device).sums._posted))  # type: ignore[attr-defined]
         if order.random() < 0.1:
             time.sleep(0.01)  # ranks are not in step
@@ -70,7 +69,7 @@ def sums(rank: int, size: int) -> tuple[int, int, int]:
         gate.open()
     for trip in trips:
         trip.wait()
-    around = sum(gloo.goes_around(layout, 4) for _, layout, *_ in jobs)
+    around = sum(links.goes_around(layout, 4) for _, layout, *_ in jobs)
     return sum(not torch.equal(flat, wanted) for flat, _, wanted, _ in jobs), around, most
 
 
@@ -79,24 +78,21 @@ def test_sums_have_the_bits_of_the_tree_or_the_ring_in_bounded_memory(size: int)
     for wrong, around, most in run_ranks(sums, size):
         assert wrong == 0
         assert (around > 2) == (size > 2)
-        assert 0 < most <= gloo._AHEAD_BYTES + (size - 1) * gloo._MAX_PIECE_BYTES
+        assert 0 < most <= links._AHEAD_BYTES + (size - 1) * links._MAX_PIECE_BYTES
 
 
 def crossed(rank: int, size: int) -> list[list[float]]:
     """Gather a table by each of two exchanges of one group, which rank 0 and the others begin in another order."""
-    exchanges = [Exchange.of(dist.group.WORLD), Exchange(dist.group.WORLD)]  # type: ignore[arg-type]
+    exchanges = [Exchange.of(None), Exchange(dist.group.WORLD)]  # type: ignore[arg-type]
     tables = [torch.full((size,), -1.0), torch.full((size,), -1.0)]
     for exchange, table in zip(exchanges, tables, strict=True):
         exchange.network(table.device)  # all ranks make them in one order
-
-    async def gather(link: Any, table: torch.Tensor) -> None:
-        await link.all_gather(table, [1] * size)
 
     trips = []
     for number in (1, 0) if rank else (0, 1):
         table = tables[number]
         table[rank] = 10.0 * number + rank
-        way = functools.partial(gather, table=table)
+        way = functools.partial(lambda table, link: link.all_gather(table, [1] * size), table)
         trips.append(exchanges[number].begin(way, table.device, "a table"))
         time.sleep(0.2)
     for trip in trips:
@@ -113,23 +109,21 @@ def test_addends_are_summed_as_a_tree_into_any_of_them(size: int) -> None:
     for place in range(size):
         addends = [torch.randn(9) for _ in range(size)]
         wanted = tree_sum(addends)
-        gloo.tree_sum(addends, addends[place])
+        links.tree_sum(addends, addends[place])
         assert torch.equal(addends[place], wanted)
 
 
 def in_rotated_order(rank: int, size: int) -> list[float]:
     """Gather each rank's large tensor, where each rank begins with what comes to it last."""
-    exchange, gates = Exchange.of(dist.group.WORLD), [Gate() for _ in range(size)]  # type: ignore[arg-type]
+    exchange, gates = Exchange.of(None), [Gate() for _ in range(size)]
     flats = [torch.full((1_100_000,), float(rank + owner)) for owner in range(size)]
 
-    async def later(link: Any, owner: int) -> None:
+    async def later(owner: int, link: Any) -> None:
         await gates[owner]
         await link.all_gather(flats[owner], [1_100_000 * (each == owner) for each in range(size)])
 
-    trips = [
-        exchange.begin(lambda link, owner=owner: later(link, owner), flats[0].device, "it")
-        for owner in range(size)
-    ]
+    ways = [functools.partial(later, owner) for owner in range(size)]
+    trips = [exchange.begin(way, flats[0].device, "it") for way in ways]
     for step in range(1, size + 1):
         gates[(rank + step) % size].open()
         time.sleep(0.05)
@@ -144,7 +138,7 @@ def test_gathers_of_a_ring_may_begin_in_another_order_on_each_rank() -> None:
 
 def peer_dies(rank: int, size: int, gathers: bool) -> tuple[str, float]:
     """Return what a rank is told whose neighbour on the ring dies, which should have added or passed on; and when."""
-    exchange, layout = Exchange.of(dist.group.WORLD), [0, 2_000_000, 0]  # type: ignore[arg-type]
+    exchange, layout = Exchange.of(None), [0, 2_000_000, 0]
     flat = torch.ones(2_000_000)
     begin_s = time.monotonic()
 
@@ -173,9 +167,9 @@ def test_a_death_on_the_ring_is_an_error_in_seconds(gathers: bool) -> None:
 
 def test_a_layout_goes_around_if_it_is_large_and_uneven() -> None:
     mb = 1 << 20
-    assert gloo.goes_around([3 * mb, mb, mb], 1)
-    assert gloo.goes_around([0, 0, 0, mb], 4)
-    assert not gloo.goes_around([0, 0, 0, mb], 2), "small"
-    assert not gloo.goes_around([9 * mb, 10 * mb, 10 * mb], 4), "even"
-    assert not gloo.goes_around([0, 9 * mb], 4), "two ranks have one cable"
-    assert not gloo.goes_around([0, 0, 0], 4)
+    assert links.goes_around([3 * mb, mb, mb], 1)
+    assert links.goes_around([0, 0, 0, mb], 4)
+    assert not links.goes_around([0, 0, 0, mb], 2), "small"
+    assert not links.goes_around([9 * mb, 10 * mb, 10 * mb], 4), "even"
+    assert not links.goes_around([0, 9 * mb], 4), "two ranks have one cable"
+    assert not links.goes_around([0, 0, 0], 4)

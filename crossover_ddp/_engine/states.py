@@ -1,0 +1,396 @@
+"""What the states of all hooks have in common: ranks agree on arguments, steps are counted, jobs are saved. Our design.
+
+[Note: stats] The ``stats()`` of every state has these keys, of this rank since the state was made:
+
+* ``steps``: backward passes; of averaging those before a checkpoint, too.
+* ``steps_deferred``: those whose updates came later than ``optimizer.step()``; ``not_deferred_because``: None while
+  steps are deferred, else why not.
+* ``bytes_sent``: by this rank to others, as the links have sent it: gradients and what travels in their place, factors,
+  buffers, averages; not what a wrapped hook sends, nor what ranks compare. Plain DDP's: 2 (W - 1)/W of the gradients.
+* ``exposed_s``: seconds in which training waited: from the step's last bucket until all were back, or, where backward
+  does not wait, in whatever needs one. ``hidden_s``: further seconds in which anything was under way, owners' work
+  included. Without the wait for a turn, which the mutex counts. None where NCCL carries tensors: the host does not see
+  when its kernels run.
+* ``codec``: None, or what `CompressedState.stats` tells, and the codec's ``name``; ``rate``: bytes sent of coded steps
+  over an exact exchange's, 1.0 without a codec.
+* ``turns``: that the job has taken; ``no_turns_because``: None while it takes turns with siblings, else why not.
+
+[Note: checkpoints] A checkpoint first brings together, in place, what ranks keep apart: replicas are averaged, owners'
+parts of an optimizer's state come to all, residuals become the same on all ranks. Then one rank's dictionary is the
+job's, for any number of ranks, and so are the files of a loop that saves in its own way (``model.state_dict()``, on
+rank 0 alone), if it calls ``checkpoint()`` on all ranks before. The job itself goes on from what was brought together:
+so a resumed one walks with it, to the last bit.
+"""
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from crossover_ddp._ddp.checks import (
+    check_forward,
+    named_parameters_of,
+    names_of,
+    registered_model,
+    resolve_group,
+)
+from crossover_ddp._system import environment
+from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
+
+from .journeys import Meter
+
+logger = logging.getLogger(__name__)
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+Said = TypeVar("Said")
+
+_PATIENCE_S: Final = 10.0
+_LET_GO_S: Final = 0.1
+_LONGEST: Final = 300
+TOLD_AFTER: Final = 100
+"""Steps before the line of the log."""
+IN_BACKWARD: Final = "gradients are whole when backward() ends"
+
+
+class Agreement:
+    """A comparison of what the ranks of a process group say, at the first bucket and after each load or drain.
+
+    torch's own collective carries it, so that a rank with ``CROSSOVER_DISABLE=1`` takes part, too.
+    """
+
+    made = False
+
+    def __init__(self, disabled: bool | None = None) -> None:
+        """``disabled``: whether ``CROSSOVER_DISABLE=1`` was set; None: looked up in each comparison."""
+        self.disabled, self._is_known = bool(disabled), disabled is not None
+
+    def forget(self) -> None:
+        """Compare again at the next bucket."""
+        self.made = False
+
+    def make(self, group: dist.ProcessGroup, said: Callable[[], Mapping[str, object]]) -> None:
+        """Raise unless all ranks say the same, once.
+
+        Args:
+            group: whose ranks compare.
+            said: returns this rank's values by name, which are compared by their ``repr``; not called with
+                ``CROSSOVER_DISABLE=1``.
+
+        On failure: ``UnsupportedConfigurationError`` on all ranks; the next bucket compares again. ``ExchangeError`` if
+        a peer is gone.
+
+        **Collective**.
+        """
+        if not self.made:
+            if not self._is_known:
+                self.disabled = environment.is_set(environment.DISABLE)
+            if group.size() > 1:
+                compare(group, {environment.DISABLE: int(self.disabled), **({} if self.disabled else said())})
+            self.made = True
+
+
+def compare(group: dist.ProcessGroup, said: Mapping[str, object]) -> None:
+    """Raise on all ranks of ``group`` unless all say the same; see `Agreement.make`. **Collective**."""
+    everyone = told_by_all(group, {name: repr(value) for name, value in said.items()})
+    for name in said:
+        values = [each.get(name, "nothing") for each in everyone]
+        if len({*values}) > 1:
+            by_rank = ", ".join(f"{rank}: {value[:_LONGEST]}" for rank, value in enumerate(values))
+            raise UnsupportedConfigurationError(
+                f"expected the same {name} on all ranks, got {name} by rank {{{by_rank}}}; pass the same everywhere, "
+                "and call load_state_dict on all ranks or on none"
+            )
+
+
+def told_by_all(group: dist.ProcessGroup, said: Said) -> list[Said]:
+    """Return by rank what the ranks of ``group`` say. **Collective**.
+
+    On failure: ``ExchangeError`` if a peer is gone.
+    """
+    everyone: list[Any] = [None] * group.size()
+    try:
+        dist.all_gather_object(everyone, said, group=group)
+    except RuntimeError as error:
+        raise ExchangeError(
+            f"rank {group.rank()} of {group.size()}: comparing with the other ranks failed: {error}; either one is "
+            "gone, or checkpoint(), load_state_dict() or drain() was not called on all of them: restart the job"
+        ) from error
+    return everyone
+
+
+def let_collectives_go(process_group: dist.ProcessGroup | None) -> None:
+    """Wait a moment after torch's own collectives, for a process that may end right behind them.
+
+    ``process_group``: whose; None: one of gloo's, which may be gone by now.
+
+    gloo's threads let go of a collective a moment after it, and abort a process that ends by then
+    (https://github.com/pytorch/pytorch/pull/179291). Nothing tells when they have; other backends need no wait.
+    """
+    if process_group is None or "gloo" in dist.get_backend(process_group):
+        time.sleep(_LET_GO_S)
+
+
+class HookState:
+    """A state of one of our hooks, whose job can be saved and resumed; with ``mutex``, which may be None.
+
+    ``optimizer``: what the state was made with; None if it knows none.
+    """
+
+    process_group: dist.ProcessGroup | None
+    agreement: Agreement
+    optimizer: Optimizers = None
+
+    @functools.cached_property
+    def meter(self) -> Meter:
+        """What the engine has counted."""
+        return Meter()
+
+    def stats(self) -> dict[str, Any]:
+        """Return what all states tell, see docs/choosing.md. Not collective."""
+        return self._told()
+
+    def _told(self, **said: Any) -> dict[str, Any]:
+        return told(self.meter, mutex=self.mutex, **said)  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def paused(self: Any) -> Iterator[None]:
+        """Give the turn away during the block: evaluation, a checkpoint; see `GPUMutex.paused`."""
+        with self.mutex.paused() if self.mutex is not None else contextlib.nullcontext():
+            yield
+
+    def checkpoint(self, optimizer: Optimizers = None, *, to: int | None = None) -> dict[str, Any]:
+        """Bring together what ranks keep apart, and return what the job needs to go on; see `restore`.
+
+        Until the next step model and optimizers are whole on all ranks (the optimizers on rank ``to`` only), whoever
+        saves them. What it changes: replicas are averaged, with the optimizers' state of as many numbers as a
+        parameter has; the step after it travels without a codec. A resumed job walks with this one from here on, to the
+        last bit. (K-FAC with a codec: only after ``drain()`` and a step; else its residuals are lost, with a warning.)
+
+        Args:
+            optimizer: those of the model, one or a sequence. Default: what the state was made with; ``()``: none.
+            to: the rank of the group that is given the checkpoint, the others an empty dictionary. Default: all ranks
+                are, so that any can save it, and each has memory for all of the optimizers' state.
+
+        Returns:
+            "model": ``ddp.module.state_dict()``; "optimizer": the optimizer's state dict, or a list of them for a
+            sequence, as plain DDP loads them; "hook": what `state_dict` returns. Tensors are those that are trained:
+            save or copy them before the next step.
+
+        On failure: ``UnsupportedConfigurationError`` if the hook is not registered, if parameters are trained whose
+        optimizer the state does not know, or on all ranks if they call with other arguments. ``ValueError`` if there is
+        no rank ``to``. Some ranks alone are warned after ten seconds, and refused by ``ExchangeError`` after the
+        group's timeout; on NCCL torch's watchdog ends the process then.
+
+        **Collective**: all ranks, between two steps.
+
+        Example::
+
+            saved = state.checkpoint(optimizer, to=0)  # on all ranks
+            if rank == 0:
+                torch.save(saved, path)
+        """
+        group, given = resolve_group(self.process_group), self.optimizer if optimizer is None else optimizer
+        model, optimizers = _model_of(self), _sequence(given)
+        if optimizer is None:
+            _check_known(model, optimizers)
+        check_rank(to, group)
+        if group.size() > 1:
+            with _telling_who_waits():
+                compare(group, {"call": "checkpoint()", "to": to, "number of optimizers": len(optimizers)})
+        self._bring_together(optimizers, to)
+        kept = self._kept_by_hook()
+        if group.size() > 1:
+            let_collectives_go(group)  # these may be a job's last
+        if to not in (None, group.rank()):
+            return {}
+        states = [each.state_dict() for each in optimizers]
+        saved = states if given is optimizers or given is None else states[0]
+        return {"model": model.module.state_dict(), "optimizer": saved, "hook": kept}
+
+    def restore(self, checkpoint: Mapping[str, Any], optimizer: Optimizers = None) -> None:
+        """Load model, optimizers and state from what `checkpoint` returned, before the first ``backward()``.
+
+        Also from a checkpoint of plain DDP or of another number of ranks.
+
+        Args:
+            checkpoint: "hook" may be missing, or None: then the state begins anew.
+            optimizer: as for `checkpoint`.
+
+        On failure: ``ValueError`` for another dictionary, or another number of optimizers;
+        ``UnsupportedConfigurationError`` if the hook is not registered.
+
+        Not collective, but all ranks must.
+
+        Example::
+
+            model.register_comm_hook(state, hook)
+            state.restore(torch.load(path), optimizer)
+        """
+        model, optimizers = _model_of(self), _sequence(self.optimizer if optimizer is None else optimizer)
+        if not {"model", "optimizer"} <= {*checkpoint}:
+            raise ValueError(
+                f"expected a dictionary with the keys 'model', 'optimizer' and 'hook', got keys {sorted(checkpoint)}; "
+                "pass what checkpoint() returned, on rank to= if it was called with that"
+            )
+        states = _sequence(checkpoint["optimizer"])
+        if len(states) != len(optimizers):
+            raise ValueError(
+                f"expected as many optimizers as checkpoint() was called with, {len(states)}, got {len(optimizers)}; "
+                "pass optimizer= as there"
+            )
+        model.module.load_state_dict(checkpoint["model"])
+        for each, state in zip(optimizers, states, strict=True):
+            each.load_state_dict(state)
+        if checkpoint.get("hook") is not None:
+            self.load_state_dict(checkpoint["hook"])
+        self.agreement.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the state keeps beside model and optimizers: nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was called."""
+        if state:
+            raise ValueError(
+                f"expected an empty state dict, got keys {sorted(state)}; pass what state_dict() of a "
+                f"{type(self).__name__} returned"
+            )
+
+    def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
+        """Make whole what ranks keep apart, see [Note: checkpoints]. **Collective**.
+
+        Args:
+            optimizers: that are saved with the model.
+            to: the rank that needs it; None: all.
+        """
+
+    def _kept_by_hook(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the state itself. **Collective**."""
+        return self.state_dict()
+
+
+# --- what is told ---
+
+
+def told(
+    meter: Meter,
+    *,
+    mutex: Any = None,
+    codec: object = None,
+    coded: Mapping[str, Any] | None = None,
+    not_deferred: str | None = IN_BACKWARD,
+) -> dict[str, Any]:
+    """Return what all states tell, see [Note: stats].
+
+    Args:
+        meter: of the state.
+        mutex: its `GPUMutex`.
+        codec: that is in use, or None.
+        coded: with a codec, what `Compression.stats` returns.
+        not_deferred: why steps are not deferred; None: they are.
+    """
+    turns = {} if mutex is None else mutex.stats()
+    hidden_s = max(0.0, meter.under_way_s - meter.exposed_s)
+    return {
+        "steps": meter.steps,
+        "steps_deferred": 0,
+        "not_deferred_because": not_deferred,
+        "bytes_sent": meter.bytes_sent,
+        "exposed_s": meter.exposed_s if meter.is_timed else None,
+        "hidden_s": hidden_s if meter.is_timed else None,
+        "codec": None if coded is None else {**coded, "name": repr(codec)},
+        "rate": 1.0 if coded is None else coded["rate"],
+        "turns": turns.get("turns", 0),
+        "no_turns_because": _without_turns(turns),
+    }
+
+
+def _without_turns(turns: Mapping[str, Any]) -> str | None:
+    """Return why a job takes no turns with siblings, if it does not; ``turns``: of its mutex, if it has one."""
+    if not turns:
+        return "no mutex: none was given, or the job has not joined yet"
+    if turns["disabled_because"]:
+        return str(turns["disabled_because"])
+    if turns["turns_pay"] is False:
+        return "the trial has found that siblings are faster side by side"
+    return None if turns["siblings"] else "no sibling is on the device"
+
+
+def line(stats: Mapping[str, Any]) -> str:
+    """Return what a hook did in a line, such as "deferred 98 of 100 steps; waited 3.0 ms a step; 12.4 MB a step"."""
+    steps, said = stats["steps"] or 1, []
+    if "deferred" in stats:
+        because = stats["not_deferred_because"]
+        said.append(
+            f"deferred {stats['steps_deferred']} of {steps} steps" + (f" ({because})" if because else "")
+        )
+    exchanges = stats.get("exchanges", stats.get("pulls"))
+    if exchanges is not None:
+        said.append(f"{exchanges} exchanges of parameters")
+    if stats["codec"] is not None:
+        said.append(f"{stats['codec']['name']} sent {stats['rate']:.3g} of the exact bytes")
+    if "siblings" in stats or stats["turns"]:
+        because = stats["no_turns_because"]
+        said.append(f"took {stats['turns']} turns" + (f" ({because})" if because else ""))
+    if stats["exposed_s"] is not None:
+        said.append(f"waited {1e3 * stats['exposed_s'] / steps:.1f} ms a step")
+    return "; ".join([*said, f"{stats['bytes_sent'] / steps / 1e6:.3g} MB a step"])
+
+
+# --- checkpoints ---
+
+
+def check_rank(to: int | None, group: dist.ProcessGroup) -> None:
+    """Refuse a rank that ``group`` does not have."""
+    if to is not None and not 0 <= to < group.size():
+        raise ValueError(f"expected 0 <= to < {group.size()}, got to={to}; pass a rank of the group, or None")
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    """Return one or several, or None, as a sequence."""
+    return value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+
+
+def _model_of(state: HookState) -> DistributedDataParallel:
+    model = registered_model(state)
+    check_forward(model, "its parameters have no names")
+    return model
+
+
+def _check_known(model: DistributedDataParallel, optimizers: Sequence[Any]) -> None:
+    """Refuse to leave out optimizers of which the state knows nothing."""
+    groups = [group for each in optimizers for group in each.param_groups]
+    known = {id(p) for group in groups for p in list.__iter__(group["params"])}  # past the guards of groups
+    trained = [p for _, p in named_parameters_of(model.module) if p is not None and p.requires_grad]
+    unknown = [p for p in trained if id(p) not in known]
+    if unknown:
+        names = names_of(unknown, model)
+        raise UnsupportedConfigurationError(
+            f"expected the optimizers of all trained parameters, got none of {len(unknown)} of them ({names}); pass "
+            "optimizer=, all of the model's, or optimizer=() to leave them out"
+        )
+
+
+@contextlib.contextmanager
+def _telling_who_waits() -> Iterator[None]:
+    """Warn a rank that waits for the others for long."""
+    text = (
+        f"checkpoint() has waited for other ranks for {_PATIENCE_S:g} seconds, and needs them: call it on all ranks, "
+        "not inside of `if rank == 0:`; to=0 gives it to one"
+    )
+    told = threading.Timer(_PATIENCE_S, logger.warning, [text])
+    told.daemon = True
+    told.start()
+    try:
+        yield
+    finally:
+        told.cancel()
+        told.join()
