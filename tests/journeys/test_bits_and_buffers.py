@@ -1,8 +1,6 @@
 """What arrives: the bits of plain DDP whatever the sizes, the traffic of others, and the number of messages before."""
 
 import contextlib
-import copy
-import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -17,11 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import reduce_scatter_all_gather_hook
-from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import inside, run_ranks
 from tests.harness.networks import mlp
-from tests.harness.training import WIDTH, Training, batch, hooked, muon_and_sgd
+from tests.harness.training import WIDTH, Training, hooked, muon_and_sgd
 
 NEWTON_SCHULZ = "torch.optim._muon._zeropower_via_newtonschulz"
 
@@ -121,34 +118,6 @@ def test_a_codec_gives_the_same_bits_on_a_backend_of_its_own() -> None:
     assert all(torch.equal(each, on_gloo[0]) for each in on_gloo + native)
 
 
-# --- owners ----------------------------------------------------------------------------------------------------------
-
-
-def on_the_same_data(rank: int, world_size: int, way: str, is_slow: bool) -> torch.Tensor:
-    """Train on the same data on all ranks, which is what one rank does alone; one owner may take long."""
-    original = torch.optim._muon._zeropower_via_newtonschulz
-
-    @functools.wraps(original)  # whose signature Muon's state reads
-    def slow(*arguments: Any, **options: Any) -> torch.Tensor:
-        if is_slow and not rank:
-            time.sleep(0.02)
-        return original(*arguments, **options)
-
-    with mock.patch(NEWTON_SCHULZ, slow):
-        training = Training(way, 0).run(5)
-    training.close()
-    return parameters_of(training.model)
-
-
-@pytest.mark.parametrize("way", ["kfac", "muon", "owned"])
-def test_owners_give_all_ranks_what_one_rank_has_alone(way: str) -> None:
-    """What travels there and back has other sizes, in other buffers, than the gradients."""
-    (alone,) = run_ranks(on_the_same_data, 1, args=(way, False))
-    for world_size, is_slow in ((2, False), (3, True)):
-        for got in run_ranks(on_the_same_data, world_size, args=(way, is_slow)):
-            assert torch.allclose(got, alone, rtol=1e-3, atol=1e-4)
-
-
 # --- gradients that somebody keeps -----------------------------------------------------------------------------------
 
 
@@ -230,22 +199,12 @@ def test_bytes_on_the_wire(way: str, world_size: int) -> None:
 # --- what is planned and averaged -------------------------------------------------------------------------------------
 
 
-class Slow(nn.Module):
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds)
-        return x
-
-
 def planned_beside_a_slow_peer(rank: int, world_size: int) -> float:
     """Rank 0 computes for 20 ms a step and waits for rank 1 for 0.2 s in the next forward."""
-    module = nn.Sequential(Slow(0.02), *mlp(WIDTH, WIDTH, WIDTH, WIDTH, seed=3))
-    training = Training("decoupled", rank, module=module)
+    training = Training("decoupled", rank)
+    training.model.module.register_forward_pre_hook(lambda *_: time.sleep(0.02))
     if rank:
-        training.model.module[1].weight.register_hook(lambda _: time.sleep(0.2))
+        training.model.module[0].weight.register_hook(lambda _: time.sleep(0.2))
     training.run(10)  # in the first ones nobody waits in forward
     step_s: float = training.state.plan_buckets().step_s
     training.close()
@@ -270,25 +229,16 @@ class Tied(nn.Module):
 
 def averaged_after_a_change(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Replace memory of parameters, as ``load_state_dict(assign=True)`` does, between two averages."""
-    module = Tied()
-    model = DistributedDataParallel(module)
-    state = LocalSGDState(sync_every=2)
-    model.register_comm_hook(state, local_sgd_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(5):
-        model(batch(rank, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 2:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.clone()
-    own = copy.deepcopy(parameters_of(model))
-    everyone: Sequence[torch.Tensor] = [torch.empty_like(own) for _ in range(world_size)]
-    dist.all_gather(list(everyone), own)
-    state.average()
-    assert module.back.weight is module.there.weight
-    state.close()
-    return parameters_of(model), torch.stack(list(everyone)).mean(0)
+    training = Training("averaged", rank, module=Tied()).run(3)
+    for parameter in training.model.parameters():
+        parameter.data = parameter.data.clone()
+    own = parameters_of(training.run(2).model)
+    everyone = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(everyone, own)
+    training.state.average()
+    assert training.model.module.back.weight is training.model.module.there.weight
+    training.close()
+    return parameters_of(training.model), torch.stack(everyone).mean(0)
 
 
 def test_an_average_reaches_tied_and_replaced_parameters() -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from crossover_ddp import CrossoverError
 from tests.harness import close_pools, run_ranks, spawn_script
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.oracles import error_of
 from tests.harness.training import WAYS, Training, waited_for_by_nobody
 from tests.harness.turn import RecordingTurn
 from tests.harness.waiting import eventually
@@ -59,24 +59,19 @@ def test_a_loaders_workers_are_forked_while_a_hook_is_active(way: str) -> None:
 
 def fork_uses_the_hook(rank: int, world_size: int, way: str, forks: bool) -> tuple[int, list[float]]:
     """Return how the child ended, and the parent's losses afterwards."""
-    training = Training(way, rank, mutex=RecordingTurn()).run(2)
-    status = _status_of_a_fork_in(training) if forks else 0
+    training, status = Training(way, rank, mutex=RecordingTurn()).run(2), 0
+    if forks and (child := os.fork()) == 0:
+        signal.alarm(60)
+        try:
+            os._exit(0 if "fork" in error_of(lambda: training.run(2)) else 2)
+        finally:
+            os._exit(1)
+    if forks:
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     dist.barrier()
     losses = [training.step() for _ in range(2)]
     training.close()
     return status, losses
-
-
-def _status_of_a_fork_in(training: Training) -> int:
-    if (child := os.fork()) == 0:
-        signal.alarm(60)
-        try:
-            training.run(2)
-        except CrossoverError as error:
-            os._exit(0 if "fork" in str(error) else 2)
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 # Alone the split needs neither a thread nor a peer, so that a fork may go on.
@@ -91,19 +86,16 @@ def left_alive(rank: int, world_size: int, way: str) -> list[str]:
     """Return what still lives although nobody refers to it; the group and its threads do."""
     training = Training(way, rank).run(3)
     training.close()
-    seen = {
-        "module": weakref.ref(training.model.module),
-        "optimizer": weakref.ref(training.optimizers[0]),
-        **({} if training.state is None else {"state": weakref.ref(training.state)}),
-    }
-    del training
+    kept = {"module": training.model.module, "optimizer": training.optimizers[0], "state": training.state}
+    seen = {name: weakref.ref(each) for name, each in kept.items() if each is not None}
+    del training, kept
 
-    def all_gone() -> bool:
+    def left() -> list[str]:
         gc.collect()
-        return all(each() is None for each in seen.values())
+        return [name for name, each in seen.items() if each() is not None]
 
-    eventually(all_gone)
-    return [name for name, each in seen.items() if each() is not None]
+    eventually(lambda: not left())
+    return left()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -111,15 +103,20 @@ def test_idle_threads_keep_nothing_alive(way: str) -> None:
     assert run_ranks(left_alive, 2, args=(way,)) == [[], []]
 
 
-def threads_after_destruction(rank: int, world_size: int, way: str) -> tuple[Sequence[str], float]:
+def threads_left(before: Sequence[threading.Thread]) -> list[str]:
+    """Return the names of threads that have not ended in a while."""
+    eventually(lambda: {*threading.enumerate()} <= {*before})
+    return [thread.name for thread in threading.enumerate() if thread not in before]
+
+
+def threads_after_destruction(rank: int, world_size: int, way: str) -> tuple[list[str], float]:
     before = threading.enumerate()
     training = Training(way, rank).run(3)
     dist.barrier()
     begin_s = time.monotonic()
     dist.destroy_process_group()
     seconds = time.monotonic() - begin_s
-    eventually(lambda: set(threading.enumerate()) <= set(before))
-    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    left = threads_left(before)
     assert training.model is not None
     return left, seconds
 
@@ -144,8 +141,7 @@ def destroyed_while_the_turn_is_awaited(rank: int, world_size: int, way: str) ->
     dist.destroy_process_group()
     seconds = time.monotonic() - begin_s
     gate.set()
-    eventually(lambda: set(threading.enumerate()) <= set(before))
-    return seconds, [thread.name for thread in threading.enumerate() if thread not in before]
+    return seconds, threads_left(before)
 
 
 @pytest.mark.parametrize("way", ["crossover", "wrapped", "int8"])

@@ -1,6 +1,7 @@
 """The turn around a step's last bucket: who may hear of what, in which order, on which thread."""
 
 import functools
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -85,25 +86,19 @@ def test_owners_work_is_compute_inside_the_turn(way: str, world_size: int) -> No
 
 def futures_at_the_acquire(rank: int, world_size: int, way: str) -> tuple[list[bool], list[str]]:
     """Tell for each turn whether the step's last Future was done before, and who took it."""
-    returned: list[torch.futures.Future[torch.Tensor]] = []
-    is_returned, done = threading.Event(), []
+    returned: queue.Queue[torch.futures.Future[torch.Tensor]] = queue.Queue()
+    done: list[bool] = []
 
     def around(hook: Any) -> Any:
         def noting(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
             future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
             if bucket.is_last():
-                returned.append(future)
-                is_returned.set()
+                returned.put(future)
             return future
 
         return noting
 
-    def look() -> None:
-        assert is_returned.wait(60)
-        is_returned.clear()
-        done.append(returned[-1].done())
-
-    turn = RecordingTurn(at_acquire=look)
+    turn = RecordingTurn(at_acquire=lambda: done.append(returned.get(timeout=60).done()))
     Training(way, rank, mutex=turn, around=around).run(STEPS).close()
     takers = [thread for call, thread in zip(turn.order, turn.threads, strict=True) if call != "release"]
     return done, [thread.name for thread in takers if isinstance(thread, threading._DummyThread)]

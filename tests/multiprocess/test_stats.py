@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from crossover_ddp import metrics_of
 from tests.harness import run_ranks
+from tests.harness.oracles import heard
 from tests.harness.training import WAYS, Training
 
 STEPS = 12
@@ -37,7 +38,6 @@ EXACT = {"split": 1.0, "crossover": 1.0, "decoupled": 1.0, "owned": 1.0, "wrappe
 def sending(*, slow_s: float = 0.0) -> Iterator[list[int]]:
     """Note the bytes of all that is handed to gloo by Python; ``slow_s``: arrivals take so much longer."""
     sent: list[int] = []
-    send, receive, reduce = dist.ProcessGroup.send, dist.ProcessGroup.recv, dist.ProcessGroup.allreduce
 
     class Slow:
         def __init__(self, work: Any) -> None:
@@ -47,20 +47,18 @@ def sending(*, slow_s: float = 0.0) -> Iterator[list[int]]:
             time.sleep(slow_s)
             return bool(self.work.wait(*timeout))
 
-    def noted(group: Any, tensors: list[torch.Tensor], *rest: Any) -> Any:
-        sent.extend(each.numel() * each.itemsize for each in tensors)
-        return (send if len(rest) == 2 else reduce)(group, tensors, *rest)
+    def noting(name: str) -> Any:
+        original = getattr(dist.ProcessGroup, name)
 
-    def all_reduce(group: Any, tensors: list[torch.Tensor], *rest: Any) -> Any:
-        return Slow(noted(group, tensors, *rest)) if slow_s else noted(group, tensors, *rest)
+        def call(group: Any, tensors: list[torch.Tensor], *rest: Any) -> Any:
+            if name != "recv":
+                sent.extend(each.numel() * each.itemsize for each in tensors)
+            work = original(group, tensors, *rest)
+            return Slow(work) if slow_s and name != "send" else work
 
-    def receive_slowly(group: Any, *rest: Any) -> Any:
-        return Slow(receive(group, *rest)) if slow_s else receive(group, *rest)
+        return patch.object(dist.ProcessGroup, name, call)
 
-    names = {"send": noted, "recv": receive_slowly, "allreduce": all_reduce}
-    with contextlib.ExitStack() as stack:
-        for name, call in names.items():
-            stack.enter_context(patch.object(dist.ProcessGroup, name, call))
+    with noting("send"), noting("recv"), noting("allreduce"):
         yield sent
 
 
@@ -91,9 +89,7 @@ def told(rank: int, world_size: int, way: str) -> dict[str, Any]:
 def test_every_state_tells_the_same_keys_and_the_bytes_that_were_sent(way: str) -> None:
     for found in run_ranks(told, 2, args=(way,)):
         stats = found["after"]
-        assert {name: isinstance(stats[name], kind) for name, kind in TYPES.items()} == dict.fromkeys(
-            TYPES, True
-        )
+        assert [name for name, kind in TYPES.items() if not isinstance(stats[name], kind)] == []
         assert stats["steps"] == STEPS
         seconds = stats["exposed_s"], stats["hidden_s"]
         assert min(seconds) >= 0 and sum(seconds) < 60
@@ -144,18 +140,8 @@ def test_on_a_slow_link_what_is_waited_for_and_what_is_hidden_add_up_to_no_more_
 
 
 def lines(rank: int, world_size: int, way: str) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("crossover_ddp")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        training = Training(way, rank).run(103)
-        training.close()
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
+    with heard(logging.INFO) as said:
+        Training(way, rank).run(103).close()
     return [each for each in said if "MB a step" in each]
 
 
@@ -177,44 +163,24 @@ def test_one_line_after_a_hundred_steps_says_on_the_first_rank_what_the_hook_did
     assert " ms a step" in first[0] and second == []
 
 
-class Writer:
-    """Takes what TensorBoard's SummaryWriter takes, which is not installed for tests, as that does."""
-
-    def __init__(self) -> None:
-        self.points: list[tuple[str, float, int | None]] = []
-
-    def add_scalars(
-        self,
-        main_tag: str,
-        tag_scalar_dict: Mapping[str, float],
-        global_step: int | None = None,
-        walltime: float | None = None,
-    ) -> None:
-        self.points += [
-            (f"{main_tag}/{tag}", float(value), global_step) for tag, value in tag_scalar_dict.items()
-        ]
-
-
-def written(rank: int, world_size: int, way: str) -> tuple[list[Any], int]:
-    training, writer = Training(way, rank).run(3), Writer()
-    read = metrics_of(training.state)
-    assert read() == {}
-    for step in range(2):
+def read(rank: int, world_size: int, way: str) -> tuple[list[dict[str, float]], int]:
+    training = Training(way, rank).run(3)
+    metrics, found = metrics_of(training.state), []
+    assert metrics() == {}
+    for _ in range(2):
         training.run(2)
         settle(training)
-        writer.add_scalars("crossover", read(), step)
+        found.append(metrics())
     with pytest.raises(TypeError, match="expected a state of crossover_ddp"):
         metrics_of(training.model)
     training.close()
-    return writer.points, gradients_bytes(training)
+    return found, gradients_bytes(training)
 
 
 @pytest.mark.parametrize("way", ["split", "decoupled"])
 def test_metrics_are_numbers_of_the_steps_since_they_were_read_last(way: str) -> None:
-    for points, gradients in run_ranks(written, 2, args=(way,)):
-        found = {(name, step): value for name, value, step in points}
-        for step in range(2):
-            assert found["crossover/steps", step] == 2
-            assert found["crossover/bytes_per_step", step] == gradients
-            assert found["crossover/deferred", step] == (way == "decoupled")
-            assert found["crossover/rate", step] == 1.0
+    for found, gradients in run_ranks(read, 2, args=(way,)):
+        for each in found:
+            assert all(isinstance(value, float) for value in each.values())
+            expected = {"steps": 2, "bytes_per_step": gradients, "deferred": way == "decoupled", "rate": 1}
+            assert {name: each[name] for name in expected} == expected

@@ -2,12 +2,10 @@
 
 import copy
 import gc
-import logging
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import CrossoverState, reduce_scatter_all_gather_hook
 from crossover_ddp._ddp import checks as ddp_checks
-from crossover_ddp._ddp.checks import check_group, model_of
-from crossover_ddp.errors import UnsupportedConfigurationError
+from crossover_ddp._ddp.checks import model_of
+from tests.harness.oracles import heard
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
@@ -37,13 +35,6 @@ class Lazy:
     @property
     def __class__(self) -> Any:
         raise AssertionError("somebody has looked at a lazy object")
-
-
-class Bucket:
-    """All that is asked of one here."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = lambda: list(model.parameters())
 
 
 def network(layers: int = 3) -> nn.Module:
@@ -80,31 +71,22 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-@pytest.fixture
-def hasty_threads() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-# --- the right one -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [DistributedDataParallel, Watched])
 def test_a_model_is_found_among_others(kind: type[DistributedDataParallel]) -> None:
     others = [DistributedDataParallel(network()), Watched(network()), Lazy()]
+    with pytest.raises(RuntimeError, match="requires a gradient") as half_made:
+        DistributedDataParallel(network().requires_grad_(False))
     model = kind(network())
     assert found_by(model) == [model]
-    del others
+    assert others and half_made.traceback
 
 
-@pytest.mark.parametrize("wrap", ["whole", "inside", "in place"])
+@pytest.mark.parametrize("wrap", ["whole", "inside", "in place", "scripted"])
 def test_a_compiled_model_is_found(wrap: str) -> None:
-    module = network()
+    module: Any = network()
     if wrap == "inside":
-        module = torch.compile(module, backend="eager")  # type: ignore[assignment]
-    model = DistributedDataParallel(module)
+        module = torch.compile(module, backend="eager")
+    model = DistributedDataParallel(torch.jit.script(module) if wrap == "scripted" else module)
     whole = torch.compile(model, backend="eager") if wrap == "whole" else None
     if wrap == "in place":
         model.compile(backend="eager")
@@ -123,63 +105,34 @@ def test_models_that_wrap_one_module_are_told_apart_by_their_states() -> None:
     module, seen = network(), []
 
     def hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        seen.append((model_of(bucket, state=state), model_of(bucket, state=state.hook_state)))
+        seen.append([model_of(bucket, state=each) for each in (state, state.hook_state)])
         return reduce_scatter_all_gather_hook(None, bucket)
 
-    models = []
-    for _ in range(3):
-        model = DistributedDataParallel(module)
-        models.append(model)
-        state = CrossoverState(hook_state=object())
-        model.register_comm_hook(state, hook)
+    models = [DistributedDataParallel(module) for _ in range(3)]
+    for model in models:
+        model.register_comm_hook(CrossoverState(hook_state=object()), hook)
         model(torch.ones(2, 30)).sum().backward()
-    assert seen == [(model, model) for model in models]
-
-
-def test_a_model_that_failed_half_way_is_passed_over() -> None:
-    with pytest.raises(RuntimeError, match="requires a gradient") as kept:
-        DistributedDataParallel(network().requires_grad_(False))
-    model = DistributedDataParallel(network())
-    assert found_by(model) == [model]
-    assert kept.traceback
-
-
-def test_a_scripted_model_is_found() -> None:
-    model = DistributedDataParallel(torch.jit.script(network()))
-    assert found_by(model) == [model]
-
-
-# --- once, and at what cost ----------------------------------------------------------------------------------------
+    assert seen == [[model, model] for model in models]
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
 def test_all_objects_are_looked_through_once_for_each_model(
     options: dict[str, Any], searches: list[int]
 ) -> None:
+    """And no model is kept alive."""
     for expected in (1, 2):
         model = DistributedDataParallel(network(10 + expected), bucket_cap_mb=0.005, **options)
         model.register_comm_hook(None, reduce_scatter_all_gather_hook)
         for _ in range(4):
             model(torch.ones(2, 30)).sum().backward()
         assert len(searches) == expected
+        kept = weakref.ref(model)
+        del model
+        gc.collect()
+        assert kept() is None
 
 
-def test_a_model_is_not_kept_alive() -> None:
-    model = DistributedDataParallel(network())
-    model.register_comm_hook(None, reduce_scatter_all_gather_hook)
-    model(torch.ones(2, 30)).sum().backward()
-    bucket: Any = Bucket(model)
-    assert model_of(bucket) is model
-    kept = weakref.ref(model)
-    del model, bucket
-    gc.collect()
-    assert kept() is None
-
-
-# --- what others are making ------------------------------------------------------------------------------------------
-
-
-def test_no_tuple_in_the_making_is_touched(hasty_threads: None) -> None:
+def test_no_tuple_in_the_making_is_touched() -> None:
     """CPython cannot finish ``tuple(generator)`` while somebody else has the unfinished tuple in hand."""
     model = DistributedDataParallel(network(40))
     parameters = list(model.parameters())
@@ -203,13 +156,15 @@ def test_no_tuple_in_the_making_is_touched(hasty_threads: None) -> None:
 
     for thread in threads:
         thread.start()
-    threshold = gc.get_threshold()
+    threshold, interval = gc.get_threshold(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
     gc.callbacks.append(let_others_run)  # as a finalizer may, in a collection that the search itself sets off
     gc.set_threshold(1)
     try:
         for _ in range(60):
             assert model in ddp_checks._all_models()
     finally:
+        sys.setswitchinterval(interval)
         gc.set_threshold(*threshold)
         gc.callbacks.remove(let_others_run)
         over.set()
@@ -219,24 +174,6 @@ def test_no_tuple_in_the_making_is_touched(hasty_threads: None) -> None:
     assert all(each > 10 for each in made)
 
 
-# --- groups ----------------------------------------------------------------------------------------------------------
-
-
-def test_another_group_is_refused(process_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = DistributedDataParallel(network())
-    bucket: Any = Bucket(model)
-    check_group(bucket, process_group)
-    ranks = {model.process_group: [0, 1], process_group: [0, 2]}
-    same = dist.new_group([0])
-    assert same is not None
-    check_group(bucket, same)
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: ranks.get(group, [7]))
-    with pytest.raises(
-        UnsupportedConfigurationError, match=r"expected the process group that DDP was given, of"
-    ):
-        check_group(bucket, same)
-
-
 def test_a_model_of_a_destroyed_group_does_not_speak_for_its_successor() -> None:
     module = network()
     old_group = dist.new_group([0])
@@ -244,22 +181,20 @@ def test_a_model_of_a_destroyed_group_does_not_speak_for_its_successor() -> None
     assert found_by(old) == [old]
     dist.destroy_process_group(old_group)
     model = DistributedDataParallel(module)
-    assert dist.group.WORLD is not None
-    bucket: Any = Bucket(model)
-    check_group(bucket, dist.group.WORLD)
+    model.register_comm_hook(None, reduce_scatter_all_gather_hook)
+    model(torch.ones(2, 30)).sum().backward()
 
 
 @pytest.mark.usefixtures("set_aside_again")
-def test_a_hidden_model_is_told_once_and_trains_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hidden_model_is_told_once_and_trains_on() -> None:
     ddp_checks._tell_hidden.cache_clear()
     model = DistributedDataParallel(network(12), bucket_cap_mb=0.005)
     gc.freeze()
     try:
-        with caplog.at_level(logging.WARNING):
+        with heard() as told:
             model.register_comm_hook(None, reduce_scatter_all_gather_hook)
             for _ in range(3):
                 model(torch.ones(2, 30)).sum().backward()
     finally:
         gc.unfreeze()
-    told = [record.getMessage() for record in caplog.records if "gc.freeze()" in record.getMessage()]
-    assert len(told) == 1
+    assert ["gc.freeze()" in text for text in told] == [True]

@@ -16,9 +16,9 @@ from tests.harness.waiting import eventually
 Ends = list[BaseException | None]
 
 
-def start(way: Coroutine[Any, Any, None]) -> tuple[Journey, Ends]:
+def start(way: Coroutine[Any, Any, None], where: Any = contextlib.nullcontext) -> tuple[Journey, Ends]:
     ends: Ends = []
-    journey = Journey(way, ends.append, contextlib.nullcontext)
+    journey = Journey(way, ends.append, where)
     journey.go_on()
     return journey, ends
 
@@ -33,10 +33,9 @@ class Parked:
         yield lambda go_on: setattr(self, "go_on", go_on)
 
 
-def test_a_station_is_a_thread_in_order_of_arrival() -> None:
-    adopted: list[str] = []
-    station = Station("here", lambda: adopted.append(threading.current_thread().name))
-    seen: list[tuple[int, str]] = []
+def test_a_station_is_a_thread_in_order_of_arrival_and_keeps_nothing_alive_when_it_is_idle() -> None:
+    seen: list[Any] = []
+    station, done, kept = Station("here", lambda: seen.append("adopted")), threading.Event(), Parked()
 
     async def way(number: int) -> None:
         await station
@@ -44,20 +43,16 @@ def test_a_station_is_a_thread_in_order_of_arrival() -> None:
 
     for number in range(3):
         start(way(number))
-    station.stop()
-    assert station.join(60)
-    assert seen == [(0, "here"), (1, "here"), (2, "here")]
-    assert adopted == ["here"]
-
-
-def test_an_idle_station_keeps_nothing_alive() -> None:
-    station, done, kept = Station("here"), threading.Event(), Parked()
-    seen = weakref.ref(kept)
+    alive = weakref.ref(kept)
     station.put(lambda kept=kept: done.set())
     assert done.wait(60)
     del kept
-    assert eventually(lambda: seen() is None)
+    assert eventually(lambda: alive() is None)
+    assert seen == ["adopted", (0, "here"), (1, "here"), (2, "here")]
     station.stop()
+    assert station.join(60)
+    with pytest.raises(RuntimeError, match="takes no more work"):
+        raise start(way(3))[1][0] or AssertionError("the journey went on")
 
 
 def test_a_station_takes_no_work_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,37 +64,19 @@ def test_a_station_takes_no_work_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> N
     station.stop()
 
 
-def test_a_station_that_has_ended_is_an_error_in_the_journey() -> None:
-    station, finals = Station("here"), []
-    station.stop()
-
-    async def way() -> None:
-        try:
-            await station
-        finally:
-            finals.append(threading.current_thread())
-
-    _, ends = start(way())
-    assert "takes no more work" in str(ends[0])
-    assert finals == [threading.current_thread()]
-
-
-@pytest.mark.parametrize("place", ["parked", "at a station", "running"])
+@pytest.mark.parametrize("place", ["at a station", "running"])
 def test_an_error_reaches_a_journey_wherever_it_is_and_finally_runs_once(place: str) -> None:
     station, parked = Station("here"), Parked()
     is_busy, may_go_on, finals = threading.Event(), threading.Event(), []
 
     async def busy() -> None:
         await station
+        is_busy.set()
         may_go_on.wait(60)
 
     async def way() -> None:
         try:
-            if place == "parked":
-                await parked
-            await station
-            is_busy.set()
-            may_go_on.wait(60)
+            await busy()
             await parked
         finally:
             finals.append(place)
@@ -107,12 +84,10 @@ def test_an_error_reaches_a_journey_wherever_it_is_and_finally_runs_once(place: 
     if place == "at a station":
         start(busy())
     journey, ends = start(way())
-    if place == "running":
-        assert is_busy.wait(60)
+    assert is_busy.wait(60)
     journey.throw(ValueError("the end"))
     journey.throw(ValueError("another"))
     may_go_on.set()
-    parked.go_on()  # stale
     station.stop()
     assert station.join(60)
     assert finals == [place]
@@ -120,42 +95,39 @@ def test_an_error_reaches_a_journey_wherever_it_is_and_finally_runs_once(place: 
 
 
 def test_what_is_no_exception_ends_the_journey_and_goes_on() -> None:
+    ends: Ends = []
+
     async def way() -> None:
         raise KeyboardInterrupt
 
-    ends: Ends = []
     with pytest.raises(KeyboardInterrupt):
         Journey(way(), ends.append, contextlib.nullcontext).go_on()
     assert isinstance(ends[0], KeyboardInterrupt)
 
 
 def test_each_piece_of_a_way_has_its_context_and_no_stop_has() -> None:
-    parked, inside = Parked(), [0]
+    parked, seen = Parked(), []
 
     class Where:
         def __enter__(self) -> None:
-            inside[0] += 1
+            seen.append("in")
 
         def __exit__(self, *_: object) -> None:
-            inside[0] -= 1
-
-    seen: list[int] = []
+            seen.append("out")
 
     async def way() -> None:
-        seen.append(inside[0])
+        seen.append("first")
         await parked
-        seen.append(inside[0])
+        seen.append("second")
 
-    Journey(way(), lambda error: None, Where).go_on()
-    seen.append(inside[0])
+    start(way(), Where)
     parked.go_on()
-    assert seen == [1, 0, 1] and inside == [0]
+    assert seen == ["in", "first", "out", "in", "second", "out"]
 
 
 def test_all_orders_of_a_journey_two_wakers_and_two_errors() -> None:
     """Whatever comes when, from whichever side: the way runs on one side at a time, ends once, and cleans up."""
-    calls = ["go on", "go on", "throw", "throw"]
-    for order in set(itertools.permutations(calls)):
+    for order in set(itertools.permutations(["go on", "go on", "throw", "throw"])):
         parked, finals = Parked(), []
 
         async def way(parked: Parked = parked, finals: list[int] = finals) -> None:
