@@ -65,18 +65,14 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
 
     Torch has no public way to ask for it, so the options of the backends are read; `UNKNOWN_TIMEOUT_S` without any.
     """
-    found = [_backend_timeout_s(group, device) for device in getattr(group, "_device_types", ())]
-    return min([each for each in found if each is not None], default=UNKNOWN_TIMEOUT_S)
-
-
-def _backend_timeout_s(group: Any, device: Any) -> float | None:
-    try:
-        backend = group._get_backend(device)
-    except (AttributeError, RuntimeError):  # a device type without a backend, or a group that is not torch's
-        return None
-    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-    return timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else None
+    found: list[float] = []
+    for device in getattr(group, "_device_types", ()):
+        # A device type without a backend, or a group that is not torch's.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            backend: Any = group._get_backend(device)
+            backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+            found.append(backend.options._timeout.total_seconds())
+    return min(found, default=UNKNOWN_TIMEOUT_S)
 
 
 def patience_limit_s(group: dist.ProcessGroup | None) -> float:
@@ -142,9 +138,8 @@ class TurnChannel:
         deadline_s = time.monotonic() + self.timeout_s
         while missing:
             for rank in sorted(missing):
-                if store.check([f"asks/{rank}"]) and (question := store.get(f"asks/{rank}")) != asked.get(
-                    rank
-                ):
+                question = store.get(f"asks/{rank}") if store.check([f"asks/{rank}"]) else None
+                if question is not None and question != asked.get(rank):
                     asked[rank] = question
                     store.set(question.decode(), own)
                 if store.check([f"{own}/{rank}"]):
@@ -158,12 +153,9 @@ class TurnChannel:
     def _beside(self, life: dist.Store, shared: dist.Store) -> dist.Store:
         """Return a ``TCPStore`` beside another kind of store; see [Note: grants through the store]."""
         if self.rank == 0:
-            server = _servers.get(shared)
-            if server is None:
-                server = _servers[shared] = dist.TCPStore(
-                    _LOOPBACK, 0, is_master=True, wait_for_workers=False
-                )
-            life.set(_SERVER_KEY, f"{socket.gethostname()} {server.port}")
+            if shared not in _servers:
+                _servers[shared] = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+            life.set(_SERVER_KEY, f"{socket.gethostname()} {_servers[shared].port}")
         timeout = datetime.timedelta(seconds=self.timeout_s)
         life.wait([_SERVER_KEY], timeout)
         host, _, port = life.get(_SERVER_KEY).decode().partition(" ")
@@ -207,16 +199,15 @@ class TurnChannel:
 
     def send(self, grant: Grant) -> None:
         """Lead rank: send ``grant`` to all others without waiting for them."""
-        self._connected().set(_grant_key(self._sent), json.dumps(grant))
+        self._connected().set(f"grant/{self._sent}", json.dumps(grant))
         self._sent += 1
 
     def listen(self, on_grant: Callable[[], None]) -> None:
         """Other ranks: begin to ask for grants, and call ``on_grant`` when one has arrived."""
         store = self._connected().clone()  # whose waiting blocks no other caller
         store.set_timeout(datetime.timedelta(seconds=2 * self._grant_timeout_s))  # `receive` gives up before
-        self._listener = threading.Thread(
-            target=self._listen, args=(store, on_grant), name="crossover-turns", daemon=True
-        )
+        work = store, on_grant
+        self._listener = threading.Thread(target=self._listen, args=work, name="crossover-turns", daemon=True)
         self._listener.start()
 
     def ask(self) -> None:
@@ -270,20 +261,16 @@ class TurnChannel:
         removes = self.rank == (0 if self.lead else 1)  # the first of those that listen
         try:
             while self._asks.get() and not self._ended:
-                turn, after, mode = json.loads(store.get(_grant_key(self._received)))
+                turn, after, mode = json.loads(store.get(f"grant/{self._received}"))
                 if turn == _END.turn:
                     return self.interrupt("the job's lead rank takes no more turns")
                 self._grants.put(Grant(turn, tuple((job, last) for job, last in after), Mode(mode)))
                 self._received += 1
                 on_grant()
                 if removes and self._received > _KEPT:
-                    store.delete_key(_grant_key(self._received - _KEPT - 1))
+                    store.delete_key(f"grant/{self._received - _KEPT - 1}")
         except Exception as error:  # the store's process has ended, mostly with the job; `receive` raises it
             self.interrupt(f"the job's store failed ({type(error).__name__}: {error}); turns need it")
-
-
-def _grant_key(number: int) -> str:
-    return f"grant/{number}"
 
 
 def _innermost(store: dist.Store) -> dist.Store:

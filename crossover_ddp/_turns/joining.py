@@ -27,11 +27,7 @@ from .segment import TurnSegment
 
 logger = logging.getLogger(__name__)
 
-_ERRORS: dict[str, type[Exception]] = {
-    "TurnError": TurnError,
-    "ValueError": ValueError,
-    "TypeError": TypeError,
-}
+_ERRORS: dict[str, type[Exception]] = {each.__name__: each for each in (TurnError, ValueError, TypeError)}
 _places: set[tuple[int, str, str]] = set()
 """Where this process takes turns: its PID, as a fork is another process; group; device."""
 _claiming = threading.Lock()
@@ -100,7 +96,7 @@ def join(
                     taken.callback(order.close)
                 machine = segment.machine
             except Exception as error:  # all ranks learn of it: either all take turns or none
-                problem = _described(error)
+                problem = f"{type(error).__name__}: {error}"
             everyone = _agree(channel, (machine, secrets.randbits(62) | 1, problem))
             machines = [found for found, _, _ in everyone]
             lead = machines.index(min(machines))  # see [Note: leads]
@@ -118,7 +114,7 @@ def join(
                     trial=trial,
                 )
             except Exception as error:
-                problem = _described(error)
+                problem = f"{type(error).__name__}: {error}"
             _agree(channel, (problem,))  # every slot is there before the first turn is drawn
             _look_for_other_leads(segment, machines[lead])
             taken.pop_all()
@@ -161,8 +157,7 @@ def _agree(channel: TurnChannel | None, answer: tuple[Any, ...]) -> list[Any]:
 
 
 def _look_for_other_leads(segment: TurnSegment, lead: int) -> None:
-    others = [slot for slot in segment.slots().values() if slot.lead != lead]
-    if others:
+    if others := [slot for slot in segment.slots().values() if slot.lead != lead]:
         logger.warning(
             "on %s this job and another one (process %d) are in no common order, since they share some machines "
             "only, and not the one that orders their turns: both compute at the same time; give both the same "
@@ -179,7 +174,3 @@ def leave(membership: Membership) -> None:
     membership.segment.leave()
     if membership.channel is not None:
         membership.channel.close(end_grants=membership.is_lead)
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -163,8 +163,7 @@ class Turns:
         self._looked = Looks(None)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="crossover-turn", daemon=True)
-        # Where the lead rank's grants come.
-        self._told_by = None if membership.is_lead else membership.channel
+        self._told_by = None if membership.is_lead else self._channel  # where the lead rank's grants come
         if self._told_by is not None:
             self._told_by.listen(self._grant_came)
         self._thread.start()
@@ -279,11 +278,7 @@ class Turns:
 
     def _fail(self, error: Exception) -> None:
         """Let the thread leave the siblings because of what has failed on another one."""
-
-        def raise_it() -> None:
-            raise error
-
-        self._put(raise_it)
+        self._put(_raise, error)
         self._thread.join(_FAILED_TIMEOUT_S)
 
     # --- the thread ----------------------------------------------------------------------------------------
@@ -546,3 +541,7 @@ class Turns:
         if cause not in self._warned_of:
             self._warned_of.add(cause)
             logger.warning("%s", words)
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -1,5 +1,6 @@
 """A short form of the mutex's campaign, and what judges it: `python -m tests.faults.mutex_campaign` is the long one."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -121,121 +122,116 @@ def told(*ranks: Rank, meddled_s: Sequence[float] = (), leftovers: Leftovers | N
     return violations(Story(plan, found, {0: meddled_s}, leftovers or Leftovers(), late_s=0.0, slack_s=0.2))
 
 
-def test_turns_one_after_the_other_are_well() -> None:
-    first = rank_of(0, *turn(1, 1.0, 1.0, 2.0), *turn(3, 2.5, 3.0, 3.5))
-    second = rank_of(1, *turn(2, 1.5, 2.001, 3.0))
-    assert told(first, second) == []
+HELD = rank_of(0, *turn(1, 1.0, 1.0, 4.0))
+SHORT = rank_of(0, *turn(1, 1.0, 1.0, 2.0))
+OVERLAPPING = turn(2, 1.0, 2.5, 3.0)
+LATE = rank_of(1, *turn(2, 1.0, 2.5, 3.0))
+AGAIN = rank_of(1, forgave(2.5, 1, 1.5), forgave(4.0, 3, 3.0))
+PASSING = rank_of(1, forgave(2.5, 1, 1.5), *turn(4, 3.0, 3.0, 5.0))
+IMPATIENT = rank_of(1, forgave(5.0, 1, 4.0))
+DYING = ["begin", 1.0, 1, 1.0, 77]
 
 
-def test_two_holders_are_told_unless_a_lease_was_over_or_the_files_were_meddled_with() -> None:
-    first = rank_of(0, *turn(1, 1.0, 1.0, 4.0))
-    overlapping = turn(2, 1.0, 2.5, 3.0)
-    assert "two holders on device 0" in told(first, rank_of(1, *overlapping))[0]
-    assert told(first, rank_of(1, forgave(2.5, 1, 1.5), *overlapping)) == []
-    assert told(first, rank_of(1, *overlapping), meddled_s=[2.4]) == []
+def stopped(rank: Rank, begin_s: float, end_s: float) -> Rank:
+    return dataclasses.replace(rank, stops=[(begin_s, end_s)])
 
 
-def test_a_late_begin_is_told_unless_the_rank_itself_was_stopped() -> None:
-    first, late = rank_of(0, *turn(1, 1.0, 1.0, 2.0)), rank_of(1, *turn(2, 1.0, 2.5, 3.0))
-    assert "0.500 s after it could" in told(first, late)[0]
-    late.stops = [(2.1, 2.45)]
-    assert told(first, late) == []
-
-
-@pytest.mark.parametrize(
-    ("line", "violation"),
-    [
-        (forgave(2.5, 1, 2.0), "after 0.500 s of a lease of 1.0 s"),
-        (forgave(3.5, 1, 1.5), "only after 2.000 s"),
-        (forgave(5.0, 1, 4.0), "which was given back 1.000 s before"),
-        (forgave(2.5, 1, 2.0, lease_s=0.5), "after a lease of 0.5 s: published were [1.0]"),
-        ([*forgave(2.5, 1, 1.5)[:-1], True], "after 1.000 s of a lease of 1.0 s"),
-    ],
-)
-def test_patience_lost_too_early_too_late_or_with_nobody_is_told(line: list[Any], violation: str) -> None:
-    assert violation in told(rank_of(0, *turn(1, 1.0, 1.0, 4.0)), rank_of(1, line))[0]
-
-
-def test_a_second_lease_of_a_job_that_has_not_moved_is_told() -> None:
-    first = rank_of(0, *turn(1, 1.0, 1.0, 7.0))
-    again = rank_of(1, forgave(2.5, 1, 1.5), forgave(4.0, 3, 3.0))
-    assert any("although nobody of it had moved" in each for each in told(first, again))
-    moving = rank_of(0, *turn(1, 1.0, 1.0, 2.6), *turn(3, 2.7, 2.8, 7.0))
-    assert told(moving, again) == []
-
-
-def test_a_later_turn_of_a_job_that_has_not_moved_may_be_passed_over() -> None:
-    passing = rank_of(1, forgave(2.5, 1, 1.5), *turn(4, 3.0, 3.0, 5.0))
-    unmoved = rank_of(0, *turn(1, 1.0, 1.0, 3.5), *turn(3, 3.6, 3.6, 4.5))
-    assert told(unmoved, passing) == []
-    moved = rank_of(0, *turn(1, 1.0, 1.0, 2.6), *turn(3, 2.7, 2.8, 4.5))
-    assert "two holders on device 0" in told(moved, passing)[0]
-
-
-@pytest.mark.parametrize(
-    ("lease_s", "is_told"), [(5.0, False), (8.0, False), (12.0, True), (4.9, True), (61.0, True)]
-)
-def test_a_lease_that_does_not_follow_the_turns_is_told(lease_s: float, is_told: bool) -> None:
+def with_leases(lease_s: float) -> Rank:
+    """A rank whose lease was not given, and its turns of 1.9 s and 5 s."""
     lines = [*turn(1, 1.0, 1.0, 2.9), *turn(2, 3.0, 3.0, 8.0), ["lease", 8.5, lease_s]]
     rank = rank_of(0, ["lease", 0.1, 5.0], *lines, lease_s=None)
     del rank.leases[0]
-    assert any("published a lease of" in each for each in told(rank)) == is_told
-
-
-def test_a_turn_whose_end_a_stop_kept_back_was_not_given_back() -> None:
-    impatient = rank_of(1, forgave(5.0, 1, 4.0))
-    stopped = rank_of(0, *turn(1, 1.0, 1.0, 2.0))
-    stopped.stops = [(2.01, 6.0)]
-    assert told(stopped, impatient) == []
-    stopped.stops = [(2.5, 6.0)]
-    assert "which was given back 3.000 s before" in told(stopped, impatient)[0]
+    return rank
 
 
 @pytest.mark.parametrize(
-    ("begins_s", "violation"), [(2.001, ""), (1.9, ""), (1.7, "two holders"), (2.9, "after it could")]
+    ("ranks", "violation"),
+    [
+        # One after the other.
+        (
+            [
+                rank_of(0, *turn(1, 1.0, 1.0, 2.0), *turn(3, 2.5, 3.0, 3.5)),
+                rank_of(1, *turn(2, 1.5, 2.001, 3.0)),
+            ],
+            "",
+        ),
+        # Two holders, unless a lease was over.
+        ([HELD, rank_of(1, *OVERLAPPING)], "two holders on device 0"),
+        ([HELD, rank_of(1, forgave(2.5, 1, 1.5), *OVERLAPPING)], ""),
+        # A late begin, unless the rank itself was stopped.
+        ([SHORT, LATE], "0.500 s after it could"),
+        ([SHORT, stopped(LATE, 2.1, 2.45)], ""),
+        # Patience lost too early, too late, or with nobody.
+        ([HELD, rank_of(1, forgave(2.5, 1, 2.0))], "after 0.500 s of a lease of 1.0 s"),
+        ([HELD, rank_of(1, forgave(3.5, 1, 1.5))], "only after 2.000 s"),
+        ([HELD, rank_of(1, forgave(5.0, 1, 4.0))], "which was given back 1.000 s before"),
+        ([HELD, rank_of(1, forgave(2.5, 1, 2.0, 0.5))], "after a lease of 0.5 s: published were [1.0]"),
+        ([HELD, rank_of(1, [*forgave(2.5, 1, 1.5)[:-1], True])], "after 1.000 s of a lease of 1.0 s"),
+        # A second lease of a job that has not moved.
+        ([rank_of(0, *turn(1, 1.0, 1.0, 7.0)), AGAIN], "although nobody of it had moved"),
+        ([rank_of(0, *turn(1, 1.0, 1.0, 2.6), *turn(3, 2.7, 2.8, 7.0)), AGAIN], ""),
+        # A later turn of a job that has not moved may be passed over.
+        ([rank_of(0, *turn(1, 1.0, 1.0, 3.5), *turn(3, 3.6, 3.6, 4.5)), PASSING], ""),
+        ([rank_of(0, *turn(1, 1.0, 1.0, 2.6), *turn(3, 2.7, 2.8, 4.5)), PASSING], "two holders on device 0"),
+        # A lease that does not follow the turns.
+        *(([with_leases(lease_s)], "") for lease_s in (5.0, 8.0)),
+        *(([with_leases(lease_s)], "published a lease of") for lease_s in (12.0, 4.9, 61.0)),
+        # A turn whose end a stop kept back was not given back.
+        ([stopped(SHORT, 2.01, 6.0), IMPATIENT], ""),
+        ([stopped(SHORT, 2.5, 6.0), IMPATIENT], "which was given back 3.000 s before"),
+        # A death frees the turn, and not before, unless it was killed before it could note the end.
+        ([cut_off(0, DYING, killed_s=2.0), rank_of(1, *turn(2, 1.0, 2.001, 3.0))], ""),
+        ([cut_off(0, DYING, killed_s=2.0), rank_of(1, *turn(2, 1.0, 1.9, 3.0))], "two holders"),
+        ([cut_off(0, DYING, killed_s=2.0), rank_of(1, *turn(2, 1.0, 2.9, 3.0))], "after it could"),
+        ([cut_off(0, DYING, ["ending", 1.8], killed_s=2.0), rank_of(1, *turn(2, 1.0, 1.9, 3.0))], ""),
+        (
+            [cut_off(0, DYING, ["ending", 1.8], killed_s=2.0), rank_of(1, *turn(2, 1.0, 1.7, 3.0))],
+            "two holders",
+        ),
+        # A log that names somebody else, bad ends, a device that begins too early.
+        (
+            [rank_of(0, *turn(1, 1.0, 1.0, 2.0), ["log", 5.0, 77, "01"])],
+            "turn 1 of job 0 is slot 1's in the log",
+        ),
+        (
+            [cut_off(0, ["leaving", 1.0, "OSError: x"], ["done", 2.0, {}])],
+            "job 0 rank 0 gave up turns: OSError: x",
+        ),
+        ([cut_off(0)], "did not end by itself"),
+        (
+            [
+                rank_of(0, *turn(1, 1.0, 1.0, 2.0), ["device", 2.0, 1, 1.0, 2.3]),
+                rank_of(1, *turn(2, 1.0, 2.001, 3.0), ["device", 3.0, 2, 2.1, 3.0]),
+            ],
+            "device 0 began turn 2 of job 1 0.2000 s before it ended turn 1 of job 0",
+        ),
+    ],
 )
-def test_a_death_frees_the_turn_and_not_before(begins_s: float, violation: str) -> None:
-    """Unless it had begun to give it back, and was killed before it could note the end."""
-    held, later = ["begin", 1.0, 1, 1.0, 77], rank_of(1, *turn(2, 1.0, begins_s, 3.0))
-    assert any(
-        violation in each for each in told(cut_off(0, held, ["ending", 1.8], killed_s=2.0), later)
-    ) == bool(violation)
-    assert bool(told(cut_off(0, held, killed_s=2.0), later)) == (begins_s != 2.001)
+def test_each_broken_promise_is_told_and_nothing_else(ranks: Sequence[Rank], violation: str) -> None:
+    found = told(*ranks)
+    assert any(violation in each for each in found) if violation else found == []
 
 
-def test_a_turn_held_since_before_files_were_meddled_with_may_be_waited_for() -> None:
+def test_where_files_were_meddled_with_turns_may_overlap_be_waited_for_and_given_up() -> None:
     holder = rank_of(0, *turn(1, 1.0, 1.0, 8.0))
+    assert told(HELD, rank_of(1, *OVERLAPPING), meddled_s=[2.4]) == []
     assert told(holder, rank_of(1, *turn(2, 1.5, 8.001, 8.1)), meddled_s=[1.2]) == []
     assert "0.500 s after it could" in told(holder, rank_of(1, *turn(2, 1.5, 8.5, 8.6)), meddled_s=[1.2])[0]
+    assert told(cut_off(0, ["leaving", 1.0, "OSError: x"], ["done", 2.0, {}]), meddled_s=[0.9]) == []
 
 
-def test_a_log_that_names_somebody_else_other_turns_and_bad_ends_are_told() -> None:
-    first = rank_of(0, *turn(1, 1.0, 1.0, 2.0), ["log", 5.0, 77, "01"])
-    assert "turn 1 of job 0 is slot 1's in the log" in told(first)[0]
+def test_ranks_of_one_job_with_different_turns_are_told() -> None:
     first = rank_of(0, *turn(1, 1.0, 1.0, 2.0), devices=(0, 0))
     second = read_rank(first.job, 1, [*turn(2, 1.0, 1.0, 2.0), ["done", 9.0, {}]])
     assert any("had different turns: [1] and [2]" in each for each in told(first, second))
-    gave_up = cut_off(0, ["leaving", 1.0, "OSError: x"], ["done", 2.0, {}])
-    assert told(gave_up) == ["job 0 rank 0 gave up turns: OSError: x"]
-    assert told(gave_up, meddled_s=[0.9]) == []
-    assert "did not end by itself" in told(cut_off(0))[0]
 
 
 def test_leftovers_are_told_unless_the_last_was_killed_or_the_file_was_refused() -> None:
-    path = "/dev/shm/crossover_ddp-0/campaign-1-0@.turns"
-    rank = rank_of(0)
+    path, rank = "/dev/shm/crossover_ddp-0/campaign-1-0@.turns", rank_of(0)
+    early, last = cut_off(1, killed_s=5.0), cut_off(1, killed_s=9.5)
     assert "left behind" in told(rank, leftovers=Leftovers([path]))[0]
-    killed = cut_off(1, killed_s=9.5)
-    assert told(rank, killed, leftovers=Leftovers([path])) == []
-    killed.killed_s = 5.0
-    assert "left behind" in told(rank, killed, leftovers=Leftovers([path]))[0]
-    killed.killed_s = 9.5
-    assert "left behind" in told(rank, killed, leftovers=Leftovers([path], [path]))[0]
+    assert told(rank, last, leftovers=Leftovers([path])) == []
+    assert "left behind" in told(rank, early, leftovers=Leftovers([path]))[0]
+    assert "left behind" in told(rank, last, leftovers=Leftovers([path], [path]))[0]
     refused = Leftovers([path], [path], [f"got something else at {path}; remove it"])
-    assert told(rank, killed, leftovers=refused) == []
-
-
-def test_a_device_that_begins_too_early_is_told() -> None:
-    first = rank_of(0, *turn(1, 1.0, 1.0, 2.0), ["device", 2.0, 1, 1.0, 2.3])
-    second = rank_of(1, *turn(2, 1.0, 2.001, 3.0), ["device", 3.0, 2, 2.1, 3.0])
-    assert "device 0 began turn 2 of job 1 0.2000 s before it ended turn 1 of job 0" in told(first, second)[0]
+    assert told(rank, last, leftovers=refused) == []
