@@ -26,7 +26,7 @@ from crossover_ddp._tuning.model import Link, Workload, all_reduce_step_s, decou
 
 from . import step_meter
 from .jobs import ENDING, SHELLS_OFFSET, Job, waited_for_signals
-from .output import FINE, FOUND, USAGE, columns, declare, forget, say, whole, write_json
+from .output import FINE, FOUND, USAGE, columns, declare, say, whole, write_json
 from .run import command_words
 
 _EXAMPLES = """\
@@ -38,8 +38,8 @@ The script needs no hook: its steps are those of plain DDP, a hook that it regis
 exit codes: 0 there is advice, also if it is "do not bother"; 1 nothing could be measured; 2 wrong usage
 """
 _GONE = {
-    "--seconds": "the run ends after --steps",
-    "--startup": "Ctrl-C ends a job that never begins",
+    "--seconds S": "the run ends after --steps",
+    "--startup S": "Ctrl-C ends a job that never begins",
     "--verbose": "the end of what a failed job has written is shown",
 }
 _LOOK_S, _GRACE_S = 0.25, 5.0
@@ -122,7 +122,7 @@ WAYS: Final = (CROSSOVER, DECOUPLED, INT8)
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
     about = "Measure a job's compute, exposed communication and wire time; predict what would make it faster."
-    parser = declare(commands, "advise", run, "what would make this job faster?", about, _EXAMPLES)
+    parser = declare(commands, "advise", run, "what would make this job faster?", about, _EXAMPLES, _GONE)
     parser.usage = (
         "crossover-ddp advise [--json] [--steps N] -- COMMAND | --link RATE --model MODEL --ranks N"
     )
@@ -141,7 +141,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--ranks", type=whole(2), metavar="N")
     parser.add_argument("directory", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="figures and factors as JSON")
-    forget(parser, _GONE, flags=("--verbose",))
 
 
 def _number(text: str, unit: str, such_as: str) -> float:

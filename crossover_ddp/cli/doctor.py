@@ -18,7 +18,7 @@ from crossover_ddp._system import environment
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, segment_directory
 from crossover_ddp._turns.view import Mode, look, printable
 
-from .output import FINE, FOUND, declare, forget
+from .output import FINE, FOUND, declare
 
 _EXAMPLES = "exit codes: 0 no problem; 1 at least one; 2 wrong usage"
 _GONE = {"--json": "findings are lines", "--sweep": "findings name what to remove"}
@@ -36,8 +36,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     about = (
         "Say what of versions, shared memory, network, limits, GPUs and variables you should fix, and how."
     )
-    parser = declare(commands, "doctor", run, "is this machine ready?", about, _EXAMPLES)
-    forget(parser, _GONE, flags=("--json", "--sweep"))
+    declare(commands, "doctor", run, "is this machine ready?", about, _EXAMPLES, _GONE)
 
 
 def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:

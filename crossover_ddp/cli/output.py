@@ -17,6 +17,12 @@ INTERRUPTED: Final = 130
 """Ctrl-C, as shells number it."""
 
 
+class _Gone(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        what = f"{option_string} does nothing any more, and goes in the next version: {self.const}"
+        sys.stderr.write(f"{parser.prog}: {what}\n")
+
+
 def declare(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
     name: str,
@@ -24,31 +30,21 @@ def declare(
     help: str,
     about: str,
     examples: str,
+    gone: Mapping[str, str],
 ) -> argparse.ArgumentParser:
-    """Declare a sub-command; ``run`` returns its exit code. Returns its parser, to add arguments to."""
+    """Declare a sub-command; ``run`` returns its exit code. Returns its parser, to add arguments to.
+
+    ``gone``: options that are accepted for one more version, such as ``--flag`` or ``--name VALUE``, and what happens
+    instead.
+    """
     form = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser(name, help=help, description=about, epilog=examples, formatter_class=form)
     parser.set_defaults(run=run)
-    return parser
-
-
-class _Gone(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        what = f"{option_string} does nothing any more, and goes in the next version: {self.const}"
-        sys.stderr.write(f"{parser.prog}: {what}\n")
-
-
-def forget(parser: argparse.ArgumentParser, gone: Mapping[str, str], flags: Sequence[str] = ()) -> None:
-    """Accept options that have gone for one version; who gives one is told what happens instead.
-
-    Args:
-        parser: of the command.
-        gone: options, and what happens instead of each.
-        flags: those among them that have no value.
-    """
     for option, instead in gone.items():
-        nargs = 0 if option in flags else "?"
-        parser.add_argument(option, action=_Gone, nargs=nargs, const=instead, help=argparse.SUPPRESS)
+        word, *value = option.split()
+        nargs = "?" if value else 0
+        parser.add_argument(word, action=_Gone, nargs=nargs, const=instead, help=argparse.SUPPRESS)
+    return parser
 
 
 def say(text: str) -> None:

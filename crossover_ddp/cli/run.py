@@ -13,7 +13,7 @@ from pathlib import Path
 from crossover_ddp._system import environment
 
 from .jobs import ENDING, PASSED_ON, SHELLS_OFFSET, TICK_S, Job, free_port, waited_for_signals
-from .output import USAGE, declare, forget, say, whole
+from .output import USAGE, declare, say, whole
 
 _EXAMPLES = """\
 examples:
@@ -23,11 +23,11 @@ Ctrl-C (SIGTERM, SIGHUP, SIGQUIT) goes to all jobs, a second one kills them. exi
 failed (128 + n if signal n killed it); 128 + n if signal n ended the run; 2 wrong usage: nothing was started
 """
 _GONE = {
-    "--name": "jobs are numbered, and so are their logs",
-    "--group": "set CROSSOVER_GROUP",
-    "--grace": "a job that was told to end is killed after 30 s",
+    "--name N": "jobs are numbered, and so are their logs",
+    "--group G": "set CROSSOVER_GROUP",
+    "--grace S": "a job that was told to end is killed after 30 s",
     "--fail-fast": "a job that fails ends no other",
-    "--try-first": "nvidia-smi shows what a job needs",
+    "--try-first S": "nvidia-smi shows what a job needs",
     "--json": "exit codes, seconds and logs are shown as jobs end",
 }
 _QUOTED = re.compile(r"""'[^']*'|"(?:[^"$`\\]|\\.)*"|\\.""")
@@ -39,12 +39,11 @@ _NODES = re.compile(r"--nnodes[ =](?!1(:1)?( |$))")
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
     about = "Start jobs as siblings: one group, a log and a rendezvous for each, nothing left at the end."
-    parser = declare(commands, "run", run, "start sibling jobs, or a sweep", about, _EXAMPLES)
+    parser = declare(commands, "run", run, "start sibling jobs, or a sweep", about, _EXAMPLES, _GONE)
     parser.usage = "crossover-ddp run [--commands FILE] [--at-once K] [--logs DIR] [-- COMMAND]..."
     parser.add_argument("--commands", metavar="FILE", help="one command a line; - is standard input")
     parser.add_argument("--at-once", type=whole(1), default=2, metavar="K", help="how many run at a time (2)")
     parser.add_argument("--logs", type=Path, default="crossover-run", metavar="DIR", help="(crossover-run)")
-    forget(parser, _GONE, flags=("--fail-fast", "--json"))
 
 
 def run(arguments: argparse.Namespace) -> int:

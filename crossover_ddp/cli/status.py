@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp._turns.view import Look, Mode, Slot, look
 
-from .output import FINE, FOUND, columns, declare, forget, say, write_json
+from .output import FINE, FOUND, columns, declare, say, write_json
 
 _INTERVAL_S = 1.0
 _EXAMPLES = """\
@@ -19,7 +19,7 @@ examples:
   crossover-ddp status --prometheus > /var/lib/node_exporter/crossover.prom
 exit codes: 0 jobs were found; 1 none, or files that are no segments; 2 wrong usage
 """
-_GONE = {"--watch": "watch -n 1 crossover-ddp status", "--group": "all groups are shown"}
+_GONE = {"--watch S": "watch -n 1 crossover-ddp status", "--group G": "all groups are shown"}
 
 
 class Job(NamedTuple):
@@ -71,12 +71,11 @@ HEAD = ("group", "device", "job", "state", "turn", "turns/s", "ranks", "PIDs", "
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
     about = "Show the jobs of this user that take turns, and who holds the turn, over one second."
-    parser = declare(commands, "status", run, "who holds the turn, who queues?", about, _EXAMPLES)
+    parser = declare(commands, "status", run, "who holds the turn, who queues?", about, _EXAMPLES, _GONE)
     parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
     parser.add_argument(
         "--prometheus", action="store_true", help="figures as Prometheus reads them, of this moment"
     )
-    forget(parser, _GONE)
 
 
 def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from crossover_ddp._timeline.trace import events, recordings
 
-from .output import FINE, FOUND, USAGE, declare, forget, say
+from .output import FINE, FOUND, USAGE, declare, say
 
 _EXAMPLES = """\
 examples:
@@ -16,9 +16,9 @@ examples:
 exit codes: 0 fine; 1 no spans, or files that cannot be read; 2 wrong usage
 """
 _GONE = {
-    "--picture": "Perfetto draws the trace, recipes/lab a picture of its runs",
-    "--from": "Perfetto zooms",
-    "--to": "Perfetto zooms",
+    "--picture FILE": "Perfetto draws the trace, recipes/lab a picture of its runs",
+    "--from S": "Perfetto zooms",
+    "--to S": "Perfetto zooms",
     "--json": "the trace is JSON",
 }
 
@@ -28,10 +28,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     about = (
         "Write what ranks recorded with CROSSOVER_TIMELINE=DIR, in and below the directories, into one trace."
     )
-    parser = declare(commands, "timeline", run, "who computed, who communicated when?", about, _EXAMPLES)
+    parser = declare(
+        commands, "timeline", run, "who computed, who communicated when?", about, _EXAMPLES, _GONE
+    )
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="where ranks have recorded")
     parser.add_argument("-o", "--trace", type=Path, default="trace.json", metavar="FILE", help="(trace.json)")
-    forget(parser, _GONE, flags=("--json",))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -33,34 +33,21 @@ def of(compute_s: float, exposed_s: float, wire_s: float) -> Figures:
 
 
 @pytest.mark.parametrize(
-    ("found", "crossover", "decoupled", "int8"),
+    ("found", "bounds", "what"),
     [
-        (of(1.0, 0.0, 0.5), 1.0, 1.0, 1.0),
-        (of(1.0, 1.0, 1.0), 2.0, 2.0, 2.0),
-        (of(1.0, 0.5, 1.0), 1.5, 1.5, 1.5),
-        (of(1.0, 2.0, 2.5), 3 / 2.5, 3 / 2.5, 3.0),  # the wire is the limit
-        (of(1.0, 2.0, 9.0), 1.0, 1.0, 3 / (9 * 0.26)),  # M beyond C + N is noise
+        (of(1.0, 0.04, 0.5), [1.04, 1.04, 1.04], "do not bother: communication costs only 3.8%"),
+        (of(1.0, 0.08, 1.0), [1.08, 1.08, 1.08], "do not bother: none of these"),
+        (of(1.0, 0.5, 1.0), [1.5, 1.5, 1.5], "crossover (two sibling jobs): 1.41× expected, 1.50× at best"),
+        (of(1.0, 2.0, 2.5), [1.2, 1.2, 3.0], "crossover (two sibling jobs): 1.13×"),  # the wire is the limit
+        (of(0.2, 2.0, 2.2), [1.0, 1.0, 3.846], "a codec, Int8(): 3.35× expected"),
+        (of(1.0, 2.0, 9.0), [1.0, 1.0, 1.282], "a codec, Int8(): 1.12×"),  # M beyond C + N is noise
     ],
 )
-def test_bounds_follow_from_c_n_and_m(
-    found: Figures, crossover: float, decoupled: float, int8: float
+def test_bounds_follow_from_c_n_and_m_and_the_verdict_keeps_the_training_where_that_pays(
+    found: Figures, bounds: list[float], what: str
 ) -> None:
-    assert [way.bound(found) for way in (CROSSOVER, DECOUPLED, INT8)] == pytest.approx(
-        [crossover, decoupled, int8]
-    )
-    assert DECOUPLED.expected(found) == pytest.approx(0.92 * decoupled)
-
-
-@pytest.mark.parametrize(
-    ("found", "what"),
-    [
-        (of(1.0, 0.04, 0.5), "do not bother: communication costs only 3.8%"),
-        (of(1.0, 0.08, 1.0), "do not bother: none of these"),
-        (of(1.0, 0.5, 1.0), "crossover (two sibling jobs): 1.41× expected, 1.50× at best"),
-        (of(0.2, 2.0, 2.2), "a codec, Int8(): 3.35× expected"),
-    ],
-)
-def test_the_verdict_keeps_the_training_as_it_is_where_that_pays(found: Figures, what: str) -> None:
+    assert [way.bound(found) for way in (CROSSOVER, DECOUPLED, INT8)] == pytest.approx(bounds, rel=1e-3)
+    assert DECOUPLED.expected(found) == pytest.approx(0.92 * bounds[1], rel=1e-3)
     assert verdict(found).startswith(what)
     shown = cli_advise._report(found)
     assert shown.endswith(f"→ {verdict(found)}\n")
@@ -116,29 +103,35 @@ def test_a_models_gradients_are_counted_and_its_buckets_simulated(capsys: pytest
     assert float(at_dominated) < 1.15, "what is needed last cannot be sent first, and it is one bucket"
 
 
-@pytest.mark.parametrize("name", ["torchvision:resnet50", "timm:resnet50"])
-def test_models_of_libraries_are_built_without_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip(name.partition(":")[0], reason="torchvision and timm are in the extra 'recipes'")
-    assert cli.main(["advise", "--link", "10gbit", "--model", name, "--ranks", "8"]) == 0
-    assert f"102 MB of 161 gradients of {name}, 8 ranks" in capsys.readouterr().out
-
-
-def test_a_model_that_is_not_there_is_said(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["advise", "--link", "10gbit", "--model", f"{__name__}:gone", "--ranks", "8"]) == 1
-    assert "expected a size such as 102MB, timm:NAME, torchvision:NAME or module:" in capfd.readouterr().err
-
-
-def test_recordings_are_no_longer_read(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["advise", "runs/x"]) == 2
-    assert "expected -- COMMAND, or --link, --model and --ranks, got runs/x" in capfd.readouterr().err
+@pytest.mark.parametrize(
+    ("model", "code", "what"),
+    [
+        ("torchvision:resnet50", 0, "102 MB of 161 gradients of torchvision:resnet50, 8 ranks"),
+        ("timm:resnet50", 0, "102 MB of 161 gradients of timm:resnet50, 8 ranks"),
+        (f"{__name__}:gone", 1, "expected a size such as 102MB, timm:NAME, torchvision:NAME or module:"),
+    ],
+)
+def test_models_of_libraries_are_built_without_numbers(
+    model: str, code: int, what: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(model.partition(":")[0], reason="torchvision and timm are in the extra 'recipes'")
+    assert cli.main(["advise", "--link", "10gbit", "--model", model, "--ranks", "8"]) == code
+    assert what in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["--link", "1gbit"], ["--link", "1gbit", "--model", "1M", "--ranks", "2", "--", "true"], ["--"]],
+    [
+        [],
+        ["--link", "1gbit"],
+        ["--link", "1gbit", "--model", "1M", "--ranks", "2", "--", "true"],
+        ["--"],
+        ["runs/x"],
+    ],
 )
-def test_neither_or_both_is_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_neither_or_both_is_wrong_usage(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["advise", *words]) == 2
+    assert "expected -- COMMAND, or --link, --model and --ranks, got" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--link", "10"], ["--link", "0gbit"], ["--model", "x"], ["--ranks", "1"]])
@@ -226,9 +219,8 @@ def test_a_measured_job_trains_as_plain_ddp_and_records_each_block(tmp_path: Pat
 
 def test_a_command_that_fails_shows_its_last_words(capfd: pytest.CaptureFixture[str]) -> None:
     script = "import sys; print('all is well'); sys.exit('no such data set')"
-    assert cli.main(["advise", "--seconds", "3", "--", sys.executable, "-c", script]) == 1
+    assert cli.main(["advise", "--", sys.executable, "-c", script]) == 1
     said = capfd.readouterr().err
-    assert "--seconds does nothing any more" in said
     assert "the command ended with 1" in said
     assert "    no such data set" in said
 

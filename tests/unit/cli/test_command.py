@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from crossover_ddp import cli
-from crossover_ddp.cli.output import columns, say
+from crossover_ddp.cli.output import say
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = ("status", "doctor", "run", "timeline", "advise", "plan")
@@ -54,12 +54,26 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert (done.stdout[:5], done.stderr) == ("usage", "")
 
 
-def test_columns_are_as_wide_as_their_widest_cell() -> None:
-    assert columns(["a", "bb"], [["long", "x"], ["", "y"]]) == "a     bb\nlong  x\n      y\n"
-
-
 def test_what_nobody_can_read_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stderr", full)
         say("a line")
     assert os.path.exists("/dev/full")
+
+
+@pytest.mark.parametrize(
+    ("words", "gone"),
+    [
+        (["doctor", "--sweep", "--json"], 2),
+        (["run", "--name", "x", "--grace=3", "--fail-fast", "--try-first", "--json"], 5),
+        (["timeline", ".", "--picture", "x.png", "--from", "1", "--to", "2", "--json"], 4),
+        (["status", "--watch", "--group", "g"], 2),
+        (["plan", "m", "--cluster", "c", "--microbatches", "1", "--json", "--picture", "x"], 2),
+        (["advise", "--seconds", "3", "--startup", "1", "--verbose"], 3),
+    ],
+)
+def test_what_has_gone_is_accepted_with_a_line(
+    words: list[str], gone: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.parse(words).command == words[0]
+    assert capsys.readouterr().err.count("does nothing any more") == gone

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from crossover_ddp import cli
 from crossover_ddp._turns.rules import Mode
 from crossover_ddp.cli import doctor
 from tests.unit.turns.joined_segments import Process, home, join_at
@@ -166,8 +165,3 @@ def test_gpus_and_mps(
     assert what in found(base, capsys)[1]
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     assert "unset CUDA_LAUNCH_BLOCKING" in found(base, capsys)[1]
-
-
-def test_the_command_accepts_what_has_gone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--sweep", "--json"]) in (0, 1)
-    assert capsys.readouterr().err.count("does nothing any more") == 2

@@ -4,9 +4,7 @@ import argparse
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -109,24 +107,8 @@ def test_what_a_trial_has_found_is_shown(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def scraped(text: str) -> dict[tuple[str, str, str], float]:
-    """Return what Prometheus' own parser makes of a page that is served over loopback: by figure, device and job."""
-
-    class Page(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Page) as server, ThreadPoolExecutor(1) as thread:
-        served = thread.submit(server.handle_request)
-        with urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=30) as answer:
-            page = answer.read().decode()
-        served.result(30)
-    families = text_string_to_metric_families(page)
-    samples = [sample for family in families for sample in family.samples]
+    """Return what Prometheus' own parser makes of a page: by figure, device and job."""
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return {(s.name, s.labels["device"], s.labels["job"]): s.value for s in samples}
 
 
