@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from crossover_ddp import (
     decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
+from crossover_ddp._turns import joining
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
 from crossover_ddp.errors import TurnError, UnsupportedConfigurationError
@@ -35,6 +37,7 @@ from tests.harness._preloaded import context
 from tests.harness.groups import files_of, join_over, new_group
 from tests.harness.oracles import heard
 from tests.harness.waiting import eventually
+from tests.unit.turns.mutexes import Nowhere, held_up
 
 SOON_S = 60.0  # far more than what blocks nobody takes on a busy machine
 
@@ -205,7 +208,49 @@ def test_a_hook_beside_a_mutex_of_the_user_s_own_says_how_to_share_it(
 # --- one process, several threads ---------------------------------------------------------------------------------
 
 
-def _meet(path: str, count: int = 2) -> Callable[[str], None]:
+@pytest.fixture
+def two_jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GPUMutex, GPUMutex]]:
+    """Two jobs on one device, as if each had a process of its own; the first one holds its turn."""
+    monkeypatch.setattr(joining, "_places", Nowhere())
+    group = new_group()
+    holder, waiting = (GPUMutex(group, device="dev0", lease=SOON_S) for _ in range(2))
+    holder.acquire()
+    yield holder, waiting
+    assert [mutex.stats()["leases_expired"] for mutex in (holder, waiting)] == [0, 0]
+    for mutex in (holder, waiting):
+        mutex.close()
+
+
+@pytest.mark.defect("turns-6")
+def test_a_release_beside_a_thread_that_waits_gives_nothing_back(
+    two_jobs: tuple[GPUMutex, GPUMutex],
+) -> None:
+    """`release` outside a turn does nothing, at once; the turn that comes is the waiting thread's."""
+    holder, mutex = two_jobs
+    with ThreadPoolExecutor(2) as threads:
+        with held_up(threads, mutex):
+            releasing = threads.submit(mutex.release)
+            ended = eventually(releasing.done, SOON_S / 4)
+            holder.release()
+        releasing.result()
+    assert ended
+    assert mutex.holding
+
+
+@pytest.mark.defect("strangers-33")
+def test_nobody_waits_for_a_turn_whose_wait_was_interrupted(two_jobs: tuple[GPUMutex, GPUMutex]) -> None:
+    """Ctrl-C in `acquire` leaves no turn behind for which siblings would wait."""
+    holder, mutex = two_jobs
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        mutex.acquire()
+    signal.signal(signal.SIGALRM, before)
+    holder.release()
+    holder.acquire()
+
+
+def _meet(path: str, count: int) -> Callable[[str], None]:
     """Return how processes of several jobs meet: each says a word and waits until all have said it."""
     store = dist.FileStore(path, count)
 
@@ -214,68 +259,6 @@ def _meet(path: str, count: int = 2) -> Callable[[str], None]:
         assert eventually(lambda: store.add(word, 0) == count)
 
     return meet
-
-
-def _wait_beside_a_holder(rank: int, world_size: int, group: str, path: str) -> tuple[bool, int]:
-    """Job 1 holds its turn while a thread of job 0 waits for it and another one calls `release`."""
-    meet = _meet(path)
-    mutex = GPUMutex(group, device="dev0", lease=60.0)
-    ended = True
-    if rank:
-        mutex.acquire()
-    meet("held")
-    if rank == 0:
-        waiting, releasing = threading.Thread(target=mutex.acquire), threading.Thread(target=mutex.release)
-        waiting.start()
-        waiting.join(0.3)
-        releasing.start()
-        releasing.join(SOON_S / 4)
-        ended = not releasing.is_alive()
-    meet("released")
-    mutex.release()
-    if rank == 0:
-        waiting.join()
-        releasing.join()
-        ended = ended and mutex.holding
-        mutex.release()
-    mutex.close()
-    return ended, mutex.stats()["leases_expired"]
-
-
-@pytest.mark.defect("turns-6")
-def test_a_release_beside_a_thread_that_waits_gives_nothing_back(tmp_path: Path) -> None:
-    """`release` outside a turn does nothing, at once; the turn that comes is the waiting thread's."""
-    found = run_ranks(_wait_beside_a_holder, 2, args=(new_group(), f"{tmp_path}/meet"), backend=None)
-    assert found == [(True, 0), (True, 0)]
-
-
-def _interrupt_a_wait(rank: int, world_size: int, group: str, path: str) -> int:
-    """Job 0 is interrupted while it waits for job 1's turn; job 1 then takes another one."""
-    meet = _meet(path)
-    mutex = GPUMutex(group, device="dev0")
-    if rank:
-        mutex.acquire()
-    meet("held")
-    if rank == 0:
-        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        with pytest.raises(KeyboardInterrupt):
-            mutex.acquire()
-        signal.signal(signal.SIGALRM, before)
-    meet("interrupted")
-    mutex.release()
-    if rank:
-        mutex.acquire()
-    meet("taken")
-    mutex.close()
-    return mutex.stats()["leases_expired"]
-
-
-@pytest.mark.defect("strangers-33")
-def test_nobody_waits_for_a_turn_whose_wait_was_interrupted(tmp_path: Path) -> None:
-    """Ctrl-C in `acquire` leaves no turn behind for which siblings would wait."""
-    found = run_ranks(_interrupt_a_wait, 2, args=(new_group(), f"{tmp_path}/meet"), backend=None)
-    assert found == [0, 0]
 
 
 def _train_another_model_meanwhile(rank: int, world_size: int, group: str, path: str, holds: bool) -> bool:

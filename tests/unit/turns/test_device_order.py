@@ -4,7 +4,7 @@ That turns wait for the device, whatever becomes of siblings, is shown by real p
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,40 +36,26 @@ class Order(DeviceOrder):
     def __init__(self) -> None:
         super().__init__(GPU)
         self.handle = bytes(EVENT_HANDLE_BYTES)
-        self.usable = True
-        self.reached: threading.Event | None = None  # None: published at once
         self.over = threading.Event()
         self.over.set()
-        self.end: Callable[[], threading.Event] = lambda: self.over
+        self.check_usable = self.close = self.nothing
+        self.streams = lambda: ()
+        self.mark = lambda streams=(): None  # published at once
+        self.follow = lambda *_: self.over
         self.left_behind = 0
-        self.on_close: Callable[[], None] = lambda: None
 
-    def check_usable(self) -> None:
-        if not self.usable:
-            raise UnsupportedConfigurationError("expected no capture")
-
-    def streams(self) -> Sequence[Any]:
-        return ()
-
-    def mark(self, streams: Sequence[Any] = ()) -> Any:
-        return self.reached
+    def nothing(self) -> None:
+        pass
 
     def wait(self, end: Any) -> None:
         assert end.wait(SOON_S)
 
-    def follow(self, process: object, handle: bytes, wake: Callable[[], None]) -> threading.Event:
-        return self.end()
-
     def leave_behind(self) -> None:
         self.left_behind += 1
 
-    def close(self) -> None:
-        self.on_close()
-
 
 def order_of(mutex: GPUMutex) -> Order:
-    order = membership_of(mutex).order
-    assert isinstance(order, Order)
+    order: Any = membership_of(mutex).order
     return order
 
 
@@ -89,14 +75,14 @@ def take_turns(*mutexes: GPUMutex) -> None:
 
 def test_an_end_that_never_comes_costs_a_lease(make: Make) -> None:
     first, second = make(lease=0.2), make()
-    order_of(second).end = threading.Event
+    order_of(second).follow = lambda *_: threading.Event()
     take_turns(first, second)
     assert order_of(second).left_behind == 1
 
 
 def test_events_that_cannot_be_opened_are_told_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     first, second = make(), make()
-    order_of(second).end = raising(RuntimeError("invalid resource handle"))
+    order_of(second).follow = raising(RuntimeError("invalid resource handle"))
     take_turns(first, second, first, second)
     (warning,) = warnings(caplog)
     assert "invalid resource handle" in warning
@@ -108,7 +94,8 @@ def test_a_sibling_waits_until_the_turn_is_published_and_who_cannot_ends_its_tur
     make: Make, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = make(), make()
-    reached = order_of(first).reached = threading.Event()
+    reached = threading.Event()
+    order_of(first).mark = lambda streams=(): reached
     take_turns(first)
     with held_up(threads, second):
         reached.set()
@@ -130,7 +117,7 @@ def test_who_leaves_lets_the_device_end_first_even_where_that_fails(make: Make) 
             if error is not None:
                 raise error
 
-        order_of(first).on_close = ends
+        order_of(first).close = ends
         first.close()
         assert siblings == [1], "the slot was given up before the device had ended"
         assert second.stats()["siblings"] == 0
@@ -139,19 +126,19 @@ def test_who_leaves_lets_the_device_end_first_even_where_that_fails(make: Make) 
 
 def test_in_a_graph_capture_turns_are_refused_and_nothing_changes(make: Make) -> None:
     first, second = make(), make()
-    order = order_of(first)
-    order.usable = False
+    order, refuse = order_of(first), raising(UnsupportedConfigurationError("expected no capture"))
+    order.check_usable = refuse
     with pytest.raises(UnsupportedConfigurationError, match="no capture"):
         first.acquire()
     assert first.stats()["turns"] == 0
-    order.usable = True
+    order.check_usable = order.nothing
     take_turns(second)
     first.acquire()
-    order.usable = False
+    order.check_usable = refuse
     with pytest.raises(UnsupportedConfigurationError, match="no capture"):
         first.release()
     assert first.holding
-    order.usable = True
+    order.check_usable = order.nothing
     first.release()
     assert first.stats()["turn"] == 2, "the refused calls have drawn a turn, or given one back"
     assert first.disabled_because is None

@@ -26,25 +26,11 @@ from tests.unit.turns.mutexes import (
     blocks,
     files_of,
     held_up,
-    membership_of,
     segment_of,
     warnings,
 )
 
 # --- taking turns -------------------------------------------------------------------------------------------------
-
-
-def test_who_queues_first_starts_first(make: Make, threads: ThreadPoolExecutor) -> None:
-    holder, first, second = make(), make(), make()
-    holder.acquire()
-    first.request()
-    assert eventually(lambda: membership_of(first).segment.drawn() == 2)
-    second.request()
-    with held_up(threads, second) as later:
-        with held_up(threads, first):
-            holder.release()
-        assert blocks(later)
-        first.release()
 
 
 def test_shared_tells_of_siblings_when_the_turn_began(make: Make) -> None:
@@ -258,18 +244,6 @@ def test_a_mutex_whose_files_break_gives_up_with_one_warning(
     assert "trains on without" in warning
     assert not files_of(group)
     assert len(os.listdir("/proc/self/fd")) < descriptors
-
-
-def test_breaking_files_end_the_wait_of_a_sibling(
-    make: Make, group: str, threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
-) -> None:
-    holder, mutex = make(), make()
-    holder.acquire()
-    with held_up(threads, mutex):
-        os.truncate(segment_of(group), 100)
-        holder.release()
-        holder.close()
-    assert eventually(lambda: len(warnings(caplog)) == 2), "one of each"
 
 
 # --- telling ------------------------------------------------------------------------------------------------------

@@ -17,27 +17,12 @@ from crossover_ddp._turns import view as segment_view
 from crossover_ddp._turns.segment import FILE_BYTES, JOINED, SLOT_BYTES, SLOT_COUNT, Slot
 from crossover_ddp._turns.view import Look, Segment, look
 from crossover_ddp.cli.status import rows
-from tests.unit.turns.joined_segments import DEVICE, Join, home, join_at
+from tests.unit.turns.joined_segments import Join, home, join_at
 
 
 def only(seen: Look) -> Segment:
     (segment,) = seen.segments
     return segment
-
-
-def test_slots_are_seen_as_they_were_published(join: Join, tmp_path: Path) -> None:
-    first, second = join(job=10, lease_s=2.5), join(job=11, device="dev1")
-    first.publish(started=1)
-    segment = only(look(str(tmp_path)))
-    assert (segment.group, segment.path, segment.held) == ("jobs", first.path, True)
-    assert [(place.device, place.alive) for place in segment.places] == [(DEVICE, True), ("dev1", True)]
-    slot = segment.places[0].slot
-    assert (slot.job, slot.started, slot.returned, slot.lease_s, slot.turns) == (10, 1, 0, 2.5, 0)
-    assert (slot.pid, slot.rank, slot.world_size) == (os.getpid(), 0, 1)
-    second.leave()
-    assert [place.slot.job for place in only(look(str(tmp_path))).places] == [10]
-    first.forget()
-    assert not only(look(str(tmp_path))).held
 
 
 def test_a_slot_left_while_it_is_looked_at_is_no_dead_one(
@@ -104,7 +89,7 @@ def test_looking_never_makes_a_slot_seem_taken_or_keeps_files(tmp_path: Path) ->
         thread.join()
 
 
-# --- what others have put there; see also test_turn_segment_meddling.py ---------------------------------------------
+# --- what others have put there; see also test_turn_segment.py ---------------------------------------------------
 
 
 def _fifo(path: Path) -> None:

@@ -1,9 +1,11 @@
-"""The home of turns in shared memory: slots, bells and the log.
+"""The home of turns in shared memory: slots, bells, forks, and what others have put there; see also the campaign.
 
 Two segments of one process behave as two processes do, since locks and bells belong to open files; real
 processes are used where one of them has to die.
 """
 
+import contextlib
+import json
 import os
 import stat
 import threading
@@ -16,7 +18,9 @@ from typing import Any
 import pytest
 
 from crossover_ddp._system.shared_memory import outer_user
-from crossover_ddp._turns.segment import TurnSegment
+from crossover_ddp._turns.segment import GroupFiles, TurnSegment, no_fork
+from crossover_ddp._turns.view import look
+from crossover_ddp.errors import SegmentError
 from tests.unit.turns.joined_segments import (
     DEVICE,
     Join,
@@ -30,6 +34,8 @@ from tests.unit.turns.joined_segments import (
 )
 
 AT_ONCE_S = 60.0  # far less than the waits that would go on, and enough on a busy machine
+GAP_S = 1.0  # how long a gap is held open: far longer than a fork takes, also on a busy machine
+NOBODY = 65534
 
 
 # --- joining and leaving ------------------------------------------------------------------------------------------
@@ -161,3 +167,232 @@ def test_joining_races_with_the_last_one_leaving(tmp_path: Path) -> None:
 )
 def test_users_of_containers_are_known_by_their_number_outside(user: int, uid_map: str, outside: int) -> None:
     assert outer_user(user, uid_map) == outside
+
+
+# --- forks: a child holds no lock and no bell of its parent ------------------------------------------------------
+
+
+def _held_by_fork(below: Path) -> list[str]:
+    """Fork, and return which files of a directory the child has open."""
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        links = []
+        try:
+            for fd in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):  # of the listing itself
+                    links.append(os.readlink(f"/proc/self/fd/{fd}"))
+            os.write(writable, json.dumps([link for link in links if link.startswith(str(below))]).encode())
+        finally:
+            os._exit(0)
+    os.close(writable)
+    with open(readable) as pipe:
+        found: list[str] = json.load(pipe)
+    os.waitpid(child, 0)
+    return found
+
+
+class Gap:
+    """The moment around a call of another thread, made long; whoever forks in it can be sure to be there."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def hold(self) -> None:
+        if threading.current_thread() is self._thread and not self.entered.is_set():
+            self.entered.set()
+            time.sleep(GAP_S)
+
+    def held_by_fork_of(self, work: Callable[[], object], below: Path) -> list[str]:
+        """Run ``work`` in a thread, fork in its gap, and return which files of a directory the child has open."""
+        self._thread = threading.Thread(target=work)
+        self._thread.start()
+        assert self.entered.wait(60.0)
+        try:
+            return _held_by_fork(below)
+        finally:
+            self._thread.join()
+
+
+@pytest.mark.parametrize("suffix", [".turns", ".bell"])
+def test_a_fork_while_a_segment_is_joined_holds_nothing(
+    suffix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gap, original = Gap(), GroupFiles.open_file
+
+    def slow(self: GroupFiles, name: str, flags: int) -> int:
+        fd = original(self, name, flags)
+        if name.endswith(suffix):
+            gap.hold()
+        return fd
+
+    monkeypatch.setattr(GroupFiles, "open_file", slow)
+    joined: list[TurnSegment] = []
+    assert gap.held_by_fork_of(lambda: joined.append(join_at(tmp_path)), tmp_path) == []
+    assert jobs(joined[0]) == [1]
+    joined[0].leave()
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("way", ["leave", "forget"])
+def test_a_fork_while_a_segment_is_closed_holds_nothing(
+    way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    segment = join_at(tmp_path)
+    gap, original = Gap(), os.close
+    monkeypatch.setattr(os, "close", lambda fd: (gap.hold(), original(fd)))
+    assert gap.held_by_fork_of(getattr(segment, way), tmp_path) == []
+
+
+def test_a_thread_that_forks_in_its_own_gap_does_not_wait_for_itself(join: Join, tmp_path: Path) -> None:
+    """As in a signal's handler, or in a finalizer."""
+    segment = join(job=1)
+    with no_fork:
+        assert _held_by_fork(tmp_path) == []
+    owned: Any = no_fork
+    assert not owned._is_owned()
+    assert jobs(segment) == [1]
+
+
+def test_a_child_may_join_in_its_own_right_and_leaves_the_slot_of_its_parent_alone(
+    join: Join, tmp_path: Path
+) -> None:
+    segment = join(job=1)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            segment.leave()
+            code = int(jobs(join_at(tmp_path, job=2)) != [1, 2])
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert jobs(segment) == [1]
+
+
+# --- what others have put there is refused by name and stays as it is ------------------------------------------------
+
+
+def state(base: Path) -> dict[Path, tuple[object, ...]]:
+    """Return all that a change of any file would change."""
+    paths = {path: path.lstat() for path in base.rglob("*")}
+    return {
+        path: (found.st_ino, found.st_mode, found.st_uid, found.st_size, found.st_mtime_ns)
+        + ((path.read_bytes(),) if stat.S_ISREG(found.st_mode) else ())
+        for path, found in paths.items()
+    }
+
+
+@pytest.fixture
+def leftover(tmp_path: Path) -> Path:
+    """The slots of a process that has ended without leaving."""
+    segment = join_at(tmp_path)
+    segment.draw_turn()
+    segment.forget()
+    return Path(segment.path)
+
+
+def _garbage(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"XDDPTURN" * 8)  # as an earlier version wrote
+
+
+def _symbolic_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def _directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir(0o700)
+
+
+@pytest.mark.parametrize(
+    ("meddle", "message", "problem"),
+    [
+        (lambda path: os.truncate(path, 100), r"slots of \d+ bytes.*; remove it", "expected slots of"),
+        (lambda path: os.truncate(path, 1 << 20), r"slots of \d+ bytes.*; remove it", "expected slots of"),
+        (_garbage, "another version of crossover_ddp.*; remove it", "another version"),
+        (_symbolic_link, "got a symbolic link; remove it", "symbolic links"),
+        (_directory, "got Is a directory; remove it", "directory"),
+    ],
+)
+def test_a_segment_that_is_not_ours_is_refused_seen_and_stays_as_it_is(
+    meddle: Callable[[Path], None], message: str, problem: str, leftover: Path, tmp_path: Path
+) -> None:
+    meddle(leftover)
+    before = state(tmp_path)
+    with pytest.raises(SegmentError, match=message) as caught:
+        TurnSegment("jobs", DEVICE, base=str(tmp_path))
+    assert str(leftover) in str(caught.value)
+    seen = look(str(tmp_path))
+    assert seen.segments == ()
+    assert any(problem in each.what for each in seen.problems)
+    assert state(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("meddle", "message"),
+    [
+        pytest.param(
+            lambda path: os.chown(path, NOBODY, NOBODY),
+            "got owner 65534",
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user"),
+        ),
+        (lambda path: path.chmod(0o755), "got mode 0755; chmod 0700 it"),
+        (_symbolic_link, "to be a directory of this user, got .*; if it is a symbolic link or a file"),
+        (lambda path: (path.rename(f"{path}-old"), path.touch(0o600)), "to be a directory of this user"),
+    ],
+)
+def test_a_directory_that_is_not_ours_is_refused_and_stays_as_it_is(
+    meddle: Callable[[Path], object], message: str, leftover: Path, tmp_path: Path
+) -> None:
+    meddle(leftover.parent)
+    before = state(tmp_path)
+    with pytest.raises(SegmentError, match=message) as caught:
+        TurnSegment("jobs", DEVICE, base=str(tmp_path))
+    assert str(home(tmp_path)) in str(caught.value)
+    assert len(look(str(tmp_path)).problems) == 1
+    assert state(tmp_path) == before
+
+
+def test_a_log_that_is_a_link_is_refused_and_stays_as_it_is(
+    leftover: Path, join: Join, tmp_path: Path
+) -> None:
+    segment = join()
+    _symbolic_link(leftover.with_suffix(".log"))
+    before = state(tmp_path)
+    with pytest.raises(SegmentError, match=r"@\.log, got a symbolic link"):
+        segment.draw_turn()
+    assert state(tmp_path) == before
+
+
+# --- under way -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["turns", "log", "*.bell", "*"])
+def test_files_removed_under_way_are_noticed(suffix: str, join: Join, tmp_path: Path) -> None:
+    """Or a job that comes later would make new ones, and neither would see the other."""
+    segment = join()
+    segment.draw_turn()
+    for path in home(tmp_path).glob(f"*.{suffix}"):
+        path.unlink()
+    with pytest.raises(SegmentError, match="removed under way"):
+        segment.members()
+    following = join(job=2)
+    segment.leave()
+    assert jobs(following) == [2], "the first one's leaving does not touch what is not its own"
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_no_turn_is_drawn_from_a_log_that_was_cut_short(kept: int, join: Join) -> None:
+    """Its number would be one of long ago, for which no sibling waits."""
+    first = join(job=1)
+    for _ in range(5):
+        first.draw_turn()
+    late = join(job=2)
+    os.truncate(first.path.removesuffix(".turns") + ".log", kept)
+    for segment in (late, first):
+        with pytest.raises(SegmentError, match=r"expected a turn after 5, got .* cut short"):
+            segment.draw_turn()
