@@ -104,49 +104,46 @@ class _Message:
         self.coded = memory[head : head + codec.nbytes(numel)]
 
 
-class CodedBucket:
-    """The messages of one bucket, step after step, and what they leave behind, see [Note: residuals].
+class CodedLink(LinkAround):
+    """One bucket's messages to owners, who add what they mean, and to all, of the mean or of what owners make of it.
+
+    It stays from step to step, around each step's link, with what the messages leave behind, see [Note: residuals]. The
+    codes are those of whole gradients, are added in float32, and divided then. Own parts are what all ranks will decode
+    as soon as `reduce_scatter` is done, but where owners have work.
 
     Args:
+        link: that carries the first messages.
         codecs: for both halves.
         parameters: of the bucket.
         parts: what is coded, by owner; exact parts may be others in each step.
-        rank: of this process.
         device: of the gradients.
         has_work: owners send something else than the mean.
         leaves_unused: a parameter whose gradients are all zero may have none.
-        by_collectives: messages travel by a backend's own collectives.
         scratch: memory for a moment, of all buckets.
     """
 
     def __init__(
         self,
+        link: Link,
         codecs: Codecs,
         parameters: Sequence[Tensor],
         parts: Sequence[Part],
-        rank: int,
         device: torch.device,
+        scratch: Scratch,
         *,
         has_work: bool = False,
         leaves_unused: bool = False,
-        by_collectives: bool = False,
-        scratch: Scratch | None = None,
     ) -> None:
-        self.parameters, self.parts = list(parameters), parts
-        self.rank, self.has_work = rank, has_work
-        self._codecs, self._leaves_unused, self._by_collectives = codecs, leaves_unused, by_collectives
+        super().__init__(link)
+        self.parameters, self.parts, self.has_work = list(parameters), parts, has_work
+        self._codecs, self._leaves_unused, self._scratch = codecs, leaves_unused, scratch
         self._multiple = math.lcm(*(codec.multiple for codec in codecs.all()))
         self._slots = [part.slots(self._multiple) for part in parts]
-        gaps = [
-            [Span(slot.stop, padded(slot.stop, self._multiple)) for slot in slots] for slots in self._slots
-        ]
-        self._gaps = [[gap for gap in each if gap.start < gap.stop] for each in gaps]
         numels = [padded(slots[-1].stop, self._multiple) if slots else 0 for slots in self._slots]
         self._kept = [torch.zeros(numel, device=device) for numel in numels]
-        self._addend = torch.empty(numels[rank], device=device)
+        self._addend = torch.empty(numels[link.rank], device=device)
         # CUDA multiplies by the reciprocal of a number of the host: other bits than the CPU's for three ranks or more.
         self._divisor = torch.full((), float(len(parts)), device=device)
-        self._scratch = Scratch() if scratch is None else scratch
         # Zeros at first, not empty: what padding holds should not be what the process had there before.
         self._memory = [torch.zeros(0, dtype=torch.uint8, device=device)] * 3
         self._laid_out: list[Sequence[Span]] | None = None  # exact parts
@@ -192,14 +189,15 @@ class CodedBucket:
 
     # --- messages --------------------------------------------------------------------------------------------
 
-    def encode(self, flat: Tensor, parts: Sequence[Part]) -> None:
+    def encode(self, flat: Tensor, parts: Sequence[Part], link: Link) -> None:
         """Write the messages to the owners. On the hook's thread, when the last step's messages are decoded.
 
         Args:
             flat: messages to owners are made of it, and owners' messages fill it.
             parts: of it, by owner.
+            link: that carries this step's messages.
         """
-        self._flat, self.parts = flat, parts
+        self._flat, self.parts, self._link = flat, parts, link
         self._lay_out()
         for owner, message in self._sent.items():
             pieces = _coded_places(flat, parts[owner])
@@ -219,11 +217,11 @@ class CodedBucket:
         self._exact_addend = self._addend.new_empty(self.parts[rank].exact_numel)
         ranks = range(len(self.parts))
         others = [peer for peer in ranks if peer != rank]
-        self.outgoing, self._sent = self._messages(0, {peer: (peer, between(rank, peer)) for peer in others})
-        self.incoming, self._received = self._messages(
+        self._outgoing, self._sent = self._messages(0, {peer: (peer, between(rank, peer)) for peer in others})
+        self._incoming, self._received = self._messages(
             1, {peer: (rank, between(rank, peer)) for peer in others}
         )
-        self.gather, self._returned = self._messages(
+        self._gather, self._returned = self._messages(
             2, {owner: (owner, self._codecs.pull) for owner in ranks}
         )
 
@@ -234,12 +232,12 @@ class CodedBucket:
             place: of the memory, which is used again.
             made: by peer, whose part the message is about, and what encodes it.
         """
-        aligned = _ALIGNED_BY_COLLECTIVES if self._by_collectives else _ALIGNED
+        aligned = _ALIGNED_BY_COLLECTIVES if self.in_program_order else _ALIGNED
         sizes, memory = [0] * len(self.parts), self._memory[place]
         for peer, (owner, codec) in made.items():
             head = padded(4 * self.parts[owner].exact_numel, _ALIGNED)
             sizes[peer] = padded(head + codec.nbytes(len(self._kept[owner])), aligned)
-        if self._by_collectives and len(made) == len(sizes):  # one all-gather has equal parts
+        if self.in_program_order and len(made) == len(sizes):  # one all-gather has equal parts
             sizes = [max(sizes)] * len(sizes)
         if len(memory) < sum(sizes):
             memory = self._memory[place] = memory.new_zeros(sum(sizes))
@@ -250,8 +248,9 @@ class CodedBucket:
             for peer, (owner, codec) in made.items()
         }
 
-    def add(self) -> None:
-        """Add what came: for the owner's work, or for the message to all, which is written."""
+    async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
+        await self.all_to_all(*self._outgoing, *self._incoming)
+        await self.compute()
         part, rank = self.parts[self.rank], self.rank
         values, exact = self._mean()
         if self.has_work:
@@ -260,11 +259,22 @@ class CodedBucket:
         else:
             self._returned[rank].exact.copy_(exact)
             self._encode_own(values)
+        return parts(flat, layout)[rank]
 
-    def write(self) -> None:
-        """Write the message to all of what the owner has made of the mean."""
-        self._collect_own(self._returned[self.rank].exact)
-        self._encode_own(self._addend)
+    async def all_gather(self, flat: Tensor, layout: Layout) -> None:
+        if self.has_work:
+            self._collect_own(self._returned[self.rank].exact)
+            self._encode_own(self._addend)
+        await super().all_gather(*self._gather)
+        for owner in range(self.size):
+            if owner != self.rank:
+                self._unload(owner)
+
+    def sent_bytes(self, kind: str, flat: Tensor) -> tuple[int, int]:
+        """See `Link`."""
+        exact = flat.numel() * flat.itemsize * (self.size - 1) // self.size
+        to_owners, to_all = len(self._outgoing.tensor), (self.size - 1) * self._gather.layout[self.rank]
+        return to_owners if kind == "reduce_scatter" else to_all, exact
 
     def _encode_own(self, values: Tensor) -> None:
         """Write the message to all, and decode it into the bucket: all ranks have the same, the owner, too."""
@@ -291,12 +301,6 @@ class CodedBucket:
                 values.add_(own)
         return values.div_(self._divisor), exact.div_(self._divisor)
 
-    def unload(self) -> None:
-        """Decode the other owners' messages into the bucket."""
-        for owner in range(len(self.parts)):
-            if owner != self.rank:
-                self._unload(owner)
-
     def _unload(self, owner: int) -> None:
         part, flat, message = self.parts[owner], self._flat, self._returned[owner]
         _copy(_places(flat, part.exact), _split(message.exact, part))
@@ -321,8 +325,9 @@ class CodedBucket:
 
     def _collect(self, pieces: Sequence[Tensor], owner: int, out: Tensor, kept: Tensor | None = None) -> None:
         """Write ``pieces``, and what is ``kept`` of them, to ``out``, and zeros between them."""
-        for start, stop in self._gaps[owner]:
-            out[start:stop].zero_()
+        for slot in self._slots[owner]:
+            if slot.stop % self._multiple:
+                out[slot.stop : padded(slot.stop, self._multiple)].zero_()
         if kept is None:
             _copy(self._views(out, owner), pieces)
             return
@@ -375,46 +380,10 @@ def _split(exact: Tensor, part: Part) -> list[Tensor]:
     return [*exact.split_with_sizes([stop - start for start, stop in part.exact])] if part.exact else []
 
 
-class CodedLink(LinkAround):
-    """Sends codes to owners, who add what they mean, and send codes of the mean, or of what they make of it, to all.
-
-    The codes are those of whole gradients, are added in float32, and divided then. Own parts are what all ranks will
-    decode as soon as `reduce_scatter` is done, but where owners have work. What travels is laid out by ``coded``, whose
-    parts are those of the layouts that it is given.
-
-    Args:
-        link: that carries the messages.
-        coded: the bucket's; its messages to owners are encoded.
-    """
-
-    def __init__(self, link: Link, coded: CodedBucket) -> None:
-        super().__init__(link)
-        self._coded = coded
-
-    async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        coded = self._coded
-        await self.all_to_all(*coded.outgoing, *coded.incoming)
-        await self.compute()
-        coded.add()
-        return parts(flat, layout)[self.rank]
-
-    async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        if self._coded.has_work:
-            self._coded.write()
-        await super().all_gather(*self._coded.gather)
-        self._coded.unload()
-
-    def sent_bytes(self, kind: str, flat: Tensor) -> tuple[int, int]:
-        """See `Link`."""
-        coded, exact = self._coded, flat.numel() * flat.itemsize * (self.size - 1) // self.size
-        there = len(coded.outgoing.tensor)
-        return there if kind == "reduce_scatter" else (self.size - 1) * coded.gather.layout[self.rank], exact
-
-
 class DrainedLink(LinkAround):
     """A link for the exact step of a bucket whose owners have work: their residuals go with what they make."""
 
-    def __init__(self, link: Link, coded: CodedBucket, part: Part) -> None:
+    def __init__(self, link: Link, coded: CodedLink, part: Part) -> None:
         super().__init__(link)
         self._coded, self._part = coded, part
 

@@ -27,7 +27,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .choice import CodecChoice, PerPair, codecs_of
 from .codec import Scratch
-from .coded_link import CodedBucket, CodedLink, DrainedLink, Part, parts_of, runs_of
+from .coded_link import CodedLink, DrainedLink, Part, parts_of, runs_of
 from .planning import CANDIDATES, AnyCodec, CodecPlan, plan_from, workload_of_records
 
 _WRAPPINGS: Final = ("module", "_orig_mod")
@@ -72,7 +72,7 @@ class Compression:
         self.codecs = codecs_of(codec)
         self._loss_scale, self._state, self._has_work = loss_scale, state, has_work
         self._scale: Scale | None = None
-        self._buckets: dict[int, CodedBucket] = {}
+        self._buckets: dict[int, CodedLink] = {}
         self._scratch = Scratch()
         # See [Note: residuals aside]; what was loaded goes there when the model's names are known.
         self._aside: Any = WeakTensorKeyDictionary()
@@ -129,23 +129,21 @@ class Compression:
         if is_exact:
             return link if known is None or packed is None else DrainedLink(link, known, cut[link.rank])
         if known is None:
-            known = self._buckets[bucket.index()] = CodedBucket(
+            known = self._buckets[bucket.index()] = CodedLink(
+                link,
                 self.codecs,
                 parameters,
                 cut,
-                link.rank,
                 flat.device,
+                self._scratch,
                 has_work=self._has_work,
                 leaves_unused=self._leaves_unused,
-                by_collectives=link.in_program_order,
-                scratch=self._scratch,
             )
-        known.encode(flat, cut)
-        coded = CodedLink(link, known)
+        known.encode(flat, cut, link)
         for kind in ("reduce_scatter", "all_gather"):
-            sent, exact = coded.sent_bytes(kind, flat)
+            sent, exact = known.sent_bytes(kind, flat)
             self._sent_bytes, self._exact_bytes = self._sent_bytes + sent, self._exact_bytes + exact
-        return coded
+        return known
 
     def _check(self, flat: torch.Tensor, exchange: Exchange) -> None:
         push = self.codecs.push

@@ -77,14 +77,7 @@ def plan_from(
     candidates: Sequence[AnyCodec] = CANDIDATES,
     predict: Predict = all_reduce_step_s,
 ) -> CodecPlan:
-    """Return rank 0's plan on all ranks.
-
-    Args:
-        work: recorded with ``present``.
-        group: whose link is measured.
-        present: the codec of the recorded steps, whose encoding is taken away again.
-        candidates: the weakest first.
-        predict: of the steps.
+    """Return rank 0's plan on all ranks; the encoding of ``present``, the recorded steps' codec, is taken away again.
 
     **Collective**: all ranks, between two steps.
     """

@@ -66,27 +66,16 @@ def measure_pair(
     peer: int, leads: bool, process_group: dist.ProcessGroup | None, size_bytes: int, repeats: int
 ) -> Link:
     """Time round trips with one peer; return the cost of one way. Both call it; one of them ``leads``."""
-    sizes = (_SMALL_PROBE_BYTES, max(size_bytes, 2 * _SMALL_PROBE_BYTES))
-    return Link.fitted(
-        [(size, min(_round_trips_s(peer, leads, process_group, size, repeats))) for size in sizes]
-    )
-
-
-def _round_trips_s(
-    peer: int, leads: bool, process_group: dist.ProcessGroup | None, size: int, repeats: int
-) -> list[float]:
-    """Return the seconds of one way, half of a round trip each."""
-    message, times = torch.zeros(size, dtype=torch.uint8), []
-    for _ in range(repeats + 1):  # the first one connects the pair
-        begin_s = time.perf_counter()
-        for sends in (leads, not leads):
-            _pass(message, peer, sends, process_group)
-        times.append((time.perf_counter() - begin_s) / 2)
-    return times[1:]
-
-
-def _pass(message: torch.Tensor, peer: int, sends: bool, process_group: dist.ProcessGroup | None) -> None:
-    if sends:
-        dist.send(message, group=process_group, group_dst=peer)
-    else:
-        dist.recv(message, group=process_group, group_src=peer)
+    samples = []
+    for size in (_SMALL_PROBE_BYTES, max(size_bytes, 2 * _SMALL_PROBE_BYTES)):
+        message, times = torch.zeros(size, dtype=torch.uint8), []
+        for _ in range(repeats + 1):
+            begin_s = time.perf_counter()
+            for sends in (leads, not leads):
+                if sends:
+                    dist.send(message, group=process_group, group_dst=peer)
+                else:
+                    dist.recv(message, group=process_group, group_src=peer)
+            times.append((time.perf_counter() - begin_s) / 2)
+        samples.append((size, min(times[1:])))  # the first one connects the pair
+    return Link.fitted(samples)

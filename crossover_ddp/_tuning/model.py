@@ -24,13 +24,7 @@ _LONGEST_INTERVAL: Final = 4096
 
 @dataclass(frozen=True)
 class Link:
-    """What one half of an exchange costs.
-
-    Args:
-        alpha_s: seconds whatever the size.
-        beta_s: seconds per byte of the bucket.
-        cpu_s: seconds of a processor, where compute and communication share it.
-    """
+    """What one half of an exchange costs: α, β per byte, and of a processor that compute and communication share."""
 
     alpha_s: float
     beta_s: float
@@ -86,12 +80,7 @@ class Workload:
 
     @classmethod
     def evenly(cls, sizes: Sequence[int], compute_s: float) -> "Workload":
-        """Make up a step: every gradient takes as long, backward twice as long as forward, the optimizer nothing.
-
-        Args:
-            sizes: bytes of each gradient, in the order of backward.
-            compute_s: of the whole step.
-        """
+        """Make up a step: every gradient takes as long, backward twice as long as forward, the optimizer nothing."""
         third_s = compute_s / 3
         shares = [(place / len(sizes), size) for place, size in enumerate(sizes, start=1)]
         buckets = [BucketTimes(size, 2 * third_s * share, third_s * (1 - share)) for share, size in shares]
@@ -115,21 +104,12 @@ class Workload:
 
     def burdened(self, cpu_s: float) -> "Workload":
         """Add (or take away, if negative) the compute that each half of each bucket's exchange costs."""
-        reads = sorted(range(len(self.buckets)), key=lambda place: self.buckets[place].needed_s)
-        before = {place: count for count, place in enumerate(reads)}
-        return Workload(
-            max(0.0, self.forward_s + len(self.buckets) * cpu_s),
-            max(0.0, self.backward_s + len(self.buckets) * cpu_s),
-            tuple(
-                [
-                    bucket._replace(
-                        ready_s=max(0.0, bucket.ready_s + (place + 1) * cpu_s),
-                        needed_s=max(0.0, bucket.needed_s + before[place] * cpu_s),
-                    )
-                    for place, bucket in enumerate(self.buckets)
-                ]
-            ),
-        )
+        buckets, all_s = [*self.buckets], len(self.buckets) * cpu_s
+        for before, place in enumerate(sorted(range(len(buckets)), key=lambda each: buckets[each].needed_s)):
+            bucket = buckets[place]
+            ready_s, needed_s = bucket.ready_s + (place + 1) * cpu_s, bucket.needed_s + before * cpu_s
+            buckets[place] = bucket._replace(ready_s=max(0.0, ready_s), needed_s=max(0.0, needed_s))
+        return Workload(max(0.0, self.forward_s + all_s), max(0.0, self.backward_s + all_s), tuple(buckets))
 
     def encoded(self, hook_s: float) -> "Workload":
         """Add (or take away, if negative) the seconds that encoding costs for each byte, in backward."""
@@ -141,12 +121,8 @@ class Workload:
 
 
 def _joined(group: Sequence[BucketTimes]) -> BucketTimes:
-    return BucketTimes(
-        sum(bucket.size_bytes for bucket in group),
-        max(bucket.ready_s for bucket in group),
-        min(bucket.needed_s for bucket in group),
-        sum(bucket.update_s for bucket in group),
-    )
+    sizes, ready, needed, updates = zip(*group, strict=True)
+    return BucketTimes(sum(sizes), max(ready), min(needed), sum(updates))
 
 
 def all_reduce_step_s(work: Workload, link: Link) -> float:
@@ -183,11 +159,10 @@ def _forward(work: Workload, wire: "_Wire", now_s: float) -> float:
 
 
 class _Wire:
-    """The link as one queue."""
+    """The link as one queue; a task is a moment from which on it may begin, and its bucket."""
 
     def __init__(self, link: Link) -> None:
-        self._link = link
-        self._free_s = 0.0
+        self._link, self._free_s = link, 0.0
         self._scatters: list[tuple[float, int, BucketTimes]] = []
         self._gathers: list[tuple[float, int, BucketTimes]] = []
         self._done_s: dict[int, float] = {}
@@ -204,21 +179,19 @@ class _Wire:
         return self._done_s[place]
 
     def _run_one(self) -> None:
-        waiting = self._scatters or self._gathers
-        earliest_s = min(ready_s for ready_s, *_ in [*self._scatters, *self._gathers]) if waiting else 0.0
-        self._free_s = max(self._free_s, earliest_s)
-        ready = [task for task in self._scatters if task[0] <= self._free_s]
-        if ready:
-            task = min(ready)
+        self._free_s = max(self._free_s, min(ready_s for ready_s, *_ in [*self._scatters, *self._gathers]))
+        scatters, gathers = (
+            [task for task in tasks if task[0] <= self._free_s] for tasks in (self._scatters, self._gathers)
+        )
+        task = min(scatters) if scatters else min(gathers, key=lambda each: each[2].needed_s)
+        _, place, bucket = task
+        self._free_s += self._link.half_s(bucket.size_bytes)
+        if scatters:
             self._scatters.remove(task)
-            self._free_s += self._link.half_s(task[2].size_bytes)
-            self._gathers.append((self._free_s, task[1], task[2]))
+            self._gathers.append((self._free_s, place, bucket))
         else:
-            ready = [task for task in self._gathers if task[0] <= self._free_s]
-            task = min(ready, key=lambda each: each[2].needed_s)
             self._gathers.remove(task)
-            self._free_s += self._link.half_s(task[2].size_bytes)
-            self._done_s[task[1]] = self._free_s
+            self._done_s[place] = self._free_s
 
 
 @dataclass(frozen=True)
@@ -251,12 +224,8 @@ Predict = Callable[[Workload, Link], float]
 def plan_buckets(work: Workload, link: Link, predict: Predict = decoupled_step_s) -> BucketPlan:
     """Choose the size of buckets with the shortest predicted step; of about equal ones the largest, which costs least.
 
-    A size of its own for each bucket was tried, and was not better: docs/history.md.
-
-    Args:
-        work: recorded with buckets as small as DDP makes them; no plan can cut finer.
-        link: as measured.
-        predict: `decoupled_step_s` or `all_reduce_step_s`.
+    ``work`` is recorded with buckets as small as DDP makes them; no plan can cut finer. A size of its own for each
+    bucket was tried, and was not better: docs/history.md.
     """
     if not work.buckets:
         raise ValueError("expected at least one recorded bucket, got none; record a step first")
@@ -300,11 +269,6 @@ def plan_averaging(compute_s: float, size_bytes: float, link: Link) -> Averaging
     """Choose the shortest interval for which the wire keeps up, and the shortest delay that no step waits for.
 
     A fragment leaves in every step if the link's start-up time allows that, else all parameters at once. Our design.
-
-    Args:
-        compute_s: of a step, more than 0.
-        size_bytes: of all parameters.
-        link: what one half of an exchange costs.
     """
     if not compute_s > 0:
         raise ValueError(f"expected compute_s > 0, got compute_s={compute_s}; measure some steps first")
@@ -345,13 +309,7 @@ def coded_step_s(work: Workload, link: Link, cost: CodecCost, predict: Predict =
     """Return the time of a step with a codec, on one core for compute and workers.
 
     A bucket's workers wait for its wire, and the next half of it for them; so their time counts as the wire's. No step
-    takes less than all compute of both.
-
-    Args:
-        work: without a codec.
-        link: as measured.
-        cost: of the codec.
-        predict: `all_reduce_step_s` or `decoupled_step_s`.
+    takes less than all compute of both. ``work`` is without a codec.
     """
     coded, total = work.encoded(cost.hook_s), sum(bucket.size_bytes for bucket in work.buckets)
     slowed = Link(link.alpha_s, link.beta_s * cost.rate + cost.worker_s / 2, link.cpu_s)
@@ -361,16 +319,10 @@ def coded_step_s(work: Workload, link: Link, cost: CodecCost, predict: Predict =
 def weakest_codec(
     work: Workload, link: Link, costs: Sequence[CodecCost], predict: Predict = all_reduce_step_s
 ) -> tuple[int, tuple[float, ...]]:
-    """Return which codec to take, and the predicted seconds of a step with each.
+    """Return which codec to take, of ``costs`` with the weakest first, and the predicted seconds of a step with each.
 
     The weakest whose step is about as short as the shortest: where it hides what is left of the exchange, a stronger
     one has nothing to gain. Source: our design, after the abstract of FusionLLM (arXiv 2410.12707).
-
-    Args:
-        work: without a codec.
-        link: as measured.
-        costs: of the codecs, the weakest first.
-        predict: `all_reduce_step_s` or `decoupled_step_s`.
     """
     if not costs:
         raise ValueError("expected at least one codec to choose from, got none; pass None for no codec")

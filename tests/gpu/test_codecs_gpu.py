@@ -10,7 +10,7 @@ import torch
 from crossover_ddp.codecs import Codec
 from tests.harness import run_ranks
 from tests.multiprocess.compressed_training import Coded
-from tests.unit.compression.test_coded_bucket import PAIRS, Ranks, check_bits, check_infinities, gradients
+from tests.unit.compression.test_coded_link import PAIRS, Ranks, check_bits, check_infinities, gradients
 
 pytestmark = pytest.mark.gpu
 TIMEOUT_S = 240.0
@@ -36,10 +36,7 @@ def test_the_host_waits_for_nothing(codecs: tuple[Codec, Codec]) -> None:
     ranks.step(flats)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for bucket, flat in zip(ranks.buckets, flats, strict=True):
-            bucket.encode(flat, ranks.parts)
-            bucket.add()
-            bucket.unload()
+        ranks.step(flats)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

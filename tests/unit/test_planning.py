@@ -130,19 +130,11 @@ def test_processor_time_of_the_exchange_makes_buckets_fewer() -> None:
     assert dear.buckets < free.buckets
 
 
-def test_a_plan_is_what_ddp_is_given() -> None:
-    plan = plan_buckets(even(24), link_of(1.0, alpha_s=5e-3))
-    assert plan.ddp_options() == {"bucket_cap_mb": plan.cap_bytes / 2**20}
-
-
 def test_a_dear_start_up_makes_few_large_buckets_and_a_cheap_one_many() -> None:
-    work = even(48)
-    dear, cheap = (
-        plan_buckets(work, link_of(1.0, alpha_s=0.05)),
-        plan_buckets(work, link_of(1.0, alpha_s=1e-4)),
-    )
+    dear, cheap = (plan_buckets(even(48), link_of(1.0, alpha_s=alpha_s)) for alpha_s in (0.05, 1e-4))
     assert dear.buckets < 12 < cheap.buckets
     assert cheap.step_s < dear.step_s
+    assert dear.ddp_options() == {"bucket_cap_mb": dear.cap_bytes / 2**20}
 
 
 def test_a_link_is_fitted_to_what_was_measured() -> None:
@@ -160,11 +152,8 @@ def test_a_fitted_link_never_pays_back(points: list[tuple[float, float]]) -> Non
     assert link.beta_s >= 0
 
 
-def test_one_size_is_not_enough() -> None:
+def test_a_fit_needs_two_sizes_and_a_plan_a_record() -> None:
     with pytest.raises(ValueError, match="measure another size"):
         Link.fitted([(5, 1.0), (5, 2.0)])
-
-
-def test_a_plan_needs_a_record() -> None:
     with pytest.raises(ValueError, match="record a step first"):
         plan_buckets(Workload(1.0, 1.0, ()), Link(0.0, 0.0))

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp._compression.choice import codecs_of
 from crossover_ddp.codecs import Codec, Half, Int8, SIDCo, Threshold
 
 CODECS: list[Codec] = [
@@ -166,24 +165,6 @@ def test_about_the_rate_is_sent(name: str, rate: float) -> None:
         sent.append(int(decoded.count_nonzero()) / (rate * numel))
     assert 0.9 <= sum(sent) / len(sent) <= 1.1
     assert max(sent) <= 1.26
-
-
-class OfFormerVersions:
-    """A codec that says its room, and encodes lengths."""
-
-    def room(self, lengths: list[int], wanted: int | None = None) -> int:
-        return 4 * sum(lengths)
-
-    def encode(self, values: torch.Tensor, lengths: list[int], message: torch.Tensor) -> None:
-        raise NotImplementedError
-
-    def add_decoded(self, message: torch.Tensor, lengths: list[int], out: torch.Tensor) -> None:
-        raise NotImplementedError
-
-
-def test_a_codec_of_former_versions_is_told_what_it_needs() -> None:
-    with pytest.raises(TypeError, match=r"OfFormerVersions.* without nbytes, encode, add_decoded"):
-        codecs_of(OfFormerVersions())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
