@@ -81,18 +81,14 @@ def wants_buffers_broadcast(model: DistributedDataParallel) -> bool:
 
 def check_copyable(model: DistributedDataParallel) -> None:
     """Refuse a model whose gradients can neither stay in DDP's buckets nor be copied out of them later."""
-    reasons = {
-        "find_unused_parameters=True": model.find_unused_parameters,
-        "complex parameters": any(
-            p is not None and p.is_complex() for _, p in named_parameters_of(model.module)
-        ),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise UnsupportedConfigurationError(
-                f"expected gradients that are views of DDP's buckets, got gradient_as_bucket_view=False and {reason}; "
-                "build the model with DistributedDataParallel(..., gradient_as_bucket_view=True)"
-            )
+    named = named_parameters_of(model.module)
+    reason = "complex parameters" if any(p is not None and p.is_complex() for _, p in named) else ""
+    if model.find_unused_parameters or reason:
+        raise UnsupportedConfigurationError(
+            "expected gradients that are views of DDP's buckets, got gradient_as_bucket_view=False and "
+            f"{reason or 'find_unused_parameters=True'}; build the model with "
+            "DistributedDataParallel(..., gradient_as_bucket_view=True)"
+        )
 
 
 def is_joined(model: DistributedDataParallel) -> bool:

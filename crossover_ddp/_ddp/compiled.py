@@ -35,14 +35,9 @@ def called_by_compiled_code() -> bool:
     return False
 
 
+@functools.cache
 def _code_that_disables() -> CodeType:
-    global _disabling
-    if _disabling is None:
-        _disabling = uncompiled(_code_of_caller)()
-    return _disabling
-
-
-_disabling: CodeType | None = None
+    return uncompiled(_code_of_caller)()
 
 
 def _code_of_caller() -> CodeType:
@@ -65,27 +60,18 @@ def compiled_modules(network: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether ``module``, as a whole, is replaced by compiled code or by a CUDA graph."""
+    """Tell whether ``module``, as a whole, is replaced by compiled code or a CUDA graph, which asks nothing of it."""
     return (
         isinstance(module, torch._dynamo.OptimizedModule)
         or compiled_call(module) is not None
-        or _has_other_forward(module)
+        or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
+        or getattr(vars(module).get("forward"), "__module__", None) == "torch.cuda.graphs"
     )
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """Return what ``module.compile()`` has made."""
     return cast(Callable[..., Any] | None, vars(module).get("_compiled_call_impl"))
-
-
-def _has_other_forward(module: nn.Module) -> bool:
-    forward = getattr(module, "forward", None)
-    return hasattr(forward, "_torchdynamo_orig_callable") or _is_of_a_cuda_graph(vars(module).get("forward"))
-
-
-def _is_of_a_cuda_graph(forward: Any) -> bool:
-    """Whether ``torch.cuda.make_graphed_callables`` has made it: a replay asks no module of the graph for anything."""
-    return getattr(forward, "__module__", None) == "torch.cuda.graphs"
 
 
 class OwnHook(functools.partial[None]):

@@ -2,5 +2,5 @@
 
 A journey, such as a bucket's, is a coroutine over a `links.Link`, whose collectives are all that there is between
 ranks. `exchange.Exchange` starts journeys and brings back what became of them; `journeys` lets them go from thread to
-thread; `links`, `gloo` and `staged` hold links and the networks that make them.
+thread; `links` and `device` hold links and the networks that make them; `states` is what states of hooks share.
 """

@@ -164,10 +164,9 @@ class Journey:
 
 
 class Meter:
-    """What has travelled for one hook, and for how long the program has waited; see [Note: stats] in ``stats.py``.
+    """What has travelled for one hook, and for how long the program has waited, see docs/choosing.md.
 
-    ``steps``: backward passes. ``bytes_sent``: by this rank. ``under_way_s``: in which any journey was under way.
-    ``exposed_s``: in which the program waited for one. ``is_timed``: whether the host sees when journeys end.
+    ``under_way_s``: in which any journey was under way. ``is_timed``: whether the host sees when journeys end.
     """
 
     def __init__(self) -> None:

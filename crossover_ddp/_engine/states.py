@@ -1,20 +1,5 @@
 """What the states of all hooks have in common: ranks agree on arguments, steps are counted, jobs are saved. Our design.
 
-[Note: stats] The ``stats()`` of every state has these keys, of this rank since the state was made:
-
-* ``steps``: backward passes; of averaging those before a checkpoint, too.
-* ``steps_deferred``: those whose updates came later than ``optimizer.step()``; ``not_deferred_because``: None while
-  steps are deferred, else why not.
-* ``bytes_sent``: by this rank to others, as the links have sent it: gradients and what travels in their place, factors,
-  buffers, averages; not what a wrapped hook sends, nor what ranks compare. Plain DDP's: 2 (W - 1)/W of the gradients.
-* ``exposed_s``: seconds in which training waited: from the step's last bucket until all were back, or, where backward
-  does not wait, in whatever needs one. ``hidden_s``: further seconds in which anything was under way, owners' work
-  included. Without the wait for a turn, which the mutex counts. None where NCCL carries tensors: the host does not see
-  when its kernels run.
-* ``codec``: None, or what `CompressedState.stats` tells, and the codec's ``name``; ``rate``: bytes sent of coded steps
-  over an exact exchange's, 1.0 without a codec.
-* ``turns``: that the job has taken; ``no_turns_because``: None while it takes turns with siblings, else why not.
-
 [Note: checkpoints] A checkpoint first brings together, in place, what ranks keep apart: replicas are averaged, owners'
 parts of an optimizer's state come to all, residuals become the same on all ranks. Then one rank's dictionary is the
 job's, for any number of ranks, and so are the files of a loop that saves in its own way (``model.state_dict()``, on
@@ -288,7 +273,7 @@ def told(
     coded: Mapping[str, Any] | None = None,
     not_deferred: str | None = IN_BACKWARD,
 ) -> dict[str, Any]:
-    """Return what all states tell, see [Note: stats].
+    """Return what all states tell, by the keys of docs/choosing.md.
 
     Args:
         meter: of the state.

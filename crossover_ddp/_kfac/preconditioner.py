@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from crossover_ddp._ddp.checks import flat_gradients, model_of
+from crossover_ddp._ddp.checks import model_of
 from crossover_ddp._ddp.contents import Content, contents_of
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Bucket
@@ -218,7 +218,7 @@ class Preconditioner:
     def pack(self, bucket: dist.GradBucket) -> Packed:
         """Pack what travels in the bucket's place, and send the factors of its layers. Raises what refuses it."""
         # Its own version counter: the user's changes show in the gradients', ours do not.
-        buffer = flat_gradients(bucket).data
+        buffer = bucket.buffer().data
         if self._step is None:
             self._step = self._begin(buffer.device)
         step, traffic = self._step, self.traffic

@@ -22,7 +22,7 @@ WAYS = {
     "averaged": 9,
     "muon": 10,
     "owned": 14,
-    "kfac": 15,
+    "kfac": 14,
 }
 
 
