@@ -78,23 +78,6 @@ def run(base: Path, capsys: pytest.CaptureFixture[str], *, prometheus: bool = Fa
     return code, capsys.readouterr().out
 
 
-def test_a_killed_holder_is_gone_and_holds_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    living = join_at(tmp_path, job=1)
-    with Process(tmp_path, job=2) as holder:
-        holder.call("publish", started=holder.call("draw_turn"))
-        assert "computes" in run(tmp_path, capsys)[1]
-        holder.kill()
-    code, table = run(tmp_path, capsys)
-    assert code == 0
-    assert [line.split()[:4] for line in table.splitlines()[1:]] == [
-        ["jobs", DEVICE, "1", "between"],
-        ["jobs", DEVICE, "2", "gone"],
-    ]
-    living.leave()
-
-
 def test_what_a_trial_has_found_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     segment = join_at(tmp_path, job=1)
     segment.publish(mode=Mode.TRYING_TURNS)
@@ -126,6 +109,7 @@ def test_prometheus_reads_who_computes_who_queues_and_who_is_gone(
         assert code == 0
         assert (found["crossover_computes", DEVICE, "2"], found["crossover_queues", DEVICE, "2"]) == (1, 0)
         holder.kill()
+    assert run(tmp_path, capsys)[1].splitlines()[-1].split()[1:4] == [DEVICE, "2", "gone"]
     ended = scraped(run(tmp_path, capsys, prometheus=True)[1])
     assert ended["crossover_computes", DEVICE, "2"] == ended["crossover_alive", DEVICE, "2"] == 0
     assert {
