@@ -205,7 +205,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--sequential", action="store_true", help="one job after the other, each alone")
     run.set_defaults(action=run_jobs)
     link = actions.add_parser("link", help="measure a link")
-    link.add_argument("--duration", type=float, default=3.0, metavar="S", help="of the bulk transfer")
+    link.add_argument("--duration", type=float, default=1.0, metavar="S", help="of the larger message")
     link.set_defaults(action=measure_link)
     for command in (run, link):
         command.add_argument("--nodes", type=int, default=2, help="1 to 4 (default: 2)")

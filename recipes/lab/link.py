@@ -1,8 +1,4 @@
-"""Measure an emulated link: goodput, and how long a small message takes.
-
-``measure(cluster)`` runs link_end.py as a job, whose ranks 0 and 1 send each other a bulk of data at the same
-time, as the two halves of an all-reduce do; beside it, on a connection of its own, one byte goes back and forth.
-"""
+"""Measure an emulated link: ranks 0 and 1 of a job find its latency and rate, as pipelines' planner does."""
 
 import json
 from pathlib import Path
@@ -12,33 +8,37 @@ from typing import Any, Final
 from .jobs import Job
 from .nodes import Cluster
 
-_END: Final = Path(__file__).resolve().with_name("link_end.py")
-_TIMEOUT_S: Final = 30.0
+_TIMEOUT_S: Final = 120.0
+_SCRIPT: Final = """
+import json, sys
+import torch.distributed as dist
+from crossover_ddp.pipeline import Cluster
+dist.init_process_group("gloo")
+found = Cluster.measure(size_bytes=int(sys.argv[1]))
+if dist.get_rank() == 0:
+    print(json.dumps([found.bandwidth[0][1], found.latency_s[0][1]]))
+dist.destroy_process_group()
+"""
 
 
-def measure(cluster: Cluster, *, duration_s: float = 3.0) -> dict[str, Any]:
-    """Measure the link between nodes 0 and 1, in both directions at once.
+def measure(cluster: Cluster, *, duration_s: float = 1.0) -> dict[str, Any]:
+    """Measure the link between nodes 0 and 1, one direction at a time.
 
     Args:
         cluster: shaped, with at least two nodes.
-        duration_s: about how long the bulk transfer takes.
+        duration_s: about how long the larger message takes.
     """
     if cluster.rate_mbit is None or cluster.nodes < 2 or cluster.ranks_per_node > 1:
         raise ValueError("expected a shaped cluster of 2 nodes or more with a rank each, got another one")
-    payload_bytes = int(cluster.rate_mbit * 1e6 / 8 * duration_s)
+    size_bytes = int(cluster.rate_mbit * 1e6 / 8 * duration_s)
     with TemporaryDirectory() as out:
-        job = Job("link", ["python", str(_END), str(payload_bytes)])
-        run = cluster.run([job], _TIMEOUT_S + 4 * duration_s, out=out)
-        ends = [json.loads(Path(out, "link", f"rank{rank}.log").read_text()) for rank in range(2)]
-    goodput_mbit = min(end["goodput_mbit"] for end in ends)
+        run = cluster.run([Job("link", ["python", "-c", _SCRIPT, str(size_bytes)])], _TIMEOUT_S, out=out)
+        bytes_s, latency_s = json.loads(Path(out, "link", "rank0.log").read_text().splitlines()[-1])
     return {
         "rate_mbit": cluster.rate_mbit,
         "mtu": cluster.mtu,
-        "payload_bytes": payload_bytes,
-        "goodput_mbit": goodput_mbit,
-        "goodput_per_rate": goodput_mbit / cluster.rate_mbit,
-        "wire_bytes_per_payload_byte": run.sent_bytes[0] / payload_bytes,
-        "round_trip_idle_ms": ends[0]["idle_ms"],
-        "round_trip_loaded_ms": ends[0]["loaded_ms"],
+        "goodput_mbit": bytes_s * 8 / 1e6,
+        "goodput_per_rate": bytes_s * 8 / 1e6 / cluster.rate_mbit,
+        "latency_ms": latency_s * 1e3,
         "dropped_packets": run.dropped,
     }
