@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp._averaging.centre import ElasticRound, moving_rate_for
 from crossover_ddp._averaging.elastic import OwnPaceElastic, TogetherElastic, WildElastic
 from crossover_ddp._averaging.late import LateMeans, OuterOptimizer, Schedule
-from crossover_ddp._averaging.replica import FlatBlock, Replica, Rule, blocks_of
+from crossover_ddp._averaging.replica import FlatBlock, Replica, blocks_of
 from crossover_ddp._ddp.checks import (
     OnlyModel,
     check_forward,
@@ -67,16 +67,17 @@ class AveragingState(HookState):
     See [Note: the clock] in ``_averaging/late.py``.
     """
 
-    def __init__(self, rule: Rule, process_group: dist.ProcessGroup | None, mutex: GPUMutex | None) -> None:
+    def __init__(
+        self, replica: Replica, process_group: dist.ProcessGroup | None, mutex: GPUMutex | None
+    ) -> None:
         self.process_group = process_group
         self.mutex = mutex
         self.agreement = Agreement()
-        self._rule = rule
-        self._replica: Replica | None = None  # none before the first backward()
+        self._replica = replica
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._only = OnlyModel()
         self._hooks = contextlib.ExitStack()
-        self._steps = self._acted = 0
+        self._steps = 0
         self._mean_of: int | None = None
         self._is_told = self._began = self._is_closed = False
         self._failure: Exception | None = None
@@ -93,20 +94,16 @@ class AveragingState(HookState):
 
         **Collective**: all ranks, after as many steps.
         """
-        replica = self._known()
-        if replica is not None:
-            self._take_mean(replica, "average()", leave=False)
-            self._mean_of = self._steps
+        if self._is_known():
+            self._take_mean("average()", leave=False)
 
     def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
-        if (replica := self._replica) is not None:
-            self._raise_failure()
+        if self._replica.blocks:
             self._catch_up()
             kept = tensors_in([each.state_dict() for each in optimizers])
             # Numbers by themselves count steps.
             beside = [each for each in kept if each.dim() and (each.is_floating_point() or each.is_complex())]
-            self._take_mean(replica, "checkpoint()", leave=False, beside=beside)
-            self._mean_of = self._steps
+            self._take_mean("checkpoint()", leave=False, beside=beside)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -120,20 +117,18 @@ class AveragingState(HookState):
             with state.averaged():
                 torch.save(model.module.state_dict(), path)
         """
-        replica = self._known()
-        if replica is None:
+        if not self._is_known():
             yield
             return
         with torch.no_grad():
-            own = replica.copy()
+            own, former = self._replica.copy(), self._mean_of
         try:
-            self._take_mean(replica, "averaged()", leave=True)
-            former, self._mean_of = self._mean_of, self._steps
+            self._take_mean("averaged()", leave=True)
             yield
-            self._mean_of = former
         finally:
+            self._mean_of = former
             with torch.no_grad():
-                replica.write(own)
+                self._replica.write(own)
 
     def plan(self) -> AveragingPlan:
         """Choose ``sync_every``, ``delay`` and ``fragments`` for this model on this link.
@@ -149,8 +144,7 @@ class AveragingState(HookState):
 
         **Collective**: all ranks, between two steps, with nothing else on the wire.
         """
-        replica, group = self._replica, resolve_group(self.process_group)
-        blocks = [] if replica is None else replica.blocks
+        blocks, group = self._replica.blocks, resolve_group(self.process_group)
         if any(block.device.type != "cpu" for block in blocks):
             raise UnsupportedConfigurationError(
                 "expected a model on the CPU, got one on a device whose kernels the host's clock does not see; "
@@ -158,7 +152,7 @@ class AveragingState(HookState):
             )
         if group.size() == 1:
             raise UnsupportedConfigurationError("expected at least two ranks to plan for, got 1")
-        own_s = None if replica is None else replica.exchange.records.compute_s()
+        own_s = self._replica.exchange.records.compute_s() if blocks else None
         known_s, link = recorded_by_all(group, own_s, "train some steps first")
         return plan_averaging(max(known_s), sum(block.nbytes for block in blocks), link)
 
@@ -168,7 +162,7 @@ class AveragingState(HookState):
         The table is in docs/choosing.md.
         """
         common = self._told(not_deferred="gradients stay on their rank, or are averaged in backward()")
-        return {**common, "steps": self._steps, "waited_s": self.meter.exposed_s, **self._rule.stats()}
+        return {**common, "steps": self._steps, "waited_s": self.meter.exposed_s, **self._replica.stats()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the clock, and what is kept beside the model, by the parameters' names, on the host.
@@ -178,16 +172,15 @@ class AveragingState(HookState):
 
         **Collective**: all ranks, between two steps.
         """
-        self._raise_failure()
         self._catch_up()
-        if self._mean_of != self._steps and self._rule.stats().get("in_flight"):
+        if self._mean_of != self._steps and self._replica.stats().get("in_flight"):
             logger.warning(
                 "exchanges in flight after step %d are lost to who loads this state_dict(): call it inside of "
                 "state.averaged(), or after state.average()",
                 self._steps,
             )
         with torch.no_grad():
-            return {"steps": self._steps, "kept": self._rule.kept() if self._began else None}
+            return {"steps": self._steps, "kept": self._replica.kept() if self._began else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was called; on all ranks, before the first ``backward()``. Not collective.
@@ -206,8 +199,8 @@ class AveragingState(HookState):
                 "register it with a new DistributedDataParallel, then load"
             )
         if state["kept"] is not None:
-            self._rule.load(state["kept"])
-        self._steps = self._acted = state["steps"]
+            self._replica.load(state["kept"])
+        self._steps = self._replica.acted = state["steps"]
         self.agreement.forget()
 
     def close(self) -> None:
@@ -218,7 +211,7 @@ class AveragingState(HookState):
         if not self._is_closed:
             self._is_closed = True
             self._hooks.close()
-            self._rule.close()
+            self._replica.close()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Stay behind when the model is copied or pickled, as its hook does: it acts for one model only."""
@@ -232,15 +225,16 @@ class AveragingState(HookState):
         if self._is_closed:
             return exchange.carry(bucket, split, state=self).future
         self._raise_failure()
-        gradients, replica = bucket.buffer(), self._entered(bucket)
-        if self._rule.is_local(self._steps):
+        self._enter(bucket)
+        gradients = bucket.buffer()
+        if self._replica.is_local(self._steps):
             if not self._began:
-                self._began, self._acted = True, self._steps
+                self._began, self._replica.acted = True, self._steps
                 model = self._model()
                 if model is not None and wants_buffers_broadcast(model):
                     self._hooks.callback(_keep_own_buffers(model))
                 with torch.no_grad():
-                    self._rule.begin(replica)
+                    self._replica.begin()
             meter = exchange.meter_of(self)
             meter.steps += bucket.is_last()
             future = exchange.network(gradients.device).place.future()
@@ -253,38 +247,36 @@ class AveragingState(HookState):
             self._steps += 1
         return future
 
-    def _adopt(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Replica:
+    def _adopt(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> None:
         check_turn(self.mutex, group)
         check_group(bucket, group)
         model = _model_behind(bucket, self)
         check_forward(model, "parameters are averaged before it")
-        if self._rule.has_local_steps:
+        if self._replica.has_local_steps:
             _check_waits_for_nobody(model)
         check_not_joined(model, _WITHOUT_DATA)
-        replica = Replica(blocks_of(model), group, self.mutex, self.meter)
+        self._replica.adopt(blocks_of(model), group, self.mutex, self.meter)
         self._model = weakref.ref(model)
         before = OwnHook(torch.compiler.disable(self._before_forward))
         self._hooks.callback(model.register_forward_pre_hook(before, prepend=True).remove)
         self._hooks.callback(model.module.register_state_dict_pre_hook(OwnHook(self._tell_apart)).remove)
-        logger.info("averaging: %s with %s", type(model.module).__name__, self._rule.settings)
-        return replica
+        logger.info("averaging: %s with %s", type(model.module).__name__, self._replica.settings)
 
     def said(self, bucket: dist.GradBucket) -> Mapping[str, object]:
         """Return what all ranks must have in common."""
         if self._is_closed:
             return {}
         self._raise_failure()
-        model = _digest_of(self._entered(bucket).blocks)
-        return {"steps": self._steps, **self._rule.settings, "model": model}
+        self._enter(bucket)
+        return {"steps": self._steps, **self._replica.settings, "model": _digest_of(self._replica.blocks)}
 
-    def _entered(self, bucket: dist.GradBucket) -> Replica:
-        """Return the replica of the model of ``bucket``, which it belongs to."""
+    def _enter(self, bucket: dist.GradBucket) -> None:
+        """Make sure that ``bucket`` is of the state's model."""
         if bucket.parameters()[0] not in self._only.names:  # once for each bucket
             flat_gradients(bucket)
             self._only.enter(bucket, self)
-        if self._replica is None:
-            self._replica = self._adopt(bucket, resolve_group(self.process_group))
-        return self._replica
+        if not self._replica.blocks:
+            self._adopt(bucket, resolve_group(self.process_group))
 
     # --- between two steps -----------------------------------------------------------------------------------
 
@@ -292,21 +284,22 @@ class AveragingState(HookState):
         if not torch.is_grad_enabled() or self._is_closed:
             return
         self._raise_failure()
-        if self._acted == self._steps and self._begin_s is not None:
+        if self._replica.acted == self._steps and self._begin_s is not None:
             return
         self._catch_up()
         self._begin_s = time.monotonic()
 
     def _catch_up(self) -> None:
-        """Do what is due after the steps so far."""
+        """Do what is due after the steps so far; raise what has failed before."""
+        self._raise_failure()
         if self._began:
             if (model := self._model()) is not None:
                 check_not_joined(model, _WITHOUT_DATA)
             with self._noting_failure(), torch.no_grad():
-                for steps in range(self._acted + 1, self._steps + 1):
-                    self._acted = steps
-                    self._rule.act(steps)
-        self._acted = self._steps
+                while self._replica.acted < self._steps:
+                    self._replica.acted += 1
+                    self._replica.act()
+        self._replica.acted = self._steps
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -321,34 +314,33 @@ class AveragingState(HookState):
         if self._failure is not None:
             raise self._failure
 
-    def _known(self) -> Replica | None:
-        """Return the model's replica; None if nothing differs, since every step was a plain all-reduce."""
-        self._raise_failure()
+    def _is_known(self) -> bool:
+        """Tell whether there is a model; False if nothing differs, since every step was a plain all-reduce."""
         self._catch_up()
-        if self._replica is None and not environment.is_set(environment.DISABLE):
+        if not self._replica.blocks and not environment.is_set(environment.DISABLE):
             raise UnsupportedConfigurationError(
                 "expected a model, got a state whose hook was never called; register it, and call backward() before"
             )
-        return self._replica
+        return bool(self._replica.blocks)
 
-    def _take_mean(
-        self, replica: Replica, call: str, *, leave: bool, beside: Sequence[torch.Tensor] = ()
-    ) -> None:
-        """Replace parameters, and what is ``beside``, by their mean; see `Rule.at_rest`. **Collective**."""
+    def _take_mean(self, call: str, *, leave: bool, beside: Sequence[torch.Tensor] = ()) -> None:
+        """Replace parameters, and what is ``beside``, by their mean; see `Replica.at_rest`. **Collective**."""
+        replica = self._replica
         with self._noting_failure(), torch.no_grad():
             if replica.exchange.size > 1:
                 # A rank that does not call would take this exchange for its next one.
-                steps = {"steps": self._steps} if self._rule.steps_together else {}
+                steps = {"steps": self._steps} if self._replica.steps_together else {}
                 shapes = [(str(each.dtype), tuple(each.shape)) for each in beside]
                 compare(replica.group, {"call": call, "state of the optimizers": shapes, **steps})
-            with self._rule.at_rest(leave=leave) if self._began else contextlib.nullcontext():
-                replica.take_mean(self._steps)
+            with replica.at_rest(leave=leave) if self._began else contextlib.nullcontext():
+                replica.take_mean()
                 replica.average(beside)
+            self._mean_of = self._steps
 
     def _tell_apart(self, *_: Any) -> None:
         """Warn of the first state dict of one rank's own replica, which is what a saver on rank 0 writes."""
         differs = self._began and self._mean_of != self._steps
-        if differs and not self._is_told and self._replica is not None and self._replica.exchange.size > 1:
+        if differs and not self._is_told and self._replica.exchange.size > 1:
             self._is_told = True
             logger.warning(
                 "this state_dict() is of one rank's replica, which differs from the others' after step %d: call "
@@ -467,8 +459,8 @@ class ElasticState(AveragingState):
     * ``"wild"``: ranks of one host pull a centre in shared memory, at the same time and without a lock; hosts pull
       their centres together as in "async". EA-wild.
 
-    The centre is kept in float32 whatever the parameters' dtype, and so are values on the wire. In "async" each rank
-    has its part of it, and so has the first rank of each host in "wild".
+    The centre is kept in float32 whatever the parameters' dtype, and so are values on the wire. Each rank has its part
+    of it; in "wild" each host has one, and each rank its part of the one that hosts pull.
 
     Args:
         sync_every: steps between two pulls of a rank; more in "async" while the network needs longer.
@@ -521,7 +513,7 @@ class ElasticState(AveragingState):
         ``offered`` has for each rank the number of steps after which it offered what went into the round, or None;
         ``collected`` the number after which this rank applied its pull. Not collective.
         """
-        return self._rule.log if isinstance(self._rule, OwnPaceElastic) else []
+        return self._replica.log if isinstance(self._replica, OwnPaceElastic) else []
 
 
 def elastic_hook(state: ElasticState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -62,15 +62,7 @@ async def pull(
 ) -> None:
     """Replace ``values`` by what pulls them towards the centre, and pull the centre; see [Note: elastic pull].
 
-    A rank that does not pull sends its part of the centre alone.
-
-    Args:
-        values: of this rank; nothing if it does not pull.
-        layout: who owns which part of the centre.
-        link: between the owners.
-        centre: this rank's part of it.
-        rate: α.
-        pulls: by rank.
+    A rank that does not pull, see ``pulls``, has no ``values`` and sends its part of the ``centre`` alone.
     """
     is_pulling = pulls[link.rank]
     coming = [len(centre) * each for each in pulls]
@@ -81,9 +73,14 @@ async def pull(
     await link.compute()
     former = _move(centre, incoming.view(sum(pulls), len(centre)), rate)
     del incoming  # before there is memory for the whole centre
-    whole = centre.new_empty(sum(layout))
-    parts(whole, layout)[link.rank].copy_(former)
-    await link.all_gather(whole, layout)
+    coming_back = layout if is_pulling else [0] * link.size
+    whole = centre.new_empty(sum(coming_back))
+    if is_pulling:
+        parts(whole, layout)[link.rank].copy_(former)
+    if all(pulls):
+        await link.all_gather(whole, layout)
+    else:  # nothing for who stays away
+        await link.all_to_all(former.repeat(sum(pulls)), coming, whole, coming_back)
     if is_pulling:
         values.sub_(whole).mul_(-rate)
 
@@ -102,16 +99,10 @@ def _move(centre: torch.Tensor, addends: torch.Tensor, rate: float) -> torch.Ten
 class Centre:
     """The centre of each block in float32 (or wider), of which this rank has its part.
 
-    Args:
-        exchange: among the owners.
-        start: the vectors that the centre begins with, the same on all ranks; own parts are copied out of them.
-        rate: α.
-        meter: counts what travels.
+    It begins with the vectors ``start``, the same on all ranks; own parts are copied out of them. ``rate``: α.
     """
 
-    def __init__(
-        self, exchange: Exchange, start: Sequence[torch.Tensor], rate: float, meter: Meter | None
-    ) -> None:
+    def __init__(self, exchange: Exchange, start: Sequence[torch.Tensor], rate: float, meter: Meter) -> None:
         self._exchange, self._rate, self._meter = exchange, rate, meter
         self._layouts = [exchange.equal_layout(vector) for vector in start]
         self._parts = [
@@ -163,7 +154,7 @@ class Rounds:
     Args:
         group: the ranks, which exchange host memory by messages.
         start: the vectors that the centre begins with, the same on all ranks; none: nothing but tables travels.
-        moving_rate: α, or None for 0.9 / ranks.
+        rate: α.
         meter: counts what travels; training does not wait for it.
 
     On failure: the thread ends, and every later call raises what ended it.
@@ -172,13 +163,8 @@ class Rounds:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        start: Sequence[torch.Tensor],
-        moving_rate: float | None,
-        meter: Meter | None = None,
+        self, group: dist.ProcessGroup, start: Sequence[torch.Tensor], rate: float, meter: Meter
     ) -> None:
-        rate = moving_rate_for(group.size(), moving_rate)
         # What is registered first comes last: after the exchange's own end.
         self._forget = [on_destruction(group, self._join)]
         self._exchange = Exchange(group)
@@ -202,9 +188,7 @@ class Rounds:
     def offer(self, steps: int, fill: Callable[[Sequence[torch.Tensor]], bool]) -> bool:
         """Offer vectors that ``fill`` writes, unless a former offer is still in a round; tell whether they were taken.
 
-        Args:
-            steps: done so far.
-            fill: writes a vector for each block, and returns whether they are fit to be sent.
+        ``fill`` writes a vector for each block, and returns whether they are fit to be sent.
         """
         with self._changed:
             self.check()

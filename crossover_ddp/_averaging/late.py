@@ -23,7 +23,7 @@ from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.journeys import Trip
 from crossover_ddp._engine.links import Layout, all_finite
 
-from .replica import FlatBlock, Replica, Rule, gather, wide
+from .replica import FlatBlock, Replica, gather, wide
 
 OuterOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
 
@@ -118,10 +118,7 @@ def _nothing() -> list[torch.Tensor]:
 class OuterPart:
     """What one owner keeps of one slice: z and the optimizer's state, over the parameters in its part.
 
-    Args:
-        block: of the model.
-        span: the own part, in the block; buffers in it are averaged and not stepped.
-        make: makes the optimizer.
+    ``span`` is the own part, in the block; buffers in it are averaged and not stepped.
     """
 
     def __init__(self, block: FlatBlock, span: Span, make: OuterOptimizer) -> None:
@@ -186,7 +183,7 @@ class _Flight(NamedTuple):
         return self.values.nbytes * (1 if self.sent is None else 2)
 
 
-class LateMeans(Rule):
+class LateMeans(Replica):
     """The rule of ``LocalSGDState``."""
 
     def __init__(self, schedule: Schedule, outer_optimizer: OuterOptimizer | None) -> None:
@@ -197,21 +194,20 @@ class LateMeans(Rule):
         self._slices: list[list[_Slice]] = []  # by fragment
         self._flights: dict[int, list[_Flight]] = {}
         self._loaded: dict[str, Any] | None = None
-        self._steps = self._exchanges = self._bytes = self._peak_bytes = 0
+        self._exchanges = self._bytes = self._peak_bytes = 0
 
     def is_local(self, steps: int) -> bool:
         return self._schedule.is_local(steps)
 
-    def begin(self, replica: Replica) -> None:
-        super().begin(replica)
+    def begin(self) -> None:
         fragments = range(self._schedule.fragments)
-        self._slices = [[self._slice(block, fragment) for block in replica.blocks] for fragment in fragments]
+        self._slices = [[self._slice(block, fragment) for block in self.blocks] for fragment in fragments]
         if self._loaded is not None:
             self._load_outer(self._loaded)
             self._loaded = None
 
     def _slice(self, block: FlatBlock, fragment: int) -> _Slice:
-        exchange, make = self.replica.exchange, self._make_outer
+        exchange, make = self.exchange, self._make_outer
         span = fragment_span(block.numel, fragment, self._schedule.fragments)
         # Cut by the wire's dtype, which is the block's.
         layout = exchange.equal_layout(torch.empty(span.numel, dtype=block.dtype, device=block.device))
@@ -221,9 +217,8 @@ class LateMeans(Rule):
 
     # --- between two steps -----------------------------------------------------------------------------------
 
-    def act(self, steps: int) -> None:
-        self._steps = steps
-        arriving, leaving = self._schedule.arriving(steps), self._schedule.leaving(steps)
+    def act(self) -> None:
+        arriving, leaving = self._schedule.arriving(self.acted), self._schedule.leaving(self.acted)
         if self._schedule.delay:
             self._land(arriving)
         self._leave(leaving)
@@ -244,18 +239,18 @@ class LateMeans(Rule):
         sent = values.clone() if self._schedule.delay else None
         step = None if piece.outer is None else piece.outer.step
         self._bytes += values.nbytes
-        return _Flight(piece, values, sent, self.replica.begin_mean(values, owner_step=step, sent=sent))
+        return _Flight(piece, values, sent, self.begin_mean(values, owner_step=step, sent=sent))
 
     def _land(self, fragments: Sequence[int], *, leave: bool = False) -> None:
         """Apply what has come back; nothing of what was applied early, by `at_rest`."""
         for fragment in fragments:
             for (block, span, _, _), values, sent, trip in self._flights.get(fragment, ()):
-                self.replica.wait(trip, without_turn=sent is None)
+                self.wait(trip, without_turn=sent is None)
                 if sent is None:
-                    self.replica.check_finite(values, block.pieces(span), self._steps)
+                    self.check_finite(values, block.pieces(span))
                     block.unpack(span, values)
                 else:
-                    block.add(span, self.replica.finite_or_zero(values, sent, self._steps))
+                    block.add(span, self.finite_or_zero(values, sent))
             if not leave:
                 self._flights.pop(fragment, None)
 
@@ -269,7 +264,7 @@ class LateMeans(Rule):
     def kept(self) -> dict[str, Any]:
         for flights in self._flights.values():
             for flight in flights:
-                self.replica.wait(flight.trip)  # the owner's step of a fragment in flight may be under way
+                self.wait(flight.trip)  # the owner's step of a fragment in flight may be under way
         if self._make_outer is None:
             return {}
         outers = [slices[0].outer for slices in self._slices]
@@ -285,12 +280,12 @@ class LateMeans(Rule):
     def _gathered(self, name: str) -> dict[str, torch.Tensor]:
         """Gather what all owners keep of this name, by the tensors' names. **Collective**."""
         found: dict[str, torch.Tensor] = {}
-        for place, block in enumerate(self.replica.blocks):
+        for place, block in enumerate(self.blocks):
             whole = torch.zeros(block.numel, dtype=wide(block.dtype), device=block.device)
             for _, span, layout, outer in [slices[place] for slices in self._slices]:
                 assert outer is not None
                 whole[slice(*outer.span)] = outer.state()[0][name]
-                gather(self.replica.exchange, whole[slice(*span)], layout)
+                gather(self.exchange, whole[slice(*span)], layout)
             found.update(block.named(whole))
         return found
 
@@ -309,7 +304,7 @@ class LateMeans(Rule):
         self._loaded = kept if has else None
 
     def _load_outer(self, kept: dict[str, Any]) -> None:
-        for place, block in enumerate(self.replica.blocks):
+        for place, block in enumerate(self.blocks):
             named = {"anchor": kept["anchor"], **kept["state"]}
             tensors = {name: block.unnamed(values, wide(block.dtype)) for name, values in named.items()}
             for fragment, slices in enumerate(self._slices):

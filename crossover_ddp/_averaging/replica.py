@@ -2,11 +2,10 @@
 
 import contextlib
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return _WIDE.get(dtype, dtype)
 
 
-@dataclass(frozen=True)
-class FlatEntry:
+class FlatEntry(NamedTuple):
     """One tensor of the model; ``get`` returns it, since a module may replace a buffer."""
 
     name: str
@@ -101,10 +99,11 @@ class FlatBlock:
         pieces = self.pieces(span)
         if not pieces:
             return  # nothing between two tensors
-        if values.dtype == self.dtype:
+        if (values.dtype, values.device) == (self.dtype, self.device):
             torch.cat(pieces, out=values)
-        else:
-            torch._foreach_copy_(_split(values, pieces), pieces)
+        else:  # also from a device to the host
+            for place, piece in zip(_split(values, pieces), pieces, strict=True):
+                place.copy_(piece)
 
     def unpack(self, span: Span, values: torch.Tensor) -> None:
         pieces = self.pieces(span)
@@ -157,18 +156,16 @@ def blocks_of(model: DistributedDataParallel) -> list[FlatBlock]:
     buffers with infinities, such as an attention mask, which have no mean.
     """
     ignored = set(getattr(model, "parameters_to_ignore", ()))
-    parameters: dict[tuple[torch.dtype, torch.device], list[FlatEntry]] = {}
-    buffers: dict[tuple[torch.dtype, torch.device], list[FlatEntry]] = {}
+    # Of each dtype and device the parameters, and the buffers.
+    found: dict[Any, tuple[list[FlatEntry], list[FlatEntry]]] = defaultdict(lambda: ([], []))
     for name, parameter in model.module.named_parameters():
         if parameter.requires_grad and name not in ignored:
-            parameters.setdefault(_key(parameter), []).append(FlatEntry(name, parameter.detach))
-    for name, _ in model.module.named_buffers():
-        get = _buffer_of(model.module, name)
-        counts = get().is_floating_point() or get().is_complex()
-        if name not in ignored and counts and bool(get().isfinite().all()):
-            buffers.setdefault(_key(get()), []).append(FlatEntry(name, get))
-    keys = dict.fromkeys([*parameters, *buffers])
-    return [FlatBlock(parameters.get(key, ()), buffers.get(key, ())) for key in keys]
+            found[_key(parameter)][0].append(FlatEntry(name, parameter.detach))
+    for name, buffer in model.module.named_buffers():
+        counts = buffer.is_floating_point() or buffer.is_complex()
+        if name not in ignored and counts and bool(buffer.isfinite().all()):
+            found[_key(buffer)][1].append(FlatEntry(name, _buffer_of(model.module, name)))
+    return [FlatBlock(*entries) for entries in found.values()]
 
 
 def _key(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
@@ -214,12 +211,8 @@ async def late_mean(
 ) -> None:
     """Replace ``values`` by the mean over the ranks, or by what owners make of that.
 
-    Args:
-        values: flat.
-        layout: who owns which part.
-        link: between the ranks.
-        owner_step: changes the own part of the mean in place.
-        sent: is taken off the result, see [Note: delta rule] in ``late.py``.
+    ``owner_step`` changes the own part of the mean in place; ``sent`` is taken off the result, see [Note: delta rule]
+    in ``late.py``.
     """
     own = await link.reduce_scatter(values, layout)
     if owner_step is not None:
@@ -242,14 +235,23 @@ def from_first_rank(exchange: Exchange, values: torch.Tensor) -> torch.Tensor:
 
 
 class Replica:
-    """The model of one rank, and the ranks with which it is averaged.
+    """The model of one rank, the ranks with which it is averaged, and what happens to it between two steps.
 
-    ``turn`` is given away while training waits; ``meter`` counts what travels, and for how long.
+    All methods run on the training thread. Subclasses have ``settings``: arguments that must be the same on all ranks.
+    ``steps_together``: all ranks call for a mean after as many steps. ``has_local_steps``: any step, however late, uses
+    this rank's gradients alone. ``acted``: the backward passes whose update is done, and what was due after it, or is
+    being done. ``blocks``: none before the model is known.
     """
 
-    def __init__(
+    settings: Mapping[str, object]
+    steps_together = has_local_steps = True
+    acted = 0
+    blocks: Sequence[FlatBlock] = ()
+
+    def adopt(
         self, blocks: Sequence[FlatBlock], group: dist.ProcessGroup, turn: Turn | None, meter: Meter
     ) -> None:
+        """Take a model; ``turn`` is given away while training waits, ``meter`` counts what travels, and how long."""
         self.blocks, self.group, self._turn, self.meter = blocks, group, turn, meter
         self.exchange = Exchange.of(group)
         self._unread: deque[tuple[int, torch.cuda.Event, torch.Tensor]] = deque()
@@ -282,26 +284,20 @@ class Replica:
                 turn.request()
                 turn.acquire()
 
-    def check_finite(self, values: torch.Tensor, own: Sequence[torch.Tensor], steps: int) -> None:
-        """Refuse a mean that is not finite, before it is written anywhere.
-
-        Args:
-            values: the mean, or what is made of it.
-            own: what this rank has sent.
-            steps: how many were done.
-        """
+    def check_finite(self, values: torch.Tensor, own: Sequence[torch.Tensor]) -> None:
+        """Refuse a mean that is not finite, before it is written anywhere; ``own`` is what this rank has sent."""
         if not all_finite(values):
-            self._refuse(steps, is_guilty=not all(map(all_finite, own)))
+            self._refuse(self.acted, is_guilty=not all(map(all_finite, own)))
 
-    def finite_or_zero(self, values: torch.Tensor, sent: torch.Tensor, steps: int) -> torch.Tensor:
+    def finite_or_zero(self, values: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
         """Return what may be added of a late mean; see `check_finite`.
 
         On a device the host does not wait for it: what is not finite becomes zeros, and is refused at a later step.
         """
         if values.device.type == "cpu":
-            self.check_finite(values, [sent], steps)
+            self.check_finite(values, [sent])
             return values
-        while self._unread and self._unread[0][0] < steps:
+        while self._unread and self._unread[0][0] < self.acted:
             at, event, told = self._unread.popleft()
             event.synchronize()
             if not told[0]:
@@ -309,7 +305,7 @@ class Replica:
         fine = torch.stack([torch.isfinite(each).all() for each in (values, sent)])
         told = torch.empty(2, dtype=torch.bool, pin_memory=True)
         told.copy_(fine, non_blocking=True)
-        self._unread.append((steps, torch.cuda.current_stream(values.device).record_event(), told))
+        self._unread.append((self.acted, torch.cuda.current_stream(values.device).record_event(), told))
         return torch.where(fine[0], values, 0)
 
     def _refuse(self, steps: int, *, is_guilty: bool) -> NoReturn:
@@ -320,12 +316,12 @@ class Replica:
             "clip, or use GradScaler, and restart from a checkpoint"
         )
 
-    def take_mean(self, steps: int) -> None:
+    def take_mean(self) -> None:
         """Replace all parameters and buffers by their mean over the ranks. **Collective**."""
         sent = [(block, values, self.begin_mean(values)) for block, values in self.copy()]
         for block, values, trip in sent:
             trip.wait()
-            self.check_finite(values, block.pieces(block.whole), steps)
+            self.check_finite(values, block.pieces(block.whole))
         self.write([(block, values) for block, values, _ in sent])
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -342,28 +338,18 @@ class Replica:
         for block, each in values:
             block.unpack(block.whole, each)
 
-
-class Rule:
-    """What happens to the parameters between two steps. All methods run on the training thread.
-
-    ``settings``: arguments that must be the same on all ranks. ``steps_together``: all ranks call for a mean after as
-    many steps. ``has_local_steps``: any step, however late, uses this rank's gradients alone.
-    """
-
-    settings: Mapping[str, object]
-    steps_together = has_local_steps = True
-    replica: Replica
+    # --- what subclasses do ----------------------------------------------------------------------------------
 
     def is_local(self, steps: int) -> bool:
         """Tell whether the step after ``steps`` of them uses this rank's gradients alone."""
         return True
 
-    def begin(self, replica: Replica) -> None:
+    def begin(self) -> None:
         """The first local step begins; the parameters are the same on all ranks. **Collective**."""
-        self.replica = replica
+        raise NotImplementedError
 
-    def act(self, steps: int) -> None:
-        """``steps`` backward passes are done, and their updates."""
+    def act(self) -> None:
+        """Do what is due after the ``acted`` passes."""
         raise NotImplementedError
 
     @contextlib.contextmanager

@@ -37,11 +37,7 @@ def pull_shared(
 ) -> None:
     """Pull parameters and centre together, see [Note: elastic pull] in ``centre.py`` and [Note: no lock].
 
-    Args:
-        centre: shared by the host's ranks.
-        pieces: the parameters' own memory, in the order of the centre.
-        moving_rate: α.
-        first: where to begin, as a share of the centre; ranks of a host begin at different places.
+    ``pieces`` are the parameters' own memory, in the order of the centre; ``first``: see `chunks_from`.
     """
     for start, values in chunks_from(first, pieces):
         there = centre[start : start + values.numel()]

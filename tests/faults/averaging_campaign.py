@@ -215,9 +215,8 @@ class Story:
             elif others or plan.fault == "inf":
                 yield from self._wrong_error(plan, number, rank, RAISED[plan.fault].__name__)
             goes_on = plan.fault == "stop" and others and self.kind in OWN_PACE
-            if (
-                goes_on and plan.at > 1 and self.first + STEPS not in steps_of(rank)
-            ):  # before, DDP rebuilds buckets
+            # Before the second step DDP rebuilds buckets.
+            if goes_on and plan.at > 1 and self.first + STEPS not in steps_of(rank):
                 yield f"rank {number} was held up by a stopped one at {max(steps_of(rank))}"
 
     def _wrong_error(self, plan: LifePlan, number: int, rank: Rank, wanted: str) -> Iterator[str]:

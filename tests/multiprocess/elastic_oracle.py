@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from crossover_ddp._averaging.centre import ElasticRound
 from tests.multiprocess.averaging_oracle import copies_of
-from tests.multiprocess.replicas import Spring, TogetherWalk, flat, write
+from tests.multiprocess.replicas import Spring, flat, write
 
 
 def first_centre(world_size: int) -> torch.Tensor:
@@ -14,21 +15,6 @@ def first_centre(world_size: int) -> torch.Tensor:
     copies = copies_of(world_size, "sgd")
     copies.compute()
     return copies.snapshots()[0]
-
-
-def together_oracle(
-    world_size: int,
-    optimizer: str,
-    steps: int,
-    sync_every: int,
-    rate: float,
-    skips: Collection[tuple[int, int]] = (),
-) -> list[torch.Tensor]:
-    spring = Spring(first_centre(world_size), rate)
-    walk = TogetherWalk(copies_of(world_size, optimizer, skips), spring, sync_every)
-    for _ in range(steps):
-        walk.step()
-    return walk.copies.snapshots()
 
 
 class Replay:
@@ -87,3 +73,12 @@ class Replay:
         self.copies.step_alone(rank, self.done[rank])
         self.done[rank] += 1
         self.trained[rank] = flat(self.copies.models[rank])
+
+
+def together_oracle(
+    world_size: int, optimizer: str, steps: int, sync_every: int, skips: Collection[tuple[int, int]] = ()
+) -> list[torch.Tensor]:
+    """Replay rounds in which all ranks pull after the same steps, and collect at once."""
+    due = range(sync_every, steps, sync_every)
+    rounds = [ElasticRound(number, (each,) * world_size, each) for number, each in enumerate(due)]
+    return Replay(optimizer, [rounds] * world_size, 0.9 / world_size, skips).run([steps] * world_size)

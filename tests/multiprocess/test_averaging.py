@@ -76,9 +76,8 @@ def by_hook(rank: int, cell: Cell) -> tuple[torch.Tensor, int, float]:
     settings, outer = SETTINGS[cell.name]
     make = outer and functools.partial(torch.optim.SGD, lr=outer[0], momentum=outer[1], nesterov=outer[1] > 0)
     state, is_local = LocalSGDState(**settings, outer_optimizer=make), "warmup_steps" not in settings
-    trainer = Trainer(
-        rank, state, cell.optimizer, broadcast_buffers=is_local
-    )  # which DDP leaves to the state
+    # DDP leaves buffers to the state.
+    trainer = Trainer(rank, state, cell.optimizer, broadcast_buffers=is_local)
     scaler = new_scaler()
     for _ in range(STEPS):
         trainer.scaled_step(scaler) if cell.scaled else trainer.step()

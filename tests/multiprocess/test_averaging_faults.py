@@ -103,9 +103,10 @@ def blow_up(rank: int, world_size: int, kind: str) -> tuple[str, bool]:
     return message, bool(trainer.end().isfinite().all())
 
 
+@pytest.mark.defect("codecs-S1")
 @pytest.mark.parametrize("kind", ["blocking", "delayed", "sync"])
 def test_infinities_on_one_rank_are_an_error_on_all_and_spread_to_none(kind: str) -> None:
     (message, fine), (of_guilty, _) = run_ranks(blow_up, 2, args=(kind,))
-    assert "expected finite parameters on all ranks" in message
-    assert "expected finite parameters on all ranks" in of_guilty
+    for said, who in ((message, "see the other ranks"), (of_guilty, "this rank's are among them")):
+        assert "expected finite parameters on all ranks" in said and who in said
     assert fine, "the healthy rank took the mean over"

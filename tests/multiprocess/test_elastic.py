@@ -60,7 +60,7 @@ def test_ranks_that_pull_together_walk_the_path_of_copies(
     world_size: int, optimizer: str, scaled: bool
 ) -> None:
     skips = OVERFLOWS if scaled else ()
-    expected = together_oracle(world_size, optimizer, STEPS, EVERY, 0.9 / world_size, skips)
+    expected = together_oracle(world_size, optimizer, STEPS, EVERY, skips)
     for of_rank, values in zip(together(world_size), expected, strict=True):
         assert torch.equal(of_rank[optimizer, scaled], values)
 

@@ -85,10 +85,6 @@ def test_synchronised_statistics_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         backward(model)
 
 
-def test_a_model_that_is_averaged_in_every_step_may_wait() -> None:
-    backward(model_of(LocalSGDState(1), find_unused_parameters=True))
-
-
 def test_buffers_are_broadcast_by_nobody_until_the_state_is_closed() -> None:
     state = LocalSGDState(2)
     model = model_of(state)
