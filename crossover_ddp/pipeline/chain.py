@@ -43,11 +43,8 @@ def named_chain(name: str, shape: Sequence[int]) -> tuple[list[NamedLayer], torc
     head = next(
         (place for place, (_, layer) in enumerate(layers) if isinstance(layer, nn.Linear)), len(layers)
     )
-    flattened = [
-        *layers[:head],
-        ("flatten", nn.Flatten()),
-        *layers[head:],
-    ]  # as many models do in their forward
+    # As many models do in their forward.
+    flattened = [*layers[:head], ("flatten", nn.Flatten()), *layers[head:]]
     for chain in (layers, flattened):
         if _is_chain(model, chain, sample):
             return chain, sample

@@ -78,15 +78,10 @@ class Task(NamedTuple):
 
 
 class StagedChain:
-    """What each action of a step costs for given stages.
+    """What each action of a step costs for given stages, which cover all layers in order.
 
-    Args:
-        profile: of the layers.
-        cluster: of the devices.
-        stages: which cover all layers in order.
-        microbatches: of a step, M.
-        split: backward in two actions, the input's gradient and the weights'; each takes half of its time.
-        parameter_copies: how often a parameter's size counts in memory.
+    ``split``: backward in two actions, the input's gradient and the weights'; each takes half of its time.
+    ``parameter_copies``: how often a parameter's size counts in memory.
     """
 
     def __init__(
@@ -112,20 +107,11 @@ class StagedChain:
         self._sent_bytes = [each[-1].activation_bytes for each in layers]
         self.exchanges = [self._exchange(stage) for stage in range(len(layers))]
         self._hops: dict[tuple[int, int, int], Hop | None] = {}
-        self._back = False
 
     def device(self, stage: int, micro: int) -> int:
         """Return the device that has this micro-batch on this stage."""
         devices = self.stages[stage].devices
         return devices[micro % len(devices)]
-
-    def mirrored(self) -> "StagedChain":
-        """Return the step in reversed time, without gradient exchanges: its forwards are this chain's backwards."""
-        other = object.__new__(type(self))
-        vars(other).update({name: value for name, value in vars(self).items() if name != "tasks"})
-        other._forward_s, other._backward_s = self._backward_s, self._forward_s
-        other.exchanges, other._back = [None] * len(self.stages), not self._back
-        return other
 
     def seconds(self, stage: int, kind: str, micro: int) -> float:
         """Return the compute time of an action."""
@@ -137,7 +123,7 @@ class StagedChain:
     def hop(self, stage: int, micro: int, *, back: bool) -> Hop | None:
         """Return the transfer between a stage and the next (``back``: of the gradient); None on one device."""
         one, two = self.device(stage, micro), self.device(stage + 1, micro)
-        source, target = (two, one) if back != self._back else (one, two)
+        source, target = (two, one) if back else (one, two)
         key = (stage, source, target)
         if key not in self._hops:
             self._hops[key] = None if source == target else self._transfer(stage, source, target)
@@ -210,33 +196,16 @@ class StagedChain:
         return found
 
     def lower_bound_s(self) -> float:
-        """Return a time that no order beats: a device's work between the ways there and back, or a port's load."""
-        best = head_s = tail_s = 0.0
-        load_s: dict[str, float] = defaultdict(float)
-        for stage, ((_, _, devices), exchange) in enumerate(zip(self.stages, self.exchanges, strict=True)):
-            if stage:
-                head_s += self._shortest_s(stage - 1, False, load_s)
-                tail_s += self._shortest_s(stage - 1, True, load_s)
-            hop, lead_s = exchange or (Hop(0.0, 0.0, ()), 0.0)
-            for port in hop.ports:
-                load_s[port] += hop.wire_s
-            for place in range(min(len(devices), self.microbatches)):
-                micros = range(place, self.microbatches, len(devices))
-                work_s = sum(self.seconds(stage, kind, place) for kind in self.kinds) * len(micros)
-                # Weights' gradients need not be done before the input's gradient leaves.
-                last_s = 0.0 if self.split else tail_s
-                best = max(best, head_s + work_s + max(hop.wire_s - lead_s, last_s))
-        return max(best, *load_s.values()) if load_s else best
-
-    def _shortest_s(self, stage: int, back: bool, load_s: dict[str, float]) -> float:
-        """Return the least time to pass ``stage`` and the hop behind it, either way; add to the ports' load."""
-        least_s, kind = math.inf, self.kinds[1] if back else FORWARD
-        for micro in range(self.microbatches):
-            wire_s, latency_s, ports = self.hop(stage, micro, back=back) or Hop(0.0, 0.0, ())
-            for port in ports:
-                load_s[port] += wire_s
-            least_s = min(least_s, self.seconds(stage, kind, micro) + wire_s + latency_s)
-        return least_s
+        """Return a time that no order beats: the work of a device, or the load of a port."""
+        load_s: dict[int | str, float] = defaultdict(float)
+        for task in self.tasks:
+            load_s[task.device] += task.seconds
+        for hop in [task.hop for task in self.tasks] + [
+            exchange and exchange[0] for exchange in self.exchanges
+        ]:
+            for port in hop.ports if hop else ():
+                load_s[port] += hop.wire_s if hop else 0.0
+        return max(load_s.values())
 
 
 def ring_cost(cluster: DeviceCluster, devices: Sequence[int]) -> tuple[float, float, tuple[str, ...]]:

@@ -27,23 +27,17 @@ from .cluster import DeviceCluster
 from .model import PARAMETER_COPIES, Stage, ring_cost
 from .profile import Profile
 
-CAPS: Final = (1.0, 1.1, 1.25, 1.5, 2.0)
+CAPS: Final = (1.1, 1.25)
 _INF: Final = math.inf
 _CACHED: Final = 1 << 16
 _ALL: Final = slice(None)
 
 
 class Partitioner:
-    """The dynamic programme for one order of the devices.
+    """The dynamic programme for one order of all or some devices.
 
-    Args:
-        profile: of the layers.
-        cluster: of the devices.
-        order: of all or some devices.
-        microbatches: of a step.
-        max_stages: the largest number of stages.
-        max_replicas: of a stage; default the least of devices and micro-batches.
-        parameter_copies: how often a parameter's size counts in memory.
+    ``max_replicas``: of a stage, default the least of devices and micro-batches. ``parameter_copies``: how often a
+    parameter's size counts in memory.
     """
 
     def __init__(
@@ -180,9 +174,8 @@ class Partitioner:
         Its last dimension is the number of devices there.
         """
         size, following = self._sent[layer - 1], best[:, self._next[runs]]
-        channel = (size * self._channel[runs]).nan_to_num_(
-            nan=_INF, posinf=_INF
-        )  # 0 bytes where there is no link
+        # Where there is no link not even 0 bytes go.
+        channel = (size * self._channel[runs]).nan_to_num_(nan=_INF, posinf=_INF)
         if cap_s == _INF:
             return torch.maximum(channel, following)
         fill: torch.Tensor = size * self._hop[runs] + self._hop_s[runs] + following

@@ -3,8 +3,7 @@
 [Note: split backward]
 A backward that is split in the input's gradient and the weights' (zero bubble, arXiv 2401.10241) lets gradients leave
 earlier. DDP knows whole backwards only, so `Runner` does as well; torch's own runtime knows both, but no replicas. So
-with ``split=True`` stages on one device each are also tried with a split backward. Zero bubble with replicas is
-simulated beside the other known designs, as a bound: nothing here runs it, and it is never chosen.
+with ``split=True`` stages on one device each are also tried with a split backward.
 """
 
 import math
@@ -100,19 +99,14 @@ class Plan(Document):
             stages = [Stage(**{**each, "devices": tuple(each["devices"])}) for each in document["stages"]]
             orders = {int(d): [Action.parse(text) for text in each] for d, each in document["orders"].items()}
             outputs = tuple([(tuple(shape), dtype) for shape, dtype in document["outputs"]])
-            spans = tuple(
-                [
-                    StepSpan(device, sends, begin_s, end_s, Action.parse(text))
-                    for device, sends, begin_s, end_s, text in document["spans"]
-                ]
-            )
+            spans = tuple([StepSpan._make([*rest, Action.parse(text)]) for *rest, text in document["spans"]])
             names: dict[str, Any] = {name: tuple(document[name]) for name in ("devices", "layers")}
-            rest = {n: document[n] for n in ("microbatches", "step_s", "method", "baselines", "split")}
+            others = {n: document[n] for n in ("microbatches", "step_s", "method", "baselines", "split")}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"expected a plan, got another document ({error!r}); save it with Plan.save"
             ) from error
-        return cls(tuple(stages), orders, outputs=outputs, spans=spans, **names, **rest)
+        return cls(tuple(stages), orders, outputs=outputs, spans=spans, **names, **others)
 
     def __str__(self) -> str:
         count = f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}"
@@ -122,12 +116,8 @@ class Plan(Document):
             layers = " … ".join(dict.fromkeys((names[0], names[-1])))
             lines.append(f"  stage {number}: {layers} on {', '.join(self.devices[d] for d in stage.devices)}")
         for name, step_s in self.baselines.items():
-            times = (
-                f"{step_s:.6g} s, {step_s / self.step_s:.2f}×"
-                if step_s
-                else "does not fit, or is not defined"
-            )
-            lines.append(f"  {name}: {times}")
+            known = step_s and f"{step_s:.6g} s, {step_s / self.step_s:.2f}×"
+            lines.append(f"  {name}: {known or 'does not fit, or is not defined'}")
         return "\n".join(lines)
 
 
@@ -250,10 +240,6 @@ class _Search:
 
     def partition(self, orders: Sequence[Sequence[int]]) -> None:
         """Solve for the least bottleneck on all orders, then below caps for those that gave the shortest steps."""
-        limits = {
-            "max_stages": min(self.max_stages, 2 * self.microbatches),
-            "max_replicas": self.max_replicas,
-        }
         programmes, least = [], []
         for place, order in enumerate(orders):
             programmes.append(
@@ -262,16 +248,16 @@ class _Search:
                     self.cluster,
                     order,
                     self.microbatches,
+                    max_stages=min(self.max_stages, 2 * self.microbatches),
+                    max_replicas=self.max_replicas,
                     parameter_copies=self.copies,
-                    **limits,
                 )
             )
-            solved = programmes[-1].solve()
-            if solved:
+            if solved := programmes[-1].solve():
                 best_s = self._simulated([stages for _, stages in solved.values()])
                 least.append((best_s, place, min(value for value, _ in solved.values())))
         for _, place, bottleneck_s in sorted(least)[: max(1, 32 // len(self.cluster))]:
-            capped = [programmes[place].solve(cap * bottleneck_s * (1 + 1e-9)) for cap in CAPS]
+            capped = [programmes[place].solve(cap * bottleneck_s) for cap in CAPS]
             self._simulated([stages for each in capped for _, stages in each.values()])
 
     def _simulated(self, candidates: Sequence[Sequence[Stage]]) -> float:
@@ -318,8 +304,9 @@ class _Search:
     def split_backwards(self) -> None:
         """Try the best stages on one device each with a split backward."""
         ranked = sorted(self.found, key=lambda each: each.step.step_s)
-        stages = dict.fromkeys(each.chain.stages for each in ranked if _can_split(each.chain.stages))
-        self.order(self._chain(single, split=True) for single in list(stages)[:_SPLIT])
+        stages = dict.fromkeys(each.chain.stages for each in ranked)
+        single = [each for each in stages if all(len(stage.devices) == 1 for stage in each)]
+        self.order(self._chain(each, split=True) for each in single[:_SPLIT])
 
     def compare(self, split: bool) -> dict[str, float | None]:
         """Simulate the known designs, which take the devices as they come and cut where compute is balanced.
@@ -332,7 +319,7 @@ class _Search:
             if step is None or not step.fits(self.cluster.memory_bytes) or math.isinf(step.step_s):
                 continue
             times[name] = step.step_s if old_s is None else min(old_s, step.step_s)
-            if not chain.split or (split and _can_split(chain.stages)):
+            if split or not chain.split:
                 self.found.append(_Candidate(name, chain, step))
         return times
 
@@ -351,19 +338,14 @@ class _Search:
                 continue
             yield "GPipe", chain, simulate(chain, gpipe(chain))
             yield "1F1B", chain, simulate(chain, one_forward_one_backward(chain))
-            halves = self._chain(stages, split=True)
-            name = "zero bubble" if replicas == 1 else "zero bubble with replicas"
-            yield name, halves, list_schedule(halves, depths(halves))
+            if replicas == 1:
+                halves = self._chain(stages, split=True)
+                yield "zero bubble", halves, list_schedule(halves, depths(halves))
         if 1 < devices <= most_stages // 2:
             cuts = balanced(self.profile, 2 * devices)
             chain = self._chain([Stage(*cut, (k % devices,)) for k, cut in enumerate(cuts)])
             order = interleaved(chain, devices)
             yield "interleaved", chain, simulate(chain, order) if order else None
-
-
-def _can_split(stages: Sequence[Stage]) -> bool:
-    """Return whether torch's runtime could run them with a split backward; see [Note: split backward]."""
-    return all(len(stage.devices) == 1 for stage in stages)
 
 
 def _moved(stages: list[Stage], devices: int, most: int, dice: random.Random) -> list[Stage]:

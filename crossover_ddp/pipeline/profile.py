@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -96,20 +96,13 @@ class Profile(Document):
     @classmethod
     def from_json(cls, document: Any) -> "Profile":
         """Read what `to_json` returns."""
-        known = {field.name for field in fields(LayerProfile)}
-        if not isinstance(document, list):
+        try:
+            layers = [LayerProfile(**{**each, "shape": tuple(each.get("shape", ()))}) for each in document]
+        except (TypeError, AttributeError) as error:
             raise ValueError(
-                f"expected a list of layers, got a {type(document).__name__}; save it with Profile.save"
-            )
-        for place, layer in enumerate(document):
-            needed = {"name", "forward_s", "backward_s", "activation_bytes", "parameter_bytes"}
-            if not isinstance(layer, dict) or not needed <= layer.keys() <= known:
-                raise ValueError(
-                    f"expected the keys {sorted(needed)}, got layer {place} {layer!r}; save it with Profile.save"
-                )
-        return cls(
-            tuple([LayerProfile(**{**each, "shape": tuple(each.get("shape", ()))}) for each in document])
-        )
+                f"expected a list of layers, got another document ({error}); save it with Profile.save"
+            ) from error
+        return cls(tuple(layers))
 
 
 def _named(

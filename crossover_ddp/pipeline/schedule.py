@@ -5,13 +5,13 @@ with split backward after zero bubble (arXiv 2401.10241) serve as baselines. The
 scheduler of `simulate` under many limits of micro-batches in flight, then exchanges of neighbours.
 """
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Final
 
 from .model import BACKWARD, FORWARD, Action, Orders, StagedChain
-from .simulate import SimulatedStep, StepSpan, begins_s, list_schedule
+from .simulate import SimulatedStep, StepSpan, list_schedule
 
 _DONE: Final = 1 + 1e-9
 _SEED: Final = 0
@@ -43,12 +43,8 @@ def _one_by_one(
     forward: Sequence[tuple[int, str]], backward: Sequence[tuple[int, str]], ahead: int
 ) -> list[tuple[int, str]]:
     """Take some forwards, then one backward after each forward, then the backwards that are left."""
-    pairs = zip(forward[ahead:], backward, strict=False)
-    return [
-        *forward[:ahead],
-        *[each for pair in pairs for each in pair],
-        *backward[max(0, len(forward) - ahead) :],
-    ]
+    pairs = list(zip(forward[ahead:], backward, strict=False))
+    return [*forward[:ahead], *itertools.chain.from_iterable(pairs), *backward[len(pairs) :]]
 
 
 def interleaved(chain: StagedChain, devices: int) -> Orders | None:
@@ -83,9 +79,7 @@ def depths(chain: StagedChain) -> list[int]:
 def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
     """Return the fastest order found that fits in memory; None if not even one micro-batch fits.
 
-    Args:
-        chain: what is to be computed.
-        tries: random changes of limits and priorities to try after the regular orders.
+    ``tries``: random changes of limits and priorities to try after the regular orders.
     """
     room = [chain.limit(stage) for stage in range(len(chain.stages))]
     if not all(room):
@@ -103,35 +97,18 @@ def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
         limits = [min(factor * depth + extra, most) for depth, most in zip(depths(chain), room, strict=True)]
         if is_shortest(limits, None):
             return found[-1][2]
-    dice, mirrored = random.Random(_SEED), chain.mirrored()
+    dice = random.Random(_SEED)
     for number in range(tries):
         _, _, step, limits = min(found) if number >= len(found) else sorted(found)[number]
         if number >= len(found) or number % 3 == 0:
             stage = dice.randrange(len(room))
             limits = [*limits]
             limits[stage] = min(room[stage], max(1, limits[stage] + dice.choice((-1, 1))))
-        if is_shortest(limits, _justified(chain, mirrored, step, limits, dice)):
+        noise_s = dice.choice((0.0, 0.01, 0.05)) * step.step_s
+        computed = [span for span in step.spans if not span.sends]
+        if is_shortest(limits, {span.action: span.begin_s + noise_s * dice.random() for span in computed}):
             return found[-1][2]
     return min(found)[2]
-
-
-def _justified(
-    chain: StagedChain, mirrored: StagedChain, step: SimulatedStep, limits: Sequence[int], dice: random.Random
-) -> dict[Action, float] | None:
-    """Push all actions of a step to its end, and return when they begin there, as priorities for the way back."""
-    noise_s = dice.choice((0.0, 0.01, 0.05)) * step.step_s
-    begins = {action: at_s + noise_s * dice.random() for action, at_s in begins_s(step.spans).items()}
-    if chain.split:
-        return begins
-    ends = {_mirrored(action): -at_s - chain.seconds(*action) for action, at_s in begins.items()}
-    late = list_schedule(mirrored, limits, ends)
-    if late is None:
-        return None
-    return {_mirrored(a): -at_s - mirrored.seconds(*a) for a, at_s in begins_s(late.spans).items()}
-
-
-def _mirrored(action: Action) -> Action:
-    return action._replace(kind=BACKWARD if action.kind == FORWARD else FORWARD)
 
 
 def bands(spans: Sequence[StepSpan]) -> dict[int, list[list[Action]]]:
@@ -142,7 +119,7 @@ def bands(spans: Sequence[StepSpan]) -> dict[int, list[list[Action]]]:
     """
     computes = sorted((span for span in spans if not span.sends), key=lambda span: span.begin_s)
     found: dict[int, list[list[Action]]] = {span.device: [[]] for span in computes}
-    for _, group in groupby(computes, key=lambda span: span.begin_s):
+    for _, group in itertools.groupby(computes, key=lambda span: span.begin_s):
         together = list(group)
         if any(found[span.device][-1] for span in together):
             for each in found.values():

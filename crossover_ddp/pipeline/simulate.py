@@ -58,11 +58,6 @@ class SimulatedStep:
         return all(peak <= memory_bytes[device] for device, peak in self.peak_bytes.items())
 
 
-def begins_s(spans: Sequence[StepSpan]) -> dict[Action, float]:
-    """Return when each action's compute began."""
-    return {span.action: span.begin_s for span in spans if not span.sends}
-
-
 def simulate(chain: StagedChain, orders: Orders) -> SimulatedStep:
     """Play the given orders.
 

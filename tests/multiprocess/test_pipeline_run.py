@@ -97,7 +97,7 @@ def whole_model() -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
     )
 
 
-def train(rank: int, world_size: int, document: Any, turns: bool = False) -> Any:
+def train(rank: int, world_size: int, document: Any, turns: bool = False, steps: int = STEPS) -> Any:
     """Train by the plan and return for each stage its gradients and parameters, and the losses."""
     plan = Plan.from_json(document)
     mutex = GPUMutex(device=f"{os.environ['PIPELINE_DEVICES']}-{rank}") if turns else None
@@ -105,7 +105,7 @@ def train(rank: int, world_size: int, document: Any, turns: bool = False) -> Any
     parameters = list(runner.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9) if parameters else None
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         for parameter in parameters:
             parameter.grad = None
         loss = runner.step(*batch(step))
@@ -228,19 +228,12 @@ def test_torch_runs_the_same_plan_with_the_same_gradients(ranks: int, split: boo
     path.write_text(exported.csv())
     assert ("I" in exported.csv()) == split
     theirs = run_ranks(cross_check, ranks, args=[plan.to_json(), str(path)])
-    ours = run_ranks(first_step, ranks, args=[plan.to_json()])
-    assert sum(theirs[-1][0]) / M == pytest.approx(ours[-1][0], rel=TOLERANCE)
-    for (_, expected), (_, found) in zip(theirs, ours, strict=True):
-        assert len(expected) == len(found) > 0
-        for one, two in zip(expected, found, strict=True):
-            torch.testing.assert_close(one, two, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def first_step(rank: int, world_size: int, document: Any) -> Any:
-    runner = Runner(Plan.from_json(document), chain(), nn.functional.cross_entropy)
-    loss = runner.step(*batch(0))
-    dist.barrier()
-    return None if loss is None else float(loss), [p.grad for p in runner.parameters()]
+    ours = run_ranks(train, ranks, args=[plan.to_json(), False, 1])
+    assert sum(theirs[-1][0]) / M == pytest.approx(ours[-1][0][0], rel=TOLERANCE)
+    for (_, expected), (_, stages_of_rank, _) in zip(theirs, ours, strict=True):
+        found = [gradient for tensors in stages_of_rank.values() for gradient, _ in tensors]
+        assert found
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 # --- two jobs --------------------------------------------------------------------------------------------------------
@@ -303,16 +296,6 @@ def another_size(rank: int, world_size: int, document: Any) -> str:
     if "an output of float32[2, 12] of stage 0, got float32[1, 12]" in str(caught.value):
         os.kill(os.getpid(), signal.SIGKILL)
     return str(caught.value)
-
-
-def without_group(rank: int, world_size: int, document: Any) -> None:
-    with pytest.raises(UnsupportedConfigurationError, match="expected a default process group on gloo"):
-        Runner(Plan.from_json(document), chain(), nn.functional.cross_entropy)
-
-
-def test_a_process_group_is_needed() -> None:
-    plan = plan_of([Stage(0, 9, (0,))], 1)
-    run_ranks(without_group, 1, args=[plan.to_json()], backend=None)
 
 
 def test_micro_batches_of_another_size_are_refused() -> None:

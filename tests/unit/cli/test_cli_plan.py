@@ -91,7 +91,7 @@ def test_the_function_of_the_document_makes_a_chain_of_a_transformer(
         (f"{__name__}:nothing", [], 1, "expected a profile (a .json file), timm:NAME"),
         (f"{__name__}:blocks", ["--input", "2,9"], 1, "got layer '0', which refuses shape=(2, 9)"),
         ("missing.json", [], 2, "missing.json"),
-        ("c.json", [], 1, "expected a list of layers, got a dict"),
+        ("c.json", [], 1, "expected a list of layers, got another document"),
         ("profile.json", ["--cluster", __file__], 1, "expected JSON in"),
         ("profile.json", ["--max-stages", "9"], 1, "expected at least as many layers as stages"),
     ],

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from crossover_ddp.gpu_mutex import GPUMutex
-from crossover_ddp.pipeline.turns import BandTurns
+from crossover_ddp.pipeline.run import BandTurns
 from tests.harness.groups import new_group
 
 BANDS = 8

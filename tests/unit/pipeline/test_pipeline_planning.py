@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from crossover_ddp.pipeline import Action, Cluster, LayerProfile, Plan, Profile, Stage, plan_pipeline
+from crossover_ddp.errors import UnsupportedConfigurationError
+from crossover_ddp.pipeline import Action, Cluster, LayerProfile, Plan, Profile, Runner, Stage, plan_pipeline
 from crossover_ddp.pipeline.model import EXCHANGE, StagedChain
 from crossover_ddp.pipeline.partition import (
     Partitioner,
@@ -25,9 +27,7 @@ from crossover_ddp.pipeline.partition import (
 from crossover_ddp.pipeline.schedule import bands, best_order, gpipe, interleaved, one_forward_one_backward
 from crossover_ddp.pipeline.simulate import list_schedule, simulate
 from tests.unit.pipeline.planning_oracles import (
-    WholeSeconds,
     exhaustive_bottleneck,
-    proven_bounds_s,
     random_instance,
 )
 
@@ -102,19 +102,17 @@ def test_balanced_cuts_have_the_least_largest_run() -> None:
 # --- device orders ---------------------------------------------------------------------------------------------------
 
 
-def test_minimum_cuts_part_what_is_slowly_connected() -> None:
+def fast_between(count: int, *fast: set[int]) -> Cluster:
+    rates = [[9.0 if {a, b} in fast else 1.0 for b in range(count)] for a in range(count)]
+    return Cluster(tuple(map(tuple, rates)))
+
+
+def test_orders_keep_together_what_is_fast() -> None:
     near = ({0, 3, 5}, {1, 2, 4})
-    rates = [[9.0 if any({a, b} <= part for part in near) else 1.0 for b in range(6)] for a in range(6)]
-    order = minimum_cut_order(Cluster(tuple(map(tuple, rates))))
+    pairs = [set(pair) for part in near for pair in itertools.combinations(part, 2)]
+    order = minimum_cut_order(fast_between(6, *pairs))
     assert {frozenset(order[:3]), frozenset(order[3:])} == set(map(frozenset, near))
-
-
-def test_a_path_follows_the_fast_links() -> None:
-    fast = {(0, 3), (3, 1), (1, 2)}
-    rates = [[9.0 if (a, b) in fast or (b, a) in fast else 1.0 for b in range(4)] for a in range(4)]
-    cluster = Cluster(tuple(tuple(row) for row in rates))
-    assert greedy_path(cluster) in ([0, 3, 1, 2], [2, 1, 3, 0])
-    assert sorted(minimum_cut_order(cluster)) == [0, 1, 2, 3]
+    assert greedy_path(fast_between(4, {0, 3}, {3, 1}, {1, 2})) in ([0, 3, 1, 2], [2, 1, 3, 0])
 
 
 # --- orders and the simulator ----------------------------------------------------------------------------------------
@@ -142,26 +140,14 @@ def test_interleaving_shortens_the_bubble() -> None:
     assert interleaved(StagedChain(profile, cluster, halves.stages, 6), 4) is None
 
 
-def test_splitting_backward_shortens_the_step() -> None:
-    chain, halves = (chain_of(even(4), flat(4), 6, split=split) for split in (False, True))
-    step, split = best_order(chain), best_order(halves, tries=10)
-    assert step is not None
-    assert split is not None
-    assert split.step_s < step.step_s == 27.0
-
-
 def test_transfers_through_one_card_follow_each_other() -> None:
     """Two devices of one node send to two others: with cards of their own at once, else one after the other."""
     profile = Profile((LayerProfile("a", 1.0, 1.0, 10.0, 0), LayerProfile("b", 1.0, 1.0, 0, 0)))
     stages = [Stage(0, 1, (0, 1)), Stage(1, 2, (2, 3))]
     own = StagedChain(profile, flat(4), stages, 2)
     shared = StagedChain(profile, flat(4, nodes=("x", "x", "y", "y")), stages, 2)
-    alone = list_schedule(own, [2, 2])
-    behind = list_schedule(shared, [2, 2])
-    assert alone is not None
-    assert behind is not None
-    assert alone.step_s == 1 + 10 + 1 + 1 + 10 + 1
-    assert behind.step_s == alone.step_s + 10
+    steps = [list_schedule(chain, [2, 2]) for chain in (own, shared)]
+    assert [step and step.step_s for step in steps] == [24, 34]  # 1 + 10 + 1 + 1 + 10 + 1; one waits for 10 s
 
 
 def test_exchange_begins_before_the_last_backward_ends() -> None:
@@ -201,12 +187,8 @@ def test_every_step_obeys_the_rules(seed: int, split: bool) -> None:
         if each == kind:
             assert begins[Action(stage, kind, micro)] >= ends[Action(stage, "F", micro)] - 1e-9
     wire = sum(s.end_s - s.begin_s for s in step.spans if s.sends and s.action.kind != EXCHANGE)
-    hops = [
-        chain.hop(k, m, back=b)
-        for k in range(len(chain.stages) - 1)
-        for m in range(chain.microbatches)
-        for b in (0, 1)
-    ]
+    places = itertools.product(range(len(chain.stages) - 1), range(chain.microbatches), (False, True))
+    hops = [chain.hop(stage, micro, back=back) for stage, micro, back in places]
     assert wire == pytest.approx(sum(hop.wire_s for hop in hops if hop))
     assert simulate(chain, step.orders).step_s == pytest.approx(step.step_s)
 
@@ -233,28 +215,25 @@ def test_bands_hold_each_action_once_and_need_no_later_band(seed: int) -> None:
         assert all(number[need] <= number[Action(stage, kind, micro)] for need in needs)
 
 
-def test_orders_are_near_the_proven_optimum() -> None:
-    pytest.importorskip("ortools", reason="the solver is in the extra 'test'")
-    ratios = []
-    for seed in range(INSTANCES // 3):
+def test_orders_are_shorter_than_the_known_one_and_not_far_from_what_no_order_beats() -> None:
+    over_known, over_bound = [], []
+    for seed in range(INSTANCES):
         dice = random.Random(seed)
-        chain = WholeSeconds(dice, dice.randint(2, 4), dice.randint(2, 4))
-        step = best_order(chain, tries=60)
+        count = dice.randint(2, 5)
+        chain = chain_of(*random_instance(dice, layers=count, devices=count), dice.randint(4, 8))
+        step = best_order(chain, tries=20)
         assert step is not None
-        low_s, high_s = proven_bounds_s(chain, known_s=step.step_s)
-        assert low_s == pytest.approx(high_s), "the solver proves small instances"
-        ratios.append(step.step_s / high_s)
-    assert min(ratios) >= 1 - 1e-9
-    assert sorted(ratios)[len(ratios) // 2] <= 1.02
-    assert max(ratios) <= 1.10
+        over_known.append(step.step_s / simulate(chain, one_forward_one_backward(chain)).step_s)
+        over_bound.append(step.step_s / chain.lower_bound_s())
+    assert max(over_known) <= 1.05, over_known
+    assert statistics.median(over_known) <= 0.96, over_known
+    assert statistics.median(over_bound) <= 1.25, over_bound
 
 
 def test_orders_that_cannot_run_are_refused() -> None:
     chain = chain_of(even(2), flat(2), 2)
     good = one_forward_one_backward(chain)
-    with pytest.raises(
-        ValueError, match=r"expected each action once, on its own device, got differences such as"
-    ):
+    with pytest.raises(ValueError, match=r"expected each action once, on its own device, got differences"):
         simulate(chain, {0: good[0]})
     with pytest.raises(ValueError, match=r"devices that wait for each other forever"):
         simulate(chain, {**good, 0: good[0][::-1]})
@@ -269,8 +248,7 @@ def test_a_plan_is_no_longer_than_what_a_baseline_can_run(seed: int) -> None:
     profile, cluster = random_instance(dice, layers=8, devices=4)
     for split in (False, True):
         plan = plan_pipeline(profile, cluster, microbatches=8, split=split)
-        bounds = {"zero bubble with replicas"} | (set() if split else {"zero bubble"})
-        known = {name: s for name, s in plan.baselines.items() if s is not None and name not in bounds}
+        known = {name: s for name, s in plan.baselines.items() if s and (split or name != "zero bubble")}
         assert known.keys() >= {"data parallel", "GPipe", "1F1B"}
         assert plan.step_s <= min(known.values())
         assert plan.method == "search" or plan.step_s == known[plan.method]
@@ -336,13 +314,18 @@ def test_a_plan_is_saved_printed_and_exported(tmp_path: Path) -> None:
 # --- profile and cluster ---------------------------------------------------------------------------------------------
 
 
-def test_a_profile_is_measured_and_leaves_the_layers_alone(tmp_path: Path) -> None:
-    layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 4, bias=False))
+def test_a_profile_is_measured_and_leaves_layers_and_random_numbers_alone(tmp_path: Path) -> None:
+    rest = [nn.BatchNorm1d(4), nn.Dropout(0.5)]
+    layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 4, bias=False), *rest)
     layers[0].weight.grad = torch.ones(16, 8)
-    profile = Profile.measure(layers, torch.randn(3, 8), repeats=2)
-    one, two, three = profile.layers
+    before, sample = {n: b.clone() for n, b in layers.named_buffers()}, torch.randn(3, 8)
+    state = torch.get_rng_state()
+    profile = Profile.measure(layers, sample, repeats=2)
+    assert all(torch.equal(before[name], buffer) for name, buffer in layers.named_buffers())
+    assert torch.equal(torch.get_rng_state(), state)
+    one, two, three, *_ = profile.layers
     assert [one.parameter_bytes, two.parameter_bytes, three.parameter_bytes] == [4 * 144, 0, 4 * 64]
-    assert [each.activation_bytes for each in profile.layers] == [192, 192, 48]
+    assert [each.activation_bytes for each in (one, two, three)] == [192, 192, 48]
     assert one.stored_bytes >= 3 * 8 * 4
     assert all(each.forward_s > 0 and each.backward_s > 0 for each in profile.layers)
     assert (three.shape, three.dtype) == ((3, 4), "float32")
@@ -350,14 +333,6 @@ def test_a_profile_is_measured_and_leaves_the_layers_alone(tmp_path: Path) -> No
     assert layers[2].weight.grad is None
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
-
-
-def test_measuring_changes_neither_buffers_nor_random_numbers() -> None:
-    layers = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5))
-    before, state = {n: b.clone() for n, b in layers.named_buffers()}, torch.get_rng_state()
-    Profile.measure(layers, 3 + torch.arange(8.0).view(2, 4), repeats=1)
-    assert all(torch.equal(before[name], buffer) for name, buffer in layers.named_buffers())
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 class Two(nn.Module):
@@ -373,6 +348,7 @@ class Two(nn.Module):
         ([nn.Linear(4, 4), nn.Bilinear(4, 4, 4)], "got layer '1', which refuses shape=.*skip connections"),
         ([nn.Linear(5, 4)], "got layer '0', which refuses"),
         ([], "expected at least one layer"),
+        ([("x", nn.Identity()), ("x", nn.Identity())], "expected at least one layer and different names"),
     ],
 )
 def test_what_is_no_chain_is_refused(layers: Any, message: str) -> None:
@@ -384,37 +360,31 @@ GOOD = {"devices": 2, "bandwidth_gbit": [[0, 1], [1, 0]]}
 
 
 @pytest.mark.parametrize(
-    ("document", "message"),
+    ("wrong", "message"),
     [
-        (
-            {"devices": 2, "bandwidth_gbit": [[0, -1], [1, 0]]},
-            "expected bandwidth >= 0 from device '0' to '1', got",
-        ),
-        ({"devices": 2, "bandwidth_gbit": [[0, None], [1, 0]]}, "from device '0' to '1', got bandwidth=None"),
-        (
-            {"devices": 2, "bandwidth_gbit": [[0, 1], [1]]},
-            "expected 2 values of bandwidth for device '1', got 1",
-        ),
-        ({"devices": 3, "bandwidth_gbit": [[0, 1], [1, 0]]}, "expected names of 2 devices, got 3"),
+        ({"bandwidth_gbit": [[0, -1], [1, 0]]}, "expected bandwidth >= 0 from device '0' to '1', got"),
+        ({"bandwidth_gbit": [[0, None], [1, 0]]}, "from device '0' to '1', got bandwidth=None"),
+        ({"bandwidth_gbit": [[0, 1], [1]]}, "expected 2 values of bandwidth for device '1', got 1"),
+        ({"bandwidth_gbit": "fast"}, "expected a number or a matrix, got 'fast'"),
+        ({"bandwidth": 1}, "expected the keys devices, bandwidth_gbit"),
+        ({"devices": 3}, "expected names of 2 devices, got 3"),
         (
             {"devices": 3, "bandwidth_gbit": [[0, 1, 0], [1, 0, 0], [0, 5, 0]]},
             r"none of the links of \['2'\]",
         ),
-        ({**GOOD, "latency_us": -1}, "expected latency_s >= 0"),
-        ({**GOOD, "devices": [{"name": "a"}, {"name": "a"}]}, "expected devices with different names"),
-        ({**GOOD, "devices": [{"speed": 0}, {}]}, "expected speed > 0"),
-        ({**GOOD, "devices": [{"sped": 1}, {}]}, "expected name, node, speed, memory_gib of a device"),
-        ({**GOOD, "devices": [{"memory_gib": "8"}, {}]}, "expected memory_bytes > 0, got memory_bytes=.'8'"),
-        ({**GOOD, "devices": 2.0}, "expected devices as a list or their number"),
-        ({**GOOD, "cards_gbit": [1]}, "cards_gbit as an object of nodes"),
-        ({**GOOD, "cards_gbit": {"a": 1}}, r"expected cards of the nodes \['0', '1'\], got cards of \['a'\]"),
-        ({"devices": 2}, "expected the keys devices, bandwidth_gbit"),
-        ({"devices": 2, "bandwidth_gbit": "fast"}, "expected a number or a matrix, got 'fast'"),
+        ({"latency_us": -1}, "expected latency_s >= 0"),
+        ({"devices": [{"name": "a"}, {"name": "a"}]}, "expected devices with different names"),
+        ({"devices": [{"speed": 0}, {}]}, "expected speed > 0"),
+        ({"devices": [{"sped": 1}, {}]}, "expected name, node, speed, memory_gib of a device"),
+        ({"devices": [{"memory_gib": "8"}, {}]}, "expected memory_bytes > 0, got memory_bytes=.'8'"),
+        ({"devices": 2.0}, "expected devices as a list or their number"),
+        ({"cards_gbit": [1]}, "cards_gbit as an object of nodes"),
+        ({"cards_gbit": {"a": 1}}, r"expected cards of the nodes \['0', '1'\], got cards of \['a'\]"),
     ],
 )
-def test_bad_clusters_are_refused(document: Any, message: str) -> None:
+def test_bad_clusters_are_refused(wrong: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Cluster.from_json(document)
+        Cluster.from_json({**GOOD, **wrong})
 
 
 def test_a_cluster_is_read_and_written(tmp_path: Path) -> None:
@@ -434,21 +404,28 @@ def test_a_cluster_is_read_and_written(tmp_path: Path) -> None:
     json.loads((tmp_path / "c.json").read_text())
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="expected layers that fit on a device, got layer 'l0' with 401 bytes"
-    ):
-        plan_pipeline(even(2, parameters=100.0), flat(2, memory_bytes=(50.0, 60.0)), microbatches=2)
-    with pytest.raises(ValueError, match="expected stages that fit in memory, got none"):
-        plan_pipeline(even(4, parameters=10.0), flat(2, memory_bytes=(50.0, 60.0)), microbatches=2)
-    with pytest.raises(
-        ValueError, match="expected at least as many layers as stages, got max_stages=3 for 2"
-    ):
-        plan_pipeline(even(2), flat(3), microbatches=2, max_stages=3)
-    with pytest.raises(ValueError, match="expected microbatches >= 1, got microbatches=0"):
-        plan_pipeline(even(2), flat(3), microbatches=0)
-    with pytest.raises(ValueError, match="expected forward_s >= 0, got forward_s=-1"):
-        LayerProfile("x", -1, 0, 0, 0)
+SMALL = {"memory_bytes": (50.0, 60.0)}
+
+
+@pytest.mark.parametrize(
+    ("profile", "cluster", "options", "message"),
+    [
+        (
+            even(2, parameters=100.0),
+            flat(2, **SMALL),
+            {},
+            "that fit on a device, got layer 'l0' with 401 bytes",
+        ),
+        (even(4, parameters=10.0), flat(2, **SMALL), {}, "expected stages that fit in memory, got none"),
+        (even(2), flat(3), {"max_stages": 3}, "at least as many layers as stages, got max_stages=3 for 2"),
+        (even(2), flat(3), {"microbatches": 0}, "expected microbatches >= 1, got microbatches=0"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    profile: Profile, cluster: Cluster, options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_pipeline(profile, cluster, **{"microbatches": 2, **options})
 
 
 def test_no_plan_uses_a_link_that_is_missing() -> None:
@@ -457,3 +434,10 @@ def test_no_plan_uses_a_link_that_is_missing() -> None:
     assert plan.step_s < math.inf
     used = [stage.devices for stage in plan.stages]
     assert all({one[0], two[0]} != {0, 2} for one, two in itertools.pairwise(used))
+
+
+def test_a_process_group_is_needed_to_run() -> None:
+    layers = [nn.Linear(2, 2) for _ in range(4)]
+    plan = plan_pipeline(even(), flat(1), microbatches=1)
+    with pytest.raises(UnsupportedConfigurationError, match="expected a default process group on gloo"):
+        Runner(plan, layers, nn.functional.cross_entropy)
