@@ -15,7 +15,6 @@ _MOST: Final = 1.25
 _SAMPLE_EVERY: Final = 16
 _SAMPLE_NUMEL: Final = 1 << 14
 _SAMPLE_SENT: Final = 128
-_ROW: Final = 32
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class SIDCo:
             head.fill_(torch.nan)
             return
         message.zero_()
-        chosen = _places_from(values, self._threshold(values))
+        chosen = torch.nonzero(values.abs() >= self._threshold(values)).view(-1)
         picked = values[chosen]
         if len(chosen) > len(places):
             largest = torch.topk(picked.abs(), len(places), sorted=False).indices
@@ -90,23 +89,3 @@ def _views(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     half = (message.numel() - _HEAD_BYTES) // 2
     head, places, sent = message.split_with_sizes([_HEAD_BYTES, half, half])
     return head.view(torch.float32), places.view(torch.int32), sent.view(torch.float32)
-
-
-def _places_from(values: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Return the places of all magnitudes that are not below ``threshold``, in order.
-
-    Rows without any are sorted out first: that reads the values twice, and torch.nonzero reads them a dozen times.
-    """
-    whole = values.numel() // _ROW * _ROW
-    rows = values[:whole].view(-1, _ROW)
-    below = rows.amax(1).lt_(threshold) if whole else rows.new_empty(0)
-    if whole:
-        below.mul_(rows.amin(1).gt_(-threshold))
-    hit = torch.nonzero(below.eq(0)).view(-1)
-    row, column = _not_below(rows[hit], threshold).unbind(1)
-    tail = _not_below(values[whole:], threshold).view(-1)
-    return torch.cat([hit[row].mul_(_ROW).add_(column), tail.add_(whole)])
-
-
-def _not_below(values: torch.Tensor, threshold: float) -> torch.Tensor:
-    return torch.nonzero(values.abs().ge(threshold))

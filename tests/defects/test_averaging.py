@@ -74,7 +74,6 @@ def spread(values: torch.Tensor) -> float:
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("mode", ["local", "sync", "async"])
 def test_a_mask_of_infinities_is_left_out(mode: Any) -> None:
-    """A user whose model has a causal mask among its buffers gets its parameters averaged."""
     state = LocalSGDState(1 + 1) if mode == "local" else ElasticState(1, mode)
     loop = Loop(state, Masked()).run(6)
     stats = state.stats()
@@ -181,7 +180,6 @@ def second_model(rank: int, world_size: int) -> str:
 
 @pytest.mark.defect("codecs-S2")
 def test_one_averaging_state_serves_one_model() -> None:
-    """A user who shares a state between two models is told that the second one would never be averaged."""
     for message in run_ranks(second_model, 2):
         assert "a state for each model" in message
 
@@ -282,7 +280,6 @@ def call_all(rank: int, world_size: int, elastic: bool) -> float:
 @pytest.mark.defect("strangers-23")
 @pytest.mark.parametrize("elastic", [False, True])
 def test_a_disabled_state_takes_all_calls(elastic: bool) -> None:
-    """A user who sets CROSSOVER_DISABLE=1, as troubleshooting says, changes nothing in the script."""
     found = run_ranks(call_all, 2, args=(elastic,), environment={"CROSSOVER_DISABLE": "1"})
     assert found == [0.0, 0.0]
 
@@ -309,7 +306,6 @@ def save(rank: int, world_size: int) -> list[int]:
 
 @pytest.mark.defect("strangers-10")
 def test_a_saver_of_one_replica_is_warned_once() -> None:
-    """A user whose saver writes rank 0's replica, not the mean, is told so."""
     assert run_ranks(save, 2) == [[0, 1, 1, 1]] * 2
 
 

@@ -75,7 +75,6 @@ def two_models(rank: int, world_size: int) -> str | float:
 @pytest.mark.defect("codecs-S2")
 @pytest.mark.defect("strangers-9")
 def test_one_state_serves_one_model_or_loses_nothing() -> None:
-    """A user who shares a state between two models is told, or gets all gradients of both."""
     for found in run_ranks(two_models, 2):
         assert "a state for each model" in found if isinstance(found, str) else found < 1e-3
 
@@ -135,7 +134,6 @@ def drain_with_zeros(rank: int, world_size: int) -> float:
 
 @pytest.mark.defect("codecs-S6")
 def test_a_drained_step_leaves_no_residual() -> None:
-    """A user who drains before a checkpoint needs no residuals, whatever this rank's gradients were."""
     assert run_ranks(drain_with_zeros, 2) == [0.0, 0.0]
 
 
@@ -210,6 +208,5 @@ def searches(rank: int, world_size: int) -> list[int]:
 
 @pytest.mark.defect("codecs-S17")
 def test_a_hidden_model_is_not_searched_for_in_every_step() -> None:
-    """A user who calls gc.freeze() early does not pay for a search through all objects in every step."""
     for asked in run_ranks(searches, 2):
         assert asked[0] > 0 and asked[2:] == [0, 0, 0]
