@@ -261,27 +261,21 @@ def test_two_jobs_in_bands_have_the_losses_that_they_have_alone() -> None:
 
 
 def refusals(rank: int, world_size: int, document: Any) -> None:
-    plan = Plan.from_json(document)
-    loss_fn = nn.functional.cross_entropy
-    with pytest.raises(ValueError, match="expected the 9 layers of the plan, got 8"):
-        Runner(plan, chain()[1:], loss_fn)
-    with pytest.raises(ValueError, match="expected a plan with whole backwards"):
-        Runner(dataclasses.replace(plan, split=True), chain(), loss_fn)
-    with pytest.raises(ValueError, match="expected a rank for each of the plan's 3 devices, got 2"):
-        Runner(dataclasses.replace(plan, devices=("a", "b", "c")), chain(), loss_fn)
-    with pytest.raises(ValueError, match="expected the same plan on all ranks"):
-        Runner(dataclasses.replace(plan, step_s=float(rank)), chain(), loss_fn)
-    with pytest.raises(UnsupportedConfigurationError, match="expected layers on the CPU"):
-        Runner(plan, [layer.to("meta") for layer in chain()], loss_fn)
-    tied = chain()
+    plan, tied, loss_fn = Plan.from_json(document), chain(), nn.functional.cross_entropy
     tied[6].weight = tied[0].weight
-    with pytest.raises(ValueError, match="expected parameters of one stage each, got one of stages 0 and 1"):
-        Runner(plan, tied, loss_fn)
-    runner = Runner(plan, chain(), loss_fn)
-    with pytest.raises(
-        ValueError, match=r"expected a batch that can be divided into 8 micro-batches, got len\(x\)=9"
+    on_meta = [layer.to("meta") for layer in chain()]
+    for change, layers, message in (
+        ({}, chain()[1:], "expected the 9 layers of the plan, got 8"),
+        ({"split": True}, chain(), "expected a plan with whole backwards"),
+        ({"devices": ("a", "b", "c")}, chain(), "expected a rank for each of the plan's 3 devices, got 2"),
+        ({"step_s": float(rank)}, chain(), "expected the same plan on all ranks"),
+        ({}, on_meta, "expected layers on the CPU"),
+        ({}, tied, "expected parameters of one stage each, got one of stages 0 and 1"),
     ):
-        runner.step(*batch(0, 9))
+        with pytest.raises((ValueError, UnsupportedConfigurationError), match=message):
+            Runner(dataclasses.replace(plan, **change), layers, loss_fn)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"divided into 8 micro-batches, got len\(x\)=9"):
+        Runner(plan, chain(), loss_fn).step(*batch(0, 9))
 
 
 def test_what_cannot_work_is_refused() -> None:
