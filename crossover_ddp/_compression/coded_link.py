@@ -56,12 +56,7 @@ def padded(numel: int, multiple: int) -> int:
 
 
 def runs_of(contents: Sequence[Content], layout: Sequence[int]) -> list[Run]:
-    """List what of a bucket may be rounded, in its order.
-
-    Args:
-        contents: of the bucket.
-        layout: number of elements of each owner's part.
-    """
+    """List what of a bucket may be rounded, in its order."""
     runs, start = [], 0
     for owner, numel in enumerate(layout):
         for parameter, _, span in contents:
@@ -192,10 +187,7 @@ class CodedLink(LinkAround):
     def encode(self, flat: Tensor, parts: Sequence[Part], link: Link) -> None:
         """Write the messages to the owners. On the hook's thread, when the last step's messages are decoded.
 
-        Args:
-            flat: messages to owners are made of it, and owners' messages fill it.
-            parts: of it, by owner.
-            link: that carries this step's messages.
+        Messages to owners are made of ``flat``, and owners' messages fill it; ``link`` carries this step's.
         """
         self._flat, self.parts, self._link = flat, parts, link
         self._lay_out()
@@ -226,11 +218,9 @@ class CodedLink(LinkAround):
         )
 
     def _messages(self, place: int, made: dict[int, tuple[int, Codec]]) -> tuple[Sent, dict[int, _Message]]:
-        """Return memory for messages, and these by peer.
+        """Return memory for messages, that of ``place`` again, and these by peer.
 
-        Args:
-            place: of the memory, which is used again.
-            made: by peer, whose part the message is about, and what encodes it.
+        ``made``: by peer, whose part the message is about, and what encodes it.
         """
         aligned = _ALIGNED_BY_COLLECTIVES if self.in_program_order else _ALIGNED
         sizes, memory = [0] * len(self.parts), self._memory[place]

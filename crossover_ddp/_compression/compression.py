@@ -89,10 +89,7 @@ class Compression:
     ) -> Around:
         """Return what makes the link that ``bucket`` travels on, in its hook; it is encoded then.
 
-        Args:
-            bucket: DDP's.
-            exchange: of the ranks.
-            pack: returns what travels in the bucket's place.
+        ``pack`` returns what travels in the bucket's place.
         """
         return lambda link: self._coded(link, bucket, exchange, None if pack is None else pack())
 
