@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, open_directory, segment_directory
@@ -26,37 +25,23 @@ _PROBLEMS_KEPT = 100
 class Place(NamedTuple):
     """One slot in use, with the numbers that the file holds, unchecked."""
 
+    group: str
     device: str
     slot: Slot
     alive: bool
     """Whether its owner lives; otherwise that has ended without leaving."""
 
 
-class Segment(NamedTuple):
-    """One group."""
-
-    group: str
-    path: str
-    places: tuple[Place, ...]
-    held: bool
-    """Whether any living process has a slot, joined or not."""
-
-
-class SegmentProblem(NamedTuple):
-    """A file in the directory of segments that is not a valid one, and what is wrong with it."""
-
-    path: str
-    what: str
-
-
 class Look(NamedTuple):
-    """All that was found at one moment."""
+    """All that was found at one moment; a problem is a file that is no valid one, and what is wrong with it."""
 
     at_ns: int
     """CLOCK_MONOTONIC, as in the slots."""
     directory: str
-    segments: tuple[Segment, ...]
-    problems: tuple[SegmentProblem, ...]
+    places: tuple[Place, ...]
+    abandoned: tuple[str, ...]
+    """Files in which no living process has a slot, joined or not."""
+    problems: tuple[tuple[str, str], ...]
 
 
 def printable(text: str) -> str:
@@ -70,13 +55,13 @@ def look(base: str = SHARED_MEMORY) -> Look:
     Args:
         base: where shared memory is mounted.
 
-    On failure: never raises because of a file; see `Look.problems`. Not collective.
+    On failure: never raises because of a file; see `Look`. Not collective.
     """
     directory = segment_directory(base)
-    segments, problems = list[Segment](), list[SegmentProblem]()
+    places, abandoned, problems = list[Place](), list[str](), list[tuple[str, str]]()
 
     def note(path: str, what: object) -> None:
-        problems.append(SegmentProblem(printable(path), printable(str(what))))
+        problems.append((printable(path), printable(str(what))))
 
     names: list[str] = []
     try:
@@ -92,39 +77,36 @@ def look(base: str = SHARED_MEMORY) -> Look:
     for name in names:
         path = os.path.join(directory, name)
         try:
-            segments.extend(_segments(_NAME.fullmatch(name), path))
+            if (known := _NAME.fullmatch(name)) is None:
+                raise SegmentError("not a file of turns; remove it if it is nobody's")
+            if known[2] == "turns":
+                with contextlib.suppress(FileNotFoundError):  # its last process has just left
+                    found, is_held = _read(known[1], path)
+                    places += found
+                    abandoned += [] if is_held else [printable(path)]
         except (SegmentError, OSError) as error:
             note(path, error)
     if (more := len(problems) - _PROBLEMS_KEPT) > 0:
         del problems[_PROBLEMS_KEPT:]
         note(directory, f"{more} more files that are no segments")
-    return Look(time.monotonic_ns(), printable(directory), tuple(segments), tuple(problems))
+    return Look(time.monotonic_ns(), printable(directory), tuple(places), tuple(abandoned), tuple(problems))
 
 
-def _segments(name: "re.Match[str] | None", path: str) -> Iterator[Segment]:
-    """Yield the segment at a path if it is one of slots; nothing if its last process has just left."""
-    if name is None:
-        raise SegmentError("not a file of turns; remove it if it is nobody's")
-    group, kind = name.groups()
-    if kind != "turns":
-        return
-    with contextlib.suppress(FileNotFoundError):
-        # A FIFO that somebody has put there must not stop us.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            if os.pread(fd, 1, 0):  # or it is being made
-                yield Segment(
-                    group, printable(path), (*_places(fd, path),), slots_are_locked(fd, 0, SLOT_COUNT)
-                )
-        finally:
-            os.close(fd)
-
-
-def _places(fd: int, path: str) -> Iterator[Place]:
-    slots = read_slots(fd, path)
-    alive = {index for index in slots if slots_are_locked(fd, index, 1)}
-    again = read_slots(fd, path)  # who has left meanwhile is no dead one
-    for index, slot in slots.items():
-        if index in alive or index in again:
-            name = printable(bytes(slot.device_name).decode(errors="replace"))
-            yield Place(name, slot, index in alive)
+def _read(group: str, path: str) -> tuple[list[Place], bool]:
+    """Return the slots in a file, and whether any living process has one."""
+    # A FIFO that somebody has put there must not stop us.
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not os.pread(fd, 1, 0):  # it is being made
+            return [], True
+        slots = read_slots(fd, path)
+        alive = {index for index in slots if slots_are_locked(fd, index, 1)}
+        again = read_slots(fd, path)  # who has left meanwhile is no dead one
+        places = [
+            Place(group, printable(bytes(slot.device_name).decode(errors="replace")), slot, index in alive)
+            for index, slot in slots.items()
+            if index in alive or index in again
+        ]
+        return places, slots_are_locked(fd, 0, SLOT_COUNT)
+    finally:
+        os.close(fd)

@@ -71,22 +71,18 @@ def _shared_memory(base: str) -> Iterator[Finding]:
             yield "problem", f"{own} is not a directory of yours", f"let its owner rm -r {own}"
         elif found.st_mode & 0o077:
             yield "problem", f"{own} has mode {stat.S_IMODE(found.st_mode):04o}", f"chmod 0700 {own}"
-    for segment in seen.segments:
-        if not segment.held:
-            left = f"rm {segment.path.removesuffix('.turns')}.*"
-            yield "note", f"dead jobs have left files of group {segment.group}", left
-        for slot in (place.slot for place in segment.places if place.alive):
-            if slot.mode == Mode.SIDE_BY_SIDE and slot.pairs:
-                slower = 100 * (slot.turns_s / slot.side_s - 1)
-                what = f"job {slot.job:x} computes side by side: its turns were {slower:.0f} % slower"
-                yield (
-                    "note",
-                    what[:100],
-                    "if it waits for data: more loader workers; crossover-ddp advise says more",
-                )
-    for problem in seen.problems:
-        if problem.path != seen.directory:
-            yield "problem", f"{problem.path}: {problem.what}", f"rm -r {problem.path}  # while no job runs"
+    for path in seen.abandoned:
+        what = f"dead jobs have left files of group {os.path.basename(path).removesuffix('@.turns')}"
+        yield "note", what, f"rm {path.removesuffix('.turns')}.*"
+    for slot in (place.slot for place in seen.places if place.alive):
+        if slot.mode == Mode.SIDE_BY_SIDE and slot.pairs:
+            slower = 100 * (slot.turns_s / slot.side_s - 1)
+            what = f"job {slot.job:x} computes side by side: its turns were {slower:.0f} % slower"
+            mend = "if it waits for data: more loader workers; crossover-ddp advise says more"
+            yield "note", what[:100], mend
+    for path, what in seen.problems:
+        if path != seen.directory:
+            yield "problem", f"{path}: {what}", f"rm -r {path}  # while no job runs"
 
 
 def _network() -> Iterator[Finding]:

@@ -1,13 +1,14 @@
 """``crossover-ddp status``: who computes, who queues, as seen from outside; joins, locks and wakes nothing."""
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
-from crossover_ddp._turns.view import Look, Mode, Slot, look
+from crossover_ddp._turns.view import Look, Mode, Place, Slot, look
 
 from .output import FINE, FOUND, columns, declare, say, write_json
 
@@ -93,16 +94,14 @@ def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
         sys.stdout.write(columns(HEAD, shown))
     else:
         sys.stdout.write(f"no jobs take turns here (nothing in {after.directory})\n")
-    for problem in after.problems:
-        say(f"! {problem.path}: {problem.what}")
+    for path, what in after.problems:
+        say(f"! {path}: {what}")
     return FINE if shown and not after.problems else FOUND
 
 
 def rows(before: Look, after: Look) -> Iterator[list[str]]:
     """Yield a row for each job on each device."""
-    turns = {
-        place.slot.incarnation: place.slot.turns for segment in before.segments for place in segment.places
-    }
+    turns = {place.slot.incarnation: place.slot.turns for place in before.places}
     seconds = (after.at_ns - before.at_ns) / 1e9
     for job in _jobs(after):
         slots = job.slots
@@ -137,12 +136,14 @@ def _escaped(value: str) -> str:
 
 
 def _jobs(seen: Look) -> Iterator[Job]:
-    for segment in seen.segments:
-        for device, number in sorted({(place.device, place.slot.job) for place in segment.places}):
-            places = [each for each in segment.places if (each.device, each.slot.job) == (device, number)]
-            places = [each for each in places if each.alive] or places
-            slots = sorted((place.slot for place in places), key=lambda slot: slot.rank)
-            yield Job(segment.group, device, number, slots, places[0].alive)
+    def whose(place: Place) -> tuple[str, str, int]:
+        return place.group, place.device, place.slot.job
+
+    for (group, device, number), found in itertools.groupby(sorted(seen.places, key=whose), whose):
+        places = [*found]
+        places = [each for each in places if each.alive] or places
+        slots = sorted((place.slot for place in places), key=lambda slot: slot.rank)
+        yield Job(group, device, number, slots, places[0].alive)
 
 
 def _state(job: Job) -> str:

@@ -70,7 +70,7 @@ def test_rates_are_those_of_the_turns_taken(make: Make, group: str) -> None:
 
 def look_at(group: str) -> Look:
     seen = look()
-    return seen._replace(segments=tuple(each for each in seen.segments if each.group == group))
+    return seen._replace(places=tuple(each for each in seen.places if each.group == group))
 
 
 def run(base: Path, capsys: pytest.CaptureFixture[str], *, prometheus: bool = False) -> tuple[int, str]:

@@ -327,8 +327,8 @@ def test_a_segment_that_is_not_ours_is_refused_seen_and_stays_as_it_is(
         TurnSegment("jobs", DEVICE, base=str(tmp_path))
     assert str(leftover) in str(caught.value)
     seen = look(str(tmp_path))
-    assert seen.segments == ()
-    assert any(problem in each.what for each in seen.problems)
+    assert seen.places == seen.abandoned == ()
+    assert any(problem in what for _, what in seen.problems)
     assert state(tmp_path) == before
 
 
