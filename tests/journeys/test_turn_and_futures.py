@@ -30,18 +30,39 @@ TURNS_IN_BACKWARD = [
 ]
 
 
-def order_with_a_slow_release(rank: int, world_size: int, way: str) -> list[str]:
-    turn = RecordingTurn(window_s=0.2)
-    training = Training(way, rank, mutex=turn).run(STEPS)
-    training.close()
-    return turn.order
+def beside_a_sibling(rank: int, world_size: int, way: str) -> tuple[list[str], list[bool], list[str]]:
+    """Release slowly; return the calls, whether the last Future was done before each turn, and threads of gloo's."""
+    returned: queue.Queue[torch.futures.Future[torch.Tensor]] = queue.Queue()
+    done: list[bool] = []
+
+    def around(hook: Any) -> Any:
+        def noting(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
+            if bucket.is_last():
+                returned.put(future)
+            return future
+
+        return noting
+
+    turn = RecordingTurn(window_s=0.2, at_acquire=lambda: done.append(returned.get(timeout=60).done()))
+    Training(way, rank, mutex=turn, around=around).run(STEPS).close()
+    takers = [thread for call, thread in zip(turn.order, turn.threads, strict=True) if call != "release"]
+    return turn.order, done, [each.name for each in takers if isinstance(each, threading._DummyThread)]
 
 
 @pytest.mark.parametrize(("way", "world_size"), TURNS_IN_BACKWARD)
-def test_the_turn_is_given_away_before_anybody_hears_of_the_last_bucket(way: str, world_size: int) -> None:
-    """Whoever hears of it may take the next turn at any moment; ranks would count turns differently, and hang."""
+def test_the_turn_goes_before_anybody_hears_of_the_last_bucket_whose_future_waits_for_the_next(
+    way: str, world_size: int
+) -> None:
+    """Whoever hears of it may take the next turn at any moment; ranks would count turns differently, and hang.
+
+    No thread of gloo's takes it: one that waits for a sibling keeps all other collectives of the group waiting.
+    """
     one_step = ["release", "acquire"] if way == "wrapped" else ["release", "request", "acquire"]
-    assert run_ranks(order_with_a_slow_release, world_size, args=(way,)) == [one_step * STEPS] * world_size
+    for order, done, takers_of_gloo in run_ranks(beside_a_sibling, world_size, args=(way,)):
+        assert order == one_step * STEPS
+        assert done == [False] * STEPS
+        assert takers_of_gloo == []
 
 
 # What owners compute, by the way of the hook.
@@ -82,33 +103,6 @@ def test_owners_work_is_compute_inside_the_turn(way: str, world_size: int) -> No
     found = [each for of_rank in run_ranks(turns_at_work, world_size, args=(way,)) for each in of_rank]
     assert len(found) >= 3 * STEPS, "a piece for each of three layers in each step"
     assert not any(found)
-
-
-def futures_at_the_acquire(rank: int, world_size: int, way: str) -> tuple[list[bool], list[str]]:
-    """Tell for each turn whether the step's last Future was done before, and who took it."""
-    returned: queue.Queue[torch.futures.Future[torch.Tensor]] = queue.Queue()
-    done: list[bool] = []
-
-    def around(hook: Any) -> Any:
-        def noting(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
-            if bucket.is_last():
-                returned.put(future)
-            return future
-
-        return noting
-
-    turn = RecordingTurn(at_acquire=lambda: done.append(returned.get(timeout=60).done()))
-    Training(way, rank, mutex=turn, around=around).run(STEPS).close()
-    takers = [thread for call, thread in zip(turn.order, turn.threads, strict=True) if call != "release"]
-    return done, [thread.name for thread in takers if isinstance(thread, threading._DummyThread)]
-
-
-@pytest.mark.parametrize(("way", "world_size"), TURNS_IN_BACKWARD)
-def test_the_last_future_waits_for_the_turn_which_no_thread_of_gloos_takes(way: str, world_size: int) -> None:
-    """A thread of gloo's that waits for a sibling would keep all other collectives of the group waiting."""
-    outcomes = run_ranks(futures_at_the_acquire, world_size, args=(way,))
-    assert outcomes == [([False] * STEPS, [])] * world_size
 
 
 class TheirHook:
