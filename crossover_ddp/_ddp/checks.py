@@ -157,10 +157,8 @@ def _tell_hidden() -> None:
 def model_of(bucket: dist.GradBucket, *, state: object = None) -> DistributedDataParallel | None:
     """Return the DDP model whose gradients ``bucket`` holds; None if ``gc.freeze()`` has hidden it.
 
-    Args:
-        bucket: of any backward pass.
-        state: that the model's hook was registered with, or that its wrappers pass on as ``hook_state``, as far as is
-            known. It tells models apart that wrap one module, such as an old one that is not collected yet.
+    ``state``: that the model's hook was registered with, or that its wrappers pass on as ``hook_state``, as far as is
+    known. It tells models apart that wrap one module, such as an old one that is not collected yet.
     """
     found: DistributedDataParallel | None = None
     for look in _PLACES:

@@ -140,8 +140,7 @@ class Bucket(Trip):
     def wait(self, *, on_host: bool = False) -> None:
         """Block until the mean is there; on a device order what the caller does behind it. May be called again.
 
-        Args:
-            on_host: also block until the device has it.
+        ``on_host``: also block until the device has it.
         """
         gathers = self.backward.gathers
         if not self.backward.is_whole and not gathers.is_open:

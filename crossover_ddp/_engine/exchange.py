@@ -211,10 +211,7 @@ class Exchange:
     def comparing(self, grad_bucket: dist.GradBucket, state: object, wanted: bool | None) -> Iterator[None]:
         """Where a hook sends a bucket, or refuses it; behind a step's last one parameters are compared. **Collective**.
 
-        Args:
-            grad_bucket: what DDP gave to the hook.
-            state: that the hook was registered with.
-            wanted: whether parameters must be the same on all ranks, see [Note: digests]; None: ask the environment.
+        ``wanted``: whether parameters must be the same on all ranks, see [Note: digests]; None: ask the environment.
         """
         entered = self._entered
         try:
@@ -359,11 +356,7 @@ class Exchange:
         return equal_lengths(flat.numel(), self.size, max(1, network.alignment_bytes // flat.itemsize))
 
     def gather_numbers(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-        """Return every rank's numbers by rank, as many on all ranks, once all have asked.
-
-        Args:
-            numbers: of this rank.
-            device: over whose network; its index counts.
+        """Return every rank's numbers by rank, as many on all, once all have asked; over the network of ``device``.
 
         **Collective**.
         """
@@ -494,13 +487,10 @@ async def _between(trip: Trip, begin: Begin, way: Coroutine[Any, Any, None], the
 def on_destruction(
     process_group: dist.ProcessGroup, end: Callable[[], Any], *, at_exit: bool = True
 ) -> Callable[[], object]:
-    """Call ``end`` in ``destroy_process_group``, or else when the interpreter exits if ``at_exit``.
+    """Call ``end`` in ``destroy_process_group``, or else at exit if ``at_exit``; return what takes that back.
 
     A group object that a DDP model has used is never collected (torch 2.15), so its end cannot be seen. But
     torch's registry holds the only handle of the group's store, and drops it when the group is destroyed.
-
-    Returns:
-        What takes that back.
     """
     store_of = getattr(dist.distributed_c10d, "_get_process_group_store", None)
     with contextlib.suppress(KeyError, TypeError, ValueError):

@@ -483,9 +483,7 @@ class _Sums:
 def tree_sum(addends: Sequence[Tensor], out: Tensor) -> None:
     """Add as a balanced tree over ranks, ((0 + 1) + (2 + 3)) + …, whoever does it; writes into the addends.
 
-    Args:
-        addends: in the order of ranks, two or more.
-        out: one of them.
+    ``addends``: in the order of ranks, two or more. ``out``: one of them.
     """
     while len(addends) > 2:
         pairs = [torch.add(left, right, out=left) for left, right in zip(*[iter(addends)] * 2, strict=False)]

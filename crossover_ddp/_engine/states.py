@@ -61,12 +61,10 @@ class Agreement:
         self.made = False
 
     def make(self, group: dist.ProcessGroup, said: Callable[[], Mapping[str, object]]) -> None:
-        """Raise unless all ranks say the same, once.
+        """Raise unless all ranks of ``group`` say the same, once.
 
-        Args:
-            group: whose ranks compare.
-            said: returns this rank's values by name, which are compared by their ``repr``; not called with
-                ``CROSSOVER_DISABLE=1``.
+        ``said`` returns this rank's values by name, which are compared by their ``repr``. It is not called with
+        ``CROSSOVER_DISABLE=1``.
 
         On failure: ``UnsupportedConfigurationError`` on all ranks; the next bucket compares again. ``ExchangeError`` if
         a peer is gone.
@@ -111,9 +109,7 @@ def told_by_all(group: dist.ProcessGroup, said: Said) -> list[Said]:
 
 
 def let_collectives_go(process_group: dist.ProcessGroup | None) -> None:
-    """Wait a moment after torch's own collectives, for a process that may end right behind them.
-
-    ``process_group``: whose; None: one of gloo's, which may be gone by now.
+    """Wait a moment after collectives of a group (None: one of gloo's, which may be gone): the process may end now.
 
     gloo's threads let go of a collective a moment after it, and abort a process that ends by then
     (https://github.com/pytorch/pytorch/pull/179291). Nothing tells when they have; other backends need no wait.
@@ -250,11 +246,9 @@ class HookState:
             )
 
     def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
-        """Make whole what ranks keep apart, see [Note: checkpoints]. **Collective**.
+        """Make whole what ranks keep apart, for rank ``to`` or for all, see [Note: checkpoints]. **Collective**.
 
-        Args:
-            optimizers: that are saved with the model.
-            to: the rank that needs it; None: all.
+        ``optimizers``: that are saved with the model.
         """
 
     def _kept_by_hook(self) -> dict[str, Any]:
@@ -275,12 +269,7 @@ def told(
 ) -> dict[str, Any]:
     """Return what all states tell, by the keys of docs/choosing.md.
 
-    Args:
-        meter: of the state.
-        mutex: its `GPUMutex`.
-        codec: that is in use, or None.
-        coded: with a codec, what `Compression.stats` returns.
-        not_deferred: why steps are not deferred; None: they are.
+    ``coded``: with a codec, what `Compression.stats` returns. ``not_deferred``: why steps are not; None: they are.
     """
     turns = {} if mutex is None else mutex.stats()
     hidden_s = max(0.0, meter.under_way_s - meter.exposed_s)
