@@ -36,7 +36,9 @@ def patched(source: str, diff: str) -> str:
     lines, place, waiting, follows = source.splitlines(), 0, [], False
     for line in diff.splitlines():
         if line.strip() == "...":
-            follows = False
+            lines[place:place] = waiting
+            place += len(waiting)
+            waiting, follows = [], False
         elif line.startswith("+") and not follows:
             waiting.append(line[1:])
         elif line.startswith("+"):

@@ -57,7 +57,6 @@ class OnFitStart(pytorch_lightning.Callback):  # type: ignore[misc]
 def lightning() -> Report:
     runs = Runs()
     line, callback = diffs("Lightning")
-    (kfac,) = diffs("Lightning's checkpoints")
     plain = documents.before(line)
     train(runs, "plain", plain)
     train(runs, "line on a CPU", documents.after(line))
@@ -67,7 +66,6 @@ def lightning() -> Report:
     train(runs, "accumulated plain", plain, accumulate_grad_batches=2)
     train(runs, "accumulated callback", documents.after(callback), accumulate_grad_batches=2)
     train(runs, "clipped plain", plain, gradient_clip_val=0.01)
-    resumed(runs, "kfac", documents.after(kfac))
     decoupled(runs, "decoupled", plain)
     views = plain.replace("DDPStrategy()", "DDPStrategy(gradient_as_bucket_view=True)")
     decoupled(runs, "decoupled views", views)
@@ -77,31 +75,13 @@ def lightning() -> Report:
     return runs.report
 
 
-def train(
-    runs: Runs,
-    name: str,
-    source: str,
-    module: Module | None = None,
-    names: dict[str, Any] | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """Run a block of the document; return the names that it has left."""
+def train(runs: Runs, name: str, source: str, module: Module | None = None, **options: Any) -> None:
+    """Run a block of the document."""
     module = Module() if module is None else module
     loader = DataLoader(samples(), batch_size=4)
     trainer = functools.partial(pytorch_lightning.Trainer, **options)
     with runs.run(name, module.network), patch.object(pytorch_lightning, "Trainer", trainer):
-        names = {"model": module, "train_loader": loader, "val_loader": loader, **(names or {})}
-        shown(source, names)
-    return names or {}
-
-
-def resumed(runs: Runs, name: str, source: str) -> None:
-    """Train both epochs at once, and the second by resuming after the first."""
-    train(runs, name, source)
-    first = train(runs, f"{name} first", source.replace("max_epochs=2", "max_epochs=1"))
-    path = first["trainer"].checkpoint_callback.best_model_path
-    again = source.replace("val_loader)", "val_loader, ckpt_path=path)")
-    train(runs, f"{name} resumed", again, names={"path": path})
+        shown(source, {"model": module, "train_loader": loader, "val_loader": loader})
 
 
 def decoupled(runs: Runs, name: str, source: str, module: Clipping | None = None, **options: Any) -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from crossover_ddp import DecoupledState, LocalSGDState, decoupled_hook, local_sgd_hook
+from crossover_ddp import DecoupledState, LocalSGDState, local_sgd_hook
 from tests.harness import documents
 from tests.harness.waiting import eventually
 from tests.recipes.loops_common import diffs, network, samples, sgd, shown, square
@@ -118,6 +119,8 @@ def imagenet(loss: Loss, directory: Path, resume: bool, hooked: bool) -> None:
 
 TIMM = """
 def main(start_epoch):
+    if True:
+        task.prepare_distributed(...)
     if start_epoch > 0:
         scheduler.step(start_epoch)
     try:
@@ -148,10 +151,6 @@ def timm(loss: Loss, directory: Path, resume: bool, hooked: bool) -> None:
     if resume:
         start_epoch = resume_checkpoint(vit, str(last), optimizer, weights_only=False)
     model = DistributedDataParallel(vit, **DecoupledState.ddp_options(vit))
-    state = None
-    if hooked:
-        state = DecoupledState(optimizer, owners="layers")
-        model.register_comm_hook(state, decoupled_hook)
 
     def train_one_epoch(epoch: int) -> None:
         for step in range(STEPS):
@@ -166,11 +165,11 @@ def timm(loss: Loss, directory: Path, resume: bool, hooked: bool) -> None:
         "train_one_epoch": train_one_epoch,
         "scheduler": create_scheduler_v2(optimizer, "cosine", num_epochs=3)[0],
         "saver": saver,
-        "state": state,
+        "optimizer": optimizer,
+        "task": SimpleNamespace(prepare_distributed=lambda _: model, get_trainable_module=lambda: model),
     }
     (diff,) = diffs("timm's Muon")
-    saving = diff.rpartition(" ...\n")[2]
-    shown(documents.patched(TIMM, saving) if hooked else TIMM, names)
+    shown(documents.patched(TIMM, diff) if hooked else TIMM, names)
 
 
 def lightning(loss: Loss, directory: Path, resume: bool, hooked: bool) -> None:

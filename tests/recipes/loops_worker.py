@@ -220,62 +220,7 @@ def timm_task() -> Report:
     return runs.report
 
 
-def timm_muon() -> Report:
-    """Train and save with timm's own Muon on owners."""
-    import timm
-    from timm.optim import create_optimizer_v2
-    from timm.task import ClassificationTask
-    from timm.utils import CheckpointSaver
-
-    dist.init_process_group("gloo")
-    runs = Runs()
-    *lines, consolidate = (line.strip() for line in documents.added(diffs("timm's Muon")[0]))
-
-    def train(optimizer: torch.optim.Optimizer, task: Any, epoch: int) -> None:
-        for step in range(3):
-            torch.manual_seed(10 * epoch + step + 100 * dist.get_rank())
-            task(torch.randn(2, 3, 32, 32), torch.randint(2, (2,)))["loss"].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    for name in ("plain", "owned"):
-        torch.manual_seed(3)
-        model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=2)
-        task = ClassificationTask(model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
-        task = task.prepare_distributed()
-        names = {"task": task, "optimizer": create_optimizer_v2(model, opt="muon", lr=0.01)}
-        with runs.run(name, model):
-            if name == "owned":
-                shown("\n".join(lines), names)
-            train(names["optimizer"], task, 0)
-            if name == "owned":
-                shown(consolidate, names)
-            if dist.get_rank() == 0:
-                place = Path(f"{name}-saved")
-                place.mkdir()
-                saver = CheckpointSaver(model, names["optimizer"], checkpoint_dir=str(place))
-                saver.save_checkpoint(0, metric=1.0)
-            train(names["optimizer"], task, 1)
-            model.state_dict()
-    dist.barrier()
-    saved = [torch.load(f"{name}-saved/last.pth.tar", weights_only=False) for name in ("plain", "owned")]
-    kept = [
-        [
-            (index, name, value)
-            for index, state in sorted(each["optimizer"]["state"].items())
-            for name, value in sorted(state.items())
-        ]
-        for each in saved
-    ]
-    same = [each[:2] for each in kept[0]] == [each[:2] for each in kept[1]] and all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-        for (*_, a), (*_, b) in zip(*kept, strict=True)
-    )
-    runs.report["owned"]["saved"] = len(kept[0]) if same else 0
-    return runs.report
-
-
-LOOPS = (accelerate, trainer, lightning, compiled, inductor, timm_task, timm_muon)
+LOOPS = (accelerate, trainer, lightning, compiled, inductor, timm_task)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

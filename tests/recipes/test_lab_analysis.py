@@ -1,8 +1,9 @@
-"""What a run says, worked out from made-up step logs and spans, and the picture of it."""
+"""What a run says, worked out from made-up step logs and spans: shares of devices, hand-overs, figures, the picture."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -13,8 +14,35 @@ from crossover_ddp._timeline.record import Timeline
 from lab import command
 from lab.analysis import MeteredStep, bound, job_figures, rate_for
 from lab.nodes import RUN_FILE
-from lab.spans import TimelineSpan
-from tests.recipes.made_up_spans import siblings, span
+from lab.picture import draw, middle_window
+from lab.spans import TimelineSpan, handovers_s, occupancy
+
+
+def span(job: str, kind: str, begin_s: float, end_s: float, *, rank: int = 0) -> TimelineSpan:
+    return TimelineSpan(job, rank, f"device{rank}", kind, begin_s, end_s)
+
+
+def siblings(turns: int = 10, *, ranks: int = 2) -> list[TimelineSpan]:
+    """Two jobs that alternate: 1 s of computation, 0.5 s of exchange, then waiting for the other's end."""
+    spans = []
+    for turn in range(2 * turns):
+        for rank in range(ranks):
+            job, begin_s = "ab"[turn % 2], float(turn)
+            spans.append(span(job, "compute", begin_s, begin_s + 0.999, rank=rank))
+            spans.append(span(job, "exchange", begin_s + 0.999, begin_s + 1.5, rank=rank))
+            spans.append(span(job, "wait", begin_s + 1.5, begin_s + 2, rank=rank))
+    return sorted(spans, key=lambda each: each.begin_s)
+
+
+intervals = st.lists(
+    st.tuples(
+        st.sampled_from("abc"),
+        st.sampled_from(["compute", "exchange", "wait"]),
+        st.integers(0, 30),
+        st.integers(0, 9),
+    ),
+    max_size=12,
+).map(lambda drawn: [span(job, kind, begin, begin + length) for job, kind, begin, length in drawn])
 
 
 def steps(
@@ -49,17 +77,12 @@ def test_bound_never_promises_more_than_the_number_of_jobs(jobs: list[tuple[floa
     value = bound(jobs)
     assert 0 < value <= len(jobs) * (1 + 1e-9)
     assert bound([(3 * c, 3 * t, 3 * m) for c, t, m in jobs]) == pytest.approx(value)
-    assert bound(list(reversed(jobs))) == pytest.approx(value)
 
 
-def test_bound_of_different_jobs_is_that_of_their_sums() -> None:
-    assert bound([(1.0, 2.0, 0.5), (3.0, 6.0, 1.0)]) == pytest.approx(8 / 6)
-
-
-@pytest.mark.parametrize("alone", [[], [(1.0, 0.0, 1.0)], [(1.0, float("nan"), 1.0)]])
-def test_bound_refuses_what_it_cannot_mean(alone: list[tuple[float, float, float]]) -> None:
-    with pytest.raises(ValueError, match=r"expected \(C, T1, M\) with T1 > 0"):
-        bound(alone)
+def test_bound_refuses_what_it_cannot_mean() -> None:
+    for alone in ([], [(1.0, 0.0, 1.0)], [(1.0, float("nan"), 1.0)]):
+        with pytest.raises(ValueError, match=r"expected \(C, T1, M\) with T1 > 0"):
+            bound(alone)
 
 
 def test_rate_makes_the_wire_take_the_share_of_the_computation_asked_for() -> None:
@@ -159,17 +182,12 @@ def test_command_line_from_job_to_result(tmp_path: Path, capsys: pytest.CaptureF
     assert "a" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["", "fast", "200 mbyte", "-5mbit"])
-def test_a_rate_that_cannot_be_read_is_refused(text: str) -> None:
-    with pytest.raises(SystemExit):
-        command.parse_arguments(["link", "--rate", text])
-
-
-@pytest.mark.parametrize(
-    ("text", "mbit"), [("200mbit", 200), ("1gbit", 1000), ("2.5", 2.5), ("500 Kbit", 0.5)]
-)
-def test_rates(text: str, mbit: float) -> None:
-    assert command.parse_rate(text) == mbit
+def test_rates_are_read() -> None:
+    for text, mbit in (("200mbit", 200), ("1gbit", 1000), ("2.5", 2.5), ("500 Kbit", 0.5)):
+        assert command.parse_rate(text) == mbit
+    for text in ("", "fast", "200 mbyte", "-5mbit"):
+        with pytest.raises(SystemExit):
+            command.parse_arguments(["link", "--rate", text])
 
 
 def test_a_job_without_a_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,3 +200,79 @@ def test_last_line_of_a_growing_log(tmp_path: Path) -> None:
     assert command.last_line(log) == ""
     log.write_text("x" * 9000 + "\nstep 1\rstep 2\r\n\n")
     assert command.last_line(log) == "step 2"
+
+
+# --- spans and the picture ------------------------------------------------------------
+
+
+def test_a_handover_counts_only_when_the_job_had_to_wait_for_the_sibling() -> None:
+    given_back = span("b", "compute", 0.0, 2.0)
+    elsewhere = span("b", "compute", 0.0, 2.4, rank=1)
+    waited = span("a", "wait", 1.0, 2.1)
+    assert handovers_s([given_back, elsewhere, waited], "a") == [pytest.approx(0.1)]
+    late = span("a", "wait", 2.05, 2.1)  # the device was free already
+    assert handovers_s([given_back, late], "a") == []
+    assert handovers_s([given_back, waited], "b") == []
+
+
+def test_occupancy() -> None:
+    spans = [
+        span("a", "compute", 0, 4),
+        span("b", "compute", 3, 6),
+        span("a", "exchange", 4, 10),
+        span("b", "exchange", 6, 9),
+        span("b", "exchange", 2, 3),
+    ]
+    # Both are active from 2 to 9.
+    shares = occupancy(spans, "device0")
+    assert shares == pytest.approx({"idle": 3 / 7, "one": 3 / 7, "several": 1 / 7})
+    assert occupancy(spans, "device0", window_s=(0, 2)) == pytest.approx({"idle": 0, "one": 1, "several": 0})
+    assert occupancy(spans, "device9") == {"idle": 1.0, "one": 0.0, "several": 0.0}
+
+
+@given(intervals)
+def test_shares_are_of_who_computes_in_each_second(spans: list[TimelineSpan]) -> None:
+    shares = occupancy(spans, "device0", window_s=(5, 20))
+    computing = [
+        {each.job for each in spans if each.kind == "compute" and each.begin_s <= second < each.end_s}
+        for second in range(5, 20)
+    ]
+    counted = [sum(min(2, len(jobs)) == many for jobs in computing) / 15 for many in range(3)]
+    assert shares == pytest.approx(dict(zip(("idle", "one", "several"), counted, strict=True)))
+
+
+def test_ranks_of_one_job_on_one_device_are_not_several_jobs() -> None:
+    ranks = [TimelineSpan("a", rank, "gpu", "compute", 0, 4) for rank in (0, 1)]
+    assert occupancy(ranks, "gpu") == {"idle": 0.0, "one": 1.0, "several": 0.0}
+
+
+def test_a_long_run_without_siblings_is_quick() -> None:
+    """Quadratic work in it would take minutes, and the test's time limit is one."""
+    alone = [each for turn in range(20_000) for each in _turn("a", float(turn))]
+    assert handovers_s([span("b", "compute", 0.0, 0.5), *alone], "a") == []
+
+
+def _turn(job: str, begin_s: float) -> list[TimelineSpan]:
+    return [span(job, "compute", begin_s + 1, begin_s + 1.5), span(job, "wait", begin_s + 1.9, begin_s + 2)]
+
+
+def test_names_and_shares_are_written_in_the_picture_of_the_middle(tmp_path: Path) -> None:
+    path = draw(siblings(10), tmp_path / "deep" / "x.svg", title="title")
+    # matplotlib draws glyphs, and says which in comments
+    written = "".join(path.read_text().split("<!--")[1:])
+    for text in (
+        "device0",
+        "device1",
+        "job a",
+        "job b",
+        "waits for its turn",
+        "busy 100%",
+        "idle 0%",
+        "title",
+    ):
+        assert f" {text}" in written
+    ElementTree.parse(path)
+    assert middle_window(siblings(100), steps=8) == (92.0, 108.0)
+    assert middle_window(siblings(3), steps=8) == (0.0, 7.0)
+    with pytest.raises(ValueError, match="expected spans, got none"):
+        draw([], path)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lab import Cluster, Job, load_run
+from lab import Cluster, Job
 from tests.harness._preloaded import ForkedScript
-from tests.recipes.test_lab import SHOW_ENVIRONMENT, shaped, unshaped
+from tests.recipes.test_lab import shaped, unshaped
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(120)
@@ -46,23 +46,6 @@ dist.destroy_process_group()
 
 def told(directory: Path, ranks: int) -> list[dict[str, float]]:
     return [json.loads((directory / f"rank{r}.log").read_text().splitlines()[-1]) for r in range(ranks)]
-
-
-@pytest.mark.parametrize("on_links", [shaped, unshaped])
-def test_local_ranks_share_a_node(on_links: bool, tmp_path: Path) -> None:
-    with Cluster(ranks_per_node=2, shaped=on_links) as cluster:
-        cluster.run([Job("a", ["python", "-c", SHOW_ENVIRONMENT])], 60, out=tmp_path)
-        assert cluster.ranks == [(0, 0), (0, 1), (1, 0), (1, 1)]
-        cores = cluster.cores
-    found = told(tmp_path / "a", 4)
-    for rank, variables in enumerate(found):
-        node, local = divmod(rank, 2)
-        assert [variables[name] for name in ("RANK", "LOCAL_RANK")] == [str(rank), str(local)]
-        assert [variables[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")] == ["4", "2"]
-        assert variables["CROSSOVER_DEVICE"] == f"lab-node{node}-device{node}"
-        assert variables["cores"] == [cores[node]]
-    assert len({variables["net"] for variables in found}) == (2 if on_links else 1)
-    assert load_run(tmp_path).lab["ranks_per_node"] == 2
 
 
 @pytest.mark.parametrize("on_links", [shaped, unshaped])

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -43,26 +42,23 @@ except KeyboardInterrupt as error:
 """
 
 
-def clear_up(first: int, *meanwhile: int) -> "subprocess.CompletedProcess[str]":
+@pytest.mark.parametrize(
+    ("meanwhile", "ending"),
+    [
+        ([signal.SIGINT] * 3, (0, "cleared up\ninterrupted\n")),
+        ([signal.SIGTERM], (-signal.SIGTERM, "cleared up\n")),
+    ],
+)
+def test_signals_wait_though_torch_has_threads(meanwhile: list[int], ending: tuple[int, str]) -> None:
     """Interrupt a process that then clears up, in which further signals for the whole process come."""
     command = [sys.executable, "-c", CLEARING_UP, *(str(int(number)) for number in meanwhile)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/recipes"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
-        process.send_signal(first)
+        process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=60)
-    return subprocess.CompletedProcess(command, process.returncode, rest)
-
-
-def test_further_interrupts_wait_though_torch_has_threads() -> None:
-    done = clear_up(signal.SIGINT, *[signal.SIGINT] * 3)
-    assert (done.returncode, done.stdout) == (0, "cleared up\ninterrupted\n")
-
-
-def test_a_signal_that_ends_the_process_ends_it_after_the_block() -> None:
-    done = clear_up(signal.SIGINT, signal.SIGTERM)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "cleared up\n")
+    assert (process.returncode, rest) == ending
 
 
 @pytest.fixture
@@ -80,18 +76,14 @@ def noted() -> Iterator[list[int]]:
         signal.signal(number, each)
 
 
-def handlers() -> list[Any]:
-    return [signal.getsignal(number) for number in ENDINGS]
-
-
 def test_each_signal_that_came_has_its_effect_afterwards(noted: list[int]) -> None:
-    before = handlers()
+    before = [signal.getsignal(number) for number in ENDINGS]
     with pytest.raises(InterruptedError), undisturbed():
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             signal.raise_signal(number)
         assert noted == []
     assert sorted(noted) == sorted(ENDINGS)
-    assert handlers() == before
+    assert [signal.getsignal(number) for number in ENDINGS] == before
 
 
 def test_blocks_within_blocks_wait_for_the_outer_one(noted: list[int]) -> None:

@@ -4,9 +4,11 @@ The worker is started once for each loop. It runs the loop without and with the 
 and nothing may be left in shared memory.
 """
 
+import functools
 import importlib.util
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,32 +65,35 @@ def inside_turns(run: dict[str, Any], *, training: bool) -> list[bool]:
     return [holding for trains, holding in run["forwards"] if trains == training]
 
 
-def needs(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"needs {package}: pip install '.[loops]'")
+def needs(*packages: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}: pip install '.[loops]'")
+
+
+NEEDS = {
+    "accelerate": ["accelerate"],
+    "trainer": ["transformers", "accelerate"],
+    "lightning": ["pytorch_lightning"],
+}
+Loop = Callable[[str], tuple[Runs, Runs]]
 
 
 @pytest.fixture(scope="module")
-def accelerate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Runs]:
-    needs("accelerate")
-    return run_loop("accelerate", tmp_path_factory.mktemp("accelerate"))
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Loop:
+    """Return what runs a loop, once for all tests."""
+
+    @functools.cache
+    def run(name: str) -> tuple[Runs, Runs]:
+        needs(*NEEDS[name])
+        return run_loop(name, tmp_path_factory.mktemp(name))
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def lightning(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Runs]:
-    needs("pytorch_lightning")
-    return run_loop("lightning", tmp_path_factory.mktemp("lightning"))
-
-
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Runs]:
-    needs("transformers")
-    needs("accelerate")
-    return run_loop("trainer", tmp_path_factory.mktemp("trainer"))
-
-
-def test_accelerate_takes_turns(accelerate: tuple[Runs, Runs]) -> None:
-    for runs in accelerate:
+@pytest.mark.parametrize("name", ["accelerate", "trainer"])
+def test_a_loop_takes_turns(name: str, loop: Loop) -> None:
+    for runs in loop(name):
         hooked = runs["hooked"]
         assert_equal(hooked, runs["plain"])
         assert hooked["turns"] == 4  # of 8 backward passes: two for each optimizer step
@@ -96,34 +101,21 @@ def test_accelerate_takes_turns(accelerate: tuple[Runs, Runs]) -> None:
         assert inside_turns(hooked, training=False) == [False, False]
 
 
-def test_accelerate_ignores_a_hook_among_its_ddp_arguments(accelerate: tuple[Runs, Runs]) -> None:
+def test_accelerate_ignores_a_hook_among_its_ddp_arguments_and_trains_decoupled(loop: Loop) -> None:
     """What docs/loops.md warns of: without a state it could not even run."""
-    for runs in accelerate:
+    for runs in loop("accelerate"):
         assert_equal(runs["ignored"], runs["plain"])
-
-
-def test_accelerate_trains_decoupled(accelerate: tuple[Runs, Runs]) -> None:
-    for runs in accelerate:
         assert_equal(runs["decoupled"], runs["plain"])
         assert runs["decoupled"]["deferred"] > 0
 
 
-def test_trainer_takes_turns(trainer: tuple[Runs, Runs]) -> None:
-    for runs in trainer:
-        hooked = runs["hooked"]
-        assert_equal(hooked, runs["plain"])
-        assert hooked["turns"] == 4
-        assert sum(inside_turns(hooked, training=True)) == 4
-        assert inside_turns(hooked, training=False) == [False, False]
-
-
-def test_trainer_cannot_train_decoupled(trainer: tuple[Runs, Runs]) -> None:
-    for runs in trainer:
+def test_trainer_cannot_train_decoupled(loop: Loop) -> None:
+    for runs in loop("trainer"):
         assert "gradient_as_bucket_view=False and find_unused_parameters=True" in runs["decoupled"]["error"]
 
 
-def test_lightning_takes_turns_by_one_line_where_it_registers_hooks(lightning: tuple[Runs, Runs]) -> None:
-    for runs in lightning:
+def test_lightning_takes_turns_by_one_line_where_it_registers_hooks(loop: Loop) -> None:
+    for runs in loop("lightning"):
         line = runs["line"]
         assert_equal(line, runs["plain"])
         assert line["turns"] == 8
@@ -132,18 +124,16 @@ def test_lightning_takes_turns_by_one_line_where_it_registers_hooks(lightning: t
         assert inside_turns(line, training=False) == [False] * 2 + [True] * 8
 
 
-def test_lightning_ignores_the_line_on_a_cpu(lightning: tuple[Runs, Runs]) -> None:
+def test_lightning_ignores_the_line_on_a_cpu(loop: Loop) -> None:
     """What docs/loops.md warns of."""
-    for runs in lightning:
+    for runs in loop("lightning"):
         assert_equal(runs["line on a CPU"], runs["plain"])
         assert runs["line on a CPU"]["turns"] == 0
 
 
 @pytest.mark.parametrize(("kind", "turns", "inside"), [("", 8, 6), ("accumulated ", 4, 4)])
-def test_lightnings_callback_takes_turns_and_pauses(
-    kind: str, turns: int, inside: int, lightning: tuple[Runs, Runs]
-) -> None:
-    for runs in lightning:
+def test_lightnings_callback_takes_turns_and_pauses(kind: str, turns: int, inside: int, loop: Loop) -> None:
+    for runs in loop("lightning"):
         callback = runs[f"{kind}callback"]
         assert_equal(callback, runs[f"{kind}plain"])
         assert callback["turns"] == turns
@@ -152,23 +142,15 @@ def test_lightnings_callback_takes_turns_and_pauses(
         assert callback["left"]
 
 
-def test_lightning_trains_with_kfac_and_resumes_it_from_its_checkpoint(lightning: tuple[Runs, Runs]) -> None:
-    for runs in lightning:
-        assert differ(runs["kfac"], runs["plain"])
-        assert all(weight.isfinite().all() for weight in runs["kfac"]["weights"])
-        assert differ(runs["kfac first"], runs["kfac"])
-        assert_equal(runs["kfac resumed"], runs["kfac"])
-
-
-def test_lightning_trains_decoupled(lightning: tuple[Runs, Runs]) -> None:
-    for runs in lightning:
+def test_lightning_trains_decoupled(loop: Loop) -> None:
+    for runs in loop("lightning"):
         for how, plain in (("", "plain"), (" views", "plain"), (" accumulated", "accumulated plain")):
             assert_equal(runs[f"decoupled{how}"], runs[plain])
             assert runs[f"decoupled{how}"]["deferred"] > 0
 
 
-def test_lightning_clips_a_decoupled_model_by_its_state(lightning: tuple[Runs, Runs]) -> None:
-    for runs in lightning:
+def test_lightning_clips_a_decoupled_model_by_its_state(loop: Loop) -> None:
+    for runs in loop("lightning"):
         clipping, plain = runs["decoupled clipping"], runs["clipped plain"]
         assert not clipping["error"]
         assert clipping["deferred"] > 0
@@ -178,16 +160,10 @@ def test_lightning_clips_a_decoupled_model_by_its_state(lightning: tuple[Runs, R
             torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-8)
 
 
-def test_lightnings_own_clipping_is_that_of_plain_ddp(lightning: tuple[Runs, Runs]) -> None:
-    for runs in lightning:
+def test_lightnings_own_clipping_is_that_of_plain_ddp(loop: Loop) -> None:
+    for runs in loop("lightning"):
         assert_equal(runs["decoupled clipped"], runs["clipped plain"])
         assert runs["decoupled clipped"]["deferred"] == 0
-
-
-def test_timms_muon_on_owners_trains_and_saves_as_without_them(tmp_path: Path) -> None:
-    for runs in run_loop("timm_muon", tmp_path):
-        assert_equal(runs["owned"], runs["plain"])
-        assert runs["owned"]["saved"] > 10
 
 
 def test_compiled_models_take_turns(tmp_path: Path) -> None:

