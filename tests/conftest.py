@@ -7,6 +7,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.fake_cuda import session as fake_cuda
@@ -37,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(plugin)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Test the harness first, and last the files with tests that choose their company.
 
@@ -45,10 +47,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     if not items:
         return
+    for item in items:
+        _place_on_gpu(item)
     kinds = items[0].config.stash.setdefault(_kinds, {})
     for item in items:
         kinds[item.path] = max(_marked(item), kinds.get(item.path, Company.CROWD))
     items.sort(key=lambda item: (kinds[item.path], not item.nodeid.startswith("tests/harness/")))
+
+
+def _place_on_gpu(item: pytest.Item) -> None:
+    """Let what is marked ``gpu`` run on the fake device where there is no GPU; skip what the machine cannot run."""
+    needs = {name: value for mark in item.iter_markers("gpu") for name, value in mark.kwargs.items()}
+    if torch.cuda.is_available() and not fake_cuda.is_here():
+        found, count = torch.cuda.device_count(), needs.get("count", 1)
+        if found < count:
+            item.add_marker(pytest.mark.skip(reason=f"needs {count} GPUs, found {found}"))
+    elif "real" in needs:
+        reason = (
+            f"the fake device has {needs['real']}; run tests/gpu/run_all.sh on a machine with an NVIDIA GPU"
+        )
+        item.add_marker(pytest.mark.skip(reason=reason))
+    elif item.get_closest_marker("gpu"):
+        item.add_marker(fake_cuda.MARKER)
 
 
 def _marked(item: pytest.Item) -> Company:

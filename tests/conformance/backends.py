@@ -57,12 +57,12 @@ def switched_off() -> Iterator[None]:
 
 
 # All that runs there in the short form.
-SHORT = ("many_buckets", "accumulation_viewed", "unused_parameters_viewed", "batch_norm_buffers")
-_CUDA: dict[str, Any] = {"around": on_cuda, "marks": (pytest.mark.fake_cuda,), "world_sizes": (2,)}
+SHORT = ("many_buckets", "accumulation_viewed", "unused_parameters_viewed", "batch_norm_buffers", "clipping")
+_CUDA: dict[str, Any] = {"around": on_cuda, "world_sizes": (2,)}
 BACKENDS = {
     "gloo": Backend(),
     "native": Backend(around=inside.force_native, world_sizes=(2,), adds_in_order=False),
     "switched_off": Backend(around=switched_off, world_sizes=(2,), adds_in_order=False, switches_off=True),
-    "cuda_gloo": Backend(**_CUDA),
-    "cuda_nccl": Backend("nccl", adds_in_order=False, **_CUDA),
+    "cuda_gloo": Backend(marks=(pytest.mark.gpu,), **_CUDA),
+    "cuda_nccl": Backend("nccl", adds_in_order=False, marks=(pytest.mark.gpu(count=2),), **_CUDA),
 }

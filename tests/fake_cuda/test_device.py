@@ -1,6 +1,5 @@
 """The device keeps the orders that CUDA promises, and only these: what a program forgets shows."""
 
-import ctypes
 import os
 import signal
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from tests.harness import run_ranks, spawn_script
 from tests.harness.waiting import eventually, gone
 
-from . import late
 from .gate import held
 
 pytestmark = pytest.mark.fake_cuda
@@ -77,16 +75,6 @@ def test_a_stream_waits_for_what_the_event_held_when_it_was_told(side: torch.cud
             assert eventually(here().query, 20)
 
 
-def test_elapsed_time_is_that_between_two_events(side: torch.cuda.Stream) -> None:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    with torch.cuda.stream(side):
-        begin.record()
-        torch.cuda._sleep(20_000_000)
-        end.record()
-    side.synchronize()
-    assert begin.elapsed_time(end) >= 20.0
-
-
 # --- memory
 
 
@@ -124,23 +112,6 @@ def test_pinned_memory_is_read_when_it_is_copied_and_other_memory_at_once(
     assert on_device[0].item() == (2.0 if pinned else 1.0)
 
 
-def test_pinned_memory_is_lent_again_after_its_copy(side: torch.cuda.Stream) -> None:
-    host = torch.ones(1000, pin_memory=True)
-    place = host.data_ptr()
-    on_device = torch.empty(1000, device="cuda")
-    with held(side), torch.cuda.stream(side):
-        on_device.copy_(host, non_blocking=True)
-        del host
-        assert torch.empty(1000, pin_memory=True).data_ptr() != place
-    assert on_device[0].item() == 1.0
-    assert torch.empty(1000, pin_memory=True).data_ptr() == place
-
-
-def test_memory_is_bounded() -> None:
-    with late(memory_mb=100), pytest.raises(torch.cuda.OutOfMemoryError):
-        torch.empty(200 << 20, dtype=torch.uint8, device="cuda")
-
-
 # --- what is not covered raises
 
 
@@ -176,21 +147,6 @@ def own_event() -> None:
 
 
 # --- chance
-
-
-def latenesses(seed: int) -> list[int]:
-    draw = ctypes.CDLL(None).fake_lateness_us
-    draw.argtypes, draw.restype = [ctypes.c_char_p, ctypes.c_void_p], ctypes.c_long
-    with late(seed=seed, copy_us=5, copy_jitter_us=100):
-        return [draw(b"COPY", None) for _ in range(10)]
-
-
-def test_lateness_is_that_of_its_seed() -> None:
-    first = latenesses(1)
-    assert latenesses(2) != first
-    assert latenesses(1) == first
-    assert all(5 <= us < 105 for us in first)
-    assert len(set(first)) > 1
 
 
 def test_random_numbers_are_those_of_the_devices_seed() -> None:

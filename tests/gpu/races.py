@@ -68,11 +68,8 @@ def hear(plan: Plan, what: str, count: int = 1) -> None:
 
 
 @contextlib.contextmanager
-def mutex_of(plan: Plan) -> Iterator[GPUMutex | None]:
-    """Make the mutex, or what the seeded faults leave of it."""
-    if plan.variant == "none":
-        yield None
-        return
+def mutex_of(plan: Plan) -> Iterator[GPUMutex]:
+    """Make the mutex; of the variant "deaf" the device does not wait for siblings."""
     with mock.patch.dict(os.environ, {DEVICE_ORDER: plan.way}):
         mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
     if plan.variant == "deaf":
@@ -82,40 +79,34 @@ def mutex_of(plan: Plan) -> Iterator[GPUMutex | None]:
     assert mutex.stats()["ordered_by"] == plan.way
     try:
         yield mutex
-    finally:
         torch.cuda.synchronize()
+        assert mutex.disabled_because is None
+    finally:
         mutex.close()
 
 
 def take_turn(mutex: GPUMutex | None, plan: Plan, marks: torch.Tensor, spin_ns: int) -> None:
-    if plan.variant in ("streams", "stream not named"):
-        _take_turn_on_a_stream(mutex, plan, marks, spin_ns)
-        return
+    """Compute in a turn; without a mutex at once.
+
+    "streams", "stream not named": on a stream that the current one does not wait for; the mutex is told of it or not.
+    "side": as the engine does it, whose side stream waits, and the compute stream for that one.
+    """
+    current = torch.cuda.current_stream()
+    waiting = torch.cuda.Stream() if plan.variant == "side" else current
+    computing = _own_stream() if plan.variant in ("streams", "stream not named") else current
     if mutex is not None:
-        # "side": as the engine does it, whose side stream waits, and the compute stream for that one.
-        side = torch.cuda.Stream() if plan.variant == "side" else torch.cuda.current_stream()
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(waiting):
             mutex.acquire()
-        torch.cuda.current_stream().wait_stream(side)
-    if plan.variant == "graph":
-        graph, static = _captured(spin_ns)
-        graph.replay()
-        marks.copy_(static)
-    else:
-        busy_kernel()(marks, spin_ns)
+        current.wait_stream(waiting)
+    with torch.cuda.stream(computing):
+        if plan.variant == "graph":
+            graph, static = _captured(spin_ns)
+            graph.replay()
+            marks.copy_(static)
+        else:
+            busy_kernel()(marks, spin_ns)
     if mutex is not None:
-        mutex.release()
-
-
-def _take_turn_on_a_stream(mutex: GPUMutex | None, plan: Plan, marks: torch.Tensor, spin_ns: int) -> None:
-    """Compute on a stream that the current one does not wait for; "streams": the mutex is told of it."""
-    assert mutex is not None
-    stream = _own_stream()
-    named = [stream] if plan.variant == "streams" else []
-    mutex.acquire()
-    with torch.cuda.stream(stream):
-        busy_kernel()(marks, spin_ns)
-    mutex.release(streams=named)
+        mutex.release(streams=[computing] if plan.variant == "streams" else [])
 
 
 @functools.cache
@@ -144,7 +135,7 @@ def race(rank: int, world_size: int, plan: Plan) -> Outcome:
         for spin_ns in (WARM_UP_NS, plan.spin_ns):
             _captured(spin_ns)
     torch.cuda.synchronize()
-    with mutex_of(plan) as mutex:
+    with contextlib.nullcontext() if plan.variant == "none" else mutex_of(plan) as mutex:
         tell(plan, "ready")
         hear(plan, "ready", plan.processes)
         for _ in range(WARM_UP_TURNS):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in parts of at most ten minutes each, 45 minutes together:
-#   run_all.sh tests     kernels, exchange, hooks, K-FAC                                              (6 minutes)
+# Everything that needs a GPU, in parts of at most ten minutes each, 48 minutes together:
+#   run_all.sh tests     kernels, exchange, hooks, K-FAC, conformance                                 (9 minutes)
 #   run_all.sh order     turns on the device in every way of ordering, without deaths                 (5 minutes)
 #   run_all.sh bench     two siblings over gloo and NCCL: one after the other, unmanaged, crossover   (8 minutes)
 #   run_all.sh mps       order and benchmark under a private MPS daemon                               (9 minutes)
@@ -80,6 +80,7 @@ part() {
     tests)
         tests tests 250 -k "not $DEATHS" tests/gpu/test_kernels.py tests/gpu/test_device_order.py \
             tests/gpu/test_collectives_gpu.py tests/gpu/test_hooks_gpu.py || status=1
+        tests tests 150 -k cuda tests/conformance/test_conformance.py || status=1
         tests tests 100 tests/gpu/test_kfac_gpu.py || status=1
         ;;
     order)

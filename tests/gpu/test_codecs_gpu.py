@@ -1,19 +1,16 @@
 """Codecs on a GPU: the bits of the CPU, without a look of the host at any value.
 
-All ranks of a bucket are in one process and pass each other's bytes on, since NCCL takes one rank per GPU. The way
-through NCCL needs two.
+All ranks of a bucket are in one process and pass each other's bytes on, since NCCL takes one rank per GPU; the way
+through NCCL is in tests/conformance.
 """
 
 import pytest
 import torch
 
 from crossover_ddp.codecs import Codec
-from tests.harness import run_ranks
-from tests.multiprocess.compressed_training import Coded
 from tests.unit.compression.test_coded_link import PAIRS, Ranks, check_bits, check_infinities, gradients
 
 pytestmark = pytest.mark.gpu
-TIMEOUT_S = 240.0
 
 
 @pytest.mark.parametrize(
@@ -39,15 +36,3 @@ def test_the_host_waits_for_nothing(codecs: tuple[Codec, Codec]) -> None:
         ranks.step(flats)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def on_nccl(rank: int, world_size: int, hook: str) -> str:
-    torch.cuda.set_device(rank)
-    return Coded(hook, rank, PAIRS[0], device=f"cuda:{rank}").run(8).digest()
-
-
-@pytest.mark.gpu(count=2, elsewhere="tests/conformance")
-@pytest.mark.parametrize("hook", ["compressed", "crossover", "decoupled"])
-def test_ranks_on_nccl_have_equal_parameters(hook: str) -> None:
-    first, second = run_ranks(on_nccl, 2, args=[hook], backend="nccl", timeout_s=TIMEOUT_S)
-    assert first == second

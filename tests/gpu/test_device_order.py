@@ -21,7 +21,6 @@ from crossover_ddp.gpu_mutex import GPUMutex
 from tests import fake_cuda
 from tests.gpu.kernels import busy_kernel, gaps_s, overlaps
 from tests.gpu.races import (
-    LEASE_S,
     TIMEOUT_S,
     Plan,
     check_alternation,
@@ -75,8 +74,7 @@ def test_a_turn_belongs_to_all_ranks_of_a_job_on_the_device(tmp_path: Path) -> N
 def test_giving_back_does_not_wait_for_the_device(tmp_path: Path) -> None:
     busy = busy_kernel()
     marks = torch.zeros(2, dtype=torch.int64, device="cuda")
-    mutex = GPUMutex(new_plan(tmp_path).group, device=0, lease=LEASE_S)
-    try:
+    with mutex_of(new_plan(tmp_path)) as mutex:
         for _ in range(6):
             mutex.acquire()
             busy(marks, 50_000_000)
@@ -85,9 +83,6 @@ def test_giving_back_does_not_wait_for_the_device(tmp_path: Path) -> None:
             mutex.release()
             assert not kernel_done.query(), "the kernel was over: the host has waited for it"
             torch.cuda.synchronize()
-        assert mutex.stats()["disabled_because"] is None
-    finally:
-        mutex.close()
 
 
 # --- names ---------------------------------------------------------------------------------------------------
@@ -139,7 +134,6 @@ def die_in_turn(rank: int, world_size: int, plan: Plan) -> None:
     """Be killed with a kernel under way: inside the turn ("holding"), or after giving it back."""
     torch.cuda.set_device(0)
     with mutex_of(plan) as mutex:
-        assert mutex is not None
         tell(plan, "joined")
         hear(plan, "joined", 2)
         mutex.acquire()
@@ -156,7 +150,6 @@ def outlive(rank: int, world_size: int, plan: Plan) -> float:
     torch.cuda.set_device(0)
     busy, marks = busy_kernel(), torch.zeros(2, dtype=torch.int64, device="cuda")
     with mutex_of(plan) as mutex:
-        assert mutex is not None
         tell(plan, "joined")
         hear(plan, "computing")
         begin_s = time.monotonic()
@@ -170,7 +163,6 @@ def outlive(rank: int, world_size: int, plan: Plan) -> float:
                 "the stream waits for a dead process"
             )
         took_s = time.monotonic() - begin_s
-        assert mutex.stats()["disabled_because"] is None
         # The last one to leave removes the files; a CUDA process takes a while to die.
         assert eventually(lambda: not mutex.stats()["siblings"], DEATH_TIMEOUT_S), (
             "the killed one is still there"
@@ -221,7 +213,6 @@ def take_many_turns(rank: int, world_size: int, plan: Plan) -> tuple[Held, Held,
     marks = torch.zeros(2, dtype=torch.int64, device="cuda")
     busy_kernel()
     with mutex_of(plan) as mutex:
-        assert mutex is not None
         tell(plan, "ready")
         hear(plan, "ready", 2)
         before = None

@@ -1,23 +1,21 @@
 """Turns on one GPU in other people's loops: streams, graphs, mixed ways of ordering, siblings that come and go."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
 from crossover_ddp import UnsupportedConfigurationError
 from crossover_ddp._system.device import device_name
-from crossover_ddp._system.environment import DEVICE_ORDER, DEVICE_ORDERS
-from crossover_ddp.gpu_mutex import GPUMutex
+from crossover_ddp._system.environment import DEVICE_ORDERS
 from tests import fake_cuda
 from tests.gpu.kernels import busy_kernel, overlaps
 from tests.gpu.races import (
-    LEASE_S,
     MEET_TIMEOUT_S,
     TIMEOUT_S,
     TURNS,
@@ -38,13 +36,6 @@ from tests.unit.turns.mutexes import membership_of
 pytestmark = pytest.mark.gpu
 
 LONG_NS = 1_000_000_000
-
-
-def mutex_on_gpu(plan: Plan, way: str) -> GPUMutex:
-    with mock.patch.dict(os.environ, {DEVICE_ORDER: way}):
-        mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
-    assert mutex.stats()["ordered_by"] == way
-    return mutex
 
 
 # --- what the driver says -----------------------------------------------------------------------------------------
@@ -77,12 +68,11 @@ def test_kernels_on_a_stream_that_release_does_not_name_overlap(tmp_path: Path) 
 
 @pytest.mark.parametrize("way", DEVICE_ORDERS)
 def test_a_turn_inside_a_capture_is_refused_and_the_mutex_goes_on(way: str, tmp_path: Path) -> None:
-    plan = new_plan(tmp_path)
-    mutex = mutex_on_gpu(plan, way)
+    plan = new_plan(tmp_path, way=way)
     marks = torch.zeros(2, dtype=torch.int64, device="cuda")
     busy_kernel()(marks, 1000)
     torch.cuda.synchronize()
-    try:
+    with mutex_of(plan) as mutex:
         with (
             pytest.raises(UnsupportedConfigurationError, match="capturing"),
             torch.cuda.graph(torch.cuda.CUDAGraph()),
@@ -93,26 +83,17 @@ def test_a_turn_inside_a_capture_is_refused_and_the_mutex_goes_on(way: str, tmp_
         take_turn(mutex, plan, marks, 1000)
         torch.cuda.synchronize()
         assert mutex.stats()["turns"] == 1
-        assert mutex.disabled_because is None
-    finally:
-        mutex.close()
 
 
 def test_a_thread_that_waits_for_a_turns_end_does_not_spoil_a_capture(tmp_path: Path) -> None:
     """In torch's default mode a wait for an event on any thread of the process would invalidate the capture."""
-    plan = new_plan(tmp_path)
-    mutex = mutex_on_gpu(plan, "host")
-    marks = torch.zeros(2, dtype=torch.int64, device="cuda")
-    static = torch.zeros(2, dtype=torch.int64, device="cuda")
+    plan = new_plan(tmp_path, variant="streams", way="host")
+    marks, static = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
     busy_kernel()(static, 1000)
-    other = torch.cuda.Stream()
     torch.cuda.synchronize()
-    try:
+    with mutex_of(plan) as mutex:
         for duration_ns in (150_000_000, LONG_NS):
-            mutex.acquire()
-            with torch.cuda.stream(other):
-                busy_kernel()(marks, duration_ns)
-            mutex.release(streams=[other])
+            take_turn(mutex, plan, marks, duration_ns)
         # `torch.cuda.graph` would synchronize the device first, and the thread's waits be over.
         graph, capturing = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.stream(capturing):
@@ -123,10 +104,6 @@ def test_a_thread_that_waits_for_a_turns_end_does_not_spoil_a_capture(tmp_path: 
         (own,) = membership_of(mutex).segment.slots().values()
         assert (own.started, own.returned) == (2, 1), "one turn was to be told, and one not yet"
         graph.replay()
-        torch.cuda.synchronize()
-        assert mutex.disabled_because is None
-    finally:
-        mutex.close()
 
 
 # --- siblings that order turns in different ways -------------------------------------------------------------------
@@ -152,14 +129,12 @@ def stay(rank: int, world_size: int, plan: Plan) -> int:
     marks = torch.zeros(2, dtype=torch.int64, device="cuda")
     busy_kernel()
     with mutex_of(plan) as mutex:
-        assert mutex is not None
         tell(plan, "ready")
         deadline_s = time.monotonic() + MEET_TIMEOUT_S
         while not list(Path(plan.meeting).glob("gone.*")):
             assert time.monotonic() < deadline_s
             take_turn(mutex, plan, marks, 100_000)
             torch.cuda.synchronize()
-        assert mutex.disabled_because is None
         return len(membership_of(mutex).order._opened)
 
 
@@ -171,11 +146,9 @@ def come_and_go(rank: int, world_size: int, plan: Plan) -> set[bytes]:
     handles = set()
     for _ in range(COMINGS):
         with mutex_of(plan) as mutex:
-            assert mutex is not None
             handles.add(membership_of(mutex).order.handle)
             for _ in range(3):
                 take_turn(mutex, plan, marks, 100_000)
-            assert mutex.disabled_because is None
     tell(plan, "gone")
     return handles
 
@@ -190,7 +163,6 @@ def test_siblings_that_come_and_go_leave_nothing_open(tmp_path: Path) -> None:
 
 LEAVE_WITHOUT_A_WORD = """
 import os, sys, torch
-from crossover_ddp.gpu_mutex import GPUMutex
 from crossover_ddp._system.environment import DEVICE_ORDER
 from tests.gpu.kernels import busy_kernel
 busy = busy_kernel()
@@ -218,17 +190,19 @@ def test_a_script_that_ends_with_kernels_in_flight_holds_nobody_up(tmp_path: Pat
     marks = torch.zeros(2, dtype=torch.int64, device="cuda")
     busy = busy_kernel()
     torch.cuda.synchronize()
-    mutexes = [mutex_on_gpu(plan._replace(group=f"{plan.group}-{way}"), way) for way in DEVICE_ORDERS]
-    ending = subprocess.Popen(
-        [sys.executable, "-c", LEAVE_WITHOUT_A_WORD, plan.group, *DEVICE_ORDERS],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert ending.stdin is not None
-        assert ending.stdout is not None
+    with contextlib.ExitStack() as stack:
+        plans = [plan._replace(group=f"{plan.group}-{way}", way=way) for way in DEVICE_ORDERS]
+        mutexes = [stack.enter_context(mutex_of(each)) for each in plans]
+        ending = subprocess.Popen(
+            [sys.executable, "-c", LEAVE_WITHOUT_A_WORD, plan.group, *DEVICE_ORDERS],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        stack.callback(ending.communicate)
+        stack.callback(ending.kill)
+        assert ending.stdin is not None and ending.stdout is not None
         assert ending.stdout.readline().strip() == "joined"
         print("go", file=ending.stdin, flush=True)
         assert ending.stdout.readline().strip() == "given back"
@@ -236,18 +210,10 @@ def test_a_script_that_ends_with_kernels_in_flight_holds_nobody_up(tmp_path: Pat
         print("end", file=ending.stdin, flush=True)
         for mutex in mutexes:
             mutex.acquire()
-            assert fake_cuda.is_here() or time.monotonic() - begin_s > LONG_NS / 2e9, (
-                "beside the sibling's kernel"
-            )
+            beside = not fake_cuda.is_here() and time.monotonic() - begin_s <= LONG_NS / 2e9
+            assert not beside, "beside the sibling's kernel"
         busy(marks, 1000)
         assert ending.wait(timeout=60.0) == 0
         for mutex in mutexes:
             assert mutex.stats()["leases_expired"] == 0
             mutex.release()
-        torch.cuda.synchronize()
-        assert [mutex.disabled_because for mutex in mutexes] == [None, None]
-    finally:
-        ending.kill()
-        ending.communicate()
-        for mutex in mutexes:
-            mutex.close()

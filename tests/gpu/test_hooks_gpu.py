@@ -1,9 +1,8 @@
 """The hooks under DDP on a GPU: losses and parameters to the last bit those of plain DDP.
 
-K-FAC's are in test_kfac_gpu.py.
-
-Over gloo two ranks share the one GPU; NCCL takes one rank per GPU, so two ranks need two GPUs, and with one rank
-the native way is forced where a test is about it.
+All hooks in small models are in tests/conformance, K-FAC's are in test_kfac_gpu.py. Over gloo two ranks share the one
+GPU; NCCL takes one rank per GPU, so two ranks need two GPUs, and with one rank the native way is forced where a test is
+about it.
 """
 
 import contextlib
@@ -47,9 +46,7 @@ class Plan(NamedTuple):
     hook: str = "none"
     seed: int = 0
     steps: int = 8
-    views: bool = True
     amp: str = "none"
-    accumulate: int = 1
     force_native: bool = False
     meeting: str = ""
     """A directory where sibling jobs wait for each other; none for a job alone."""
@@ -88,8 +85,6 @@ def register(
 ) -> CrossoverState | DecoupledState | None:
     if plan.hook == "rsag":
         model.register_comm_hook(None, reduce_scatter_all_gather_hook)
-    elif plan.hook == "fp16":
-        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif plan.hook.startswith("crossover"):
         state = CrossoverState()
         inner = default_hooks.fp16_compress_hook
@@ -129,7 +124,7 @@ def train(rank: int, world_size: int, plan: Plan) -> Outcome:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     with reproducible(plan):
         model = DistributedDataParallel(
-            network(plan.seed), bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=plan.views
+            network(plan.seed), bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=True
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         state = register(model, optimizer, plan)
@@ -167,21 +162,16 @@ def step(
     plan: Plan,
 ) -> torch.Tensor:
     """Train one step; the loss stays on the device, so that the host runs ahead."""
-    total = torch.zeros((), device="cuda")
-    for part in range(plan.accumulate):
-        inputs = torch.randn(BATCH, 3, 32, 32, generator=generator).pin_memory().cuda(non_blocking=True)
-        targets = torch.randint(0, 10, (BATCH,), generator=generator).cuda()
-        dtype = torch.float16 if plan.amp == "float16" else torch.bfloat16
-        last = part == plan.accumulate - 1
-        with contextlib.nullcontext() if last else model.no_sync():
-            with torch.autocast("cuda", dtype, enabled=plan.amp != "none"):
-                loss = torch.nn.functional.cross_entropy(model(inputs).float(), targets)
-            scaler.scale(loss).backward()
-        total += loss.detach()
+    inputs = torch.randn(BATCH, 3, 32, 32, generator=generator).pin_memory().cuda(non_blocking=True)
+    targets = torch.randint(0, 10, (BATCH,), generator=generator).cuda()
+    dtype = torch.float16 if plan.amp == "float16" else torch.bfloat16
+    with torch.autocast("cuda", dtype, enabled=plan.amp != "none"):
+        loss = torch.nn.functional.cross_entropy(model(inputs).float(), targets)
+    scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
-    return total
+    return loss.detach()
 
 
 def digest(model: torch.nn.Module, rank: int) -> str:
@@ -213,127 +203,26 @@ def reference(plain: Plan, world_size: int, backend: str) -> list[Outcome]:
     return once
 
 
-# A run, what it walks with, its ranks and its backend.
+# A run, its ranks and its backend.
 RUNS = {
-    "bfloat16": (Plan("crossover", amp="bfloat16", steps=4), "none", 2, "gloo"),
-    "float16": (Plan("crossover", amp="float16", steps=4), "none", 2, "gloo"),
-    "decoupled, bfloat16": (Plan("decoupled", amp="bfloat16", steps=4), "none", 2, "gloo"),
-    **{
-        f"{hook}, alone on NCCL, {way}": (
-            Plan(hook, steps=4, force_native=way == "native"),
-            "none",
-            1,
-            "nccl",
-        )
-        for hook, way in (("rsag", "shortcut"), ("crossover", "native"), ("decoupled", "native"))
-    },
-}
-# Cells of cuda_gloo and cuda_nccl.
-RUNS_IN_CONFORMANCE = {
-    **{
-        f"{hook}, {backend}, {'views' if views else 'copies'}": (Plan(hook, views=views), "none", 2, backend)
-        for hook in ("rsag", "crossover")
-        for backend in ("gloo", "nccl")
-        for views in (True, False)
-    },
-    **{f"decoupled, {backend}": (Plan("decoupled"), "none", 2, backend) for backend in ("gloo", "nccl")},
-    **{
-        f"{hook}, accumulated": (Plan(hook, accumulate=3), "none", 2, "gloo")
-        for hook in ("crossover", "decoupled")
-    },
-    "wrapped": (Plan("crossover fp16"), "fp16", 2, "gloo"),
+    "bfloat16": (Plan("crossover", amp="bfloat16", steps=4), 2, "gloo"),
+    "float16": (Plan("crossover", amp="float16", steps=4), 2, "gloo"),
+    "decoupled, bfloat16": (Plan("decoupled", amp="bfloat16", steps=4), 2, "gloo"),
+    "split, alone on NCCL": (Plan("rsag", steps=4), 1, "nccl"),
+    "crossover, native": (Plan("crossover", steps=4, force_native=True), 1, "nccl"),
+    "decoupled, native": (Plan("decoupled", steps=4, force_native=True), 1, "nccl"),
 }
 
 
-@pytest.mark.parametrize(
-    ("plan", "against", "world_size", "backend"),
-    [
-        *(pytest.param(*run, id=name) for name, run in RUNS.items()),
-        *(
-            pytest.param(
-                *run,
-                id=name,
-                marks=[
-                    pytest.mark.gpu(elsewhere="tests/conformance"),
-                    pytest.mark.gpu(count=2 if run[3] == "nccl" else 1),
-                ],
-            )
-            for name, run in RUNS_IN_CONFORMANCE.items()
-        ),
-    ],
-)
-def test_losses_equal_those_without_our_hook(plan: Plan, against: str, world_size: int, backend: str) -> None:
-    expected = reference(plan._replace(hook=against, force_native=False), world_size, backend)
+@pytest.mark.parametrize(("plan", "world_size", "backend"), RUNS.values(), ids=[*RUNS])
+def test_losses_equal_those_without_our_hook(plan: Plan, world_size: int, backend: str) -> None:
+    expected = reference(plan._replace(hook="none", force_native=False), world_size, backend)
     found = run(plan, world_size=world_size, backend=backend)
     assert [one.losses for one in found] == [one.losses for one in expected]
     assert same(found, expected)
 
 
-def clipped(rank: int, world_size: int, decoupled: bool) -> list[float]:
-    """Clip by the state's norm, from the parts that each rank owns on its device."""
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    model = DistributedDataParallel(network(0), bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    state = DecoupledState(optimizer, defer="always") if decoupled else None
-    if state is not None:
-        model.register_comm_hook(state, decoupled_hook)
-    generator = torch.Generator().manual_seed(rank)
-    norms = []
-    for _ in range(6):
-        model(torch.randn(BATCH, 3, 32, 32, generator=generator).cuda()).square().mean().backward()
-        clip = torch.nn.utils.clip_grad_norm_ if state is None else None
-        norm = clip(model.parameters(), 0.1) if clip else state.clip_grad_norm_(0.1)  # type: ignore[union-attr]
-        norms.append(float(norm))
-        optimizer.step()
-        optimizer.zero_grad()
-    if state is not None:
-        state.close()
-    return norms
-
-
-def test_clipping_on_a_gpu_is_torchs() -> None:
-    plain, decoupled = (run_jobs([Job(clipped, 2, args=(way,))])[0] for way in (False, True))
-    for got, expected in zip(decoupled, plain, strict=True):
-        assert got == pytest.approx(expected, rel=3e-5)  # torch's norm sums in float32
-
-
 # --- siblings ------------------------------------------------------------------------------------------------
-
-
-def run_siblings(
-    directory: Path, plan: Plan, *, world_size: int, backend: str
-) -> tuple[list[Outcome], list[Outcome]]:
-    group = new_group()
-    plan = plan._replace(meeting=str(directory), processes=2 * world_size)
-    jobs = [
-        Job(
-            train,
-            world_size,
-            args=(plan._replace(seed=seed),),
-            backend=backend,
-            # The group is the job's own already when the rank's leaks are counted.
-            environment={**DETERMINISTIC, "CROSSOVER_GROUP": group},
-            name=f"job {seed}",
-        )
-        for seed in (0, 1)
-    ]
-    first, second = run_jobs(jobs, timeout_s=TIMEOUT_S)
-    return first, second
-
-
-def check_siblings(directory: Path, plan: Plan, *, world_size: int, backend: str) -> None:
-    alone = [run(plan._replace(seed=seed), world_size=world_size, backend=backend) for seed in (0, 1)]
-    together = run_siblings(directory, plan, world_size=world_size, backend=backend)
-    for mine, ours in zip(alone, together, strict=True):
-        assert same(mine, ours), "a sibling changed the results"
-        for outcome in ours:
-            stats = outcome.stats
-            assert stats["disabled_because"] is None
-            assert stats["leases_expired"] == 0
-            assert stats["device"].startswith("GPU-")
-            assert stats["turns"] >= plan.steps
-    # How often somebody had to wait depends on the machine; never would mean that nothing was shared.
-    assert sum(outcome.stats["handovers"] for job in together for outcome in job) > 0
 
 
 @pytest.mark.parametrize(
@@ -346,7 +235,26 @@ def check_siblings(directory: Path, plan: Plan, *, world_size: int, backend: str
     ],
 )
 def test_siblings_train_as_if_alone(plan: Plan, world_size: int, backend: str, tmp_path: Path) -> None:
-    check_siblings(tmp_path, plan, world_size=world_size, backend=backend)
+    plans = [plan._replace(seed=seed) for seed in (0, 1)]
+    alone = [run(each, world_size=world_size, backend=backend) for each in plans]
+    # The group is the job's own already when the rank's leaks are counted.
+    environment = {**DETERMINISTIC, "CROSSOVER_GROUP": new_group()}
+    meeting = {"meeting": str(tmp_path), "processes": 2 * world_size}
+    jobs = [
+        Job(train, world_size, (each._replace(**meeting),), backend, environment, name=f"job {each.seed}")
+        for each in plans
+    ]
+    together = run_jobs(jobs, timeout_s=TIMEOUT_S)
+    for mine, ours in zip(alone, together, strict=True):
+        assert same(mine, ours), "a sibling changed the results"
+        for outcome in ours:
+            stats = outcome.stats
+            assert stats["disabled_because"] is None
+            assert stats["leases_expired"] == 0
+            assert stats["device"].startswith("GPU-")
+            assert stats["turns"] >= plan.steps
+    # How often somebody had to wait depends on the machine; never would mean that nothing was shared.
+    assert sum(outcome.stats["handovers"] for job in together for outcome in job) > 0
 
 
 # --- memory --------------------------------------------------------------------------------------------------

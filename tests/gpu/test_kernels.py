@@ -12,32 +12,16 @@ def at(*pairs: tuple[int, int]) -> list[Interval]:
     return [Interval(begin, end) for begin, end in pairs]
 
 
-def test_kernels_one_after_the_other_do_not_overlap() -> None:
-    assert not overlaps(at((0, 5), (10, 15)), at((5, 10), (15, 20)))
-
-
-def test_an_overlap_is_found_wherever_it_is() -> None:
+def test_overlaps_switches_and_gaps() -> None:
     mine = at((0, 5), (10, 15))
+    assert intervals(torch.tensor([[0, 5], [10, 15]])) == mine
+    assert not overlaps(mine, at((5, 10), (15, 20)))
     assert overlaps(mine, at((4, 10))) == [(Interval(0, 5), Interval(4, 10))]
-    assert overlaps(mine, at((11, 12))) == [(Interval(10, 15), Interval(11, 12))]  # inside
-    assert len(overlaps(mine, at((-1, 99)))) == 2  # around both
-
-
-def test_switches() -> None:
-    mine, theirs = at((0, 5), (10, 15)), at((5, 10), (15, 30))
-    assert switches(mine, theirs) == 3
+    assert len(overlaps(mine, at((-1, 99)))) == 2
+    assert switches(mine, at((5, 10), (15, 30))) == 3
     assert switches(mine, at((20, 30))) == 1
-
-
-def test_gaps_are_those_between_the_jobs() -> None:
-    mine, theirs = at((0, 5), (6, 15)), at((17, 20), (40, 50))
-    assert gaps_s(mine, theirs) == pytest.approx([2e-9])
-    assert gaps_s(mine, at((10, 12), (15, 16))) == pytest.approx([-5e-9])
-    assert gaps_s(at((0, 5), (10, 15)), at((5, 9))) == pytest.approx([0.0, 1e-9])
-
-
-def test_marks_are_read_as_intervals() -> None:
-    assert intervals(torch.tensor([[1, 2], [3, 4]])) == at((1, 2), (3, 4))
+    assert gaps_s(at((0, 5), (6, 15)), at((17, 20), (40, 50))) == pytest.approx([2e-9])
+    assert gaps_s(at((0, 5), (6, 15)), at((10, 12), (15, 16))) == pytest.approx([-5e-9])
 
 
 @pytest.mark.gpu
