@@ -24,25 +24,32 @@ Results = dict[str, torch.Tensor]
 Case = Callable[[Wrap, int, int], Results]
 
 CASES: dict[str, Case] = {}
+WHERE: dict[str, tuple[str, ...]] = {}
+"""Of each case, where the short form runs it:
+
+- "alone": a hook has something to do alone, too;
+- "ranks": parts, owners, inputs or decisions differ from rank to rank, so that more than two tell more;
+- "ddp": a hook meets the buckets that it meets elsewhere: DDP makes, fills or waits for them in another way.
+"""
 TINY_MB = 0.0004
 STEPS = 5 if IN_CAMPAIGN else 4  # decoupled training defers from the third on
 WIDTH = 12
 DEVICE = torch.device("cpu")  # where models and inputs lie; see `backends`
 
 
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
+def case(*where: str, views: bool = False) -> Callable[[Case], Case]:
+    """Register a case; with ``views`` another one as well, ``…_viewed``, whose gradients are views of buckets."""
 
+    def registered(function: Case) -> Case:
+        def viewed(wrap: Wrap, rank: int, world_size: int) -> Results:
+            return function(functools.partial(wrap, gradient_as_bucket_view=True), rank, world_size)
 
-def case_with_views(function: Case) -> Case:
-    """Register a case, and one whose gradients are views of buckets."""
+        name = function.__name__
+        CASES.update({f"{name}_viewed": viewed} if views else {}, **{name: function})
+        WHERE.update(dict.fromkeys([name, f"{name}_viewed"], where))
+        return function
 
-    def viewed(wrap: Wrap, rank: int, world_size: int) -> Results:
-        return function(functools.partial(wrap, gradient_as_bucket_view=True), rank, world_size)
-
-    CASES[f"{function.__name__}_viewed"] = viewed
-    return case(function)
+    return registered
 
 
 class Recorder:
@@ -53,12 +60,16 @@ class Recorder:
     """
 
     def __init__(self, model: nn.Module, *, lr: float = 0.1) -> None:
-        self.model = model
+        self.model: Any = model
         self._row = vars(model)["row"]
         self.optimizers: list[torch.optim.Optimizer] = self._row.optimizers(model, lr)
         self._state = self._row.attach(model, self.optimizers)
         self.results: Results = {}
         self._steps = 0
+
+    def forward(self, rank: int, step: int) -> torch.Tensor:
+        """Return the loss on the rank's inputs of a step."""
+        return loss_of(self.model(inputs(rank, step, next(self.model.parameters()).dtype)))
 
     def step(self, loss: torch.Tensor, max_norm: float | None = None) -> None:
         loss.backward()
@@ -69,8 +80,7 @@ class Recorder:
     def _clip(self, max_norm: float) -> None:
         """Clip by the state where it can, as its page says, and by torch else."""
         by_state = getattr(self._state, "clip_grad_norm_", None)
-        parameters = list(self.model.parameters())
-        norm = by_state(max_norm) if by_state else nn.utils.clip_grad_norm_(parameters, max_norm)
+        norm = by_state(max_norm) if by_state else nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         self.results[f"step {self._steps} norm"] = norm.detach().clone()
 
     def drop(self) -> None:
@@ -121,54 +131,49 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 
 
+def recorder_of(wrap: Wrap, model: nn.Module | None = None, *, lr: float = 0.1, **options: Any) -> Recorder:
+    """Return a recorder of a model, else of an MLP, in small buckets. ``options`` are DDP's."""
+    return Recorder(wrap(mlp() if model is None else model, **{"bucket_cap_mb": TINY_MB, **options}), lr=lr)
+
+
 def train(
-    wrap: Wrap,
-    rank: int,
-    model: nn.Module | None = None,
-    *,
-    lr: float = 0.1,
-    max_norm: float | None = None,
-    **options: Any,
+    wrap: Wrap, rank: int, model: nn.Module | None = None, *, max_norm: float | None = None, **options: Any
 ) -> Results:
-    """Train a model, else an MLP, on the rank's inputs. ``options`` are DDP's."""
-    recorder = Recorder(
-        wrap(mlp() if model is None else model, **{"bucket_cap_mb": TINY_MB, **options}), lr=lr
-    )
-    dtype = next(recorder.model.parameters()).dtype
+    recorder = recorder_of(wrap, model, **options)
     for step in range(STEPS):
-        recorder.step(loss_of(recorder.model(inputs(rank, step, dtype))), max_norm)
+        recorder.step(recorder.forward(rank, step), max_norm)
     return recorder.finish()
 
 
-@case_with_views
+@case("alone", "ranks", views=True)
 def many_buckets(wrap: Wrap, rank: int, world_size: int) -> Results:
     return train(wrap, rank)
 
 
-@case_with_views
+@case("alone", "ranks", "ddp", views=True)
 def one_bucket(wrap: Wrap, rank: int, world_size: int) -> Results:
     return train(wrap, rank, bucket_cap_mb=25)
 
 
-@case_with_views
+@case("ddp", views=True)
 def static_graph(wrap: Wrap, rank: int, world_size: int) -> Results:
     return train(wrap, rank, static_graph=True)
 
 
-@case
+@case("ddp")
 def lazy_bucket_allocation(wrap: Wrap, rank: int, world_size: int) -> Results:
     """Buckets lie elsewhere in every step. New in torch 2.15; older ones run the plain case again."""
     known = "lazy_bucket_allocation" in inspect.signature(DistributedDataParallel).parameters
     return train(wrap, rank, **({"lazy_bucket_allocation": True} if known else {}))
 
 
-@case_with_views
+@case("alone", "ranks", views=True)
 def accumulation(wrap: Wrap, rank: int, world_size: int) -> Results:
-    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
+    recorder = recorder_of(wrap)
     for step in range(STEPS):
-        with recorder.model.no_sync():  # type: ignore[operator]
-            loss_of(recorder.model(inputs(rank, 10 + step))).backward()
-        recorder.step(loss_of(recorder.model(inputs(rank, step))))
+        with recorder.model.no_sync():
+            recorder.forward(rank, 10 + step).backward()
+        recorder.step(recorder.forward(rank, step))
     return recorder.finish()
 
 
@@ -185,9 +190,9 @@ class Branches(nn.Module):
         return self.head(branch(x))  # type: ignore[no-any-return]
 
 
-@case_with_views
+@case("alone", "ranks", views=True)
 def unused_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
-    recorder = Recorder(wrap(Branches(), find_unused_parameters=True, bucket_cap_mb=TINY_MB))
+    recorder = recorder_of(wrap, Branches(), find_unused_parameters=True)
     for step in range(STEPS + 1):
         # The ranks disagree in steps 0 and 1, and agree in the last two: one branch is unused everywhere.
         left = (step + rank) % 2 == 0 if step < 2 else step == 2
@@ -226,7 +231,7 @@ class BufferRecorder(Recorder):
         self._rank = rank
         self._forwards = 0
 
-    def forward(self) -> torch.Tensor:
+    def next_loss(self) -> torch.Tensor:
         # What is normalised has a norm of its own: against another input it is not the same always.
         x = inputs(self._rank, 100 + self._forwards)
         loss = loss_of(self.model(x) - x)
@@ -237,30 +242,30 @@ class BufferRecorder(Recorder):
 
     def train(self) -> Results:
         for _ in range(STEPS):
-            self.step(self.forward())
+            self.step(self.next_loss())
         return self.finish()
 
     def finish(self) -> Results:
         self.model.eval()
-        self.forward()
+        self.next_loss()
         return super().finish()
 
 
-@case
+@case("alone", "ranks")
 def batch_norm_buffers(wrap: Wrap, rank: int, world_size: int) -> Results:
     """DDP broadcasts the running statistics inside forward, on the group that the hook uses."""
     return BufferRecorder(wrap, rank).train()
 
 
-@case
+@case("ddp")
 def buffers_recomputed_in_backward(wrap: Wrap, rank: int, world_size: int) -> Results:
     """Activation checkpointing runs forward twice, so that backward changes statistics."""
     recorder = BufferRecorder(wrap, rank)
-    recorder.model.module.recomputes = True  # type: ignore[union-attr]
+    recorder.model.module.recomputes = True
     return recorder.train()
 
 
-@case
+@case()
 def buffers_over_several_forwards(wrap: Wrap, rank: int, world_size: int) -> Results:
     """Accumulation, two forwards for one backward, a forward for nothing, evaluation at odd moments."""
     recorder = BufferRecorder(wrap, rank)
@@ -268,24 +273,24 @@ def buffers_over_several_forwards(wrap: Wrap, rank: int, world_size: int) -> Res
     may_interleave = "preserve_version" in inspect.getsource(DistributedDataParallel._sync_buffers)
     # Three updates in each; after an odd one plain DDP leaves other statistics on each rank.
     for step in range(5 if IN_CAMPAIGN else 3):
-        with recorder.model.no_sync():  # type: ignore[operator]
-            recorder.forward().backward()
-        recorder.step(recorder.forward())
+        with recorder.model.no_sync():
+            recorder.next_loss().backward()
+        recorder.step(recorder.next_loss())
         if may_interleave:
-            recorder.step(recorder.forward() + recorder.forward())
+            recorder.step(recorder.next_loss() + recorder.next_loss())
         if step % 2:
-            recorder.forward()
-        loss = recorder.forward()
+            recorder.next_loss()
+        loss = recorder.next_loss()
         if step % 2 and may_interleave:
             with torch.no_grad():
                 recorder.model.eval()
-                recorder.forward()
+                recorder.next_loss()
                 recorder.model.train()
-                recorder.forward()
+                recorder.next_loss()
         recorder.step(loss)
         with torch.no_grad():
             recorder.model.eval()
-            recorder.forward()
+            recorder.next_loss()
             recorder.model.train()
     return recorder.finish()
 
@@ -317,9 +322,9 @@ class MeanOverRanks(torch.autograd.Function):
         return gradients[0] - mean / dist.get_world_size()
 
 
-@case
+@case("ddp")
 def collectives_in_forward_and_backward(wrap: Wrap, rank: int, world_size: int) -> Results:
-    recorder = Recorder(wrap(Chatty(), bucket_cap_mb=TINY_MB))
+    recorder = recorder_of(wrap, Chatty())
     for step in range(STEPS):
         recorder.step(loss_of(recorder.model(inputs(rank, step)) - 0.1))
     return recorder.finish()
@@ -338,17 +343,17 @@ class Mixed(nn.Module):
         return torch.cat([torch.tanh(layer(x.to(layer.weight.dtype))).float() for layer in self.layers], -1)
 
 
-@case
+@case("alone", "ranks")
 def several_dtypes(wrap: Wrap, rank: int, world_size: int) -> Results:
     return train(wrap, rank, Mixed(), bucket_cap_mb=25)
 
 
-@case
+@case("ddp")
 def bfloat16_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
     return train(wrap, rank, mlp(dtype=torch.bfloat16), lr=0.01)
 
 
-@case
+@case("alone")
 def complex_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
     """DDP shows a hook complex gradients as real ones."""
     recorder = Recorder(wrap(nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)))
@@ -357,25 +362,24 @@ def complex_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
     return {name: torch.view_as_real(v) if v.is_complex() else v for name, v in recorder.finish().items()}
 
 
-@case
+@case("ranks")
 def joined_ranks(wrap: Wrap, rank: int, world_size: int) -> Results:
     """Ranks run out of inputs one after the other; they go on to answer with zeros."""
-    model = wrap(mlp(), bucket_cap_mb=TINY_MB)
-    recorder = Recorder(model)
-    with Join([model]):
+    recorder = recorder_of(wrap)
+    with Join([recorder.model]):
         for step in range(STEPS + rank):
-            recorder.step(loss_of(model(inputs(rank, step))))
+            recorder.step(recorder.forward(rank, step))
     return {name: value for name, value in recorder.finish().items() if name.startswith("final")}
 
 
-@case
+@case("ranks")
 def joined_ranks_with_buffers(wrap: Wrap, rank: int, world_size: int) -> Results:
     """There the buffers of the last rank with inputs count, and rank 0's afterwards; rank 0 has fewest inputs."""
     recorder = BufferRecorder(wrap, rank)
-    with Join([recorder.model]):  # type: ignore[list-item]
+    with Join([recorder.model]):
         for _ in range(STEPS + rank):
-            recorder.step(recorder.forward())
-    recorder.forward()
+            recorder.step(recorder.next_loss())
+    recorder.next_loss()
     results = recorder.finish()
     return {name: value for name, value in results.items() if not name.startswith("step")}
 
@@ -394,9 +398,9 @@ class Shared(nn.Module):
         return self.head(torch.tanh(self.block(torch.tanh(self.block(self.embedding(tokens))))))  # type: ignore[no-any-return]
 
 
-@case
+@case()
 def tied_weights(wrap: Wrap, rank: int, world_size: int) -> Results:
-    recorder = Recorder(wrap(Shared(), bucket_cap_mb=TINY_MB))
+    recorder = recorder_of(wrap, Shared())
     for step in range(STEPS):
         tokens = torch.randint(0, 40, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
         recorder.step(loss_of(recorder.model(tokens.to(DEVICE))))
@@ -415,12 +419,12 @@ class Scalars(nn.Module):
         return x * self.scale + self.shift.sum()
 
 
-@case
+@case("alone", "ranks", "ddp")
 def fewer_elements_than_ranks(wrap: Wrap, rank: int, world_size: int) -> Results:
     return train(wrap, rank, Scalars(), bucket_cap_mb=1e-6)
 
 
-@case
+@case("ddp")
 def frozen_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
     model = mlp()
     for parameter in list(model.parameters())[2:4]:
@@ -442,14 +446,14 @@ class Recomputed(nn.Module):
         return x
 
 
-@case
+@case("ddp")
 def reentrant_checkpointing(wrap: Wrap, rank: int, world_size: int) -> Results:
     return train(wrap, rank, Recomputed())
 
 
-@case
+@case("ranks")
 def two_models_on_one_group(wrap: Wrap, rank: int, world_size: int) -> Results:
-    recorders = [Recorder(wrap(mlp(2), bucket_cap_mb=TINY_MB)), Recorder(wrap(mlp(3)))]
+    recorders = [recorder_of(wrap, mlp(2)), Recorder(wrap(mlp(3)))]
     for step in range(STEPS):
         first, second = (recorder.model(inputs(rank, step)) for recorder in recorders)
         loss_of(first + second).backward()
@@ -462,34 +466,34 @@ def two_models_on_one_group(wrap: Wrap, rank: int, world_size: int) -> Results:
     }
 
 
-@case
+@case("ddp")
 def mixed_precision_by_autocast(wrap: Wrap, rank: int, world_size: int) -> Results:
-    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
+    recorder = recorder_of(wrap)
     for step in range(STEPS):
         with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-            loss = loss_of(recorder.model(inputs(rank, step)))
+            loss = recorder.forward(rank, step)
         recorder.step(loss)
     return recorder.finish()
 
 
-@case
+@case("alone", "ranks")
 def non_finite_on_one_rank(wrap: Wrap, rank: int, world_size: int) -> Results:
     """An overflow reaches all ranks; the loop drops that step, and nothing is left of it."""
-    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
+    recorder = recorder_of(wrap)
     for step in range(STEPS):
-        loss = loss_of(recorder.model(inputs(rank, step)))
+        loss = recorder.forward(rank, step)
         overflows = step == 1
         (loss * (torch.inf if overflows and rank == world_size - 1 else 1.0)).backward()
         recorder.note_and_update(skips=overflows)
     return recorder.finish()
 
 
-@case
+@case("alone", "ranks")
 def refused_bucket(wrap: Wrap, rank: int, world_size: int) -> Results:
     """A bucket is refused on all ranks before anything of it is sent; the loop drops that step and goes on."""
-    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
+    recorder = recorder_of(wrap)
     for step in range(STEPS):
-        loss = loss_of(recorder.model(inputs(rank, step)))
+        loss = recorder.forward(rank, step)
         if step != 1:
             recorder.step(loss)
             continue
@@ -499,37 +503,37 @@ def refused_bucket(wrap: Wrap, rank: int, world_size: int) -> Results:
     return recorder.finish()
 
 
-@case
+@case("alone", "ranks")
 def clipping(wrap: Wrap, rank: int, world_size: int) -> Results:
     return train(wrap, rank, max_norm=0.01)
 
 
-@case
+@case("ddp")
 def failing_forward(wrap: Wrap, rank: int, world_size: int) -> Results:
     """The model raises, the loop drops that batch and goes on."""
-    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
+    recorder = recorder_of(wrap)
     for step in range(STEPS):
         if step in (1, STEPS - 1):
             with contextlib.suppress(RuntimeError):
                 recorder.model(torch.zeros(3, WIDTH + 1, device=DEVICE))
-        recorder.step(loss_of(recorder.model(inputs(rank, step))))
+        recorder.step(recorder.forward(rank, step))
     return recorder.finish()
 
 
-@case
+@case("alone")
 def saved_in_every_step(wrap: Wrap, rank: int, world_size: int) -> Results:
     """Between ``step()`` and the next forward the model is whole for whoever saves it."""
-    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
+    recorder = recorder_of(wrap)
     for step in range(STEPS):
-        recorder.step(loss_of(recorder.model(inputs(rank, step))))
+        recorder.step(recorder.forward(rank, step))
         recorder.note_state(f"after step {step}")
     return recorder.finish()
 
 
-@case
+@case("alone")
 def schedule_and_groups(wrap: Wrap, rank: int, world_size: int) -> Results:
     """Two groups with settings of their own, and a schedule that changes them in every step."""
-    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
+    recorder = recorder_of(wrap)
     for optimizer in recorder.optimizers:
         group = optimizer.param_groups[0]
         apart = group["params"][:1]
@@ -537,16 +541,16 @@ def schedule_and_groups(wrap: Wrap, rank: int, world_size: int) -> Results:
         optimizer.add_param_group({**group, "params": apart, "lr": group["lr"] / 2, "weight_decay": 0.01})
     schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.7) for each in recorder.optimizers]
     for step in range(STEPS):
-        recorder.step(loss_of(recorder.model(inputs(rank, step))))
+        recorder.step(recorder.forward(rank, step))
         for schedule in schedules:
             schedule.step()
     return recorder.finish()
 
 
-@case
+@case("ranks")
 def messages_of_the_users(wrap: Wrap, rank: int, world_size: int) -> Results:
     """Collectives and messages on the model's own group, begun in the middle of backward and right behind it."""
-    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
+    recorder = recorder_of(wrap)
     pending: list[Any] = []
 
     def talk(gradient: torch.Tensor) -> None:
@@ -558,10 +562,10 @@ def messages_of_the_users(wrap: Wrap, rank: int, world_size: int) -> Results:
             pending.append((dist.isend(sent, (rank + 1) % world_size, tag=tag), sent))
             pending.append((dist.irecv(received, (rank - 1) % world_size, tag=tag), received))
 
-    middle = recorder.model.module[3]  # type: ignore[index]
-    middle.register_forward_hook(lambda module, args, output: output.register_hook(talk) and None)  # type: ignore[union-attr]
+    middle = recorder.model.module[3]
+    middle.register_forward_hook(lambda module, args, output: output.register_hook(talk) and None)
     for step in range(STEPS):
-        recorder.step(loss_of(recorder.model(inputs(rank, step))))
+        recorder.step(recorder.forward(rank, step))
         for number, (work, value) in enumerate(pending):
             work.wait()
             recorder.results[f"forward {step} message {number}"] = value.clone()
@@ -569,7 +573,7 @@ def messages_of_the_users(wrap: Wrap, rank: int, world_size: int) -> Results:
     return recorder.finish()
 
 
-@case
+@case("ranks")
 def model_not_found_on_one_rank(wrap: Wrap, rank: int, world_size: int) -> Results:
     """The last rank's model is hidden from the collector, by which hooks look for buffers; all ranks decide alike."""
     recorder = BufferRecorder(wrap, rank)

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.conformance import cases
 from tests.conformance.backends import BACKENDS, SHORT, Backend
-from tests.conformance.cases import CASES, Results, Wrap, seeded
+from tests.conformance.cases import CASES, WHERE, Results, Wrap, seeded
 from tests.conformance.hooks import HOOKS, ORACLES, Row
 from tests.conformance.reference import adding
 from tests.conformance.table import table
@@ -39,63 +39,12 @@ WORLD_SIZES = (1, 2, 3, 4)
 # its own, and the ring, which all of them share.
 OF_EACH_KIND = {
     1: (
-        "split",
-        "crossover",
-        "averaged_every_step",
-        "decoupled",
-        "identity_codec",
-        "kfac_of_nothing",
-        "muon",
-        "owners",
+        *("split", "crossover", "averaged_every_step", "decoupled"),
+        *("identity_codec", "kfac_of_nothing", "muon", "owners"),
     ),
     3: ("decoupled", "identity_codec", "kfac_of_nothing", "muon_of_nothing", "owners"),
     4: ("split",),
 }
-# With more ranks than two: where parts, owners, inputs or decisions differ from rank to rank.
-DIFFERS_BY_RANK = (
-    *SHORT,
-    "one_bucket_viewed",
-    "several_dtypes",
-    "fewer_elements_than_ranks",
-    "joined_ranks",
-    "joined_ranks_with_buffers",
-    "two_models_on_one_group",
-    "non_finite_on_one_rank",
-    "refused_bucket",
-    "clipping",
-    "messages_of_the_users",
-    "model_not_found_on_one_rank",
-)
-# Where a hook meets the buckets that it meets elsewhere: DDP makes, fills or waits for them in another way.
-OF_DDP = (
-    "one_bucket",
-    "static_graph",
-    "lazy_bucket_allocation",
-    "buffers_recomputed_in_backward",
-    "collectives_in_forward_and_backward",
-    "bfloat16_parameters",
-    "fewer_elements_than_ranks",
-    "frozen_parameters",
-    "reentrant_checkpointing",
-    "mixed_precision_by_autocast",
-    "failing_forward",
-)
-# What a hook has to do alone, too.
-ALONE = (
-    "many_buckets",
-    "one_bucket",
-    "accumulation",
-    "unused_parameters",
-    "batch_norm_buffers",
-    "several_dtypes",
-    "complex_parameters",
-    "fewer_elements_than_ranks",
-    "non_finite_on_one_rank",
-    "refused_bucket",
-    "clipping",
-    "schedule_and_groups",
-    "saved_in_every_step",
-)
 # What a state's own norm or another order of buckets makes of the last bits.
 ROUNDED = {"clipping": ("decoupled", "owners")}
 # Finding of one case with one hook: what differs from its reference, and a digest of the results.
@@ -116,22 +65,22 @@ def hooks(backend: str, world_size: int) -> dict[str, Row]:
 def cases_of(backend: str, hook: str, world_size: int) -> list[str]:
     """Return a hook's cases, one of a pair with and without views where both would run the same."""
     row, place = HOOKS[hook], [*HOOKS].index(hook)
-    names = [name for name in CASES if name not in {**HOOKS[hook].refuses, **row.differs}]
+    names = [name for name in CASES if name not in {**row.refuses, **row.differs}]
     if IN_CAMPAIGN:
         return names
     if backend != "gloo":
         return [name for name in names if name in (SHORT[0], SHORT[1 + place % (len(SHORT) - 1)])]
     if row.is_like_others and world_size == 2:
         return [name for name in names if name in SHORT]
-    if world_size > 2:
-        return [name for name in names if name in DIFFERS_BY_RANK]
-    plain = {name: name.removesuffix("_viewed") for name in names}
-    if world_size == 1:
-        names = [name for name in names if plain[name] in ALONE]
-    else:
-        of_others = {name for number, name in enumerate(OF_DDP) if (number + place) % 3}
-        names = [name for name in names if plain[name] not in of_others]
     pairs = {name: f"{name}_viewed" for name in CASES if f"{name}_viewed" in CASES}
+    if world_size > 2:
+        return [name for name in names if "ranks" in WHERE[name] and name not in pairs]
+    if world_size == 1:
+        names = [name for name in names if "alone" in WHERE[name]]
+    else:
+        of_ddp = [name for name in CASES if "ddp" in WHERE[name] and name not in pairs.values()]
+        of_others = {name for number, name in enumerate(of_ddp) if (number + place) % 3}
+        names = [name for name in names if name.removesuffix("_viewed") not in of_others]
     repeated: set[str] = set()
     if row.options:  # these are views, whatever the case asks for
         repeated = set(pairs)
