@@ -2,8 +2,7 @@
 
 import gc
 import os
-from collections.abc import Generator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -15,7 +14,6 @@ from tests.harness import close_pools, single_process_group
 from tests.harness._preloaded import forked_if_script
 from tests.harness.leaks import Snapshot
 from tests.harness.scripts import hear_ignored_signals
-from tests.harness.turnstile import Company, Turnstile
 
 # Timing never decides a unit test, and the same tree gives the same result twice; new examples come in the campaign.
 hypothesis.settings.register_profile(
@@ -25,12 +23,9 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("untimed")
-_turnstile = pytest.StashKey[Turnstile | None]()
-_kinds = pytest.StashKey[dict[Path, Company]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_turnstile] = _make_turnstile(config)
     hear_ignored_signals()
     # Tests must not meet the jobs that somebody really trains here, nor those of another test run.
     os.environ["CROSSOVER_GROUP"] = f"tests-{os.getpid()}"
@@ -40,19 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Test the harness first, and last the files with tests that choose their company.
-
-    Each such test waits for that of the other worker to end, which costs little while all are of one kind. So the
-    other tests of such a file keep its company.
-    """
-    if not items:
-        return
+    """Test the harness first."""
     for item in items:
         _place_on_gpu(item)
-    kinds = items[0].config.stash.setdefault(_kinds, {})
-    for item in items:
-        kinds[item.path] = max(_marked(item), kinds.get(item.path, Company.CROWD))
-    items.sort(key=lambda item: (kinds[item.path], not item.nodeid.startswith("tests/harness/")))
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/harness/"))
 
 
 def _place_on_gpu(item: pytest.Item) -> None:
@@ -71,11 +57,6 @@ def _place_on_gpu(item: pytest.Item) -> None:
         item.add_marker(fake_cuda.MARKER)
 
 
-def _marked(item: pytest.Item) -> Company:
-    marked = (kind for kind in Company if item.get_closest_marker(kind.name.lower()))
-    return max(marked, default=Company.CROWD)
-
-
 def pytest_collection_finish() -> None:
     set_aside()
 
@@ -86,26 +67,8 @@ def set_aside() -> None:
     gc.freeze()
 
 
-def _make_turnstile(config: pytest.Config) -> Turnstile | None:
-    worker = getattr(config, "workerinput", None)
-    if worker is None:
-        return None
-    shared = Path(config.option.basetemp).parent  # each worker has a directory of its own in it
-    return Turnstile(shared, int(worker["workerid"].removeprefix("gw")), int(worker["workercount"]))
-
-
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or libraries that count what is left complain below pytest's closing line
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Cover setup and teardown, too: fixtures start ranks and labs."""
-    turnstile = item.config.stash[_turnstile]
-    if turnstile is None:
-        return (yield)
-    with turnstile.passed(item.config.stash[_kinds][item.path]):
-        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.faults.campaign import Job, Site, Trained
 from tests.faults.lanes import ROOT, Lane, Log
 from tests.harness.campaign import only_in_campaign
@@ -89,7 +87,6 @@ def slowed(job: Job) -> Iterator[None]:
 
 
 @only_in_campaign
-@pytest.mark.alone
 def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         lanes = [stack.enter_context(Lane("tests.faults.trainee")) for _ in range(RANKS)]
