@@ -57,7 +57,10 @@ def switched_off() -> Iterator[None]:
 
 
 # All that runs there in the short form.
-SHORT = ("many_buckets", "accumulation_viewed", "unused_parameters_viewed", "batch_norm_buffers", "clipping")
+SHORT = (
+    *("many_buckets", "accumulation_viewed", "unused_parameters_viewed"),
+    *("batch_norm_buffers", "clipping", "several_dtypes"),
+)
 _CUDA: dict[str, Any] = {"around": on_cuda, "world_sizes": (2,)}
 BACKENDS = {
     "gloo": Backend(),

@@ -60,9 +60,8 @@ class Row:
         optimizers: of the walk, plain DDP's, too.
         like: the row that it walks with; None: plain DDP.
         order: in which owners add, so that from three ranks on plain DDP can be made to add alike and results are
-            identical: ``"tree"`` over ranks; after
-            the first step ``"ranks"`` for messages of a codec. None: equal within ``tolerance`` there. With fewer ranks
-            there is one order only.
+            identical: ``"tree"`` over ranks; after the first step ``"ranks"`` for messages of a codec. None: equal
+            within ``tolerance`` there. With fewer ranks there is one order only.
         tolerance: relative to the largest magnitude of a tensor, in epsilons of its dtype (float32's for float64); for
             what is not identical.
         lossy: results are close, whatever the number of ranks.
@@ -113,20 +112,19 @@ def muon_of_nothing(
     return MuonState(Muon([frozen]), **turn), muon_hook
 
 
+def alone(state: Callable[..., Any], hook: Any, **settings: Any) -> Make:
+    """Make a state that knows neither model nor optimizers."""
+    return lambda model, optimizers, **turn: (state(**settings, **turn), hook)
+
+
 def decoupled(**settings: Any) -> Make:
     """Every step is deferred that can be."""
     return lambda model, optimizers, **turn: (
-        DecoupledState(optimizers[0], defer="always", **settings, **turn),
+        DecoupledState(
+            optimizers if "owners" in settings else optimizers[0], defer="always", **settings, **turn
+        ),
         decoupled_hook,
     )
-
-
-def owners(model: DistributedDataParallel, optimizers: list[Optimizer], **turn: Any) -> tuple[Any, Any]:
-    return DecoupledState(optimizers, owners="layers", defer="always", **turn), decoupled_hook
-
-
-def compressed(codec: Any) -> Make:
-    return lambda model, optimizers, **turn: (CompressedState(codec=codec, **turn), compressed_hook)
 
 
 VIEWS = {"gradient_as_bucket_view": True}
@@ -149,19 +147,16 @@ HOOKS: dict[str, Row] = {
         is_like_others=True,
         takes_turns=False,
     ),
-    "crossover": Row(lambda model, optimizers, **turn: (CrossoverState(**turn), crossover_hook)),
-    "wrapped_all_reduce": Row(
-        lambda model, optimizers, **turn: (CrossoverState(**turn), crossover_wrapper(allreduce_hook)),
-        order=None,
-    ),
+    "crossover": Row(alone(CrossoverState, crossover_hook)),
+    "wrapped_all_reduce": Row(alone(CrossoverState, crossover_wrapper(allreduce_hook)), order=None),
     "wrapped_fp16": Row(
-        lambda model, optimizers, **turn: (CrossoverState(**turn), crossover_wrapper(fp16_compress_hook)),
+        alone(CrossoverState, crossover_wrapper(fp16_compress_hook)),
         lossy=True,
         is_like_others=True,
         tolerance=2.0**16,
     ),
     "averaged_every_step": Row(
-        lambda model, optimizers, **turn: (LocalSGDState(sync_every=1, **turn), local_sgd_hook),
+        alone(LocalSGDState, local_sgd_hook, sync_every=1),
         refuses={**AS_MANY_STEPS, **NO_SEARCH},
     ),
     "decoupled": Row(decoupled(), options=VIEWS, reads="never", refuses=NO_SEARCH),
@@ -169,8 +164,10 @@ HOOKS: dict[str, Row] = {
     "decoupled_and_flushed": Row(
         decoupled(), options=VIEWS, reads="flushed", is_like_others=True, refuses=NO_SEARCH
     ),
-    "compressed_by_nothing": Row(compressed(None), is_like_others=True),
-    "identity_codec": Row(compressed(Identity()), order="tree, then ranks", refuses=IN_DOUBLE),
+    "compressed_by_nothing": Row(alone(CompressedState, compressed_hook, codec=None), is_like_others=True),
+    "identity_codec": Row(
+        alone(CompressedState, compressed_hook, codec=Identity()), order="tree, then ranks", refuses=IN_DOUBLE
+    ),
     "decoupled_identity_codec": Row(
         decoupled(codec=Identity()),
         options=VIEWS,
@@ -178,7 +175,12 @@ HOOKS: dict[str, Row] = {
         order="tree, then ranks",
         refuses={**IN_DOUBLE, **NO_SEARCH},
     ),
-    "int8": Row(compressed(Int8()), lossy=True, tolerance=2.0**20, refuses=IN_DOUBLE),
+    "int8": Row(
+        alone(CompressedState, compressed_hook, codec=Int8()),
+        lossy=True,
+        tolerance=2.0**20,
+        refuses=IN_DOUBLE,
+    ),
     "decoupled_int8": Row(
         decoupled(codec=Int8()),
         options=VIEWS,
@@ -211,7 +213,7 @@ HOOKS: dict[str, Row] = {
         differs={"clipping": "clipping sees the parameters that are no matrices"},
     ),
     "owners": Row(
-        owners,
+        decoupled(owners="layers"),
         options=VIEWS,
         optimizers=adamw,
         reads="never",

@@ -17,7 +17,7 @@ from crossover_ddp import GPUMutex
 from crossover_ddp._engine.states import HookState
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 from tests.conformance.cases import TINY_MB, WIDTH, Recorder, inputs, loss_of
-from tests.conformance.hooks import HOOKS, MUTEX, Row
+from tests.conformance.hooks import HOOKS, MUTEX, Row, alone
 from tests.conformance.reference import adding
 from tests.conformance.test_conformance import differences, end
 from tests.harness import Job, run_jobs, run_ranks
@@ -33,11 +33,11 @@ OUTER = {
 }
 # Replicas that differ between two averages, so that no other row walks with them.
 REPLICAS = {
-    "local_sgd": Row(lambda model, optimizers, **turn: (LocalSGDState(2, **turn), local_sgd_hook)),
-    "elastic": Row(lambda model, optimizers, **turn: (ElasticState(2, "sync", 0.2, **turn), elastic_hook)),
+    "local_sgd": Row(alone(LocalSGDState, local_sgd_hook, sync_every=2)),
+    "elastic": Row(alone(ElasticState, elastic_hook, sync_every=2, mode="sync", moving_rate=0.2)),
     **{
         name: Row(
-            lambda *_, outer=outer: (LocalSGDState(2, 1, 2, outer_optimizer=outer), local_sgd_hook),
+            alone(LocalSGDState, local_sgd_hook, sync_every=2, delay=1, fragments=2, outer_optimizer=outer),
             takes_turns=False,
         )
         for name, outer in OUTER.items()

@@ -1,4 +1,4 @@
-"""Known defects on a CUDA device, shown on the fake one; strangers-15 stands in `tests/gpu/test_collectives_gpu.py`."""
+"""Known defects on a CUDA device, shown on the fake one; strangers-15 stands in `tests/gpu/test_hooks_gpu.py`."""
 
 import contextlib
 import threading

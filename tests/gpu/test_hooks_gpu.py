@@ -17,18 +17,13 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import (
-    CrossoverState,
-    DecoupledState,
-    crossover_hook,
-    crossover_wrapper,
-    decoupled_hook,
-    reduce_scatter_all_gather_hook,
-)
+from crossover_ddp import CrossoverState, crossover_wrapper
 from tests import fake_cuda
-from tests.gpu.test_collectives_gpu import forced_native
-from tests.harness import Job, run_jobs
+from tests.harness import Job, run_jobs, run_ranks
 from tests.harness.groups import new_group
+from tests.harness.inside import force_native_alone
+from tests.harness.networks import mlp
+from tests.harness.training import WAYS, WIDTH, Training
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +32,7 @@ TIMEOUT_S = 150.0
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 BUCKET_CAP_MB = 1.0
 BATCH = 4 if fake_cuda.is_here() else 16
-MEET_TIMEOUT_S = 90.0
+WIDE = 500
 
 
 class Plan(NamedTuple):
@@ -80,21 +75,8 @@ def network(seed: int) -> torch.nn.Module:
     ).cuda()
 
 
-def register(
-    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, plan: Plan
-) -> CrossoverState | DecoupledState | None:
-    if plan.hook == "rsag":
-        model.register_comm_hook(None, reduce_scatter_all_gather_hook)
-    elif plan.hook.startswith("crossover"):
-        state = CrossoverState()
-        inner = default_hooks.fp16_compress_hook
-        model.register_comm_hook(state, crossover_wrapper(inner) if "fp16" in plan.hook else crossover_hook)
-        return state
-    elif plan.hook == "decoupled":
-        decoupled = DecoupledState(optimizer, defer="always")
-        model.register_comm_hook(decoupled, decoupled_hook)
-        return decoupled
-    return None
+def fp16(*_: Any) -> tuple[Any, Any]:
+    return CrossoverState(), crossover_wrapper(default_hooks.fp16_compress_hook)
 
 
 @contextlib.contextmanager
@@ -103,7 +85,7 @@ def reproducible(plan: Plan) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:
-        with forced_native() if plan.force_native else contextlib.nullcontext():
+        with force_native_alone() if plan.force_native else contextlib.nullcontext():
             yield
     finally:
         torch.use_deterministic_algorithms(False)
@@ -127,7 +109,10 @@ def train(rank: int, world_size: int, plan: Plan) -> Outcome:
             network(plan.seed), bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=True
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        state = register(model, optimizer, plan)
+        state = None
+        if plan.hook != "none":
+            state, hook = {**WAYS, "fp16": fp16}[plan.hook](model, [optimizer], None)
+            model.register_comm_hook(state, hook)
         scaler = torch.amp.GradScaler("cuda", enabled=plan.amp == "float16")
         generator = torch.Generator().manual_seed(100 * plan.seed + rank)
         losses = [step(model, optimizer, scaler, generator, plan) for _ in range(2)]  # buckets are rebuilt
@@ -208,7 +193,7 @@ RUNS = {
     "bfloat16": (Plan("crossover", amp="bfloat16", steps=4), 2, "gloo"),
     "float16": (Plan("crossover", amp="float16", steps=4), 2, "gloo"),
     "decoupled, bfloat16": (Plan("decoupled", amp="bfloat16", steps=4), 2, "gloo"),
-    "split, alone on NCCL": (Plan("rsag", steps=4), 1, "nccl"),
+    "split, alone on NCCL": (Plan("split", steps=4), 1, "nccl"),
     "crossover, native": (Plan("crossover", steps=4, force_native=True), 1, "nccl"),
     "decoupled, native": (Plan("decoupled", steps=4, force_native=True), 1, "nccl"),
 }
@@ -229,7 +214,7 @@ def test_losses_equal_those_without_our_hook(plan: Plan, world_size: int, backen
     ("plan", "world_size", "backend"),
     [
         pytest.param(Plan("crossover"), 2, "gloo", id="gloo"),
-        pytest.param(Plan("crossover fp16"), 2, "gloo", id="wrapped"),
+        pytest.param(Plan("fp16"), 2, "gloo", id="wrapped"),
         pytest.param(Plan("crossover", force_native=True), 1, "nccl", id="one rank"),
         pytest.param(Plan("crossover"), 2, "nccl", id="nccl", marks=pytest.mark.gpu(count=2)),
     ],
@@ -260,7 +245,7 @@ def test_siblings_train_as_if_alone(plan: Plan, world_size: int, backend: str, t
 # --- memory --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hook", ["rsag", "crossover", "decoupled"])
+@pytest.mark.parametrize("hook", ["split", "crossover", "decoupled"])
 def test_device_memory_is_that_of_plain_ddp_plus_a_bucket_at_most(hook: str) -> None:
     bucket_bytes = 5 * 2**20  # the largest layer is one of 4 MB, and a bucket holds whole layers
     for plain, hooked in zip(once(Plan(steps=4)), once(Plan(hook, steps=4)), strict=True):
@@ -271,3 +256,19 @@ def test_device_memory_does_not_grow_with_steps() -> None:
     short, long = (once(Plan("crossover", steps=steps)) for steps in (4, 16))
     for few, many in zip(short, long, strict=True):
         assert many.peak_bytes <= few.peak_bytes + 2**20
+
+
+def pinned_bytes(rank: int, world_size: int) -> int:
+    """Return what stays pinned when a large bucket, as is DDP's first one, was followed by small ones."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch._C._host_emptyCache()
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    Training("split", rank, module=mlp(WIDTH, WIDE, WIDE, WIDTH, seed=3), device="cuda").run(3)
+    torch.cuda.synchronize()
+    torch._C._host_emptyCache()
+    return torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
+
+
+@pytest.mark.defect("strangers-15")
+def test_pinned_memory_of_the_first_iteration_is_given_back() -> None:
+    assert max(run_ranks(pinned_bytes, 2, timeout_s=TIMEOUT_S)) < 4 * WIDE * WIDE

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 from crossover_ddp import DecoupledState, GPUMutex, kfac_hooks
 from crossover_ddp._averaging import shared_centre
 from crossover_ddp._decoupled.clock import BLOCK, END, WARM_UP, Trial
 from crossover_ddp._engine import links
+from crossover_ddp._engine.device import Device, Native
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._turns import channel
 from crossover_ddp._turns.segment import TurnSegment
@@ -69,6 +71,17 @@ def break_engine(error: Exception) -> Iterator[None]:
 def force_native() -> Iterator[None]:
     """Let gloo count as a backend with collectives of its own; it has all that is needed."""
     with mock.patch.object(Exchange, "sends_messages", lambda self, device: False):
+        yield
+
+
+@contextlib.contextmanager
+def force_native_alone() -> Iterator[None]:
+    """Let one rank on a device, which has nothing to send, take the backend's own collectives all the same."""
+
+    def made(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Native:
+        return Native(group, Device(device, by_host=False))
+
+    with mock.patch.object(Exchange, "_made", made):
         yield
 
 

@@ -1,7 +1,7 @@
-"""The small network of most tests: linear layers with tanh between them."""
+"""The small network of most tests, and an exception in the middle of its backward pass."""
 
 import itertools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,3 +21,18 @@ def mlp(*widths: int, seed: int, tanh_last: bool = False, **options: Any) -> nn.
     for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs, **options), nn.Tanh()]
     return nn.Sequential(*(layers if tanh_last else layers[:-1]))
+
+
+class _Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("blown")
+
+
+def blow(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of ``x``; its backward raises ``ArithmeticError("blown")``."""
+    return cast(torch.Tensor, _Fuse.apply(x))

@@ -14,8 +14,7 @@ from torch.distributed.algorithms.join import Join
 
 from crossover_ddp import ExchangeError, UnsupportedConfigurationError
 from tests.harness import inside, run_ranks
-from tests.harness.fuse import blow
-from tests.harness.networks import mlp
+from tests.harness.networks import blow, mlp
 from tests.harness.oracles import error_of
 from tests.harness.training import WAYS, WIDTH, Training
 from tests.harness.turn import RecordingTurn

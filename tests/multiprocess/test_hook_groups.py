@@ -1,8 +1,4 @@
-"""The groups that a hook may be registered with, and models that are copied behind it."""
-
-import copy
-import pickle
-from typing import Any
+"""The groups that a hook may be registered with."""
 
 import pytest
 import torch
@@ -55,14 +51,3 @@ def test_what_is_no_group_of_ours_raises_after_backward(group: object) -> None:
         UnsupportedConfigurationError, match="expected a process group that this process belongs"
     ):
         model(torch.ones(2, 3)).sum().backward()
-
-
-@pytest.mark.torch_version
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("copies", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copied_model_has_silently_lost_its_hook(copies: Any) -> None:
-    """Not our choice: our documentation says so, and this test says when torch changes it."""
-    model = DistributedDataParallel(torch.nn.Linear(3, 3))
-    model.register_comm_hook(-100, reduce_scatter_all_gather_hook)  # which would be refused
-    copies(model)(torch.ones(2, 3)).sum().backward()
-    assert "deep copy" in (reduce_scatter_all_gather_hook.__doc__ or "")

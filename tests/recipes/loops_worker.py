@@ -10,7 +10,6 @@ ended it if one did.
 import functools
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -131,16 +130,6 @@ def lightning() -> Report:
     return loops_lightning.lightning()
 
 
-def compiled() -> Report:
-    """With the quickest back end that splits the graph as the default one does."""
-    return _compiled_by("aot_eager", ["inside", "outside"])
-
-
-def inductor() -> Report:
-    """With the default back end, which takes its time: only the way that torch's documentation shows."""
-    return _compiled_by("inductor", ["outside"])
-
-
 class _Compiled(nn.Module):
     """A module of somebody's own: the compiler leaves torch's own containers alone where nobody else calls them."""
 
@@ -152,7 +141,8 @@ class _Compiled(nn.Module):
         return self.network(inputs)
 
 
-def _compiled_by(backend: str, wheres: Sequence[str]) -> Report:
+def compiled() -> Report:
+    """With the quickest back end that splits the graph as the default one does."""
     from torch._dynamo.utils import counters
 
     dist.init_process_group("gloo")
@@ -165,15 +155,9 @@ def _compiled_by(backend: str, wheres: Sequence[str]) -> Report:
             optimizer.step()
             optimizer.zero_grad()
 
-    names: dict[str, Any] = {
-        "torch": torch,
-        "DistributedDataParallel": DistributedDataParallel,
-        "train": train,
-    }
-    shown_diffs = dict(zip(("inside", "outside"), diffs("torch.compile"), strict=True))
-    with patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
-        for where in wheres:
-            diff = shown_diffs[where]
+    names = {"torch": torch, "DistributedDataParallel": DistributedDataParallel, "train": train}
+    with patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+        for where, diff in zip(("inside", "outside"), diffs("torch.compile"), strict=True):
             for how, source in (("plain", documents.before(diff)), ("hooked", documents.after(diff))):
                 model = _Compiled()
                 torch._dynamo.reset()
@@ -220,7 +204,7 @@ def timm_task() -> Report:
     return runs.report
 
 
-LOOPS = (accelerate, trainer, lightning, compiled, inductor, timm_task)
+LOOPS = (accelerate, trainer, lightning, compiled, timm_task)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -69,16 +69,6 @@ def test_bound_of_two_equal_jobs(busy_s: float, step_s: float, wire_s: float, ex
     assert bound([(busy_s, step_s, wire_s)] * 2) == pytest.approx(expected)
 
 
-positive = st.floats(0.01, 100)
-
-
-@given(st.lists(st.tuples(positive, positive, positive), min_size=1, max_size=4))
-def test_bound_never_promises_more_than_the_number_of_jobs(jobs: list[tuple[float, float, float]]) -> None:
-    value = bound(jobs)
-    assert 0 < value <= len(jobs) * (1 + 1e-9)
-    assert bound([(3 * c, 3 * t, 3 * m) for c, t, m in jobs]) == pytest.approx(value)
-
-
 def test_bound_refuses_what_it_cannot_mean() -> None:
     for alone in ([], [(1.0, 0.0, 1.0)], [(1.0, float("nan"), 1.0)]):
         with pytest.raises(ValueError, match=r"expected \(C, T1, M\) with T1 > 0"):
@@ -193,13 +183,6 @@ def test_rates_are_read() -> None:
 def test_a_job_without_a_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["run", "--unshaped", "--job", "python train.py"]) == 1
     assert "expected a job as 'name: command'" in capsys.readouterr().err
-
-
-def test_last_line_of_a_growing_log(tmp_path: Path) -> None:
-    log = tmp_path / "rank0.log"
-    assert command.last_line(log) == ""
-    log.write_text("x" * 9000 + "\nstep 1\rstep 2\r\n\n")
-    assert command.last_line(log) == "step 2"
 
 
 # --- spans and the picture ------------------------------------------------------------

@@ -3,7 +3,6 @@
 The diffs of docs/loops.md are run by tests/recipes/test_loops.py, commands by tests/recipes/test_documents.py.
 """
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,9 +73,3 @@ def test_links_lead_somewhere(tmp_path: Path) -> None:
 def test_names_in_the_text_are_public() -> None:
     mentioned = set(re.findall(r"`(crossover_\w+|[A-Z]\w*(?:State|Mutex))`", README)) - {"crossover_ddp"}
     assert mentioned <= set(crossover_ddp.__all__)
-
-
-def test_the_hook_is_one_added_line_with_its_import_and_options() -> None:
-    (diff, *_) = documents.blocks(README, "diff")
-    added = [ast.parse(line).body[0] for line in documents.added(diff)]
-    assert [type(node) for node in added] == [ast.ImportFrom, ast.Assign, ast.Expr]

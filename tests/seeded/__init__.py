@@ -2,7 +2,6 @@
 
     python -m tests.seeded                 # all of them
     python -m tests.seeded _decoupled      # those whose file or reason has this in it
-    python -m tests.seeded --lanes 2       # two at a time
 
 Whoever shortens the suite shows with it that the suite still sees what it saw. See `fault`.
 """

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from crossover_ddp import DecoupledState, UnsupportedConfigurationError
 from tests.harness import training as harness
-from tests.harness.fuse import blow
+from tests.harness.networks import blow
 from tests.unit.decoupled.decoupled_training import STEPS, Training, assert_same, both, inputs
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
