@@ -30,25 +30,6 @@ MEDDLINGS = (
     "full",
 )
 
-FAULTS = {
-    "join": 3.0,
-    "leave": 1.0,
-    "kill-rank": 1.5,
-    "kill-job": 1.0,
-    "stop": 3.0,
-    "long-stop": 0.7,
-    "slow-compute": 3.0,
-    "too-slow-compute": 0.5,
-    "slow-link": 3.0,
-    "slow-grant": 2.0,
-    "evaluate": 2.0,
-    "fork": 3.0,
-    "orphan": 1.0,
-    "wall-clock": 2.0,
-    "suspend": 0.7,
-    "reuse-pid": 1.0,
-    "overlap": 1.5,
-}
 MEDDLE_WEIGHT = 2.0
 NOTHING = ""
 
@@ -175,7 +156,7 @@ class _Writer:
         if not alive:
             possible = {"join": 1.0}
         else:
-            possible = dict(FAULTS)
+            possible = {kind: weight for kind, (weight, _) in FAULTS.items()}
             if len(alive) >= self._most_jobs:
                 del possible["join"], possible["overlap"]
             if not self._isolated:
@@ -185,7 +166,7 @@ class _Writer:
             if self._meddles and self._now_s > FIRST_S + 0.5:
                 possible["meddle"] = MEDDLE_WEIGHT
         kind = self._pick(possible)
-        happened = _FAULTS[kind](self, kind)
+        happened = self._meddle() if kind == "meddle" else FAULTS[kind][1](self, kind)
         if happened != NOTHING:
             self._happened.append(happened or kind)
 
@@ -302,7 +283,7 @@ class _Writer:
         if len(victim.devices) > 1:
             self._blow("kill", victim, tuple(range(1, len(victim.devices))), self._chance.uniform(0.0, 0.5))
 
-    def _meddle(self, kind: str) -> str:
+    def _meddle(self) -> str:
         """Somebody meddles with files; the jobs of the group leave soon, and others come."""
         what = self._chance.choice([each for each in MEDDLINGS if self._isolated or each != "full"])
         group = self._someone().group
@@ -318,19 +299,26 @@ class _Writer:
         return what
 
 
-_FAULTS: dict[str, Callable[[_Writer, str], str | None]] = {
-    "join": _Writer._joins,
-    "overlap": _Writer._overlaps,
-    "leave": _Writer._leaves,
-    "kill-rank": _Writer._kills,
-    "kill-job": _Writer._kills,
-    "stop": _Writer._stops,
-    "long-stop": _Writer._stops,
-    "orphan": _Writer._orphans,
-    "reuse-pid": _Writer._reuses,
-    "meddle": _Writer._meddle,
+# How often each happens beside the others, and what it does.
+FAULTS: dict[str, tuple[float, Callable[[_Writer, str], str | None]]] = {
+    "join": (3.0, _Writer._joins),
+    "leave": (1.0, _Writer._leaves),
+    "kill-rank": (1.5, _Writer._kills),
+    "kill-job": (1.0, _Writer._kills),
+    "stop": (3.0, _Writer._stops),
+    "long-stop": (0.7, _Writer._stops),
+    "slow-compute": (3.0, _Writer._deeds),
+    "too-slow-compute": (0.5, _Writer._deeds),
+    "slow-link": (3.0, _Writer._deeds),
+    "slow-grant": (2.0, _Writer._deeds),
+    "evaluate": (2.0, _Writer._deeds),
+    "fork": (3.0, _Writer._deeds),
+    "orphan": (1.0, _Writer._orphans),
+    "wall-clock": (2.0, _Writer._deeds),
+    "suspend": (0.7, _Writer._deeds),
+    "reuse-pid": (1.0, _Writer._reuses),
+    "overlap": (1.5, _Writer._overlaps),
 }
-_FAULTS |= {kind: _Writer._deeds for kind in FAULTS.keys() - _FAULTS.keys()}
 
 
 def schedule(seed: int, faults: int, *, isolated: bool) -> Schedule:
