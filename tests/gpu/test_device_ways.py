@@ -163,6 +163,7 @@ def test_siblings_that_come_and_go_leave_nothing_open(tmp_path: Path) -> None:
 
 LEAVE_WITHOUT_A_WORD = """
 import os, sys, torch
+from crossover_ddp.gpu_mutex import GPUMutex
 from crossover_ddp._system.environment import DEVICE_ORDER
 from tests.gpu.kernels import busy_kernel
 busy = busy_kernel()
