@@ -23,7 +23,7 @@ class Additions:
         self._order, _, self._later = order.partition(", then ")
         self._is_first = True
 
-    def mean(self, bucket: dist.GradBucket) -> torch.Tensor:
+    def answer(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         flat, world_size = bucket.buffer(), dist.get_world_size()
         everyone = [torch.empty_like(flat) for _ in range(world_size)]
         dist.all_gather(everyone, flat)
@@ -33,18 +33,20 @@ class Additions:
         else:
             flat.copy_(functools.reduce(torch.add, [each.float() for each in everyone]) / world_size)
         self._is_first &= not bucket.is_last()
-        return flat
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(flat)
+        return future
+
+
+def _answered(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The hook of both references."""
+    answer: torch.futures.Future[Tensor] = state.answer(bucket)
+    return answer
 
 
 def adding(order: str) -> tuple[Any, Any]:
     """Return the state and the hook."""
-    return Additions(order), _add_in_order
-
-
-def _add_in_order(state: Additions, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(state.mean(bucket))
-    return future
+    return Additions(order), _answered
 
 
 class KFACOracle:
@@ -137,8 +139,4 @@ def kfac_in_float64(model: Any, optimizer: torch.optim.Optimizer, **settings: An
     state = KFACState(model, optimizer, **settings)
     layers = list(state.owners)
     state.close()
-    return KFACOracle(model.module, layers, optimizer, Settings(**settings)), _precondition_at_the_end
-
-
-def _precondition_at_the_end(state: KFACOracle, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    return state.answer(bucket)
+    return KFACOracle(model.module, layers, optimizer, Settings(**settings)), _answered

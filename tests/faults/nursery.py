@@ -177,16 +177,12 @@ class Nursery:
         found = [path for suffix in found_in for path in stem.parent.glob(stem.name + suffix)]
         for path in found:
             with contextlib.suppress(FileNotFoundError):
-                _hit(path, how, chance)
+                size = path.stat().st_size
+                if how == "delete":
+                    path.unlink()
+                else:
+                    os.truncate(path, chance.randrange(size) if size else 0)
         return bool(found)
-
-
-def _hit(path: Path, how: str, chance: random.Random) -> None:
-    size = path.stat().st_size
-    if how == "delete":
-        path.unlink()
-    else:
-        os.truncate(path, chance.randrange(size) if size else 0)
 
 
 def _has_ended(descriptor: int, timeout_s: float = 0.0) -> bool:

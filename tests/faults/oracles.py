@@ -421,7 +421,11 @@ def _turn_order(story: Story) -> Iterator[str]:
                 end_s = min(before.ends_s, before.ending_s, other.gone_from_s)
                 forgiven_s = _forgiven_at(rank, other, before.turn, claim.begins_s)
                 if min(end_s, forgiven_s) > claim.begins_s and not _excused(story, claim, rank, other):
-                    yield _both_hold(claim, rank, before, other)
+                    yield (
+                        f"two holders on device {rank.device}: job {rank.job.number} rank {rank.rank} began turn "
+                        f"{claim.turn} at {claim.begins_s:.4f}; job {other.job.number} rank {other.rank} held turn "
+                        f"{before.turn} from {before.begins_s:.4f} to {before.ends_s:.4f}"
+                    )
                 freed_s = max(freed_s, min(_told_by(other, before), other.gone_by_s, forgiven_s))
             late = _lateness(story, claim, rank, min(freed_s, claim.begins_s))
             if late:
@@ -452,14 +456,6 @@ def _freed_otherwise_s(story: Story, claim: Claim, rank: Rank) -> float:
     ]
     forgiven = [lost.at_s for lost in rank.forgave if lost.at_s <= claim.begins_s]
     return max([0.0, *gone, *forgiven])
-
-
-def _both_hold(claim: Claim, rank: Rank, before: Claim, other: Rank) -> str:
-    return (
-        f"two holders on device {rank.device}: job {rank.job.number} rank {rank.rank} began turn {claim.turn} at "
-        f"{claim.begins_s:.4f}; job {other.job.number} rank {other.rank} held turn {before.turn} from "
-        f"{before.begins_s:.4f} to {before.ends_s:.4f}"
-    )
 
 
 def _forgiven_at(rank: Rank, other: Rank, turn: int, begins_s: float) -> float:

@@ -93,7 +93,14 @@ class Pool:
     @contextlib.contextmanager
     def lend(self, count: int) -> Iterator[list[Worker]]:
         """Lend processes for the time of the block; an exception out of the block ends them all."""
-        workers = self._take(count)
+        if self._directory is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
+            atexit.register(self.close)
+        workers, self._idle = self._idle[:count], self._idle[count:]
+        started = [Worker(self._directory) for _ in range(count - len(workers))]
+        for worker in started:
+            worker.wait_until_ready()
+        workers += started
         try:
             yield workers
         except BaseException:
@@ -107,16 +114,6 @@ class Pool:
         for worker in workers:
             if worker not in self._idle:
                 worker.end()
-
-    def _take(self, count: int) -> list[Worker]:
-        if self._directory is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
-            atexit.register(self.close)
-        workers, self._idle = self._idle[:count], self._idle[count:]
-        started = [Worker(self._directory) for _ in range(count - len(workers))]
-        for worker in started:
-            worker.wait_until_ready()
-        return workers + started
 
     def close(self) -> None:
         """End all processes; the next run starts new ones."""

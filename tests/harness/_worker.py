@@ -12,7 +12,7 @@ import pickle
 import resource
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -72,17 +72,11 @@ def _attend(orders: "Connection[Any, Any]", task: Task) -> None:
     os.environ.update(task.environment)
     torch.manual_seed(0)
     before = Snapshot.take()
-    with _deadline(task.timeout_s + ORPHAN_GRACE_S):
-        orders.send(_run(task))
-        assert isinstance(orders.recv(), CleanUp)
-        orders.send(_clean_up(before))
-
-
-@contextlib.contextmanager
-def _deadline(timeout_s: float) -> Iterator[None]:
-    """End this process from a thread that needs no interpreter, should the parent be gone by then."""
-    faulthandler.dump_traceback_later(timeout_s, exit=True)
-    yield
+    # Should the parent be gone by then, a thread that needs no interpreter ends this process.
+    faulthandler.dump_traceback_later(task.timeout_s + ORPHAN_GRACE_S, exit=True)
+    orders.send(_run(task))
+    assert isinstance(orders.recv(), CleanUp)
+    orders.send(_clean_up(before))
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -90,24 +84,20 @@ def _run(task: Task) -> Report:
     try:
         function, args = pickle.loads(task.call)
         if task.backend is not None:
-            _join_group(task, task.backend)
+            dist.init_process_group(
+                task.backend,
+                store=dist.FileStore(task.store, task.world_size),
+                rank=task.rank,
+                world_size=task.world_size,
+                # Later than the harness's own timeout, so that a hang is reported with its stack.
+                timeout=timedelta(seconds=task.timeout_s + ORPHAN_GRACE_S),
+            )
         return Report(result=pickle.dumps(function(task.rank, task.world_size, *args)))
     except BaseException:
         return Report(failure=traceback.format_exc())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-
-
-def _join_group(task: Task, backend: str) -> None:
-    dist.init_process_group(
-        backend,
-        store=dist.FileStore(task.store, task.world_size),
-        rank=task.rank,
-        world_size=task.world_size,
-        # Later than the harness's own timeout, so that a hang is reported with its stack.
-        timeout=timedelta(seconds=task.timeout_s + ORPHAN_GRACE_S),
-    )
 
 
 def _clean_up(before: Snapshot) -> Report:

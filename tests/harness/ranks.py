@@ -121,7 +121,9 @@ class _Run:
         __tracebackhide__ = True
         reports = self._attend(dict(enumerate(tasks)), tasks[0].timeout_s, deaths)
         living = {index: CleanUp() for index, report in reports.items() if report is not None}
-        self._forward_output()
+        for index, worker in self._workers.items():  # for pytest to show should the test fail later
+            if output := worker.read_output():
+                print(f"--- {self._labels[index]}:\n{output}")
         self._attend(living, CLEAN_UP_TIMEOUT_S, [None] * len(tasks))
         return [reports[index] for index in range(len(tasks))]
 
@@ -146,7 +148,12 @@ class _Run:
                 self._judge(index, news[index], deaths[index])
             if self._failures:
                 deadline_s = min(deadline_s, time.monotonic() + AFTERMATH_S)
-        self._give_up_on(pending, timeout_s)
+        # What is still running ends with the stacks of its threads in the report.
+        hung = f"hung for {timeout_s:.0f} s; where is in its output"
+        what = "was ended, since another rank had failed" if self._failures else hung
+        for index, worker in pending.items():
+            worker.dump()
+            self._note(index, what)
         if self._failures:
             raise RankError("\n" + "\n".join(self._failures))
         return reports
@@ -171,17 +178,3 @@ class _Run:
         output = self._workers[index].read_output()
         shown = f"--- its output:\n{output}" if output else ""
         self._failures.append(f"{self._labels[index]} {what}\n{shown}")
-
-    def _give_up_on(self, pending: Mapping[int, Worker], timeout_s: float) -> None:
-        """End what is still running, with the stacks of its threads in the report."""
-        hung = f"hung for {timeout_s:.0f} s; where is in its output"
-        what = "was ended, since another rank had failed" if self._failures else hung
-        for index, worker in pending.items():
-            worker.dump()
-            self._note(index, what)
-
-    def _forward_output(self) -> None:
-        """Hand on what the ranks have printed, for pytest to show should the test fail later."""
-        for index, worker in self._workers.items():
-            if output := worker.read_output():
-                print(f"--- {self._labels[index]}:\n{output}")

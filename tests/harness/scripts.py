@@ -88,12 +88,14 @@ class ScriptRanks:
         expected = {rank: -death for rank, death in (deaths or {}).items()}
         hung = self._wait_for_exit(timeout_s, expected)
         for rank in hung:
-            self._dump(rank)
-        failed = [
-            f"rank {rank} {self._death(rank)}"
-            for rank, process in enumerate(self.processes)
-            if process.poll() != expected.get(rank, 0) and rank not in hung
-        ]
+            self.processes[rank].signal_session(signal.SIGABRT, signal.SIGCONT)  # it may have been stopped
+            wait_any([self.processes[rank]], DUMP_TIMEOUT_S)
+        failed = []
+        for rank, process in enumerate(self.processes):
+            status = process.poll()
+            if status is not None and status != expected.get(rank, 0) and rank not in hung:
+                death = f"was killed by {signal.Signals(-status).name}" if status < 0 else ""
+                failed.append(f"rank {rank} {death or f'exited with status {status}'}")
         aftermath = "did not end either" if failed else f"hung for {timeout_s:.0f} s"
         failed += [f"rank {rank} {aftermath}" for rank in hung]
         if failed:
@@ -139,17 +141,6 @@ class ScriptRanks:
                 deadline_s = min(deadline_s, time.monotonic() + AFTERMATH_S)
         return sorted(running)
 
-    def _dump(self, rank: int) -> None:
-        self.processes[rank].signal_session(signal.SIGABRT, signal.SIGCONT)  # it may have been stopped
-        wait_any([self.processes[rank]], DUMP_TIMEOUT_S)
-
-    def _death(self, rank: int) -> str:
-        status = self.processes[rank].poll()
-        assert status is not None
-        return (
-            f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        )
-
     def _all_output(self) -> str:
         ends = [self.output(rank)[-OUTPUT_LIMIT_BYTES:] for rank in range(len(self.processes))]
         return "\n".join(f"--- output of rank {rank}:\n{end}" for rank, end in enumerate(ends))
@@ -185,7 +176,12 @@ def spawn_script(
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
-            **_torchrun_variables(rank, world_size, port),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
             **(own if isinstance(own, Mapping) else own[rank]),
         }
         for rank in range(world_size)
@@ -193,14 +189,3 @@ def spawn_script(
     if isinstance(forked, bool):
         forked = range(world_size) if forked else ()
     return ScriptRanks([os.fspath(script), *args], environments, cwd, forked=forked)
-
-
-def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
