@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import CrossoverState, crossover_wrapper
 from tests import fake_cuda
@@ -23,7 +22,7 @@ from tests.harness import Job, run_jobs, run_ranks
 from tests.harness.groups import new_group
 from tests.harness.inside import force_native_alone
 from tests.harness.networks import mlp
-from tests.harness.training import WAYS, WIDTH, Training
+from tests.harness.training import WIDTH, Training
 
 pytestmark = pytest.mark.gpu
 
@@ -72,7 +71,7 @@ def network(seed: int) -> torch.nn.Module:
         torch.nn.Linear(1024, 512),
         torch.nn.ReLU(),
         torch.nn.Linear(512, 10),
-    ).cuda()
+    )
 
 
 def fp16(*_: Any) -> tuple[Any, Any]:
@@ -102,61 +101,65 @@ def meet(plan: Plan, what: str) -> None:
         hear(Meeting("", plan.meeting), what, plan.processes)
 
 
-def train(rank: int, world_size: int, plan: Plan) -> Outcome:
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    with reproducible(plan):
-        model = DistributedDataParallel(
-            network(plan.seed), bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=True
+class OnDevice(Training):
+    """Trains as a plan says; losses stay on the device, so that the host runs ahead."""
+
+    def __init__(self, rank: int, plan: Plan) -> None:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=plan.amp == "float16")
+        self._autocast = {"dtype": getattr(torch, plan.amp, torch.bfloat16), "enabled": plan.amp != "none"}
+        self._generator = torch.Generator().manual_seed(100 * plan.seed + rank)
+        super().__init__(
+            {"none": None, "fp16": fp16}.get(plan.hook, plan.hook),
+            rank,
+            module=network(plan.seed),
+            device="cuda",
+            optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)],
+            loss=self._drawn_loss,
+            bucket_cap_mb=BUCKET_CAP_MB,
         )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        state = None
-        if plan.hook != "none":
-            state, hook = {**WAYS, "fp16": fp16}[plan.hook](model, [optimizer], None)
-            model.register_comm_hook(state, hook)
-        scaler = torch.amp.GradScaler("cuda", enabled=plan.amp == "float16")
-        generator = torch.Generator().manual_seed(100 * plan.seed + rank)
-        losses = [step(model, optimizer, scaler, generator, plan) for _ in range(2)]  # buckets are rebuilt
+
+    def _drawn_loss(self, model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+        inputs = torch.randn(BATCH, 3, 32, 32, generator=self._generator).pin_memory()
+        targets = torch.randint(0, 10, (BATCH,), generator=self._generator).cuda()
+        with torch.autocast("cuda", **self._autocast):
+            return torch.nn.functional.cross_entropy(model(inputs.cuda(non_blocking=True)).float(), targets)
+
+    def steps_of(self, count: int) -> list[torch.Tensor]:
+        losses = []
+        for _ in range(count):
+            loss = self.loss()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.drop()
+            losses.append(loss.detach())
+        return losses
+
+
+def train(rank: int, world_size: int, plan: Plan) -> Outcome:
+    with reproducible(plan):
+        training = OnDevice(rank, plan)
+        losses = training.steps_of(2)  # buckets are rebuilt
         torch.cuda.synchronize()
-        if not isinstance(state, CrossoverState) or state.mutex is None:
-            meet(plan, "warm")
-        else:
-            state.mutex.release()  # nobody waits for a job that waits
-            meet(plan, "warm")
-            state.mutex.acquire()
+        mutex = training.state.mutex if isinstance(training.state, CrossoverState) else None
+        if mutex is not None:
+            mutex.release()  # nobody waits for a job that waits
+        meet(plan, "warm")
+        if mutex is not None:
+            mutex.acquire()
         torch.cuda.reset_peak_memory_stats()
         before_bytes = torch.cuda.memory_allocated()
-        losses += [step(model, optimizer, scaler, generator, plan) for _ in range(plan.steps)]
+        losses += training.steps_of(plan.steps)
         torch.cuda.synchronize()
-        peak_bytes = torch.cuda.max_memory_allocated() - before_bytes
         outcome = Outcome(
             [float(loss) for loss in losses],
-            digest(model, rank),
-            peak_bytes,
-            state.stats() if isinstance(state, CrossoverState) else {},
+            digest(training.model, rank),
+            torch.cuda.max_memory_allocated() - before_bytes,
+            training.state.stats() if mutex is not None else {},
         )
-        if state is not None:
-            state.close()
+        training.close()
     return outcome
-
-
-def step(
-    model: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    generator: torch.Generator,
-    plan: Plan,
-) -> torch.Tensor:
-    """Train one step; the loss stays on the device, so that the host runs ahead."""
-    inputs = torch.randn(BATCH, 3, 32, 32, generator=generator).pin_memory().cuda(non_blocking=True)
-    targets = torch.randint(0, 10, (BATCH,), generator=generator).cuda()
-    dtype = torch.float16 if plan.amp == "float16" else torch.bfloat16
-    with torch.autocast("cuda", dtype, enabled=plan.amp != "none"):
-        loss = torch.nn.functional.cross_entropy(model(inputs).float(), targets)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    return loss.detach()
 
 
 def digest(model: torch.nn.Module, rank: int) -> str:
