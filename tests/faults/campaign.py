@@ -26,7 +26,7 @@ from typing import Any
 from unittest import mock
 
 from tests.faults import lanes
-from tests.faults.lanes import Lane, Log, Told
+from tests.faults.lanes import Lane, Told
 from tests.harness._preloaded import forked_if_script
 from tests.harness.groups import files_of, free_port
 from tests.harness.waiting import eventually
@@ -41,26 +41,6 @@ NODES = 2
 STEADY_SEED = 0
 
 
-class Trained:
-    """What a rank of a job that trains has written."""
-
-    def __init__(self, log: Log) -> None:
-        self.log = log
-
-    def steps(self) -> list[list[float]]:
-        return [record for record in self.log.records() if isinstance(record, list)]
-
-    def losses(self) -> list[float]:
-        return [record[3] for record in self.steps()]
-
-    def stats(self) -> dict[str, Any] | None:
-        """Return its figures once it has ended."""
-        return next((record["stats"] for record in self.log.records() if isinstance(record, dict)), None)
-
-    def longest_s(self) -> float:
-        return max(end_s - begin_s for _, begin_s, end_s, _ in self.steps())
-
-
 @dataclass
 class Job:
     """A job with one rank in each lane."""
@@ -70,13 +50,9 @@ class Job:
     stop: Path
 
     @property
-    def trained(self) -> list[Trained]:
-        return [Trained(rank) for rank in self.ranks]
-
-    @property
     def count(self) -> int:
         """How many steps it has done."""
-        return len(self.trained[0].steps())
+        return len(self.ranks[0].steps())
 
     def signal(self, number: signal.Signals) -> None:
         for rank in self.ranks:
@@ -139,7 +115,7 @@ class Site:
         """Train for so many steps with plain DDP; return the losses of each rank."""
         job = self.start(seed, hook="none", steps=steps)
         job.wait(lambda: not job.alive(), 600.0, "trains alone")
-        return [rank.losses() for rank in job.trained]
+        return [rank.losses() for rank in job.ranks]
 
 
 EVENTS = {
@@ -210,8 +186,8 @@ class Story:
                 return Told({"by_kind": happened}, [f"the steady job ended at {number}: {steady.error()}"])
         for job in [*self.guests, steady]:
             job.end("leave")
-        stats = [rank.stats() or {} for rank in steady.trained]
-        longest_s = max(rank.longest_s() for rank in steady.trained)
+        stats = [rank.stats() or {} for rank in steady.ranks]
+        longest_s = max(rank.longest_s() for rank in steady.ranks)
         broken = [*self._other_losses(), *map(str, files_of(self.site.group))]
         if longest_s >= LEASE_S + SLACK_S:
             broken.append(f"the steady job stalled for {longest_s:.2f} s")
@@ -225,12 +201,12 @@ class Story:
         """Compare all jobs with a copy that trains alone, for as many steps as any of them came."""
         for seed in {job.seed for job in self.everyone}:
             alike = [job for job in self.everyone if job.seed == seed]
-            steps = max(len(rank.steps()) for job in alike for rank in job.trained)
+            steps = max(len(rank.steps()) for job in alike for rank in job.ranks)
             alone = self.site.losses_alone(seed, max(1, steps))
             for job in alike:
-                for rank, expected in zip(job.trained, alone, strict=True):
+                for rank, expected in zip(job.ranks, alone, strict=True):
                     if rank.losses() != expected[: len(rank.losses())]:
-                        yield f"job with seed {seed} computed other losses: {rank.log.path.name}"
+                        yield f"job with seed {seed} computed other losses: {rank.path.name}"
 
 
 @contextlib.contextmanager

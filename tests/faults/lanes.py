@@ -120,6 +120,21 @@ class Log:
         path = Path(f"{self.path}.err")
         return path.read_text(errors="replace")[-1500:] if path.exists() else ""
 
+    # --- of a rank that trains, see `trainee`
+
+    def steps(self) -> list[list[float]]:
+        return [record for record in self.records() if isinstance(record, list)]
+
+    def losses(self) -> list[float]:
+        return [record[3] for record in self.steps()]
+
+    def longest_s(self) -> float:
+        return max(end_s - begin_s for _, begin_s, end_s, _ in self.steps())
+
+    def stats(self) -> dict[str, Any] | None:
+        """Return its figures once it has ended."""
+        return next((record["stats"] for record in self.records() if isinstance(record, dict)), None)
+
 
 @dataclass
 class Rank(Log):

@@ -56,7 +56,7 @@ def test_siblings_in_containers_take_turns_with_results_as_alone(sites: list[Sit
         job.stop.touch()
     for job in jobs:
         job.end("leave")
-        for rank in job.trained:
+        for rank in job.ranks:
             stats = rank.stats()
             assert stats is not None, job.error()
             assert stats["disabled_because"] is None
@@ -65,7 +65,7 @@ def test_siblings_in_containers_take_turns_with_results_as_alone(sites: list[Sit
             assert stats["turn"] > stats["turns"], "the order of turns is not common to both"
     assert not files_of(sites[0].group)
     for site, job in zip(sites, jobs, strict=True):
-        assert [rank.losses() for rank in job.trained] == site.losses_alone(job.seed, job.count)
+        assert [rank.losses() for rank in job.ranks] == site.losses_alone(job.seed, job.count)
 
 
 def test_a_container_that_is_killed_holds_its_sibling_up_for_no_time(sites: list[Site]) -> None:
@@ -74,7 +74,7 @@ def test_a_container_that_is_killed_holds_its_sibling_up_for_no_time(sites: list
         container.kill()
     steady.train(STEPS)
     steady.end("leave")
-    for rank in steady.trained:
+    for rank in steady.ranks:
         stats = rank.stats()
         assert stats is not None, steady.error()
         assert stats["disabled_because"] is None

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.faults.campaign import Job, Site, Trained
+from tests.faults.campaign import Job, Site
 from tests.faults.lanes import ROOT, Lane, Log
 from tests.harness.campaign import only_in_campaign
 from tests.harness.children import Child, end
@@ -60,8 +60,8 @@ class Agent:
         end([self._process], grace_s=10.0)  # the agent ends its ranks, which lead sessions of their own
         self._output.close()
 
-    def trained(self, rank: int, life: int) -> Trained:
-        return Trained(Log(Path(f"{self._log}{rank}-life{life}")))
+    def trained(self, rank: int, life: int) -> Log:
+        return Log(Path(f"{self._log}{rank}-life{life}"))
 
     def wait_for_steps(self, steps: int, life: int) -> None:
         def has_done() -> bool:
@@ -106,7 +106,7 @@ def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> Non
         alone = site.losses_alone(SEED, max(STEPS, steady.count))
     for rank, expected in enumerate(alone):
         assert agent.trained(rank, life=1).losses() == expected[:STEPS], "it was started again once"
-        found = steady.trained[rank]
+        found = steady.ranks[rank]
         assert len(found.losses()) > DIES[1]
         assert found.losses() == expected[: len(found.losses())]
         stats = found.stats()

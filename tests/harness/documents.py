@@ -33,7 +33,7 @@ def added(diff: str) -> list[str]:
 
 def patched(source: str, diff: str) -> str:
     """Apply a diff to a source with its lines, of which ``...`` leaves some out."""
-    lines, place, waiting, follows = source.splitlines(), 0, [], False
+    lines, place, waiting, follows = source.splitlines(), 0, list[str](), False
     for line in diff.splitlines():
         if line.strip() == "...":
             lines[place:place] = waiting

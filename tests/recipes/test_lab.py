@@ -150,34 +150,30 @@ def test_the_rate_can_change_while_traffic_flows(faster_mbit: float, tmp_path: P
     assert 0.2 < taken_s < 60
 
 
-def test_a_failing_rank_speaks_and_the_others_are_ended(tmp_path: Path) -> None:
-    script = """
-import os, sys, time
+FAILING = {
+    r"job bad, rank 1: killed by SIGKILL(.|\n)*my own last words": """
+import os, time
 if os.environ["RANK"] == "1":
     print("my own last words", flush=True); os.kill(os.getpid(), 9)
 time.sleep(300)
-"""
-    with Cluster(shaped=False) as cluster:
-        with pytest.raises(
-            JobFailedError, match=r"job bad, rank 1: killed by SIGKILL(.|\n)*my own last words"
-        ) as caught:
-            jobs = [Job("bad", python(script)), Job("good", ["sleep", "300"])]
-            cluster.run(jobs, 60, out=tmp_path)
-        assert "rank 0" not in str(caught.value)
-        assert list(nodes.marked_labs()) == [] or all(
-            owner != cluster.lab for owner, _ in nodes.marked_labs()
-        )
-
-
-def test_the_rank_with_the_reason_is_shown_also_when_its_peer_ends_first(tmp_path: Path) -> None:
-    script = """
+""",
+    # also when its peer ends first
+    "the reason": """
 import os, sys, time
 if os.environ["RANK"] == "1":
     time.sleep(0.4); sys.exit("the reason")
 sys.exit("connection closed by peer")
-"""
-    with Cluster(shaped=False) as cluster, pytest.raises(JobFailedError, match="the reason"):
-        cluster.run([Job("bad", python(script))], 30, out=tmp_path)
+""",
+}
+
+
+@pytest.mark.parametrize("words", FAILING)
+def test_a_failing_rank_speaks_and_the_others_are_ended(words: str, tmp_path: Path) -> None:
+    jobs = [Job("bad", python(FAILING[words])), Job("good", ["sleep", "300"])]
+    with Cluster(shaped=False) as cluster:
+        with pytest.raises(JobFailedError, match=words):
+            cluster.run(jobs, 60, out=tmp_path)
+        assert all(owner != cluster.lab for owner, _ in nodes.marked_labs())
 
 
 @pytest.mark.parametrize("on_links", [shaped, unshaped])
