@@ -1,1 +1,1 @@
-"""What only a CUDA device can show; skipped, with the reason, where there is none. See docs/gpu.md."""
+"""What only a CUDA device can show; on the fake one (tests/fake_cuda) where there is none. See docs/gpu.md."""
