@@ -10,11 +10,8 @@ everybody. Placement after SPD-KFAC (arXiv 2107.06533), local factors after DP-K
 
 import functools
 import logging
-import math
-import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -32,7 +29,7 @@ from crossover_ddp._engine.states import Agreement, HookState, told_by_all
 from crossover_ddp._kfac.factors import WeightSharing
 from crossover_ddp._kfac.journeys import Hyper, Hypers, Packed
 from crossover_ddp._kfac.layers import find_layers, group_of, unwrapped
-from crossover_ddp._kfac.placement import loads_s, place
+from crossover_ddp._kfac.placement import loads_s
 from crossover_ddp._kfac.preconditioner import Preconditioner, learning_rates
 from crossover_ddp._kfac.settings import (
     agree,
@@ -41,35 +38,15 @@ from crossover_ddp._kfac.settings import (
     check_parameters,
     layer_costs,
     warn_of_adaptive,
-    warn_of_gone,
     warn_of_large,
 )
 
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex
 
-__all__ = ["FactorPlan", "KFACState", "kfac_hook"]
+__all__ = ["KFACState", "kfac_hook"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FactorPlan:
-    """When input factors travel.
-
-    Args:
-        early: groups that leave during forward, by the layers' numbers; none: all leave with the gradients' buckets.
-    """
-
-    early: tuple[tuple[int, ...], ...]
-
-    def __getattr__(self, name: str) -> float:
-        if name not in ("predicted_s", "in_buckets_s", "early_s"):
-            raise AttributeError(name)
-        warnings.warn(
-            f"FactorPlan.{name} has gone: nothing is predicted any more", FutureWarning, stacklevel=2
-        )
-        return math.nan
 
 
 class KFACState(HookState):
@@ -94,14 +71,11 @@ class KFACState(HookState):
         weight_sharing: "expand" or "reduce" (Eschenhagen et al., arXiv 2311.00636) for layers applied at many
             positions of a sample, or "kfac-pytorch", which has that package's scale and start of the factors.
         factors: "global" averages the factors over the ranks; "local" (DP-KFAC) takes the owner's own: no traffic.
-        inversion: has no effect any more: solvers are made at once.
         loss_scale: what the loss was multiplied by before ``backward()``, such as ``scaler.get_scale``.
         accumulated: with several ``backward()`` per step, whether their losses were divided by their number ("mean").
         skip: names of modules, or patterns of names, that shall pass through.
         max_factor_dim: a layer with more inputs or outputs than this passes through, with a warning. A solver costs
             time with the cube and memory with the square: 14 s of one CPU core and 256 MiB a factor at 8192.
-        costs: has no effect any more: typical costs of inversions decide who owns a layer, so that the same job has the
-            same owners, and rounds its sums alike, in every run.
         process_group: the ranks of the job; must be the group of the DDP model. Default: that of ``model`` if it is
             wrapped already, else the default group.
         mutex: take turns with sibling jobs; making solvers is compute inside the turn. Default: no turns.
@@ -144,24 +118,20 @@ class KFACState(HookState):
         pi: bool = True,
         weight_sharing: WeightSharing = "expand",
         factors: Literal["global", "local"] = "global",
-        inversion: Literal["at_once", "background"] = "at_once",
         loss_scale: float | Callable[[], float] = 1.0,
         accumulated: Literal["mean", "sum"] = "mean",
         skip: Sequence[str] = (),
         max_factor_dim: int = 8192,
-        costs: Literal["typical", "measured"] = "typical",
         process_group: dist.ProcessGroup | None = None,
         mutex: GPUMutex | None = None,
         codec: CodecChoice | None = None,
         compare_replicas: bool = True,
     ) -> None:
-        check_choices(solver=solver, weight_sharing=weight_sharing, factors=factors)
-        check_choices(inversion=inversion, accumulated=accumulated, costs=costs)
-        warn_of_gone(inversion=inversion, costs=costs)
         hypers = Hypers(damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps)
-        arguments = hypers.arguments(0)  # says what is wrong with them
-        arguments |= {"solver": solver, "pi": pi, "weight_sharing": weight_sharing, "factors": factors}
-        arguments |= {"accumulated": accumulated}
+        choices: dict[str, str] = {"solver": solver, "weight_sharing": weight_sharing, "factors": factors}
+        choices["accumulated"] = accumulated
+        check_choices(choices)
+        arguments = {**hypers.arguments(0), **choices, "pi": pi}  # says what is wrong with them
         if not isinstance(max_factor_dim, int) or max_factor_dim < 1:
             raise ValueError(
                 "expected a whole number of rows, 1 or more, got "
@@ -186,10 +156,9 @@ class KFACState(HookState):
         spread_steps = inverse_steps if codec is None and solver == "inverse" else None
         agreed = agree(layer_costs(model, layers, group.size(), spread_steps), layers, group, arguments)
         check_any(layers, self.passing)
-        named = [layer.parameters() for layer in layers]
 
         def rates() -> dict[int, float]:
-            return learning_rates(self.optimizer, named)
+            return learning_rates(self.optimizer, layers)
 
         if kl_clip is not None:
             rates()  # says what is wrong with them
@@ -200,9 +169,8 @@ class KFACState(HookState):
         self._is_deferred = False
         self._preconditioner = Preconditioner(
             model=weakref.ref(unwrapped(model)),
-            layers=layers,
+            treated=layers,
             costs=agreed,
-            owners=place(agreed, group.size(), inverse_steps),
             hypers=hypers,
             group=group,
             solver=solver,
@@ -233,38 +201,39 @@ class KFACState(HookState):
     @property
     def owners(self) -> dict[str, int]:
         """Rank of each layer that K-FAC treats, by the layer's name."""
-        owned = self._preconditioner
-        return {layer.name: owner for layer, owner in zip(owned.layers, owned.owners, strict=True)}
+        return {each.layer.name: each.owner for each in self._preconditioner.layers}
 
     def report(self) -> str:
         """Describe the layers, their owners, the owners' loads, and what passes through. Not collective."""
         owned, lines = self._preconditioner, [repr(self)]
-        for index, (cost, owner) in enumerate(zip(owned.costs, owned.owners, strict=True)):
+        for each in owned.layers:
+            cost, own = each.cost, each.curvature
             lines.append(
                 f"{cost.name}: A {cost.a_dim}, G {cost.g_dim}"
                 + (f", {cost.groups} groups" if cost.groups > 1 else "")
-                + f", rank {owner}, {1e3 * cost.step_s(owned.inverse_steps):.3g} ms"
-                + (", spread over all ranks" if index in owned.solvers else "")
+                + f", rank {each.owner}, {1e3 * cost.step_s(owned.inverse_steps):.3g} ms"
+                + (", spread over all ranks" if each.solver is not None else "")
             )
-            if (own := owned.curvatures.get(index)) is not None:
+            if own is not None:
                 counts = {"times damped further": own.strained, "batches dropped": own.dropped}
                 lines[-1] += "".join(f", {count} {what}" for what, count in counts.items() if count)
-        loads = loads_s(owned.costs, owned.owners, owned.world_size, owned.inverse_steps)
+        owners = [each.owner for each in owned.layers]
+        loads = loads_s(owned.costs, owners, owned.world_size, owned.inverse_steps)
         lines += [f"rank {rank} works for {1e3 * load_s:.3g} ms a step" for rank, load_s in enumerate(loads)]
         lines += [f"{name} passes through: {reason}" for name, reason in self.passing.items()]
         return "\n  ".join(lines)
 
-    def plan_factors(self, *, early: bool | None = None) -> FactorPlan:
+    def plan_factors(self, *, early: bool = True) -> tuple[tuple[int, ...], ...]:
         """Let input factors leave during forward, on a wire that is idle then, instead of with the buckets.
 
         That is, in steps that make solvers; in others they follow behind the gradients. They leave in groups of about
         equal size, in the order of the last forward; a layer that is called several times is not among them.
 
         Args:
-            early: False lets them leave with the buckets again. Default: they leave early.
+            early: False lets them leave with the buckets again.
 
         Returns:
-            Rank 0's plan, the same on all ranks.
+            The groups, by the layers' numbers, the same on all ranks; none: all leave with the gradients' buckets.
 
         On failure: ``UnsupportedConfigurationError``, on all ranks, with local factors, which do not travel, on a GPU,
         and before a step has taken factors.
@@ -278,18 +247,18 @@ class KFACState(HookState):
                 "expected a KFACState with a hook of its own, got one that is part of a DecoupledState, where "
                 "gradients travel during forward; leave the plan out: factors leave with the buckets, or behind them"
             )
-        plan = FactorPlan(self._preconditioner.traffic.plan(early=early is not False))
-        logger.info("%d groups of input factors leave during forward", len(plan.early))
-        return plan
+        groups = self._preconditioner.traffic.plan(early=early)
+        logger.info("%d groups of input factors leave during forward", len(groups))
+        return groups
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank keeps: "factors", "solvers", "buffers". Not collective."""
         owned = self._preconditioner
-        own = owned.curvatures.values()
-        others = [solver.nbytes for index, solver in owned.solvers.items() if index not in owned.curvatures]
+        own = owned.own.values()
+        others = [each.solver for each in owned.layers if each.curvature is None and each.solver is not None]
         return {
-            "factors": sum(curvature.factor_bytes() for curvature in own),
-            "solvers": sum(curvature.solver_bytes() for curvature in own) + sum(others),
+            "factors": sum(each.factor_bytes() for each in own),
+            "solvers": sum(each.solver_bytes() for each in own) + sum(each.nbytes for each in others),
             "buffers": owned.traffic.nbytes + sum(flat.nbytes for flat in owned.free.values()),
         }
 
@@ -301,7 +270,7 @@ class KFACState(HookState):
 
         As part of a `DecoupledState` what travels is counted there. Not collective. The table is in docs/choosing.md.
         """
-        own = self._preconditioner.curvatures.values()
+        own = self._preconditioner.own.values()
         found = {"strained": sum(each.strained for each in own), "dropped": sum(each.dropped for each in own)}
         coded = None if self._compression is None else self._compression.stats()
         return {**self._told(codec=self.codec, coded=coded), **found}
@@ -332,14 +301,14 @@ class KFACState(HookState):
             )
         owned = self._preconditioner
         owned.traffic.settle()
-        own = {owned.layers[index].name: each.state_dict() for index, each in owned.curvatures.items()}
+        own = {name: each.state_dict() for name, each in owned.own.items()}
         states = {name: state for each in told_by_all(owned.group, own) for name, state in each.items()}
         return {
             "steps": self.steps,
             "solver": owned.solver,
             "world_size": owned.world_size,
-            "owners": list(owned.owners),
-            "layers": {layer.name: states[layer.name] for layer in owned.layers},
+            "owners": [*self.owners.values()],
+            "layers": {name: states[name] for name in self.owners},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -357,7 +326,7 @@ class KFACState(HookState):
                 f"expected the state dict of a KFACState, got keys {sorted(state)}; pass what its state_dict() "
                 "returned, or checkpoint() with kfac_hook"
             )
-        expected, got = [layer.name for layer in owned.layers], list(state["layers"])
+        expected, got = list(self.owners), list(state["layers"])
         if sorted(expected) != sorted(got) or state["solver"] != owned.solver:
             raise ValueError(
                 f"expected the state of layers {expected} with solver={owned.solver!r}, got {got} with "
@@ -365,15 +334,14 @@ class KFACState(HookState):
             )
         same = state["world_size"] == owned.world_size
         owned.close()
-        owned.begin(state["owners"] if same else owned.owners, state["steps"])
-        for index, layer in enumerate(owned.layers):
-            saved = state["layers"][layer.name]
-            is_spread = index in owned.spread and saved.get("root") is not None
-            curvature = owned.curvatures.get(index) or owned.curvature(index)
-            if is_spread or index in owned.curvatures:
-                curvature.load_state_dict(saved, layer.weight.device)
-            if is_spread and (solver := curvature.spread()) is not None:
-                owned.solvers[index] = solver
+        owned.begin(state["owners"] if same else [*self.owners.values()], state["steps"])
+        for each in owned.layers:
+            saved = state["layers"][each.layer.name]
+            is_spread = each.cost.spread and saved.get("root") is not None
+            if is_spread or each.curvature is not None:
+                curvature = each.curvature or owned.curvature(each.layer)
+                curvature.load_state_dict(saved, each.layer.weight.device)
+                each.solver = curvature.spread() if is_spread else None
         if self._compression is not None:
             self._compression.load({}, None)
         owned.registered().agreement.forget()  # type: ignore[union-attr]  # it is in use
@@ -389,7 +357,7 @@ class KFACState(HookState):
     def __repr__(self) -> str:
         owned = self._preconditioner
         return (
-            f"KFACState({len(owned.layers)} layers, {len(owned.curvatures)} of them on rank {owned.rank} of "
+            f"KFACState({len(owned.layers)} layers, {len(owned.own)} of them on rank {owned.rank} of "
             f"{owned.world_size}, solver={owned.solver!r}, {owned.hypers})"
         )
 

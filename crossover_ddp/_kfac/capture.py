@@ -16,7 +16,7 @@ backward at all (its loss was not finite), by ``torch.autograd.grad`` (an advers
 which leaves ``p.grad`` alone, or by a backward whose gradients are thrown away by ``zero_grad()``. So A of a call is
 held by the call's own place in autograd's graph, and is gone with it. What a backward pass brings is a `PassSums`,
 which is committed when the same pass has added to the weight's ``.grad``, and only then. And what was committed is
-dropped when that ``.grad`` was cleared since (`GradientMark`).
+dropped when that ``.grad`` was cleared since.
 
 [Note: hooks on views] A hook on a tensor belongs to the tensor's place in autograd's graph. Where a layer returns a
 view (a Linear layer of three-dimensional inputs does before torch 2.15, a convolution of one picture everywhere), that
@@ -51,11 +51,14 @@ from .placement import most_columns
 logger = logging.getLogger(__name__)
 
 _NO_BACKWARD: Final = -1
-_NEVER: Final = -1  # the number of no call
 _NOTHING_SEEN: Final = (
     "K-FAC has seen no call of any layer whose gradient came, so gradients stay as they are: layers are seen in "
     "training mode, in calls after the KFACState was made. Call train() on the model, not eval() (a Dropout or "
     "BatchNorm in it may be in eval mode), and make the state before the model is compiled and called"
+)
+_SPOILED: Final = (
+    "the input factor of layer %s %s; the factors of such layers are dropped in such steps. If this goes "
+    "on, %s"
 )
 _REMEDY: Final = (
     "call optimizer.zero_grad() between two exchanges, and to accumulate gradients do all backward passes of a step "
@@ -72,8 +75,7 @@ class Call:
     """One call of a layer with gradients enabled; autograd's graph holds it.
 
     Args:
-        number: the order of calls.
-        step, micro_batch: in which it was made.
+        number: orders calls.
         make_a: returns A, or its columns. None: A is counted already.
         samples: how many the model was called with; None: that is not known.
     """
@@ -125,18 +127,47 @@ class PassSums:
     calls: list[Call] = field(default_factory=list)
 
 
-class GradientMark:
-    """How the ``.grad`` of one weight was left by the last pass that added to it.
+class LayerSums:
+    """Both factors of one layer in one step, see [Note: on trial].
+
+    Args:
+        rooms: how many columns may be kept of A and of G.
 
     Attributes:
-        micro_batches: those of this step that are in it.
+        trials: by the number of the backward pass.
+        open: calls whose A is counted nowhere.
+        micro_batches: those in the weight's ``.grad``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rooms: tuple[int, int]) -> None:
+        self.a, self.g = map(Sum, rooms)
+        self.trials: dict[int, PassSums] = {}
+        self.open: weakref.WeakSet[Call] = weakref.WeakSet()
         self.micro_batches: set[int] = set()
+        self._ahead: set[int] = set()  # numbers of calls whose A was taken before their backward
+        self._committed: set[int] = set()
         self._left: tuple[weakref.ref[Tensor], int] | None = None
 
+    def trial(self, task: int) -> PassSums:
+        return self.trials.setdefault(task, PassSums(Sum(self.g.room)))
+
+    def commit(self, trial: PassSums) -> None:
+        self._count(trial.calls)
+        self._committed |= {call.number for call in trial.calls}
+        self.g.add(trial.g.value, trial.g.calls)
+
+    def look_ahead(self) -> None:
+        """Count all calls so far, assuming that their backward will come."""
+        self._ahead |= {call.number for call in self.open}
+        self._count(self.open)
+
+    @property
+    def is_spoiled(self) -> bool:
+        """Whether A was taken of calls whose backward is not the step's."""
+        return not self._ahead <= self._committed
+
     def left(self, gradient: Tensor | None, micro_batches: Iterable[int]) -> None:
+        """Note how a pass that added to it has left ``.grad``."""
         self.micro_batches.update(micro_batches)
         self._left = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
@@ -144,45 +175,11 @@ class GradientMark:
         """Tell whether nothing was written to it since, as far as its version says."""
         return self._left is not None and self._left[0]() is gradient and self._left[1] == gradient._version
 
-    def clear(self) -> None:
-        self.micro_batches.clear()
-        self._left = None
-
-
-class LayerSums:
-    """Both factors of one layer in one step, see [Note: on trial].
-
-    Args:
-        rooms: how many columns may be kept of A and of G.
-    """
-
-    def __init__(self, rooms: tuple[int, int]) -> None:
-        self.a, self.g = map(Sum, rooms)
-        self.trials: dict[int, PassSums] = {}  # by the number of the backward pass, see [Note: on trial]
-        self.open: weakref.WeakSet[Call] = weakref.WeakSet()  # whose A is counted nowhere
-        # Numbers of calls whose A was taken ahead, and whose backward has not come: if there are any in the end, A was
-        # not the step's.
-        self.ahead: set[int] = set()
-        self._took_ahead = False
-
-    def trial(self, task: int) -> PassSums:
-        return self.trials.setdefault(task, PassSums(Sum(self.g.room)))
-
-    def commit(self, trial: PassSums) -> None:
-        self._count(trial.calls)
-        self.ahead -= {call.number for call in trial.calls}
-        self.g.add(trial.g.value, trial.g.calls)
-
-    def look_ahead(self) -> None:
-        """Count all calls so far, assuming that their backward will come."""
-        self.ahead |= {call.number for call in self.open}
-        self._count(self.open)
-        self._took_ahead = True
-
     def drop(self) -> None:
+        """Forget what was committed: it was given up."""
         self.a, self.g = Sum(self.a.room), Sum(self.g.room)
-        if self._took_ahead:
-            self.ahead.add(_NEVER)
+        self.micro_batches.clear()
+        self._committed.clear()
 
     def _count(self, calls: Iterable[Call]) -> None:
         for call in sorted(calls, key=lambda call: call.number):
@@ -238,15 +235,13 @@ class FactorCapture:
         self._loss_scale = loss_scale
         self._scale: float | None = None
         self._accumulated = accumulated
-        chosen = range(len(self._layers)) if only is None else sorted(only)
-        self._sums = {index: LayerSums(self._rooms[index]) for index in chosen}
+        self._captured = frozenset(range(len(self._layers)) if only is None else only)
         # Of all layers: those that are not captured also show which micro-batches count.
-        self._marks = [GradientMark() for _ in self._layers]
+        self._sums = list(map(LayerSums, self._rooms))
         self._step = 0
         self._numbers = itertools.count()
         self._newest_task = _NO_BACKWARD
-        self._warned = False
-        self._warned_of_none = False
+        self._told: set[str] = set()
         self._looked_beside = False
         self._seen: set[bool] = set()  # whether layers were, of those whose gradients came in this step
         self._micro_batch = 0
@@ -256,12 +251,11 @@ class FactorCapture:
         self._handles = list(self._hooked(model))
 
     def _hooked(self, model: nn.Module | None) -> Iterator[RemovableHandle]:
-        for index in self._sums:
-            for module in self._layers[index].modules:
+        for index, layer in enumerate(self._layers):
+            for module in layer.modules if index in self._captured else ():
                 hook = WeakHook(self, "_on_forward", index)
                 # First of all hooks: another one may replace the output.
                 yield module.register_forward_hook(hook, prepend=True, with_kwargs=True)
-        for index, layer in enumerate(self._layers):
             yield layer.weight.register_post_accumulate_grad_hook(WeakHook(self, "_on_accumulated", index))
         if model is not None:
             yield unwrapped(model).register_forward_pre_hook(WeakHook(self, "_on_root"), with_kwargs=True)
@@ -270,20 +264,16 @@ class FactorCapture:
     @property
     def micro_batches(self) -> int:
         """How many micro-batches have their gradients in this step's so far."""
-        return len(set().union(*(mark.micro_batches for mark in self._marks)))
+        return len(set().union(*(sums.micro_batches for sums in self._sums)))
 
     def begin_step(self) -> None:
         """Forget all that was not taken, and count micro-batches anew."""
-        if self._seen == {False} and not self._warned_of_none:
-            self._warned_of_none = True
-            logger.warning(_NOTHING_SEEN)
+        if self._seen == {False}:
+            self._warn_once(_NOTHING_SEEN)
         self._seen.clear()
-        for index, sums in self._sums.items():
-            for call in sums.open:
-                call.make_a = None
-            self._sums[index] = LayerSums(self._rooms[index])
-        for mark in self._marks:
-            mark.clear()
+        for call in itertools.chain.from_iterable(sums.open for sums in self._sums):
+            call.make_a = None
+        self._sums = list(map(LayerSums, self._rooms))
         self._step += 1
         self._micro_batch = 0
         self.calls.clear()
@@ -328,7 +318,7 @@ class FactorCapture:
         """Return G of a layer as of now, or its columns, and forget it; None as `take_input`."""
         sums = self._sums[index]
         found = sums.g.take(self._output_scale)
-        if not sums.ahead:
+        if not sums.is_spoiled:
             return found
         how = "was taken from a forward whose backward was not the step's"
         return self._spoiled(index, self._layers[index].shape.g_dim, how, "call plan_factors(early=False)")
@@ -340,7 +330,7 @@ class FactorCapture:
         return m if self._accumulated == "mean" else 1 / m
 
     def close(self) -> None:
-        """Remove the hooks and forget what was captured; may be called again."""
+        """Remove the hooks and forget what was captured."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -437,8 +427,8 @@ class FactorCapture:
         """The gradient of a layer's weight was added to: what its pass has brought is the step's."""
         if not self.active:
             return
-        sums, made_in = self._sums.get(index), {self._micro_batch}
-        if sums is not None:
+        sums, made_in = self._sums[index], {self._micro_batch}
+        if index in self._captured:
             trial = sums.trials.pop(_task(), None)
             self._seen.add(trial is not None)
             if trial is None:
@@ -446,7 +436,7 @@ class FactorCapture:
             made_in = {call.micro_batch for call in trial.calls}
             sums.commit(trial)
         self._gradients_came = True
-        self._marks[index].left(weight.grad, made_in)
+        sums.left(weight.grad, made_in)
 
     def _begin_pass(self) -> None:
         """Once per backward pass, before it adds to any gradient: drop what was given up."""
@@ -455,40 +445,32 @@ class FactorCapture:
             self._drop_given_up()
 
     def _drop_given_up(self) -> None:
-        written: dict[int, Tensor] = {}
-        for index, (mark, layer) in enumerate(zip(self._marks, self._layers, strict=True)):
+        written: list[tuple[LayerSums, Tensor]] = []
+        for sums, layer in zip(self._sums, self._layers, strict=True):
             gradient = layer.weight.grad
-            if not mark.micro_batches:
+            if not sums.micro_batches:
                 continue
             if gradient is None:
-                self._drop(index)
-            elif not mark.is_as_left(gradient):
-                written[index] = gradient  # cleared, or clipped, or scaled
+                sums.drop()
+            elif not sums.is_as_left(gradient):
+                written.append((sums, gradient.detach().any()))  # cleared, or clipped, or scaled
         if written:
-            left = torch.stack([gradient.detach().any() for gradient in written.values()]).tolist()
-            for index, something in zip(written, left, strict=True):
+            found = torch.stack([something for _, something in written]).tolist()
+            for (sums, _), something in zip(written, found, strict=True):
                 if not something:
-                    self._drop(index)
-
-    def _drop(self, index: int) -> None:
-        self._marks[index].clear()
-        if index in self._sums:
-            self._sums[index].drop()
+                    sums.drop()
 
     def _spoiled(self, index: int, dim: int, how: str, remedy: str) -> Tensor:
         """Return what is not a number in the place of a factor; warn once."""
         layer = self._layers[index]
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "the input factor of layer %s %s; the factors of such layers are dropped in such steps. If this goes "
-                "on, %s",
-                layer.name,
-                how,
-                remedy,
-            )
+        self._warn_once(_SPOILED, layer.name, how, remedy)
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         return torch.full((layer.shape.groups, dim, dim), math.nan, dtype=dtype, device=layer.weight.device)
+
+    def _warn_once(self, message: str, *arguments: object) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning(message, *arguments)
 
 
 def _in_small(columns: Columns, room: int) -> BatchFactor:
@@ -562,7 +544,7 @@ class WaitingDirections:
         for index in layers:
             added = self._waits.get(index)
             if added is not None and bool(added):
-                weight = next(iter(self._layers[index].parameters()))
+                weight = next(iter(self._layers[index].parameters))
                 raise UnsupportedConfigurationError(
                     f"expected gradients that were cleared since the last exchange, got a second backward() added to "
                     f"the K-FAC direction of {weight}, which would be preconditioned twice; {_REMEDY}"

@@ -4,15 +4,16 @@ Only the owner has them, so that their memory, and the work of making solvers, i
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from .factors import BatchFactor, at_least_float32, is_finite, multiplied, update_running
-from .layers import LayerShape
+from .factors import BatchFactor, is_finite, multiplied, update_running
+from .layers import Layer, LayerShape
+from .placement import LayerCost
 from .spread import SpreadSolver
 
 One = TypeVar("One", bound="Solver")
@@ -24,42 +25,34 @@ class Solver:
     """What turns a layer's gradient into its K-FAC step, made of its two factors.
 
     Attributes:
-        strained: how many times a factor (of one group) had to be damped further than asked; 0 after `from_tensors`.
+        strained: how many times a factor (of one group) had to be damped further than asked; 0 after a checkpoint.
     """
 
     strained: int
 
     @classmethod
-    def compute(
-        cls: type[One], a_factor: Tensor, g_factor: Tensor, damping: float, *, pi: bool
-    ) -> One | None:
+    def compute(cls: type[One], a: Tensor, g: Tensor, damping: float, *, pi: bool) -> One | None:
         """Prepare to precondition; None if a factor is not finite, so that the former solver can serve on.
 
         The factors are left as they are, [groups, a, a] and [groups, g, g]; of them only the lower triangle may be
         read. ``pi`` divides the damping between them by their size. One that cannot be solved is damped tenfold, again
         and again, at last taken for its diagonal; see `strained`.
         """
-        if not 0 < damping < math.inf:
-            raise ValueError(f"expected damping > 0, got damping={damping}; 0.001 to 0.03 is usual")
-        a, g = at_least_float32(a_factor), at_least_float32(g_factor)
-        return cls._of(a, g, damping, pi) if torch.isfinite(a).all() & torch.isfinite(g).all() else None
+        if not torch.isfinite(a).all() & torch.isfinite(g).all():
+            return None
+        return cls._of(a, g, damping, pi)
 
     @classmethod
     def _of(cls: type[One], a: Tensor, g: Tensor, damping: float, pi: bool) -> One:
         raise NotImplementedError
 
     def precondition(self, matrix: Tensor) -> Tensor:
-        """Return V for the gradients [groups, g, a], in the factors' dtype (at least float32); not in place."""
+        """Return V for the gradients [groups, g, a], in the factors' dtype; not in place."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint has to hold; the tensors themselves, not copies."""
+        """Return what a checkpoint has to hold, and makes the solver again; the tensors themselves, not copies."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-    @classmethod
-    def from_tensors(cls: type[One], tensors: Mapping[str, Tensor]) -> One:
-        """Make again what `tensors` described."""
-        return cls(**tensors)
 
 
 @dataclass(frozen=True)
@@ -77,8 +70,8 @@ class DampedInverse(Solver):
     def _of(cls, a: Tensor, g: Tensor, damping: float, pi: bool) -> "DampedInverse":
         balance = _balance(a, g) if pi else a.new_ones(a.shape[0], dtype=torch.float64)
         root = math.sqrt(damping)
-        (a_inverse,), a_strained = _solved(a, root * balance, _inverse, _diagonal_inverse)
-        (g_inverse,), g_strained = _solved(g, root / balance, _inverse, _diagonal_inverse)
+        (a_inverse,), a_strained = _solved(a, root * balance, _inverse)
+        (g_inverse,), g_strained = _solved(g, root / balance, _inverse)
         return cls(a_inverse, g_inverse, a_strained + g_strained)
 
     def precondition(self, matrix: Tensor) -> Tensor:
@@ -103,8 +96,8 @@ class Eigenbasis(Solver):
     @classmethod
     def _of(cls, a: Tensor, g: Tensor, damping: float, pi: bool) -> "Eigenbasis":
         none = a.new_zeros(a.shape[0], dtype=torch.float64)
-        (a_values, a_vectors), a_strained = _solved(a, none, _eigen, _diagonal_eigen)
-        (g_values, g_vectors), g_strained = _solved(g, none, _eigen, _diagonal_eigen)
+        (a_values, a_vectors), a_strained = _solved(a, none, _eigen)
+        (g_values, g_vectors), g_strained = _solved(g, none, _eigen)
         gamma = a.new_full((), max(damping, torch.finfo(a.dtype).tiny))
         return cls(a_values, a_vectors, g_values, g_vectors, gamma, a_strained + g_strained)
 
@@ -123,7 +116,6 @@ class Curvature:
     """The second-order state of one layer on its owner.
 
     Args:
-        shape: of the layer.
         kind: how the factors are inverted.
         pi: whether the damping is shared out between both factors by their traces.
         start: whether the running mean begins with the first batch or with the identity.
@@ -143,14 +135,19 @@ class Curvature:
     _g: Tensor | None = None
     _spread: SpreadSolver | None = None
     _dropped: Tensor | int = 0
+    _halves: dict[str, BatchFactor] = field(default_factory=dict)
 
     @property
     def dropped(self) -> int:
         """How many batches had factors that were not finite, or none at all; they changed nothing."""
         return int(self._dropped)
 
-    def add(self, a: BatchFactor, g: BatchFactor, decay: float) -> None:
-        """Take the factors of one batch into the running means, unless one of them is not finite."""
+    def add(self, which: Literal["a", "g"], factor: BatchFactor, decay: float) -> None:
+        """Take A or G of one batch; both together go into the running means, unless one of them is not finite."""
+        self._halves[which] = factor
+        if len(self._halves) < 2:
+            return
+        a, g = self._halves.pop("a"), self._halves.pop("g")
         usable = is_finite(a) & is_finite(g)
         self._dropped = self._dropped + ~usable
         if self._a is None or self._g is None or not usable.is_cuda:
@@ -163,13 +160,8 @@ class Curvature:
         self._a = update_running(self._a, a, decay, start=self.start)
         self._g = update_running(self._g, g, decay, start=self.start)
 
-    @property
-    def lacks_solver(self) -> bool:
-        """Whether there are factors and, as the first ones were not finite or came late, no solver of them."""
-        return self.solver is None and self._a is not None
-
     def invert(self, damping: float) -> None:
-        """Make a new solver of the running factors; the former one serves on if they are not finite."""
+        """Make a new solver of the running factors; the former one serves on without any, or if they are not finite."""
         if self._a is None or self._g is None:
             return
         solver = self.kind.compute(self._a, self._g, damping, pi=self.pi)
@@ -177,16 +169,11 @@ class Curvature:
             self.strained += solver.strained
             self.solver, self._spread = solver, None
 
-    def spread(self) -> SpreadSolver | None:
+    def spread(self, root: Tensor | None = None) -> SpreadSolver | None:
         """Return the solver as all ranks get it if the layer is spread; None if there is none yet, or another kind."""
-        if self._spread is None:
-            self._spread = self._spread_of(None)
+        if self._spread is None and isinstance(self.solver, DampedInverse):
+            self._spread = SpreadSolver.of(self.solver.a_inverse, self.solver.g_inverse, self.shape, root)
         return self._spread
-
-    def _spread_of(self, root: Tensor | None) -> SpreadSolver | None:
-        if not isinstance(self.solver, DampedInverse):
-            return None
-        return SpreadSolver.of(self.solver.a_inverse, self.solver.g_inverse, self.shape, root)
 
     def factor_bytes(self) -> int:
         return sum(factor.nbytes for factor in (self._a, self._g) if factor is not None)
@@ -211,24 +198,40 @@ class Curvature:
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Take back what :meth:`state_dict` gave. Raises ``ValueError`` if it is of another layer's shape."""
-        dims = (self.shape.a_dim, self.shape.g_dim)
-        for factor, dim in zip((state["a"], state["g"]), dims, strict=True):
+        factors = state["a"], state["g"]
+        for factor, dim in zip(factors, (self.shape.a_dim, self.shape.g_dim), strict=True):
             expected = (self.shape.groups, dim, dim)
             if factor is not None and tuple(factor.shape) != expected:
                 raise ValueError(
                     f"expected a factor of shape {expected}, got {tuple(factor.shape)}; "
                     "load the state of the same model"
                 )
-        self._a, self._g = (
-            None if factor is None else factor.to(device, copy=True) for factor in (state["a"], state["g"])
-        )
+        self._a, self._g = (None if factor is None else factor.to(device, copy=True) for factor in factors)
         self.solver, self._spread = None, None
         if state["solver"] is not None:
-            tensors = {name: tensor.to(device, copy=True) for name, tensor in state["solver"].items()}
-            self.solver = self.kind.from_tensors(tensors)
-            root = state.get("root")  # as all ranks had it, if the layer was spread
-            self._spread = None if root is None else self._spread_of(root.to(device, copy=True))
+            kind: type[Any] = self.kind
+            self.solver = kind(**{name: each.to(device, copy=True) for name, each in state["solver"].items()})
+            if (root := state.get("root")) is not None:  # as all ranks had it, if the layer was spread
+                self.spread(root.to(device, copy=True))
         self.strained, self._dropped = state["strained"], state["dropped"]
+
+
+@dataclass(eq=False)
+class OwnedLayer:
+    """A layer, and what this rank has of it.
+
+    Args:
+        index: in the order of layers.
+        curvature: if this rank is the owner.
+        solver: of a spread layer, which all ranks have; None before the first, and after factors that were no numbers.
+    """
+
+    index: int
+    layer: Layer
+    cost: LayerCost
+    owner: int
+    curvature: Curvature | None
+    solver: SpreadSolver | None = None
 
 
 def _mean_diagonal(factor: Tensor) -> Tensor:
@@ -246,16 +249,11 @@ def _balance(a: Tensor, g: Tensor) -> Tensor:
 Solved = tuple[Tensor, ...]
 
 
-def _solved(
-    factor: Tensor,
-    damping: Tensor,
-    attempt: Callable[[Tensor], Solved],
-    fall_back: Callable[[Tensor], Solved],
-) -> tuple[Solved, int]:
+def _solved(factor: Tensor, damping: Tensor, attempt: Callable[[Tensor], Solved]) -> tuple[Solved, int]:
     """Let ``attempt`` solve factor + damping; damp the groups for which it gives something not finite further.
 
-    ``fall_back`` solves the diagonals alone, always. Returns what they returned, [groups, ...] each, and how many times
-    a group was damped further or fell back.
+    At last their diagonals alone are solved. Returns what was returned, [groups, ...] each, and how many times a group
+    was damped further.
     """
     solved, strained = attempt(_plus_identity(factor, damping)), 0
     failed = _failed(solved)
@@ -269,7 +267,7 @@ def _solved(
         strained += int(failed.sum())
         damping = torch.where(failed, torch.maximum(10 * damping, rounding), damping)
         stronger = _plus_identity(factor[failed], damping[failed])
-        again = attempt(stronger) if retry < _RETRIES else fall_back(stronger)
+        again = attempt(stronger if retry < _RETRIES else torch.diag_embed(_positive_diagonal(stronger)))
         for whole, part in zip(solved, again, strict=True):
             whole[failed] = part
         failed = _failed(solved)
@@ -293,10 +291,6 @@ def _inverse(factor: Tensor) -> Solved:
     return (torch.cholesky_inverse(triangle),)
 
 
-def _diagonal_inverse(factor: Tensor) -> Solved:
-    return (torch.diag_embed(1 / _positive_diagonal(factor)),)
-
-
 def _eigen(factor: Tensor) -> Solved:
     try:
         values, vectors = torch.linalg.eigh(factor)
@@ -307,11 +301,6 @@ def _eigen(factor: Tensor) -> Solved:
             return tuple([torch.cat(parts) for parts in zip(*each, strict=True)])
         return factor.new_full(factor.shape[:-1], math.nan), factor.new_full(factor.shape, math.nan)
     return values.clamp_(min=0), vectors
-
-
-def _diagonal_eigen(factor: Tensor) -> Solved:
-    basis = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-    return _positive_diagonal(factor), basis.expand_as(factor)
 
 
 def _positive_diagonal(factor: Tensor) -> Tensor:

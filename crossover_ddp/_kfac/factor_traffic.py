@@ -23,8 +23,7 @@ All ranks send the same groups in the same order. They are added to the running 
 
 import itertools
 import math
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
@@ -40,9 +39,8 @@ from crossover_ddp._engine.states import told_by_all
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .capture import FactorCapture
-from .curvature import Curvature
+from .curvature import OwnedLayer
 from .factors import BatchFactor, Columns, multiplied, pack_triangle, triangle_numel, unpack_triangle
-from .layers import Layer
 
 Groups = tuple[tuple[int, ...], ...]
 _EARLY_GROUPS: Final = 8  # each costs messages
@@ -53,12 +51,18 @@ _TRIANGLE: Final = -1  # else the number of columns
 class Factor(NamedTuple):
     """A or G of one layer, [groups, dim, dim], or its columns; None: this rank has none."""
 
-    layer: int
-    owner: int
+    of: OwnedLayer
     which: Literal["a", "g"]
-    groups: int
-    dim: int
-    value: BatchFactor | None
+    value: BatchFactor | None = None
+
+    @property
+    def groups(self) -> int:
+        return self.of.layer.shape.groups
+
+    @property
+    def dim(self) -> int:
+        shape = self.of.layer.shape
+        return shape.a_dim if self.which == "a" else shape.g_dim
 
     @property
     def triangle_numel(self) -> int:
@@ -112,18 +116,17 @@ class FactorMessages:
 
     Args:
         factors: the same in the same order on all ranks.
-        like: a parameter on their device; what is added up is at least float32.
+        like: of their device and dtype.
         tells: whether ranks first tell the owners what comes, see [Note: forms of a factor].
     """
 
     def __init__(self, factors: Sequence[Factor], rank: int, size: int, like: Tensor, *, tells: bool) -> None:
         self._rank, self._size, self._tells = rank, size, tells
-        self._by_owner = [[each for each in factors if each.owner == owner] for owner in range(size)]
+        self._by_owner = [[each for each in factors if each.of.owner == owner] for owner in range(size)]
         self._forms = [[f.form() if tells else _TRIANGLE for f in of_owner] for of_owner in self._by_owner]
         numels = [_numels(*of_owner) for of_owner in zip(self._by_owner, self._forms, strict=True)]
         self._to = [sum(of_owner) for of_owner in numels]
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        self._flat = torch.empty(sum(self._to), dtype=dtype, device=like.device)
+        self._flat = like.new_empty(sum(self._to))
         places = iter(self._flat.split([numel for of_owner in numels for numel in of_owner]))
         for of_owner in zip(self._by_owner, self._forms, strict=True):
             for factor, form in zip(*of_owner, strict=True):
@@ -167,41 +170,37 @@ def _numels(factors: Sequence[Factor], forms: Sequence[int]) -> list[int]:
     return [factor.numel(form) for factor, form in zip(factors, forms, strict=True)]
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class FactorTraffic:
     """Decides for each step what of the factors travels, and when; the same on all ranks.
 
     Args:
-        layers, owners: of the model.
-        curvatures: of the layers that this rank owns; they take the factors.
+        layers: of the model, in the order of the capture's; their curvatures take the factors.
         capture: where the factors are; its callback is taken.
-        group: the ranks of the job.
         local: whether owners take their own factors, and none travels.
         meter: returns what counts them on their way.
 
     Attributes:
+        model: returns the DDP model, which knows whether a forward is the last of its step; None if it is hidden.
         trails: whether the factors of the step that is under way leave behind its gradients.
         early: by index of layer, the groups whose input factors leave during forward; see [Note: early factors].
         arrived: opened when all factors that have left so far are in the running means.
     """
 
-    layers: Sequence[Layer]
-    owners: Sequence[int]
-    curvatures: Mapping[int, Curvature]
+    layers: Sequence[OwnedLayer]
     capture: FactorCapture
     group: dist.ProcessGroup
     local: bool
     meter: Callable[[], Meter | None]
 
     def __post_init__(self) -> None:
-        self._on_host = all(layer.weight.device.type == "cpu" for layer in self.layers)
+        self._on_host = all(each.layer.weight.device.type == "cpu" for each in self.layers)
         self._in_order: list[int] = []  # those of the last step that were called once
         self.capture.on_input = self._input_came
-        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
+        self.model: Callable[[], DistributedDataParallel | None] = lambda: None
         self.trails = False
         self.early: Groups = ()
         self._early_left = 0
-        self._halves: dict[int, dict[str, BatchFactor]] = {}  # of layers of which A or G has come
         self._late: list[list[Factor]] = []
         self._late_decay = 0.0
         self.arrived = Gate()
@@ -212,11 +211,6 @@ class FactorTraffic:
     def can_trail(self) -> bool:
         """Whether factors that are not needed yet can travel behind the gradients."""
         return self.group.size() > 1 and not self.local and self._on_host
-
-    def adopt(self, model: DistributedDataParallel | None) -> None:
-        """Take the DDP model, which knows whether a forward is the last of its step; None if it is hidden."""
-        if model is not None:
-            self._model = weakref.ref(model)
 
     def end_step(self) -> None:
         """Note that the step's last bucket is on its way."""
@@ -241,40 +235,35 @@ class FactorTraffic:
                 "expected layers that are called once in a forward, got none on rank 0 so far; train some steps that "
                 "take factors first, or leave the plan out"
             )
-        sizes = [self._factor(index, "a").triangle_numel for index in order]
+        sizes = [Factor(self.layers[index], "a").triangle_numel for index in order]
         groups = in_equal_groups(sizes, _EARLY_GROUPS) if early else ()
         self.early = tuple(tuple(order[place] for place in group) for group in groups)
         return self.early
 
     def _input_came(self) -> None:
-        model = self._model()
+        model = self.model()
         # A sum over micro-batches is complete with the last one only.
-        if self.trails or (model is not None and not model.require_backward_grad_sync):
-            return
-        while self._early_left < len(self.early) and all(
-            self.capture.calls[each] for each in self.early[self._early_left]
-        ):
-            self._send_early()
+        if not self.trails and (model is None or model.require_backward_grad_sync):
+            self.send_early()
 
-    def send_rest(self) -> None:
-        while self._early_left < len(self.early):
-            self._send_early()
-
-    def _send_early(self) -> None:
-        group = self.early[self._early_left]
-        self._early_left += 1
-        self.send([self._factor(index, "a", self.capture.take_input_ahead(index)) for index in group])
+    def send_early(self, *, all_groups: bool = False) -> None:
+        """Send the groups of input factors that have come, or all that have not left."""
+        for group in self.early[self._early_left :]:
+            if not all_groups and not all(self.capture.calls[each] for each in group):
+                return
+            self._early_left += 1
+            self.send([Factor(self.layers[each], "a", self.capture.take_input_ahead(each)) for each in group])
 
     # --- beside the gradients, or behind them ----------------------------------------------------------------
 
-    def taken(self, index: int) -> list[Factor]:
+    def taken(self, layer: OwnedLayer) -> list[Factor]:
         """Take a layer's factors of this step, without what has left early."""
-        if self.local and index not in self.curvatures:
+        if self.local and layer.curvature is None:
             return []
-        g = self._factor(index, "g", self.capture.take_output(index))
-        if not self.trails and any(index in group for group in self.early):
+        g = Factor(layer, "g", self.capture.take_output(layer.index))
+        if not self.trails and layer.index in itertools.chain(*self.early):
             return [g]
-        return [g, self._factor(index, "a", self.capture.take_input(index))]
+        return [g, Factor(layer, "a", self.capture.take_input(layer.index))]
 
     def hold(self, taken: Sequence[Sequence[Factor]], groups: int, decay: float) -> None:
         """Keep a step's factors, by layer, which leave in so many groups at most, see [Note: late factors]."""
@@ -303,18 +292,14 @@ class FactorTraffic:
 
     # --- all -------------------------------------------------------------------------------------------------
 
-    def _factor(self, index: int, which: Literal["a", "g"], value: BatchFactor | None = None) -> Factor:
-        shape = self.layers[index].shape
-        dim = shape.a_dim if which == "a" else shape.g_dim
-        return Factor(index, self.owners[index], which, shape.groups, dim, value)
-
     @torch.no_grad()
     def send(self, factors: Sequence[Factor], decay: float = 0.0, after: Gate | None = None) -> None:
         """Begin to add factors to the running means of their owners, of which ``decay`` remains.
 
         They leave ``after`` a gate was opened, and are added when those have been which left before.
         """
-        exchange, like = Exchange.of(self.group), self.layers[0].weight
+        exchange, weight = Exchange.of(self.group), self.layers[0].layer.weight
+        like = weight.new_empty(0, dtype=torch.promote_types(weight.dtype, torch.float32))
         messages = None  # if no other rank has a share in them
         if exchange.size > 1 and not self.local:
             tells = exchange.sends_messages(like.device)
@@ -325,35 +310,29 @@ class FactorTraffic:
         async def bring(link: Link) -> None:
             if after is not None and not link.in_program_order:
                 await after
-            means = map(self._alone, factors) if messages is None else await messages.travel(link)
+            means = map(_alone, factors) if messages is None else await messages.travel(link)
 
             await link.compute()
             await former
             with torch.autocast(like.device.type, enabled=False):
                 for factor, mean in means:
-                    self._add(factor, mean, decay)
+                    if factor.of.curvature is not None:
+                        factor.of.curvature.add(factor.which, mean, decay)
             here.open()
 
         self._newest = exchange.begin(bring, like.device, "factors of K-FAC", meter=self.meter())
 
-    def _alone(self, factor: Factor) -> tuple[Factor, BatchFactor]:
-        """Return an own factor as a mean of one rank's."""
-        weight = self.layers[factor.layer].weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        if factor.value is None:
-            return factor, factor.mean((), weight.new_empty(0, dtype=dtype))
-        source = factor.value.source if isinstance(factor.value, Columns) else factor.value
-        if source.is_cuda:  # as in `FactorMessages.travel`
-            source.record_stream(torch.cuda.current_stream(source.device))
-        return factor, multiplied(factor.value).to(dtype)
 
-    def _add(self, factor: Factor, mean: BatchFactor, decay: float) -> None:
-        """Take what has come of an own layer."""
-        halves = self._halves.setdefault(factor.layer, {})
-        halves[factor.which] = mean
-        if len(halves) == 2:
-            del self._halves[factor.layer]
-            self.curvatures[factor.layer].add(halves["a"], halves["g"], decay)
+def _alone(factor: Factor) -> tuple[Factor, BatchFactor]:
+    """Return an own factor as a mean of one rank's."""
+    weight = factor.of.layer.weight
+    like = weight.new_empty(0, dtype=torch.promote_types(weight.dtype, torch.float32))
+    if factor.value is None:
+        return factor, factor.mean((), like)
+    source = factor.value.source if isinstance(factor.value, Columns) else factor.value
+    if source.is_cuda:  # as in `FactorMessages.travel`
+        source.record_stream(torch.cuda.current_stream(source.device))
+    return factor, multiplied(factor.value).to(like.dtype)
 
 
 def in_equal_groups(sizes: Sequence[int], count: int) -> Iterator[list[int]]:

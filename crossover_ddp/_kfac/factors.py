@@ -242,21 +242,11 @@ def is_finite(batch: BatchFactor) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _block_index(size: int, device: torch.device) -> Tensor:
-    """Return where in a flat [size, size] block the elements of its upper triangle are."""
+def _triangle_of_block(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return where the upper triangle of a [size, size] block is, by rows and columns."""
     rows, columns = torch.triu_indices(size, size)
     # Made on the host: complete when it is there, whichever stream uses it.
-    index: Tensor = (rows * size + columns).to(device)
-    return index
-
-
-@lru_cache(maxsize=256)
-def _block_order(size: int, device: torch.device) -> Tensor:
-    """Return where in a packed block each element of the flat, symmetric [size, size] block is."""
-    order = torch.zeros(size, size, dtype=torch.int64)
-    rows, columns = torch.triu_indices(size, size)
-    order[rows, columns] = order[columns, rows] = torch.arange(len(rows))
-    return order.flatten().to(device)
+    return rows.to(device), columns.to(device)
 
 
 def triangle_numel(groups: int, dim: int) -> int:
@@ -264,39 +254,39 @@ def triangle_numel(groups: int, dim: int) -> int:
     return groups * dim * (dim + 1) // 2
 
 
-def pack_triangle(factor: Tensor, out: Tensor) -> None:
-    """Write the upper triangles of ``factor``, [groups, d, d], to ``out``, flat, of any dtype, without gaps.
+def _strips(flat: Tensor, groups: int, size: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Yield of each strip of rows, [low, high), where its triangle on the diagonal is packed, and what is right of it.
 
-    The order of elements depends on ``groups`` and ``d`` alone: strips of rows, of each its triangle on the
-    diagonal, then what is right of it.
+    The order of elements depends on ``groups`` and ``size`` alone.
     """
-    groups, size, _ = factor.shape
-    flat, start = out.view(groups, -1), 0
+    packed, start = flat.view(groups, -1), 0
     for low in range(0, size, _PACK_BLOCK):
         high = min(low + _PACK_BLOCK, size)
-        block = factor[:, low:high, low:high].reshape(groups, -1)
-        index = _block_index(high - low, factor.device)
-        flat[:, start : start + len(index)] = block[:, index]
-        start += len(index)
-        beside = flat[:, start : start + (high - low) * (size - high)]
-        beside.view(groups, high - low, -1 if high < size else 0).copy_(factor[:, low:high, high:])
-        start += beside.shape[1]
+        width, beside = high - low, size - high
+        middle = start + triangle_numel(1, width)
+        start, begin = middle + width * beside, start
+        yield low, high, packed[:, begin:middle], packed[:, middle:start].view(groups, width, beside)
 
 
-def unpack_triangle(flat: Tensor, groups: int, d: int) -> Tensor:
+def pack_triangle(factor: Tensor, out: Tensor) -> None:
+    """Write the upper triangles of ``factor``, [groups, d, d], to ``out``, flat, of any dtype, without gaps."""
+    groups, size, _ = factor.shape
+    for low, high, triangle, beside in _strips(out, groups, size):
+        rows, columns = _triangle_of_block(high - low, factor.device)
+        triangle.copy_(factor[:, low:high, low:high][:, rows, columns])
+        beside.copy_(factor[:, low:high, high:])
+
+
+def unpack_triangle(flat: Tensor, groups: int, size: int) -> Tensor:
     """Return the symmetric [groups, d, d] that `pack_triangle` wrote to ``flat``, as a copy in its dtype."""
-    factor, packed, start = flat.new_empty(groups, d, d), flat.view(groups, -1), 0
-    for low in range(0, d, _PACK_BLOCK):
-        high = min(low + _PACK_BLOCK, d)
-        width = high - low
-        length = width * (width + 1) // 2
-        block = packed[:, start : start + length][:, _block_order(width, flat.device)]
-        factor[:, low:high, low:high] = block.view(groups, width, width)
-        start += length
-        beside = packed[:, start : start + width * (d - high)].view(groups, width, d - high)
+    factor = flat.new_empty(groups, size, size)
+    for low, high, triangle, beside in _strips(flat, groups, size):
+        rows, columns = _triangle_of_block(high - low, flat.device)
+        block = factor[:, low:high, low:high]
+        block[:, rows, columns] = triangle
+        block[:, columns, rows] = triangle
         factor[:, low:high, high:] = beside
         factor[:, high:, low:high] = beside.mT
-        start += width * (d - high)
     return factor
 
 
@@ -324,23 +314,20 @@ def update_running(
     return first
 
 
-def gradient_matrix(shape: LayerShape, weight_grad: Tensor, bias_grad: Tensor | None) -> Tensor:
+def gradient_matrix(shape: LayerShape, weight_grad: Tensor, bias_grad: Tensor | None = None) -> Tensor:
     """Return the gradients of a layer as [groups, g_dim, a_dim], the bias in the last column; a copy or a view.
 
     Columns are in the order of A's rows. The dtype stays as it is.
     """
     matrix = weight_grad.reshape(shape.groups, shape.g_dim, -1)
-    if not shape.has_bias:
+    if bias_grad is None:
         return matrix
-    assert bias_grad is not None
     return torch.cat([matrix, bias_grad.reshape(shape.groups, shape.g_dim, 1)], dim=-1)
 
 
-def split_gradient(shape: LayerShape, matrix: Tensor, weight_out: Tensor, bias_out: Tensor | None) -> None:
+def split_gradient(matrix: Tensor, weight_out: Tensor, bias_out: Tensor | None = None) -> None:
     """Write [groups, g_dim, a_dim] back to the shapes, memory formats and dtypes of weight and bias."""
-    if not shape.has_bias:
-        weight_out.copy_(matrix.reshape(weight_out.shape))
-        return
-    assert bias_out is not None
-    weight_out.copy_(matrix[..., :-1].reshape(weight_out.shape))
-    bias_out.copy_(matrix[..., -1].reshape(bias_out.shape))
+    if bias_out is not None:
+        bias_out.copy_(matrix[..., -1].reshape(bias_out.shape))
+        matrix = matrix[..., :-1]
+    weight_out.copy_(matrix.reshape(weight_out.shape))

@@ -11,6 +11,7 @@ rank preconditions some rows of it: `Rows`, see [Note: spread layers] in `spread
 the hook's thread, `work` between the halves, `bring_back` wherever the bucket's way ends.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,17 +19,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crossover_ddp._ddp.contents import Content, Run
+from crossover_ddp._ddp.contents import Content, Run, part_of
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.journeys import Gate
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.packing import Item, packing
 
-from .curvature import Curvature
+from .curvature import OwnedLayer
 from .factor_traffic import Factor
 from .factors import gradient_matrix, split_gradient
-from .layers import Layer
+from .layers import LayerShape
 from .spread import SpreadSolver, rows_of, sides, spread_numel
 
 
@@ -41,7 +42,7 @@ async def precondition(packed: "Packed", step: "Step", bucket: Bucket, link: Lin
         if layer.needs_solver(step.now):
             await packed.factors
         if (term := packed.work(layer, step.now)) is not None:
-            step.terms[layer.index] = term
+            step.terms[layer.owned.index] = term
     step.worked.passes()
     if bucket.last:
         await step.worked
@@ -50,7 +51,7 @@ async def precondition(packed: "Packed", step: "Step", bucket: Bucket, link: Lin
 
     if not bucket.deferred or await bucket.summed():
         await link.all_gather(packed.flat, packed.layout)
-        await packed.share_solvers(link)
+        await packed.share_solvers(link, anew=step.now.inverts)
         await step.clip
         for gate in packed.elsewhere:
             await gate
@@ -95,7 +96,7 @@ class Hypers(NamedTuple):
                     f"expected a whole number of steps, 1 or more, got {name}={period!r}; 1 means every step"
                 )
         assert damping is not None and decay is not None and every is not None and inverts_every is not None
-        if not damping > 0:
+        if not 0 < damping < math.inf:
             raise ValueError(f"expected damping > 0, got damping={damping}; 0.001 is usual")
         if not 0 <= decay < 1:
             raise ValueError(f"expected 0 <= factor_decay < 1, got factor_decay={decay}; 0.95 is usual")
@@ -198,30 +199,25 @@ class BucketLayer:
     """A layer whose gradients DDP's buckets have brought.
 
     Args:
-        weight, bias: gradients in DDP's buckets.
+        gradients: of the weight, and of the bias if it has one, in DDP's buckets.
         whole: to be opened when it is written, if an earlier bucket has a part of it.
-        curvature: of the layer, if this rank owns it.
-        is_spread: whether all ranks are to have its solver.
-        solver: that all ranks have.
-
-    Attributes:
-        spans: where it travels, for each of `items`; set before it is packed.
     """
 
-    index: int
-    layer: Layer
-    weight: Tensor
-    bias: Tensor | None
+    owned: OwnedLayer
+    gradients: list[Tensor]
     lr: float
     bias_lr: float
     whole: Gate | None
-    owner: int
-    curvature: Curvature | None
-    is_spread: bool
-    solver: SpreadSolver | None
 
-    def __post_init__(self) -> None:
-        self.shape, self.spans = self.layer.shape, list[Span]()
+    @property
+    def shape(self) -> LayerShape:
+        return self.owned.layer.shape
+
+    def needs_solver(self, now: HyperNow) -> bool:
+        """Tell whether this rank, the owner, makes a solver now, if there are factors."""
+        # Not to send plain gradients for a whole period where the first factors were not finite.
+        curvature = self.owned.curvature
+        return curvature is not None and (now.inverts or curvature.solver is None)
 
 
 class Whole(BucketLayer):
@@ -229,31 +225,24 @@ class Whole(BucketLayer):
 
     def items(self, size: int) -> list[tuple[int, int]]:
         """Return what travels between so many ranks: by owner, how many elements."""
-        return [(self.owner, self.weight.numel() + (0 if self.bias is None else self.bias.numel()))]
+        return [(self.owned.owner, sum(each.numel() for each in self.gradients))]
 
-    def pack(self, flat: Tensor) -> None:
-        (span,) = self.spans
-        middle = span.start + self.weight.numel()
-        self._weight = flat[span.start : middle].view(self.weight.shape)
-        self._bias = None if self.bias is None else flat[middle : span.stop].view(self.bias.shape)
-        self._weight.copy_(self.weight)
-        if self._bias is not None and self.bias is not None:
-            self._bias.copy_(self.bias)
-
-    def needs_solver(self, now: HyperNow) -> bool:
-        """Tell whether this rank, the owner, makes a solver now, if there are factors."""
-        # Not to send plain gradients for a whole period where the first factors were not finite.
-        return self.curvature is not None and (now.inverts or self.curvature.solver is None)
+    def pack(self, flat: Tensor, spans: Sequence[Span]) -> None:
+        """Copy what travels to its places, one for each of `items`."""
+        (self.span,) = spans
+        places = part_of(flat, self.span).split([each.numel() for each in self.gradients])
+        self._mean = [place.view(each.shape) for place, each in zip(places, self.gradients, strict=True)]
+        for place, gradient in zip(self._mean, self.gradients, strict=True):
+            place.copy_(gradient)
 
     def work(self, now: HyperNow, rank: int) -> Tensor | None:
         """Precondition the mean, if this rank is the owner; return the layer's term of the KL clip's sum, if any."""
-        curvature = self.curvature
+        curvature = self.owned.curvature
         if curvature is None:
             return None
-        if now.inverts or curvature.lacks_solver:
+        if self.needs_solver(now):
             curvature.invert(now.damping)
-        matrix = gradient_matrix(self.shape, self._weight, self._bias)
-        preconditioned = matrix
+        preconditioned = matrix = gradient_matrix(self.shape, *self._mean)
         if curvature.solver is not None:
             # With a bias it is a copy already, see [Note: copies before products] in `factors`.
             preconditioned = curvature.solver.precondition(matrix if self.shape.has_bias else matrix.clone())
@@ -261,14 +250,12 @@ class Whole(BucketLayer):
         if now.kl_clip is not None:  # now, since the direction is written over the gradient
             term = self._kl_term(preconditioned * matrix.to(preconditioned.dtype))
         if curvature.solver is not None:
-            split_gradient(self.shape, preconditioned, self._weight, self._bias)
+            split_gradient(preconditioned, *self._mean)
         return term
 
     def bring_back(self, scale: Tensor | None) -> None:
         """Write the direction, times ``scale``, to DDP's bucket; None for 1."""
-        for source, target in ((self._weight, self.weight), (self._bias, self.bias)):
-            if source is None or target is None:
-                continue
+        for source, target in zip(self._mean, self.gradients, strict=True):
             if scale is None:
                 target.copy_(source)
             else:
@@ -276,7 +263,7 @@ class Whole(BucketLayer):
 
     def _kl_term(self, terms: Tensor) -> Tensor:
         """Sum up V·∇, [groups, g, a] with the bias in the last column, by the learning rates."""
-        if self.bias is None or self.bias_lr == self.lr:
+        if self.bias_lr == self.lr:
             return terms.sum(dtype=torch.float64) * self.lr**2
         weight, bias = terms[..., :-1].sum(dtype=torch.float64), terms[..., -1].sum(dtype=torch.float64)
         return weight * self.lr**2 + bias * self.bias_lr**2
@@ -285,21 +272,21 @@ class Whole(BucketLayer):
 class Rows(BucketLayer):
     """A layer of which each rank preconditions some rows; see `Whole`."""
 
-    solver: SpreadSolver
+    @property
+    def solver(self) -> SpreadSolver:
+        assert self.owned.solver is not None
+        return self.owned.solver
 
     def items(self, size: int) -> list[tuple[int, int]]:
         """Return as `Whole.items`: each rank owns its rows."""
         self._rows, self._width = rows_of(self.shape, size), sides(self.shape)[1]
         return [(rank, rows.numel * self._width) for rank, rows in enumerate(self._rows)]
 
-    def pack(self, flat: Tensor) -> None:
-        self._parts = [flat[span.start : span.stop].view(-1, self._width) for span in self.spans]
-        matrix = gradient_matrix(self.shape, self.weight, self.bias)[0]
+    def pack(self, flat: Tensor, spans: Sequence[Span]) -> None:
+        self._parts = [part_of(flat, span).view(-1, self._width) for span in spans]
+        matrix = gradient_matrix(self.shape, *self.gradients)[0]
         for rows, part in zip(self._rows, self._parts, strict=True):
             self.solver.before(matrix, rows, part)
-
-    def needs_solver(self, now: HyperNow) -> bool:
-        return False
 
     def work(self, now: HyperNow, rank: int) -> Tensor | None:
         """Precondition this rank's rows; return their term of the KL clip's sum, if any."""
@@ -317,7 +304,7 @@ class Rows(BucketLayer):
         direction = self.solver.after(self._parts)
         if scale is not None:
             direction *= scale
-        split_gradient(self.shape, direction.unsqueeze(0), self.weight, self.bias)
+        split_gradient(direction.unsqueeze(0), *self.gradients)
 
 
 @dataclass(eq=False)
@@ -332,7 +319,6 @@ class Packed:
         layers: those that the bucket completes.
         passes: spans of ``buffer`` that pass through.
         free: by number of a bucket, memory that has travelled for it before.
-        solvers: of spread layers.
         factors: opened when all factors that have left so far are in the running means.
         elsewhere: opened when the layers are written of which the bucket has a part, and a later one the rest.
     """
@@ -345,7 +331,6 @@ class Packed:
     rank: int
     size: int
     free: dict[int, Tensor]
-    solvers: dict[int, SpreadSolver]
     factors: Gate
     elsewhere: Sequence[Gate]
 
@@ -362,35 +347,29 @@ class Packed:
         places = iter(made.items)
         with self._exact():
             for layer, each in zip(self.layers, items, strict=True):
-                layer.spans = [next(places).there for _ in each]
-                layer.pack(flat)
+                layer.pack(flat, [next(places).there for _ in each])
         for span, place in self._passing:
-            _part(flat, place.there).copy_(_part(self.buffer, span))
+            part_of(flat, place.there).copy_(part_of(self.buffer, span))
 
-    async def share_solvers(self, link: Link) -> None:
-        """Copy solvers of spread layers that are new in this step from their owners to all."""
-        new = [layer for layer in self.layers if layer.is_spread and layer.solver is None]
+    async def share_solvers(self, link: Link, *, anew: bool) -> None:
+        """Copy solvers of spread layers from their owners to all, those that nobody has yet, or all ``anew``."""
+        spread = [each.owned for each in self.layers if each.owned.cost.spread]
+        new = sorted([each for each in spread if anew or each.solver is None], key=lambda each: each.owner)
         if not new:
             return
-        new.sort(key=lambda layer: layer.owner)
-        numels = [spread_numel(layer.shape) for layer in new]
-        counts = [0] * link.size
-        for layer, numel in zip(new, numels, strict=True):
-            counts[layer.owner] += numel
+        numels, counts = [spread_numel(each.layer.shape) for each in new], [0] * link.size
+        for each, numel in zip(new, numels, strict=True):
+            counts[each.owner] += numel
         flat = self.flat.new_empty(sum(counts))
         places = list(zip(new, flat.split(numels), strict=True))
-        for layer, place in places:
-            if layer.curvature is not None:
-                own = layer.curvature.spread()
+        for each, place in places:
+            if each.curvature is not None:
+                own = each.curvature.spread()
                 place.zero_() if own is None else own.pack(place)
         await link.all_gather(flat, counts)
-        for layer, place in places:
-            curvature = layer.curvature
-            solver = SpreadSolver.unpack(place, layer.shape) if curvature is None else curvature.spread()
-            if solver is None:
-                self.solvers.pop(layer.index, None)
-            else:
-                self.solvers[layer.index] = solver
+        for each, place in places:
+            shape, curvature = each.layer.shape, each.curvature
+            each.solver = SpreadSolver.unpack(place, shape) if curvature is None else curvature.spread()
 
     def work(self, layer: Whole | Rows, now: HyperNow) -> Tensor | None:
         """Precondition what of a layer is this rank's; return its term of the KL clip's sum, if any."""
@@ -405,7 +384,7 @@ class Packed:
                 if layer.whole is not None:
                     layer.whole.open()
         for span, place in self._passing:
-            _part(self.buffer, span).copy_(_part(self.flat, place.there))
+            part_of(self.buffer, span).copy_(part_of(self.flat, place.there))
 
     def _exact(self) -> torch.autocast:
         # A thread that calls backward(), or forward, may have been told to compute in half precision.
@@ -418,9 +397,9 @@ class Packed:
         """List where parameters of two dimensions or more travel, which a codec may round; no layer is spread then."""
         found = []
         for each in self.layers:
-            (span,) = each.spans
-            stop = span.start + each.weight.numel()
-            found.append(Run(each.layer.weight, 0, each.owner, Span(span.start, stop)))
+            assert isinstance(each, Whole)
+            span = Span(each.span.start, each.span.start + each.gradients[0].numel())
+            found.append(Run(each.owned.layer.weight, 0, each.owned.owner, span))
         for span, place in self._passing:
             for parameter, _, own in self.contents:
                 begin, stop = max(own.start, span.start), min(own.stop, span.stop)
@@ -429,7 +408,3 @@ class Packed:
                     run = Span(start + begin, start + stop)
                     found.append(Run(parameter, begin - own.start, place.owner, run))
         return sorted(found, key=lambda run: run.span.start)
-
-
-def _part(flat: Tensor, span: Span) -> Tensor:
-    return flat[span.start : span.stop]

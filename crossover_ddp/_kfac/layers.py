@@ -1,5 +1,6 @@
 """Which layers of a model K-FAC can treat, and why each other parameter passes through as a plain gradient."""
 
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -97,8 +98,9 @@ class Layer:
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @functools.cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by their names in the model."""
+        """The weight, and the bias if there is one, by their names in the model."""
         found = {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
         return {f"{self.name}.{name}" if self.name else name: each for name, each in found.items()}
 

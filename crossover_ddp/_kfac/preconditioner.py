@@ -1,7 +1,7 @@
 """K-FAC on the hook's thread: what this rank owns, what each bucket sends, what steps need before and after."""
 
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
@@ -20,31 +20,23 @@ from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .capture import FactorCapture, WaitingDirections
-from .curvature import SOLVERS, Curvature
+from .curvature import SOLVERS, Curvature, OwnedLayer
 from .factor_traffic import FactorTraffic
 from .factors import WeightSharing
 from .journeys import HyperNow, Hypers, Packed, Rows, Step, Whole, precondition
 from .layers import Layer
-from .placement import LayerCost
-from .spread import SpreadSolver
+from .placement import LayerCost, place
 
 _MOST_GROUPS: Final = 16  # of late factors; each costs messages
 
 
 def learning_rates(
-    optimizer: Optimizer | Sequence[Optimizer] | None, named: Sequence[Mapping[str, nn.Parameter]]
+    optimizer: Optimizer | Sequence[Optimizer] | None, layers: Sequence[Layer]
 ) -> dict[int, float]:
     """Return those of this moment, by the parameters' ids; refuse optimizers that do not hold all of the layers."""
-    optimizers = listed(optimizer)
-    for each in optimizers:
-        if not hasattr(each, "param_groups"):
-            raise ValueError(
-                f"expected an optimizer or a sequence of them, got optimizer={type(each).__name__}; pass "
-                "torch.optim.Optimizer objects"
-            )
-    groups = [group for each in optimizers for group in each.param_groups]
+    groups = [group for each in listed(optimizer) for group in each.param_groups]
     rates = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
-    missing = [name for layer in named for name, parameter in layer.items() if id(parameter) not in rates]
+    missing = [name for layer in layers for name, each in layer.parameters.items() if id(each) not in rates]
     if missing:
         raise UnsupportedConfigurationError(
             f"expected an optimizer that holds all parameters of K-FAC's layers, got none for {', '.join(missing[:3])} "
@@ -59,7 +51,14 @@ def listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]
     if optimizer is None:
         return []
     one = hasattr(optimizer, "param_groups")
-    return [cast(Optimizer, optimizer)] if one else list(cast(Sequence[Optimizer], optimizer))
+    found = [cast(Optimizer, optimizer)] if one else list(cast(Sequence[Optimizer], optimizer))
+    for each in found:
+        if not hasattr(each, "param_groups"):
+            raise ValueError(
+                f"expected an optimizer or a sequence of them, got optimizer={type(each).__name__}; pass "
+                "torch.optim.Optimizer objects"
+            )
+    return found
 
 
 @dataclass(eq=False, kw_only=True)
@@ -68,7 +67,7 @@ class Preconditioner:
 
     Args:
         model: weakly, since DDP holds the state where no collector sees it; without what wraps it.
-        layers, costs, owners: in one order; owners may change with `begin`.
+        treated, costs: in one order.
         hypers, group, solver, pi, sharing, accumulated: see ``KFACState``.
         local: whether factors do not travel.
         keeps_turn: whether making solvers is compute inside the job's turn.
@@ -78,16 +77,13 @@ class Preconditioner:
 
     Attributes:
         inverse_steps: how often solvers are made at the beginning.
-        spread: the layers that all ranks precondition together, see [Note: spread layers] in `spread`.
-        curvatures: of the layers that this rank owns, by index.
-        solvers: of spread layers, which all ranks have; none before the first, and after factors that were no numbers.
+        layers: what this rank has of each.
         free: by bucket, what has travelled in its place.
     """
 
     model: weakref.ref[nn.Module]
-    layers: Sequence[Layer]
+    treated: Sequence[Layer]
     costs: Sequence[LayerCost]
-    owners: Sequence[int]
     hypers: Hypers
     group: dist.ProcessGroup
     solver: Literal["inverse", "eigen"]
@@ -103,38 +99,31 @@ class Preconditioner:
     def __post_init__(self) -> None:
         self.rank, self.world_size = self.group.rank(), self.group.size()
         self.inverse_steps = self.hypers.at(0).inverse_steps
-        self.spread = frozenset(index for index, cost in enumerate(self.costs) if cost.spread)
-        self._waiting = WaitingDirections(self.layers)
-        self._named = [layer.parameters() for layer in self.layers]
-        parts = [(index, each) for index, named in enumerate(self._named) for each in named.values()]
+        self._waiting = WaitingDirections(self.treated)
+        parts = [
+            (index, each) for index, layer in enumerate(self.treated) for each in layer.parameters.values()
+        ]
         self._layer_of = {id(parameter): index for index, parameter in parts}
-        self.begin(self.owners)
+        self.begin(place(self.costs, self.world_size, self.inverse_steps))
 
     def begin(self, owners: Sequence[int], steps: int = 0) -> None:
         """Have the layers of which this rank is among ``owners``, with nothing known, after so many steps."""
-        self.owners, self.steps = tuple(owners), steps
-        self.curvatures: dict[int, Curvature] = {
-            index: self.curvature(index) for index, owner in enumerate(owners) if owner == self.rank
-        }
-        self.solvers: dict[int, SpreadSolver] = {}
+        self.steps = steps
+        of_layers = zip(self.treated, self.costs, owners, strict=True)
+        self.layers = [
+            OwnedLayer(index, layer, cost, owner, self.curvature(layer) if owner == self.rank else None)
+            for index, (layer, cost, owner) in enumerate(of_layers)
+        ]
         self.capture = FactorCapture(
-            self.layers,
+            self.treated,
             model=self.model(),
             sharing=self.sharing,
             accumulated=self.accumulated,
             loss_scale=self.loss_scale,
-            only=self.curvatures if self.local else None,
+            only=[each.index for each in self.layers if each.curvature] if self.local else None,
             ranks=1 if self.local else self.world_size,
         )
-        self.traffic = FactorTraffic(
-            layers=self.layers,
-            owners=self.owners,
-            curvatures=self.curvatures,
-            capture=self.capture,
-            group=self.group,
-            local=self.local,
-            meter=self._meter,
-        )
+        self.traffic = FactorTraffic(self.layers, self.capture, self.group, self.local, self._meter)
         self.free: dict[int, Tensor] = {}
         self._step: Step | None = None
         self._is_refused = self._model_seen = self._closed = False
@@ -144,10 +133,15 @@ class Preconditioner:
         state = self.registered()
         return None if state is None else cast(Meter, state.meter)
 
-    def curvature(self, index: int) -> Curvature:
+    def curvature(self, layer: Layer) -> Curvature:
         """Make what an owner of a layer has, with nothing known yet."""
         start: Any = "identity" if self.sharing == "kfac-pytorch" else "batch"
-        return Curvature(self.layers[index].shape, SOLVERS[self.solver], self.pi, start)
+        return Curvature(layer.shape, SOLVERS[self.solver], self.pi, start)
+
+    @property
+    def own(self) -> dict[str, Curvature]:
+        """What this rank owns, by name of layer."""
+        return {each.layer.name: each.curvature for each in self.layers if each.curvature is not None}
 
     def close(self) -> None:
         """Take no factors and make no solvers from now on."""
@@ -178,7 +172,7 @@ class Preconditioner:
         self._step, self._is_refused, now = None, False, self._now()
         self.capture.begin_exchange()
         if now.takes_factors and not self.traffic.trails:
-            self.traffic.send_rest()
+            self.traffic.send_early(all_groups=True)
 
     def refuse(self, bucket: dist.GradBucket) -> None:
         """Note that ``bucket`` is not exchanged: nobody waits for it."""
@@ -229,7 +223,7 @@ class Preconditioner:
         if bucket.is_last() and not step.is_refused:
             self._check_whole(step)
         if step.now.takes_factors and layers:
-            taken = [traffic.taken(layer.index) for layer in layers]
+            taken = [traffic.taken(layer.owned) for layer in layers]
             if traffic.trails:
                 step.taken += taken
             else:
@@ -243,7 +237,6 @@ class Preconditioner:
             rank=self.rank,
             size=self.world_size,
             free=self.free,
-            solvers=self.solvers,
             factors=traffic.arrived,
             elsewhere=elsewhere,
         )
@@ -270,31 +263,20 @@ class Preconditioner:
                 continue
             step.waiting[id(parameter)] = gradient
             begun.add(index)
-            if all(id(each) in step.waiting for each in self._named[index].values()):
-                complete.append(self._bucket_layer(step, index))
+            if all(id(each) in step.waiting for each in self.treated[index].parameters.values()):
+                complete.append(self._bucket_layer(step, self.layers[index]))
                 begun.remove(index)
         return complete, tuple(passing), [step.whole.setdefault(index, Gate()) for index in sorted(begun)]
 
-    def _bucket_layer(self, step: Step, index: int) -> Whole | Rows:
-        layer = self.layers[index]
-        weight, solver = step.waiting[id(layer.weight)], None if step.now.inverts else self.solvers.get(index)
-        lr = step.rates.get(id(layer.weight), 0.0)  # without a clip it is not read
-        bias_lr = lr if layer.bias is None else step.rates.get(id(layer.bias), 0.0)
+    def _bucket_layer(self, step: Step, owned: OwnedLayer) -> Whole | Rows:
+        parts = owned.layer.parameters.values()
+        weight, *bias = [step.waiting[id(each)] for each in parts]
+        lr, *of_bias = [step.rates.get(id(each), 0.0) for each in parts]  # without a clip they are not read
+        bias_lr = of_bias[0] if of_bias else lr
         # A bias of another rate has no part of its own in the rows' share of the clip's sum.
-        kind = Rows if solver is not None and bias_lr == lr else Whole
-        return kind(
-            index=index,
-            layer=layer,
-            weight=weight.mT if layer.shape.transposed else weight,
-            bias=None if layer.bias is None else step.waiting[id(layer.bias)],
-            lr=lr,
-            bias_lr=bias_lr,
-            whole=step.whole.get(index),
-            owner=self.owners[index],
-            curvature=self.curvatures.get(index),
-            is_spread=index in self.spread,
-            solver=solver,
-        )
+        kind = Whole if step.now.inverts or owned.solver is None or bias_lr != lr else Rows
+        gradients = [weight.mT if owned.layer.shape.transposed else weight, *bias]
+        return kind(owned, gradients, lr, bias_lr, step.whole.get(owned.index))
 
     def _check_known(self, bucket: dist.GradBucket, contents: Sequence[Content]) -> None:
         network = self.model()
@@ -306,14 +288,15 @@ class Preconditioner:
                 "expected the hook on the model that KFACState was made of, got a bucket with other parameters; "
                 "make a KFACState for each model"
             )
-        self.traffic.adopt(model_of(bucket, state=self.registered()))
+        if (model := model_of(bucket, state=self.registered())) is not None:
+            self.traffic.model = weakref.ref(model)
         self._model_seen = True
 
     def _check_whole(self, step: Step) -> None:
         """Refuse a layer of which only a part has come: neither a plain gradient nor a direction would be exchanged."""
-        for named in self._named:
-            missing = [name for name, parameter in named.items() if id(parameter) not in step.waiting]
-            if 0 < len(missing) < len(named):
+        for layer in self.treated:
+            missing = [name for name, each in layer.parameters.items() if id(each) not in step.waiting]
+            if 0 < len(missing) < len(layer.parameters):
                 raise UnsupportedConfigurationError(
                     f"expected gradients of all parameters of K-FAC's layers, got none of {missing[0]}, which was "
                     "frozen since the KFACState was made, or which DDP ignores; make the KFACState after that, or name "

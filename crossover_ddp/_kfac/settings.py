@@ -1,7 +1,6 @@
 """K-FAC's arguments: what is refused, and what the ranks agree upon before the first step."""
 
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Final, get_args
 
@@ -27,13 +26,11 @@ _CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "solver": ("inverse", "eigen"),
     "weight_sharing": get_args(WeightSharing),
     "factors": ("global", "local"),
-    "inversion": ("at_once", "background"),
     "accumulated": ("mean", "sum"),
-    "costs": ("typical", "measured"),
 }
 
 
-def check_choices(**given: str) -> None:
+def check_choices(given: Mapping[str, str]) -> None:
     """Raise ``ValueError`` unless each argument is one of its choices."""
     for name, value in given.items():
         if value not in _CHOICES[name]:
@@ -92,7 +89,7 @@ def layer_costs(
     full = min(cap, sum(each.nbytes for each in trained))
     found = []
     for layer in layers:
-        gradient_bytes = sum(each.nbytes for each in layer.parameters().values())
+        gradient_bytes = sum(each.nbytes for each in layer.parameters.values())
         groups, a_dim, g_dim = layer.shape.groups, layer.shape.a_dim, layer.shape.g_dim
         bucket = bucket_of[id(layer.weight)]
         cost = LayerCost(layer.name, groups, a_dim, g_dim, gradient_bytes, bucket)
@@ -148,38 +145,21 @@ def warn_of_large(passing: Mapping[str, str]) -> None:
 def warn_of_adaptive(optimizer: Optimizer | Sequence[Optimizer] | None, layers: Sequence[Layer]) -> None:
     """Name the optimizers of the layers' parameters that divide by the size of gradients, in one warning."""
     weights = {id(layer.weight) for layer in layers}
-    found = sorted(
-        {
-            type(each).__name__
-            for each in listed(optimizer)
-            if any(_divides(kind) for kind in type(each).__mro__)
-            and any(
-                id(parameter) in weights
-                for group in getattr(each, "param_groups", ())
-                for parameter in group["params"]
-            )
-        }
-    )
+    dividing = [each for each in listed(optimizer) if any(_divides(kind) for kind in type(each).__mro__)]
+    found = {
+        type(each).__name__
+        for each in dividing
+        for group in each.param_groups
+        if weights & {id(parameter) for parameter in group["params"]}
+    }
     if found:
         logger.warning(
             "%s divides each gradient by a running mean of its size, and so divides K-FAC's preconditioning out again; "
             "use SGD for the layers that K-FAC treats, with the learning rate of a second-order step",
-            ", ".join(found),
+            ", ".join(sorted(found)),
         )
 
 
 def _divides(kind: type) -> bool:
     name = kind.__name__.lower()
     return any(each in name for each in ("adam", "rmsprop", "adagrad", "adadelta", "adafactor", "lamb"))
-
-
-def warn_of_gone(*, inversion: str, costs: str) -> None:
-    """Say what happens instead of what these arguments asked for once."""
-    told = {
-        "inversion='background'": inversion == "background" and "solvers are made at once, inside the step",
-        "costs='measured'": costs == "measured" and "owners are chosen by typical costs, alike in every run",
-    }
-    for argument, instead in told.items():
-        if instead:
-            message = f"{argument} has gone: {instead}; leave the argument out, the next version refuses it"
-            warnings.warn(message, FutureWarning, stacklevel=3)

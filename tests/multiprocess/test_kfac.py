@@ -208,7 +208,7 @@ def errors(case: Case, rank: int, world_size: int) -> tuple[list[float], str]:
     oracle = Oracle(case.settings, training.rate_of, training.kfac.owners)
     found = list(errors_beside(oracle, training, PLANNED_AFTER, world_size))
     if case.is_early:
-        assert training.kfac.plan_factors(early=True).early
+        assert training.kfac.plan_factors()
     found += errors_beside(oracle, training, STEPS - PLANNED_AFTER, world_size)
     assert training.spread() == ["2"] * case.is_spread
     assert (oracle.least_scale < 1) == (case.settings.kl_clip is not None), "the clip is to be seen at work"

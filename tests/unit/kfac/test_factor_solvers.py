@@ -66,15 +66,6 @@ def test_step_is_that_of_the_dense_damped_block(
     assert all(map(torch.equal, rounded, before)), "factors and gradient are left as they were"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_half_precision_is_computed_in_float32(solver: type[Solver], dtype: torch.dtype) -> None:
-    a, g, gradient = (t.to(dtype) for t in (factor_of(0, 1, 4), factor_of(1, 1, 3), gradient_of(0, 1, 3, 4)))
-    got = step_of(solver, a, g, gradient, 0.1, pi=False)
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got, step_of(solver, a.float(), g.float(), gradient.float(), 0.1, pi=False))
-
-
 SIZE = 12
 RANK_1 = factor_of(3, 1, SIZE, rank=1).float()
 ALIVE = torch.arange(SIZE) % 3 == 0
@@ -151,8 +142,8 @@ class FailingEigh:
 
     def __call__(self, factor: Tensor) -> tuple[Tensor, Tensor]:
         values, vectors = self.eigh(factor)
-        # The second group is the bad one.
-        if self.failures and float(factor[-1, 0, 0]) >= 100:
+        # The second group is the bad one, unless it is a diagonal.
+        if self.failures and float(factor[-1, 0, 0]) >= 100 and float(factor[-1, 0, 1]):
             self.failures -= 1
             if self.raising:
                 raise torch.linalg.LinAlgError("did not converge")

@@ -19,7 +19,6 @@ from crossover_ddp._kfac.factors import (
     input_columns,
     output_columns,
     pack_triangle,
-    split_gradient,
     unpack_triangle,
     update_running,
 )
@@ -294,11 +293,3 @@ def test_running_mean_keeps_the_decay_of_the_old(start: Literal["batch", "identi
         if step or start == "identity":
             expected = 0.9 * expected + 0.1 * batch
         torch.testing.assert_close(running, expected)
-
-
-def test_a_frozen_bias_is_no_column() -> None:
-    matrix = torch.randn(1, 3, 5)
-    out, bias = torch.zeros(3, 5), torch.zeros(3)
-    split_gradient(LayerShape(1, 5, 3, False), matrix, out, bias)
-    assert torch.equal(out, matrix[0])
-    assert not bias.any()

@@ -1,7 +1,6 @@
 """K-FAC's state with one rank: arguments, bad input, hyper-parameters of the step, checkpoints, odd layers."""
 
 import copy
-import math
 import pickle
 import random
 from collections.abc import Callable
@@ -15,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._kfac.curvature import Curvature
+from crossover_ddp._kfac.factor_traffic import Factor
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
-from crossover_ddp.kfac_hooks import FactorPlan, KFACState, kfac_hook
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess import kfac_training
 from tests.multiprocess.kfac_training import LR, mlp
@@ -71,30 +71,13 @@ def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], messa
         KFACState(network, **{"optimizer": torch.optim.SGD(network.parameters(), lr=LR)} | options)
 
 
-@pytest.mark.parametrize(
-    ("gone", "instead"),
-    [({"inversion": "background"}, "solvers are made at once"), ({"costs": "measured"}, "by typical costs")],
-)
-def test_words_that_have_gone_are_accepted_with_a_warning(gone: dict[str, Any], instead: str) -> None:
-    with pytest.warns(FutureWarning, match=instead) as told:
-        given = Training(**gone)
-    assert len(told) == 1
-    usual = Training()
-    for step in range(3):
-        expected, got = usual.step(step), given.step(step)
-        assert all(torch.equal(got[name], expected[name]) for name in expected)
-
-
 def test_input_factors_leave_early_if_that_is_planned_after_a_step() -> None:
     training = Training()
     with pytest.raises(UnsupportedConfigurationError, match="train some steps that take factors first"):
         training.state.plan_factors()
     training.step()
-    plan = training.state.plan_factors()
-    assert [layer for group in plan.early for layer in group] == [0, 1]
-    with pytest.warns(FutureWarning, match=r"FactorPlan\.early_s has gone"):
-        assert math.isnan(plan.early_s)
-    assert training.state.plan_factors(early=False) == FactorPlan(())
+    assert [layer for group in training.state.plan_factors() for layer in group] == [0, 1]
+    assert training.state.plan_factors(early=False) == ()
 
 
 def test_the_clip_needs_an_optimizer() -> None:
@@ -213,7 +196,7 @@ def test_rough_steps_leave_no_number_that_is_none(solver: str) -> None:
 
 def test_factors_that_were_lost_some_steps_ago_are_an_error_all_the_same() -> None:
     traffic = KFACState(nn.Linear(2, 2), kl_clip=None)._preconditioner.traffic
-    traffic.hold([[traffic._factor(0, "g"), traffic._factor(0, "a")]], groups=1, decay=0.9)
+    traffic.hold([[Factor(traffic.layers[0], which) for which in ("g", "a")]], groups=1, decay=0.9)
     with mock.patch.object(Curvature, "add", side_effect=RuntimeError("a peer has gone")):
         traffic.leave()
     traffic.leave()  # as in each later step
