@@ -162,7 +162,9 @@ CASES: dict[str, Case] = {
     "autocast": Case(network=plain, autocast=True, tolerance=COARSE),
     "bfloat16 parameters": Case(network=plain, dtype=torch.bfloat16, tolerance=COARSE),
     "compiled inside": Case(network=lambda: compiled(plain()), cap_mb=ONE_MB),
-    "compiled outside": Case(network=plain, wrap=compiled, cap_mb=ONE_MB),
+    "compiled outside": Case(
+        Settings(factor_update_steps=2, inv_update_steps=3), plain, wrap=compiled, cap_mb=ONE_MB
+    ),
 }
 CELLS = [
     (name, world_size)

@@ -4,7 +4,6 @@ With one that loses nothing it is in test_kfac.py.
 """
 
 from dataclasses import asdict
-from functools import cache
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.oracles import heard
 from tests.multiprocess.compressed_training import digest
 from tests.multiprocess.kfac_oracle import Settings
-from tests.multiprocess.kfac_training import Training, mlp
+from tests.multiprocess.kfac_training import Training
 from tests.multiprocess.test_kfac import TINY_MB, Everything, batch
 
 CODED_WORLDS = (2, 3, 4) if IN_CAMPAIGN else (2, 4)
@@ -57,20 +56,11 @@ def coded(rank: int, world_size: int) -> dict[str, tuple[str, float, float]]:
     return found
 
 
-@cache
-def all_coded(world_size: int) -> list[dict[str, tuple[str, float, float]]]:
-    return run_ranks(coded, world_size)
-
-
 @pytest.mark.parametrize("world_size", CODED_WORLDS)
-def test_directions_are_the_same_on_all_ranks(world_size: int) -> None:
-    for name in CODECS:
-        assert len({of_rank[name][0] for of_rank in all_coded(world_size)}) == 1, name
-
-
-@pytest.mark.parametrize("world_size", CODED_WORLDS)
-def test_int8_directions_are_near_and_a_sparse_push_far_at_first(world_size: int) -> None:
-    for found in all_coded(world_size):
+def test_directions_are_near_those_without_a_codec_and_the_same_on_all_ranks(world_size: int) -> None:
+    everybodys = run_ranks(coded, world_size)
+    for found in everybodys:
+        assert all(found[name][0] == everybodys[0][name][0] for name in CODECS)
         assert found["int8"][1] < 0.06
         assert found["int8"][2] < found["int8"][1]
         assert found["pair"][1] > 0.1
@@ -106,6 +96,7 @@ def drained(rank: int, world_size: int) -> tuple[list[bool], float, str]:
             dist.all_reduce(everyones)
             differs = float((applied - everyones).abs().max() / everyones.abs().max())
     training.close()
+    assert training.kfac.stats()["codec"]["rate"] < 1
     return found, differs, digest([training.parameters()])
 
 
@@ -114,27 +105,3 @@ def test_a_drained_step_leaves_nothing_behind_and_what_passes_through_loses_noth
     assert [each[0] for each in results] == [[False, True, False]] * 3
     assert max(differs for _, differs, _ in results) < 1e-5
     assert len({bits for *_, bits in results}) == 1
-
-
-def rate(rank: int, world_size: int) -> tuple[float, str]:
-    """Accumulate over two parts of each batch."""
-
-    def data(rank: int, step: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        return torch.randn(16, 64, generator=generator), torch.randint(10, (16,), generator=generator)
-
-    seldom = {"factor_update_steps": 100, "inv_update_steps": 100}
-    ddp = {"bucket_cap_mb": 25}
-    training = Training(rank, mlp(64, 256, 128, 10), data=data, ddp=ddp, codec=Int8(), **seldom)
-    for _ in range(12):
-        training.backward(parts=2)
-        training.update()
-    training.close()
-    return float(training.kfac.stats()["codec"]["rate"]), digest([training.parameters()])
-
-
-def test_it_tells_the_rate() -> None:
-    results = run_ranks(rate, 2)
-    for found, bits in results:
-        assert 0.25 < found < 0.29
-        assert bits == results[0][1]

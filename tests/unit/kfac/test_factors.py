@@ -22,7 +22,7 @@ from crossover_ddp._kfac.factors import (
     unpack_triangle,
     update_running,
 )
-from crossover_ddp._kfac.layers import LayerShape, layer_shape
+from crossover_ddp._kfac.layers import LayerShape, find_layers, layer_shape
 from tests.multiprocess.kfac_oracle import factors_of_rows, output_rows
 
 # An even kernel with "same" is the one case of unequal sides; torch warns of what that costs.
@@ -180,20 +180,14 @@ def test_unfolding_in_parts_and_multiplying_in_strips_gives_the_same(
 
 
 @pytest.mark.parametrize(
-    ("module", "input", "output"),
-    [
-        (nn.Linear(3, 2), (0, 3), (0, 2)),
-        (nn.Linear(3, 2), (2, 0, 3), (2, 0, 2)),
-        (nn.Conv2d(2, 4, 3, groups=2), (0, 2, 5, 5), (0, 4, 3, 3)),
-    ],
+    ("module", "size"),
+    [(nn.Linear(3, 2), (0, 3)), (nn.Linear(3, 2), (2, 0, 3)), (nn.Conv2d(2, 4, 3, groups=2), (0, 2, 5, 5))],
 )
-def test_an_empty_batch_gives_finite_factors(
-    module: nn.Module, input: tuple[int, ...], output: tuple[int, ...]
-) -> None:
-    shape = shape_of(module)
+def test_an_empty_batch_gives_finite_factors(module: nn.Module, size: tuple[int, ...]) -> None:
+    shape, inputs = shape_of(module), torch.zeros(size)
     for sharing in SHARINGS:
-        assert input_columns(module, shape, torch.zeros(input), sharing).factor().isfinite().all()
-        assert not output_columns(module, shape, torch.zeros(output), sharing).factor().any()
+        assert input_columns(module, shape, inputs, sharing).factor().isfinite().all()
+        assert not output_columns(module, shape, module(inputs), sharing).factor().any()
 
 
 class Renamed(nn.Linear):
@@ -242,16 +236,15 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], LayerShape | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_shape_of_a_layer(name: str) -> None:
-    make, expected = SHAPES[name]
-    assert layer_shape(make()) == expected
-
-
-def test_a_lazy_layer_has_a_shape_once_it_has_run() -> None:
-    lazy = nn.LazyLinear(3)
-    lazy(torch.zeros(1, 4))
-    assert layer_shape(lazy) == LayerShape(1, 5, 3, True)
+def test_layers_are_those_that_compute_what_their_class_does() -> None:
+    layers, others = find_layers(nn.ModuleDict({name: make() for name, (make, _) in SHAPES.items()}))
+    expected = {name: shape for name, (_, shape) in SHAPES.items()}
+    assert {layer.name: layer.shape for layer in layers} == {
+        n: shape for n, shape in expected.items() if shape
+    }
+    assert {others[f"{name}.weight"] for name in ("other forward", "patched", "norm")} == {
+        "not Linear or Conv2d"
+    }
 
 
 def symmetric(groups: int, size: int) -> Tensor:

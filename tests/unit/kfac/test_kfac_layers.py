@@ -23,14 +23,6 @@ pytestmark = pytest.mark.usefixtures("process_group")
 # --- optimizers ------------------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
-    with pytest.raises(
-        UnsupportedConfigurationError,
-        match=r"expected an optimizer that holds .* none for 0\.weight, 0\.bias, 2\.weight \(4 in all\).*sequence",
-    ):
-        KFACState(mlp(6, 8, 4), SGD(mlp(6, 8, 4).parameters(), lr=LR))
-
-
 def test_an_optimizer_of_some_layers_is_refused_unless_the_others_are_skipped_or_nothing_is_clipped() -> None:
     network = mlp(6, 8, 4)
     optimizer = SGD(network[0].parameters(), lr=LR)
