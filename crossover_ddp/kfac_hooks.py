@@ -30,7 +30,7 @@ from crossover_ddp._kfac.factors import WeightSharing
 from crossover_ddp._kfac.journeys import Hyper, Hypers, Packed
 from crossover_ddp._kfac.layers import find_layers, group_of, unwrapped
 from crossover_ddp._kfac.placement import loads_s
-from crossover_ddp._kfac.preconditioner import Preconditioner, learning_rates
+from crossover_ddp._kfac.preconditioner import Preconditioner, learning_rates, listed
 from crossover_ddp._kfac.settings import (
     agree,
     check_any,
@@ -137,10 +137,10 @@ class KFACState(HookState):
                 "expected a whole number of rows, 1 or more, got "
                 f"max_factor_dim={max_factor_dim!r}; 8192 is the default"
             )
-        if kl_clip is not None and optimizer is None:
+        if not listed(optimizer) and kl_clip is not None:
             raise ValueError(
-                "expected the optimizer, whose learning rates enter the KL clip, got optimizer=None; pass it, or "
-                "kl_clip=None"
+                f"expected the optimizer, whose learning rates enter the KL clip, got optimizer={optimizer}; pass it, "
+                "or kl_clip=None"
             )
         self.process_group = group_of(model) if process_group is None else process_group
         self.optimizer = optimizer

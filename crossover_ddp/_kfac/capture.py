@@ -201,10 +201,8 @@ class FactorCapture:
 
     Args:
         layers: of `find_layers`; an index below is one of this list.
-        sharing: how positions of a sample are counted.
         model: its forward begins a micro-batch; None if the caller says so by `begin_micro_batch`.
-        loss_scale: by what the loss is multiplied; read once per micro-batch.
-        accumulated: "mean" if each micro-batch's loss is divided by their number, "sum" if not.
+        loss_scale: read once per micro-batch.
         only: the indices to capture; default all. Others cost nothing.
         ranks: how many send columns of the same factor, see [Note: few columns]; 1: nobody.
 

@@ -176,9 +176,8 @@ class FactorTraffic:
 
     Args:
         layers: of the model, in the order of the capture's; their curvatures take the factors.
-        capture: where the factors are; its callback is taken.
+        capture: its callback is taken.
         local: whether owners take their own factors, and none travels.
-        meter: returns what counts them on their way.
 
     Attributes:
         model: returns the DDP model, which knows whether a forward is the last of its step; None if it is hidden.

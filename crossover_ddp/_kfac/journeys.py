@@ -137,10 +137,7 @@ class Step:
     """One backward pass.
 
     Args:
-        now: what is due, the same on all ranks.
         rates: learning rates by the parameters' ids, if there is a clip.
-        loss_scale: undone in the KL clip.
-        device: of the gradients.
         waiting: gradients of layers that are not complete yet, by the parameters' ids.
         whole: by layer of which a part waits in an earlier bucket: opened when all of it is written.
         taken: factors that leave behind the gradients, by layer.

@@ -168,9 +168,7 @@ def find_layers(
     layers: dict[nn.Parameter, Layer] = {}
     reasons: dict[nn.Module, str] = {}
     for module, (name, *_) in names.items():
-        found = _layer_of(module, name, uses, skipped)
-        if isinstance(found, Layer) and max_dim is not None:
-            found = _too_large(found, max_dim) or found
+        found = _layer_of(module, name, uses, skipped, max_dim)
         if isinstance(found, Layer):
             layers.setdefault(found.weight, found)
         else:
@@ -183,19 +181,16 @@ def find_layers(
     }
 
 
-def _too_large(layer: Layer, max_dim: int) -> str | None:
-    for factor, dim in (("A", layer.shape.a_dim), ("G", layer.shape.g_dim)):
-        if dim > max_dim:
-            return f"{factor} of {dim} rows, {TOO_LARGE}={max_dim}"
-    return None
-
-
 def _named(name: str, patterns: Sequence[str]) -> bool:
     return any(name == p or name.startswith(f"{p}.") or fnmatchcase(name, p) for p in patterns)
 
 
 def _layer_of(
-    module: nn.Module, name: str, uses: dict[nn.Parameter, list[_Use]], skipped: Collection[nn.Module]
+    module: nn.Module,
+    name: str,
+    uses: dict[nn.Parameter, list[_Use]],
+    skipped: Collection[nn.Module],
+    max_dim: int | None,
 ) -> Layer | str:
     """Return the layer that ``module`` belongs to, or why it is none."""
     shape = layer_shape(module)
@@ -215,6 +210,9 @@ def _layer_of(
         (m, "bias") for m in sharers
     }:
         return "shared"
+    for factor, dim in (("A", shape.a_dim), ("G", shape.g_dim)):
+        if max_dim is not None and dim > max_dim:
+            return f"{factor} of {dim} rows, {TOO_LARGE}={max_dim}"
     return Layer(name, tuple(sharers), shape, weight, bias)
 
 

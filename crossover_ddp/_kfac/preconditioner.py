@@ -68,11 +68,8 @@ class Preconditioner:
     Args:
         model: weakly, since DDP holds the state where no collector sees it; without what wraps it.
         treated, costs: in one order.
-        hypers, group, solver, pi, sharing, accumulated: see ``KFACState``.
         local: whether factors do not travel.
         keeps_turn: whether making solvers is compute inside the job's turn.
-        loss_scale: returns that of this moment.
-        rates: returns `learning_rates`.
         registered: the state that the model's hook is registered with, weakly.
 
     Attributes:

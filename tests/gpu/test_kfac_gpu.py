@@ -32,7 +32,6 @@ class Plan(NamedTuple):
     """One run of a few steps."""
 
     settings: Settings
-    amp: bool = False
     scaled: bool = False
     views: bool = True
     force_native: bool = False
@@ -92,18 +91,12 @@ class OnDevice(Training):
 
     def loss(self, part: int = 0, parts: int = 1) -> Tensor:
         inputs, targets = (each.cuda() for each in batch(self.rank, self.steps))
-        with autocast(self.plan):
-            output = self.model(inputs)
-        return self.scaler.scale(nn.functional.cross_entropy(output.float(), targets))
+        return self.scaler.scale(nn.functional.cross_entropy(self.model(inputs), targets))
 
     def unwatched_backward(self) -> None:
         """Do not wait for the device, as whoever reads the loss does."""
         self.optimizer.zero_grad()
         self.loss().backward()
-
-
-def autocast(plan: Plan) -> torch.autocast:
-    return torch.autocast("cuda", torch.bfloat16, enabled=plan.amp)
 
 
 class Spectral(Oracle):
@@ -118,27 +111,12 @@ class Spectral(Oracle):
         return g_vectors @ rotated @ a_vectors.mT
 
 
-def expected(oracle: Oracle, model: nn.Module, plan: Plan, step: int, world_size: int) -> dict[str, Tensor]:
-    """Return the gradients of this step.
-
-    Without autocast all is computed in float64 on the CPU. With it, inputs and output gradients are recorded on the
-    device, where half precision rounded them, and the rest is computed in float64.
-    """
+def expected(oracle: Oracle, model: nn.Module, step: int, world_size: int) -> dict[str, Tensor]:
+    """Return the gradients of this step, computed in float64 on the CPU."""
     runs = []
     for rank in range(world_size):
-        replica, (inputs, targets) = copy.deepcopy(model), batch(rank, step)
-        if plan.amp:
-            replica.register_forward_hook(lambda module, args, output: output.float())
-            replica.forward = autocast(plan)(replica.forward)  # type: ignore[method-assign]
-            run = RankRun(replica, inputs.cuda(), cross_entropy(targets.cuda()))
-            run.calls = {
-                name: [(x.double().cpu(), g.double().cpu()) for x, g in calls]
-                for name, calls in run.calls.items()
-            }
-            run.gradients = {name: gradient.double().cpu() for name, gradient in run.gradients.items()}
-        else:
-            run = RankRun(replica.cpu().double(), inputs.double(), cross_entropy(targets))
-        runs.append(run)
+        replica, (inputs, targets) = copy.deepcopy(model).cpu().double(), batch(rank, step)
+        runs.append(RankRun(replica, inputs.double(), cross_entropy(targets)))
     return oracle.step_of_runs(runs)
 
 
@@ -148,7 +126,7 @@ def errors(rank: int, world_size: int, plan: Plan) -> list[float]:
         training, found = OnDevice(rank, plan), []
         oracle = Spectral(plan.settings, LR, training.kfac.owners)
         for step in range(STEPS):
-            wanted = expected(oracle, training.model.module, plan, step, world_size)
+            wanted = expected(oracle, training.model.module, step, world_size)
             training.unwatched_backward()
             training.scaler.unscale_(training.optimizer)
             found.append(relative_error(training.gradients(), wanted))
@@ -176,14 +154,12 @@ PLANS = {
     "eigen": Plan(EIGEN),
     "no clip, no views of buckets": Plan(Settings(kl_clip=None), views=False),
     "local, seldom": Plan(Settings(factors="local", inv_update_steps=2)),
-    "autocast": Plan(INVERSE, amp=True),
-    "autocast, eigen": Plan(EIGEN, amp=True),
     "a scaled loss": Plan(INVERSE, scaled=True),
 }
 PLANS_OF_NCCL = {
     "inverse": Plan(INVERSE),
     "eigen, native": Plan(EIGEN, force_native=True),
-    "autocast, native": Plan(INVERSE, amp=True, force_native=True),
+    "inverse, native": Plan(INVERSE, force_native=True),
 }
 
 

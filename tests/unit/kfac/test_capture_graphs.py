@@ -24,9 +24,8 @@ class Stack(nn.Module):
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        self.first, self.second, self.third, self.fourth = (
-            nn.Linear(*pair) for pair in itertools.pairwise(widths)
-        )
+        layers = [nn.Linear(*pair) for pair in itertools.pairwise(widths)]
+        self.first, self.second, self.third, self.fourth = layers
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(self.first(x.sin()).tanh() * 2).tanh() * 2

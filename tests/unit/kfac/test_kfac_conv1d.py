@@ -4,11 +4,10 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from crossover_ddp._kfac.layers import LayerShape, find_layers
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.unit.kfac.test_kfac_state import Training
 
@@ -18,26 +17,6 @@ transformers = pytest.importorskip(
 Conv1D = transformers.pytorch_utils.Conv1D
 
 pytestmark = pytest.mark.usefixtures("process_group")
-
-
-class Twisted(Conv1D):
-    """Computes something else."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 2  # type: ignore[no-any-return]
-
-
-def test_the_transposed_layer_of_gpt_2_is_found() -> None:
-    network = nn.ModuleDict({"linear": nn.Linear(3, 5), "conv1d": Conv1D(5, 3), "twisted": Twisted(5, 3)})
-    layers, others = find_layers(network)
-    assert {layer.name: layer.shape for layer in layers} == {
-        "linear": LayerShape(1, 4, 5, True),
-        "conv1d": LayerShape(1, 4, 5, True, transposed=True),
-    }
-    assert others == {
-        "twisted.weight": "not Linear or Conv2d",
-        "twisted.bias": "not Linear or Conv2d",
-    }
 
 
 def test_its_direction_is_that_of_the_linear_layer() -> None:
