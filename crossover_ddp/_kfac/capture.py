@@ -201,7 +201,7 @@ class FactorCapture:
 
     Args:
         layers: of `find_layers`; an index below is one of this list.
-        model: its forward begins a micro-batch; None if the caller says so by `begin_micro_batch`.
+        model: its forward begins a micro-batch.
         loss_scale: read once per micro-batch.
         only: the indices to capture; default all. Others cost nothing.
         ranks: how many send columns of the same factor, see [Note: few columns]; 1: nobody.
@@ -217,7 +217,7 @@ class FactorCapture:
         layers: Sequence[Layer],
         *,
         sharing: WeightSharing,
-        model: nn.Module | None = None,
+        model: nn.Module,
         loss_scale: Callable[[], float] = lambda: 1.0,
         accumulated: Literal["mean", "sum"] = "mean",
         only: Collection[int] | None = None,
@@ -246,18 +246,17 @@ class FactorCapture:
         self._samples: int | None = None
         self._gradients_came = False
         self._began_before_backward = False
-        self._handles = list(self._hooked(model))
+        self._handles = list(self._hooked(unwrapped(model)))
 
-    def _hooked(self, model: nn.Module | None) -> Iterator[RemovableHandle]:
+    def _hooked(self, model: nn.Module) -> Iterator[RemovableHandle]:
         for index, layer in enumerate(self._layers):
             for module in layer.modules if index in self._captured else ():
                 hook = WeakHook(self, "_on_forward", index)
                 # First of all hooks: another one may replace the output.
                 yield module.register_forward_hook(hook, prepend=True, with_kwargs=True)
             yield layer.weight.register_post_accumulate_grad_hook(WeakHook(self, "_on_accumulated", index))
-        if model is not None:
-            yield unwrapped(model).register_forward_pre_hook(WeakHook(self, "_on_root"), with_kwargs=True)
-            yield unwrapped(model).register_forward_hook(WeakHook(self, "_on_output"))
+        yield model.register_forward_pre_hook(WeakHook(self, "_on_root"), with_kwargs=True)
+        yield model.register_forward_hook(WeakHook(self, "_on_output"))
 
     @property
     def micro_batches(self) -> int:
@@ -277,21 +276,6 @@ class FactorCapture:
         self.calls.clear()
         self._gradients_came = False
         self._scale = None
-
-    def begin_micro_batch(self) -> None:
-        """Note that a forward of the model begins.
-
-        Several forwards before a gradient comes (two views of a picture, a recomputed forward) are one micro-batch.
-        """
-        if self._micro_batch and (
-            not self._gradients_came or (self._began_before_backward and _in_backward())
-        ):
-            return
-        self._began_before_backward = not _in_backward()
-        self._micro_batch += 1
-        self._gradients_came = False
-        self._scale = None
-        self.calls.clear()
 
     def begin_exchange(self) -> None:
         """The step's gradients are about to be exchanged: drop what was given up, if no layer's gradient did so."""
@@ -338,9 +322,22 @@ class FactorCapture:
     # --- forward ---------------------------------------------------------------------------------------------
 
     def _on_root(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if self._captures(module):
-            self._samples = _samples_of((*args, *kwargs.values()))
-            self.begin_micro_batch()
+        """Note that a forward of the model begins.
+
+        Several forwards before a gradient comes (two views of a picture, a recomputed forward) are one micro-batch.
+        """
+        if not self._captures(module):
+            return
+        self._samples = _samples_of((*args, *kwargs.values()))
+        if self._micro_batch and (
+            not self._gradients_came or (self._began_before_backward and _in_backward())
+        ):
+            return
+        self._began_before_backward = not _in_backward()
+        self._micro_batch += 1
+        self._gradients_came = False
+        self._scale = None
+        self.calls.clear()
 
     def _on_forward(
         self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor

@@ -111,9 +111,11 @@ class Preconditioner:
             OwnedLayer(index, layer, cost, owner, self.curvature(layer) if owner == self.rank else None)
             for index, (layer, cost, owner) in enumerate(of_layers)
         ]
+        model = self.model()
+        assert model is not None
         self.capture = FactorCapture(
             self.treated,
-            model=self.model(),
+            model=model,
             sharing=self.sharing,
             accumulated=self.accumulated,
             loss_scale=self.loss_scale,

@@ -125,25 +125,6 @@ def assert_same(got: dict[str, Captured | None], expected: dict[str, Captured]) 
         torch.testing.assert_close(captured.g, expected[name].g, msg=lambda m, n=name: f"G of {n}: {m}")
 
 
-@pytest.mark.parametrize("uses", [1, 2, 3])
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_factors_are_those_of_the_samples(sharing: WeightSharing, uses: int) -> None:
-    run = recorded(net(uses), sharing)
-    loss_of(run.model(batch())).backward()
-    assert_same(run.taken(), expected_of(net(uses), batch(), sharing))
-
-
-def test_each_step_begins_with_nothing() -> None:
-    run = recorded(net())
-    for seed in range(3):
-        run.capture.begin_step()
-        loss_of(run.model(batch(seed=seed))).backward()
-        assert run.capture.micro_batches == 1
-        if seed != 1:
-            assert_same(run.taken(), expected_of(net(), batch(seed=seed)))
-    assert set(run.taken().values()) == {None}
-
-
 @pytest.mark.parametrize(
     ("sharing", "uses", "accumulated"),
     [("expand", 1, "mean"), ("expand", 2, "sum"), ("reduce", 2, "mean"), ("kfac-pytorch", 2, "mean")],
