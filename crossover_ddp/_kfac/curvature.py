@@ -6,7 +6,7 @@ Only the owner has them, so that their memory, and the work of making solvers, i
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from .layers import Layer, LayerShape
 from .placement import LayerCost
 from .spread import SpreadSolver
 
-One = TypeVar("One", bound="Solver")
 _PI_RANGE: Final = (1e-8, 1e8)
 _RETRIES: Final = 8
 
@@ -31,19 +30,13 @@ class Solver:
     strained: int
 
     @classmethod
-    def compute(cls: type[One], a: Tensor, g: Tensor, damping: float, *, pi: bool) -> One | None:
-        """Prepare to precondition; None if a factor is not finite, so that the former solver can serve on.
+    def compute(cls, a: Tensor, g: Tensor, damping: float, *, pi: bool) -> "Solver":
+        """Prepare to precondition, by finite factors.
 
         The factors are left as they are, [groups, a, a] and [groups, g, g]; of them only the lower triangle may be
         read. ``pi`` divides the damping between them by their size. One that cannot be solved is damped tenfold, again
         and again, at last taken for its diagonal; see `strained`.
         """
-        if not torch.isfinite(a).all() & torch.isfinite(g).all():
-            return None
-        return cls._of(a, g, damping, pi)
-
-    @classmethod
-    def _of(cls: type[One], a: Tensor, g: Tensor, damping: float, pi: bool) -> One:
         raise NotImplementedError
 
     def precondition(self, matrix: Tensor) -> Tensor:
@@ -67,7 +60,7 @@ class DampedInverse(Solver):
     strained: int = 0
 
     @classmethod
-    def _of(cls, a: Tensor, g: Tensor, damping: float, pi: bool) -> "DampedInverse":
+    def compute(cls, a: Tensor, g: Tensor, damping: float, *, pi: bool) -> "DampedInverse":
         balance = _balance(a, g) if pi else a.new_ones(a.shape[0], dtype=torch.float64)
         root = math.sqrt(damping)
         (a_inverse,), a_strained = _solved(a, root * balance, _inverse)
@@ -94,7 +87,7 @@ class Eigenbasis(Solver):
     strained: int = 0
 
     @classmethod
-    def _of(cls, a: Tensor, g: Tensor, damping: float, pi: bool) -> "Eigenbasis":
+    def compute(cls, a: Tensor, g: Tensor, damping: float, *, pi: bool) -> "Eigenbasis":
         none = a.new_zeros(a.shape[0], dtype=torch.float64)
         (a_values, a_vectors), a_strained = _solved(a, none, _eigen)
         (g_values, g_vectors), g_strained = _solved(g, none, _eigen)
@@ -162,12 +155,10 @@ class Curvature:
 
     def invert(self, damping: float) -> None:
         """Make a new solver of the running factors; the former one serves on without any, or if they are not finite."""
-        if self._a is None or self._g is None:
+        if self._a is None or self._g is None or not is_finite(self._a) & is_finite(self._g):
             return
-        solver = self.kind.compute(self._a, self._g, damping, pi=self.pi)
-        if solver is not None:
-            self.strained += solver.strained
-            self.solver, self._spread = solver, None
+        self.solver, self._spread = self.kind.compute(self._a, self._g, damping, pi=self.pi), None
+        self.strained += self.solver.strained
 
     def spread(self, root: Tensor | None = None) -> SpreadSolver | None:
         """Return the solver as all ranks get it if the layer is spread; None if there is none yet, or another kind."""
