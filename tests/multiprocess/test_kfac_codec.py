@@ -18,7 +18,7 @@ from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.oracles import heard
 from tests.multiprocess.compressed_training import digest
 from tests.multiprocess.kfac_oracle import Settings
-from tests.multiprocess.kfac_training import Training
+from tests.multiprocess.kfac_training import Training, mlp
 from tests.multiprocess.test_kfac import TINY_MB, Everything, batch
 
 CODED_WORLDS = (2, 3, 4) if IN_CAMPAIGN else (2, 4)
@@ -96,7 +96,6 @@ def drained(rank: int, world_size: int) -> tuple[list[bool], float, str]:
             dist.all_reduce(everyones)
             differs = float((applied - everyones).abs().max() / everyones.abs().max())
     training.close()
-    assert training.kfac.stats()["codec"]["rate"] < 1
     return found, differs, digest([training.parameters()])
 
 
@@ -105,3 +104,27 @@ def test_a_drained_step_leaves_nothing_behind_and_what_passes_through_loses_noth
     assert [each[0] for each in results] == [[False, True, False]] * 3
     assert max(differs for _, differs, _ in results) < 1e-5
     assert len({bits for *_, bits in results}) == 1
+
+
+def rate(rank: int, world_size: int) -> tuple[float, str]:
+    """Accumulate over two parts of each batch."""
+
+    def data(rank: int, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return torch.randn(16, 64, generator=generator), torch.randint(10, (16,), generator=generator)
+
+    seldom = {"factor_update_steps": 100, "inv_update_steps": 100}
+    ddp = {"bucket_cap_mb": 25}
+    training = Training(rank, mlp(64, 256, 128, 10), data=data, ddp=ddp, codec=Int8(), **seldom)
+    for _ in range(12):
+        training.backward(parts=2)
+        training.update()
+    training.close()
+    return float(training.kfac.stats()["codec"]["rate"]), digest([training.parameters()])
+
+
+def test_it_tells_the_rate() -> None:
+    results = run_ranks(rate, 2)
+    for found, bits in results:
+        assert 0.25 < found < 0.29
+        assert bits == results[0][1]
