@@ -9,7 +9,7 @@ float32, so all ranks that decode the same bytes have the same numbers.
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -23,21 +23,14 @@ _HOST = torch.device("cpu")
 _HALVES: Final = (torch.float16, torch.bfloat16)
 
 
-PieceWriter = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[int]], None]
-"""Given a message, pieces (flat and float32) and starts: writes to each piece what the message holds from its start on.
-
-The same numbers as `Codec.add_decoded` makes of zeros.
-"""
-
-
 class Codec(Protocol):
     """How values become a message of bytes. Frozen and pure: from step to step goes nothing but the residual.
 
     Values are flat and float32. Those of each parameter begin at a multiple of ``multiple``, with zeros up to the next
     one's. A message is a flat tensor of bytes that begins at a multiple of 16 bytes.
 
-    On a device whatever a codec looks at makes the host wait. A codec may have a `PieceWriter`, too, under the name of
-    ``write_decoded``: it saves two passes over memory.
+    On a device whatever a codec looks at makes the host wait. A codec may have ``decode(message, out)``, too, which
+    writes what `add_decoded` makes of zeros: it saves a pass over memory.
     """
 
     @property
@@ -121,14 +114,10 @@ class _Rounded:
         """Add the values; see `Codec.add_decoded`."""
         out.add_(message.view(self.dtype))
 
-    def write_decoded(
-        self, message: torch.Tensor, pieces: Sequence[torch.Tensor], starts: Sequence[int]
-    ) -> None:
-        """Write the values to ``pieces``; see `PieceWriter`."""
-        for piece, start in zip(pieces, starts, strict=True):
-            values = message.view(self.dtype)[start : start + len(piece)]
-            for out, sent in tiles(TILE_NUMEL, piece, values):
-                out.copy_(sent).add_(0.0)  # -0 becomes 0, as in `add_decoded`
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the values; see `Codec`."""
+        for piece, sent in tiles(TILE_NUMEL, out, message.view(self.dtype)):
+            piece.copy_(sent).add_(0.0)  # -0 becomes 0, as in `add_decoded`
 
 
 @dataclass(frozen=True)
@@ -239,19 +228,11 @@ class Int8:
         for row, code, scale in tiles(self._tile_rows, out.view(codes.shape), codes, scales):
             row.addcmul_(scratch.like(row).copy_(code), scale)
 
-    def write_decoded(
-        self, message: torch.Tensor, pieces: Sequence[torch.Tensor], starts: Sequence[int]
-    ) -> None:
-        """Write codes times scales to ``pieces``; see `PieceWriter`."""
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Write codes times scales; see `Codec`."""
         scales, codes = self._views(message)
-        for piece, start in zip(pieces, starts, strict=True):
-            first, (whole, left) = start // self.block, divmod(piece.numel(), self.block)
-            rows = slice(first, first + whole)
-            out = piece[: whole * self.block].view(whole, self.block)
-            for row, code, scale in tiles(self._tile_rows, out, codes[rows], scales[rows]):
-                row.copy_(code).mul_(scale)
-            if left:
-                piece[-left:].copy_(codes[first + whole, :left]).mul_(scales[first + whole])
+        for row, code, scale in tiles(self._tile_rows, out.view(codes.shape), codes, scales):
+            row.copy_(code).mul_(scale)
 
     def _views(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scales and codes, a row for each block."""

@@ -23,13 +23,11 @@ from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.links import Layout, Link, LinkAround, parts
 
 from .choice import Codecs
-from .codec import Codec, PieceWriter, Scratch
+from .codec import Codec, Scratch
 
 _ALIGNED: Final = 16
 # Shares of NCCL's collectives that begin elsewhere are slow.
 _ALIGNED_BY_COLLECTIVES: Final = 128
-# Elements of a run, on average, from which one operation for each costs less than another pass over memory.
-_LARGE: Final = 1 << 16
 # A parameter of one dimension is a bias or a scale: few elements, and the model reacts to each.
 _CODED_DIMENSIONS: Final = 2
 
@@ -94,9 +92,15 @@ class _Message:
     def __init__(self, exact_numel: int, codec: Codec, numel: int, memory: Tensor) -> None:
         head = padded(4 * exact_numel, _ALIGNED)
         self.codec = codec
-        self.write_decoded: PieceWriter | None = getattr(codec, "write_decoded", None)
         self.exact = memory[: 4 * exact_numel].view(torch.float32)
         self.coded = memory[head : head + codec.nbytes(numel)]
+
+    def decode(self, out: Tensor) -> None:
+        decode = getattr(self.codec, "decode", None)
+        if decode is None:
+            self.codec.add_decoded(self.coded, out.zero_())
+        else:
+            decode(self.coded, out)
 
 
 class CodedLink(LinkAround):
@@ -294,19 +298,9 @@ class CodedLink(LinkAround):
     def _unload(self, owner: int) -> None:
         part, flat, message = self.parts[owner], self._flat, self._returned[owner]
         _copy(_places(flat, part.exact), _split(message.exact, part))
-        pieces, numel = _coded_places(flat, part), len(self._kept[owner])
-        if not pieces:
-            return
-        write = message.write_decoded
-        if write is not None and numel >= _LARGE * len(pieces) and flat.dtype == torch.float32:
-            write(message.coded, pieces, [slot.start for slot in self._slots[owner]])
-            return
-        values = self._scratch.take(numel, flat.device)
-        if write is not None:
-            write(message.coded, [values], [0])
-        else:
-            message.codec.add_decoded(message.coded, values.zero_())
-        _copy(pieces, self._views(values, owner))
+        if part.coded:
+            message.decode(values := self._scratch.take(len(self._kept[owner]), flat.device))
+            _copy(_coded_places(flat, part), self._views(values, owner))
 
     # --- values of one owner's part, padded --------------------------------------------------------------------
 
