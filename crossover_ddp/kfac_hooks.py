@@ -24,6 +24,7 @@ from crossover_ddp._compression.compression import Compression
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._engine.buckets import Bucket, Turn
 from crossover_ddp._engine.exchange import Exchange, answered
+from crossover_ddp._engine.journeys import nothing
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.states import Agreement, HookState, told_by_all
 from crossover_ddp._kfac.factors import WeightSharing
@@ -385,14 +386,6 @@ class KFACState(HookState):
         self._flush, self._is_deferred = flush, True
         self._preconditioner.registered = weakref.ref(state)
 
-    def enter(self, bucket: dist.GradBucket) -> None:
-        """End what a backward pass has left that did not end, if another one begins with ``bucket``."""
-        self._preconditioner.enter(bucket)
-
-    def refuse(self, bucket: dist.GradBucket) -> None:
-        """Note that ``bucket`` is not exchanged."""
-        self._preconditioner.refuse(bucket)
-
     def exchange(
         self,
         exchange: Exchange,
@@ -401,8 +394,12 @@ class KFACState(HookState):
         state: object,
         turn: Turn | None,
         hands_back: bool = False,
+        before: Callable[[], object] = nothing,
     ) -> Bucket:
-        """Start the exchange of ``bucket``, for the hooks, as `Exchange.carry`. Raises what makes it impossible."""
+        """Start the exchange of ``bucket``, for the hooks, as `Exchange.carry`. Raises what makes it impossible.
+
+        ``before`` is called when what another backward pass has left is ended; it may refuse the bucket.
+        """
 
         @functools.cache
         def pack() -> Packed:
@@ -411,12 +408,13 @@ class KFACState(HookState):
         def way(taken: Bucket, link: Link) -> Coroutine[Any, Any, None]:
             return self._preconditioner.way(pack(), taken, link)
 
-        self.enter(bucket)
+        self._preconditioner.enter(bucket)
         coded = None if self._compression is None else self._compression.around(bucket, exchange, pack)
         try:
+            before()
             taken = exchange.carry(bucket, way, turn=turn, state=state, around=coded, hands_back=hands_back)
         except Exception:
-            self.refuse(bucket)
+            self._preconditioner.refuse(bucket)
             raise
         if bucket.is_last():
             self._preconditioner.end()

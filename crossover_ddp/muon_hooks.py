@@ -33,11 +33,11 @@ from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.links import Link
-from crossover_ddp._engine.states import Agreement, HookState
+from crossover_ddp._engine.states import Agreement
 from crossover_ddp._owners.assignment import assign
-from crossover_ddp._owners.kept import Kept
+from crossover_ddp._owners.kept import Kept, Owning
 from crossover_ddp._owners.muon import (
-    DirectionSettings,
+    Settings,
     check_torch,
     direction_numel,
     direction_of,
@@ -46,10 +46,11 @@ from crossover_ddp._owners.muon import (
     momentum_in,
     newton_schulz_flop,
     put_momentum,
+    settings_of,
     take_step,
 )
 from crossover_ddp._owners.optimizer import check_not_intercepted, intercept
-from crossover_ddp._owners.packing import Item, Packing, packing
+from crossover_ddp._owners.packing import Item, Packing, Place, packing
 
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex, turns_disabled
@@ -69,7 +70,7 @@ class _Round:
     until the next backward pass.
     """
 
-    def __init__(self, settings: Mapping[int, DirectionSettings], scale: float) -> None:
+    def __init__(self, settings: Mapping[int, Settings], scale: float) -> None:
         self.settings, self.scale = settings, scale
         self.directions: dict[int, Tensor] = {}
         self.squared_norms: dict[int, Tensor] = {}
@@ -85,20 +86,19 @@ class _Round:
 class _Packed(NamedTuple):
     """What travels in a bucket's place.
 
-    ``numbers``: of the matrices; ``spans``: where their gradients are in ``flat``, the bucket's buffer; ``back``: what
-    returns.
+    ``matrices``: of each its number, where its gradient is in ``flat``, the bucket's buffer, its place in what travels,
+    and that of its norm. ``back``: what returns.
     """
 
     round_: _Round
     plan: Packing
-    numbers: Sequence[int]
-    spans: Sequence[Span]
+    matrices: Sequence[tuple[int, Span, Place, Place]]
     flat: Tensor
     back: Tensor
 
     def there(self) -> Tensor:
         """Return what is averaged: the bucket itself if it lies as it travels, as a large matrix alone does."""
-        moves = [*zip(self.spans, self.plan.items, strict=True), *self.plan.passing]
+        moves = [*((span, place) for _, span, place, _ in self.matrices), *self.plan.passing]
         if all(span == place.there for span, place in moves):
             return self.flat
         there = self.flat.new_empty(sum(self.plan.there))
@@ -107,7 +107,7 @@ class _Packed(NamedTuple):
         return there
 
 
-class MuonState(HookState):
+class MuonState(Owning):
     """State of `muon_hook`: each matrix of a ``torch.optim.Muon`` is orthogonalised once, on its owner.
 
     The training loop stays as it is: ``backward()``, then ``muon.step()`` and the step of the optimizer that has the
@@ -197,9 +197,10 @@ class MuonState(HookState):
         if self.is_disabled:
             return
         owner_of = {id(matrix): owner for matrix, owner in zip(self._matrices, self.owners, strict=True)}
-        self._kept = Kept([muon], owner_of, group.rank(), self._loaded)
-        self._hooks = intercept(muon, on_step=self._step, on_zero_grad=self._forget)
-        self._hooks.enter_context(self._kept.hooks)
+        kept = self._kept = Kept([muon], owner_of, group.rank(), self._loaded)
+        step = functools.partial(self._step, kept)
+        self._hooks = intercept(muon, on_step=step, on_zero_grad=self._forget)
+        self._hooks.enter_context(kept.hooks)
         logger.info("%s", self)
 
     # --- for users -------------------------------------------------------------------------------------------
@@ -219,32 +220,10 @@ class MuonState(HookState):
             )
         return self._latest.grad_norm
 
-    def consolidate(self, to: int | None = None) -> None:
-        """Bring the momentum of all matrices into ``muon.state``, where it stays until the next step.
-
-        Args:
-            to: the rank of the group that keeps all of it; None: all ranks do.
-
-        On failure: ``ValueError`` if there is no such rank; what torch's collectives raise when a peer has died.
-
-        **Collective**: all ranks, between two steps.
-
-        Example::
-
-            state.consolidate(to=0)
-            if rank == 0:
-                torch.save(muon.state_dict(), path)
-        """
-        if not self.is_disabled:
-            self._kept.consolidate(resolve_group(self.process_group), to)
-
-    def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
-        self.consolidate(to)
-
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank keeps: "momentum", "next_momentum", "buffers". Not collective."""
         return {
-            "momentum": 0 if self.is_disabled else self._kept.nbytes,
+            "momentum": 0 if self._kept is None else self._kept.nbytes,
             "next_momentum": sum(each.nbytes for each in self._next.values()),
             "buffers": 0 if self._latest is None else sum(each.nbytes for each in self._latest.travelled),
         }
@@ -254,7 +233,7 @@ class MuonState(HookState):
 
         Raises ``UnsupportedConfigurationError`` if Muon would be left with a part of its momentum.
         """
-        if not self.is_disabled:
+        if self._kept is not None:
             self._kept.check_whole()
             self._is_closed = True
             self._hooks.close()
@@ -330,29 +309,26 @@ class MuonState(HookState):
 
     def _pack(self, grad_bucket: dist.GradBucket, flat: Tensor, round_: _Round) -> _Packed:
         contents = [(self._number_of.get(id(p)), span) for p, _, span in contents_of(grad_bucket, flat)]
-        numbers = [number for number, _ in contents if number is not None]
-        spans = [span for number, span in contents if number is not None]
-        owners, itemsize = [self.owners[number] for number in numbers], flat.itemsize
-        numels = [self._matrices[number].numel() for number in numbers]
-        items = [
-            Item(owner, numel, direction_numel(numel, itemsize))
-            for owner, numel in zip(owners, numels, strict=True)
-        ]
-        norms = [Item(owner, 0, -(-_NORM_BYTES // itemsize)) for owner in owners]
+        owned = [(number, span) for number, span in contents if number is not None]
         passing = tuple([span for number, span in contents if number is None])
+        itemsize, numels = flat.itemsize, [self._matrices[number].numel() for number, _ in owned]
+        items = [
+            Item(self.owners[number], numel, direction_numel(numel, itemsize))
+            for (number, _), numel in zip(owned, numels, strict=True)
+        ]
+        norms = [Item(self.owners[number], 0, -(-_NORM_BYTES // itemsize)) for number, _ in owned]
         plan = packing(self._world_size, tuple(items), passing, tuple(norms))
         back = flat.new_empty(sum(plan.back))  # of the hook's stream, as `muon.step` is, which reads it
         round_.travelled.append(back)
-        return _Packed(round_, plan, numbers, spans, flat, back)
+        places = zip(owned, plan.items, plan.behind, strict=True)
+        return _Packed(round_, plan, [(*each, place, norm) for each, place, norm in places], flat, back)
 
     # On the owner, between the halves.
 
     def _orthogonalise(self, packed: _Packed, there: Tensor) -> None:
         # With one rank, and on NCCL, this runs inside of backward(), which may have been called under autocast.
         with torch.autocast(there.device.type, enabled=False):
-            for number, place, norm in zip(
-                packed.numbers, packed.plan.items, packed.plan.behind, strict=True
-            ):
+            for number, _, place, norm in packed.matrices:
                 if place.owner == self._rank:
                     gradient = matrix_view(part_of(there, place.there), self._matrices[number])
                     self._compute(packed, number, gradient, place.back, norm.back)
@@ -379,25 +355,22 @@ class MuonState(HookState):
 
     def _unload(self, packed: _Packed) -> None:
         """Keep the directions for the step; of the matrices' gradients only leave whether they were finite."""
-        round_, plan, back = packed.round_, packed.plan, packed.back
-        for number, span, place, norm in zip(
-            packed.numbers, packed.spans, plan.items, plan.behind, strict=True
-        ):
+        round_, back = packed.round_, packed.back
+        for number, span, place, norm in packed.matrices:
             square = part_of(back, norm.back).clone().view(torch.float64)[0]
-            round_.directions[number] = direction_view(
-                part_of(back, place.back), self._matrices[number].shape
-            )
+            shape = self._matrices[number].shape
+            round_.directions[number] = direction_view(part_of(back, place.back), shape)
             round_.squared_norms[number] = square
             # 0, or NaN if anything was not finite: a GradScaler then skips the step on all ranks, and asks no device.
             part_of(packed.flat, span).fill_((square * 0).to(packed.flat.dtype))
-        for span, place in plan.passing:
+        for span, place in packed.plan.passing:
             part_of(packed.flat, span).copy_(part_of(back, place.back))
 
     # --- muon.step() and its relatives -----------------------------------------------------------------------
 
-    def _step(self, original: Callable[[], Any]) -> Any:
+    def _step(self, kept: Kept, original: Callable[[], Any]) -> Any:
         """Call torch's step, which finds no gradients; then apply the directions."""
-        if self._is_closed or (self._waiting is None and self._kept.only_makes_state(self.muon)):
+        if self._is_closed or (self._waiting is None and kept.only_makes_state(self.muon)):
             return original()
         round_, self._waiting = self._waiting, None
         numbers = [number for number, matrix in enumerate(self._matrices) if matrix.grad is not None]
@@ -417,6 +390,8 @@ class MuonState(HookState):
             for number, gradient in gradients.items():
                 self._matrices[number].grad = gradient
         self._keep_momentum(numbers)
+        if numbers:
+            kept.stepped()
         return result
 
     def _check(self, round_: _Round | None, numbers: Sequence[int]) -> None:
@@ -442,8 +417,6 @@ class MuonState(HookState):
                 put_momentum(state, self._next.pop(number))
                 if old is not None:
                     self._next[number] = old
-        if numbers:
-            self._kept.stepped()
 
     def _in_groups(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for group in self.muon.param_groups:
@@ -451,11 +424,9 @@ class MuonState(HookState):
                 if id(matrix) in self._number_of:
                     yield self._number_of[id(matrix)], group
 
-    def _settings(self) -> dict[int, DirectionSettings]:
+    def _settings(self) -> dict[int, Settings]:
         """Return those of each matrix at this moment."""
-        groups = [(DirectionSettings.of(group), group["params"]) for group in self.muon.param_groups]
-        numbers = [(settings, map(self._number_of.get, map(id, matrices))) for settings, matrices in groups]
-        return {number: settings for settings, own in numbers for number in own if number is not None}
+        return {number: settings_of(group) for number, group in self._in_groups()}
 
     def _forget(self) -> None:
         self._waiting = None

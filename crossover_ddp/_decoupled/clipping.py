@@ -80,7 +80,7 @@ def _norm_of_parts(
     if not shares or exchanged[2]:
         return None
     summed = torch.where(exchanged[1] > 0, math.nan, exchanged[0])
-    norm = _root(summed, norm_type, [share.buffer.dtype for share in shares])
+    norm = _root(summed, norm_type, [share.bucket.flat.dtype for share in shares])
     return norm if shares[0].factor is None else norm * shares[0].factor
 
 

@@ -10,7 +10,6 @@ else one of them does.
 
 import dataclasses
 import logging
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
@@ -90,63 +89,53 @@ class Trial:
 
 
 class RecordedStep(NamedTuple):
-    """A step whose buckets all came, and were updated, in its forward: moments of `time.monotonic`.
+    """Moments of a step whose buckets all came, and were updated, in its forward.
 
-    ``cpu_s``: processor time of other threads. ``updates``: by bucket, when forward asked for it, when it had come, and
-    when it was updated. ``buckets``: their bytes, and when backward had made them.
+    ``forward_s``: when forward began and ended. By bucket: ``updates``, when forward asked for one, it had come, and it
+    was done; ``ready``, its bytes, and when backward had made it. ``cpu_s``: processor time of other threads.
     """
 
-    begin_s: float
-    forward_end_s: float
-    cpu_s: float
+    forward_s: tuple[float, float]
     updates: Sequence[tuple[float, float, float]]
-    buckets: Sequence[tuple[int, float]]
+    ready: Sequence[tuple[int, float]]
+    cpu_s: float
 
-    def computed_s(self, until_s: float) -> float:
-        """Return the seconds from the beginning to ``until_s`` in which forward has not waited or updated."""
-        return (
-            until_s - self.begin_s - sum([done - asked for asked, _, done in self.updates if asked < until_s])
-        )
+    def work(self) -> tuple[Workload, float]:
+        """Return what was computed, without waits and updates, and ``cpu_s`` for each half of a bucket's exchange."""
+        (begin_s, end_s), updates = self.forward_s, self.updates
+
+        def computed_s(until_s: float) -> float:
+            return until_s - begin_s - sum([done - asked for asked, _, done in updates if asked < until_s])
+
+        buckets = [
+            BucketTimes(size_bytes, ready_s - end_s, computed_s(asked), done - came)
+            for (size_bytes, ready_s), (asked, came, done) in zip(self.ready, updates, strict=True)
+        ]
+        work = Workload(computed_s(end_s), max([each.ready_s for each in buckets]), tuple(buckets))
+        return work, self.cpu_s / (2 * len(buckets))
+
+
+def typical(steps: Sequence[RecordedStep]) -> tuple[Workload, float] | None:
+    """Return the work of median compute; None without any."""
+    works = sorted([step.work() for step in steps], key=lambda each: each[0].compute_s)
+    return works[len(works) // 2] if works else None
 
 
 def plan_from(steps: Sequence[RecordedStep], group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
     """Return rank 0's plan on all ranks; see `DecoupledState.plan_buckets`. **Collective**."""
-    workload = workload_of(steps)
     if device.type != "cpu":
         raise UnsupportedConfigurationError(
             f"expected CPU devices to plan for, got device={device}; choose bucket_cap_mb by hand: "
             "a sixteenth of the model is a good start"
         )
-    cpu_s = cpu_s_of(steps) if torch.get_num_threads() == 1 else 0.0  # torch's own threads would be counted
+    step = typical(steps)
+    if step is not None and torch.get_num_threads() > 1:  # torch's own threads were counted
+        step = step[0], 0.0
     recorded, link = recorded_by_all(
         group,
-        None if workload is None else (workload, cpu_s),
+        step,
         "train some ten steps before, without reading parameters between step() and forward, or choose bucket_cap_mb "
         "by hand: a sixteenth of the model is a good start",
     )
     work, cpu_s = recorded[0]
     return plan_buckets(work, dataclasses.replace(link, cpu_s=cpu_s))
-
-
-def workload_of(steps: Sequence[RecordedStep]) -> Workload | None:
-    """Return the medians over the recorded steps, or None if there is none."""
-    if not steps:
-        return None
-    buckets = tuple(
-        [
-            BucketTimes(
-                size_bytes,
-                statistics.median(step.buckets[place][1] - step.forward_end_s for step in steps),
-                statistics.median(step.computed_s(step.updates[place][0]) for step in steps),
-                statistics.median(step.updates[place][2] - step.updates[place][1] for step in steps),
-            )
-            for place, (size_bytes, _) in enumerate(steps[-1].buckets)
-        ]
-    )
-    forward_s = statistics.median(step.computed_s(step.forward_end_s) for step in steps)
-    return Workload(forward_s, max(bucket.ready_s for bucket in buckets), buckets)
-
-
-def cpu_s_of(steps: Sequence[RecordedStep]) -> float:
-    """Return the processor time of other threads per half of a bucket's exchange; 0 if nothing is recorded."""
-    return statistics.median(step.cpu_s / (2 * len(step.buckets)) for step in steps) if steps else 0.0

@@ -31,11 +31,10 @@ the values of gradients, such as clipping that begins at a large norm, does not 
 
 import contextlib
 import copy
-import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple, cast
+from typing import Any, ClassVar, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -45,13 +44,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossover_ddp._ddp.checks import check_not_joined
 from crossover_ddp._ddp.contents import contents_of, part_of, view_of
-from crossover_ddp._engine.buckets import Turn
+from crossover_ddp._engine.buckets import Bucket, Turn
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.kept import Kept, tensors_in
 from crossover_ddp._owners.muon import (
-    DirectionSettings,
     check_torch,
     direction_numel,
     direction_of,
@@ -60,19 +58,16 @@ from crossover_ddp._owners.muon import (
     put_momentum,
     take_step,
 )
-from crossover_ddp._owners.optimizer import (
-    Group,
-    PartialOptimizer,
-    StepPlan,
-    Update,
-    copy_on,
-)
+from crossover_ddp._owners.optimizer import Group, PartialOptimizer, StepPlan, Update, copy_on
 from crossover_ddp._owners.packing import Item, Packing, packing
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
 from .pending import Pending, Share, as_in_step, check_not_scaled
 
 logger = logging.getLogger(__name__)
+
+Pieces = Mapping[int, torch.Tensor]
+"""By a parameter's id: what its owner sends of it."""
 
 _COLLECTIVES: Final = ("c10d", "_c10d_functional", "c10d_functional")
 _TRIED_STEPS: Final = 2
@@ -105,14 +100,6 @@ def is_computed_with(gradient: torch.Tensor) -> bool:
     return bool((gradient.isnan() & (gradient.view(bits) != value)).any())
 
 
-class OwnedUpdate(NamedTuple):
-    """An update, and where in the buffer that comes back its owner puts what the other ranks need of it."""
-
-    update: Update
-    piece: torch.Tensor
-    is_own: bool
-
-
 class OwnedOptimizer:
     """One optimizer, whose step is taken for some of its parameters.
 
@@ -133,29 +120,26 @@ class OwnedOptimizer:
         self.parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
 
     def returning_numel(self, numel: int, itemsize: int) -> int:
-        """Return how many elements of a buffer come back for a parameter: its new values.
-
-        Args:
-            numel: of the parameter.
-            itemsize: bytes of an element of the buffer.
-        """
+        """Return how many elements of ``itemsize`` bytes come back for a parameter of ``numel``: its new values."""
         return numel
 
     def piece(self, flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """Return what comes back for a parameter, of the elements ``flat`` that it has in the buffer."""
         return view_of(flat, parameter)
 
-    def compute(self, plan: StepPlan, own: Sequence[OwnedUpdate]) -> None:
+    def compute(self, plan: StepPlan, own: Sequence[Update], pieces: Pieces) -> None:
         """Update owned parameters as ``plan`` says, and put their new values where they travel."""
-        self.partial.apply(plan, [each.update for each in own])
-        for update, piece, _ in own:
-            piece.copy_(update.parameter)
+        self.partial.apply(plan, own)
+        for parameter, _ in own:
+            pieces[id(parameter)].copy_(parameter)
 
-    def take_over(self, plan: StepPlan, arrived: Sequence[OwnedUpdate]) -> None:
-        """Update parameters by what their owners have sent; ``plan``: of the step."""
-        others = [each for each in arrived if not each.is_own]
+    def take_over(
+        self, plan: StepPlan, parameters: Sequence[torch.Tensor], pieces: Pieces, own: Collection[int]
+    ) -> None:
+        """Update parameters by what their owners have sent; ``plan``: of the step; ``own``: ids of this rank's."""
+        others = [parameter for parameter in parameters if id(parameter) not in own]
         if others:
-            torch._foreach_copy_([each.update.parameter for each in others], [each.piece for each in others])
+            torch._foreach_copy_(others, [pieces[id(parameter)] for parameter in others])
 
 
 class OwnedMuon(OwnedOptimizer):
@@ -169,25 +153,21 @@ class OwnedMuon(OwnedOptimizer):
         """Return the direction of a matrix, in the order in memory that torch's has."""
         return direction_view(flat, parameter.shape)
 
-    def compute(self, plan: StepPlan, own: Sequence[OwnedUpdate]) -> None:
+    def compute(self, plan: StepPlan, own: Sequence[Update], pieces: Pieces) -> None:
         """Update the momentum of owned matrices, and put their directions where they travel."""
-        for (matrix, gradient), piece, _ in own:
-            momentum = self._momentum(matrix, gradient)
-            settings = DirectionSettings.of(_group(plan, matrix))
-            piece.copy_(direction_of(gradient, momentum, momentum, settings))
+        for matrix, gradient in own:
+            state: dict[str, Any] = self.optimizer.state[matrix]
+            if (momentum := momentum_in(state)) is None:
+                momentum = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+                put_momentum(state, momentum)
+            pieces[id(matrix)].copy_(direction_of(gradient, momentum, momentum, _group(plan, matrix)))
 
-    def take_over(self, plan: StepPlan, arrived: Sequence[OwnedUpdate]) -> None:
+    def take_over(
+        self, plan: StepPlan, parameters: Sequence[torch.Tensor], pieces: Pieces, own: Collection[int]
+    ) -> None:
         """Apply directions, to owned matrices as to others."""
-        for update, direction, _ in arrived:
-            take_step(update.parameter, direction, _group(plan, update.parameter))
-
-    def _momentum(self, matrix: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        state: dict[str, Any] = self.optimizer.state[matrix]
-        momentum = momentum_in(state)
-        if momentum is None:
-            momentum = torch.zeros_like(gradient, memory_format=torch.preserve_format)
-            put_momentum(state, momentum)
-        return momentum
+        for matrix in parameters:
+            take_step(matrix, pieces[id(matrix)], _group(plan, matrix))
 
 
 def owned_optimizer(optimizer: Optimizer) -> OwnedOptimizer:
@@ -225,10 +205,17 @@ class Owners:
         self.each = [owned_optimizer(optimizer) for optimizer in optimizers]
         self.rank, self.size = group.rank(), group.size()
         parameters = [p for owned in self.each for p in owned.parameters]
+        if len({id(parameter) for parameter in parameters}) < len(parameters):
+            raise UnsupportedConfigurationError(
+                "expected each parameter in one optimizer, got one that is in several; give it to one of them"
+            )
+        if any(parameter.is_complex() for parameter in parameters):
+            raise UnsupportedConfigurationError(
+                "expected real parameters for owners='layers', got complex ones; use owners=None"
+            )
         self.ranks = assign([cost for owned in self.each for cost in owned.costs], self.size).owners
         self.owner_of = {id(p): owner for p, owner in zip(parameters, self.ranks, strict=True)}
         self.number_of = {id(p): number for number, owned in enumerate(self.each) for p in owned.parameters}
-        _check_parameters(parameters)
         self.kept = Kept(optimizers, self.owner_of, self.rank)
         self._group, self._pending, self._take_turn = group, pending, take_turn
         self._packings: dict[tuple[int, ...], Packing] = {}
@@ -257,8 +244,7 @@ class Owners:
     def memory_usage(self) -> dict[str, int]:
         """Return bytes: "state" of the optimizers, "buffers" of what is under way."""
         under_way = _owned([*self._pending.shares, *dict.fromkeys(self._pending.stale.values())])
-        travelling = [each for share in under_way for each in (share.packed.there, share.packed.back)]
-        buffers = {id(each): each.nbytes for each in travelling}
+        buffers = {id(each): each.nbytes for share in under_way for each in (share.there, share.back)}
         return {"state": self.kept.nbytes, "buffers": sum(buffers.values())}
 
     # --- backward and forward --------------------------------------------------------------------------------
@@ -268,18 +254,18 @@ class Owners:
         if self._pending.is_open:
             return
         self._dropped.clear()
+        if (failure := self._failure) is not None:
+            raise UnsupportedConfigurationError(
+                "expected step() of this rank's own parameters to end, got a second backward() after "
+                f"{type(failure).__name__}: {failure}; other ranks wait for what it has not sent: restart the job"
+            ) from failure
         if self._pending.shares:
-            if (failure := self._failure) is not None:
-                raise UnsupportedConfigurationError(
-                    "expected step() of this rank's own parameters to end, got a second backward() after "
-                    f"{type(failure).__name__}: {failure}; other ranks wait for what it has not sent: restart the job"
-                ) from failure
             raise UnsupportedConfigurationError(
                 "expected step() between two exchanges, got a second backward() without it; accumulate gradients in "
                 "model.no_sync(), or drop them by zero_grad() of all optimizers if the step is to be skipped"
             )
 
-    def packing_of(self, bucket: dist.GradBucket) -> Packing:
+    def _packing_of(self, bucket: dist.GradBucket) -> Packing:
         """Return where the bucket's parameters lie by owner; looked at once in a bucket's life."""
         parameters, buffer = bucket.parameters(), bucket.buffer()
         key = tuple([*map(id, parameters)])
@@ -301,15 +287,7 @@ class Owners:
             found = self._packings[key] = packing(self.size, tuple(items))
         return found
 
-    def check_known(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Refuse parameters that have no owner."""
-        new = [p for p in parameters if id(p) not in self.owner_of]
-        if new:
-            raise UnsupportedConfigurationError(
-                f"expected the parameters that the optimizers had when the state was made, got {len(new)} more, of "
-                f"shape {tuple(new[0].shape)} the first; after add_param_group() make the state and its DDP model anew"
-            )
-
+    @torch.no_grad()
     def send(
         self,
         bucket: dist.GradBucket,
@@ -319,14 +297,34 @@ class Owners:
         turn: Turn | None,
         copies: bool,
     ) -> "OwnedShare":
-        """Send a bucket's gradients to their owners; ``copies``: DDP copies them out of its bucket."""
-        packed = pack(bucket, self)
-        taken = Exchange.of(self._group).carry(
-            bucket, lambda _, link: summed(packed, link), turn=turn, state=state, hands_back=True
+        """Send a bucket's gradients to their owners, and withhold them in the bucket.
+
+        Its journey ends there, and passes no gate: ``step()`` begins the way back on the same link, see `_update`.
+        ``copies``: DDP copies gradients out of its bucket.
+        """
+        buffer, plan = bucket.buffer(), self._packing_of(bucket)
+        there = buffer.new_empty(sum(plan.there))
+        # No piece is larger than its gradient: as many elements in all means as many of each.
+        back = there if sum(plan.back) == sum(plan.there) else buffer.new_empty(sum(plan.back))
+        places = [part_of(there, place.there) for place in plan.items]
+        torch._foreach_copy_(places, buffer.split([p.numel() for p in parameters]))
+        withhold(buffer)
+        placed = [*zip(parameters, plan.items, places, strict=True)]
+
+        async def summed(_: Bucket, link: Link) -> None:
+            await link.reduce_scatter(there, plan.there)
+
+        taken = Exchange.of(self._group).carry(bucket, summed, turn=turn, state=state, hands_back=True)
+        return OwnedShare(
+            taken,
+            parameters,
+            {} if copies else None,  # `land` copies none
+            there=there,
+            back=back,
+            layout=plan.back,
+            gradients={id(p): view_of(own, p) for p, place, own in placed if place.owner == self.rank},
+            pieces={id(p): self.of(p).piece(part_of(back, place.back), p) for p, place, _ in placed},
         )
-        views: Mapping[int, torch.Tensor] | None = {} if copies else None  # `land` copies none
-        place = len(self._pending.shares)
-        return OwnedShare(taken, parameters, bucket.buffer(), place, views, packed=packed, owners=self)
 
     def before_forward(self, model: DistributedDataParallel | None) -> None:
         """Refuse a forward that some optimizers have not stepped for; let a step go whose gradients were dropped."""
@@ -372,15 +370,6 @@ class Owners:
 
     def step(self, number: int, original: Callable[[], Any]) -> Any:
         """The user calls ``step()`` of an optimizer; what it does is done when the last one has stepped."""
-        try:
-            result = self._step(number, original)
-        except Exception as error:
-            self._failure = error
-            raise
-        self._failure = None
-        return result
-
-    def _step(self, number: int, original: Callable[[], Any]) -> Any:
         pending, owned = self._pending, self.each[number]
         plans = pending.plans
         if not plans:
@@ -414,13 +403,14 @@ class Owners:
         """Take the step for what this rank owns, as the sums arrive; send what comes of it to the others."""
         exchange = Exchange.of(self._group)
         self._take_turn(shares[0].bucket.wait_for_sum)
-        with as_in_step(shares[0].buffer.device.type), self._pending.unwatched():
+        with as_in_step(shares[0].bucket.flat.device.type), self._pending.unwatched():
             for share in shares:
-                share.receive()
                 try:
+                    share.receive()
                     for number, plan in plans.items():
-                        self.each[number].compute(plan, share.own_updates(plan))
+                        self.each[number].compute(plan, share.own_updates(plan), share.pieces)
                 except Exception as error:
+                    self._failure = error
                     exchange.fail(share.made, error)  # other ranks wait for it
                     raise
                 share.clear()
@@ -428,13 +418,20 @@ class Owners:
         self._skipped = 0
         # Forward needs first what backward has made last.
         for share in reversed(shares):
-            way, device = functools.partial(brought_back, share.packed), share.buffer.device
-            link, meter = share.bucket.link, share.bucket.meter
-            share.arriving = exchange.begin(way, device, share.made, deferred=True, link=link, meter=meter)
+            share.arriving = exchange.begin(
+                share.bring_back,
+                share.bucket.flat.device,
+                share.made,
+                deferred=True,
+                link=share.bucket.link,
+                meter=share.bucket.meter,
+            )
 
         def take_over(share: Share) -> None:
+            pieces, own = cast(OwnedShare, share).pieces, cast(OwnedShare, share).gradients
             for number, plan in plans.items():
-                self.each[number].take_over(plan, cast(OwnedShare, share).owned_updates(plan))
+                parameters = [p for p, _ in share.updates if id(p) in plan.group_of]
+                self.each[number].take_over(plan, parameters, pieces, own)
 
         self._pending.defer(take_over)
         if not self._pending.is_settled:  # DDP may still rebuild its buckets
@@ -453,53 +450,24 @@ def _check_without_gradients(owned: OwnedOptimizer) -> None:
         )
 
 
-class Packed(NamedTuple):
-    """A bucket's parameters by owner, see [Note: two buffers].
-
-    Args:
-        plan: where what lies.
-        there: what is summed.
-        back: what owners send; the same buffer where new values travel.
-        gradients: by the parameter's id, in ``there``, of what this rank owns.
-        pieces: what comes back of it, in ``back``.
-    """
-
-    plan: Packing
-    there: torch.Tensor
-    back: torch.Tensor
-    gradients: Mapping[int, torch.Tensor]
-    pieces: Mapping[int, torch.Tensor]
-
-
-@torch.no_grad()
-def pack(bucket: dist.GradBucket, owners: Owners) -> Packed:
-    """Return the bucket's gradients by owner, and withhold them in the bucket."""
-    buffer, parameters = bucket.buffer(), bucket.parameters()
-    plan = owners.packing_of(bucket)
-    there = buffer.new_empty(sum(plan.there))
-    # No piece is larger than its gradient: as many elements in all means as many of each.
-    back = there if sum(plan.back) == sum(plan.there) else buffer.new_empty(sum(plan.back))
-    places = [part_of(there, place.there) for place in plan.items]
-    torch._foreach_copy_(places, buffer.split([p.numel() for p in parameters]))
-    withhold(buffer)
-    placed = [*zip(parameters, plan.items, places, strict=True)]
-    gradients = {id(p): view_of(own, p) for p, place, own in placed if place.owner == owners.rank}
-    pieces = {id(p): owners.of(p).piece(part_of(back, place.back), p) for p, place, _ in placed}
-    return Packed(plan, there, back, gradients, pieces)
-
-
 @dataclass(eq=False, slots=True, kw_only=True)
 class OwnedShare(Share):
     """A bucket of one step; see `Share`.
 
     Args:
-        packed: where each parameter travels.
-        owners: of the parameters.
+        there: what is summed, see [Note: two buffers].
+        back: what owners send; the same buffer where new values travel.
+        layout: of ``back``.
+        gradients: by the parameter's id, in ``there``, of what this rank owns.
+        pieces: what comes back of it, in ``back``.
     """
 
     changed: ClassVar[str] = TOUCHED  # see [Note: gradients that are withheld]
-    packed: Packed
-    owners: Owners
+    there: torch.Tensor
+    back: torch.Tensor
+    layout: tuple[int, ...]
+    gradients: Pieces
+    pieces: Pieces
 
     @property
     def made(self) -> str:
@@ -512,48 +480,37 @@ class OwnedShare(Share):
         The mean goes where plain DDP would leave it: sums over matrices may depend on where these begin in memory.
         """
         self.bucket.wait_for_sum()
-        own, factor, self.factor = [*self._own_gradients()], self.factor, None
+        own, factor, self.factor = self._own(), self.factor, None
         if factor is not None:
-            for _, gradient in own:
-                gradient.mul_(factor)
+            for _, mean in own:
+                mean.mul_(factor)
         if own:
-            seen = [update.gradient.data for update, _ in own]  # counts no version
-            torch._foreach_copy_(seen, [gradient for _, gradient in own])
+            seen = [gradient.data for (_, gradient), _ in own]  # counts no version
+            torch._foreach_copy_(seen, [mean for _, mean in own])
 
-    def owned_updates(self, plan: StepPlan) -> list[OwnedUpdate]:
-        """Return what comes of the updates of one optimizer, that of ``plan``."""
-        return [
-            OwnedUpdate(update, self.packed.pieces[id(update.parameter)], self._is_own(update))
-            for update in self.updates
-            if id(update.parameter) in plan.group_of
-        ]
+    async def bring_back(self, link: Link) -> None:
+        """Bring what owners have made of it to all."""
+        await link.all_gather(self.back, self.layout)
 
-    def own_updates(self, plan: StepPlan) -> list[OwnedUpdate]:
-        """Return those that this rank owns; the optimizer may reuse the gradients' memory."""
+    def own_updates(self, plan: StepPlan) -> list[Update]:
+        """Return those of ``plan`` that this rank owns; the optimizer may reuse the gradients' memory."""
         # An alias: what the optimizer does to it is not the user's doing, see [Note: versions].
-        return [
-            each._replace(update=Update(each.update.parameter, each.update.gradient.data))
-            for each in self.owned_updates(plan)
-            if each.is_own
-        ]
+        return [Update(p, gradient.data) for (p, gradient), _ in self._own() if id(p) in plan.group_of]
 
     def clear(self) -> None:
         """Withhold the mean of owned parameters again."""
-        for update, _ in self._own_gradients():
-            withhold(update.gradient)
+        for (_, gradient), _ in self._own():
+            withhold(gradient)
 
     def check_dropped(self) -> None:
         """Refuse to drop a step whose gradients somebody has computed with: he may skip all for what he saw."""
         if any([is_computed_with(gradient) for gradient in self._sealed()]):
             raise UnsupportedConfigurationError(TOUCHED)
 
-    def _own_gradients(self) -> Iterator[tuple[Update, torch.Tensor]]:
-        for update in self.updates:
-            if self._is_own(update):
-                yield update, self.packed.gradients[id(update.parameter)]
-
-    def _is_own(self, update: Update) -> bool:
-        return id(update.parameter) in self.packed.gradients
+    def _own(self) -> list[tuple[Update, torch.Tensor]]:
+        """Return the updates that this rank owns, each with its mean as it has arrived."""
+        means = self.gradients
+        return [(each, means[id(each.parameter)]) for each in self.updates if id(each.parameter) in means]
 
     # --- as of `Share` ---------------------------------------------------------------------------------------
 
@@ -563,32 +520,8 @@ class OwnedShare(Share):
     def own_pieces(self, rank: int) -> Iterator[torch.Tensor]:
         """Yield the mean gradients that this rank owns."""
         self.bucket.wait_for_sum()
-        for _, gradient in self._own_gradients():
-            yield gradient
-
-
-async def summed(packed: Packed, link: Link) -> None:
-    """Bring a bucket's gradients to their owners; its journey ends there, and passes no gate.
-
-    ``step()`` begins the way back as a journey of its own on the same link, see `Owners._update`.
-    """
-    await link.reduce_scatter(packed.there, packed.plan.there)
-
-
-async def brought_back(packed: Packed, link: Link) -> None:
-    """Bring what owners have made of them to all."""
-    await link.all_gather(packed.back, packed.plan.back)
-
-
-def _check_parameters(parameters: Sequence[torch.Tensor]) -> None:
-    if len({id(parameter) for parameter in parameters}) < len(parameters):
-        raise UnsupportedConfigurationError(
-            "expected each parameter in one optimizer, got one that is in several; give it to one of them"
-        )
-    if any(parameter.is_complex() for parameter in parameters):
-        raise UnsupportedConfigurationError(
-            "expected real parameters for owners='layers', got complex ones; use owners=None"
-        )
+        for _, mean in self._own():
+            yield mean
 
 
 def costs_of(optimizer: Optimizer) -> list[int]:

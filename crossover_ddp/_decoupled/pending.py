@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
@@ -97,11 +97,9 @@ class Share:
     """A bucket of one step: on its way, then waiting for ``step()``, then for somebody who needs its parameters.
 
     Args:
-        bucket: on its way.
+        bucket: on its way; forward needs the last one first.
         parameters: those whose gradients it holds.
-        buffer: DDP's buffer, of which the gradients are views.
-        place: its number in backward; forward needs the last one first.
-        views: of ``bucket.flat``, by the parameter's id, if gradients are not views of the buffer themselves. The
+        views: of ``bucket.flat``, by the parameter's id, if gradients are not views of DDP's buffer themselves. The
             mean is copied into them then; DDP allows nothing else.
 
     ``step``: what ``optimizer.step()`` has left to do for it. ``arriving``: what that waits for.
@@ -112,8 +110,6 @@ class Share:
     changed: ClassVar[str] = CHANGED
     bucket: Bucket
     parameters: list[torch.Tensor]
-    buffer: torch.Tensor
-    place: int
     views: Mapping[int, torch.Tensor] | None = None
     updates: list[Update] = field(default_factory=list)
     factor: torch.Tensor | None = None
@@ -127,13 +123,14 @@ class Share:
 
     def __post_init__(self) -> None:
         self.arriving = self.bucket
-        self._gradient_seal = Seal([self.buffer])
+        self._gradient_seal = Seal([self.bucket.result])
 
     def collect(self) -> None:
         """Note which gradients are to be applied; one that the user has dropped is not."""
         self.check_gradients()
         self.updates = []
-        begin, end = self.buffer.data_ptr(), self.buffer.data_ptr() + self.buffer.nbytes
+        begin = self.bucket.result.data_ptr()
+        end = begin + self.bucket.result.nbytes
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is None:
@@ -165,7 +162,7 @@ class Share:
         self.updates = [Update(parameter, self.views[id(parameter)]) for parameter, _ in self.updates]
 
     def _sealed(self) -> list[torch.Tensor]:
-        return [self.buffer] if self.views is None else [*self._separate.values()]
+        return [self.bucket.result] if self.views is None else [*self._separate.values()]
 
     def note_gradients(self) -> None:
         """Note the gradients, which are whole, and the parameters, so that changes show that count no version."""
@@ -217,14 +214,14 @@ class Share:
     def own_pieces(self, rank: int) -> Iterator[torch.Tensor]:
         """Yield the part of the mean that ``rank``, this one, owns, without gradients that are not applied."""
         self.bucket.wait_for_sum()
-        layout, own = self.bucket.layout, parts(self.bucket.flat, self.bucket.layout)[rank]
-        start = sum(layout[:rank])
+        flat, layout = self.bucket.flat, self.bucket.layout
+        own, start = parts(flat, layout)[rank], sum(layout[:rank])
         for update in self.updates:
             place = update.gradient if self.views is None else self.views[id(update.parameter)]
-            reals = place.element_size() // self.buffer.element_size()  # DDP shows complex as real
-            begin = place.storage_offset() * reals - self.buffer.storage_offset()
+            reals = place.itemsize // flat.itemsize  # DDP shows complex as real
+            begin = place.storage_offset() * reals - flat.storage_offset()
             first = max(begin, start)
-            stop = min(begin + update.gradient.numel() * reals, start + own.numel())
+            stop = min(begin + place.numel() * reals, start + own.numel())
             if first < stop:
                 yield own[first - start : stop - start]
 
@@ -241,15 +238,15 @@ class Pending:
     ``shares``: the buckets that ``step()`` has not taken. ``stale``: by the parameter's id, those whose updates are
     still to come. ``known``: ids of the model's parameters. ``plans``: by number, of the optimizers that have stepped,
     until all have. ``is_settled``: DDP's buckets stay as they are from now on. ``steps``: how many were deferred.
-    ``order``: ids of parameters as forward first reads them, as far as guards have seen it; while ``recording``, reads
-    extend it. ``recorded``: of the last steps, which all had the same buckets.
+    ``seen``: ids of parameters that forward has read through guards; while ``recording``, reads extend it.
+    ``recorded``: of the last steps, which all had the same buckets.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], *, withheld: bool = False) -> None:
         self.optimizers = optimizers
         self.lock = threading.RLock()
         self.stale: dict[int, Share] = {}
-        self.order: dict[int, None] = {}
+        self.seen: set[int] = set()
         self.recorded: deque[RecordedStep] = deque(maxlen=STEPS_KEPT)
         self.guards: Guards | None = None
         self.known: set[int] = set()
@@ -258,8 +255,8 @@ class Pending:
         self.is_open = self.is_broken = self.is_settled = False
         self.in_forward = self.recording = self.has_recorded = False
         self.why_whole: str | None = BEGINS  # the last step's gradients, if they were
-        self.shape: tuple[object, ...] = ()
         self.steps = self._backwards = 0
+        self._shape: tuple[object, ...] = ()
         self._last_index = -1
         self._withheld = withheld
         self._always_checked = environment.is_set(environment.CHECK)
@@ -315,7 +312,7 @@ class Pending:
         for share in self.shares:
             share.note_parameters()
         self._backwards += 1
-        same, self.shape = shape == self.shape, shape
+        same, self._shape = shape == self._shape, shape
         self.is_settled = same and self._backwards > rebuilt_after
         if same:
             self._record()
@@ -329,7 +326,7 @@ class Pending:
         updates = [share.update_s for share in self._former if share.update_s is not None]
         if len(updates) == len(self.shares) > 0 and all([begin_s <= each[0] <= end_s for each in updates]):
             buckets, cpu_s = self.shares[0].bucket.backward.ready, _other_threads_s() - self._cpu_s
-            self.recorded.append(RecordedStep(begin_s, end_s, cpu_s, updates, buckets))
+            self.recorded.append(RecordedStep(self._forward_s, updates, buckets, cpu_s))
 
     def note_gradients(self) -> None:
         """Wait for gradients and note them, so that changes show; see [Note: changes that no counter sees]."""
@@ -376,7 +373,7 @@ class Pending:
             # Not before all are: code that catches the error may let the next backward write into any of the buckets.
             for share in shares:
                 share.check_gradients()
-                with as_in_step(share.buffer.device.type):
+                with as_in_step(share.bucket.flat.device.type):
                     share.scale()
                     share.land()
             if not self.is_open and self.shares is shares:  # no other backward has begun meanwhile
@@ -415,7 +412,7 @@ class Pending:
             self._unseen = []
             for share in self.shares:
                 share.defer(step, checked=checked)
-                if not all([id(update.parameter) in self.order for update in share.updates]):
+                if not self.seen.issuperset(id(update.parameter) for update in share.updates):
                     self._unseen.append(share)
                 for parameter in share.parameters:
                     self.stale[id(parameter)] = share
@@ -428,8 +425,10 @@ class Pending:
     def _tell_of_unseen(self) -> None:
         """Say what reads past the guards cost, once."""
         self._warned_of_unseen = True
-        updates = [update for share in self._unseen for update in share.updates]
-        names = self._names({id(update.parameter) for update in updates} - {*self.order})
+        unseen = {id(p) for share in self._unseen for p, _ in share.updates} - self.seen
+        assert self.guards is not None
+        named = named_parameters_of(self.guards.network)
+        names = [*{id(p): name for name, p in named if id(p) in unseen}.values()]
         logger.warning(
             "forward does not read %d parameters (%s) through the module that has them (references kept elsewhere, a "
             "CUDA graph, a module not called in every step): correct, but their buckets arrive before forward, not "
@@ -437,15 +436,6 @@ class Pending:
             len(names),
             ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
         )
-
-    def names_in_order(self) -> list[str]:
-        """Return the names of the parameters in the order in which forward reads them."""
-        return self._names(self.order)
-
-    def _names(self, parameters: Iterable[int]) -> list[str]:
-        network = None if self.guards is None else self.guards.network
-        names = {} if network is None else {id(p): name for name, p in named_parameters_of(network)}
-        return [names[key] for key in parameters if key in names]
 
     # --- after step() ----------------------------------------------------------------------------------------
 
@@ -481,10 +471,10 @@ class Pending:
         for parameter in parameters:
             if parameter is not None:
                 if self.recording:
-                    self.order.setdefault(id(parameter))
+                    self.seen.add(id(parameter))
                 share = self.stale.get(id(parameter))
                 if share is not None:
-                    self._bring_up_to_date(share)
+                    self._read(share)
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -501,27 +491,24 @@ class Pending:
 
     def update_unseen(self) -> None:
         """Update what forward may read past the guards, see [Note: reads that nobody sees]."""
-        if self._unseen:
-            with self.lock:
-                self._update_those(self._unseen)
+        self._update_those(self._unseen)
 
     def update_all(self) -> None:
         """Update everything that is pending."""
-        if self.stale:
+        self._update_those(self.stale.values())
+
+    def _update_those(self, shares: Collection[Share]) -> None:
+        if shares:
             with self.lock:
-                self._update_those({id(share): share for share in self.stale.values()}.values())
+                for share in sorted({*shares}, key=lambda each: -each.bucket.index):
+                    if share.pending:  # else another thread was first
+                        self._update(share)
 
-    def _update_those(self, shares: Iterable[Share]) -> None:
-        for share in sorted(shares, key=lambda each: -each.place):
-            if share.pending:
-                self._update(share)
-
-    def _bring_up_to_date(self, share: Share) -> None:
+    def _read(self, share: Share) -> None:
         with self.lock:
-            if share.pending:  # else another thread was first
-                if not self.in_forward:
-                    self._early_reads.note(self.steps)
-                self._update(share)
+            if share.pending and not self.in_forward:
+                self._early_reads.note(self.steps)
+            self._update_those([share])
 
     def _update(self, share: Share) -> None:
         """Wait for one bucket and apply the optimizer to its parameters."""
@@ -532,7 +519,7 @@ class Pending:
         share.check_parameters()
         # A signal's handler may read in the middle of it, and gets what is there by then.
         share.pending = False
-        with as_in_step(share.buffer.device.type):
+        with as_in_step(share.bucket.flat.device.type):
             share.apply()
         for parameter in share.parameters:
             self.stale.pop(id(parameter), None)

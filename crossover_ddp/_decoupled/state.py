@@ -42,13 +42,15 @@ from crossover_ddp._ddp.checks import (
     needed_model_of,
     resolve_group,
 )
-from crossover_ddp._ddp.compiled import OwnHook, called_by_compiled_code, compiled_modules, uncompiled
+from crossover_ddp._ddp.compiled import OwnHook, uncompiled
 from crossover_ddp._ddp.contents import contents_of
 from crossover_ddp._ddp.module_buffers import BufferCopy
 from crossover_ddp._engine.buckets import Bucket, Turn, after_backward, split
 from crossover_ddp._engine.exchange import Exchange, answered
+from crossover_ddp._engine.journeys import nothing
 from crossover_ddp._engine.links import Link
-from crossover_ddp._engine.states import Agreement, HookState
+from crossover_ddp._engine.states import Agreement
+from crossover_ddp._owners.kept import Owning
 from crossover_ddp._owners.optimizer import (
     PartialOptimizer,
     check_not_intercepted,
@@ -61,8 +63,8 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 
 from .clipping import clip
-from .clock import Trial, plan_from, workload_of
-from .guards import Guards
+from .clock import Trial, plan_from, typical
+from .guards import Guards, called_by_compiled_code, compiled_modules
 from .owned import Owners
 from .pending import BEGINS, CHANGED, Pending, Share, check_not_scaled
 
@@ -105,12 +107,6 @@ class Deferrable(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
 
-    def enter(self, bucket: dist.GradBucket) -> None:
-        """End what a backward pass has left that did not end, if another one begins with ``bucket``."""
-
-    def refuse(self, bucket: dist.GradBucket) -> None:
-        """Note that ``bucket`` is not exchanged."""
-
     def exchange(
         self,
         exchange: Exchange,
@@ -119,11 +115,12 @@ class Deferrable(Protocol):
         state: object,
         turn: Turn | None,
         hands_back: bool = False,
+        before: Callable[[], object] = nothing,
     ) -> Bucket:
-        """Start the exchange of ``bucket``. Raises what makes it impossible."""
+        """Start the exchange of ``bucket``, after ``before``. Raises what makes it impossible."""
 
 
-class DecoupledState(HookState):
+class DecoupledState(Owning):
     """State of `decoupled_hook`: lets gradients arrive, and ``optimizer.step()`` take effect, in the next forward.
 
     The training loop stays as it is. ``optimizer.step()`` returns at once; each parameter is updated by the
@@ -220,7 +217,7 @@ class DecoupledState(HookState):
         self._partial = PartialOptimizer(optimizers[0])
         is_tried = kfac is None and owners is None and defer == "auto"
         self._trial = Trial() if is_tried else None
-        self._model: Callable[[], DistributedDataParallel | None] = _no_model
+        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._exchange: Exchange | None = None
         self._buffers: BufferCopy | None = None
         self._has_turn, self._closed = mutex is None, False
@@ -229,15 +226,18 @@ class DecoupledState(HookState):
             methods = intercept(
                 each,
                 on_step=functools.partial(self._stepped, number),
-                on_zero_grad=functools.partial(self._zeroed, number),
+                on_zero_grad=nothing
+                if self._owners is None
+                else functools.partial(self._owners.drop, number),
                 on_look=self._look,
                 flush=self.flush,
                 unwatched=self._pending.unwatched,
             )
             self._hooks.enter_context(methods)
         if self._owners is not None:
-            self._hooks.enter_context(self._owners.kept.hooks)
-        self.take = uncompiled(self._take)  # backward may have been called by compiled code
+            self._kept = self._owners.kept
+            self._hooks.enter_context(self._kept.hooks)
+        self.answered = uncompiled(answered)  # backward may have been called by compiled code
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return what all ranks must have in common."""
@@ -395,9 +395,10 @@ class DecoupledState(HookState):
         self._check_plannable("plan a codec for", "use kfac_hook with codec=, or owners=None")
         self.flush()
         group = resolve_group(self.process_group)
-        workload = workload_of(self._pending.recorded)
+        step = typical(self._pending.recorded)
+        work = None if step is None else step[0]
         return plan_codec_from(
-            workload, group, present=self.codec, candidates=candidates, predict=decoupled_step_s
+            work, group, present=self.codec, candidates=candidates, predict=decoupled_step_s
         )
 
     def _check_plannable(self, purpose: str, remedy: str) -> None:
@@ -407,31 +408,11 @@ class DecoupledState(HookState):
                 f"halves than the plan's model knows; {remedy}"
             )
 
-    def consolidate(self, to: int | None = None) -> None:
-        """Bring what owners keep into the optimizers' state, where it stays until the next step.
-
-        Without ``owners="layers"`` it is there already.
-
-        Args:
-            to: the rank of the group that gets all of it; None: all ranks do.
-
-        On failure: ``ValueError`` if there is no such rank; what torch's collectives raise when a peer has died.
-
-        **Collective**: all ranks, between two steps.
-
-        Example::
-
-            state.consolidate(to=0)
-            if rank == 0:
-                torch.save(optimizer.state_dict(), path)
-        """
-        if self._owners is not None:
-            self.flush()
-            self._owners.kept.consolidate(resolve_group(self.process_group), to)
+    def _finish(self) -> None:
+        self.flush()
 
     def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
-        self.flush()
-        self.consolidate(to)
+        super()._bring_together(optimizers, to)
         if self._compression is not None:
             self._compression.share(resolve_group(self.process_group))
 
@@ -443,22 +424,20 @@ class DecoupledState(HookState):
         return {} if self._owners is None else self._owners.memory_usage()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the order in which forward needs the parameters, which the next job finds out by itself.
+        """Return this rank's residuals, under "codec", if it has one; else nothing.
 
-        Updates under way are applied first, so that model and optimizer may be saved right after. With a codec also
-        this rank's residuals, under "codec": different on each rank, unless `checkpoint` was called right before.
+        They differ from rank to rank, unless `checkpoint` was called right before. Updates under way are applied first,
+        so that model and optimizer may be saved right after.
         """
         self.flush()
-        coded = {} if self._compression is None else {"codec": self._compression.state()}
-        return {"forward_order": self._pending.names_in_order(), **coded}
+        return {} if self._compression is None else {"codec": self._compression.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, the residuals of a codec, or what a checkpoint holds, also of K-FAC."""
-        unknown = set(state) - {"forward_order", "codec", "kfac"}
-        if unknown or not isinstance(state.get("forward_order"), list):
+        unknown = {*state} - {"forward_order", "codec", "kfac"}  # the first one was in those of version 0.1
+        if unknown:
             raise ValueError(
-                f"expected a state dict with the list 'forward_order', got keys {sorted(state)}; "
-                "pass what state_dict() returned"
+                f"expected a state dict of a DecoupledState, got keys {sorted(state)}; pass what state_dict() returned"
             )
         if self._compression is not None and "codec" in state:
             self._compression.load(state["codec"]["residuals"], state["codec"]["loss_scale"])
@@ -472,8 +451,8 @@ class DecoupledState(HookState):
         """
         if self._closed:
             return
-        if self._owners is not None:
-            self._owners.kept.check_whole()
+        if self._kept is not None:
+            self._kept.check_whole()
         self._closed, pending = True, self._pending
         try:
             self.flush()
@@ -503,23 +482,14 @@ class DecoupledState(HookState):
         pending = self._pending
         if self._owners is not None:
             self._owners.check_stepped()
-        if self._kfac is not None:
-            self._kfac.enter(bucket)  # before anybody waits for the backward pass before
-        pending.begin_with(bucket)
-        try:
-            parameters = self._checked_parameters(bucket)
-        except Exception:
-            if self._kfac is not None:
-                self._kfac.refuse(bucket)
-            raise
-        if bucket.is_last():
-            self._has_turn = self._turn is None
+        if self._kfac is None:
+            self._begin_with(bucket)
         if self._trial is not None and not self._trial.defers:
             # The exchange gives the turn away, and takes the next one before backward ends.
             taken = self._carry(exchange, bucket, self._turn, hands_back=False)
             self._has_turn = True
         else:
-            share = self._share(exchange, bucket, parameters)
+            share = self._share(exchange, bucket)
             taken = share.bucket
             pending.shares.append(share)
             if bucket.is_last():
@@ -533,23 +503,40 @@ class DecoupledState(HookState):
                 )
         return taken.future
 
-    def _share(self, exchange: Exchange, bucket: dist.GradBucket, parameters: list[torch.Tensor]) -> Share:
+    def _begin_with(self, bucket: dist.GradBucket) -> None:
+        """Note the next bucket, and look at each parameter once in its life."""
+        self._pending.begin_with(bucket)
+        if not self._pending.known.issuperset(map(id, bucket.parameters())):
+            self._check(bucket)
+        if bucket.is_last():
+            self._has_turn = self._turn is None
+
+    def _share(self, exchange: Exchange, bucket: dist.GradBucket) -> Share:
         """Send a bucket on its way that backward does not wait for."""
-        model = self._model()
-        copies = model is not None and not model.gradient_as_bucket_view
+        parameters = bucket.parameters()
         if self._owners is not None:
-            return self._owners.send(bucket, parameters, state=self, turn=self._turn, copies=copies)
+            return self._owners.send(bucket, parameters, state=self, turn=self._turn, copies=self._copies)
         taken = self._carry(exchange, bucket, self._turn, hands_back=True)
-        contents = contents_of(bucket, taken.flat) if copies else ()
+        contents = contents_of(bucket, taken.flat) if self._copies else ()
         views = {id(each.parameter): each.gradient for each in contents}
-        return Share(taken, parameters, bucket.buffer(), len(self._pending.shares), views if copies else None)
+        return Share(taken, parameters, views if self._copies else None)
+
+    @property
+    def _copies(self) -> bool:
+        """Whether DDP copies gradients out of its buckets."""
+        model = self._model()
+        return model is not None and not model.gradient_as_bucket_view
 
     def _carry(
         self, exchange: Exchange, bucket: dist.GradBucket, turn: Turn | None, *, hands_back: bool
     ) -> Bucket:
         """Send a bucket on its way; ``hands_back``: backward does not wait for it."""
         if self._kfac is not None:
-            return self._kfac.exchange(exchange, bucket, state=self, turn=turn, hands_back=hands_back)
+            # K-FAC first ends what a backward pass has left, for which `_begin_with` may wait.
+            before = nothing if self._closed else functools.partial(self._begin_with, bucket)
+            return self._kfac.exchange(
+                exchange, bucket, state=self, turn=turn, hands_back=hands_back, before=before
+            )
         return exchange.carry(
             bucket,
             deferred if hands_back else split,
@@ -569,25 +556,27 @@ class DecoupledState(HookState):
         if pending.is_checked:
             after_backward(pending.note_gradients)
 
-    def _checked_parameters(self, bucket: dist.GradBucket) -> list[torch.Tensor]:
-        """Return the bucket's parameters; look at each once in its life."""
-        parameters, known = bucket.parameters(), self._pending.known
-        if known.issuperset(map(id, parameters)):
-            return parameters
+    def _check(self, bucket: dist.GradBucket) -> None:
+        """Look at new parameters of a bucket, and at the model."""
         flat_gradients(bucket)
-        new = [p for p in parameters if id(p) not in known]
-        model, former = _model_behind(bucket, self), self._model()
+        model, former = needed_model_of(bucket, state=self), self._model()
+        check_forward(model, "parameters are updated in it")
         if former is not None and model is not former:
             raise UnsupportedConfigurationError(
                 "expected one model for each DecoupledState, got a second one; make a state and an optimizer for it"
             )
         if former is None:
             self._adopt(model)
-        _check_in_optimizer(new, self._pending, model)
-        if self._owners is not None:
-            self._owners.check_known(new)
-        known.update(id(p) for p in new)
-        return parameters
+        # Owners know what the optimizers had when the state was made.
+        known = {*map(id, self._pending.parameters())} if self._owners is None else self._owners.owner_of
+        if foreign := [p for p in bucket.parameters() if id(p) not in known]:
+            raise UnsupportedConfigurationError(
+                f"expected all parameters of the model in the optimizer, got {len(foreign)} that are not in it "
+                f"({names_of(foreign, model)}); add them as a parameter group (with owners: after add_param_group() "
+                "make the state and its DDP model anew), or freeze them before the model is wrapped "
+                "(requires_grad=False)"
+            )
+        self._pending.known.update(map(id, bucket.parameters()))
 
     def _adopt(self, model: DistributedDataParallel) -> None:
         if not model.gradient_as_bucket_view:
@@ -644,7 +633,7 @@ class DecoupledState(HookState):
 
     def _wait_for_first(self) -> None:
         """Wait for the gradients that forward needs first."""
-        first = max([*self._pending.stale.values()], key=lambda share: share.place, default=None)
+        first = max([*self._pending.stale.values()], key=lambda share: share.bucket.index, default=None)
         if first is not None and self._turn is not None:
             # Alone the host runs ahead of the device as it would without a mutex.
             first.bucket.wait(on_host=self._turn.shared)
@@ -657,11 +646,6 @@ class DecoupledState(HookState):
     def _look(self) -> None:
         """Somebody is about to go through the optimizer's parameters."""
         self._pending.reads(self._pending.parameters() if self._pending.stale else ())
-
-    def _zeroed(self, number: int) -> None:
-        """The user has called ``zero_grad()`` of an optimizer."""
-        if self._owners is not None:
-            self._owners.drop(number)
 
     def _stepped(self, number: int, original: Callable[[], Any]) -> Any:
         """The user calls ``step()`` of an optimizer."""
@@ -755,7 +739,8 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
             state._pending.is_broken = True  # ``step()`` is refused until the next backward
 
     remedy = "pass DecoupledState(optimizer), or register the hook of that state"
-    return answered(state, bucket, DecoupledState, remedy, carry, refused=refused)
+    answer = state.answered if isinstance(state, DecoupledState) else answered
+    return answer(state, bucket, DecoupledState, remedy, carry, refused=refused)
 
 
 def _check_deferrable(
@@ -785,30 +770,7 @@ def _check_deferrable(
         )
 
 
-def _model_behind(bucket: dist.GradBucket, state: object) -> DistributedDataParallel:
-    model = needed_model_of(bucket, state=state)
-    check_forward(model, "parameters are updated in it")
-    return model
-
-
-def _check_in_optimizer(
-    parameters: list[torch.Tensor], pending: Pending, model: DistributedDataParallel
-) -> None:
-    known = {id(p) for p in pending.parameters()}
-    foreign = [p for p in parameters if id(p) not in known]
-    if foreign:
-        raise UnsupportedConfigurationError(
-            f"expected all parameters of the model in the optimizer, got {len(foreign)} that are not in it "
-            f"({names_of(foreign, model)}); add them as a parameter group, or freeze them before the model is "
-            "wrapped (requires_grad=False)"
-        )
-
-
 def _settle(device: torch.device) -> None:
     """Let the device finish, where the host does not wait for it anyway."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _no_model() -> None:
-    return None

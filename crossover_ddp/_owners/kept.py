@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.serialization import default_restore_location
 
-from crossover_ddp._engine.states import check_rank, let_collectives_go
+from crossover_ddp._ddp.checks import resolve_group
+from crossover_ddp._engine.states import HookState, check_rank, let_collectives_go
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 
@@ -115,6 +116,40 @@ class Kept:
                 optimizer.state[parameter] = _loaded(travelling[0], parameter.device)
         self.is_whole = self.is_whole or keeps
         let_collectives_go(group)  # these may be a job's last
+
+
+class Owning(HookState):
+    """A state with ``optimizers``, of which owners may keep what belongs to their parameters."""
+
+    _kept: Kept | None = None
+
+    def consolidate(self, to: int | None = None) -> None:
+        """Bring what owners keep into the optimizers' state, where it stays until the next step.
+
+        Where each rank keeps all of it, nothing is to be done.
+
+        Args:
+            to: the rank of the group that keeps all of it; None: all ranks do.
+
+        On failure: ``ValueError`` if there is no such rank; what torch's collectives raise when a peer has died.
+
+        **Collective**: all ranks, between two steps.
+
+        Example::
+
+            state.consolidate(to=0)
+            if rank == 0:
+                torch.save(optimizer.state_dict(), path)
+        """
+        self._finish()
+        if self._kept is not None:
+            self._kept.consolidate(resolve_group(self.process_group), to)
+
+    def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
+        self.consolidate(to)
+
+    def _finish(self) -> None:
+        """Finish what is under way."""
 
 
 def _saved(state: dict[str, Any] | None) -> bytes | None:

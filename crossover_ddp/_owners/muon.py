@@ -9,8 +9,8 @@ Directions travel in backward with `muon_hook`, in the next forward with decoupl
 
 import functools
 import inspect
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,17 +22,12 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 _MOMENTUM: Final = "momentum_buffer"
 
 
-class DirectionSettings(NamedTuple):
-    """What of a parameter group enters a direction; ``newton_schulz``: further arguments of torch's function."""
+Settings = Mapping[str, Any]
 
-    momentum: float
-    nesterov: bool
-    newton_schulz: tuple[tuple[str, Any], ...]
 
-    @classmethod
-    def of(cls, group: dict[str, Any]) -> "DirectionSettings":
-        """Take the settings of this moment."""
-        return cls(group["momentum"], group["nesterov"], tuple([(name, group[name]) for name in _ns_names()]))
+def settings_of(group: Mapping[str, Any]) -> Settings:
+    """Return what of a parameter group enters a direction, at this moment."""
+    return {name: group[name] for name in ("momentum", "nesterov", *_ns_names())}
 
 
 @functools.cache
@@ -45,22 +40,20 @@ def _ns_names() -> tuple[str, ...]:
     return tuple(names[1:])
 
 
-def direction_of(
-    gradient: Tensor, momentum: Tensor, new_momentum: Tensor, settings: DirectionSettings
-) -> Tensor:
+def direction_of(gradient: Tensor, momentum: Tensor, new_momentum: Tensor, settings: Settings) -> Tensor:
     """Return the direction of a matrix, bfloat16, as torch's Muon computes it.
 
     Args:
         gradient: mean over the ranks, of the matrix's shape and order in memory.
         momentum: before the step; not changed.
         new_momentum: filled with the momentum after the step; may be ``momentum`` itself.
-        settings: of the matrix's group.
+        settings: of the matrix's group, or the group itself.
     """
-    torch.lerp(momentum, gradient, 1 - settings.momentum, out=new_momentum)
-    update = gradient.lerp(new_momentum, settings.momentum) if settings.nesterov else new_momentum
+    torch.lerp(momentum, gradient, 1 - settings["momentum"], out=new_momentum)
+    update = gradient.lerp(new_momentum, settings["momentum"]) if settings["nesterov"] else new_momentum
     if update is new_momentum and update.dtype == torch.bfloat16:
         update = update.clone()  # torch before 2.15 normalises its argument in place (pytorch#194664)
-    return torch_muon._zeropower_via_newtonschulz(update, **dict(settings.newton_schulz))
+    return torch_muon._zeropower_via_newtonschulz(update, **{name: settings[name] for name in _ns_names()})
 
 
 def take_step(parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
@@ -134,7 +127,7 @@ def check_torch() -> None:
             whole.grad = gradient.clone()
             muon.step()
             with torch.no_grad():
-                direction = direction_of(gradient, momentum, new_momentum, DirectionSettings.of(group))
+                direction = direction_of(gradient, momentum, new_momentum, group)
                 take_step(halves, direction, group)
             momentum, new_momentum = new_momentum, momentum
         if direction.dtype != torch.bfloat16 or not torch.equal(whole, halves):

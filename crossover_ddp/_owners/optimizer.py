@@ -23,7 +23,7 @@ import functools
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, SupportsIndex, cast, overload
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch.optim import Optimizer
@@ -64,14 +64,12 @@ class PartialOptimizer:
 
     Args:
         optimizer: any torch optimizer that treats each parameter by itself.
-        step: its own ``step``; default ``optimizer.step``.
 
     On failure: raises ``UnsupportedConfigurationError`` for optimizers whose parts do not add up to a step.
     """
 
-    def __init__(self, optimizer: Optimizer, step: Callable[[], Any] | None = None) -> None:
-        self.optimizer = optimizer
-        self.step = step or optimizer.step
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.step = optimizer, optimizer.step
         # With torch's spans for a profiler, and without: a part of a step has no step hooks, see `is_watched`, and a
         # scheduler counts whole steps.
         is_own = self.runs(type(optimizer).step)
@@ -172,19 +170,21 @@ def check_separable(optimizer: Optimizer) -> None:
             f"expected an optimizer that treats each parameter by itself and needs no closure, got {_name(optimizer)}, "
             f"which failed on one parameter at a time ({type(error).__name__}: {error}); use another optimizer or hook"
         ) from error
-    for index, (group, counted) in enumerate(zip(whole.param_groups, parts.param_groups, strict=True)):
-        for key in sorted(({*group} | {*counted}) - {"params"}):
-            a, b = group.get(key), counted.get(key)
-            if not _same(a, b):
-                raise UnsupportedConfigurationError(
-                    f"expected an optimizer that treats each parameter by itself, got {_name(optimizer)}, whose "
-                    f"param_groups[{index}][{key!r}] becomes {a!r} in a step and {b!r} in one without gradients; use "
-                    "another optimizer or hook"
-                )
+    found = [
+        f"whose param_groups[{index}][{key!r}] becomes {group.get(key)!r} in a step and {counted.get(key)!r} in one "
+        "without gradients; use another optimizer or hook"
+        for index, (group, counted) in enumerate(zip(whole.param_groups, parts.param_groups, strict=True))
+        for key in sorted(({*group} | {*counted}) - {"params"})
+        if not _same(group.get(key), counted.get(key))
+    ]
     if not all(_same(a, b) for a, b in zip(_parameters(whole), _parameters(parts), strict=True)):
+        found.append(
+            "whose update of one parameter depends on the others (a global norm, randomness); switch that off or use "
+            "another hook"
+        )
+    if found:
         raise UnsupportedConfigurationError(
-            f"expected an optimizer that treats each parameter by itself, got {_name(optimizer)}, whose update of one "
-            "parameter depends on the others (a global norm, randomness); switch that off or use another hook"
+            f"expected an optimizer that treats each parameter by itself, got {_name(optimizer)}, {found[0]}"
         )
 
 
@@ -304,10 +304,6 @@ class GuardedList(list[torch.Tensor]):
         self._look()
         return super().__reversed__()
 
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> torch.Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
     def __getitem__(self, index: Any) -> Any:
         self._look()
         return super().__getitem__(index)

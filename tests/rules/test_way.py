@@ -17,11 +17,11 @@ SETTLED, SEEN = 9, 3  # none of the steps that are seen compares replicas
 WAYS = {
     "split": 6,
     "crossover": 12,
-    "decoupled": 10,
+    "decoupled": 9,
     "int8": 9,
     "averaged": 9,
     "muon": 10,
-    "owned": 14,
+    "owned": 13,
     "kfac": 14,
 }
 

@@ -2,16 +2,16 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from crossover_ddp._ddp.compiled import called_by_compiled_code, uncompiled
+from crossover_ddp._ddp.compiled import uncompiled
 from crossover_ddp._decoupled.clock import END
+from crossover_ddp._decoupled.guards import called_by_compiled_code
 from tests.harness import training as harness
 from tests.unit.decoupled.decoupled_training import assert_same, inputs, network
 
@@ -59,10 +59,6 @@ class Blocks(nn.Module):
         return features
 
 
-def as_it_is(module: Any, compiled: Any) -> Any:
-    return module
-
-
 def itself(module: Any, compiled: Any) -> Any:
     return compiled(module)
 
@@ -89,13 +85,12 @@ def each_block(compile_block: Compiled) -> Compiled:
     return blocks
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """A network, and what is compiled before and after DDP is put around it."""
 
     net: Callable[[], nn.Module] = Net
-    inner: Compiled = as_it_is
-    outer: Compiled = as_it_is
+    inner: Compiled = lambda module, compiled: module
+    outer: Compiled = lambda module, compiled: module
 
 
 NOTHING, BLOCKS = Way(), Way(Blocks)
@@ -151,24 +146,19 @@ def assert_ends_are_same(one: Trained, other: Trained) -> None:
     other.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_there_are_as_many_graphs_as_without_the_hook(way: str) -> None:
-    plain = Trained(WAYS[way], decoupled=False).run(STEPS)
+@pytest.mark.parametrize(
+    ("way", "defer"), [*((way, "always") for way in WAYS), ("the network", "auto"), ("each block", "auto")]
+)
+def test_there_are_as_many_graphs_as_without_the_hook_whether_steps_are_deferred_or_not(
+    way: str, defer: str
+) -> None:
+    steps = STEPS + (END if defer == "auto" else 0)
+    plain = Trained(WAYS[way], decoupled=False).run(steps)
     torch._dynamo.reset()
-    decoupled = Trained(WAYS[way], decoupled=True).run(STEPS)
+    decoupled = Trained(WAYS[way], decoupled=True, defer=defer).run(steps)
     assert decoupled.graphs == plain.graphs
-    assert decoupled.deferred == STEPS - 2
+    assert decoupled.deferred == STEPS - 2 if defer == "always" else 0 < decoupled.deferred < END
     assert_ends_are_same(decoupled, plain)
-
-
-@pytest.mark.parametrize("way", ["the network", "each block"])
-def test_steps_deferred_and_not_deferred_share_their_graphs(way: str) -> None:
-    plain = Trained(WAYS[way], decoupled=False).run(END + STEPS)
-    torch._dynamo.reset()
-    tried = Trained(WAYS[way], decoupled=True, defer="auto").run(END + STEPS)
-    assert tried.graphs == plain.graphs
-    assert 0 < tried.deferred < END
-    assert_ends_are_same(tried, plain)
 
 
 @pytest.mark.parametrize("way", ["the model", "each block's method"])

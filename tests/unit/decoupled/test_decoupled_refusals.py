@@ -14,6 +14,14 @@ from tests.unit.decoupled.decoupled_training import Training, assert_same, input
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
 
+def second_model() -> harness.Training:
+    first = Training(decoupled=True)
+    first.backward()
+    second = harness.Training(lambda *_: (first.state, decoupled_hook))
+    vars(second)["first"] = first  # still there
+    return second
+
+
 NO_VIEWS = {"gradient_as_bucket_view": False, "find_unused_parameters": True}
 REFUSED: dict[str, tuple[Callable[[], harness.Training], str]] = {
     "no views that can be made": (
@@ -30,23 +38,23 @@ REFUSED: dict[str, tuple[Callable[[], harness.Training], str]] = {
         ),
         "sparse=False",
     ),
+    "a scripted module": (
+        lambda: Training(decoupled=True, net=lambda: nn.Sequential(torch.jit.script(nn.Linear(6, 6)))),
+        r"got 0 made by torch\.jit",
+    ),
+    "a second model": (second_model, "one model for each DecoupledState"),
+    "a codec, which would round the parameters that owners send": (
+        lambda: Training(decoupled=True, owners="layers", codec=Int8()),
+        r"codec=None with owners='layers'.*use one of both",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_decoupled_is_refused(name: str) -> None:
     make, message = REFUSED[name]
-    training = make()
     with pytest.raises(UnsupportedConfigurationError, match=message):
-        training.backward()
-
-
-def test_a_second_model_is_refused() -> None:
-    first = Training(decoupled=True)
-    first.backward()
-    second = harness.Training(lambda *_: (first.state, decoupled_hook))
-    with pytest.raises(UnsupportedConfigurationError, match="one model for each DecoupledState"):
-        second.backward()
+        make().backward()
 
 
 def test_strangers_in_the_optimizer_are_refused_when_they_have_gradients() -> None:
@@ -98,9 +106,3 @@ def test_a_step_of_somebody_else_is_refused_unless_gradients_are_whole(
         NEXT[next_](training)
     training.step()  # nothing is left half done
     training.state.close()
-
-
-def test_a_codec_does_not_round_the_parameters_that_owners_send() -> None:
-    message = r"codec=None with owners='layers'.*use one of both"
-    with pytest.raises(UnsupportedConfigurationError, match=message):
-        Training(decoupled=True, owners="layers", codec=Int8())

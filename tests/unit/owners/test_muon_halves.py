@@ -7,7 +7,7 @@ import torch
 from torch.optim import Muon
 
 from crossover_ddp._owners import muon
-from crossover_ddp._owners.muon import DirectionSettings, direction_of, direction_view, take_step
+from crossover_ddp._owners.muon import direction_of, direction_view, take_step
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 pytestmark = pytest.mark.torch_version
@@ -34,7 +34,7 @@ def test_both_halves_are_torchs_step_to_the_last_bit(
     for step in range(STEPS):
         group["lr"] = rate(0.02 * 0.9**step)
         whole.grad = torch.randn(shape)
-        direction = direction_of(whole.grad, momentum, momentum, DirectionSettings.of(group))
+        direction = direction_of(whole.grad, momentum, momentum, group)
         received = direction_view(flat, whole.shape)
         received.copy_(direction)
         assert received.stride() == direction.stride()
