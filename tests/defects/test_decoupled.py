@@ -50,7 +50,6 @@ class Branches(nn.Module):
 @pytest.mark.defect("decoupled-1")
 @pytest.mark.parametrize("options", OWNERS, ids=str)
 def test_a_group_without_gradients_is_counted_as_by_plain_ddp(options: dict[str, Any]) -> None:
-    """A count kept in a parameter group, and what hangs on it, is plain DDP's in every step."""
 
     def counts(model: nn.Module) -> torch.optim.Optimizer:
         layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -78,7 +77,6 @@ class Saving(dict[str, Any]):
 @pytest.mark.defect("decoupled-13")
 @pytest.mark.defect("decoupled-17")
 def test_a_thread_that_saves_during_step_loses_no_step() -> None:
-    """A checkpoint written by another thread, at whatever moment, takes no step away."""
     training, plain = both()
     training.run()
     training.backward()
@@ -108,7 +106,6 @@ class Stopping(torch.optim.SGD):
 def test_a_scheduler_that_steps_while_a_thread_saves_reaches_all_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A learning rate set while another thread's ``state_dict()`` applies an update is the rate of every group."""
 
     def two_groups(model: nn.Module) -> torch.optim.Optimizer:
         layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -138,7 +135,6 @@ def test_a_scheduler_that_steps_while_a_thread_saves_reaches_all_groups(
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("options", OWNERS, ids=str)
 def test_a_forward_that_nobody_steps_on_takes_no_further_turn(options: dict[str, Any], grad: bool) -> None:
-    """Between two turns that are given away one is taken, whatever forwards there are beside the training."""
     turns = RecordingTurn()
     training = Training(decoupled=True, mutex=turns, **{**options, "defer": "auto"})
     for _ in range(24):  # deferred and not deferred, in turns
@@ -177,7 +173,6 @@ def late_backward(rank: int, world_size: int) -> list[list[float]]:
 
 @pytest.mark.defect("decoupled-5")
 def test_gradients_read_after_a_forward_that_failed_are_the_mean() -> None:
-    """Whoever goes through the model between ``backward()`` and ``step()`` reads the mean, whatever came between."""
     for ours, plain in run_ranks(late_backward, 2):
         assert ours == plain
 
@@ -200,7 +195,6 @@ def refused_on_rank_1(rank: int, world_size: int, defer: str, cap_mb: float) -> 
 @pytest.mark.defect("decoupled-12")
 @pytest.mark.quiet
 def test_a_bucket_refused_on_one_rank_alone_is_an_error_on_the_others() -> None:
-    """A user gets an error with rank and bucket, with one bucket or with many."""
     cases = [("always", 1e-4), ("auto", 25), ("always", 25)]
     jobs = [Job(refused_on_rank_1, 2, case, name=str(case)) for case in cases]  # all of them do is wait
     for other, own in run_jobs(jobs):
@@ -221,14 +215,12 @@ def norm_of_nan(rank: int, world_size: int) -> str:
 
 @pytest.mark.defect("decoupled-6")
 def test_the_greatest_gradient_is_nan_if_any_is() -> None:
-    """``clip_grad_norm_(norm_type=inf, error_if_nonfinite=True)`` raises on all ranks if a gradient is NaN."""
     assert all("expected a finite norm" in each for each in run_ranks(norm_of_nan, 2))
 
 
 @pytest.mark.defect("decoupled-7")
 @pytest.mark.defect("strangers-31")
 def test_groups_added_before_the_first_backward_are_updated_or_refused_by_name() -> None:
-    """``add_param_group()`` after the state with owners was made trains the group, or says what to change."""
     training = Training(
         decoupled=True, owners="layers", make=lambda m: torch.optim.SGD(m.module[0].parameters(), lr=0.1)
     )
@@ -262,7 +254,6 @@ def kron(model: nn.Module) -> torch.optim.Optimizer:
 def test_an_optimizer_that_draws_for_each_parameter_is_refused(
     make: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> None:
-    """Draws that go to other parameters when parts of a step run in another order are found when the state is made."""
     with (
         pytest.raises(UnsupportedConfigurationError, match="randomness"),
         torch.compiler.set_stance("force_eager"),
@@ -287,14 +278,12 @@ def buffers_between_steps(rank: int, world_size: int) -> list[bool]:
 
 @pytest.mark.defect("decoupled-16")
 def test_buffers_between_steps_do_not_hang_on_whether_a_step_is_deferred() -> None:
-    """What another rank than 0 would save between two steps is of one kind in all steps."""
     for found in run_ranks(buffers_between_steps, 2):
         assert len(set(found)) == 1
 
 
 @pytest.mark.defect("decoupled-15")
 def test_the_norm_has_the_widest_type_of_all_gradients() -> None:
-    """The norm over bfloat16 and float32 gradients is float32, as torch's."""
     net = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 1).bfloat16()])
     net.forward = lambda x: net[1](net[0](x).bfloat16())  # type: ignore[method-assign]
     training = Training(decoupled=True, net=lambda: net)
@@ -307,7 +296,6 @@ def test_the_norm_has_the_widest_type_of_all_gradients() -> None:
 @pytest.mark.defect("strangers-7")
 @pytest.mark.parametrize("norm_type", [2.0, 3.0, float("inf")])
 def test_clipping_does_not_hang_on_whether_a_step_is_deferred(norm_type: float) -> None:
-    """Norms, and what they clip, are the same to the last bit for whole gradients and for parts."""
     runs = [Training(decoupled=True, net=lambda: mlp(6, 40, 40, 6, seed=3, tanh_last=True)) for _ in range(2)]
     for step in range(12):
         norms = []
@@ -339,7 +327,6 @@ class Average:
 def test_a_moving_average_over_a_list_of_parameters_is_that_of_plain_ddp(
     way: str, options: dict[str, Any]
 ) -> None:
-    """An average that goes through parameters taken once sees updated ones, behind ``flush()`` or when they are new."""
     plain, ours = (Training(decoupled=decoupled, **options) for decoupled in (False, True))
     averages = [Average(run) for run in (plain, ours)]
     assert ours.state is not None
@@ -360,7 +347,6 @@ def test_a_moving_average_over_a_list_of_parameters_is_that_of_plain_ddp(
 
 
 def test_who_listens_is_told_of_steps_alone_and_until_the_handle_is_removed() -> None:
-    """Accumulated gradients and a step that a scaler leaves out update nothing; a removed listener hears nothing."""
     training = Training(decoupled=True)
     heard: list[Any] = []
     assert training.state is not None
@@ -395,7 +381,6 @@ def wrapped(net: nn.Module, **options: Any) -> nn.Module:
 @pytest.mark.defect("strangers-26")
 @pytest.mark.parametrize("way", COMPILED)
 def test_options_for_ddp_let_a_small_model_be_compiled(way: str) -> None:
-    """What ``ddp_options`` returns suits each documented way to compile."""
     with fresh_dynamo():
         COMPILED[way](network())(inputs(0)).sum().backward()
 
@@ -422,7 +407,6 @@ class Pinn(nn.Module):
 
 @pytest.mark.defect("strangers-27")
 def test_derivatives_by_torch_func_in_forward_train_as_with_plain_ddp() -> None:
-    """A model that differentiates itself in forward (PINN, Jacobian penalty) trains decoupled as with plain DDP."""
     ours, plain = both(net=Pinn)
     assert_same(plain.run(6), ours.run(6))
 
@@ -438,7 +422,6 @@ class Interrupted(torch.optim.SGD):
 
 @pytest.mark.defect("strangers-28")
 def test_a_checkpoint_from_a_signal_handler_inside_an_update_is_one() -> None:
-    """A handler that saves (Lightning's requeue) gets a state dict, whatever the signal has interrupted."""
     training, plain = both(make=lambda m: Interrupted(m.parameters(), lr=0.1))
     former = signal.getsignal(signal.SIGUSR1)
     saved: list[Any] = []
@@ -459,7 +442,6 @@ def test_a_checkpoint_from_a_signal_handler_inside_an_update_is_one() -> None:
 
 @pytest.mark.defect("strangers-31")
 def test_checkpoints_now_and_then_are_no_moving_average(caplog: pytest.LogCaptureFixture) -> None:
-    """Three checkpoints in 400 steps bring no warning of reads in every step."""
     training = Training(decoupled=True)
     with caplog.at_level(logging.WARNING):
         for step in range(64):

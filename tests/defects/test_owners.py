@@ -40,7 +40,6 @@ def scaled_step(training: Training, scaler: torch.amp.GradScaler, *, unscale: bo
 @pytest.mark.parametrize("view", [True, False])
 @pytest.mark.parametrize("unscale", [True, False])
 def test_a_scaler_with_owners_scales_or_is_refused(unscale: bool, view: bool) -> None:
-    """No step is taken with scaled gradients, and none is skipped for ever, without an error that says so."""
     training = owned(ddp={"gradient_as_bucket_view": view})
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     with pytest.raises(UnsupportedConfigurationError, match="GradScaler"):
@@ -49,7 +48,6 @@ def test_a_scaler_with_owners_scales_or_is_refused(unscale: bool, view: bool) ->
 
 @pytest.mark.defect("strangers-1")
 def test_gradients_of_owners_changed_through_data_are_refused() -> None:
-    """``p.grad.data.mul_`` with owners is an error in the first steps, as without owners."""
     training = owned()
     training.backward()
     for parameter in training.held:
@@ -61,7 +59,6 @@ def test_gradients_of_owners_changed_through_data_are_refused() -> None:
 
 @pytest.mark.defect("strangers-1")
 def test_the_norm_of_gradients_that_only_owners_have_is_no_number(caplog: pytest.LogCaptureFixture) -> None:
-    """Gradients that are not the mean do not look like gradients; who skips steps for that is told so."""
     training = owned()
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
@@ -75,7 +72,6 @@ def test_the_norm_of_gradients_that_only_owners_have_is_no_number(caplog: pytest
 
 @pytest.mark.defect("decoupled-9")
 def test_two_steps_of_one_optimizer_before_the_others_are_two_steps_or_an_error() -> None:
-    """A second ``step()`` is never swallowed."""
     training = harness.Training("owned", optimizers=harness.muon_and_sgd)
     training.backward()
     training.optimizer.step()
@@ -85,7 +81,6 @@ def test_two_steps_of_one_optimizer_before_the_others_are_two_steps_or_an_error(
 
 @pytest.mark.defect("decoupled-10")
 def test_no_codec_is_planned_for_owners() -> None:
-    """``plan_codec()`` refuses what ``DecoupledState(codec=…, owners=…)`` refuses."""
     training = owned().run()
     with pytest.raises(UnsupportedConfigurationError, match="owners"):
         training.state.plan_codec()
@@ -110,7 +105,6 @@ def loads(rank: int, world_size: int, muon: bool) -> list[int]:
 @pytest.mark.defect("strangers-29")
 @pytest.mark.parametrize("muon", [False, True])
 def test_frozen_parameters_are_no_load(muon: bool) -> None:
-    """What is trained is divided equally, whatever is frozen beside it."""
     assert run_ranks(loads, 2, args=(muon,)) == [[128, 128]] * 2
 
 
@@ -128,7 +122,6 @@ class Decaying(torch.optim.SGD):
 
 @pytest.mark.defect("strangers-6")
 def test_an_optimizer_may_reuse_the_memory_of_gradients() -> None:
-    """What an optimizer does to gradients is not laid to the user's charge."""
     ours, plain = both(make=lambda m: Decaying(m.parameters(), lr=0.1), owners="layers")
     assert_same(plain.run(), ours.run())
 
@@ -136,7 +129,6 @@ def test_an_optimizer_may_reuse_the_memory_of_gradients() -> None:
 @pytest.mark.defect("strangers-37")
 @pytest.mark.parametrize("owners", [None, "layers"])
 def test_a_frozen_integer_parameter_may_be_in_the_optimizer(owners: str | None) -> None:
-    """An optimizer that is tried takes a model with a quantisation table that is a frozen integer parameter."""
 
     def quantised() -> nn.Module:
         net = network()
@@ -162,7 +154,6 @@ def lookahead(rank: int, world_size: int) -> bool:
 
 @pytest.mark.defect("strangers-6")
 def test_a_lookahead_around_owners_keeps_ranks_equal_or_is_refused() -> None:
-    """State that somebody else keeps in the optimizer for parameters of other ranks is refused by its name."""
     with pytest.raises(RankError, match="lookahead_slow_buff"):
         run_ranks(lookahead, 2)
 
@@ -179,7 +170,6 @@ class ScheduleFree(torch.optim.SGD):
 
 @pytest.mark.defect("strangers-6")
 def test_an_optimizer_with_modes_of_its_own_is_refused_for_owners() -> None:
-    """``optimizer.eval()`` needs the state of all parameters, which no rank has with owners."""
     with pytest.raises(UnsupportedConfigurationError, match=r"ScheduleFree.*eval\(\)"):
         owned(make=lambda m: ScheduleFree(m.parameters(), lr=0.1))
 
@@ -198,7 +188,6 @@ class Failing(torch.optim.SGD):
 
 @pytest.mark.defect("decoupled-14")
 def test_after_a_failed_step_of_owners_the_next_backward_names_the_cause() -> None:
-    """What an optimizer raised in ``step()`` is not hidden behind a message on a forgotten ``step()``."""
     training = owned(make=lambda m: Failing(m.parameters(), lr=0.1)).run(3)
     training.backward()
     Failing.fails = True
@@ -226,7 +215,6 @@ def with_a_failed_owner(rank: int, world_size: int) -> float:
 
 @pytest.mark.defect("decoupled-14")
 def test_other_ranks_hear_of_an_owner_that_failed_before_the_groups_timeout() -> None:
-    """A rank whose optimizer raises in ``step()`` does not leave the others waiting until the timeout."""
     assert max(run_ranks(with_a_failed_owner, 2, timeout_s=90)) < 40
 
 
@@ -248,7 +236,6 @@ def with_a_skipped_step(rank: int, world_size: int) -> str:
 
 @pytest.mark.defect("strangers-31")
 def test_a_step_that_one_rank_skips_is_named() -> None:
-    """Where one rank takes a step that another skips, an error says that steps differ."""
     assert any("step()" in message for message in run_ranks(with_a_skipped_step, 2))
 
 
@@ -267,13 +254,11 @@ def resumed_from_a_distributed_checkpoint(rank: int, world_size: int, way: str) 
 @pytest.mark.defect("strangers-28")
 @pytest.mark.parametrize("way", ["owned", "muon"])
 def test_torchs_distributed_checkpoint_resumes_owners(way: str) -> None:
-    """``set_optimizer_state_dict`` loads what ``get_optimizer_state_dict`` has saved, and leaves the learning rate."""
     assert all(run_ranks(resumed_from_a_distributed_checkpoint, 2, args=(way,)))
 
 
 @pytest.mark.defect("strangers-16")
 def test_muon_gets_hidden_matrices_only() -> None:
-    """Embeddings, what is tied to them, biases and the head are for another optimizer, as torch's page on Muon says."""
     net = nn.Sequential(
         nn.Embedding(7, 6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 7)
     )

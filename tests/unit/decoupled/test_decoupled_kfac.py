@@ -1,6 +1,6 @@
 """K-FAC in decoupled training: what cannot work together is refused with the remedy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,60 +17,63 @@ from tests.multiprocess.kfac_training import WIDTH, Training
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-def twice(made: Training) -> None:
+def refuses(match: str, kind: type[Exception] = UnsupportedConfigurationError) -> Any:
+    return pytest.raises(kind, match=match)
+
+
+@pytest.fixture
+def mutex() -> Iterator[GPUMutex]:
+    made = GPUMutex("kfac-decoupled-refused", device="cpu0")
+    yield made
+    made.close()
+
+
+def twice(made: Training, _: Any) -> None:
     DecoupledState(made.optimizer, kfac=made.kfac)
-    other = torch.optim.SGD(made.model.parameters(), lr=0.1)
-    DecoupledState(other, kfac=made.kfac)
+    DecoupledState(torch.optim.SGD(made.model.parameters(), lr=0.1), kfac=made.kfac)
 
 
-def with_codec(made: Training) -> None:
-    DecoupledState(made.optimizer, kfac=Training(codec=Int8()).kfac)
+REFUSED: dict[str, tuple[Callable[[Training, GPUMutex], Any], Any]] = {
+    "codec": (
+        lambda made, _: DecoupledState(made.optimizer, kfac=made.kfac, codec=Int8()),
+        refuses("with kfac=, got codec=Int8"),
+    ),
+    "owners": (
+        lambda made, _: DecoupledState(made.optimizer, kfac=made.kfac, owners="layers"),
+        refuses("with kfac=, got codec=None and owners='layers'"),
+    ),
+    "twice": (
+        twice,
+        refuses("a new KFACState without a codec for each DecoupledState, got one that is part"),
+    ),
+    "its own codec": (
+        lambda made, _: DecoupledState(made.optimizer, kfac=Training(codec=Int8()).kfac),
+        refuses("a new KFACState without a codec for each DecoupledState, got one with a codec"),
+    ),
+    "no K-FAC": (
+        lambda made, _: DecoupledState(made.optimizer, kfac=made.optimizer),  # type: ignore[arg-type]
+        refuses("expected a KFACState, got kfac=SGD", TypeError),
+    ),
+    "another mutex": (
+        lambda made, mutex: DecoupledState(made.optimizer, mutex=mutex, kfac=made.kfac),
+        refuses(r"expected one mutex, got mutex=.* and a KFACState with mutex=None", ValueError),
+    ),
+    "another group": (
+        lambda made, _: DecoupledState(made.optimizer, dist.new_group([0]), kfac=made.kfac),
+        refuses("expected one process group, got a KFACState of another, of 1 ranks", ValueError),
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda made: DecoupledState(made.optimizer, kfac=made.kfac, codec=Int8()),
-            "with kfac=, got codec=Int8",
-        ),
-        (
-            lambda made: DecoupledState(made.optimizer, kfac=made.kfac, owners="layers"),
-            "with kfac=, got codec=None and owners='layers'",
-        ),
-        (twice, "a new KFACState without a codec for each DecoupledState, got one that is part of another"),
-        (with_codec, "a new KFACState without a codec for each DecoupledState, got one with a codec"),
-    ],
-    ids=["codec", "owners", "twice", "its own codec"],
-)
-def test_what_cannot_be_combined_is_refused(make: Callable[[Training], Any], message: str) -> None:
-    with pytest.raises(UnsupportedConfigurationError, match=message):
-        make(Training())
-
-
-def test_an_optimizer_is_left_alone_if_the_state_is_refused() -> None:
-    made = Training()
-    with pytest.raises(UnsupportedConfigurationError):
-        with_codec(made)
-    DecoupledState(made.optimizer, kfac=made.kfac)
-
-
-def test_wrong_arguments_are_named() -> None:
-    made = Training()
-    with pytest.raises(TypeError, match="expected a KFACState, got kfac=SGD"):
-        DecoupledState(made.optimizer, kfac=made.optimizer)  # type: ignore[arg-type]
-    mutex = GPUMutex("kfac-decoupled-refused", device="cpu0")
-    try:
-        with pytest.raises(
-            ValueError, match=r"expected one mutex, got mutex=.* and a KFACState with mutex=None"
-        ):
-            DecoupledState(made.optimizer, mutex=mutex, kfac=made.kfac)
-    finally:
-        mutex.close()
-    with pytest.raises(
-        ValueError, match="expected one process group, got a KFACState of another, of 1 ranks"
-    ):
-        DecoupledState(made.optimizer, dist.new_group([0]), kfac=made.kfac)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_combined_is_refused_and_leaves_the_optimizer_alone(
+    name: str, mutex: GPUMutex
+) -> None:
+    made, (make, refused) = Training(), REFUSED[name]
+    with refused:
+        make(made, mutex)
+    if name != "twice":
+        DecoupledState(made.optimizer, kfac=made.kfac)
 
 
 def test_its_own_hook_and_plans_are_refused() -> None:
@@ -80,11 +83,11 @@ def test_its_own_hook_and_plans_are_refused() -> None:
         (made.state.plan_buckets, "expected a state without owners or kfac to plan for"),
         (made.state.plan_codec, "expected a state without owners or kfac to plan a codec for"),
     ):
-        with pytest.raises(UnsupportedConfigurationError, match=message):
+        with refuses(message):
             plan()
     other = DistributedDataParallel(made.model.module)
     other.register_comm_hook(made.kfac, kfac_hook)
-    with pytest.raises(UnsupportedConfigurationError, match="expected decoupled_hook for a KFACState"):
+    with refuses("expected decoupled_hook for a KFACState"):
         other(torch.ones(5, WIDTH)).sum().backward()
 
 

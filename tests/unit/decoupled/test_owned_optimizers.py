@@ -1,12 +1,13 @@
-"""Of which optimizers directions travel, how much room they take, and what a parameter costs its owner."""
+"""Of which optimizers directions travel, and which are refused on a parameter's own shape."""
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon
+from torch.optim import Muon
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from crossover_ddp._decoupled.owned import OwnedMuon, OwnedOptimizer, costs_of, owned_optimizer
@@ -19,52 +20,41 @@ def muon(kind: type[Muon] = Muon) -> Muon:
     return kind([nn.Parameter(torch.ones(5, 3))], lr=0.1)
 
 
-class Further(Muon):
-    """A class made of torch's Muon."""
+def scheduled() -> Muon:
+    """A scheduler puts a function of its own in the place of step()."""
+    made = muon()
+    CosineAnnealingLR(made, 10)
+    return made
 
 
-def test_directions_travel_of_torchs_muon_with_and_without_a_scheduler() -> None:
-    assert isinstance(owned_optimizer(muon()), OwnedMuon)
-    scheduled = muon()
-    CosineAnnealingLR(scheduled, 10)  # puts a function of its own in the place of step()
-    assert isinstance(owned_optimizer(scheduled), OwnedMuon)
-
-
-def test_updated_parameters_travel_of_everything_else() -> None:
-    patched = muon()
+def patched() -> Muon:
+    made = muon()
 
     def step(self: Muon, closure: Any = None) -> Any:
         return Muon.step(self, closure)
 
-    patched.step = types.MethodType(step, patched)  # type: ignore[method-assign]
-    for optimizer in (AdamW([nn.Parameter(torch.ones(5, 3))]), muon(Further), patched):
-        made = owned_optimizer(optimizer)
-        assert type(made) is OwnedOptimizer
-        assert made.returning_numel(15, 4) == 15
+    made.step = types.MethodType(step, made)  # type: ignore[method-assign]
+    return made
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (4, 4)])
-def test_a_direction_takes_two_bytes_a_number_in_a_buffer_of_any_type(
-    shape: tuple[int, int], dtype: torch.dtype
-) -> None:
-    owned = owned_optimizer(muon())
-    matrix = torch.empty(shape, dtype=dtype)
-    numel = owned.returning_numel(matrix.numel(), dtype.itemsize)
-    needed_bytes = 2 * matrix.numel()
-    assert needed_bytes <= numel * dtype.itemsize < needed_bytes + dtype.itemsize
-    buffer = torch.zeros(numel + 2, dtype=dtype)
-    direction = torch.randn(shape).bfloat16()
-    owned.piece(buffer[1:-1], matrix).copy_(direction)
-    assert torch.equal(owned.piece(buffer[1:-1], matrix), direction)
-    assert not buffer[0] and not buffer[-1], "nothing is written beside its place"
+class Further(Muon):
+    """A class made of torch's Muon."""
 
 
-def test_the_cost_is_what_the_optimizer_keeps_and_the_parameter() -> None:
-    matrix, vector = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(5))
-    costs = costs_of(torch.optim.AdamW([matrix, vector]))
-    assert costs == [3 * 4 * 24 + 4, 3 * 4 * 5 + 4], "and a count of steps"
-    assert costs_of(torch.optim.SGD([matrix])) == [4 * 24]
+PARAMETERS, DIRECTIONS = OwnedOptimizer, OwnedMuon
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (muon, DIRECTIONS),
+        (scheduled, DIRECTIONS),
+        (patched, PARAMETERS),
+        (lambda: muon(Further), PARAMETERS),
+    ],
+)
+def test_directions_travel_of_torchs_muon_alone(make: Callable[[], Muon], kind: type[OwnedOptimizer]) -> None:
+    assert type(owned_optimizer(make())) is kind
 
 
 class Square(torch.optim.SGD):

@@ -28,36 +28,35 @@ class World:
         self.asked += 1
         return [list(numbers), *map(list, self._others)]
 
+    def run(self, steps: int = END) -> "World":
+        for _ in range(steps):
+            self.step()
+        return self
+
 
 @pytest.mark.parametrize(
-    ("deferred_s", "whole_s", "defers"), [(1.0, 2.0, True), (2.0, 1.0, False), (1.0, 1.0, True)]
+    ("deferred_s", "whole_s", "others", "defers"),
+    [
+        (1.0, 2.0, [], True),
+        (2.0, 1.0, [], False),
+        (1.0, 1.0, [], True),
+        (1.0, 2.0, [[3.0, 2.5]], False),
+    ],
 )
-def test_the_faster_way_is_kept(deferred_s: float, whole_s: float, defers: bool) -> None:
-    world = World(deferred_s, whole_s)
-    for _ in range(END):
-        assert not world.trial.is_over
-        world.step()
-    assert world.trial.is_over
-    for _ in range(3 * BLOCK):
-        world.step()
-    assert set(world.modes[END:]) == {defers}
-    assert world.asked == 1
-
-
-def test_both_ways_take_turns_after_a_warm_up() -> None:
-    world = World(1.0, 1.0)
-    for _ in range(END):
-        world.step()
+def test_after_blocks_of_both_ways_the_faster_one_of_the_slowest_rank_is_kept(
+    deferred_s: float, whole_s: float, others: list[list[float]], defers: bool
+) -> None:
+    world = World(deferred_s, whole_s, others).run(END - 1)
+    assert not world.trial.is_over
+    world.run(1 + 3 * BLOCK)
+    assert world.trial.is_over and world.asked == 1
     blocks = [world.modes[WARM_UP + BLOCK * i : WARM_UP + BLOCK * (i + 1)] for i in range(BLOCKS)]
     assert all(world.modes[:WARM_UP])
     assert blocks == [[i % 2 == 0] * BLOCK for i in range(BLOCKS)]
-
-
-def test_the_slowest_rank_decides() -> None:
-    world = World(1.0, 2.0, others=[[3.0, 2.5]])
-    for _ in range(END):
-        world.step()
-    assert not world.trial.defers
+    assert set(world.modes[END:]) == {defers}
+    assert len(world.settled_at) == 2 * BLOCKS, (
+        "the device is waited for only at the ends of what is measured"
+    )
 
 
 @pytest.mark.parametrize("place", range(END))
@@ -67,10 +66,3 @@ def test_one_long_step_does_not_decide(place: int) -> None:
         for number in range(END):
             world.step(extra_s=60.0 if number == place else 0.0)
         assert world.trial.defers == (deferred_s < whole_s)
-
-
-def test_the_device_is_waited_for_only_at_the_ends_of_what_is_measured() -> None:
-    world = World(1.0, 1.0)
-    for _ in range(2 * END):
-        world.step()
-    assert len(world.settled_at) == 2 * BLOCKS
