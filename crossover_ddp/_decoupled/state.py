@@ -679,7 +679,6 @@ class DecoupledState(Owning):
             )
             pending.make_whole()
             return original()
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler wants to see
         with pending.unwatched():
             plan = self._partial.plan()
             pending.defer(lambda share: self._partial.apply(plan, share.updates))

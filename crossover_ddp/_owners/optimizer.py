@@ -86,6 +86,7 @@ class PartialOptimizer:
 
     def plan(self) -> StepPlan:
         """Note the hyper-parameters of this moment, and count the step, see [Note: one step in several parts]."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler wants to see
         groups = self.optimizer.param_groups
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         plan = StepPlan([_hyper_parameters(group) for group in groups], group_of, {**vars(self.optimizer)})

@@ -75,10 +75,13 @@ def test_reading_in_every_step_is_correct_and_said_once(
 
 @pytest.mark.parametrize("scheduler_first", [True, False])
 @pytest.mark.parametrize("when", ["after", "before"])
-def test_schedulers_work_wherever_they_are_made_and_stepped(scheduler_first: bool, when: str) -> None:
+@pytest.mark.parametrize("ours", ["decoupled", "owned"])
+def test_schedulers_work_wherever_they_are_made_and_stepped(
+    ours: str, scheduler_first: bool, when: str
+) -> None:
     cycle = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=20)
     trained = []
-    for way in ("decoupled", None):
+    for way in (ours, None):
         each = harness.Training(way, schedule=cycle if scheduler_first else None)
         scheduler = each.schedulers.pop() if scheduler_first else cycle(each.optimizer)
         with warnings.catch_warnings():
