@@ -370,8 +370,18 @@ class KFACState(HookState):
 
     # --- for the hook ----------------------------------------------------------------------------------------
 
-    def defer(self, state: object, flush: Callable[[], None]) -> None:
+    def defer(self, state: Any) -> None:
         """Become part of ``state``, a `DecoupledState`, whose ``flush`` ends what is under way."""
+        if self.mutex is not state.mutex:
+            raise ValueError(
+                f"expected one mutex, got mutex={state.mutex!r} and a KFACState with mutex={self.mutex!r}; pass it to "
+                "both"
+            )
+        if (group := resolve_group(self.process_group)) is not resolve_group(state.process_group):
+            raise ValueError(
+                f"expected one process group, got a KFACState of another, of {group.size()} ranks; pass process_group= "
+                "to both states"
+            )
         reasons = {
             "that is part of another": self._is_deferred,
             "with a plan for its factors": self._preconditioner.traffic.early,
@@ -383,7 +393,7 @@ class KFACState(HookState):
                 f"expected a new KFACState without a codec for each DecoupledState, got one {found[0]}; make a "
                 "KFACState(model, optimizer) for it"
             )
-        self._flush, self._is_deferred = flush, True
+        self._flush, self._is_deferred = state.flush, True
         self._preconditioner.registered = weakref.ref(state)
 
     def exchange(

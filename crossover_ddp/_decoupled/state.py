@@ -87,16 +87,8 @@ async def deferred(bucket: Bucket, link: Link) -> None:
 class Deferrable(Protocol):
     """A state of another hook whose buckets may come back late; ``KFACState`` is one."""
 
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks of the job."""
-
-    @property
-    def mutex(self) -> GPUMutex | None:
-        """The job's, or None."""
-
-    def defer(self, state: object, flush: Callable[[], None]) -> None:
-        """Become part of ``state``; ``flush`` finishes what is under way."""
+    def defer(self, state: Any) -> None:
+        """Become part of ``state``, of the same process group and mutex; its ``flush`` finishes what is under way."""
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return what all ranks must have in common when training begins or goes on."""
@@ -198,7 +190,7 @@ class DecoupledState(Owning):
                 "rounding no residual would mend; use one of both"
             )
         if kfac is not None:
-            _check_deferrable(kfac, process_group=process_group, mutex=mutex, codec=codec, owners=owners)
+            _check_deferrable(kfac, codec, owners)
         self.codec = codec
         self.agreement = Agreement(turns_disabled())
         self._settings = {"codec": codec, "defer": defer, "owners": owners, "kfac": kfac is not None}
@@ -207,7 +199,7 @@ class DecoupledState(Owning):
             kfac = owners = None
         self._kfac, self._turn, self._optimizers = kfac, cast(Turn | None, mutex), optimizers
         if kfac is not None:
-            kfac.defer(self, self.flush)
+            kfac.defer(self)
         self._pending = Pending(optimizers, withheld=owners is not None)
         self._owners = (
             None
@@ -742,14 +734,7 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
     return answer(state, bucket, DecoupledState, remedy, carry, refused=refused)
 
 
-def _check_deferrable(
-    kfac: Deferrable,
-    *,
-    process_group: dist.ProcessGroup | None,
-    mutex: GPUMutex | None,
-    codec: object,
-    owners: str | None,
-) -> None:
+def _check_deferrable(kfac: Deferrable, codec: object, owners: str | None) -> None:
     """Refuse what K-FAC cannot be combined with in decoupled training, or what is no ``KFACState``."""
     if not hasattr(kfac, "defer"):
         raise TypeError(f"expected a KFACState, got kfac={type(kfac).__name__}; see DecoupledState")
@@ -757,15 +742,6 @@ def _check_deferrable(
         raise UnsupportedConfigurationError(
             f"expected codec=None and owners=None with kfac=, got codec={codec!r} and owners={owners!r}: layers have "
             "owners already, whose directions travel; use one of them"
-        )
-    if kfac.mutex is not mutex:
-        raise ValueError(
-            f"expected one mutex, got mutex={mutex!r} and a KFACState with mutex={kfac.mutex!r}; pass it to both"
-        )
-    if (group := resolve_group(kfac.process_group)) is not resolve_group(process_group):
-        raise ValueError(
-            f"expected one process group, got a KFACState of another, of {group.size()} ranks; pass process_group= to "
-            "both states"
         )
 
 
