@@ -129,10 +129,11 @@ class KFACState(HookState):
         compare_replicas: bool = True,
     ) -> None:
         hypers = Hypers(damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps)
+        first = hypers.at(0)  # says what is wrong with them
         choices: dict[str, str] = {"solver": solver, "weight_sharing": weight_sharing, "factors": factors}
         choices["accumulated"] = accumulated
         check_choices(choices)
-        arguments = {**hypers.arguments(0), **choices, "pi": pi}  # says what is wrong with them
+        arguments = {**dict(zip(hypers._fields, first, strict=False)), **choices, "pi": pi}
         if not isinstance(max_factor_dim, int) or max_factor_dim < 1:
             raise ValueError(
                 "expected a whole number of rows, 1 or more, got "
@@ -152,9 +153,8 @@ class KFACState(HookState):
         group = resolve_group(self.process_group)
         layers, self.passing = find_layers(model, skip, max_factor_dim)
         check_parameters(layers, model)
-        inverse_steps = hypers.at(0).inverse_steps
         # No codec for rows of a layer; in the eigenbasis nobody has measured a gain.
-        spread_steps = inverse_steps if codec is None and solver == "inverse" else None
+        spread_steps = first.inverse_steps if codec is None and solver == "inverse" else None
         agreed = agree(layer_costs(model, layers, group.size(), spread_steps), layers, group, arguments)
         check_any(layers, self.passing)
 

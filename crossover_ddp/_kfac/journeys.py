@@ -105,10 +105,6 @@ class Hypers(NamedTuple):
         takes, inverts = step % int(every) == 0, step % int(inverts_every) == 0
         return HyperNow(damping, decay, kl_clip, int(every), int(inverts_every), takes, inverts)
 
-    def arguments(self, step: int) -> dict[str, object]:
-        """Return their values in ``step`` by name; raise as `at`."""
-        return dict(zip(self._fields, self.at(step), strict=False))
-
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self._asdict().items())
 

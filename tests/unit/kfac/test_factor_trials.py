@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from crossover_ddp._kfac.capture import FactorCapture
 from crossover_ddp._kfac.factors import Columns, multiplied
-from crossover_ddp._kfac.layers import find_layers
 from tests.multiprocess.kfac_training import Training, same
 from tests.unit.kfac.test_capture import (
     Captured,
     Net,
-    Recorded,
     assert_same,
     batch,
     defined,
@@ -177,13 +174,12 @@ def test_two_losses_of_one_forward_are_one_micro_batch() -> None:
 
 @pytest.mark.parametrize("before", [attack, given_up])
 def test_columns_are_given_up_like_factors(before: Callable[..., None]) -> None:
-    layers, _ = find_layers(model := net(2))
-    run = Recorded(model, layers, FactorCapture(layers, sharing="expand", model=model))
+    run = recorded(net(2))
     # Of the second layer one too few for both calls.
     run.capture._rooms = [(most, most) for most in (54, 107, 6)]
     run.capture.begin_step()
-    before(model, batch(seed=1))
-    loss_of(model(batch())).backward()
+    before(run.model, batch(seed=1))
+    loss_of(run.model(batch())).backward()
     taken = {name: each for name, each in run.taken().items() if each is not None}
     forms = [[isinstance(factor, Columns) for factor in each] for each in taken.values()]
     assert forms == [[True, True], [False, False], [True, True]]
