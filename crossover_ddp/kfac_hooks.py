@@ -30,7 +30,6 @@ from crossover_ddp._engine.states import Agreement, HookState, told_by_all
 from crossover_ddp._kfac.factors import WeightSharing
 from crossover_ddp._kfac.journeys import Hyper, Hypers, Packed
 from crossover_ddp._kfac.layers import find_layers, group_of, unwrapped
-from crossover_ddp._kfac.placement import loads_s
 from crossover_ddp._kfac.preconditioner import Preconditioner, learning_rates, listed
 from crossover_ddp._kfac.settings import (
     agree,
@@ -166,7 +165,7 @@ class KFACState(HookState):
         if group.rank() == 0:
             warn_of_large(self.passing)
             warn_of_adaptive(optimizer, layers)
-        self._flush: Callable[[], None] = lambda: None  # alone nothing is under way between steps
+        self._flush: Callable[[], None] = nothing  # alone nothing is under way between steps
         self._is_deferred = False
         self._preconditioner = Preconditioner(
             model=weakref.ref(unwrapped(model)),
@@ -218,9 +217,9 @@ class KFACState(HookState):
             if own is not None:
                 counts = {"times damped further": own.strained, "batches dropped": own.dropped}
                 lines[-1] += "".join(f", {count} {what}" for what, count in counts.items() if count)
-        owners = [each.owner for each in owned.layers]
-        loads = loads_s(owned.costs, owners, owned.world_size, owned.inverse_steps)
-        lines += [f"rank {rank} works for {1e3 * load_s:.3g} ms a step" for rank, load_s in enumerate(loads)]
+        for rank in range(owned.world_size):
+            load_s = sum(e.cost.step_s(owned.inverse_steps) for e in owned.layers if e.owner == rank)
+            lines.append(f"rank {rank} works for {1e3 * load_s:.3g} ms a step")
         lines += [f"{name} passes through: {reason}" for name, reason in self.passing.items()]
         return "\n  ".join(lines)
 

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from crossover_ddp._ddp.compiled import OwnHook, uncompiled
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .factors import BatchFactor, Columns, WeightSharing, input_columns, multiplied, output_columns
@@ -251,12 +252,12 @@ class FactorCapture:
     def _hooked(self, model: nn.Module) -> Iterator[RemovableHandle]:
         for index, layer in enumerate(self._layers):
             for module in layer.modules if index in self._captured else ():
-                hook = WeakHook(self, "_on_forward", index)
+                hook = weak_hook(self, "_on_forward", index)
                 # First of all hooks: another one may replace the output.
                 yield module.register_forward_hook(hook, prepend=True, with_kwargs=True)
-            yield layer.weight.register_post_accumulate_grad_hook(WeakHook(self, "_on_accumulated", index))
-        yield model.register_forward_pre_hook(WeakHook(self, "_on_root"), with_kwargs=True)
-        yield model.register_forward_hook(WeakHook(self, "_on_output"))
+            yield layer.weight.register_post_accumulate_grad_hook(weak_hook(self, "_on_accumulated", index))
+        yield model.register_forward_pre_hook(weak_hook(self, "_on_root"), with_kwargs=True)
+        yield model.register_forward_hook(weak_hook(self, "_on_output"))
 
     @property
     def micro_batches(self) -> int:
@@ -529,8 +530,8 @@ class WaitingDirections:
         self._waits: dict[int, Tensor | None] = {}
         self._found: dict[int, Tensor] = {}  # not added to yet: ``torch.autograd.grad`` adds to nothing
         for index, layer in enumerate(layers):
-            layer.weight.register_hook(WeakHook(self, "_before_adding", index))
-            layer.weight.register_post_accumulate_grad_hook(WeakHook(self, "_added", index))
+            layer.weight.register_hook(weak_hook(self, "_before_adding", index))
+            layer.weight.register_post_accumulate_grad_hook(weak_hook(self, "_added", index))
 
     def wait(self, layers: Iterable[int]) -> None:
         self._waits.update((index, None) for index in layers)
@@ -587,24 +588,13 @@ def _in_backward() -> bool:
     return _task() != _NO_BACKWARD
 
 
-class WeakHook:
-    """A hook of a module or a parameter that knows its owner weakly, and whose copies know none."""
+def weak_hook(owner: object, method: str, *arguments: object) -> OwnHook:
+    """Make a hook of a module or a parameter that knows its owner weakly, and whose copies do nothing."""
+    known = weakref.ref(owner)
 
-    def __init__(self, owner: object | None, method: str, *arguments: object) -> None:
-        self._owner = None if owner is None else weakref.ref(owner)
-        self._method = method
-        self._arguments = arguments
-        # A compiler would trace what it sees of this moment, the sums and flags as constants.
-        self._run = None if owner is None else torch.compiler.disable(self._run_eagerly)
+    def run(*given: object) -> None:
+        if (found := known()) is not None:
+            getattr(found, method)(*arguments, *given)
 
-    def __call__(self, *arguments: object) -> None:
-        if self._run is not None:
-            self._run(*arguments)
-
-    def _run_eagerly(self, *arguments: object) -> None:
-        owner = None if self._owner is None else self._owner()
-        if owner is not None:
-            getattr(owner, self._method)(*self._arguments, *arguments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WeakHook, (None, self._method)
+    # A compiler would trace what it sees of this moment, the sums and flags as constants.
+    return OwnHook(uncompiled(run))

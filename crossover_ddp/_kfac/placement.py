@@ -52,16 +52,6 @@ class LayerCost(NamedTuple):
         return self.inverse_s / inverse_steps + _CUBIC_S * products + wire_s
 
 
-def loads_s(
-    layers: Sequence[LayerCost], owners: Sequence[int], world_size: int, inverse_steps: int
-) -> list[float]:
-    """Return the seconds of each rank, mean of a step, if these are the layers' ``owners``."""
-    found = [0.0] * world_size
-    for layer, owner in zip(layers, owners, strict=True):
-        found[owner] += layer.step_s(inverse_steps)
-    return found
-
-
 def place(layers: Sequence[LayerCost], world_size: int, inverse_steps: int) -> tuple[int, ...]:
     """Give each layer an owner by its seconds, see `assign`; of equal ones the first by name, then place, comes first.
 
