@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -180,6 +181,7 @@ def share_an_event(rank: int, world_size: int, dies: bool) -> list[bool]:
             dist.barrier()
             if dies:
                 os.kill(pid, signal.SIGKILL)
+            time.sleep(0.2)  # who does not wait looks too early
             gate.open()
             dist.barrier()
             return []
@@ -188,10 +190,11 @@ def share_an_event(rank: int, world_size: int, dies: bool) -> list[bool]:
         dist.barrier()
         if dies:
             assert eventually(lambda: gone(pid))
-        else:
-            theirs.synchronize()
-            dist.barrier()
-        return [*seen, theirs.query()]
+            return [*seen, theirs.query()]
+        theirs.synchronize()
+        seen.append(theirs.query())
+        dist.barrier()
+        return seen
 
 
 def test_an_event_tells_another_process() -> None:
