@@ -175,7 +175,7 @@ class AveragingState(HookState):
         self._catch_up()
         if self._mean_of != self._steps and self._replica.stats().get("in_flight"):
             logger.warning(
-                "exchanges in flight after step %d are lost to who loads this state_dict(): call it inside of "
+                "this state_dict() does not hold the exchanges in flight after step %d: call it inside of "
                 "state.averaged(), or after state.average()",
                 self._steps,
             )

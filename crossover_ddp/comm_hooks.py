@@ -27,12 +27,10 @@ from crossover_ddp._engine.exchange import Exchange, answered, guarded, on_destr
 from crossover_ddp._system import environment
 from crossover_ddp._system.cuda_driver import MPS_ENABLED, cuda_driver
 
-from ._tuning.model import BucketPlan
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex
 
 __all__ = [
-    "BucketPlan",
     "CrossoverState",
     "DecoupledState",
     "crossover_hook",

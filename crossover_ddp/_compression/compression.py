@@ -147,7 +147,7 @@ class Compression:
         if isinstance(push, PerPair) and len(push.codecs) != exchange.size:
             raise UnsupportedConfigurationError(
                 f"expected a PerPair with a row for each of {exchange.size} ranks, got {len(push.codecs)} rows; make "
-                "it anew for this group"
+                "a new one for this group"
             )
         on_host = flat.device.type == "cpu" and exchange.sends_messages(flat.device)
         if self._has_work and not (on_host and flat.dtype == torch.float32):

@@ -1,4 +1,4 @@
-"""Steps by the host's clock: is deferring worth it, and how large should buckets be? Our design.
+"""Steps by the host's clock: is deferring worth it, and what would a codec change? Our design.
 
 [Note: trial of deferring] Deferring costs processor time, and gains only what would otherwise be waited for: nothing on
 a fast link, little where buckets are few. Which it is shows only in training. So when buckets have settled, some steps
@@ -8,18 +8,12 @@ last bit, whatever is chosen. What counts is the number of backward passes, whic
 else one of them does.
 """
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-import torch
-import torch.distributed as dist
-
-from crossover_ddp._tuning.link_probe import recorded_by_all
-from crossover_ddp._tuning.model import BucketPlan, BucketTimes, Workload, plan_buckets
-from crossover_ddp.errors import UnsupportedConfigurationError
+from crossover_ddp._tuning.model import BucketTimes, Workload
 
 logger = logging.getLogger(__name__)
 
@@ -92,16 +86,15 @@ class RecordedStep(NamedTuple):
     """Moments of a step whose buckets all came, and were updated, in its forward.
 
     ``forward_s``: when forward began and ended. By bucket: ``updates``, when forward asked for one, it had come, and it
-    was done; ``ready``, its bytes, and when backward had made it. ``cpu_s``: processor time of other threads.
+    was done; ``ready``, its bytes, and when backward had made it.
     """
 
     forward_s: tuple[float, float]
     updates: Sequence[tuple[float, float, float]]
     ready: Sequence[tuple[int, float]]
-    cpu_s: float
 
-    def work(self) -> tuple[Workload, float]:
-        """Return what was computed, without waits and updates, and ``cpu_s`` for each half of a bucket's exchange."""
+    def work(self) -> Workload:
+        """Return what was computed, without waits and updates."""
         (begin_s, end_s), updates = self.forward_s, self.updates
 
         def computed_s(until_s: float) -> float:
@@ -111,31 +104,10 @@ class RecordedStep(NamedTuple):
             BucketTimes(size_bytes, ready_s - end_s, computed_s(asked), done - came)
             for (size_bytes, ready_s), (asked, came, done) in zip(self.ready, updates, strict=True)
         ]
-        work = Workload(computed_s(end_s), max([each.ready_s for each in buckets]), tuple(buckets))
-        return work, self.cpu_s / (2 * len(buckets))
+        return Workload(computed_s(end_s), max([each.ready_s for each in buckets]), tuple(buckets))
 
 
-def typical(steps: Sequence[RecordedStep]) -> tuple[Workload, float] | None:
+def typical(steps: Sequence[RecordedStep]) -> Workload | None:
     """Return the work of median compute; None without any."""
-    works = sorted([step.work() for step in steps], key=lambda each: each[0].compute_s)
+    works = sorted([step.work() for step in steps], key=lambda each: each.compute_s)
     return works[len(works) // 2] if works else None
-
-
-def plan_from(steps: Sequence[RecordedStep], group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
-    """Return rank 0's plan on all ranks; see `DecoupledState.plan_buckets`. **Collective**."""
-    if device.type != "cpu":
-        raise UnsupportedConfigurationError(
-            f"expected CPU devices to plan for, got device={device}; choose bucket_cap_mb by hand: "
-            "a sixteenth of the model is a good start"
-        )
-    step = typical(steps)
-    if step is not None and torch.get_num_threads() > 1:  # torch's own threads were counted
-        step = step[0], 0.0
-    recorded, link = recorded_by_all(
-        group,
-        step,
-        "train some ten steps before, without reading parameters between step() and forward, or choose bucket_cap_mb "
-        "by hand: a sixteenth of the model is a good start",
-    )
-    work, cpu_s = recorded[0]
-    return plan_buckets(work, dataclasses.replace(link, cpu_s=cpu_s))

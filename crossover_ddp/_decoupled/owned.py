@@ -112,7 +112,7 @@ class OwnedOptimizer:
         if modes:
             raise UnsupportedConfigurationError(
                 f"expected an optimizer without modes of its own, got {type(optimizer).__name__} with {modes}, which "
-                "need the state of all parameters, of which a rank has its own ones'; use owners=None"
+                "need the state of all parameters, where a rank keeps only its own; use owners=None"
             )
         self.optimizer = optimizer
         self.partial = PartialOptimizer(optimizer)
@@ -361,8 +361,8 @@ class Owners:
             self._skipped += 1
             if self._skipped == _SKIPPED_STEPS_TO_WARN:
                 logger.warning(
-                    "%d steps in a row were skipped: with owners='layers' gradients are NaN until step(), whatever "
-                    "they are on their owners; who skips steps for that never trains: ask state.clip_grad_norm_",
+                    "%d steps in a row were skipped: with owners='layers' gradients are NaN until step(), "
+                    "finite or not; a loop that skips such steps never trains: look at what state.clip_grad_norm_ says",
                     self._skipped,
                 )
 

@@ -264,7 +264,6 @@ class Pending:
         self.listeners: OrderedDict[int, Callable[[Sequence[torch.Tensor]], object]] = OrderedDict()
         self._blind: set[int] = set()  # threads
         self._forward_s = (0.0, 0.0)
-        self._cpu_s = 0.0
         self._former: list[Share] = []  # of the last step that was deferred
         self._unseen: list[Share] = []  # of which it is not known that forward reads all through guards
         self._all_seen = False  # as the last step was deferred
@@ -325,8 +324,7 @@ class Pending:
         begin_s, end_s = self._forward_s
         updates = [share.update_s for share in self._former if share.update_s is not None]
         if len(updates) == len(self.shares) > 0 and all([begin_s <= each[0] <= end_s for each in updates]):
-            buckets, cpu_s = self.shares[0].bucket.backward.ready, _other_threads_s() - self._cpu_s
-            self.recorded.append(RecordedStep(self._forward_s, updates, buckets, cpu_s))
+            self.recorded.append(RecordedStep(self._forward_s, updates, self.shares[0].bucket.backward.ready))
 
     def note_gradients(self) -> None:
         """Wait for gradients and note them, so that changes show; see [Note: changes that no counter sees]."""
@@ -447,7 +445,7 @@ class Pending:
 
     def computes(self) -> None:
         """Note the moment, see `RecordedStep`."""
-        self._forward_s, self._cpu_s = (time.monotonic(), math.inf), _other_threads_s()
+        self._forward_s = time.monotonic(), math.inf
 
     def forward_ends(self) -> None:
         """Note that forward has computed, and leave nothing open that backward would write into."""
@@ -549,10 +547,6 @@ class Pending:
         with self.lock:
             if self.guards is not None and not (self.stale or self.shares or self.recording):
                 self.guards.down()
-
-
-def _other_threads_s() -> float:
-    return time.process_time() - time.thread_time()
 
 
 class _Often:

@@ -58,12 +58,12 @@ from crossover_ddp._owners.optimizer import (
     guard_groups,
     intercept,
 )
-from crossover_ddp._tuning.model import BucketPlan, decoupled_step_s
+from crossover_ddp._tuning.model import decoupled_step_s
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 
 from .clipping import clip
-from .clock import Trial, plan_from, typical
+from .clock import Trial, typical
 from .guards import Guards, called_by_compiled_code, compiled_modules
 from .owned import Owners
 from .pending import BEGINS, CHANGED, Pending, Share, check_not_scaled
@@ -243,8 +243,7 @@ class DecoupledState(Owning):
         """Return arguments of ``DistributedDataParallel`` that suit decoupled training of ``model``.
 
         Gradients are views of the buckets, and a bucket holds a sixteenth of them, but at least 256 KiB and at most
-        25 MiB: what is deferred must come in pieces, of which each costs processor time. `plan_buckets` finds a better
-        size from measured steps.
+        25 MiB: what is deferred must come in pieces, of which each costs processor time.
 
         Args:
             model: the module that is going to be wrapped.
@@ -334,29 +333,6 @@ class DecoupledState(Owning):
             in_parts=self._kfac is None,  # no rank has its own part before the KL clip is known
         )
 
-    def plan_buckets(self) -> BucketPlan:
-        """Choose the size of DDP's buckets for this model on this link, from the steps so far and a few probes.
-
-        Train some ten steps with small buckets first (``bucket_cap_mb`` of a fiftieth of the model: no plan can cut
-        finer), then make a new ``DistributedDataParallel(model, **plan.ddp_options(), ...)`` of the same model.
-
-        Returns:
-            Rank 0's choice, the same on all ranks: the size of buckets, and the predicted seconds per step.
-
-        On failure: raises ``UnsupportedConfigurationError`` on a GPU, where the host's clock does not tell when kernels
-        run, and, on all ranks, as long as some rank has recorded no step whose updates all came in forward. With owners
-        too: gathers begin later there than the plan's model knows.
-
-        **Collective**: all ranks of the job, between two steps.
-        """
-        self._check_plannable(
-            "plan for", "choose bucket_cap_mb by hand: a sixteenth of the model is a good start"
-        )
-        self.flush()
-        model = self._model()
-        device = torch.device("cpu") if model is None else next(model.module.parameters()).device
-        return plan_from(self._pending.recorded, resolve_group(self.process_group), device)
-
     def drain(self) -> None:
         """Let the next step travel exact, residuals included; see `CompressedState.drain`. **Collective**."""
         if self._compression is not None:
@@ -384,21 +360,16 @@ class DecoupledState(Owning):
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
         """Choose a codec; see `CompressedState.plan_codec`. Not with ``kfac`` or ``owners``. **Collective**."""
-        self._check_plannable("plan a codec for", "use kfac_hook with codec=, or owners=None")
+        if self._owners is not None or self._kfac is not None:
+            raise UnsupportedConfigurationError(
+                "expected a state without owners or kfac to plan a codec for, got one with them, which do more between "
+                "the halves than the planner models; use kfac_hook with codec=, or owners=None"
+            )
         self.flush()
-        group = resolve_group(self.process_group)
-        step = typical(self._pending.recorded)
-        work = None if step is None else step[0]
+        work, group = typical(self._pending.recorded), resolve_group(self.process_group)
         return plan_codec_from(
             work, group, present=self.codec, candidates=candidates, predict=decoupled_step_s
         )
-
-    def _check_plannable(self, purpose: str, remedy: str) -> None:
-        if self._owners is not None or self._kfac is not None:
-            raise UnsupportedConfigurationError(
-                f"expected a state without owners or kfac to {purpose}, got one with them, which do more between the "
-                f"halves than the plan's model knows; {remedy}"
-            )
 
     def _finish(self) -> None:
         self.flush()
@@ -565,7 +536,7 @@ class DecoupledState(Owning):
             raise UnsupportedConfigurationError(
                 f"expected all parameters of the model in the optimizer, got {len(foreign)} that are not in it "
                 f"({names_of(foreign, model)}); add them as a parameter group (with owners: after add_param_group() "
-                "make the state and its DDP model anew), or freeze them before the model is wrapped "
+                "make a new state and DDP model), or freeze them before the model is wrapped "
                 "(requires_grad=False)"
             )
         self._pending.known.update(map(id, bucket.parameters()))

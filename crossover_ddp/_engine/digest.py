@@ -114,7 +114,7 @@ def _compare_each(step: int, own: dict[str, int], group: dist.ProcessGroup) -> N
         f"expected the same parameters on all ranks, got {', '.join(differing[:_NAMED])}"
         f"{f' and {more} more' if more > 0 else ''} that differ in step {step}, {differing[0]} between ranks "
         f"{' and '.join(map(str, ranks.values()))}; change and load parameters on all ranks alike, or, if they are "
-        "to differ, pass compare_replicas=False (CROSSOVER_COMPARE_REPLICAS=0 for a hook without a state)"
+        "meant to differ, pass compare_replicas=False (CROSSOVER_COMPARE_REPLICAS=0 for a hook without a state)"
     )
 
 

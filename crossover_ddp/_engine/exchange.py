@@ -368,9 +368,7 @@ class Exchange:
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise ExchangeError(
-                "this process is a fork of a rank; train in the rank, or start a process anew"
-            )
+            raise ExchangeError("this process is a fork of a rank; train in the rank, or start a new process")
 
     def compute_begins(self) -> None:
         """Note that forward begins, for the timeline."""

@@ -154,7 +154,7 @@ def warn_of_adaptive(optimizer: Optimizer | Sequence[Optimizer] | None, layers: 
     }
     if found:
         logger.warning(
-            "%s divides each gradient by a running mean of its size, and so divides K-FAC's preconditioning out again; "
+            "%s divides each gradient by a running mean of its size, which undoes K-FAC's preconditioning; "
             "use SGD for the layers that K-FAC treats, with the learning rate of a second-order step",
             ", ".join(sorted(found)),
         )

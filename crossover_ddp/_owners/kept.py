@@ -79,7 +79,7 @@ class Kept:
             raise UnsupportedConfigurationError(
                 "expected state.consolidate() or checkpoint() on all ranks before the optimizer's state_dict() "
                 "and state.close(), got the state of this rank's own parameters only; call it after the last step, and "
-                "state_dict() where it was brought to"
+                "state_dict() on the ranks that have it then"
             )
 
     def check_foreign(self) -> None:

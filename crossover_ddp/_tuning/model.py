@@ -1,4 +1,4 @@
-"""What a schedule of buckets will take, which buckets are best, and how often to average parameters instead.
+"""What a schedule of buckets will take, which codec suits it, and how often to average parameters instead.
 
 Pure: no tensors, no processes, no clock.
 
@@ -14,9 +14,7 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 _ITERATIONS: Final = 8
-_INDIFFERENCE: Final = 1e-3
-_CODEC_INDIFFERENCE: Final = 0.02  # a stronger codec also costs convergence
-_MEGABYTE: Final = 1024 * 1024
+_INDIFFERENCE: Final = 0.02  # a stronger codec also costs convergence
 _FULL: Final = 0.9
 """Greatest part of the compute time that a plan of averaging lets the wire take."""
 _LONGEST_INTERVAL: Final = 4096
@@ -24,11 +22,10 @@ _LONGEST_INTERVAL: Final = 4096
 
 @dataclass(frozen=True)
 class Link:
-    """What one half of an exchange costs: α, β per byte, and of a processor that compute and communication share."""
+    """What one half of an exchange costs: α, and β per byte."""
 
     alpha_s: float
     beta_s: float
-    cpu_s: float = 0.0
 
     def half_s(self, size_bytes: float) -> float:
         """Return the time of a reduce-scatter or all-gather of a bucket of ``size_bytes``."""
@@ -101,15 +98,6 @@ class Workload:
         starts = [0, *sorted(borders), len(self.buckets)]
         groups = [self.buckets[start:stop] for start, stop in pairwise(starts)]
         return Workload(self.forward_s, self.backward_s, tuple([_joined(group) for group in groups]))
-
-    def burdened(self, cpu_s: float) -> "Workload":
-        """Add (or take away, if negative) the compute that each half of each bucket's exchange costs."""
-        buckets, all_s = [*self.buckets], len(self.buckets) * cpu_s
-        for before, place in enumerate(sorted(range(len(buckets)), key=lambda each: buckets[each].needed_s)):
-            bucket = buckets[place]
-            ready_s, needed_s = bucket.ready_s + (place + 1) * cpu_s, bucket.needed_s + before * cpu_s
-            buckets[place] = bucket._replace(ready_s=max(0.0, ready_s), needed_s=max(0.0, needed_s))
-        return Workload(max(0.0, self.forward_s + all_s), max(0.0, self.backward_s + all_s), tuple(buckets))
 
     def encoded(self, hook_s: float) -> "Workload":
         """Add (or take away, if negative) the seconds that encoding costs for each byte, in backward."""
@@ -194,52 +182,7 @@ class _Wire:
             self._done_s[place] = self._free_s
 
 
-@dataclass(frozen=True)
-class BucketPlan:
-    """Which buckets to give to DDP, and what a step is expected to take with them.
-
-    Args:
-        cap_bytes: size at which a bucket is full.
-        buckets: how many there are.
-        step_s: predicted seconds per step.
-    """
-
-    cap_bytes: int
-    buckets: int
-    step_s: float
-
-    @property
-    def bucket_cap_mb(self) -> float:
-        """The cap in the unit of DDP's ``bucket_cap_mb``."""
-        return self.cap_bytes / _MEGABYTE
-
-    def ddp_options(self) -> dict[str, object]:
-        """Return the keyword arguments for DistributedDataParallel."""
-        return {"bucket_cap_mb": self.bucket_cap_mb}
-
-
 Predict = Callable[[Workload, Link], float]
-
-
-def plan_buckets(work: Workload, link: Link, predict: Predict = decoupled_step_s) -> BucketPlan:
-    """Choose the size of buckets with the shortest predicted step; of about equal ones the largest, which costs least.
-
-    ``work`` is recorded with buckets as small as DDP makes them; no plan can cut finer. A size of its own for each
-    bucket was tried, and was not better: docs/history.md.
-    """
-    if not work.buckets:
-        raise ValueError("expected at least one recorded bucket, got none; record a step first")
-    total = sum(bucket.size_bytes for bucket in work.buckets)
-    bare = work.burdened(-link.cpu_s)
-
-    def step_s(borders: frozenset[int]) -> float:
-        return predict(bare.cut(borders).burdened(link.cpu_s), link)
-
-    caps = {1, *(max(1, round(total / count)) for count in range(1, 2 * len(work.buckets) + 1))}
-    found = [(cap, step_s(bare.borders(cap))) for cap in sorted(caps, reverse=True)]
-    good_s = min(taken_s for _, taken_s in found) * (1 + _INDIFFERENCE)
-    cap, best_s = next((cap, taken_s) for cap, taken_s in found if taken_s <= good_s)
-    return BucketPlan(cap, len(bare.borders(cap)) + 1, best_s)
 
 
 @dataclass(frozen=True)
@@ -312,7 +255,7 @@ def coded_step_s(work: Workload, link: Link, cost: CodecCost, predict: Predict =
     takes less than all compute of both. ``work`` is without a codec.
     """
     coded, total = work.encoded(cost.hook_s), sum(bucket.size_bytes for bucket in work.buckets)
-    slowed = Link(link.alpha_s, link.beta_s * cost.rate + cost.worker_s / 2, link.cpu_s)
+    slowed = Link(link.alpha_s, link.beta_s * cost.rate + cost.worker_s / 2)
     return max(predict(coded, slowed), coded.compute_s + cost.worker_s * total)
 
 
@@ -327,5 +270,5 @@ def weakest_codec(
     if not costs:
         raise ValueError("expected at least one codec to choose from, got none; pass None for no codec")
     predicted = tuple([coded_step_s(work, link, cost, predict) for cost in costs])
-    good_s = min(predicted) * (1 + _CODEC_INDIFFERENCE)
+    good_s = min(predicted) * (1 + _INDIFFERENCE)
     return next(place for place, step_s in enumerate(predicted) if step_s <= good_s), predicted

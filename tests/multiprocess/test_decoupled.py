@@ -10,7 +10,7 @@ import timm.utils
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from crossover_ddp import UnsupportedConfigurationError, decoupled_hook
+from crossover_ddp import UnsupportedConfigurationError
 from tests.harness import run_ranks
 from tests.harness.training import Training
 from tests.multiprocess.averaging_oracle import MAKERS, loss_of, network
@@ -103,28 +103,6 @@ def test_gradients_without_bucket_views_are_those_of_plain_ddp_after_forward() -
     assert run_ranks(keep_gradients_until_forward_has_run, 2) == [True, True]
 
 
-def plan(rank: int, world_size: int) -> dict[str, Any]:
-    training = training_of(rank, "sgd").run(8)
-    chosen = training.state.plan_buckets()
-    end(training)
-    sizes: dict[int, int] = {}
-
-    def noting(state, bucket):  # type: ignore[no-untyped-def]
-        sizes[bucket.index()] = bucket.buffer().nbytes
-        return decoupled_hook(state, bucket)
-
-    end(training_of(rank, "sgd", around=lambda _: noting, **chosen.ddp_options()).run(4))
-    return {**vars(chosen), "sizes": list(sizes.values())}
-
-
-def test_all_ranks_plan_the_same_buckets() -> None:
-    first, second = run_ranks(plan, 2)
-    assert first == second
-    assert first["step_s"] > 0
-    # DDP closes a bucket with the parameter that fills it.
-    assert all(size >= first["cap_bytes"] for size in first["sizes"][:-1]), "DDP makes the buckets as planned"
-
-
 def plan_too_early(rank: int, world_size: int, steps: int) -> str:
     training = training_of(rank, "sgd")
     for _ in range(steps):
@@ -132,7 +110,7 @@ def plan_too_early(rank: int, world_size: int, steps: int) -> str:
         if rank == 0:  # whose updates do not come in forward then, so that it has nothing to plan from
             training.model.module.state_dict()
     try:
-        training.state.plan_buckets()
+        training.state.plan_codec()
     except UnsupportedConfigurationError as error:
         return str(error)
     finally:

@@ -1,4 +1,4 @@
-"""The cost model against what is known of it, and its choice of buckets."""
+"""The cost model against what is known of it."""
 
 import math
 
@@ -12,7 +12,6 @@ from crossover_ddp._tuning.model import (
     Workload,
     all_reduce_step_s,
     decoupled_step_s,
-    plan_buckets,
 )
 
 MODEL_BYTES = 1_200_000
@@ -114,29 +113,6 @@ def test_joining_keeps_what_there_is(work: Workload, cap: float) -> None:
     assert all(b.size_bytes >= cap for b in merged.buckets[:-1])
 
 
-@given(work=workloads, link=links)
-def test_the_plan_is_as_good_as_the_recorded_buckets_and_the_same_every_time(
-    work: Workload, link: Link
-) -> None:
-    plan = plan_buckets(work, link)
-    assert plan.step_s <= decoupled_step_s(work, link) * (1 + 2e-3)
-    assert plan == plan_buckets(work, link)
-    assert plan.buckets == len(work.cut(work.borders(plan.cap_bytes)).buckets)
-
-
-def test_processor_time_of_the_exchange_makes_buckets_fewer() -> None:
-    work = even(48)
-    free, dear = (plan_buckets(work, Link(0.0, 0.25 / MODEL_BYTES, cpu_s)) for cpu_s in (0.0, 5e-3))
-    assert dear.buckets < free.buckets
-
-
-def test_a_dear_start_up_makes_few_large_buckets_and_a_cheap_one_many() -> None:
-    dear, cheap = (plan_buckets(even(48), link_of(1.0, alpha_s=alpha_s)) for alpha_s in (0.05, 1e-4))
-    assert dear.buckets < 12 < cheap.buckets
-    assert cheap.step_s < dear.step_s
-    assert dear.ddp_options() == {"bucket_cap_mb": dear.cap_bytes / 2**20}
-
-
 def test_a_link_is_fitted_to_what_was_measured() -> None:
     link = Link.fitted((size, 0.002 + 1e-8 * size) for size in (10_000, 100_000, 1_000_000))
     assert link.alpha_s == pytest.approx(0.002)
@@ -152,8 +128,6 @@ def test_a_fitted_link_never_pays_back(points: list[tuple[float, float]]) -> Non
     assert link.beta_s >= 0
 
 
-def test_a_fit_needs_two_sizes_and_a_plan_a_record() -> None:
+def test_a_fit_needs_two_sizes() -> None:
     with pytest.raises(ValueError, match="measure another size"):
         Link.fitted([(5, 1.0), (5, 2.0)])
-    with pytest.raises(ValueError, match="record a step first"):
-        plan_buckets(Workload(1.0, 1.0, ()), Link(0.0, 0.0))

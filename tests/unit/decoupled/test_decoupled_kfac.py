@@ -80,7 +80,6 @@ def test_its_own_hook_and_plans_are_refused() -> None:
     made = Training(decoupled=True).run(3)
     for plan, message in (
         (made.kfac.plan_factors, "got one that is part of a DecoupledState"),
-        (made.state.plan_buckets, "expected a state without owners or kfac to plan for"),
         (made.state.plan_codec, "expected a state without owners or kfac to plan a codec for"),
     ):
         with refuses(message):
