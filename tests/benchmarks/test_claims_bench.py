@@ -1,12 +1,13 @@
 """What the hooks cost a lone job, what turns and decoupled training bring, on the emulated cluster."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lab import why_not_shaped
 from studies import run
-from tests.benchmarks.conftest import BenchForm, Tell
+from tests.benchmarks.conftest import BenchForm
 
 REASON = why_not_shaped()
 pytestmark = [
@@ -28,12 +29,12 @@ IN_SMOKE = ("lone",)  # the others run the same code
 @pytest.mark.usefixtures("forked_lab")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("claim", LEAST)
-def test_a_claim_holds(claim: str, tmp_path: Path, bench_form: BenchForm, tell: Tell) -> None:
+def test_a_claim_holds(claim: str, tmp_path: Path, bench_form: BenchForm, benchmark: Any) -> None:
     if bench_form == "smoke" and claim not in IN_SMOKE:
         pytest.skip("the smoke form runs one claim; `make bench` runs all")
     arguments = ["--claim", claim, "--out", str(tmp_path), *(SMOKE if bench_form == "smoke" else [])]
-    rows = run.main(arguments)
-    tell(rows)
+    rows = benchmark.pedantic(run.main, (arguments,), rounds=1, iterations=1)
+    benchmark.extra_info["rows"] = rows
     for row in rows:
         for way, sent in row["bytes"].items():
             assert sent == pytest.approx(1.0, abs=0.05 if bench_form == "full" else 0.5), way

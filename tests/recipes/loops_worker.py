@@ -141,7 +141,7 @@ class _Compiled(nn.Module):
         return self.network(inputs)
 
 
-def compiled() -> Report:
+def compiled(backend: str = "aot_eager") -> Report:
     """With the quickest back end that splits the graph as the default one does."""
     from torch._dynamo.utils import counters
 
@@ -156,7 +156,7 @@ def compiled() -> Report:
             optimizer.zero_grad()
 
     names = {"torch": torch, "DistributedDataParallel": DistributedDataParallel, "train": train}
-    with patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+    with patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
         for where, diff in zip(("inside", "outside"), diffs("torch.compile"), strict=True):
             for how, source in (("plain", documents.before(diff)), ("hooked", documents.after(diff))):
                 model = _Compiled()
@@ -166,6 +166,11 @@ def compiled() -> Report:
                     shown(source, {**names, "model": model})
                 runs.report[f"{how} {where}"]["graphs"] = counters["stats"]["unique_graphs"]
     return runs.report
+
+
+def inductor() -> Report:
+    """With the default back end, which takes its time."""
+    return compiled("inductor")
 
 
 def timm_task() -> Report:
@@ -204,7 +209,7 @@ def timm_task() -> Report:
     return runs.report
 
 
-LOOPS = (accelerate, trainer, lightning, compiled, timm_task)
+LOOPS = (accelerate, trainer, lightning, compiled, inductor, timm_task)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Commands in the README and in docs/ name what is there, with arguments that it takes.
+"""Commands in the README and in docs/ name what is there; those that can be made short run.
 
 A command is an indented line that begins with one of `PROGRAMS`.
 """
@@ -8,15 +8,27 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from _hooks import HOOKS
 from _options import parse_arguments
 from crossover_ddp import cli
 from studies.claims import CLAIMS
+from tests.recipes.test_train import train_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TRAIN = "recipes/train.py"
 PROGRAMS = ("make", "python", "torchrun", "crossover-ddp", "accelerate", "tests/gpu/run_all.sh", "pip")
+TINY = "--steps 2 --image-size 32 --batch-size 4 --model-option 'channels=(8,8,16,16)'"
+# By the beginning of the command, what makes it short; of two arguments the last one wins.
+SHORTER = {
+    "crossover-ddp doctor": "",
+    "crossover-ddp status": "",
+    f"torchrun --nproc-per-node 2 {TRAIN} --model timm:resnet18 --hook crossover": TINY,
+    f"torchrun --nproc-per-node 2 {TRAIN} --preset gpt": "--steps 2 --model-option depth=1",
+    f"torchrun --nproc-per-node 2 {TRAIN} --hook kfac": f"--model timm:resnet10t {TINY}",
+}
 
 
 def commands(text: str) -> Iterator[str]:
@@ -33,11 +45,13 @@ def commands(text: str) -> Iterator[str]:
 
 
 FOUND = {command for document in DOCUMENTS for command in commands(document.read_text())}
+SHORT = sorted(each for each in FOUND if each.startswith(tuple(SHORTER)))
 
 
 def test_commands_are_found() -> None:
     text = "text\n\n    make it\n    python a.py \\\n        --b 1   # why\n    X=1 torchrun c.py\n    | a | table |\n"
     assert list(commands(text)) == ["make it", "python a.py --b 1", "X=1 torchrun c.py"]
+    assert [key for key in SHORTER if not any(command.startswith(key) for command in FOUND)] == []
 
 
 def missing(command: str) -> str | None:
@@ -77,3 +91,16 @@ def test_commands_name_what_is_there() -> None:
     ]
     assert all(map(missing, gone))
     assert {command: found for command in sorted(FOUND) if (found := missing(command))} == {}
+
+
+@pytest.mark.parametrize("command", SHORT)
+def test_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = next(more for key, more in SHORTER.items() if command.startswith(key))
+    words = shlex.split(f"{command} {more}")
+    if words[0] == "crossover-ddp":
+        assert cli.main(words[1:]) in (0, 1)
+        return
+    # What torchrun itself would do: tests/recipes/test_train.py::test_script_runs_as_torchrun_would_start_it.
+    for log in train_ranks(words[4:], tmp_path / "log"):
+        assert log[-1]["event"] == "end"

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.harness import spawn_script
+from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.leaks import Snapshot
 
 WORKER = Path(__file__).with_name("loops_worker.py")
@@ -162,8 +163,14 @@ def test_lightnings_own_clipping_is_that_of_plain_ddp(loop: Loop) -> None:
         assert runs["decoupled clipped"]["deferred"] == 0
 
 
-def test_compiled_models_take_turns(tmp_path: Path) -> None:
-    for runs in run_loop("compiled", tmp_path):
+IF_CAMPAIGN = pytest.mark.skipif(
+    not IN_CAMPAIGN, reason="only with CROSSOVER_CAMPAIGN=1: a minute of two cores, and it needs g++"
+)
+
+
+@pytest.mark.parametrize("by", ["compiled", pytest.param("inductor", marks=IF_CAMPAIGN)])
+def test_compiled_models_take_turns(by: str, tmp_path: Path) -> None:
+    for runs in run_loop(by, tmp_path):
         for where in ("inside", "outside"):
             assert_equal(runs[f"hooked {where}"], runs[f"plain {where}"])
             assert runs[f"hooked {where}"]["turns"] == 4
