@@ -317,7 +317,7 @@ def save_in_flight(rank: int, world_size: int) -> list[int]:
         for block in (loop.state.averaged(), contextlib.nullcontext()):
             with block:
                 loop.state.state_dict()
-            counts.append(sum("in flight after step 2 are lost" in each for each in said))
+            counts.append(sum("does not hold the exchanges in flight after step 2" in each for each in said))
     loop.close()
     return counts
 

@@ -225,7 +225,7 @@ def test_groups_added_before_the_first_backward_are_updated_or_refused_by_name()
         decoupled=True, owners="layers", make=lambda m: torch.optim.SGD(m.module[0].parameters(), lr=0.1)
     )
     training.optimizer.add_param_group({"params": training.model.module[2:].parameters()})
-    with pytest.raises(UnsupportedConfigurationError, match=r"add_param_group\(\) make the state"):
+    with pytest.raises(UnsupportedConfigurationError, match=r"add_param_group\(\) make a new state"):
         training.step()
 
 

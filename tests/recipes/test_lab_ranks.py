@@ -61,9 +61,8 @@ def test_ranks_of_a_node_share_a_wild_centre_and_nodes_meet(on_links: bool, tmp_
     assert {each["hosts"] for each in found} == {2 if on_links else 1}
     assert all(each["own_pulls"] >= 20 for each in found)
     rounds = [each["rounds"] for each in found]
-    if on_links:  # the first rank of each node takes part in the rounds, the second one does not
-        assert min(rounds[0], rounds[2]) >= 3
-        assert rounds[1] == rounds[3] == 0
+    if on_links:  # all ranks see them; the first one of each node offers its centre
+        assert min(rounds) >= 3
         assert min(result.sent_bytes) > 3 * 300 * 40 * 4
     else:
         assert rounds == [0, 0, 0, 0]
