@@ -172,7 +172,7 @@ def test_a_failing_rank_speaks_and_the_others_are_ended(words: str, tmp_path: Pa
     jobs = [Job("bad", python(FAILING[words])), Job("good", ["sleep", "300"])]
     with Cluster(shaped=False) as cluster:
         with pytest.raises(JobFailedError, match=words) as caught:
-            cluster.run(jobs, 60, out=tmp_path)
+            cluster.run(jobs, 10, out=tmp_path)
         assert "job good" not in str(caught.value)
         assert all(owner != cluster.lab for owner, _ in nodes.marked_labs())
 
