@@ -133,7 +133,7 @@ def test_a_death_holds_the_sibling_up_for_no_time(lane: Lane, tmp_path: Path) ->
             (BOTH, "between"),
         ]
     ]
-    for survivors in with_fates(lane, tmp_path, *fates, ends_at_s=1.5):
+    for survivors in with_fates(lane, tmp_path, *fates, ends_at_s=4.0):
         assert not any(rank.forgave for rank in survivors)
 
 
