@@ -580,9 +580,8 @@ def _check_waits_for_nobody(model: DistributedDataParallel) -> None:
                 "step; use BatchNorm, whose statistics are averaged with the parameters"
             )
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(
-            str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_KFAC) for hook in hooks
-        ):
+        functions = [getattr(hook, "func", hook) for hook in hooks]  # an `OwnHook` is a partial
+        if any(str(getattr(each, "__module__", "")).startswith(_KFAC) for each in functions):
             raise UnsupportedConfigurationError(
                 f"expected a model without K-FAC, got a KFACState that watches module '{name}': it preconditions the "
                 "mean gradient, which a local step does not have; register kfac_hook instead, or make no KFACState"

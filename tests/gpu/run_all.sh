@@ -18,7 +18,7 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
-# The plugin that pyproject.toml asks for is used here if it is there.
+# Nothing here needs the plugins that pyproject.toml asks for; pytest-timeout is used if it is there.
 options=(-o required_plugins= -o addopts= -ra --strict-markers --tb=short --durations=15 -p no:cacheprovider)
 "$PYTHON" -c 'import pytest_timeout' 2>/dev/null && options+=(--timeout=150)
 DEATHS=killed_with_kernels_in_flight
