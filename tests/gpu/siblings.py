@@ -1,0 +1,253 @@
+"""Two jobs of two ranks on one GPU over gloo: all ways of sharing it in turn, in one launch, and a job that waits.
+
+    python tests/gpu/siblings.py [--rate MBIT] [--repeats 3] [--seconds 3] [--out siblings.json]
+
+A job alone that exchanges nothing says C, one that trains says T1, one that only exchanges says M. Then both jobs train
+one after the other, side by side, with turns, and with turns that try themselves, in another order in each repeat. At
+last one job waits 20 ms for data in each step while the other one computes. ``--rate`` shapes the loopback device by
+``tc`` (root); without it the link is what the machine's memory gives. Prints steps per second, and factors over
+one after the other.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp import CrossoverState, crossover_hook
+from crossover_ddp._system.environment import DEVICE_ORDER
+
+JOBS, RANKS = 2, 2
+TIMEOUT = timedelta(seconds=120)
+WAIT_S = 0.02
+ALONE, BESIDE, TURNS, EVENTS, TRIED = (
+    "one after the other",
+    "side by side",
+    "turns",
+    "turns by events",
+    "tried",
+)
+TOGETHER = [BESIDE, TURNS, EVENTS, TRIED]
+WARM_UP = {TRIED: 112}  # steps in which turns try themselves
+
+
+class Shared:
+    """What this rank needs in every run."""
+
+    def __init__(self) -> None:
+        self.job, self.rank = (int(os.environ[name]) for name in ("JOB", "RANK"))
+        self.store = dist.TCPStore("127.0.0.1", int(os.environ["PORT"]), is_master=False, timeout=TIMEOUT)
+        own = dist.PrefixStore(f"job {self.job}", self.store)
+        dist.init_process_group("gloo", store=own, rank=self.rank, world_size=RANKS, timeout=TIMEOUT)
+        torch.cuda.set_device(0)
+
+    def meet(self, what: str, count: int) -> None:
+        """Wait until so many ranks are here."""
+        if self.store.add(what, 1) == count:
+            self.store.set(f"{what}, all", "")
+        self.store.wait([f"{what}, all"])
+
+
+class Training:
+    """A network under DDP with a hook, and its batch; a narrow one leaves the GPU to others."""
+
+    def __init__(self, shared: Shared, hook: str, width: int, batch: int) -> None:
+        torch.manual_seed(shared.job)
+        layers = [layer for _ in range(8) for layer in (nn.Linear(width, width), nn.GELU())]
+        self.model = DistributedDataParallel(
+            nn.Sequential(*layers).cuda(), bucket_cap_mb=max(1.0, 2 * width * width * 4 / 1e6)
+        )
+        self.state: CrossoverState | None = None
+        if hook in (TURNS, EVENTS, TRIED):
+            os.environ[DEVICE_ORDER] = "events" if hook == EVENTS else "host"
+            self.state = CrossoverState(trial=hook == TRIED)
+            self.model.register_comm_hook(self.state, crossover_hook)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.data = torch.randn(batch, width, device="cuda")
+
+    def step(self, wait_s: float = 0.0, sync: bool = True) -> None:
+        time.sleep(wait_s)
+        with contextlib.nullcontext() if sync else self.model.no_sync():
+            self.model(self.data).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=not sync)
+
+    def close(self) -> dict[str, object]:
+        stats = self.state.stats() if self.state is not None else {}
+        if self.state is not None:
+            self.state.close()
+        return {key: stats[key] for key in ("turns", "handovers", "turns_pay", "ordered_by") if key in stats}
+
+
+def rate(
+    shared: Shared,
+    name: str,
+    hook: str,
+    plan: dict[int, tuple[int, int, float]],
+    args: argparse.Namespace,
+    sync: bool = True,
+) -> dict[str, object]:
+    """Let jobs train at once, for as long as asked; return this one's steps per second.
+
+    Args:
+        plan: by job, width, batch and seconds of waiting in each step.
+    """
+    if shared.job not in plan:
+        return {}
+    width, batch, wait_s = plan[shared.job]
+    training = Training(shared, hook, width, batch)
+    for _ in range(WARM_UP.get(hook, 6)):
+        training.step(wait_s, sync)
+    torch.cuda.synchronize()
+    if training.state is not None:
+        training.state.mutex.release()  # nobody waits for a job that waits
+    shared.meet(f"{name}: warm", RANKS * len(plan))
+    begin_s, steps, over = time.monotonic(), 0, f"{name}: job {shared.job} is over"
+    last = None
+    while last is None or steps < last:
+        # The other rank has begun this step at most, and sees it before it begins the next but one.
+        if shared.rank == 0 and last is None and time.monotonic() - begin_s > args.seconds:
+            last = steps + 2
+            shared.store.set(over, str(last))
+        elif last is None and shared.rank and shared.store.check([over]):
+            last = int(shared.store.get(over))
+        training.step(wait_s, sync)
+        steps += 1
+    torch.cuda.synchronize()
+    found: dict[str, object] = {"steps_per_s": steps / (time.monotonic() - begin_s)}
+    shared.meet(f"{name}: over", RANKS * len(plan))
+    return found | training.close()
+
+
+def wire_s(shared: Shared, width: int) -> float:
+    """Return the seconds for which the gradients of a step travel, with nothing else to do."""
+    model = Training(shared, BESIDE, width, 1).model
+    gradients = [torch.ones_like(each) for each in model.parameters()]
+    for _ in range(2):
+        begin_s = time.monotonic()
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+        torch.cuda.synchronize()
+    return time.monotonic() - begin_s
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    """What each rank of each job does, and what rank 0 of each job writes."""
+    shared = Shared()
+    rows: dict[str, object] = {}
+    if shared.job == 0:
+        m_s = wire_s(shared, args.width)
+        batch = 4096
+        for number in range(3):
+            found = rate(
+                shared, f"calibration {number}", BESIDE, {0: (args.width, batch, 0.0)}, args, sync=False
+            )
+            c_s = 1 / float(found["steps_per_s"])  # type: ignore[arg-type]
+            share = torch.tensor(batch * m_s / args.ratio / c_s)
+            dist.all_reduce(share, dist.ReduceOp.MAX)
+            batch = max(256, int(share) // 256 * 256)
+        shared.store.set("batch", str(batch))
+        rows |= {"M s": m_s, "C s": c_s, "batch": batch}
+    shared.store.wait(["batch"])
+    batch = int(shared.store.get("batch"))
+    busy = (args.width, batch, 0.0)
+    idle = (128, 64, WAIT_S)
+    runs = [
+        (f"{way} {repeat}", way, plan)
+        for repeat in range(args.repeats)
+        for way in random.Random(repeat).sample([ALONE, *TOGETHER], 5)
+        for plan in ([{0: busy}, {1: busy}] if way == ALONE else [{0: busy, 1: busy}])
+    ] + [
+        (f"{way}, one waits {repeat}", way, {0: idle, 1: busy})
+        for repeat in range(args.repeats)
+        for way in random.Random(repeat).sample(TOGETHER, 4)
+    ]
+    for name, way, plan in runs:
+        label = name if len(plan) > 1 else f"{name} {[*plan]}"
+        if (found := rate(shared, label, way, plan, args)) and shared.rank == 0:
+            rows[name] = found
+            print(f"job {shared.job}: {name}: {found}", flush=True)
+    shared.meet("the end", JOBS * RANKS)
+    if shared.rank == 0:
+        Path(f"{args.out}.{shared.job}").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def summary(both: list[dict[str, object]], repeats: int) -> dict[str, object]:
+    """Compare the ways: medians over repeats."""
+
+    def of(job: int, name: str) -> float:
+        return float(both[job][name]["steps_per_s"])  # type: ignore[index]
+
+    rows: dict[str, object] = {key: both[0][key] for key in ("M s", "C s", "batch")}
+    # One after the other, two steps take as long as both jobs' steps alone.
+    alone = [2 / sum(1 / of(job, f"{ALONE} {repeat}") for job in range(JOBS)) for repeat in range(repeats)]
+    t1_s, c_s, m_s = 1 / statistics.median(alone), float(both[0]["C s"]), float(both[0]["M s"])  # type: ignore[arg-type]
+    rows |= {"T1 s": t1_s, "bound": t1_s / max(c_s, m_s, t1_s / 2)}
+    for way in TOGETHER:
+        together = [sum(of(job, f"{way} {repeat}") for job in range(JOBS)) for repeat in range(repeats)]
+        factors = [got / base for got, base in zip(together, alone, strict=True)]
+        rows[way] = {"factor": statistics.median(factors), "each": factors}
+        waits = [[of(job, f"{way}, one waits {repeat}") for repeat in range(repeats)] for job in range(JOBS)]
+        rows[f"{way}, one waits"] = {"waiting": waits[0], "computing": waits[1]}
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rate", type=float, help="Mbit/s of the loopback device")
+    parser.add_argument("--ratio", type=float, default=0.75, help="M/C, by the size of the batch")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each run")
+    parser.add_argument("--width", type=int, default=1024, help="of each of eight layers")
+    parser.add_argument("--out", default="siblings.json")
+    args = parser.parse_args()
+    if "JOB" in os.environ:
+        rank_main(args)
+        return 0
+    if args.rate:
+        shape = f"tc qdisc replace dev lo root tbf rate {args.rate}mbit burst 128kb latency 1s"
+        subprocess.run(shape.split(), check=True)
+    try:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        variables = {
+            "PORT": str(store.port),
+            "CROSSOVER_GROUP": f"siblings-{os.getpid()}",
+            "OMP_NUM_THREADS": "1",
+        }
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, *sys.argv],
+                env={**os.environ, **variables, "JOB": str(job), "RANK": str(rank), "WORLD_SIZE": str(RANKS)},
+            )
+            for job in range(JOBS)
+            for rank in range(RANKS)
+        ]
+        codes = [each.wait() for each in ranks]
+    finally:
+        if args.rate:
+            subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"])
+    if any(codes):
+        return max(codes)
+    found = summary([json.loads(Path(f"{args.out}.{job}").read_text()) for job in range(JOBS)], args.repeats)
+    Path(args.out).write_text(json.dumps(found, indent=1) + "\n")
+    print(torch.cuda.get_device_name(), json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
