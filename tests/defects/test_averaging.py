@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
-from tests.harness import inside, run_ranks
+from tests.harness import in_ranks, inside, run_ranks
 from tests.harness.groups import impatient_group
 from tests.harness.oracles import error_of, heard
 from tests.harness.training import Training
@@ -82,22 +82,17 @@ def test_a_mask_of_infinities_is_left_out(mode: Any) -> None:
     assert stats.get("exchanges", 0) + stats.get("offers", 0) + stats.get("pulls", 0) > 0
 
 
-def pull_together(rank: int, world_size: int) -> float:
+@pytest.mark.defect("strangers-5")
+@in_ranks(2)
+def test_replicas_of_bfloat16_come_together(rank: int) -> None:
+    """A user with bfloat16 parameters gets replicas as close as the format allows: one step of it, 1/128 at 1."""
     state = ElasticState(1, "sync", 0.05)  # small pulls
     loop = Loop(state, nn.Linear(4, 40).to(torch.bfloat16), lr=0.0).run(1)
     with torch.no_grad():
         for parameter in loop.model.parameters():
             parameter.fill_(1.0 + rank / 16)
-    apart = spread(loop.run(100).values.float())
+    assert spread(loop.run(100).values.float()) <= 1 / 128
     loop.close()
-    return apart
-
-
-@pytest.mark.defect("strangers-5")
-def test_replicas_of_bfloat16_come_together() -> None:
-    """A user with bfloat16 parameters gets replicas as close as the format allows: one step of it, 1/128 at 1."""
-    for apart in run_ranks(pull_together, 2):
-        assert apart <= 1 / 128
 
 
 def first_centre(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +115,17 @@ def test_the_centre_begins_with_one_replica_or_the_mean() -> None:
 # --- what ranks must have in common -------------------------------------------------------------------------------
 
 
-def with_arguments(rank: int, world_size: int, case: str) -> str:
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("outer_optimizer", marks=pytest.mark.defect("codecs-S7")),
+        pytest.param("model", marks=pytest.mark.defect("strangers-12")),
+        pytest.param("steps", marks=pytest.mark.defect("strangers-12")),
+    ],
+)
+@in_ranks(2)
+def test_ranks_that_differ_are_told(rank: int, case: str) -> None:
+    """A user whose ranks differ in an argument, a name or one step of 2**24 gets an error on all ranks."""
     network, state = None, LocalSGDState(2)
     if case == "outer_optimizer":
         outer = functools.partial(torch.optim.SGD, lr=0.1 if rank else 0.9)
@@ -131,26 +136,12 @@ def with_arguments(rank: int, world_size: int, case: str) -> str:
     elif case == "steps":
         state.load_state_dict({"steps": 2**24 + rank, "kept": None})
     try:
-        loop = Loop(state, network)
-        return error_of(lambda: loop.run(2))
+        message = error_of(lambda: Loop(state, network).run(2))
     finally:
         torch.set_default_dtype(torch.float32)
         state.close()
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param("outer_optimizer", marks=pytest.mark.defect("codecs-S7")),
-        pytest.param("model", marks=pytest.mark.defect("strangers-12")),
-        pytest.param("steps", marks=pytest.mark.defect("strangers-12")),
-    ],
-)
-def test_ranks_that_differ_are_told(case: str) -> None:
-    """A user whose ranks differ in an argument, a name or one step of 2**24 gets an error on all ranks."""
-    for message in run_ranks(with_arguments, 2, args=(case,)):
-        assert message.startswith(f"expected the same {case} on all ranks")
-        assert case != "steps" or "call load_state_dict on all ranks" in message
+    assert message.startswith(f"expected the same {case} on all ranks")
+    assert case != "steps" or "call load_state_dict on all ranks" in message
 
 
 @pytest.mark.defect("strangers-12")
@@ -169,19 +160,14 @@ def test_a_count_of_steps_is_exact_in_rounds() -> None:
     assert state.rounds()[0].offered[0] > 2**24
 
 
-def second_model(rank: int, world_size: int) -> str:
+@pytest.mark.defect("codecs-S2")
+@in_ranks(2)
+def test_one_averaging_state_serves_one_model(rank: int) -> None:
     loop = Loop(LocalSGDState(2))
     other = Loop(loop.state)
     loop.run(1)
-    message = error_of(lambda: other.run(1))
+    assert "a state for each model" in error_of(lambda: other.run(1))
     loop.close()
-    return message
-
-
-@pytest.mark.defect("codecs-S2")
-def test_one_averaging_state_serves_one_model() -> None:
-    for message in run_ranks(second_model, 2):
-        assert "a state for each model" in message
 
 
 def sixteen_states(rank: int, world_size: int) -> list[float]:
@@ -265,26 +251,24 @@ def test_a_rank_without_an_offer_sends_no_zeros() -> None:
 # --- disabled, checkpoints ---------------------------------------------------------------------------------
 
 
-def call_all(rank: int, world_size: int, elastic: bool) -> float:
+@pytest.mark.defect("strangers-23")
+@pytest.mark.parametrize("elastic", [False, True])
+@in_ranks(2, environment={"CROSSOVER_DISABLE": "1"})
+def test_a_disabled_state_takes_all_calls(rank: int, elastic: bool) -> None:
     state = ElasticState(2) if elastic else LocalSGDState(2)
     loop = Loop(state).run(3)
     before = loop.values
     state.average()
     with state.averaged():
         loop.model.state_dict()
-    apart = float((loop.values - before).abs().max()) + spread(loop.values)
+    assert torch.equal(loop.values, before)
+    assert spread(loop.values) == 0
     state.close()
-    return apart
 
 
-@pytest.mark.defect("strangers-23")
-@pytest.mark.parametrize("elastic", [False, True])
-def test_a_disabled_state_takes_all_calls(elastic: bool) -> None:
-    found = run_ranks(call_all, 2, args=(elastic,), environment={"CROSSOVER_DISABLE": "1"})
-    assert found == [0.0, 0.0]
-
-
-def save(rank: int, world_size: int) -> list[int]:
+@pytest.mark.defect("strangers-10")
+@in_ranks(2)
+def test_a_saver_of_one_replica_is_warned_once(rank: int) -> None:
     loop, counts = Loop(LocalSGDState(2)), []
     with heard() as said:
 
@@ -301,15 +285,13 @@ def save(rank: int, world_size: int) -> list[int]:
         loop.state.average()
         note()
     loop.close()
-    return counts
+    assert counts == [0, 1, 1, 1]
 
 
 @pytest.mark.defect("strangers-10")
-def test_a_saver_of_one_replica_is_warned_once() -> None:
-    assert run_ranks(save, 2) == [[0, 1, 1, 1]] * 2
-
-
-def save_in_flight(rank: int, world_size: int) -> list[int]:
+@in_ranks(2)
+def test_a_state_dict_in_flight_is_warned_of(rank: int) -> None:
+    """A user of DiLoCo whose checkpoint would lose an outer step on resume is told so."""
     outer = functools.partial(torch.optim.SGD, lr=0.7)
     loop, counts = Loop(LocalSGDState(2, delay=1, outer_optimizer=outer)), []
     with heard() as said:
@@ -319,16 +301,13 @@ def save_in_flight(rank: int, world_size: int) -> list[int]:
                 loop.state.state_dict()
             counts.append(sum("does not hold the exchanges in flight after step 2" in each for each in said))
     loop.close()
-    return counts
+    assert counts == [0, 1]
 
 
 @pytest.mark.defect("strangers-10")
-def test_a_state_dict_in_flight_is_warned_of() -> None:
-    """A user of DiLoCo whose checkpoint would lose an outer step on resume is told so."""
-    assert run_ranks(save_in_flight, 2) == [[0, 1]] * 2
-
-
-def evaluate_on_rank_0(rank: int, world_size: int) -> str:
+@in_ranks(2)
+def test_a_mean_that_one_rank_asks_for_is_an_error(rank: int) -> None:
+    """A user who enters averaged() on rank 0 alone gets an error, not the other rank's next exchange as a mean."""
     group = impatient_group(2)
     loop = Loop(LocalSGDState(2, process_group=group), process_group=group)
 
@@ -338,12 +317,5 @@ def evaluate_on_rank_0(rank: int, world_size: int) -> str:
             pass
         loop.run(3)
 
-    message = error_of(train)
+    assert error_of(train) != "no error"
     loop.close()
-    return message
-
-
-@pytest.mark.defect("strangers-10")
-def test_a_mean_that_one_rank_asks_for_is_an_error() -> None:
-    """A user who enters averaged() on rank 0 alone gets an error, not the other rank's next exchange as a mean."""
-    assert "no error" not in run_ranks(evaluate_on_rank_0, 2)

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import CrossoverState, crossover_hook
 from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, compressed_hook
-from tests.harness import run_ranks
-from tests.harness.oracles import error_of
+from tests.harness import in_ranks
+from tests.harness.oracles import error_of, heard
 from tests.multiprocess.compressed_training import Coded
 
 STEPS = 6
@@ -42,74 +42,52 @@ def walk(model: DistributedDataParallel, rank: int, step: int) -> torch.Tensor:
     return model.module.weight.grad.clone()
 
 
-def mean_of(world_size: int, steps: int) -> torch.Tensor:
-    """Return the sum of the steps' mean gradients."""
-    each = [gradient(rank, step) for step in range(steps) for rank in range(world_size)]
-    return torch.stack(each).sum(0) / world_size
-
-
 def compressed(state: CompressedState, module: nn.Module | None = None, **options: Any) -> Any:
     model = DistributedDataParallel(module or Weights(), **options)
     model.register_comm_hook(state, compressed_hook)
     return model
 
 
-def two_models(rank: int, world_size: int) -> str | float:
+@pytest.mark.defect("codecs-S2")
+@pytest.mark.defect("strangers-9")
+@in_ranks(2)
+def test_one_state_serves_one_model_or_loses_nothing(rank: int) -> None:
     state = CompressedState(SIDCo(0.05))
     models = [compressed(state) for _ in range(2)]
 
     def train() -> None:
         for step in range(STEPS):
             for model in models:
-                sums[model] = sums[model] + walk(model, rank, step)
-            if step == STEPS - 2:
-                state.drain()
+                walk(model, rank, step)
 
-    sums: dict[nn.Module, Any] = dict.fromkeys(models, 0.0)
-    message = error_of(train)
-    if message != "no error":
-        return message
-    return max(float((sums[model] - mean_of(world_size, STEPS)).norm()) for model in models)
-
-
-@pytest.mark.defect("codecs-S2")
-@pytest.mark.defect("strangers-9")
-def test_one_state_serves_one_model_or_loses_nothing() -> None:
-    for found in run_ranks(two_models, 2):
-        assert "a state for each model" in found if isinstance(found, str) else found < 1e-3
-
-
-def plan_twice(rank: int, world_size: int) -> list[float]:
-    state = CompressedState(None)
-    model = compressed(state)
-    for step in range(4):
-        time.sleep(0.1)  # what the step computes, with any machine
-        walk(model, rank, step)
-    return [state.plan_codec([None, Half()]).compute_s for _ in range(2)]
+    assert "a state for each model" in error_of(train)
 
 
 @pytest.mark.defect("codecs-S3")
 @pytest.mark.defect("codecs-S16")
 @pytest.mark.defect("strangers-14")
-def test_a_plan_looks_at_the_users_steps_alone(capfd: pytest.CaptureFixture[str]) -> None:
+@in_ranks(2)
+def test_a_plan_looks_at_the_users_steps_alone(rank: int) -> None:
     """A user who plans twice gets the same plan, and no warning of a gc.freeze() that nobody has called."""
-    for computed_s in run_ranks(plan_twice, 2):
-        assert min(computed_s) > 0.05
-    assert "gc.freeze" not in capfd.readouterr().out
-
-
-def train_with(rank: int, world_size: int, name: str, choices: list[Any]) -> str:
-    return error_of(lambda: Coded(name, rank, choices[rank]).run(3))
+    state = CompressedState(None)
+    model = compressed(state)
+    with heard() as said:
+        for step in range(4):
+            time.sleep(0.1)  # what the step computes, with any machine
+            walk(model, rank, step)
+        assert min(state.plan_codec([None, Half()]).compute_s for _ in range(2)) > 0.05
+    assert not any("gc.freeze" in each for each in said)
 
 
 @pytest.mark.defect("codecs-S5")
 @pytest.mark.parametrize("choices", [[Int8(), Half()], [None, Int8()]], ids=["other", "none"])
 @pytest.mark.parametrize("name", ["compressed", "crossover", "decoupled"])
-def test_ranks_with_other_codecs_are_told(name: str, choices: list[Any]) -> None:
+@in_ranks(2)
+def test_ranks_with_other_codecs_are_told(rank: int, name: str, choices: list[Any]) -> None:
     """A user whose ranks have different codecs gets an error on all ranks, and no abort of the process."""
-    for message in run_ranks(train_with, 2, args=(name, choices)):
-        assert message.startswith("expected the same codec on all ranks, got codec by rank {0: ")
-        assert "Int8(block=256)" in message
+    message = error_of(lambda: Coded(name, rank, choices[rank]).run(3))
+    assert message.startswith("expected the same codec on all ranks, got codec by rank {0: ")
+    assert "Int8(block=256)" in message
 
 
 class Branches(nn.Module):
@@ -121,7 +99,9 @@ class Branches(nn.Module):
         return self.used(gradient) + weight * self.elsewhere(gradient)
 
 
-def drain_with_zeros(rank: int, world_size: int) -> float:
+@pytest.mark.defect("codecs-S6")
+@in_ranks(2)
+def test_a_drained_step_leaves_no_residual(rank: int) -> None:
     state = CompressedState(SIDCo(0.05))
     model = compressed(state, Branches())
     for step in range(4):
@@ -129,15 +109,14 @@ def drain_with_zeros(rank: int, world_size: int) -> float:
             state.drain()
         model.zero_grad()
         model(gradient(rank, step), 1.0 if step < 3 or rank == 0 else 0.0).backward()
-    return sum(float(each.abs().max()) for each in state.state_dict()["residuals"].values())
+    assert not any(each.any() for each in state.state_dict()["residuals"].values())
 
 
-@pytest.mark.defect("codecs-S6")
-def test_a_drained_step_leaves_no_residual() -> None:
-    assert run_ranks(drain_with_zeros, 2) == [0.0, 0.0]
-
-
-def resume_with(rank: int, world_size: int, prefix: str) -> str | float:
+@pytest.mark.defect("codecs-S8")
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "another."])
+@in_ranks(2)
+def test_loaded_residuals_arrive_or_are_refused(rank: int, prefix: str) -> None:
+    """A user who resumes in another wrapping gets what was left out, or is told that the names are others'."""
     former, state = CompressedState(SIDCo(0.05)), CompressedState(SIDCo(0.05))
     model = compressed(former)
     total = sum(walk(model, rank, step) for step in range(STEPS - 1))
@@ -145,48 +124,34 @@ def resume_with(rank: int, world_size: int, prefix: str) -> str | float:
     renamed = {f"{prefix}{name}": each for name, each in saved["residuals"].items()}
     state.load_state_dict({**saved, "residuals": renamed})
     model = compressed(state)
-
-    def resume() -> None:
-        nonlocal total
-        total = total + walk(model, rank, STEPS - 1)
-
-    message = error_of(resume)
-    return message if message != "no error" else float((total - mean_of(world_size, STEPS)).norm())
-
-
-@pytest.mark.defect("codecs-S8")
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "another."])
-def test_loaded_residuals_arrive_or_are_refused(prefix: str) -> None:
-    """A user who resumes in another wrapping gets what was left out, or is told that the names are others'."""
-    for found in run_ranks(resume_with, 2, args=(prefix,)):
-        if prefix == "another.":
-            assert isinstance(found, str) and "another.weight" in found
-        else:
-            assert isinstance(found, float) and found < 1e-3
-
-
-def scales_of_copies(rank: int, world_size: int, kind: type) -> list[float]:
-    state, found = kind(codec=Int8(), loss_scale=1024.0), []
-    for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
-        model = DistributedDataParallel(Weights())
-        model.register_comm_hook(copied, crossover_hook if kind is CrossoverState else compressed_hook)
-        walk(model, rank, 0)
-        found.append(copied.state_dict()["loss_scale"])
-        if kind is CrossoverState:
-            copied.close()
-    return found
+    if prefix == "another.":
+        assert "another.weight" in error_of(lambda: walk(model, rank, STEPS - 1))
+    else:
+        everything = [gradient(each, step) for step in range(STEPS) for each in range(2)]
+        mean = torch.stack(everything).sum(0) / 2
+        assert float((total + walk(model, rank, STEPS - 1) - mean).norm()) < 1e-3
 
 
 @pytest.mark.defect("codecs-S11")
 @pytest.mark.defect("strangers-13")
 @pytest.mark.defect("turns-11")
 @pytest.mark.parametrize("kind", [CompressedState, CrossoverState])
-def test_a_copy_keeps_the_loss_scale(kind: type) -> None:
+@in_ranks(2)
+def test_a_copy_keeps_the_loss_scale(rank: int, kind: type) -> None:
     """A user's copied or pickled state scales residuals by the loss's scale, as the original does."""
-    assert run_ranks(scales_of_copies, 2, args=(kind,)) == [[1024.0] * 2] * 2
+    state = kind(codec=Int8(), loss_scale=1024.0)
+    for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        model = DistributedDataParallel(Weights())
+        model.register_comm_hook(copied, crossover_hook if kind is CrossoverState else compressed_hook)
+        walk(model, rank, 0)
+        assert copied.state_dict()["loss_scale"] == 1024.0
+        if kind is CrossoverState:
+            copied.close()
 
 
-def searches(rank: int, world_size: int) -> list[int]:
+@pytest.mark.defect("codecs-S17")
+@in_ranks(2)
+def test_a_hidden_model_is_not_searched_for_in_every_step(rank: int) -> None:
     model = compressed(CompressedState(Int8()))
     gc.freeze()
     asked, get_referrers = [0], gc.get_referrers
@@ -203,10 +168,4 @@ def searches(rank: int, world_size: int) -> list[int]:
     finally:
         gc.get_referrers = get_referrers
         gc.unfreeze()
-    return asked
-
-
-@pytest.mark.defect("codecs-S17")
-def test_a_hidden_model_is_not_searched_for_in_every_step() -> None:
-    for asked in run_ranks(searches, 2):
-        assert asked[0] > 0 and asked[2:] == [0, 0, 0]
+    assert asked[0] > 0 and asked[2:] == [0, 0, 0]

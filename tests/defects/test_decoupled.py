@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from crossover_ddp import DecoupledState, UnsupportedConfigurationError
-from tests.harness import Job, inside, run_jobs, run_ranks
+from tests.harness import Job, in_ranks, inside, run_jobs
 from tests.harness.groups import impatient_group
 from tests.harness.networks import mlp
 from tests.harness.training import CountsPerGroup
@@ -146,8 +146,10 @@ def test_a_forward_that_nobody_steps_on_takes_no_further_turn(options: dict[str,
     assert runs == {("acquire", 1), ("release", 1)}
 
 
-def late_backward(rank: int, world_size: int) -> list[list[float]]:
-    """Return norms that rank 0 reads while rank 1 still computes; a forward has failed before or after backward."""
+@pytest.mark.defect("decoupled-5")
+@in_ranks(2)
+def test_gradients_read_after_a_forward_that_failed_are_the_mean(rank: int) -> None:
+    """Rank 0 reads while rank 1 still computes; a forward has failed before or after backward."""
     found = []
     for training in both(net=lambda: mlp(6, 6, seed=0), make=lambda m: torch.optim.SGD(m.parameters())):
         training.run()
@@ -168,13 +170,7 @@ def late_backward(rank: int, world_size: int) -> list[list[float]]:
             training.drop()
         found.append(norms)
         training.close()
-    return found
-
-
-@pytest.mark.defect("decoupled-5")
-def test_gradients_read_after_a_forward_that_failed_are_the_mean() -> None:
-    for ours, plain in run_ranks(late_backward, 2):
-        assert ours == plain
+    assert found[0] == found[1]
 
 
 def refused_on_rank_1(rank: int, world_size: int, defer: str, cap_mb: float) -> str:
@@ -203,19 +199,14 @@ def test_a_bucket_refused_on_one_rank_alone_is_an_error_on_the_others() -> None:
         assert own == "none" or re.search(named, own), own
 
 
-def norm_of_nan(rank: int, world_size: int) -> str:
+@pytest.mark.defect("decoupled-6")
+@in_ranks(2)
+def test_the_greatest_gradient_is_nan_if_any_is(rank: int) -> None:
     # Each rank owns a row.
     training = Training(decoupled=True, net=lambda: nn.Linear(6, 2, bias=False), ddp={"bucket_cap_mb": 25})
     (training.model(torch.ones(1, 6)) * torch.tensor([1.0, float("nan")])).sum().backward()
-    try:
-        return str(training.state.clip_grad_norm_(1.0, float("inf"), error_if_nonfinite=True))
-    except RuntimeError as error:
-        return str(error)
-
-
-@pytest.mark.defect("decoupled-6")
-def test_the_greatest_gradient_is_nan_if_any_is() -> None:
-    assert all("expected a finite norm" in each for each in run_ranks(norm_of_nan, 2))
+    with pytest.raises(RuntimeError, match="expected a finite norm"):
+        training.state.clip_grad_norm_(1.0, float("inf"), error_if_nonfinite=True)
 
 
 @pytest.mark.defect("decoupled-7")
@@ -261,8 +252,10 @@ def test_an_optimizer_that_draws_for_each_parameter_is_refused(
         Training(decoupled=True, make=make)
 
 
-def buffers_between_steps(rank: int, world_size: int) -> list[bool]:
-    """Return after which steps rank 1's running mean is rank 0's already."""
+@pytest.mark.defect("decoupled-16")
+@in_ranks(2)
+def test_buffers_between_steps_do_not_hang_on_whether_a_step_is_deferred(rank: int) -> None:
+    """Rank 1's running mean is rank 0's already after all steps, or after none."""
     training = Training(
         decoupled=True, net=lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), defer="auto"
     )
@@ -270,16 +263,10 @@ def buffers_between_steps(rank: int, world_size: int) -> list[bool]:
     for step in range(24):
         training.steps = 2 * step + rank
         training.step()
-        everyone: list[Any] = [None] * world_size
+        everyone: list[Any] = [None] * 2
         dist.all_gather_object(everyone, training.model.module[1].running_mean)
         found.append(torch.equal(*everyone))
-    return found[3:]
-
-
-@pytest.mark.defect("decoupled-16")
-def test_buffers_between_steps_do_not_hang_on_whether_a_step_is_deferred() -> None:
-    for found in run_ranks(buffers_between_steps, 2):
-        assert len(set(found)) == 1
+    assert len(set(found[3:])) == 1
 
 
 @pytest.mark.defect("decoupled-15")

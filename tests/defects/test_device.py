@@ -19,7 +19,7 @@ from tests.fake_cuda import late
 from tests.fake_cuda.gate import held
 from tests.gpu.kernels import busy_kernel
 from tests.gpu.races import LEASE_S, Plan, hear, new_plan, tell
-from tests.harness import Job, run_jobs, run_ranks
+from tests.harness import Job, in_ranks, run_jobs, run_ranks
 from tests.harness.networks import mlp
 from tests.harness.oracles import error_of
 from tests.harness.training import WIDTH, Training, batch, decoupled
@@ -61,17 +61,14 @@ def on_device(rank: int, state: Any, hook: Any) -> Training:
     )
 
 
-def planned(rank: int, world_size: int) -> None:
+@pytest.mark.defect("codecs-S4")
+@in_ranks(2, backend="nccl")
+def test_a_plan_on_nccl_is_made_or_refused_and_training_goes_on(rank: int) -> None:
+    """Where it measures CPU tensors, which the group has no backend for, the job is over."""
     training = on_device(rank, CompressedState(None), compressed_hook).run(STEPS)
     with contextlib.suppress(CrossoverError):
         training.state.plan_codec()
     training.step()
-
-
-@pytest.mark.defect("codecs-S4")
-def test_a_plan_on_nccl_is_made_or_refused_and_training_goes_on() -> None:
-    """Where it measures CPU tensors, which the group has no backend for, the job is over."""
-    run_ranks(planned, 2, backend="nccl")
 
 
 def coded(rank: int, world_size: int, kind: str, factor: float) -> list[list[float]]:
@@ -108,7 +105,10 @@ def waits(act: Callable[[], Any]) -> str:
     return ""
 
 
-def scaled(rank: int, world_size: int, is_told: bool) -> str:
+@pytest.mark.defect("codecs-S14")
+@pytest.mark.parametrize("is_told", [False, True])
+@in_ranks(2, backend="nccl")
+def test_a_scalers_scale_is_followed_without_a_wait_of_the_host(rank: int, is_told: bool) -> None:
     scaler = torch.amp.GradScaler("cuda")
     state = CompressedState(Int8(), loss_scale=scaler.get_scale if is_told else 1.0)
     training = on_device(rank, state, compressed_hook)
@@ -116,13 +116,7 @@ def scaled(rank: int, world_size: int, is_told: bool) -> str:
     for step in range(1, STEPS):
         loss.backward()
         loss = scaler.scale(training.loss(step))
-    return waits(loss.backward)
-
-
-@pytest.mark.defect("codecs-S14")
-@pytest.mark.parametrize("is_told", [False, True])
-def test_a_scalers_scale_is_followed_without_a_wait_of_the_host(is_told: bool) -> None:
-    assert run_ranks(scaled, 2, args=[is_told], backend="nccl") == ["", ""]
+    assert waits(loss.backward) == ""
 
 
 def spoiled(rank: int, world_size: int) -> tuple[list[str], bool]:
@@ -149,8 +143,9 @@ def test_a_mean_that_is_not_finite_is_refused_on_all_ranks_and_taken_by_none() -
     assert "(this rank's are among them; this is rank 1)" in guilty[-1]
 
 
-def clipped_by_a_codec(rank: int, world_size: int) -> list[tuple[float, float]]:
-    """Return of each step the norm that clipping has found, and that of the mean gradients."""
+@in_ranks(2, backend="nccl")
+def test_clipping_sees_the_mean_that_a_codec_brings(rank: int) -> None:
+    """However late the other ranks' parts are: the own part is the one that this rank has decoded."""
     device = own_device(rank)
     network = mlp(25, 40, seed=0, bias=False)  # NCCL's parts begin at multiples of 32 elements
     inputs = torch.randn(7, 8, 25, generator=torch.Generator().manual_seed(rank)).to(device)
@@ -161,7 +156,6 @@ def clipped_by_a_codec(rank: int, world_size: int) -> list[tuple[float, float]]:
         device=device,
         loss=lambda model, _, step: model(inputs[step]).square().sum(),
     )
-    norms = []
     for _ in range(7):  # the first one travels exact
         with late(nccl_us=40_000):
             training.backward()
@@ -170,19 +164,15 @@ def clipped_by_a_codec(rank: int, world_size: int) -> list[tuple[float, float]]:
         training.state.flush()
         gradient = network[0].weight.grad
         assert gradient is not None
-        norms.append((norm, float(gradient.norm())))
+        assert norm == pytest.approx(float(gradient.norm()), rel=1e-5)
         training.drop()
         training.steps += 1
-    return norms
 
 
-def test_clipping_sees_the_mean_that_a_codec_brings() -> None:
-    """However late the other ranks' parts are: the own part is the one that this rank has decoded."""
-    for norms in run_ranks(clipped_by_a_codec, 2, backend="nccl"):
-        assert [norm for norm, _ in norms] == pytest.approx([mean for _, mean in norms], rel=1e-5)
-
-
-def averaged(rank: int, world_size: int, sync_every: int) -> str:
+@pytest.mark.defect("codecs-S15")
+@pytest.mark.parametrize("sync_every", [2, 1000])
+@in_ranks(2, backend="nccl")
+def test_an_average_lands_without_a_wait_of_the_host(rank: int, sync_every: int) -> None:
     training = on_device(rank, LocalSGDState(sync_every, delay=1), local_sgd_hook).run(STEPS)
 
     def train() -> None:
@@ -192,13 +182,7 @@ def averaged(rank: int, world_size: int, sync_every: int) -> str:
 
     told = waits(train)
     dist.barrier()
-    return told
-
-
-@pytest.mark.defect("codecs-S15")
-@pytest.mark.parametrize("sync_every", [2, 1000])
-def test_an_average_lands_without_a_wait_of_the_host(sync_every: int) -> None:
-    assert run_ranks(averaged, 2, args=[sync_every], backend="nccl") == ["", ""]
+    assert told == ""
 
 
 @pytest.mark.defect("turns-10")

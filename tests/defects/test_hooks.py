@@ -1,7 +1,9 @@
 """Known defects of hooks in general: training without an exchange, on the wrong ranks, or with another hook's state."""
 
 import contextlib
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from crossover_ddp import (
 )
 from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
 from crossover_ddp.errors import CrossoverError, ExchangeError, UnsupportedConfigurationError
-from tests.harness import run_ranks
+from tests.harness import in_ranks
 from tests.harness.groups import impatient_group
 from tests.harness.networks import mlp
 from tests.harness.training import WAYS, WIDTH, Training, Way, batch, decoupled, optimizers_of
@@ -62,30 +64,27 @@ def test_the_python_reducer_is_refused_in_compiled_autograd(way: str, whole: boo
     torch._dynamo.reset()
 
 
-def replicated(rank: int, world_size: int, way: str) -> tuple[str, list[list[torch.Tensor]]]:
-    """Return the error, and parameters after some steps with and without ``replicate()``."""
+@pytest.mark.defect("strangers-18")
+@pytest.mark.parametrize("way", ["decoupled", "averaged", "elastic", "split", "kfac", "muon"])
+@in_ranks(2)
+def test_replicate_is_refused_where_forward_matters_and_else_trains_as_ddp(rank: int, way: str) -> None:
+    """A user of replicate() is told that a hook sees no forward of its model, or gets the bits of DDP."""
     found, told = [], ""
     for wrap in (replicate, DistributedDataParallel):
         training = Training(way, rank, wrap=wrap)
         told = told or error_of(training, 4)
         found.append([parameter.detach() for parameter in training.model.parameters()])
-    return told, found
+    if way in ("decoupled", "averaged", "elastic"):
+        assert "got replicate()" in told
+    else:
+        assert not told
+        assert all(map(torch.equal, *found))
 
 
 @pytest.mark.defect("strangers-18")
-@pytest.mark.parametrize("way", ["decoupled", "averaged", "elastic", "split", "kfac", "muon"])
-def test_replicate_is_refused_where_forward_matters_and_else_trains_as_ddp(way: str) -> None:
-    """A user of replicate() is told that a hook sees no forward of its model, or gets the bits of DDP."""
-    for told, (with_it, without) in run_ranks(replicated, 2, args=(way,)):
-        if way in ("decoupled", "averaged", "elastic"):
-            assert "got replicate()" in told
-        else:
-            assert not told
-            assert all(map(torch.equal, with_it, without))
-
-
-def tensor_parallel(rank: int, world_size: int) -> list[list[torch.Tensor]]:
-    """Return the parameters after some steps by plain DDP and by hooks, each of a network in two halves."""
+@in_ranks(4)
+def test_hooks_go_with_tensor_parallelism(rank: int) -> None:
+    """A user with tensor parallelism inside of DDP gets plain DDP's parameters to the last bit."""
     mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")), []
     group = mesh["data"].get_group()
     for state, hook in (
@@ -106,28 +105,18 @@ def tensor_parallel(rank: int, world_size: int) -> list[list[torch.Tensor]]:
         if isinstance(state, CrossoverState):
             state.close()
         found.append([parameter.to_local().detach().clone() for parameter in network.parameters()])
-    return found
-
-
-@pytest.mark.defect("strangers-18")
-def test_hooks_go_with_tensor_parallelism() -> None:
-    """A user with tensor parallelism inside of DDP gets plain DDP's parameters to the last bit."""
-    for plain, *hooked in run_ranks(tensor_parallel, 4):
-        assert all(torch.equal(*pair) for each in hooked for pair in zip(each, plain, strict=True))
-
-
-def wrong_group(rank: int, world_size: int, way: str) -> str:
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    first, second = Training(way, rank), Training(way, rank, process_group=alone)
-    return error_of(first, 3) or error_of(second, 3)
+    assert all(torch.equal(*pair) for each in found for pair in zip(each, found[0], strict=True))
 
 
 @pytest.mark.defect("strangers-8")
 @pytest.mark.parametrize("way", ["split", "int8", "muon"])
-def test_each_model_is_compared_with_the_hooks_group(way: str) -> None:
+@in_ranks(2)
+def test_each_model_is_compared_with_the_hooks_group(rank: int, way: str) -> None:
     """A user with two models of equal shapes on different groups is told that one has the wrong group."""
-    for message in run_ranks(wrong_group, 2, args=(way,)):
-        assert message.startswith("expected the process group that DDP was given")
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    first, second = Training(way, rank), Training(way, rank, process_group=alone)
+    message = error_of(first, 3) or error_of(second, 3)
+    assert message.startswith("expected the process group that DDP was given")
 
 
 # --- states -------------------------------------------------------------------------------------------------------
@@ -170,10 +159,6 @@ def test_a_wrapped_hook_takes_no_codec() -> None:
         training.backward()
 
 
-def with_environment(rank: int, world_size: int, way: str) -> str:
-    return error_of(Training(way, rank), 2)
-
-
 @pytest.mark.defect("strangers-23")
 @pytest.mark.parametrize(
     ("way", "variable"),
@@ -182,30 +167,26 @@ def with_environment(rank: int, world_size: int, way: str) -> str:
         ("crossover", "CROSSOVER_GROUP"),
     ],
 )
-def test_ranks_of_other_environments_are_told(way: str, variable: str) -> None:
+@in_ranks(2)
+def test_ranks_of_other_environments_are_told(rank: int, way: str, variable: str) -> None:
     """A user who has set a variable on one rank alone gets an error on all ranks, in no time."""
-    for message in run_ranks(with_environment, 2, args=(way,), environment=[{variable: "1"}, {}]):
-        assert message.startswith(f"expected the same {variable} on all ranks, got")
+    with mock.patch.dict(os.environ, {} if rank else {variable: "1"}):
+        message = error_of(Training(way, rank), 2)
+    assert message.startswith(f"expected the same {variable} on all ranks, got")
 
 
 # --- replicas -----------------------------------------------------------------------------------------------------
 
 
-def apart(rank: int, world_size: int, way: str) -> str:
+@pytest.mark.defect("strangers-0")
+@pytest.mark.parametrize("way", ["decoupled", "owned", "kfac", "muon"])  # others: journeys/test_replicas.py
+@in_ranks(2)
+def test_replicas_that_differ_are_found(rank: int, way: str) -> None:
+    """A user whose replicas differ gets an error within ten steps that names the parameter, on all ranks."""
     training = Training(way, rank)
     with torch.no_grad():
         training.model.module[2].weight.add_(float(rank))
-    return error_of(training, 10)
-
-
-@pytest.mark.defect("strangers-0")
-@pytest.mark.parametrize(
-    "way", ["decoupled", "owned", "kfac", "muon"]
-)  # others: tests/journeys/test_replicas.py
-def test_replicas_that_differ_are_found(way: str) -> None:
-    """A user whose replicas differ gets an error within ten steps that names the parameter, on all ranks."""
-    for message in run_ranks(apart, 2, args=(way,)):
-        assert "2.weight" in message
+    assert "2.weight" in error_of(training, 10)
 
 
 PATIENCE_S = 1.5
@@ -233,26 +214,16 @@ CHANGED: dict[str, tuple[str, Way]] = {
 }
 
 
-def changed_on_rank_0(rank: int, world_size: int, name: str) -> str:
-    """Return what is told."""
+@pytest.mark.parametrize("name", CHANGED)
+@in_ranks(2)
+def test_who_loads_or_drains_alone_in_mid_training_is_told(rank: int, name: str) -> None:
+    """All ranks get an error in bounded time, and the one that did so hears what is to be called on all."""
     call, way = CHANGED[name]
     training = Training(way, rank, process_group=impatient_group(PATIENCE_S))
-    try:
+    training.run(5)
+    saved = training.state.state_dict() if call == "load_state_dict" else None
+    if rank == 0:
+        training.state.drain() if saved is None else training.state.load_state_dict(saved)
+    with pytest.raises(ExchangeError, match="restart the job" if rank else rf"{call}\(\)"):
         training.run(5)
-        saved = training.state.state_dict() if call == "load_state_dict" else None
-        if rank == 0:
-            training.state.drain() if saved is None else training.state.load_state_dict(saved)
-        training.run(5)
-    except ExchangeError as error:
-        return str(error)
-    finally:
-        dist.barrier()
-    return "no error"
-
-
-@pytest.mark.parametrize("name", CHANGED)
-def test_who_loads_or_drains_alone_in_mid_training_is_told(name: str) -> None:
-    """All ranks get an error in bounded time, and the one that did so hears what is to be called on all."""
-    told, other = run_ranks(changed_on_rank_0, 2, args=(name,))
-    assert f"{CHANGED[name][0]}()" in told
-    assert "restart the job" in other
+    dist.barrier()

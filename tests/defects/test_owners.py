@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from crossover_ddp import DecoupledState, ExchangeError, UnsupportedConfigurationError
 from crossover_ddp.muon_hooks import MuonState, muon_parameters
-from tests.harness import RankError, run_ranks
+from tests.harness import in_ranks
 from tests.harness import training as harness
 from tests.harness.groups import impatient_group
+from tests.harness.oracles import error_of
 from tests.unit.decoupled.decoupled_training import Training, assert_same, both, network
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -86,8 +87,12 @@ def test_no_codec_is_planned_for_owners() -> None:
         training.state.plan_codec()
 
 
-def loads(rank: int, world_size: int, muon: bool) -> list[int]:
-    """Return the elements that each rank trains of a model with a frozen backbone."""
+@pytest.mark.defect("decoupled-11")
+@pytest.mark.defect("strangers-29")
+@pytest.mark.parametrize("muon", [False, True])
+@in_ranks(2)
+def test_frozen_parameters_are_no_load(rank: int, muon: bool) -> None:
+    """Each rank trains as many elements of a model with a frozen backbone."""
     frozen, trained = nn.Linear(40, 40, bias=False).requires_grad_(False), nn.Sequential()
     trained.extend([nn.Linear(8, 8, bias=False) for _ in range(4)])
     parameters = [*trained.parameters(), *frozen.parameters()]
@@ -95,17 +100,10 @@ def loads(rank: int, world_size: int, muon: bool) -> list[int]:
         owners = MuonState(torch.optim.Muon(parameters)).owners
     else:
         owners = DecoupledState(torch.optim.AdamW(parameters), owners="layers").owners or ()
-    trained_by = [0] * world_size
+    trained_by = [0, 0]
     for parameter, owner in zip(parameters, owners, strict=True):
         trained_by[owner] += parameter.numel() if parameter.requires_grad else 0
-    return trained_by
-
-
-@pytest.mark.defect("decoupled-11")
-@pytest.mark.defect("strangers-29")
-@pytest.mark.parametrize("muon", [False, True])
-def test_frozen_parameters_are_no_load(muon: bool) -> None:
-    assert run_ranks(loads, 2, args=(muon,)) == [[128, 128]] * 2
+    assert trained_by == [128, 128]
 
 
 class Decaying(torch.optim.SGD):
@@ -139,23 +137,20 @@ def test_a_frozen_integer_parameter_may_be_in_the_optimizer(owners: str | None) 
     assert_same(plain.run(), ours.run())
 
 
-def lookahead(rank: int, world_size: int) -> bool:
-    """Return whether all ranks have the same parameters."""
+@pytest.mark.defect("strangers-6")
+@in_ranks(2)
+def test_a_lookahead_around_owners_is_refused(rank: int) -> None:
     training = owned()
     wrapper = timm.optim.Lookahead(training.optimizer, k=2)
-    for step in range(6):
-        training.backward(2 * step + rank)
-        wrapper.step()
-        wrapper.zero_grad()
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, training.weights())
-    return all(torch.equal(a, b) for a, b in zip(*everyone, strict=True))
 
+    def train() -> None:
+        for step in range(6):
+            training.backward(2 * step + rank)
+            wrapper.step()
+            wrapper.zero_grad()
 
-@pytest.mark.defect("strangers-6")
-def test_a_lookahead_around_owners_keeps_ranks_equal_or_is_refused() -> None:
-    with pytest.raises(RankError, match="lookahead_slow_buff"):
-        run_ranks(lookahead, 2)
+    with pytest.raises(UnsupportedConfigurationError, match="lookahead_slow_buff"):
+        train()
 
 
 class ScheduleFree(torch.optim.SGD):
@@ -197,8 +192,9 @@ def test_after_a_failed_step_of_owners_the_next_backward_names_the_cause() -> No
         training.backward()
 
 
-def with_a_failed_owner(rank: int, world_size: int) -> float:
-    """Return how long the other rank waits for an owner that failed, at most the group's timeout."""
+@pytest.mark.defect("decoupled-14")
+@in_ranks(2, timeout_s=90)
+def test_other_ranks_hear_of_an_owner_that_failed_before_the_groups_timeout(rank: int) -> None:
     ddp = {"process_group": impatient_group(50)}
     training = owned(make=lambda m: Failing(m.parameters(), lr=0.1), ddp=ddp)
     training.backward()
@@ -210,37 +206,30 @@ def with_a_failed_owner(rank: int, world_size: int) -> float:
             training.weights()
     waited_s = time.monotonic() - began_s
     dist.barrier()
-    return waited_s
+    assert waited_s < 40
 
 
-@pytest.mark.defect("decoupled-14")
-def test_other_ranks_hear_of_an_owner_that_failed_before_the_groups_timeout() -> None:
-    assert max(run_ranks(with_a_failed_owner, 2, timeout_s=90)) < 40
-
-
-def with_a_skipped_step(rank: int, world_size: int) -> str:
-    """Return what a rank is told that goes on while the other one has skipped a step."""
+@pytest.mark.defect("strangers-31")
+@in_ranks(2)
+def test_a_step_that_one_rank_skips_is_named(rank: int) -> None:
     net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     training = owned(net=lambda: net, ddp={"process_group": impatient_group(2)})
-    try:
+
+    def train() -> None:
         for step in range(3):
             training.backward(step)
             training.drop() if rank and step == 1 else training.update()
         training.weights()
-    except (ExchangeError, UnsupportedConfigurationError) as error:
-        return str(error)
-    finally:
-        dist.barrier()
-    return "no error"
+
+    told: list[Any] = [None, None]
+    dist.all_gather_object(told, error_of(train))
+    assert any("step()" in each for each in told)
 
 
-@pytest.mark.defect("strangers-31")
-def test_a_step_that_one_rank_skips_is_named() -> None:
-    assert any("step()" in message for message in run_ranks(with_a_skipped_step, 2))
-
-
-def resumed_from_a_distributed_checkpoint(rank: int, world_size: int, way: str) -> bool:
-    """Tell whether two more steps of a resumed training are those of the one that was saved."""
+@pytest.mark.defect("strangers-28")
+@pytest.mark.parametrize("way", ["owned", "muon"])
+@in_ranks(2)
+def test_torchs_distributed_checkpoint_resumes_owners(rank: int, way: str) -> None:
     saving, resumed = harness.Training(way, rank).run(4), harness.Training(way, rank)
     saving.state.consolidate()
     saved = copy.deepcopy(get_optimizer_state_dict(saving.model, saving.optimizers[0]))
@@ -248,13 +237,7 @@ def resumed_from_a_distributed_checkpoint(rank: int, world_size: int, way: str) 
     resumed.model.load_state_dict(saving.model.state_dict())
     resumed.steps = saving.steps
     assert resumed.optimizers[0].param_groups[0]["lr"] == 0.1
-    return harness.same(resumed.run(2), saving.run(2))
-
-
-@pytest.mark.defect("strangers-28")
-@pytest.mark.parametrize("way", ["owned", "muon"])
-def test_torchs_distributed_checkpoint_resumes_owners(way: str) -> None:
-    assert all(run_ranks(resumed_from_a_distributed_checkpoint, 2, args=(way,)))
+    assert harness.same(resumed.run(2), saving.run(2))
 
 
 @pytest.mark.defect("strangers-16")

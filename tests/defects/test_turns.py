@@ -32,7 +32,7 @@ from crossover_ddp.errors import TurnError, UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from crossover_ddp.muon_hooks import MuonState, muon_hook
-from tests.harness import Job, inside, run_jobs, run_ranks
+from tests.harness import Job, in_ranks, inside, run_jobs, run_ranks
 from tests.harness._preloaded import context
 from tests.harness.groups import files_of, join_over, new_group
 from tests.harness.oracles import heard
@@ -54,12 +54,16 @@ def take_turns(mutex: GPUMutex, count: int, seconds: float) -> None:
 # --- the store ----------------------------------------------------------------------------------------------------
 
 
-def _give_long_turns_back(rank: int, world_size: int, group: str) -> tuple[int, int, bool]:
-    """Return the store's keys after short and after long turns, and whether `release` ends beside a stopped rank 0."""
+@pytest.mark.defect("turns-1")
+@pytest.mark.defect("turns-2")
+@pytest.mark.defect("strangers-33")
+@in_ranks(2)
+def test_a_long_turn_is_given_back_without_the_job_s_store(rank: int, world_size: int) -> None:
+    """`release` never waits for another process, here a stopped rank 0, and turns do not fill the job's store."""
     store = join_over(rank, world_size)
     pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
-    mutex = GPUMutex(group, device=f"dev{rank}")
+    mutex = GPUMutex(device=f"dev{rank}")
     with inside.grants_kept(2):
         take_turns(mutex, 4, 0.0)
         assert eventually(lambda: mutex.stats()["turn"] == 4)  # a turn alone has its number later
@@ -83,43 +87,30 @@ def _give_long_turns_back(rank: int, world_size: int, group: str) -> tuple[int, 
         releasing.join()
     dist.barrier()
     mutex.close()
-    return before, after, ended
+    assert ended
+    assert after <= before
 
 
-@pytest.mark.defect("turns-1")
-@pytest.mark.defect("turns-2")
-@pytest.mark.defect("strangers-33")
-def test_a_long_turn_is_given_back_without_the_job_s_store() -> None:
-    """`release` never waits for another process, and turns do not fill the job's store."""
-    found = run_ranks(_give_long_turns_back, 2, args=(new_group(),))
-    assert all(ended for _, _, ended in found)
-    assert all(after <= before for before, after, _ in found)
-
-
-def _live_three_times(rank: int, world_size: int, group: str) -> list[str]:
-    """Return each life's job as this rank knows it; rank 0 comes last, so that others find what is old first."""
+@pytest.mark.defect("turns-5")
+@pytest.mark.defect("strangers-21")
+# gloo itself finds addresses of the life before in the store; lazily it connects with the first collective only.
+@in_ranks(2, environment={"TORCH_GLOO_LAZY_INIT": "1"})
+def test_a_group_made_again_on_the_same_store_is_one_job_on_all_its_ranks(
+    rank: int, world_size: int
+) -> list[str]:
+    """What an earlier life has left in the store is nobody's answer, which others find first: rank 0 comes last."""
     store, jobs = None, []
     for _ in range(3):
         store = join_over(rank, world_size, store)
         time.sleep(0.0 if rank else 0.3)
-        mutex = GPUMutex(group, device=f"dev{rank}")
+        mutex = GPUMutex(device=f"dev{rank}")
         jobs.append(mutex.stats()["job"])
         for _ in range(2):
             with mutex:
                 assert mutex.holding
         mutex.close()
+    assert len(set(jobs)) == 3
     return jobs
-
-
-@pytest.mark.defect("turns-5")
-@pytest.mark.defect("strangers-21")
-def test_a_group_made_again_on_the_same_store_is_one_job_on_all_its_ranks() -> None:
-    """What an earlier life has left in the store is nobody's answer."""
-    # gloo itself finds addresses of the life before in the store; lazily it connects with the first collective only.
-    lazy = {"TORCH_GLOO_LAZY_INIT": "1"}
-    first, second = run_ranks(_live_three_times, 2, args=(new_group(),), environment=lazy)
-    assert first == second
-    assert len(set(first)) == 3
 
 
 # --- a mutex for some of the ranks --------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 """Real ranks for tests: whatever goes wrong in any of them turns the test red, in its own words.
 
-``run_ranks`` and ``run_jobs`` call a function in every rank, ``spawn_script`` runs a script as torchrun
+``in_ranks`` runs a test in every rank, ``run_ranks`` and ``run_jobs`` a function, ``spawn_script`` a script as torchrun
 would, ``single_process_group`` needs no process at all. ``leaks`` finds what a test has left behind,
 ``documents`` the code that a document shows.
 """
 
 from . import documents
 from .groups import single_process_group
-from .ranks import Job, RankError, close_pools, run_jobs, run_ranks
+from .ranks import Job, RankError, close_pools, in_ranks, run_jobs, run_ranks
 from .scripts import ScriptError, ScriptRanks, spawn_script
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "ScriptRanks",
     "close_pools",
     "documents",
+    "in_ranks",
     "run_jobs",
     "run_ranks",
     "single_process_group",

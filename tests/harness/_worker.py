@@ -9,6 +9,7 @@ import faulthandler
 import gc
 import os
 import pickle
+import reprlib
 import resource
 import sys
 import traceback
@@ -93,11 +94,19 @@ def _run(task: Task) -> Report:
                 timeout=timedelta(seconds=task.timeout_s + ORPHAN_GRACE_S),
             )
         return Report(result=pickle.dumps(function(task.rank, task.world_size, *args)))
-    except BaseException:
-        return Report(failure=traceback.format_exc())
+    except BaseException as error:
+        return Report(failure=f"{traceback.format_exc()}{_names_of(error)}")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _names_of(error: BaseException) -> str:
+    """Say what names stood for where an assertion has failed, which pytest does not explain in a rank."""
+    if not isinstance(error, AssertionError):
+        return ""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return "".join(f"{name} = {reprlib.repr(value)}\n" for name, value in frame.f_locals.items())
 
 
 def _clean_up(before: Snapshot) -> Report:

@@ -1,5 +1,7 @@
 """Call a function in real ranks and bring home the results, or the failure in the rank's own words."""
 
+import functools
+import inspect
 import os
 import pickle
 import signal
@@ -9,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
 
 from ._pool import Pool, Worker, ready
 from ._worker import CleanUp, Report, Task
@@ -85,6 +90,40 @@ def run_jobs(jobs: Sequence[Job], *, timeout_s: float = 60.0) -> list[list[Any]]
             reports = run.perform(tasks, [job.deaths.get(r) for job in jobs for r in range(job.world_size)])
             results = iter([None if report is None else pickle.loads(report.result) for report in reports])
     return [[next(results) for _ in range(job.world_size)] for job in jobs]
+
+
+def in_ranks(
+    world_size: int | None = None, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Let each rank run the test, which may ask for ``rank`` and ``world_size``; all must return the same.
+
+    Args:
+        world_size: None if the test is parametrised by it.
+        options: of `run_ranks`; ranks that must die return nothing.
+    """
+
+    def decorated(test: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**given: Any) -> None:
+            __tracebackhide__ = True
+            found = run_ranks(_take_part, world_size or given["world_size"], args=(run, given), **options)
+            living = [each for rank, each in enumerate(found) if rank not in (options.get("deaths") or ())]
+            if living != living[:1] * len(living):
+                raise RankError(f"ranks have returned different results: {living}")
+
+        signature, own = inspect.signature(test), ("rank", "world_size" if world_size else "rank")
+        parameters = [each for name, each in signature.parameters.items() if name not in own]
+        vars(run)["__signature__"] = signature.replace(parameters=parameters)
+        return run
+
+    return decorated
+
+
+def _take_part(rank: int, world_size: int, run: Callable[..., None], given: Mapping[str, Any]) -> Any:
+    test = vars(run)["__wrapped__"]
+    known = {**given, "rank": rank, "world_size": world_size}
+    found = test(**{name: known[name] for name in inspect.signature(test).parameters})
+    return tree_map_only(torch.Tensor, torch.Tensor.tolist, found)
 
 
 def close_pools() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import Job, RankError, leaks, run_jobs, run_ranks
+from tests.harness import Job, RankError, in_ranks, leaks, run_jobs, run_ranks
 from tests.harness.waiting import eventually, gone
 
 SHORT_GRACE_S = 0.5  # for what never ends; the rank that leaks it is ended with its test
@@ -100,6 +100,23 @@ def test_jobs_have_groups_of_their_own() -> None:
     assert run_jobs(jobs) == [[torch.tensor([1.0])] * 2, [torch.tensor([21.0])] * 2]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@in_ranks()
+def test_runs_in_ranks(rank: int, world_size: int) -> torch.Tensor:
+    assert (rank, world_size) == (dist.get_rank(), dist.get_world_size())
+    return torch.ones(world_size)
+
+
+@in_ranks(2)
+def _different(rank: int) -> int:
+    return rank
+
+
+def test_ranks_that_return_different_results_are_told() -> None:
+    with pytest.raises(RankError, match=r"different results: \[0, 1\]"):
+        _different()
+
+
 def test_assertion_arrives_with_traceback_and_output() -> None:
     with pytest.raises(RankError, match="rank 1 of 2 failed") as caught:
         run_ranks(_assert_on_rank_one, 2)
@@ -107,6 +124,7 @@ def test_assertion_arrives_with_traceback_and_output() -> None:
     assert "the assertion of rank one" in message
     assert "in _assert_on_rank_one" in message
     assert "words of rank 1" in message
+    assert "world_size = 2" in message, "its names, as pytest would show them"
     assert message.index("rank 1 of 2") < message.index("rank 0 of 2"), "the cause comes first"
 
 
