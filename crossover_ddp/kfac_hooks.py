@@ -223,34 +223,6 @@ class KFACState(HookState):
         lines += [f"{name} passes through: {reason}" for name, reason in self.passing.items()]
         return "\n  ".join(lines)
 
-    def plan_factors(self, *, early: bool = True) -> tuple[tuple[int, ...], ...]:
-        """Let input factors leave during forward, on a wire that is idle then, instead of with the buckets.
-
-        That is, in steps that make solvers; in others they follow behind the gradients. They leave in groups of about
-        equal size, in the order of the last forward; a layer that is called several times is not among them.
-
-        Args:
-            early: False lets them leave with the buckets again.
-
-        Returns:
-            The groups, by the layers' numbers, the same on all ranks; none: all leave with the gradients' buckets.
-
-        On failure: ``UnsupportedConfigurationError``, on all ranks, with local factors, which do not travel, on a GPU,
-        and before a step has taken factors.
-
-        As part of a `DecoupledState`, too: there the wire is busy in forward.
-
-        **Collective**: all ranks of the job, between two steps.
-        """
-        if self._is_deferred:
-            raise UnsupportedConfigurationError(
-                "expected a KFACState with a hook of its own, got one that is part of a DecoupledState, where "
-                "gradients travel during forward; leave the plan out: factors leave with the buckets, or behind them"
-            )
-        groups = self._preconditioner.traffic.plan(early=early)
-        logger.info("%d groups of input factors leave during forward", len(groups))
-        return groups
-
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank keeps: "factors", "solvers", "buffers". Not collective."""
         owned = self._preconditioner
@@ -315,7 +287,7 @@ class KFACState(HookState):
         """Go on where `state_dict` was called. Not collective, but all ranks must.
 
         With as many ranks as then each layer keeps its owner, so that sums are rounded as before; with others each
-        rank takes what it owns now. A plan of `plan_factors` has to be made again.
+        rank takes what it owns now.
 
         Raises ``ValueError`` if the state is of another model, or of another ``solver``.
         """
@@ -383,7 +355,6 @@ class KFACState(HookState):
             )
         reasons = {
             "that is part of another": self._is_deferred,
-            "with a plan for its factors": self._preconditioner.traffic.early,
             "with a codec": self.codec is not None,
         }
         found = [reason for reason, is_so in reasons.items() if is_so]

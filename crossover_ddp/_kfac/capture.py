@@ -57,9 +57,10 @@ _NOTHING_SEEN: Final = (
     "training mode, in calls after the KFACState was made. Call train() on the model, not eval() (a Dropout or "
     "BatchNorm in it may be in eval mode), and make the state before the model is compiled and called"
 )
-_SPOILED: Final = (
-    "the input factor of layer %s %s; the factors of such layers are dropped in such steps. If this goes "
-    "on, %s"
+_CHANGED: Final = (
+    "the input factor of layer %s was changed in place before activation checkpointing had computed it again; the "
+    "factors of such layers are dropped in such steps. If this goes on, do not change it in place, or name the layer "
+    "in skip="
 )
 _REMEDY: Final = (
     "call optimizer.zero_grad() between two exchanges, and to accumulate gradients do all backward passes of a step "
@@ -145,27 +146,18 @@ class LayerSums:
         self.trials: dict[int, PassSums] = {}
         self.open: weakref.WeakSet[Call] = weakref.WeakSet()
         self.micro_batches: set[int] = set()
-        self._ahead: set[int] = set()  # numbers of calls whose A was taken before their backward
-        self._committed: set[int] = set()
         self._left: tuple[weakref.ref[Tensor], int] | None = None
 
     def trial(self, task: int) -> PassSums:
         return self.trials.setdefault(task, PassSums(Sum(self.g.room)))
 
     def commit(self, trial: PassSums) -> None:
-        self._count(trial.calls)
-        self._committed |= {call.number for call in trial.calls}
+        for call in sorted(trial.calls, key=lambda call: call.number):
+            make_a, call.make_a = call.make_a, None
+            self.open.discard(call)
+            if make_a is not None:
+                self.a.add(make_a())
         self.g.add(trial.g.value, trial.g.calls)
-
-    def look_ahead(self) -> None:
-        """Count all calls so far, assuming that their backward will come."""
-        self._ahead |= {call.number for call in self.open}
-        self._count(self.open)
-
-    @property
-    def is_spoiled(self) -> bool:
-        """Whether A was taken of calls whose backward is not the step's."""
-        return not self._ahead <= self._committed
 
     def left(self, gradient: Tensor | None, micro_batches: Iterable[int]) -> None:
         """Note how a pass that added to it has left ``.grad``."""
@@ -180,14 +172,6 @@ class LayerSums:
         """Forget what was committed: it was given up."""
         self.a, self.g = Sum(self.a.room), Sum(self.g.room)
         self.micro_batches.clear()
-        self._committed.clear()
-
-    def _count(self, calls: Iterable[Call]) -> None:
-        for call in sorted(calls, key=lambda call: call.number):
-            make_a, call.make_a = call.make_a, None
-            self.open.discard(call)
-            if make_a is not None:
-                self.a.add(make_a())
 
 
 class FactorCapture:
@@ -209,8 +193,7 @@ class FactorCapture:
 
     Attributes:
         active: whether anything is captured.
-        calls: of the layers in the forward passes of this micro-batch, in the order of their first ones.
-        on_input: called when a layer was called in forward.
+        calls: of the layers in the forward passes of this micro-batch.
     """
 
     def __init__(
@@ -226,7 +209,6 @@ class FactorCapture:
     ) -> None:
         self.active = True
         self.calls: Counter[int] = Counter()
-        self.on_input: Callable[[], None] | None = None
         self._layers = list(layers)
         shapes = [layer.shape for layer in layers]
         self._rooms = [(most_columns(s.a_dim, ranks), most_columns(s.g_dim, ranks)) for s in shapes]
@@ -287,24 +269,9 @@ class FactorCapture:
         """Return A of a layer as of now, or its columns, and forget it; None if it had no gradient."""
         return self._sums[index].a.take(lambda calls: 1 / calls)
 
-    def take_input_ahead(self, index: int) -> BatchFactor | None:
-        """Return A as `take_input`, of calls whose backward is still to come, too.
-
-        If it does not come `take_output` returns what is not a number, so that the layer's factors are dropped.
-        """
-        if not _in_backward():
-            self._drop_given_up()
-        self._sums[index].look_ahead()
-        return self.take_input(index)
-
     def take_output(self, index: int) -> BatchFactor | None:
         """Return G of a layer as of now, or its columns, and forget it; None as `take_input`."""
-        sums = self._sums[index]
-        found = sums.g.take(self._output_scale)
-        if not sums.is_spoiled:
-            return found
-        how = "was taken from a forward whose backward was not the step's"
-        return self._spoiled(index, self._layers[index].shape.g_dim, how, "call plan_factors(early=False)")
+        return self._sums[index].g.take(self._output_scale)
 
     def _output_scale(self, calls: int) -> float:
         if self._sharing == "kfac-pytorch":
@@ -359,8 +326,6 @@ class FactorCapture:
         _hook_output(output, lambda gradient: self._on_gradient(index, module, call, gradient))
         if in_forward:
             self.calls[index] += 1
-            if self.on_input is not None:
-                self.on_input()
 
     def _on_output(self, module: nn.Module, args: object, output: object) -> None:
         """Once: warn of weights of which K-FAC sees a part of the gradient only."""
@@ -392,12 +357,11 @@ class FactorCapture:
         version, shape = input._version, self._layers[index].shape
 
         def make() -> BatchFactor:
+            columns = input_columns(module, shape, input, self._sharing)
             if input._version == version:
-                return _in_small(input_columns(module, shape, input, self._sharing), self._rooms[index][0])
-            how = "was changed in place before activation checkpointing had computed it again"
-            return self._spoiled(
-                index, shape.a_dim, how, "do not change it in place, or name the layer in skip="
-            )
+                return _in_small(columns, self._rooms[index][0])
+            self._warn_once(_CHANGED, self._layers[index].name)
+            return columns.factor().fill_(math.nan)
 
         return make
 
@@ -436,11 +400,9 @@ class FactorCapture:
 
     def _begin_pass(self) -> None:
         """Once per backward pass, before it adds to any gradient: drop what was given up."""
-        if _task() > self._newest_task:
-            self._newest_task = _task()
-            self._drop_given_up()
-
-    def _drop_given_up(self) -> None:
+        if _task() <= self._newest_task:
+            return
+        self._newest_task = _task()
         written: list[tuple[LayerSums, Tensor]] = []
         for sums, layer in zip(self._sums, self._layers, strict=True):
             gradient = layer.weight.grad
@@ -455,13 +417,6 @@ class FactorCapture:
             for (sums, _), something in zip(written, found, strict=True):
                 if not something:
                     sums.drop()
-
-    def _spoiled(self, index: int, dim: int, how: str, remedy: str) -> Tensor:
-        """Return what is not a number in the place of a factor; warn once."""
-        layer = self._layers[index]
-        self._warn_once(_SPOILED, layer.name, how, remedy)
-        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-        return torch.full((layer.shape.groups, dim, dim), math.nan, dtype=dtype, device=layer.weight.device)
 
     def _warn_once(self, message: str, *arguments: object) -> None:
         if message not in self._told:

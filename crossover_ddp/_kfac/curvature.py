@@ -5,7 +5,7 @@ Only the owner has them, so that their memory, and the work of making solvers, i
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
@@ -128,19 +128,14 @@ class Curvature:
     _g: Tensor | None = None
     _spread: SpreadSolver | None = None
     _dropped: Tensor | int = 0
-    _halves: dict[str, BatchFactor] = field(default_factory=dict)
 
     @property
     def dropped(self) -> int:
         """How many batches had factors that were not finite, or none at all; they changed nothing."""
         return int(self._dropped)
 
-    def add(self, which: Literal["a", "g"], factor: BatchFactor, decay: float) -> None:
-        """Take A or G of one batch; both together go into the running means, unless one of them is not finite."""
-        self._halves[which] = factor
-        if len(self._halves) < 2:
-            return
-        a, g = self._halves.pop("a"), self._halves.pop("g")
+    def add(self, a: BatchFactor, g: BatchFactor, decay: float) -> None:
+        """Take the factors of one batch into the running means, unless one of them is not finite."""
         usable = is_finite(a) & is_finite(g)
         self._dropped = self._dropped + ~usable
         if self._a is None or self._g is None or not usable.is_cuda:

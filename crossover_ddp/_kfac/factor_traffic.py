@@ -1,4 +1,4 @@
-"""K-FAC's factors on their way to the layers' owners: with the gradients' buckets, ahead of them or behind them.
+"""K-FAC's factors on their way to the layers' owners: with the gradients' buckets, or behind them.
 
 Always as journeys of their own; only the moment differs. In steps that make solvers the factors of a bucket's layers
 leave with it, just before its gradients.
@@ -8,10 +8,6 @@ steps the factors wait until the step's gradients are gathered, and then leave i
 of each following step, while the ranks compute. All of them have left before the next step that takes factors or makes
 solvers begins its exchange, so the running means are the same as if they had come at once. kfac-pytorch lets factors
 trail, too; the groups are our design.
-
-[Note: early factors] Input factors of steps that make solvers may leave during forward, as in SPD-KFAC (arXiv
-2107.06533): a group when its last layer has been called and all groups before it have left. What has not left when
-backward hands out its first bucket leaves then.
 
 [Note: forms of a factor] A rank sends the triangle of a factor, or the columns that it is made of, whichever is less,
 or nothing if it has none. So the ranks first tell the owners how much will come. Where collectives are issued in the
@@ -25,25 +21,20 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Gate, Meter, Trip
 from crossover_ddp._engine.links import Link, parts
-from crossover_ddp._engine.states import told_by_all
-from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .capture import FactorCapture
 from .curvature import OwnedLayer
 from .factors import BatchFactor, Columns, multiplied, pack_triangle, triangle_numel, unpack_triangle
 
-Groups = tuple[tuple[int, ...], ...]
-_EARLY_GROUPS: Final = 8  # each costs messages
 _NONE: Final = 0
 _TRIANGLE: Final = -1  # else the number of columns
 
@@ -52,17 +43,12 @@ class Factor(NamedTuple):
     """A or G of one layer, [groups, dim, dim], or its columns; None: this rank has none."""
 
     of: OwnedLayer
-    which: Literal["a", "g"]
+    dim: int
     value: BatchFactor | None = None
 
     @property
     def groups(self) -> int:
         return self.of.layer.shape.groups
-
-    @property
-    def dim(self) -> int:
-        shape = self.of.layer.shape
-        return shape.a_dim if self.which == "a" else shape.g_dim
 
     @property
     def triangle_numel(self) -> int:
@@ -104,6 +90,15 @@ class Factor(NamedTuple):
                 _pack_triangle(multiplied(Columns(flat.view(self.groups, self.dim, form))), triangle)
             total += flat if form == _TRIANGLE else triangle
         return unpack_triangle(total[:-1], self.groups, self.dim).div_(total[-1])
+
+    def alone(self, like: Tensor) -> BatchFactor:
+        """Return the mean of this rank's share alone."""
+        if self.value is None:
+            return self.mean((), like)
+        value = multiplied(self.value)
+        if value.is_cuda:  # as in `FactorMessages.travel`
+            value.record_stream(torch.cuda.current_stream(value.device))
+        return value.to(like.dtype)
 
 
 def _pack_triangle(value: Tensor, out: Tensor) -> None:
@@ -172,17 +167,14 @@ def _numels(factors: Sequence[Factor], forms: Sequence[int]) -> list[int]:
 
 @dataclass(eq=False)
 class FactorTraffic:
-    """Decides for each step what of the factors travels, and when; the same on all ranks.
+    """Decides for each step when its factors travel; the same on all ranks.
 
     Args:
         layers: of the model, in the order of the capture's; their curvatures take the factors.
-        capture: its callback is taken.
         local: whether owners take their own factors, and none travels.
 
     Attributes:
-        model: returns the DDP model, which knows whether a forward is the last of its step; None if it is hidden.
         trails: whether the factors of the step that is under way leave behind its gradients.
-        early: by index of layer, the groups whose input factors leave during forward; see [Note: early factors].
         arrived: opened when all factors that have left so far are in the running means.
     """
 
@@ -193,13 +185,7 @@ class FactorTraffic:
     meter: Callable[[], Meter | None]
 
     def __post_init__(self) -> None:
-        self._on_host = all(each.layer.weight.device.type == "cpu" for each in self.layers)
-        self._in_order: list[int] = []  # those of the last step that were called once
-        self.capture.on_input = self._input_came
-        self.model: Callable[[], DistributedDataParallel | None] = lambda: None
         self.trails = False
-        self.early: Groups = ()
-        self._early_left = 0
         self._late: list[list[Factor]] = []
         self._late_decay = 0.0
         self.arrived = Gate()
@@ -209,60 +195,16 @@ class FactorTraffic:
     @property
     def can_trail(self) -> bool:
         """Whether factors that are not needed yet can travel behind the gradients."""
-        return self.group.size() > 1 and not self.local and self._on_host
-
-    def end_step(self) -> None:
-        """Note that the step's last bucket is on its way."""
-        self._early_left = 0
-        if calls := self.capture.calls:
-            # Of a layer that is called several times the last call cannot be recognised.
-            self._in_order = [index for index, count in calls.items() if count == 1]
-
-    # --- ahead of the gradients ------------------------------------------------------------------------------
-
-    def plan(self, *, early: bool) -> Groups:
-        """See ``KFACState.plan_factors``."""
-        if self.local or not self._on_host:
-            raise UnsupportedConfigurationError(
-                "expected factors that travel between CPU devices, got "
-                + ("factors='local'" if self.local else "a model on a GPU")
-                + "; leave the plan out: factors then leave with the gradients' buckets, or do not travel"
-            )
-        order = told_by_all(self.group, self._in_order)[0]
-        if early and not order:
-            raise UnsupportedConfigurationError(
-                "expected layers that are called once in a forward, got none on rank 0 so far; train some steps that "
-                "take factors first, or leave the plan out"
-            )
-        sizes = [Factor(self.layers[index], "a").triangle_numel for index in order]
-        groups = in_equal_groups(sizes, _EARLY_GROUPS) if early else ()
-        self.early = tuple(tuple(order[place] for place in group) for group in groups)
-        return self.early
-
-    def _input_came(self) -> None:
-        model = self.model()
-        # A sum over micro-batches is complete with the last one only.
-        if not self.trails and (model is None or model.require_backward_grad_sync):
-            self.send_early()
-
-    def send_early(self, *, all_groups: bool = False) -> None:
-        """Send the groups of input factors that have come, or all that have not left."""
-        for group in self.early[self._early_left :]:
-            if not all_groups and not all(self.capture.calls[each] for each in group):
-                return
-            self._early_left += 1
-            self.send([Factor(self.layers[each], "a", self.capture.take_input_ahead(each)) for each in group])
-
-    # --- beside the gradients, or behind them ----------------------------------------------------------------
+        on_host = self.layers[0].layer.weight.device.type == "cpu"
+        return self.group.size() > 1 and not self.local and on_host
 
     def taken(self, layer: OwnedLayer) -> list[Factor]:
-        """Take a layer's factors of this step, without what has left early."""
+        """Take a layer's factors of this step: G and A, or nothing where this rank needs none."""
         if self.local and layer.curvature is None:
             return []
-        g = Factor(layer, "g", self.capture.take_output(layer.index))
-        if not self.trails and layer.index in itertools.chain(*self.early):
-            return [g]
-        return [g, Factor(layer, "a", self.capture.take_input(layer.index))]
+        shape, index = layer.layer.shape, layer.index
+        g = Factor(layer, shape.g_dim, self.capture.take_output(index))
+        return [g, Factor(layer, shape.a_dim, self.capture.take_input(index))]
 
     def hold(self, taken: Sequence[Sequence[Factor]], groups: int, decay: float) -> None:
         """Keep a step's factors, by layer, which leave in so many groups at most, see [Note: late factors]."""
@@ -289,11 +231,9 @@ class FactorTraffic:
     def nbytes(self) -> int:
         return sum(factor.nbytes for group in self._late for factor in group)
 
-    # --- all -------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
-    def send(self, factors: Sequence[Factor], decay: float = 0.0, after: Gate | None = None) -> None:
-        """Begin to add factors to the running means of their owners, of which ``decay`` remains.
+    def send(self, factors: Sequence[Factor], decay: float, after: Gate | None = None) -> None:
+        """Begin to add what was `taken` to the running means of the owners, of which ``decay`` remains.
 
         They leave ``after`` a gate was opened, and are added when those have been which left before.
         """
@@ -309,29 +249,18 @@ class FactorTraffic:
         async def bring(link: Link) -> None:
             if after is not None and not link.in_program_order:
                 await after
-            means = map(_alone, factors) if messages is None else await messages.travel(link)
+            alone = ((each, each.alone(like)) for each in factors)
+            means = alone if messages is None else await messages.travel(link)
 
             await link.compute()
             await former
             with torch.autocast(like.device.type, enabled=False):
-                for factor, mean in means:
-                    if factor.of.curvature is not None:
-                        factor.of.curvature.add(factor.which, mean, decay)
+                for (g, of_g), (_, of_a) in zip(means, means, strict=True):  # as `taken` has them
+                    if g.of.curvature is not None:
+                        g.of.curvature.add(of_a, of_g, decay)
             here.open()
 
         self._newest = exchange.begin(bring, like.device, "factors of K-FAC", meter=self.meter())
-
-
-def _alone(factor: Factor) -> tuple[Factor, BatchFactor]:
-    """Return an own factor as a mean of one rank's."""
-    weight = factor.of.layer.weight
-    like = weight.new_empty(0, dtype=torch.promote_types(weight.dtype, torch.float32))
-    if factor.value is None:
-        return factor, factor.mean((), like)
-    source = factor.value.source if isinstance(factor.value, Columns) else factor.value
-    if source.is_cuda:  # as in `FactorMessages.travel`
-        source.record_stream(torch.cuda.current_stream(source.device))
-    return factor, multiplied(factor.value).to(like.dtype)
 
 
 def in_equal_groups(sizes: Sequence[int], count: int) -> Iterator[list[int]]:

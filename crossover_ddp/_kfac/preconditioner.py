@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from crossover_ddp._ddp.checks import model_of
 from crossover_ddp._ddp.contents import Content, contents_of
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Bucket
@@ -168,10 +167,8 @@ class Preconditioner:
             return
         if self._step is not None:
             self._step.refuse()  # of a pass that did not end
-        self._step, self._is_refused, now = None, False, self._now()
+        self._step, self._is_refused = None, False
         self.capture.begin_exchange()
-        if now.takes_factors and not self.traffic.trails:
-            self.traffic.send_early(all_groups=True)
 
     def refuse(self, bucket: dist.GradBucket) -> None:
         """Note that ``bucket`` is not exchanged: nobody waits for it."""
@@ -189,7 +186,6 @@ class Preconditioner:
         if ended is not None:
             after = ended.written
             self._waiting.wait({self._layer_of[parameter] for parameter in ended.waiting})
-            self.traffic.end_step()
             if ended.now.takes_factors and self.traffic.trails:
                 self.traffic.hold(ended.taken, min(ended.now.factor_steps, _MOST_GROUPS), ended.now.decay)
         self._is_refused = False
@@ -287,8 +283,6 @@ class Preconditioner:
                 "expected the hook on the model that KFACState was made of, got a bucket with other parameters; "
                 "make a KFACState for each model"
             )
-        if (model := model_of(bucket, state=self.registered())) is not None:
-            self.traffic.model = weakref.ref(model)
         self._model_seen = True
 
     def _check_whole(self, step: Step) -> None:

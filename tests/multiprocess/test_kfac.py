@@ -24,7 +24,6 @@ from tests.multiprocess.kfac_training import LR, OUTPUTS, WIDTH, Training, mlp
 TINY_MB, ONE_MB = 0.0015, 25.0
 STEPS = 4
 EXACT, COARSE = 1e-4, 0.05  # float32 and bfloat16 against float64
-PLANNED_AFTER = 2  # the first step has another bucket
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -107,7 +106,6 @@ class Case:
         codec: of gradients and directions.
         rates: of weights and of biases; two optimizers, if they differ.
         is_spread: whether its second layer is.
-        is_early: whether input factors leave during forward.
         dtype: of parameters and inputs.
         autocast: whether forward runs in bfloat16.
         memory_format: of parameters and inputs.
@@ -124,7 +122,6 @@ class Case:
     codec: Any = None
     rates: tuple[float, float] = (LR, LR)
     is_spread: bool = False
-    is_early: bool = False
     dtype: torch.dtype = torch.float32
     autocast: bool = False
     memory_format: torch.memory_format = torch.preserve_format
@@ -147,12 +144,10 @@ CASES: dict[str, Case] = {
     "seldom": Case(Settings(factor_update_steps=2, inv_update_steps=3), worlds=(1, 2)),
     "local": Case(Settings(factors="local"), worlds=(2, 4)),
     "reduce": Case(Settings(weight_sharing="reduce")),
-    "early": Case(is_early=True, worlds=(2, 4)),
-    "early, one bucket": Case(cap_mb=ONE_MB, is_early=True),
     # The first two steps travel exact.
     "identity codec": Case(codec=Identity(), worlds=(2, 3)),
     "rates": Case(rates=(LR, 30 * LR)),
-    "uneven": Case(network=Branches, data=uneven, ddp={"find_unused_parameters": True}, is_early=True),
+    "uneven": Case(network=Branches, data=uneven, ddp={"find_unused_parameters": True}),
     "wide and spread": dominated(230, 300),
     "tall and spread": dominated(300, 230, worlds=(3,)),
     "spread without a clip": dominated(230, 300, settings={"kl_clip": None}),
@@ -208,10 +203,7 @@ def errors(case: Case, rank: int, world_size: int) -> tuple[list[float], str]:
     """Return the greatest relative error of each step, and a digest of what came out."""
     training = Called(rank, case)
     oracle = Oracle(case.settings, training.rate_of, training.kfac.owners)
-    found = list(errors_beside(oracle, training, PLANNED_AFTER, world_size))
-    if case.is_early:
-        assert training.kfac.plan_factors()
-    found += errors_beside(oracle, training, STEPS - PLANNED_AFTER, world_size)
+    found = list(errors_beside(oracle, training, STEPS, world_size))
     assert training.spread() == ["2"] * case.is_spread
     assert (oracle.least_scale < 1) == (case.settings.kl_clip is not None), "the clip is to be seen at work"
     training.close()

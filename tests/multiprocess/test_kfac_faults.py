@@ -35,10 +35,8 @@ def lose_a_peer(rank: int, world_size: int, moment: str, decoupled: bool) -> tup
     training = Training(
         rank, ddp={"process_group": group}, process_group=group, inv_update_steps=1, decoupled=decoupled
     ).run(2)
-    if moment == "early":
-        training.kfac.plan_factors(early=True)
     dist.barrier()
-    if rank == 1 and moment == "early":
+    if rank == 1 and moment == "between steps":
         signal.raise_signal(signal.SIGKILL)
     if rank == 1 and moment == "in the owner's step":
         torch.linalg.cholesky_ex = lambda *_, **__: signal.raise_signal(signal.SIGKILL)
@@ -50,7 +48,7 @@ def lose_a_peer(rank: int, world_size: int, moment: str, decoupled: bool) -> tup
 
 @pytest.mark.parametrize(
     ("world_size", "moment", "decoupled"),
-    [(2, "early", False), (4, "in the owner's step", False), (2, "in the owner's step", True)],
+    [(2, "between steps", False), (4, "in the owner's step", False), (2, "in the owner's step", True)],
 )
 def test_the_loss_of_a_peer_is_an_error_in_bounded_time(
     world_size: int, moment: str, decoupled: bool

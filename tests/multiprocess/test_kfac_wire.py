@@ -18,13 +18,13 @@ SAMPLES = {"columns": 32, "triangles": 256}
 GRADIENT = 2 * 4 * LAYERS * WIDTH**2
 PACKING = {"columns": SAMPLES["columns"] * WIDTH, "triangles": WIDTH * (WIDTH + 1) // 2 + 1}
 FACTOR_STEPS, INVERSE_STEPS = 2, 3
-# Of the steps after those in which buckets are rebuilt and early factors are planned.
+# Of the steps after those in which buckets are rebuilt.
 KINDS = {4: "factors", 5: "plain", 6: "both", 8: "factors", 9: "solvers"}
 WIRE, PACKINGS = 0.02, 0.03
 
 
 def bytes_of_steps(rank: int, world_size: int, samples: int) -> dict[tuple[str, str], int]:
-    """Return what this rank has sent, by way and kind of step."""
+    """Return what this rank has sent, by ``factors`` and kind of step."""
 
     def data(rank: int, step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(100 * step + rank)
@@ -32,7 +32,7 @@ def bytes_of_steps(rank: int, world_size: int, samples: int) -> dict[tuple[str, 
         return inputs, torch.randint(WIDTH, (samples,), generator=generator)
 
     found = {}
-    for way in ("late", "early", "local"):
+    for factors in ("global", "local"):
         training = Training(
             rank,
             mlp(*(WIDTH,) * (LAYERS + 1), bias=False),
@@ -40,18 +40,16 @@ def bytes_of_steps(rank: int, world_size: int, samples: int) -> dict[tuple[str, 
             ddp={"bucket_cap_mb": 1.0},
             factor_update_steps=FACTOR_STEPS,
             inv_update_steps=INVERSE_STEPS,
-            factors="local" if way == "local" else "global",
+            factors=factors,
         )
         for step in range(max(KINDS) + 1):
-            if way == "early" and step == 3:
-                training.kfac.plan_factors(early=True)
             dist.barrier()
             begin = sent_bytes()
             training.step()
             training.kfac._preconditioner.traffic.settle()  # factors that would follow behind later steps
             dist.barrier()
             if step in KINDS:
-                found[way, KINDS[step]] = sent_bytes() - begin
+                found[factors, KINDS[step]] = sent_bytes() - begin
         training.close()
     return found
 
@@ -63,11 +61,10 @@ def found(form: str) -> dict[tuple[str, str], int]:
 
 
 @pytest.mark.parametrize("form", SAMPLES)
-@pytest.mark.parametrize("way", ["late", "early"])
-def test_factors_cost_one_reduction_of_what_they_hold_and_solvers_nothing(way: str, form: str) -> None:
+def test_factors_cost_one_reduction_of_what_they_hold_and_solvers_nothing(form: str) -> None:
     for without, with_factors in (("plain", "factors"), ("solvers", "both")):
-        assert found(form)[way, without] / GRADIENT == pytest.approx(1, abs=WIRE)
-        extra = found(form)[way, with_factors] - found(form)[way, without]
+        assert found(form)["global", without] / GRADIENT == pytest.approx(1, abs=WIRE)
+        extra = found(form)["global", with_factors] - found(form)["global", without]
         assert extra / (4 * LAYERS * 2 * PACKING[form]) == pytest.approx(1, abs=PACKINGS), with_factors
 
 

@@ -223,10 +223,8 @@ def test_waiting_calls_keep_no_more_than_their_inputs() -> None:
 class Disturbed(Training):
     """Does something with the model before each forward."""
 
-    def __init__(
-        self, before: Callable[[nn.Module, Tensor], None] | None, *, uses: int = 2, **options: Any
-    ) -> None:
-        super().__init__(0, net(uses), ddp={"bucket_cap_mb": 25}, inv_update_steps=1, kl_clip=None, **options)
+    def __init__(self, before: Callable[[nn.Module, Tensor], None] | None) -> None:
+        super().__init__(0, net(2), ddp={"bucket_cap_mb": 25}, inv_update_steps=1, kl_clip=None)
         self.before = before
 
     def loss(self, part: int = 0, parts: int = 1) -> Tensor:
@@ -238,13 +236,11 @@ class Disturbed(Training):
 
 
 def trained(
-    before: Callable[[nn.Module, Tensor], None] | None, *, parts: int = 1, early: bool = False, **options: Any
+    before: Callable[[nn.Module, Tensor], None] | None, *, parts: int = 1
 ) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
     """Train three steps with something before each forward; return the gradients of all steps, and the state."""
-    training, gradients = Disturbed(before, **options), []
-    for step in range(3):
-        if early and step == 1:
-            training.kfac._preconditioner.traffic.early = ((0,), (1,), (2,))
+    training, gradients = Disturbed(before), []
+    for _ in range(3):
         training.backward(parts)
         gradients.append(training.gradients())
         training.update()
@@ -259,29 +255,6 @@ def test_the_directions_are_those_of_a_loop_without_it(before: Callable[..., Non
     got, state = trained(before, parts=parts)
     assert state["layers"]["token"]["dropped"] == 0
     assert same(got, expected)
-
-
-@pytest.mark.usefixtures("process_group")
-def test_early_factors_of_an_accumulation_leave_once() -> None:
-    (*_, expected), _ = trained(None, uses=1, early=True)
-    (*_, got), state = trained(None, uses=1, parts=2, early=True)
-    assert not any(layer["dropped"] for layer in state["layers"].values())
-    torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.usefixtures("process_group")
-def test_early_factors_of_an_abandoned_forward_are_dropped_and_counted(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def synchronised(model: nn.Module, x: Tensor) -> None:
-        model.require_backward_grad_sync = True  # as without no_sync()
-        attack(model, x)
-
-    _, usual = trained(None, early=True)
-    assert [layer["dropped"] for layer in usual["layers"].values()] == [0, 0, 0]
-    _, state = trained(synchronised, early=True)
-    assert [layer["dropped"] for layer in state["layers"].values()] == [2, 2, 2]
-    assert sum("plan_factors(early=False)" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("bucket_view", [False, True])

@@ -72,15 +72,6 @@ def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], messa
         KFACState(network, **{"optimizer": torch.optim.SGD(network.parameters(), lr=LR)} | options)
 
 
-def test_input_factors_leave_early_if_that_is_planned_after_a_step() -> None:
-    training = Training()
-    with pytest.raises(UnsupportedConfigurationError, match="train some steps that take factors first"):
-        training.state.plan_factors()
-    training.step()
-    assert [layer for group in training.state.plan_factors() for layer in group] == [0, 1]
-    assert training.state.plan_factors(early=False) == ()
-
-
 def sharded() -> nn.Module:
     network = mlp(6, 4)
     network[0].weight.placements = ()  # what tells a DTensor from a whole one
@@ -191,7 +182,7 @@ def test_rough_steps_leave_no_number_that_is_none(solver: str) -> None:
 
 def test_factors_that_were_lost_some_steps_ago_are_an_error_all_the_same() -> None:
     traffic = KFACState(nn.Linear(2, 2), kl_clip=None)._preconditioner.traffic
-    traffic.hold([[Factor(traffic.layers[0], which) for which in ("g", "a")]], groups=1, decay=0.9)
+    traffic.hold([[Factor(traffic.layers[0], dim=2)] * 2], groups=1, decay=0.9)
     with mock.patch.object(Curvature, "add", side_effect=RuntimeError("a peer has gone")):
         traffic.leave()
     traffic.leave()  # as in each later step
