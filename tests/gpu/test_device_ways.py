@@ -80,9 +80,18 @@ def test_a_turn_inside_a_capture_is_refused_and_the_mutex_goes_on(way: str, tmp_
             busy_kernel()(marks, 1000)
             mutex.acquire()
         torch.cuda.synchronize()
+        mutex.acquire()
+        with (
+            pytest.raises(UnsupportedConfigurationError, match="capturing"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            mutex.release()
+        torch.cuda.synchronize()
+        assert mutex.holding
+        mutex.release()
         take_turn(mutex, plan, marks, 1000)
         torch.cuda.synchronize()
-        assert mutex.stats()["turns"] == 1
+        assert mutex.stats()["turn"] == 2, "a refused call has drawn a turn, or given one back"
 
 
 def test_a_thread_that_waits_for_a_turns_end_does_not_spoil_a_capture(tmp_path: Path) -> None:

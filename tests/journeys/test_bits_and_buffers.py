@@ -20,8 +20,6 @@ from tests.harness import inside, run_ranks
 from tests.harness.networks import mlp
 from tests.harness.training import WIDTH, Training, hooked, muon_and_sgd
 
-NEWTON_SCHULZ = "torch.optim._muon._zeropower_via_newtonschulz"
-
 
 def parameters_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -160,22 +160,32 @@ def test_a_refused_bucket_is_a_refused_step_and_the_next_backward_begins_anew(
         assert torch.tensor(losses).isfinite().all()
 
 
-# What no hook exchanges, outside of a backward pass.
+# What no hook exchanges, outside of a backward pass, with words of the error.
 SPARSE = SimpleNamespace(
     index=lambda: 0,
     is_last=lambda: True,
     buffer=lambda: torch.zeros(3).to_sparse(),
     parameters=lambda: [torch.zeros(3)],
 )
+CAPTURED = SimpleNamespace(buffer=lambda: SimpleNamespace(is_cuda=True))
 
 
+@pytest.mark.torch_version
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("way", ["split", "crossover", "int8"])
-def test_a_future_carries_the_error_where_no_backward_runs(way: str) -> None:
-    """Nobody would look there for what is raised after backward."""
+@pytest.mark.parametrize(
+    ("way", "bucket", "message"),
+    [
+        *((way, SPARSE, "expected dense gradients") for way in ("split", "crossover", "int8")),
+        *((way, CAPTURED, "graph is captured") for way in ("crossover", "wrapped", "decoupled", "kfac")),
+    ],
+)
+def test_a_future_carries_the_error_where_no_backward_runs(
+    way: str, bucket: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would look there for what is raised after backward. Of a bucket on a CPU nothing is asked of CUDA."""
     got: list[Any] = []
     training = Training(way, around=lambda hook: got.append(hook) or hook)
-    future = got[0](training.state, SPARSE)
-    with pytest.raises(UnsupportedConfigurationError, match="expected dense gradients"):
-        future.wait()
-    training.close()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedConfigurationError, match=message):
+        got[0](training.state, bucket).wait()
+    training.run(2).close()

@@ -1,4 +1,4 @@
-"""The cost model against what is known of it."""
+"""The cost model against what is known of it, and which codec is chosen by it."""
 
 import math
 
@@ -6,31 +6,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crossover_ddp._compression.planning import cost_of, workload_of_records
+from crossover_ddp._engine.buckets import StepRecords
 from crossover_ddp._tuning.model import (
+    EXACT,
     BucketTimes,
+    CodecCost,
     Link,
     Workload,
     all_reduce_step_s,
+    coded_step_s,
     decoupled_step_s,
+    weakest_codec,
 )
+from crossover_ddp.codecs import Half, Int8, PerPair, SIDCo
 
 MODEL_BYTES = 1_200_000
 
 
-def even(buckets: int, *, forward_s: float = 1 / 3, backward_s: float = 2 / 3) -> Workload:
+def even(
+    buckets: int, *, forward_s: float = 1 / 3, backward_s: float = 2 / 3, size_bytes: float = MODEL_BYTES
+) -> Workload:
     """Equal buckets, ready and needed at even distances."""
-    return Workload(
-        forward_s,
-        backward_s,
-        tuple(
-            BucketTimes(
-                MODEL_BYTES // buckets,
-                backward_s * (place + 1) / buckets,
-                forward_s * (buckets - 1 - place) / buckets,
-            )
-            for place in range(buckets)
-        ),
-    )
+    times = [
+        BucketTimes(
+            round(size_bytes / buckets),
+            backward_s * (place + 1) / buckets,
+            forward_s * (buckets - 1 - place) / buckets,
+        )
+        for place in range(buckets)
+    ]
+    return Workload(forward_s, backward_s, tuple(times))
 
 
 def link_of(wire_s: float, alpha_s: float = 0.0) -> Link:
@@ -81,27 +87,15 @@ workloads = st.builds(
 links = st.builds(Link, st.floats(0.0, 0.01), st.floats(0.0, 1e-6))
 
 
-def wire_s(work: Workload, link: Link) -> float:
-    """Seconds of the whole exchange, both halves."""
-    return 2 * sum(link.half_s(bucket.size_bytes) for bucket in work.buckets)
-
-
 @given(work=workloads, link=links)
-def test_no_step_is_shorter_than_its_compute_or_its_wire_time(work: Workload, link: Link) -> None:
-    limit_s = max(work.compute_s, wire_s(work, link))
-    assert decoupled_step_s(work, link) >= limit_s * (1 - 1e-6) or math.isclose(
-        decoupled_step_s(work, link), limit_s, rel_tol=0.05
-    )
-    assert all_reduce_step_s(work, link) >= max(work.compute_s, work.forward_s + wire_s(work, link)) * (
-        1 - 1e-9
-    )
-
-
-@given(work=workloads, link=links)
-def test_everything_one_after_the_other_is_the_longest(work: Workload, link: Link) -> None:
-    longest_s = (work.compute_s + wire_s(work, link)) * (1 + 1e-9)
-    assert decoupled_step_s(work, link) <= longest_s
-    assert all_reduce_step_s(work, link) <= longest_s
+def test_a_step_takes_its_compute_or_its_wire_time_at_least_and_both_at_most(
+    work: Workload, link: Link
+) -> None:
+    wire = 2 * sum(link.half_s(bucket.size_bytes) for bucket in work.buckets)
+    limit_s, decoupled_s = max(work.compute_s, wire), decoupled_step_s(work, link)
+    assert decoupled_s >= limit_s * (1 - 1e-6) or math.isclose(decoupled_s, limit_s, rel_tol=0.05)
+    assert all_reduce_step_s(work, link) >= max(work.compute_s, work.forward_s + wire) * (1 - 1e-9)
+    assert max(decoupled_s, all_reduce_step_s(work, link)) <= (work.compute_s + wire) * (1 + 1e-9)
 
 
 @given(work=workloads, cap=st.floats(1, 1e8))
@@ -117,6 +111,8 @@ def test_a_link_is_fitted_to_what_was_measured() -> None:
     link = Link.fitted((size, 0.002 + 1e-8 * size) for size in (10_000, 100_000, 1_000_000))
     assert link.alpha_s == pytest.approx(0.002)
     assert link.beta_s == pytest.approx(1e-8)
+    with pytest.raises(ValueError, match="measure another size"):
+        Link.fitted([(5, 1.0), (5, 2.0)])
 
 
 @given(
@@ -128,6 +124,82 @@ def test_a_fitted_link_never_pays_back(points: list[tuple[float, float]]) -> Non
     assert link.beta_s >= 0
 
 
-def test_a_fit_needs_two_sizes() -> None:
-    with pytest.raises(ValueError, match="measure another size"):
-        Link.fitted([(5, 1.0), (5, 2.0)])
+# --- codecs -----------------------------------------------------------------------------------------------------------
+
+
+HALF = CodecCost(0.5, 0.1e-9, 0.2e-9)
+INT8 = CodecCost(0.254, 0.3e-9, 0.6e-9)
+SPARSE = CodecCost(0.02, 0.6e-9, 0.8e-9)
+COSTS = (EXACT, HALF, INT8, SPARSE)
+
+
+def work(size_mb: float = 8.0, compute_s: float = 0.3, buckets: int = 8) -> Workload:
+    return even(buckets, forward_s=0.0, backward_s=compute_s, size_bytes=size_mb * 1e6)
+
+
+def link(mbit: float) -> Link:
+    """Return a link of two ranks: half of the bytes in each direction and half."""
+    return Link(0.0, 8 / (mbit * 1e6) / 2)
+
+
+def test_without_a_codec_the_prediction_is_that_of_the_exchange() -> None:
+    for predict in (all_reduce_step_s, decoupled_step_s):
+        assert coded_step_s(work(), link(200), EXACT, predict) == pytest.approx(predict(work(), link(200)))
+
+
+@given(
+    mbit=st.floats(10, 100_000),
+    size_mb=st.floats(0.1, 100),
+    compute_s=st.floats(0.001, 2),
+    buckets=st.integers(1, 20),
+    rate=st.floats(0.01, 1),
+)
+def test_a_step_takes_at_least_its_compute_and_its_wire(
+    mbit: float, size_mb: float, compute_s: float, buckets: int, rate: float
+) -> None:
+    job, cost = work(size_mb, compute_s, buckets), CodecCost(rate, 1e-9, 1e-9)
+    total = sum(bucket.size_bytes for bucket in job.buckets)
+    step_s = coded_step_s(job, link(mbit), cost)
+    assert step_s >= (compute_s + 2e-9 * total) * (1 - 1e-9)
+    assert step_s >= 2 * link(mbit).beta_s * rate * total
+    assert step_s >= coded_step_s(job, link(mbit), CodecCost(rate, 0.5e-9, 0.5e-9)) - 1e-12
+    assert step_s >= coded_step_s(job, link(mbit), CodecCost(rate / 2, 1e-9, 1e-9)) - 1e-12
+
+
+@pytest.mark.parametrize(("mbit", "choice"), [(100_000, EXACT), (330, HALF), (150, INT8), (20, SPARSE)])
+def test_the_weakest_codec_that_hides_the_exchange_is_chosen(mbit: float, choice: CodecCost) -> None:
+    place, predicted = weakest_codec(work(), link(mbit), COSTS)
+    assert COSTS[place] == choice
+    assert predicted[place] <= 1.02 * min(predicted)
+    assert all(step_s > 1.02 * min(predicted) for step_s in predicted[:place])
+    with pytest.raises(ValueError, match="expected at least one codec"):
+        weakest_codec(work(), link(100), ())
+
+
+@pytest.mark.parametrize(
+    ("codec", "least", "most"), [(Half(), 0.5, 0.5), (Int8(), 0.253, 0.255), (SIDCo(0.01), 0.019, 0.026)]
+)
+def test_costs_have_the_rate_of_the_codec(codec: Half | Int8 | SIDCo, least: float, most: float) -> None:
+    assert least <= cost_of(codec, 2).rate <= most
+    both = cost_of((codec, Half()), 4)
+    assert both.rate == pytest.approx((cost_of(codec, 4).rate + 0.5) / 2)
+    # With more ranks a rank encodes more of its own gradient and less of the mean.
+    assert cost_of(codec, 4).hook_s > cost_of(codec, 2).hook_s > 0
+    table = PerPair.by_node([0, 0, 1, 1], far=codec)
+    assert cost_of(codec, 4).rate < cost_of((table, codec), 4).rate < 1
+    assert cost_of(None, 2) == cost_of(codec, 1) == EXACT
+
+
+def test_records_become_a_workload_of_medians() -> None:
+    records = StepRecords()
+    records.add([(400, 11.0)], None)  # nobody knows when it began
+    assert workload_of_records(records.last()) is None
+    for late_s in (0.0, 0.1, 0.5):
+        records.add([(100, 11.0 + late_s), (300, 12.0 + late_s)], 10.0)
+    made = workload_of_records(records.last())
+    assert made is not None
+    assert [bucket.size_bytes for bucket in made.buckets] == [100, 300]
+    assert [bucket.ready_s for bucket in made.buckets] == pytest.approx([1.1, 2.1])
+    assert made.compute_s == pytest.approx(2.1)
+    records.add([(100, 9.0), (300, 9.5), (100, 10.0)], 8.0)  # other buckets: the former ones are forgotten
+    assert [len(record) for record in records.last()] == [3]

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,15 +33,20 @@ def base(tmp_path: Path) -> Path:
     return base
 
 
-def found(base: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    code = doctor.run(argparse.Namespace(), base=str(base))
-    return code, capsys.readouterr().out
+Found = Callable[[], tuple[int, str]]
+WELL = (0, "nothing to fix\n")
 
 
-def test_where_all_is_well_there_is_nothing_to_mend(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert found(base, capsys) == (0, "nothing to fix\n")
+@pytest.fixture
+def found(base: Path, capsys: pytest.CaptureFixture[str]) -> Found:
+    """Return the exit code and what is printed."""
+    return lambda: (doctor.run(argparse.Namespace(), base=str(base)), capsys.readouterr().out)
+
+
+def test_where_all_is_well_there_is_nothing_to_mend(base: Path, found: Found) -> None:
+    assert found() == WELL
     segment = join_at(base)
-    assert found(base, capsys) == (0, "nothing to fix\n")
+    assert found() == WELL
     segment.leave()
 
 
@@ -55,86 +61,66 @@ def test_where_all_is_well_there_is_nothing_to_mend(base: Path, capsys: pytest.C
     ],
 )
 def test_variables_that_mislead_are_named(
-    name: str,
-    value: str,
-    state: str,
-    mend: str,
-    base: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, value: str, state: str, mend: str, found: Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    code, told = found(base, capsys)
+    code, told = found()
     assert (code, told.split()[0]) == (int(state == "problem"), state)
     assert f"→ {mend}" in told
 
 
-def test_versions_and_limits(
-    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_versions_and_limits(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.9.1+cu128")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    code, told = found(base, capsys)
+    code, told = found()
     assert code == 1
     assert "pip install 'torch>=2.11'" in told
     assert "ulimit -n 4096" in told
 
 
-def test_shared_memory_that_cannot_serve(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "mount -t tmpfs" in found(base / "none", capsys)[1]
+def test_shared_memory_that_cannot_serve(base: Path, found: Found) -> None:
+    base.rmdir()
+    assert "mount -t tmpfs" in found()[1]
+    base.mkdir()
     home(base).mkdir(0o755)
-    assert f"→ chmod 0700 {home(base)}" in found(base, capsys)[1]
+    assert f"→ chmod 0700 {home(base)}" in found()[1]
     home(base).rmdir()
     home(base).touch()
-    code, told = found(base, capsys)
+    code, told = found()
     assert (code, "is not a directory of yours" in told) == (1, True)
 
 
-def test_what_dead_jobs_have_left_is_removed_by_the_line_that_is_shown(
-    base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_dead_jobs_have_left_is_removed_by_the_line_that_is_shown(base: Path, found: Found) -> None:
     with Process(base, job=2) as sibling:
         sibling.call("draw_turn")
         sibling.kill()
-    code, told = found(base, capsys)
+    code, told = found()
     assert (code, told.split()[0]) == (0, "note")
-    mend = re.search("→ (.*)", told)
-    assert mend is not None
-    assert os.system(mend[1]) == 0
-    assert found(base, capsys) == (0, "nothing to fix\n")
+    assert os.system(re.findall("→ (.*)", told)[0]) == 0
+    assert found() == WELL
     (home(base) / "shopping list").touch()
-    code, told = found(base, capsys)
+    code, told = found()
     assert (code, "not a file of turns" in told) == (1, True)
 
 
-def test_jobs_that_are_faster_side_by_side_are_named(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_that_are_faster_side_by_side_are_named(base: Path, found: Found) -> None:
     segment = join_at(base, job=10)
     segment.publish(mode=Mode.SIDE_BY_SIDE, turns_s=0.0107, side_s=0.01, pairs=2)
-    code, told = found(base, capsys)
+    code, told = found()
     assert (code, told.split()[0]) == (0, "note")
     assert "job a computes side by side: its turns were 7 % slower" in told
     assert "more loader workers" in told
     segment.leave()
 
 
-def test_gloo_needs_a_host_name_of_this_machine(
-    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gloo_needs_a_host_name_of_this_machine(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    assert found(base, capsys)[0] == 0, "one machine will do"
+    assert found()[0] == 0, "one machine will do"
     for host in ("192.0.2.1", "no-such-host.invalid"):  # of documentation: nobody has it
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-        code, told = found(base, capsys)
+        code, told = found()
         assert (code, f"host name {host} resolves to no address" in told) == (1, True)
-
-
-def smi(here: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (program := here / "nvidia-smi").write_text(f"#!/bin/sh\necho 'GPU-1, {mode}'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"{here}/{name}")
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(here / "mps"))
 
 
 @pytest.mark.parametrize(
@@ -148,20 +134,17 @@ def smi(here: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_gpus_and_mps(
-    mode: str,
-    mps: bool,
-    code: int,
-    what: str,
-    base: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    mode: str, mps: bool, code: int, what: str, found: Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    smi(tmp_path, mode, monkeypatch)
+    (program := tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho 'GPU-1, {mode}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"{tmp_path}/{name}")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "mps"))
     (tmp_path / "mps").mkdir()
     if mps:
         (tmp_path / "mps" / "control").touch()
-    assert (found(base, capsys)[0], code) == (code, code)
-    assert what in found(base, capsys)[1]
+    got, told = found()
+    assert (got, what in told) == (code, True)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    assert "unset CUDA_LAUNCH_BLOCKING" in found(base, capsys)[1]
+    assert "unset CUDA_LAUNCH_BLOCKING" in found()[1]

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from crossover_ddp._turns.view import Look, look
 from crossover_ddp.cli import status as cli_status
 from crossover_ddp.cli.status import HEAD, rows
 from tests.harness.waiting import eventually
-from tests.unit.turns.joined_segments import Process, join_at
+from tests.unit.turns.joined_segments import Join, Process, join_at
 from tests.unit.turns.mutexes import DEVICE, Make, acquire_in, segment_of
 
 
@@ -73,20 +74,29 @@ def look_at(group: str) -> Look:
     return seen._replace(places=tuple(each for each in seen.places if each.group == group))
 
 
-def run(base: Path, capsys: pytest.CaptureFixture[str], *, prometheus: bool = False) -> tuple[int, str]:
-    code = cli_status.run(argparse.Namespace(json=False, prometheus=prometheus), base=str(base))
-    return code, capsys.readouterr().out
+Run = Callable[..., tuple[int, str]]
 
 
-def test_what_a_trial_has_found_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    segment = join_at(tmp_path, job=1)
-    segment.publish(mode=Mode.TRYING_TURNS)
-    assert "between turns, trial" in run(tmp_path, capsys)[1]
-    segment.publish(mode=Mode.SIDE_BY_SIDE)
-    assert "side by side " in run(tmp_path, capsys)[1]
-    segment.publish(turns_s=0.0107, side_s=0.01, pairs=2)
-    assert "side by side: turns were 7 % slower" in run(tmp_path, capsys)[1]
-    segment.leave()
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return the exit code and what is printed of the jobs below the test's directory."""
+
+    def running(*, prometheus: bool = False) -> tuple[int, str]:
+        code = cli_status.run(argparse.Namespace(json=False, prometheus=prometheus), base=str(tmp_path))
+        return code, capsys.readouterr().out
+
+    return running
+
+
+def test_what_a_trial_has_found_is_shown(join: Join, run: Run) -> None:
+    segment = join()
+    for published, told in (
+        ({"mode": Mode.TRYING_TURNS}, "between turns, trial"),
+        ({"mode": Mode.SIDE_BY_SIDE}, "side by side "),
+        ({"turns_s": 0.0107, "side_s": 0.01, "pairs": 2}, "side by side: turns were 7 % slower"),
+    ):
+        segment.publish(**published)
+        assert told in run()[1]
 
 
 def scraped(text: str) -> dict[tuple[str, str, str], float]:
@@ -96,21 +106,21 @@ def scraped(text: str) -> dict[tuple[str, str, str], float]:
 
 
 def test_prometheus_reads_who_computes_who_queues_and_who_is_gone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, join: Join, run: Run
 ) -> None:
     device = 'card "0" \\ of node'
-    waiting = join_at(tmp_path, job=1, device=device)
+    waiting = join(device=device)
     with Process(tmp_path, job=2) as holder:
         turn = holder.call("draw_turn")
         holder.call("publish", started=turn)
         waiting.publish(queued=waiting.draw_turn(), turns=7, mode=Mode.SIDE_BY_SIDE)
-        code, text = run(tmp_path, capsys, prometheus=True)
+        code, text = run(prometheus=True)
         found = scraped(text)
         assert code == 0
         assert (found["crossover_computes", DEVICE, "2"], found["crossover_queues", DEVICE, "2"]) == (1, 0)
         holder.kill()
-    assert run(tmp_path, capsys)[1].splitlines()[-1].split()[1:4] == [DEVICE, "2", "gone"]
-    ended = scraped(run(tmp_path, capsys, prometheus=True)[1])
+    assert run()[1].splitlines()[-1].split()[1:4] == [DEVICE, "2", "gone"]
+    ended = scraped(run(prometheus=True)[1])
     assert ended["crossover_computes", DEVICE, "2"] == ended["crossover_alive", DEVICE, "2"] == 0
     assert {
         name.removeprefix("crossover_"): ended[name, device, "1"] for name, _, job in ended if job == "1"
@@ -118,16 +128,13 @@ def test_prometheus_reads_who_computes_who_queues_and_who_is_gone(
         **{"turns_total": 7, "computes": 0, "queues": 1, "side_by_side": 1, "alive": 1, "processes": 1},
         "lease_seconds": pytest.approx(found["crossover_lease_seconds", device, "1"]),
     }
-    waiting.leave()
 
 
-def test_no_jobs_and_files_that_are_none_change_the_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, told = run(tmp_path, capsys)
+def test_no_jobs_and_files_that_are_none_change_the_exit_code(tmp_path: Path, run: Run) -> None:
+    code, told = run()
     assert (code, "no jobs take turns here" in told, [*tmp_path.iterdir()]) == (1, True, [])
     segment = join_at(tmp_path)
-    assert run(tmp_path, capsys)[0] == 0
+    assert run()[0] == 0
     os.truncate(segment.path, 5)
-    assert run(tmp_path, capsys)[0] == 1
+    assert run()[0] == 1
     segment.forget()

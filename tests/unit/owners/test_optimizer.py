@@ -137,11 +137,23 @@ class SumsPerGroup(torch.optim.SGD):
         return super().step(closure)
 
 
+class Wrapper(Optimizer):
+    """Hands everything on to another one, as Accelerate's does."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.state = inner, inner.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+
 REFUSED: dict[str, tuple[Make, str]] = {
     "a line search": (lambda p: torch.optim.LBFGS(p), "needs no closure"),
     "sparse gradients": (lambda p: torch.optim.SparseAdam(list(p)), "use another optimizer"),
     "a global norm": (timm_optimizer("lamb"), "depends on the others"),
     "a value of the whole group": (lambda p: SumsPerGroup(p, lr=0.1), "param_groups"),
+    "a wrapper": (lambda p: Wrapper(TORCH["sgd"](p)), "pass the optimizer that it wraps"),
 }
 
 
@@ -152,29 +164,12 @@ def test_an_optimizer_that_mixes_parameters_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedConfigurationError, match=message):
         check_separable(optimizer)
     assert not optimizer.state
+    assert len(optimizer.param_groups[0]["params"]) == 4
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got optimizer=list"):
         check_separable([])  # type: ignore[arg-type]
-
-
-class Wrapper(Optimizer):
-    """Hands everything on to another one, as Accelerate's does."""
-
-    def __init__(self, inner: Optimizer) -> None:
-        self.inner = inner
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.inner.param_groups
-
-
-def test_a_wrapper_is_refused_in_favour_of_what_it_wraps() -> None:
-    inner = torch.optim.SGD(parameters_of(), lr=0.1)
-    with pytest.raises(UnsupportedConfigurationError, match="pass the optimizer that it wraps"):
-        check_separable(Wrapper(inner))
-    assert len(inner.param_groups[0]["params"]) == 4
 
 
 def test_a_failing_step_leaves_groups_and_gradients_as_they_were() -> None:

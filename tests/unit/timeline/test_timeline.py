@@ -27,6 +27,20 @@ def _spans(path: Path) -> list[dict[str, Any]]:
     return [line for line in _lines(path) if line["ph"] == "X"]
 
 
+SPAN = ("compute", 0.0, 1.0)
+
+
+def recorded(
+    directory: Path, *spans: tuple[str, float, float], rank: int = 0, device: str = "d", job: str = "a"
+) -> Path:
+    """Record spans, each a kind and two times; return the file."""
+    timeline = Timeline(directory, rank=rank, device=device, job=job)
+    for span in spans:
+        timeline.span(*span)
+    timeline.close()
+    return timeline.path
+
+
 def test_header_then_spans(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "deep" / "er", rank=3, device="node0/device0", job="5ca1ab1e")
     timeline.span("compute", 1.0, 2.5)
@@ -58,25 +72,19 @@ def test_header_then_spans(tmp_path: Path) -> None:
 
 
 def test_spans_of_a_lane_never_overlap(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path, rank=0, device="d")
-    for begin_s, end_s in ((0, 4), (1, 5), (4, 6), (5, 7), (2, 8), (8, 9)):
-        timeline.span("all_gather", begin_s, end_s)
-    timeline.close()
+    times_s = ((0, 4), (1, 5), (4, 6), (5, 7), (2, 8), (8, 9))
     lanes: dict[int, list[float]] = {}
-    for span in _spans(timeline.path):
+    for span in _spans(recorded(tmp_path, *(("all_gather", *each) for each in times_s))):
         lanes.setdefault(span["tid"], []).extend((span["ts"], span["ts"] + span["dur"]))
     assert len(lanes) == 3
     assert all(times == sorted(times) for times in lanes.values())
 
 
 def test_devices_are_processes_and_no_lane_is_two_ranks(tmp_path: Path) -> None:
-    found = []
-    for job, rank, device in (("a", 0, "d0"), ("a", 1, "d1"), ("b", 0, "d0"), ("b", 1, "d0")):
-        timeline = Timeline(tmp_path, rank=rank, device=device, job=job)
-        timeline.span("compute", 0, 1)
-        timeline.close()
-        found += _spans(timeline.path)
-    first, second, third, fourth = found
+    whose = [("a", 0, "d0"), ("a", 1, "d1"), ("b", 0, "d0"), ("b", 1, "d0")]
+    first, second, third, fourth = found = [
+        _spans(recorded(tmp_path, SPAN, job=job, rank=rank, device=device))[0] for job, rank, device in whose
+    ]
     assert first["pid"] == third["pid"] == fourth["pid"] != second["pid"]
     assert len({each["tid"] for each in found}) == 4
 
@@ -98,15 +106,10 @@ def test_it_is_written_a_second_after_the_last_time_and_at_the_end(tmp_path: Pat
 
 def test_every_recorder_has_a_file_and_a_header_of_its_own(tmp_path: Path) -> None:
     # As with two states in one process, or a process that has the number of one long gone.
-    recorders = [Timeline(tmp_path, rank=0, device="d") for _ in range(3)]
-    for place, recorder in enumerate(recorders):
-        recorder.span(f"kind{place}", 0, 1)
-        recorder.close()
-    name = f"rank0-{os.getpid()}"
-    assert [each.path.name for each in recorders] == [f"{name}.json", f"{name}-2.json", f"{name}-3.json"]
-    assert [[span["cat"] for span in _spans(each.path)] for each in recorders] == [
-        [f"kind{place}"] for place in range(3)
-    ]
+    kinds, name = [f"kind{place}" for place in range(3)], f"rank0-{os.getpid()}"
+    paths = [recorded(tmp_path, (kind, 0, 1)) for kind in kinds]
+    assert [path.name for path in paths] == [f"{name}.json", f"{name}-2.json", f"{name}-3.json"]
+    assert [[span["cat"] for span in _spans(path)] for path in paths] == [[kind] for kind in kinds]
 
 
 def test_threads_lose_and_mix_nothing(tmp_path: Path) -> None:
@@ -143,9 +146,7 @@ def test_a_process_that_forgets_to_close_loses_nothing_and_its_forked_child_repe
 def test_unwritable_directory_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
-        timeline = Timeline(tmp_path / "file" / "below", rank=0, device="d")
-        timeline.span("compute", 0, 1)
-        timeline.close()
+        recorded(tmp_path / "file" / "below", SPAN)
     assert len(caplog.records) == 1
     assert "no timeline is recorded" in caplog.text
 
@@ -153,15 +154,8 @@ def test_unwritable_directory_costs_one_warning(tmp_path: Path, caplog: pytest.L
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-def recorded(directory: Path, job: str, rank: int) -> Path:
-    timeline = Timeline(directory, rank=rank, device=f"d{rank}", job=job)
-    timeline.span("compute", 1.0, 2.0, step=rank)
-    timeline.close()
-    return timeline.path
-
-
 def test_recordings_of_all_jobs_become_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [recorded(tmp_path / "runs" / job, job, rank) for job in "ab" for rank in (0, 1)]
+    paths = [recorded(tmp_path / "runs" / job, SPAN, job=job, rank=rank) for job in "ab" for rank in (0, 1)]
     with paths[0].open("a") as file:
         file.write('{"ph": "X", "name": "cut o')  # by a kill
     trace = tmp_path / "deep" / "trace.json"
@@ -176,7 +170,7 @@ def test_recordings_of_all_jobs_become_one_trace(tmp_path: Path, capsys: pytest.
 def test_what_is_no_recording_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["timeline", str(tmp_path), "-o", str(tmp_path / "trace.json")]
     assert cli.main(words) == 1, "nothing there"
-    recorded(tmp_path, "a", 0)
+    recorded(tmp_path, SPAN)
     (tmp_path / "rank0-1.json").write_text("[\na shopping list,\n")
     (tmp_path / "rank0-2.json").write_text('[\n{"ph": "M", "name": "recording", "args": {"version": 9}},\n')
     (tmp_path / "rank0-3.json").touch()

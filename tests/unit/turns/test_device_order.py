@@ -15,7 +15,7 @@ from crossover_ddp._system import environment
 from crossover_ddp._turns import device_order, joining
 from crossover_ddp._turns.device_order import DeviceOrder, order_on
 from crossover_ddp._turns.segment import EVENT_HANDLE_BYTES
-from crossover_ddp.errors import SegmentError, UnsupportedConfigurationError
+from crossover_ddp.errors import SegmentError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import SOON_S, Make, held_up, membership_of, warnings
@@ -38,14 +38,11 @@ class Order(DeviceOrder):
         self.handle = bytes(EVENT_HANDLE_BYTES)
         self.over = threading.Event()
         self.over.set()
-        self.check_usable = self.close = self.nothing
+        self.check_usable = self.close = lambda: None
         self.streams = lambda: ()
         self.mark = lambda streams=(): None  # published at once
         self.follow = lambda *_: self.over
         self.left_behind = 0
-
-    def nothing(self) -> None:
-        pass
 
     def wait(self, end: Any) -> None:
         assert end.wait(SOON_S)
@@ -122,26 +119,6 @@ def test_who_leaves_lets_the_device_end_first_even_where_that_fails(make: Make) 
         assert siblings == [1], "the slot was given up before the device had ended"
         assert second.stats()["siblings"] == 0
         second.close()
-
-
-def test_in_a_graph_capture_turns_are_refused_and_nothing_changes(make: Make) -> None:
-    first, second = make(), make()
-    order, refuse = order_of(first), raising(UnsupportedConfigurationError("expected no capture"))
-    order.check_usable = refuse
-    with pytest.raises(UnsupportedConfigurationError, match="no capture"):
-        first.acquire()
-    assert first.stats()["turns"] == 0
-    order.check_usable = order.nothing
-    take_turns(second)
-    first.acquire()
-    order.check_usable = refuse
-    with pytest.raises(UnsupportedConfigurationError, match="no capture"):
-        first.release()
-    assert first.holding
-    order.check_usable = order.nothing
-    first.release()
-    assert first.stats()["turn"] == 2, "the refused calls have drawn a turn, or given one back"
-    assert first.disabled_because is None
 
 
 # --- CUDA ---------------------------------------------------------------------------------------------------------

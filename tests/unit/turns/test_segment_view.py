@@ -90,14 +90,12 @@ def test_looking_never_makes_a_slot_seem_taken_or_keeps_files(tmp_path: Path) ->
 # --- what others have put there; see also test_turn_segment.py ---------------------------------------------------
 
 
-def _fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path, 0o600)
-
-
 @pytest.mark.parametrize(
     ("meddle", "message"),
-    [(_fifo, "seek"), (lambda path: path.rename(path.with_name("foreign.turns")), "not a file of turns")],
+    [
+        (lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "seek"),
+        (lambda path: path.rename(path.with_name("foreign.turns")), "not a file of turns"),
+    ],
 )
 def test_what_is_no_segment_is_told_as_a_problem(
     meddle: Callable[[Path], object], message: str, tmp_path: Path

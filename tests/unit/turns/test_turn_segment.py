@@ -192,57 +192,38 @@ def _held_by_fork(below: Path) -> list[str]:
     return found
 
 
-class Gap:
-    """The moment around a call of another thread, made long; whoever forks in it can be sure to be there."""
-
-    def __init__(self) -> None:
-        self.entered = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def hold(self) -> None:
-        if threading.current_thread() is self._thread and not self.entered.is_set():
-            self.entered.set()
-            time.sleep(GAP_S)
-
-    def held_by_fork_of(self, work: Callable[[], object], below: Path) -> list[str]:
-        """Run ``work`` in a thread, fork in its gap, and return which files of a directory the child has open."""
-        self._thread = threading.Thread(target=work)
-        self._thread.start()
-        assert self.entered.wait(60.0)
-        try:
-            return _held_by_fork(below)
-        finally:
-            self._thread.join()
-
-
-@pytest.mark.parametrize("suffix", [".turns", ".bell"])
-def test_a_fork_while_a_segment_is_joined_holds_nothing(
-    suffix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    gap, original = Gap(), GroupFiles.open_file
-
-    def slow(self: GroupFiles, name: str, flags: int) -> int:
-        fd = original(self, name, flags)
-        if name.endswith(suffix):
-            gap.hold()
-        return fd
-
-    monkeypatch.setattr(GroupFiles, "open_file", slow)
-    joined: list[TurnSegment] = []
-    assert gap.held_by_fork_of(lambda: joined.append(join_at(tmp_path)), tmp_path) == []
-    assert jobs(joined[0]) == [1]
-    joined[0].leave()
-    assert files(tmp_path) == []
-
-
-@pytest.mark.parametrize("way", ["leave", "forget"])
-def test_a_fork_while_a_segment_is_closed_holds_nothing(
+@pytest.mark.parametrize("way", [".turns", ".bell", "leave", "forget"])
+def test_a_fork_while_a_segment_is_joined_or_closed_holds_nothing(
     way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    segment = join_at(tmp_path)
-    gap, original = Gap(), os.close
-    monkeypatch.setattr(os, "close", lambda fd: (gap.hold(), original(fd)))
-    assert gap.held_by_fork_of(getattr(segment, way), tmp_path) == []
+    entered, joined, opened, closed = threading.Event(), list[TurnSegment](), GroupFiles.open_file, os.close
+
+    def gap() -> None:
+        """Make the moment long, for who forks in it."""
+        if threading.current_thread() is thread and not entered.is_set():
+            entered.set()
+            time.sleep(GAP_S)
+
+    def slow(self: GroupFiles, name: str, flags: int) -> int:
+        fd = opened(self, name, flags)
+        if name.endswith(way):
+            gap()
+        return fd
+
+    if way.startswith("."):
+        monkeypatch.setattr(GroupFiles, "open_file", slow)
+        thread = threading.Thread(target=lambda: joined.append(join_at(tmp_path)))
+    else:
+        thread = threading.Thread(target=getattr(join_at(tmp_path), way))
+        monkeypatch.setattr(os, "close", lambda fd: (gap(), closed(fd)))
+    thread.start()
+    assert entered.wait(60.0)
+    assert _held_by_fork(tmp_path) == []
+    thread.join()
+    for segment in joined:
+        assert jobs(segment) == [1]
+        segment.leave()
+        assert files(tmp_path) == []
 
 
 def test_a_thread_that_forks_in_its_own_gap_does_not_wait_for_itself(join: Join, tmp_path: Path) -> None:
@@ -293,19 +274,9 @@ def leftover(tmp_path: Path) -> Path:
     return Path(segment.path)
 
 
-def _garbage(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.write(b"XDDPTURN" * 8)  # as an earlier version wrote
-
-
 def _symbolic_link(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
     path.symlink_to(path.with_name("elsewhere"))
-
-
-def _directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir(0o700)
 
 
 @pytest.mark.parametrize(
@@ -313,13 +284,18 @@ def _directory(path: Path) -> None:
     [
         (lambda path: os.truncate(path, 100), r"slots of \d+ bytes.*; remove it", "expected slots of"),
         (lambda path: os.truncate(path, 1 << 20), r"slots of \d+ bytes.*; remove it", "expected slots of"),
-        (_garbage, "another version of crossover_ddp.*; remove it", "another version"),
+        # As an earlier version wrote.
+        (
+            lambda path: path.write_bytes((b"XDDPTURN" * 8).ljust(path.stat().st_size)),
+            "another version of crossover_ddp.*; remove it",
+            "another version",
+        ),
         (_symbolic_link, "got a symbolic link; remove it", "symbolic links"),
-        (_directory, "got Is a directory; remove it", "directory"),
+        (lambda path: (path.unlink(), path.mkdir(0o700)), "got Is a directory; remove it", "directory"),
     ],
 )
 def test_a_segment_that_is_not_ours_is_refused_seen_and_stays_as_it_is(
-    meddle: Callable[[Path], None], message: str, problem: str, leftover: Path, tmp_path: Path
+    meddle: Callable[[Path], object], message: str, problem: str, leftover: Path, tmp_path: Path
 ) -> None:
     meddle(leftover)
     before = state(tmp_path)
