@@ -111,9 +111,10 @@ def in_ranks(
             if living != living[:1] * len(living):
                 raise RankError(f"ranks have returned different results: {living}")
 
-        signature, own = inspect.signature(test), ("rank", "world_size" if world_size else "rank")
-        parameters = [each for name, each in signature.parameters.items() if name not in own]
-        vars(run)["__signature__"] = signature.replace(parameters=parameters)
+        asked = {*inspect.signature(test).parameters} - {"rank", "world_size"}
+        names = sorted(asked if world_size else {*asked, "world_size"})  # what pytest gives
+        keyword_only = inspect.Parameter.KEYWORD_ONLY
+        vars(run)["__signature__"] = inspect.Signature([inspect.Parameter(n, keyword_only) for n in names])
         return run
 
     return decorated

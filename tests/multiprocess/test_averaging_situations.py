@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState
-from tests.harness import run_ranks
+from tests.harness import in_ranks, run_ranks
 from tests.multiprocess.averaging_oracle import NESTEROV, Trainer
 
 
@@ -40,7 +40,9 @@ class Odd(nn.Module):
         return result
 
 
-def loop(rank: int, world_size: int, elastic: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("elastic", [False, True])
+@in_ranks(2)
+def test_loops_may_skip_drop_clip_and_accumulate(rank: int, elastic: bool) -> torch.Tensor:
     """Skip steps on one rank alone, drop gradients, clip, schedule, accumulate."""
     state: Any = ElasticState(3, "sync") if elastic else LocalSGDState(3, delay=1, fragments=2)
     trainer = Trainer(rank, state, model=Odd())
@@ -60,26 +62,15 @@ def loop(rank: int, world_size: int, elastic: bool) -> dict[str, Any]:
         schedule.step()
         trainer.drop()
     state.average()
-    values = [t.float().flatten() for t in model.state_dict().values() if t.is_floating_point()]
-    found = {
-        "moved": [name for name, p in model.named_parameters() if p.data_ptr() != places[name]],
-        "frozen": torch.equal(frozen, model.frozen.weight),
-        "tied": model.tied.weight is model.down.weight,
-        "finite": bool(torch.cat(values).isfinite().all()),
-        "values": torch.cat(values),
-        "steps": state.stats()["steps"],
-        "channels_last": model.stem.weight.is_contiguous(memory_format=torch.channels_last),
-    }
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == places
+    assert torch.equal(frozen, model.frozen.weight)
+    assert model.tied.weight is model.down.weight
+    assert model.stem.weight.is_contiguous(memory_format=torch.channels_last)
+    assert state.stats()["steps"] == 8
     state.close()
-    return found
-
-
-@pytest.mark.parametrize("elastic", [False, True])
-def test_loops_may_skip_drop_clip_and_accumulate(elastic: bool) -> None:
-    first, second = run_ranks(loop, 2, args=(elastic,))
-    assert torch.equal(first.pop("values"), second.pop("values")), "ranks differ after average()"
-    expected = {"moved": [], "frozen": True, "tied": True, "finite": True, "steps": 8, "channels_last": True}
-    assert first == second == expected
+    values = [t.float().flatten() for t in model.state_dict().values() if t.is_floating_point()]
+    assert torch.cat(values).isfinite().all()
+    return torch.cat(values)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -138,23 +129,17 @@ def test_a_checkpoint_is_for_any_number_of_ranks(kind: str, tmp_path: Path) -> N
 COUNTED = [(4, 0, 1, False), (4, 3, 1, False), (8, 1, 8, False), (4, 1, 4, True)]
 
 
-def count(rank: int, world_size: int) -> list[dict[str, int]]:
+@in_ranks(2)
+def test_bytes_on_the_wire_and_in_memory(rank: int) -> None:
     """A model that is all parameters, so that bytes can be counted."""
-    found = []
-    for *interval, outer in COUNTED:
+    for sync_every, delay, fragments, outer in COUNTED:
         torch.manual_seed(0)
         layers = nn.Linear(36, 2000, bias=False), nn.Tanh(), nn.Linear(2000, 7, bias=False)
         model = nn.Sequential(nn.Flatten(), *layers)
-        state = LocalSGDState(*interval, outer_optimizer=NESTEROV if outer else None)
+        state = LocalSGDState(sync_every, delay, fragments, outer_optimizer=NESTEROV if outer else None)
         trainer = Trainer(rank, state, "sgd", model=model).run(17)
-        found.append({**state.stats(), "parameters_bytes": sum(p.nbytes for p in model.parameters())})
+        found, whole = state.stats(), sum(p.nbytes for p in model.parameters())
         trainer.close()
-    return found
-
-
-def test_bytes_on_the_wire_and_in_memory() -> None:
-    for (sync_every, delay, fragments, outer), found in zip(COUNTED, run_ranks(count, 2)[0], strict=True):
-        whole = found["parameters_bytes"]
         exchanged = found["exchanged_bytes"] / (16 * whole)  # what is due after the last step has not left
         assert exchanged == pytest.approx(1 / sync_every, rel=0.02)
         copies = 1 if delay == 0 else 2
@@ -162,34 +147,25 @@ def test_bytes_on_the_wire_and_in_memory() -> None:
         assert found["outer_bytes"] <= (1.05 * 2 * whole / 2 if outer else 0)
 
 
-def planned(rank: int, world_size: int) -> list[Any]:
+@pytest.mark.defect("codecs-S13")
+@in_ranks(2)
+def test_all_ranks_plan_the_same_intervals_also_without_local_steps(rank: int) -> list[Any]:
     plans = []
     for state in (LocalSGDState(8, 1, 8), LocalSGDState(1)):
         trainer = Trainer(rank, state).run(12)
         plans.append(state.plan())
+        assert plans[-1].sync_every > plans[-1].delay > 0 and plans[-1].compute_s > 0
         LocalSGDState(**plans[-1].arguments()).close()
         trainer.run(1).close()
     return plans
 
 
-@pytest.mark.defect("codecs-S13")
-def test_all_ranks_plan_the_same_intervals_also_without_local_steps() -> None:
-    first, second = run_ranks(planned, 2)
-    assert first == second
-    for plan in first:
-        assert plan.sync_every > plan.delay > 0 and plan.compute_s > 0
-
-
-def of_a_group_of_its_own(rank: int, world_size: int) -> torch.Tensor:
-    """Two of three ranks average."""
+@in_ranks(3)
+def test_a_model_of_some_ranks_is_averaged_over_these(rank: int) -> None:
     group = dist.new_group([0, 2])
-    if rank == 1:
-        return torch.zeros(1)
-    trainer = Trainer(rank, LocalSGDState(2, 1, process_group=group), process_group=group).run(5)
-    trainer.state.average()
-    return trainer.end()
-
-
-def test_a_model_of_some_ranks_is_averaged_over_these() -> None:
-    one, _, other = run_ranks(of_a_group_of_its_own, 3)
-    assert torch.equal(one, other)
+    if rank != 1:
+        trainer = Trainer(rank, LocalSGDState(2, 1, process_group=group), process_group=group).run(5)
+        trainer.state.average()
+        both = [torch.empty_like(trainer.values) for _ in range(2)]
+        dist.all_gather(both, trainer.end(), group)
+        assert torch.equal(*both)

@@ -22,7 +22,7 @@ from crossover_ddp import (
 )
 from crossover_ddp._engine import states
 from crossover_ddp.errors import UnsupportedConfigurationError
-from tests.harness import run_ranks
+from tests.harness import in_ranks
 from tests.harness.groups import impatient_group
 from tests.harness.networks import mlp
 from tests.harness.oracles import error_of, heard
@@ -68,14 +68,15 @@ def listed(value: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.Tensor.tolist, value)
 
 
-def saved_by_anybody(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["owners", "replicas", "codec"])
+@in_ranks(2)
+def test_a_checkpoint_is_the_same_on_all_ranks_and_so_is_what_others_save_after_it(
+    rank: int, kind: str
+) -> dict[str, Any]:
     training = training_of(kind, rank).run(3)
     (optimizer,) = training.optimizers
     saved = copy.deepcopy(training.state.checkpoint(optimizer))
     assert saved.keys() == {"model", "optimizer", "hook"}
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, listed(saved))
-    assert everyone[0] == everyone[1], "one rank's checkpoint is the job's"
     # What a loop of somebody else's saves now is the same.
     assert listed(training.model.module.state_dict()) == listed(saved["model"])
     assert listed(optimizer.state_dict()) == listed(saved["optimizer"])
@@ -87,14 +88,12 @@ def saved_by_anybody(rank: int, world_size: int, kind: str) -> None:
     torch.optim.Adam(plain.parameters()).load_state_dict(saved["optimizer"])
     one = training.run(1).state.checkpoint(optimizer, to=1)
     assert one.keys() == (saved.keys() if rank == 1 else set())
+    return saved
 
 
-@pytest.mark.parametrize("kind", ["owners", "replicas", "codec"])
-def test_a_checkpoint_is_the_same_on_all_ranks_and_so_is_what_others_save_after_it(kind: str) -> None:
-    run_ranks(saved_by_anybody, 2, args=(kind,))
-
-
-def resumed(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["kfac coded", "kfac decoupled"])
+@in_ranks(2)
+def test_kfac_resumes_with_a_codec_and_in_decoupled_training(rank: int, kind: str) -> None:
     whole, later = training_of(kind, rank).run(4), training_of(kind, rank)
     whole.state.drain()  # or a codec's residuals are not in K-FAC's checkpoint, with a warning
     saved = copy.deepcopy(whole.run(1).state.checkpoint(whole.optimizers[0]))
@@ -109,53 +108,36 @@ def resumed(rank: int, world_size: int, kind: str) -> None:
         later.state.restore(strange, ())
 
 
-@pytest.mark.parametrize("kind", ["kfac coded", "kfac decoupled"])
-def test_kfac_resumes_with_a_codec_and_in_decoupled_training(kind: str) -> None:
-    run_ranks(resumed, 2, args=(kind,))
-
-
-def on_one_rank(rank: int, world_size: int) -> tuple[str, str]:
+@in_ranks(2)
+def test_one_rank_alone_is_warned_and_refused_in_bounded_time(rank: int) -> None:
     training = training_of("codec", rank, impatient_group(PATIENCE_S)).run(2)
     text = ""
     with mock.patch.object(states, "_PATIENCE_S", 0.5), heard() as told:
         if rank == 0:
             text = error_of(lambda: training.state.checkpoint(training.optimizers))
         dist.barrier()
-    return text, " ".join(told)
+    assert rank or "checkpoint()" in text
+    assert ("call it on all ranks, not inside of `if rank == 0:`" in " ".join(told)) == (rank == 0)
 
 
-def test_one_rank_alone_is_warned_and_refused_in_bounded_time() -> None:
-    (text, told), other = run_ranks(on_one_rank, 2)
-    assert "checkpoint()" in text
-    assert "call it on all ranks, not inside of `if rank == 0:`" in told
-    assert other == ("", "")
-
-
-def with_other_arguments(rank: int, world_size: int) -> str:
+@in_ranks(2)
+def test_ranks_that_call_with_other_arguments_are_refused(rank: int) -> None:
     training = training_of("owners", rank).run(2)
-    with pytest.raises(UnsupportedConfigurationError) as refusal:
+    message = r"expected the same to on all ranks, got to by rank \{0: 0, 1: 1\}"
+    with pytest.raises(UnsupportedConfigurationError, match=message):
         training.state.checkpoint(to=rank)
     training.state.checkpoint()  # the group goes on
     with pytest.raises(ValueError, match="expected 0 <= to < 2, got to=2"):
         training.state.checkpoint(to=2)
-    return str(refusal.value)
 
 
-def test_ranks_that_call_with_other_arguments_are_refused() -> None:
-    for text in run_ranks(with_other_arguments, 2):
-        assert "expected the same to on all ranks, got to by rank {0: 0, 1: 1}" in text
-
-
-def a_replica_alone(rank: int, world_size: int) -> list[str]:
+@in_ranks(2)
+def test_one_replica_is_saved_with_a_warning_and_after_a_checkpoint_without(rank: int) -> None:
     with heard() as told:
         training = training_of("replicas", rank).run(1)
         training.state.checkpoint(training.optimizers)
         training.model.state_dict()
         assert not told
         training.run(1).model.state_dict()
-    return told
-
-
-def test_one_replica_is_saved_with_a_warning_and_after_a_checkpoint_without() -> None:
-    for (text,) in run_ranks(a_replica_alone, 2):
-        assert "call state.checkpoint() on all ranks" in text
+    (text,) = told
+    assert "call state.checkpoint() on all ranks" in text

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 
 from crossover_ddp import UnsupportedConfigurationError
 from crossover_ddp.codecs import Half, Int8, PerPair, SIDCo
-from tests.harness import run_ranks
+from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.inside import force_native
 from tests.multiprocess.compressed_training import CODECS, Coded
@@ -21,8 +21,12 @@ STEPS = 200 if IN_CAMPAIGN else 7  # of which five are deferred, one of them wit
 TRIAL_STEPS = 34  # after which it is decided whether to defer
 
 
-def digests(rank: int, world_size: int) -> dict[str, list[str]]:
-    """Return what each codec makes of the parameters, by each state; on two nodes also one for each pair of ranks."""
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@in_ranks()
+def test_parameters_are_those_of_the_codec_alone_on_all_ranks_by_every_state(
+    rank: int, world_size: int
+) -> list[list[str]]:
+    """What each codec makes of the parameters, by each state; on two nodes also one for each pair of ranks."""
     walks = {name: (codec, ("compressed", "decoupled")) for name, codec in CODECS.items()}
     if world_size == 4:
         pairs = PerPair.by_node([0, 0, 1, 1], far=SIDCo(0.1), near=Half())
@@ -35,66 +39,44 @@ def digests(rank: int, world_size: int) -> dict[str, list[str]]:
         ways: list[Any] = [("compressed", {}), ("decoupled", {"defer": "auto"})]
         made = [Coded(kind, rank, CODECS["pair"], **settings) for kind, settings in ways]
         found["auto"] = [each.run(TRIAL_STEPS).digest() for each in made]
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_parameters_are_those_of_the_codec_alone_on_all_ranks_by_every_state(world_size: int) -> None:
-    first, *others = run_ranks(digests, world_size)
-    assert others == [first] * (world_size - 1)
-    for alone, *by_others in first.values():
+    for alone, *by_others in found.values():
         if world_size == 4:
             assert by_others.pop() != alone, "K-FAC"
         assert set(by_others) == {alone}
-    assert len({alone for alone, *_ in first.values()}) == len(first)
+    assert len({alone for alone, *_ in found.values()}) == len(found)
+    return [*found.values()]
 
 
-def clipped(rank: int, world_size: int) -> tuple[list[float], list[float], str]:
-    """Clip by the state and, from the same parameters on, by torch; return both norms of each step."""
+@in_ranks(3)
+def test_clipping_sees_decoded_values(rank: int) -> str:
+    """Clip by the state and, from the same parameters on, by torch."""
     ours, alone = Coded("decoupled", rank, Int8()), Coded("compressed", rank, Int8())
-    norms, expected = [], []
     for _ in range(6):
         for each in (ours, alone):
             each.backward()
-        norms.append(float(ours.state.clip_grad_norm_(0.1)))
-        expected.append(float(nn.utils.clip_grad_norm_(alone.model.parameters(), 0.1)))
+        norm = float(ours.state.clip_grad_norm_(0.1))
+        expected = float(nn.utils.clip_grad_norm_(alone.model.parameters(), 0.1))
+        assert 0.1 < norm == pytest.approx(expected, rel=1e-4)
         for each in (ours, alone):
             each.update()
-    return norms, expected, ours.digest()
-
-
-def test_clipping_sees_decoded_values() -> None:
-    results = run_ranks(clipped, 3)
-    for norms, expected, _ in results:
-        assert norms == pytest.approx(expected, rel=1e-4)
-        assert min(norms) > 0.1
-    assert len({last for *_, last in results}) == 1
-
-
-def drained(rank: int, world_size: int, kind: str) -> tuple[float, float, float, str]:
-    """Return the greatest residual before and after an exact step, and the rate of bytes."""
-    training, greatest = Coded(kind, rank, CODECS["pair"]).run(4), []
-    rate = training.stats_of_codec()["rate"]
-    for _ in range(2):
-        residuals = training.residuals().values()
-        greatest.append(max((float(each.abs().max()) for each in residuals), default=0.0))
-        training.state.drain()
-        training.run(1)
-    return *greatest, rate, training.run(1).digest()
+    return ours.digest()
 
 
 @pytest.mark.parametrize("kind", ["crossover", "decoupled"])
-def test_a_drained_step_leaves_nothing_behind(kind: str) -> None:
-    results = run_ranks(drained, 3, args=(kind,))
-    for before, after, rate, _ in results:
-        assert before > 0
-        assert after == 0
-        assert 0.1 < rate < 0.4
-    assert len({last for *_, last in results}) == 1
+@in_ranks(3)
+def test_a_drained_step_leaves_nothing_behind(rank: int, kind: str) -> str:
+    training = Coded(kind, rank, CODECS["pair"]).run(4)
+    assert 0.1 < training.stats_of_codec()["rate"] < 0.4
+    for is_left in (True, False):
+        assert any(each.any() for each in training.residuals().values()) == is_left
+        training.state.drain()
+        training.run(1)
+    return training.run(1).digest()
 
 
-def resumed(rank: int, world_size: int) -> tuple[list[str], list[float]]:
-    """Resume after four steps, with residuals and without; return what comes of it, and how far from going on it is."""
+@in_ranks(2)
+def test_residuals_go_on_after_a_stop(rank: int) -> list[str]:
+    """Resume after four steps, with residuals and without, which is farther from going on."""
     whole = Coded("decoupled", rank, Int8()).run(4)
     saved = whole.save()
     assert any(residual.any() for residual in whole.residuals().values())
@@ -103,13 +85,8 @@ def resumed(rank: int, world_size: int) -> tuple[list[str], list[float]]:
     without = {name: part for name, part in saved.items() if name != "state"}
     forgetful = Coded("decoupled", rank, Int8()).load(without).run(4)
     apart = [float((each.values() - whole.values()).abs().max()) for each in (again, forgetful)]
-    return [again.digest(), forgetful.digest()], apart
-
-
-def test_residuals_go_on_after_a_stop() -> None:
-    (first, apart), (second, also_apart) = run_ranks(resumed, 2)
-    assert first == second
-    assert max(apart[0], also_apart[0]) < min(apart[1], also_apart[1])
+    assert apart[0] < apart[1]
+    return [again.digest(), forgetful.digest()]
 
 
 @dataclass(frozen=True)
@@ -121,7 +98,8 @@ class Late(SIDCo):
         super().add_decoded(message, out)
 
 
-def joined(rank: int, world_size: int) -> dict[str, str]:
+@in_ranks(3)
+def test_ranks_may_run_out_of_inputs(rank: int) -> dict[str, str]:
     """Let rank 0 run out of inputs some steps early, twice."""
     steps, early, found = 6, 3, {}  # the third step is the first that is deferred
     for name, codec in {**CODECS, "late": Late(0.05)}.items():
@@ -133,17 +111,13 @@ def joined(rank: int, world_size: int) -> dict[str, str]:
                     training.loss(10 * epoch + number).backward()
                     training.optimizer.step()
         found[name] = training.digest()
+    assert found["late"] == found["sidco"]
     return found
 
 
-def test_ranks_may_run_out_of_inputs() -> None:
-    first, *others = run_ranks(joined, 3)
-    assert others == [first, first]
-    assert first["late"] == first["sidco"]
-
-
-def scales(rank: int, world_size: int) -> float:
-    """Return by how much gradients of a loss whose scale changes differ from those of a constant one."""
+@in_ranks(2)
+def test_residuals_follow_the_scale_of_the_loss(rank: int) -> None:
+    """Gradients of a loss whose scale changes are those of a constant one."""
     results = []
     for factors in ([1.0] * 4, [1.0, 1.0, 4.0, 0.5]):
         scale = [1.0]
@@ -153,29 +127,19 @@ def scales(rank: int, world_size: int) -> float:
             (training.loss(step) * scale[0]).backward()
         results.append(torch.cat([p.grad.flatten() for p in training.held]) / scale[0])
     assert float(results[0].abs().max()) > 1e-3
-    return float((results[0] - results[1]).abs().max())
+    assert float((results[0] - results[1]).abs().max()) < 1e-6
 
 
-def test_residuals_follow_the_scale_of_the_loss() -> None:
-    assert max(run_ranks(scales, 2)) < 1e-6
-
-
+@in_ranks(2)
 @force_native()
-def kfac_with_a_codec(rank: int, world_size: int) -> None:
+def test_kfac_with_a_codec_is_refused(rank: int) -> None:
     expected = "expected gradients on the CPU and gloo for a codec with K-FAC"
     with pytest.raises(UnsupportedConfigurationError, match=expected):
         Coded("kfac", rank, Int8()).run(4)
 
 
-def test_kfac_with_a_codec_is_refused() -> None:
-    run_ranks(kfac_with_a_codec, 2)
-
-
-def of_another_size(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_a_table_for_another_number_of_ranks_is_refused(rank: int) -> None:
     codec = PerPair.by_node([0, 0, 1], far=Int8()), Int8()
     with pytest.raises(UnsupportedConfigurationError, match="a row for each of 2 ranks, got 3 rows"):
         Coded("compressed", rank, codec).backward()
-
-
-def test_a_table_for_another_number_of_ranks_is_refused() -> None:
-    run_ranks(of_another_size, 2)

@@ -10,8 +10,8 @@ import timm.utils
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from crossover_ddp import UnsupportedConfigurationError
-from tests.harness import run_ranks
+from tests.harness import in_ranks
+from tests.harness.oracles import error_of
 from tests.harness.training import Training
 from tests.multiprocess.averaging_oracle import MAKERS, loss_of, network
 
@@ -35,10 +35,10 @@ def end(training: Training) -> torch.Tensor:
     return flat
 
 
-def flush_on_rank_0_and_clip(rank: int, world_size: int) -> bool:
+@in_ranks(2)
+def test_one_rank_may_flush_before_all_clip(rank: int) -> None:
     """``flush`` asks nobody, so the ranks that have not called it must not wait for rank 0's parts."""
     training, plain = training_of(rank, "momentum"), training_of(rank, "momentum", decoupled=False)
-    same = True
     for _ in range(6):
         training.backward()
         plain.backward()
@@ -46,17 +46,14 @@ def flush_on_rank_0_and_clip(rank: int, world_size: int) -> bool:
             training.state.flush()
         norm = training.state.clip_grad_norm_(0.5)
         # Ours is summed in float64, so that deferred steps have the same.
-        same &= torch.allclose(norm, clip_grad_norm_(plain.model.parameters(), 0.5), rtol=1e-6)
+        assert torch.allclose(norm, clip_grad_norm_(plain.model.parameters(), 0.5), rtol=1e-6)
         training.update()
         plain.update()
-    return same and torch.allclose(end(training), end(plain), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(end(training), end(plain), rtol=1e-5, atol=1e-6)
 
 
-def test_one_rank_may_flush_before_all_clip() -> None:
-    assert run_ranks(flush_on_rank_0_and_clip, 2) == [True, True]
-
-
-def only_rank_0_looks(rank: int, world_size: int) -> bool:
+@in_ranks(2)
+def test_one_rank_may_look_alone(rank: int) -> None:
     """Checkpoints, averages and evaluations of one rank need no other rank."""
     training, plain = training_of(rank, "adamw"), training_of(rank, "adamw", decoupled=False)
     average = timm.utils.ModelEmaV3(training.model.module, decay=0.9) if rank == 0 else None
@@ -72,53 +69,37 @@ def only_rank_0_looks(rank: int, world_size: int) -> bool:
         plain.step()
         if rank == 0:
             looks[step % len(looks)]()
-    return torch.equal(end(training), end(plain))
+    assert torch.equal(end(training), end(plain))
 
 
-def test_one_rank_may_look_alone() -> None:
-    assert run_ranks(only_rank_0_looks, 2) == [True, True]
-
-
-def keep_gradients_until_forward_has_run(rank: int, world_size: int) -> bool:
+@in_ranks(2)
+def test_gradients_without_bucket_views_are_those_of_plain_ddp_after_forward(rank: int) -> None:
     """Without bucket views, what the user holds by then is copied; what he has dropped is not."""
     one, plain = (
         training_of(rank, "momentum", decoupled=decoupled, gradient_as_bucket_view=False)
         for decoupled in (True, False)
     )
-    same = True
     for step in range(8):
         losses = [each.loss(step) for each in (one, plain)]
         if step:
             for a, b in zip(one.held[1:], plain.held[1:], strict=True):
-                same &= a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+                assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
         for training, loss in zip((one, plain), losses, strict=True):
             training.optimizer.zero_grad()
             loss.backward()
             training.optimizer.step()
             training.held[0].grad = None
-    return same and one.state.stats()["steps_deferred"] > 5 and torch.equal(end(one), end(plain))
+    assert one.state.stats()["steps_deferred"] > 5
+    assert torch.equal(end(one), end(plain))
 
 
-def test_gradients_without_bucket_views_are_those_of_plain_ddp_after_forward() -> None:
-    assert run_ranks(keep_gradients_until_forward_has_run, 2) == [True, True]
-
-
-def plan_too_early(rank: int, world_size: int, steps: int) -> str:
+@pytest.mark.parametrize(("steps", "recorded"), [(1, [False, False]), (8, [False, True])])
+@in_ranks(2)
+def test_a_plan_needs_deferred_steps_on_all_ranks(rank: int, steps: int, recorded: list[bool]) -> None:
     training = training_of(rank, "sgd")
     for _ in range(steps):
         training.step()
         if rank == 0:  # whose updates do not come in forward then, so that it has nothing to plan from
             training.model.module.state_dict()
-    try:
-        training.state.plan_codec()
-    except UnsupportedConfigurationError as error:
-        return str(error)
-    finally:
-        end(training)
-    return ""
-
-
-@pytest.mark.parametrize(("steps", "recorded"), [(1, [False, False]), (8, [False, True])])
-def test_a_plan_needs_deferred_steps_on_all_ranks(steps: int, recorded: list[bool]) -> None:
-    for message in run_ranks(plan_too_early, 2, args=(steps,)):
-        assert f"got {recorded}; train some ten steps before" in message
+    assert f"got {recorded}; train some ten steps before" in error_of(training.state.plan_codec)
+    end(training)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from crossover_ddp import DecoupledState, GPUMutex
-from tests.harness import inside, run_ranks
+from tests.harness import in_ranks, inside, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.groups import new_group
 from tests.harness.oracles import heard
@@ -124,14 +124,10 @@ def test_an_unknown_way_to_defer_is_refused() -> None:
         DecoupledState(optimizer, defer="never")  # type: ignore[arg-type]
 
 
-def train_plainly(rank: int, world_size: int) -> tuple[bool | None, list[str]]:
-    """Return whether it defers in the end, and what was logged as a warning."""
-    with heard() as said:
-        return training_of(decoupled(defer="auto"), rank).run(STEPS).state.deferring, said
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_plain_loop_is_never_warned(world_size: int) -> None:
-    for deferring, said in run_ranks(train_plainly, world_size):
-        assert deferring is not None, "the trial is to be over"
-        assert said == []
+@in_ranks()
+def test_a_plain_loop_is_never_warned(rank: int) -> None:
+    with heard() as said:
+        training = training_of(decoupled(defer="auto"), rank).run(STEPS)
+    assert training.state.deferring is not None, "the trial is to be over"
+    assert said == []

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp.averaging_hooks import ElasticState, elastic_hook
-from tests.harness import inside, run_ranks
+from tests.harness import in_ranks, inside, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.training import Training
 from tests.harness.waiting import eventually
@@ -160,7 +160,9 @@ def test_ranks_are_equal_after_average(mode: str) -> None:
         assert torch.equal(found[0][1], (found[0][0] / 2 + found[1][0] / 2))
 
 
-def one_blows_up(rank: int, world_size: int, mode: str) -> tuple[bool, bool, int]:
+@pytest.mark.parametrize("mode", ["async", "wild"])
+@in_ranks(2)
+def test_a_rank_that_blows_up_spoils_nobody(rank: int, mode: str) -> None:
     trainer = trainer_of(rank, "sgd", mode).run(4)
     if rank == 1:
         with torch.no_grad():
@@ -171,27 +173,18 @@ def one_blows_up(rank: int, world_size: int, mode: str) -> tuple[bool, bool, int
         return trainer.steps >= 14 and (rank == 0 or trainer.state.stats()["not_finite"] >= 4)
 
     eventually(stayed_away)
-    centre = trainer.state.state_dict()["kept"]["centre"]
-    stats = trainer.state.stats()
-    fine = all(bool(values.isfinite().all()) for values in centre.values())
-    return bool(trainer.end().isfinite().all()), fine, stats["not_finite"]
-
-
-@pytest.mark.parametrize("mode", ["async", "wild"])
-def test_a_rank_that_blows_up_spoils_nobody(mode: str) -> None:
-    (first, centre, none), (second, _, counted) = run_ranks(one_blows_up, 2, args=(mode,))
-    assert first and centre and not none
-    assert not second and counted >= 4
+    assert all(each.isfinite().all() for each in trainer.state.state_dict()["kept"]["centre"].values())
+    counted = trainer.state.stats()["not_finite"]
+    assert counted >= 4 if rank else counted == 0
+    assert bool(trainer.end().isfinite().all()) == (rank == 0)
 
 
 # --- wild -------------------------------------------------------------------------------------------------------------
 
 
-def near(world_size: int) -> float:
-    return 0.35 * (world_size - 1)
-
-
-def train_wild(rank: int, world_size: int, hosts: int) -> tuple[int, int, float, int]:
+@pytest.mark.parametrize(("world_size", "hosts"), [(2, 1), (4, 2)])
+@in_ranks()
+def test_ranks_of_a_host_meet_in_memory_and_hosts_in_rounds(rank: int, world_size: int, hosts: int) -> None:
     """Pretend that ranks live on several hosts."""
     with inside.pretend_host(f"host {rank * hosts // world_size}"):
         trainer = trainer_of(rank, "sgd", "wild", rate=0.3)
@@ -200,7 +193,7 @@ def train_wild(rank: int, world_size: int, hosts: int) -> tuple[int, int, float,
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.add_(float(rank))
-    leads = hosts > 1 and rank % (world_size // hosts) == 0
+    leads, near = hosts > 1 and rank % (world_size // hosts) == 0, 0.35 * (world_size - 1)
     for _ in range(20):  # a busy machine takes more than one turn of this
         for _ in range(60):
             trainer.step()
@@ -210,18 +203,10 @@ def train_wild(rank: int, world_size: int, hosts: int) -> tuple[int, int, float,
         dist.all_gather_object(found, (parameters_of(trainer), not leads or stats["pulls"] > 0))
         everyone, have_pulled = zip(*found, strict=True)
         spread = float((everyone[0] - everyone[-1]).abs().max())
-        if all(have_pulled) and spread < near(world_size):
+        if all(have_pulled) and spread < near:
             break
     trainer.state.close()
-    return stats["hosts"], stats["own_pulls"], spread, stats["pulls"]
-
-
-@pytest.mark.parametrize(("world_size", "hosts"), [(2, 1), (4, 2)])
-def test_ranks_of_a_host_meet_in_memory_and_hosts_in_rounds(world_size: int, hosts: int) -> None:
-    found = run_ranks(train_wild, world_size, args=(hosts,))
-    leaders = {rank * world_size // hosts for rank in range(hosts)} if hosts > 1 else set()
-    for rank, (known_hosts, own_pulls, spread, pulls) in enumerate(found):
-        assert known_hosts == hosts
-        assert own_pulls >= 29
-        assert (pulls > 0) == (rank in leaders)
-        assert spread < near(world_size), "ranks that began apart have not come closer"
+    assert stats["hosts"] == hosts
+    assert stats["own_pulls"] >= 29
+    assert (stats["pulls"] > 0) == leads
+    assert spread < near, "ranks that began apart have not come closer"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from crossover_ddp._turns.segment import TurnSegment
 from crossover_ddp.errors import SegmentError
 from crossover_ddp.gpu_mutex import GPUMutex
-from tests.harness import Job, run_jobs, run_ranks
+from tests.harness import Job, in_ranks, run_jobs, run_ranks
 from tests.harness.groups import files_of, new_group
 from tests.harness.oracles import heard
 from tests.harness.waiting import eventually
@@ -37,34 +37,26 @@ def take_turns(mutex: GPUMutex, count: int, group: dist.ProcessGroup | None = No
 # --- a sibling's lease against the own process group's timeout -------------------------------------------------------
 
 
-def _train_beside_a_stuck_sibling(
-    rank: int, world_size: int, group: str, timeout_s: float
-) -> tuple[float, int, list[str]]:
+@in_ranks(2)
+def test_a_siblings_lease_never_outlasts_the_own_groups_timeout(rank: int) -> None:
     """Rank 1's sibling never gives its turn back, and has published a lease of an hour."""
     with heard() as warnings:
-        own = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
-        sibling = TurnSegment(group, f"dev{rank}")
+        own = dist.new_group(timeout=datetime.timedelta(seconds=12))
+        sibling = TurnSegment(os.environ["CROSSOVER_GROUP"], f"dev{rank}")
         sibling.join(job=9, lead=sibling.machine, rank=rank, world_size=2, lease_s=3600.0)
         if rank == 0:
             sibling.publish_returned(sibling.draw_turn())
         dist.barrier()
-        mutex = GPUMutex(group, device=f"dev{rank}", process_group=own)
+        mutex = GPUMutex(device=f"dev{rank}", process_group=own)
         longest_s = take_turns(mutex, 3, own)
         expired = mutex.stats()["leases_expired"]
         dist.barrier()
         mutex.close()
         sibling.leave()
-    return longest_s, expired, warnings
-
-
-def test_a_siblings_lease_never_outlasts_the_own_groups_timeout() -> None:
-    args = (new_group(), 12.0)
-    free, waiting = run_ranks(_train_beside_a_stuck_sibling, 2, args=args, timeout_s=TIMEOUT_S)
-    assert free[1:] == (0, [])
-    assert 2.9 <= waiting[0] < 10.0, "a quarter of the timeout"
-    assert waiting[1] == 1, "once"
-    assert len(waiting[2]) == 1
-    assert "a quarter of its process group's timeout" in waiting[2][0]
+    assert (expired, len(warnings)) == (rank, rank), "once"
+    if rank:
+        assert 2.9 <= longest_s < 10.0, "a quarter of the timeout"
+        assert "a quarter of its process group's timeout" in warnings[0]
 
 
 # --- joining fails ------------------------------------------------------------------------------------------------
@@ -115,9 +107,10 @@ def check_closed_early(group: str) -> None:
     assert run_ranks(_close_early, 2, args=(group,), timeout_s=TIMEOUT_S) == [(3, []), (3, [])]
 
 
-def _close_while_listening(rank: int, world_size: int, group: str) -> tuple[list[str], str | None]:
+@in_ranks(2)
+def test_closing_while_a_thread_listens_to_the_lead_rank_returns(rank: int) -> None:
     with heard() as warnings:
-        mutex = GPUMutex(group, device=f"dev{rank}", lease=LEASE_S)
+        mutex = GPUMutex(device=f"dev{rank}", lease=LEASE_S)
         listening = threading.Thread(target=mutex.acquire)
         if rank == 1:
             listening.start()  # and its lead rank never draws
@@ -129,34 +122,23 @@ def _close_while_listening(rank: int, world_size: int, group: str) -> tuple[list
         mutex.close()
         if rank == 1:
             listening.join()
-    return warnings, mutex.disabled_because
+    assert (warnings, mutex.disabled_because) == ([], "closed")
 
 
-def test_closing_while_a_thread_listens_to_the_lead_rank_returns() -> None:
-    found = run_ranks(_close_while_listening, 2, args=(new_group(),), timeout_s=TIMEOUT_S)
-    assert found == [([], "closed")] * 2
-
-
-def _break_one_device(rank: int, world_size: int, group: str, bad_rank: int) -> tuple[list[str], float]:
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@in_ranks(2)
+def test_a_job_whose_turns_break_on_one_device_goes_on_without(rank: int, bad_rank: int) -> None:
     with heard() as warnings:
-        mutex = GPUMutex(group, device=f"dev{rank}", lease=LEASE_S)
+        mutex = GPUMutex(device=f"dev{rank}", lease=LEASE_S)
         take_turns(mutex, 5)
         if rank == bad_rank:
             os.truncate(membership_of(mutex).segment.path, 100)
         longest_s = take_turns(mutex, 5)
         dist.barrier()
         mutex.close()
-    return warnings, longest_s
-
-
-@pytest.mark.parametrize("bad_rank", [0, 1])
-def test_a_job_whose_turns_break_on_one_device_goes_on_without(bad_rank: int) -> None:
-    results = run_ranks(_break_one_device, 2, args=(new_group(), bad_rank), timeout_s=TIMEOUT_S)
-    for rank, (warnings, longest_s) in enumerate(results):
-        assert longest_s < LEASE_S / 2
-        assert len(warnings) <= 1
-        if rank == bad_rank:
-            assert "trains on without" in warnings[0]
+    assert longest_s < LEASE_S / 2
+    assert len(warnings) <= 1
+    assert rank != bad_rank or "trains on without" in warnings[0]
 
 
 def share_an_idle_turn(

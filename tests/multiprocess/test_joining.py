@@ -25,7 +25,7 @@ from crossover_ddp import (
 )
 from crossover_ddp._turns import channel as turn_channel
 from crossover_ddp._turns.segment import SLOT_COUNT, TurnSegment, lock_slots
-from tests.harness import Job, inside, run_jobs
+from tests.harness import Job, in_ranks, inside, run_jobs
 from tests.harness.groups import new_group
 from tests.harness.oracles import heard
 from tests.harness.training import WIDTH, Training
@@ -264,8 +264,8 @@ def test_models_on_several_groups_are_one_job(
         assert all(f"{len(ranks)} of the job's {world_size} ranks" in message for message in said)
 
 
-def _gradients_on_one_rank(rank: int, world_size: int) -> list[list[float]]:
-    """With torch's hook, and with the wrapper around it."""
+@in_ranks(2, environment=environment(2))
+def test_the_wrapper_around_a_hook_of_a_partial_group_is_that_hook(rank: int) -> None:
     group, found = dist.new_group([1]), []
     state = CrossoverState(group, hook_state=group)
     hooks = (group, default_hooks.allreduce_hook), (state, crossover_wrapper(default_hooks.allreduce_hook))
@@ -273,14 +273,7 @@ def _gradients_on_one_rank(rank: int, world_size: int) -> list[list[float]]:
         training = Training(lambda *_, way=way: way, rank, process_group=group)
         training.backward()
         found.append([float(p.grad.sum()) for p in training.model.parameters() if p.grad is not None])
-    return found
-
-
-def test_the_wrapper_around_a_hook_of_a_partial_group_is_that_hook() -> None:
-    job = Job(_gradients_on_one_rank, 2, environment=environment(2))
-    bare, wrapped = run_jobs([job], timeout_s=TIMEOUT_S)[0][1]
-    assert wrapped == bare
-    assert wrapped
+        assert found[0] == found[-1] != []
 
 
 # --- the wrapper around a hook with a state --------------------------------------------------------------------
@@ -314,8 +307,12 @@ def test_a_hook_with_a_state_keeps_its_results_inside_the_wrapper_beside_a_sibli
 # --- joining again ------------------------------------------------------------------------------------------------
 
 
-def _train_again_after_a_failure(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Two trainings in one process group; at the end of the first, peers of rank 0 are quicker to close than it."""
+@in_ranks(2, environment=environment(2))
+def test_all_ranks_join_anew_after_one_had_failed_before_it_was_closed(rank: int) -> None:
+    """They would wait for each other for half an hour if only those whose mutex had been well did.
+
+    Two trainings in one process group; at the end of the first, peers of rank 0 are quicker to close than it.
+    """
     stats = []
     for _ in range(2):
         state = Training("crossover", rank).run(3).state
@@ -323,12 +320,6 @@ def _train_again_after_a_failure(rank: int, world_size: int) -> list[dict[str, A
             inside.give_up(state.mutex, RuntimeError("Connection closed by peer"))
         state.close()
         stats.append(state.stats())
-    return stats
-
-
-def test_all_ranks_join_anew_after_one_had_failed_before_it_was_closed() -> None:
-    """They would wait for each other for half an hour if only those whose mutex had been well did."""
-    ranks = run_jobs([Job(_train_again_after_a_failure, 2, environment=environment(2))], timeout_s=60)[0]
-    reasons = [[stats["disabled_because"] for stats in rank] for rank in ranks]
-    assert reasons == [["RuntimeError: Connection closed by peer", "closed"], ["closed", "closed"]]
-    assert [rank[1]["turns"] for rank in ranks] == [3, 3]
+    first = "closed" if rank else "RuntimeError: Connection closed by peer"
+    assert [each["disabled_because"] for each in stats] == [first, "closed"]
+    assert stats[1]["turns"] == 3

@@ -13,7 +13,7 @@ import tqdm
 from torch import Tensor, nn
 
 from crossover_ddp._kfac import settings as kfac_settings
-from tests.harness import run_ranks
+from tests.harness import in_ranks, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess import kfac_training
 from tests.multiprocess.compressed_training import digest
@@ -235,9 +235,9 @@ def tall(rank: int, **options: Any) -> Training:
     return Training(rank, mlp(WIDTH, 300, 230, OUTPUTS), ddp={"bucket_cap_mb": ONE_MB}, **options)
 
 
-def spread_after_a_bad_start(rank: int, world_size: int) -> list[tuple[bool, bool]]:
-    """Return of each step whether the layer was spread afterwards, and whether all gradients were finite."""
-    found = []
+@in_ranks(2)
+def test_a_layer_whose_first_factors_were_no_numbers_is_spread_once_it_has_a_solver(rank: int) -> None:
+    found = []  # of each step whether the layer was spread afterwards, and whether all gradients were finite
 
     def data(rank: int, step: int) -> tuple[Tensor, Tensor]:
         inputs, targets = kfac_training.batch(rank, 0)
@@ -248,23 +248,14 @@ def spread_after_a_bad_start(rank: int, world_size: int) -> list[tuple[bool, boo
         training.backward()
         finite = all(bool(each.isfinite().all()) for each in training.gradients().values())
         found.append((bool(training.spread()), finite))
-    return found
+    # The next factors are those of step 2; they come behind its gradients.
+    assert found == [(False, False)] + [(False, True)] * 2 + [(True, True)] * 3
 
 
-def test_a_layer_whose_first_factors_were_no_numbers_is_spread_once_it_has_a_solver() -> None:
-    for found in run_ranks(spread_after_a_bad_start, 2):
-        # The next factors are those of step 2; they come behind its gradients.
-        assert found == [(False, False)] + [(False, True)] * 2 + [(True, True)] * 3
-
-
-def spread_elsewhere(rank: int, world_size: int) -> list[list[str]]:
-    """Return what is spread of ranks that round differently, and in a layer's eigenbasis."""
+@in_ranks(2)
+def test_nothing_is_spread_in_an_eigenbasis_or_by_ranks_that_round_differently(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kfac_settings, "rounding", lambda shapes, device: f"of rank {rank}")
         trainings = [tall(rank, inv_update_steps=3)]
     trainings.append(tall(rank, inv_update_steps=3, solver="eigen"))
-    return [each.run(2).spread() for each in trainings]
-
-
-def test_nothing_is_spread_in_an_eigenbasis_or_by_ranks_that_round_differently() -> None:
-    assert run_ranks(spread_elsewhere, 2) == [[[], []]] * 2
+    assert [each.run(2).spread() for each in trainings] == [[], []]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossover_ddp.codecs import Codec, Int8, SIDCo
-from tests.harness import run_ranks
+from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.oracles import heard
 from tests.multiprocess.compressed_training import digest
@@ -43,38 +43,30 @@ def train(rank: int, codec: Any) -> list[Tensor]:
     return directions
 
 
-def coded(rank: int, world_size: int) -> dict[str, tuple[str, float, float]]:
-    """Return the digest, and how far one direction and the sum of all are from those without a codec."""
+@pytest.mark.parametrize("world_size", CODED_WORLDS)
+@in_ranks()
+def test_directions_are_near_those_without_a_codec_and_the_same_on_all_ranks(rank: int) -> dict[str, str]:
     exact = train(rank, None)
-    found = {}
+    found = {}  # how far one direction and the sum of all are apart
     for name, codec in CODECS.items():
         directions = train(rank, codec)
         apart = [a - b for a, b in zip(directions, exact, strict=True)]
         one = max(float(each.norm() / b.norm()) for each, b in zip(apart[2:], exact[2:], strict=True))
         both = torch.stack(exact[2:]).sum(0)
         found[name] = digest(directions), one, float(torch.stack(apart[2:]).sum(0).norm() / both.norm())
-    return found
+    assert found["int8"][2] < found["int8"][1] < 0.06
+    assert found["pair"][1] > 0.1
+    return {name: bits for name, (bits, *_) in found.items()}
 
 
-@pytest.mark.parametrize("world_size", CODED_WORLDS)
-def test_directions_are_near_those_without_a_codec_and_the_same_on_all_ranks(world_size: int) -> None:
-    everybodys = run_ranks(coded, world_size)
-    for found in everybodys:
-        assert all(found[name][0] == everybodys[0][name][0] for name in CODECS)
-        assert found["int8"][1] < 0.06
-        assert found["int8"][2] < found["int8"][1]
-        assert found["pair"][1] > 0.1
-
-
-def drained(rank: int, world_size: int) -> tuple[list[bool], float, str]:
-    """Return what a drained step leaves behind.
-
-    Whether no residual is to be lost after coded steps, after `drain` and a step, and after one more; by how much the
-    sum of what passes through differed, after the drained step, from all gradients; and a digest.
-    """
+@in_ranks(3)
+def test_a_drained_step_leaves_nothing_behind_and_what_passes_through_loses_nothing(
+    rank: int, world_size: int
+) -> str:
+    """After coded steps, after `drain` and a step, and after one more."""
     codec = (SIDCo(0.2), Int8())
     training, alone = training_of(rank, codec), Everything()
-    found, differs = [], 0.0
+    found = []  # whether no residual is to be lost
     applied, given = torch.zeros(7, 3, dtype=torch.float64), torch.zeros(7, 3, dtype=torch.float64)
     for steps in (STEPS - 1, 1, 1):
         for _ in range(steps):
@@ -94,19 +86,14 @@ def drained(rank: int, world_size: int) -> tuple[list[bool], float, str]:
         elif len(found) == 2:
             everyones = given.clone()
             dist.all_reduce(everyones)
-            differs = float((applied - everyones).abs().max() / everyones.abs().max())
+            assert float((applied - everyones).abs().max() / everyones.abs().max()) < 1e-5
     training.close()
-    return found, differs, digest([training.parameters()])
+    assert found == [False, True, False]
+    return digest([training.parameters()])
 
 
-def test_a_drained_step_leaves_nothing_behind_and_what_passes_through_loses_nothing() -> None:
-    results = run_ranks(drained, 3)
-    assert [each[0] for each in results] == [[False, True, False]] * 3
-    assert max(differs for _, differs, _ in results) < 1e-5
-    assert len({bits for *_, bits in results}) == 1
-
-
-def rate(rank: int, world_size: int) -> tuple[float, str]:
+@in_ranks(2)
+def test_it_tells_the_rate(rank: int) -> str:
     """Accumulate over two parts of each batch."""
 
     def data(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -120,11 +107,5 @@ def rate(rank: int, world_size: int) -> tuple[float, str]:
         training.backward(parts=2)
         training.update()
     training.close()
-    return float(training.kfac.stats()["codec"]["rate"]), digest([training.parameters()])
-
-
-def test_it_tells_the_rate() -> None:
-    results = run_ranks(rate, 2)
-    for found, bits in results:
-        assert 0.25 < found < 0.29
-        assert bits == results[0][1]
+    assert 0.25 < training.kfac.stats()["codec"]["rate"] < 0.29
+    return digest([training.parameters()])

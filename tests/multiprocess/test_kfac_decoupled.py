@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
-from tests.harness import run_ranks
+from tests.harness import in_ranks
 from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, mlp, same
 
 OPTIONS: dict[str, Any] = {"damping": 0.03, "kl_clip": 1e-4}
@@ -22,16 +23,6 @@ def both(rank: int, **options: Any) -> tuple[Training, Training]:
     return deferred, plain
 
 
-def compare(rank: int, world_size: int, options: dict[str, Any]) -> int:
-    """Return how many steps were deferred."""
-    (ours, plain), deferred = both(rank, **options), 0
-    for _ in range(STEPS):
-        assert ours.step() == plain.step()
-        deferred += bool(ours.state.stats()["deferred"])
-    assert torch.equal(ours.parameters(), plain.parameters())
-    return deferred
-
-
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
@@ -43,14 +34,19 @@ def compare(rank: int, world_size: int, options: dict[str, Any]) -> int:
     ],
     ids=["alone", "riding", "local", "spread", "late"],
 )
-def test_it_trains_as_kfac_hook_does(world_size: int, options: dict[str, Any]) -> None:
-    for deferred in run_ranks(compare, world_size, args=(options,)):
-        assert deferred == STEPS - NOT_SETTLED
+@in_ranks()
+def test_it_trains_as_kfac_hook_does(rank: int, options: dict[str, Any]) -> None:
+    (ours, plain), deferred = both(rank, **options), 0
+    for _ in range(STEPS):
+        assert ours.step() == plain.step()
+        deferred += bool(ours.state.stats()["deferred"])
+    assert torch.equal(ours.parameters(), plain.parameters())
+    assert deferred == STEPS - NOT_SETTLED
 
 
-def train_in_other_ways(rank: int, world_size: int) -> dict[str, bool]:
-    """Accumulate, clip, skip a step, look at gradients, close the state; return what is as it is without deferring."""
-    found = {}
+@in_ranks(2)
+def test_what_else_a_loop_does_has_the_same_results(rank: int) -> None:
+    """Accumulate, clip, skip a step, look at gradients, close the state."""
     ours, plain = both(rank, **LATE)
     free = Training(rank, **{**LATE, "kl_clip": None}).run(4)
 
@@ -59,39 +55,44 @@ def train_in_other_ways(rank: int, world_size: int) -> dict[str, bool]:
 
     for each in (ours, plain):
         each.run(4)
-    found["waits"] = bool(ours.state.stats()["deferred"])
-    found["clipped"] = float((ours.parameters() - free.parameters()).abs().max()) > 1e-3
+    assert ours.state.stats()["deferred"]
+    assert float((ours.parameters() - free.parameters()).abs().max()) > 1e-3, "clipped"
     for each in (ours, plain):
         for _ in range(2):
             each.backward(parts=2)
             each.update()
-    found["accumulated"] = equal()
+    assert equal(), "accumulated"
     for _ in range(2):
         plain.backward()
         ours.backward()
         norm = nn.utils.clip_grad_norm_(plain.model.parameters(), 0.01)
-        found["norm"] = bool(ours.state.clip_grad_norm_(0.01) == norm) and bool(norm > 0.01)
+        assert ours.state.clip_grad_norm_(0.01) == norm > 0.01
         plain.update()
         ours.update()
-    found["clipped by norm"] = equal()
+    assert equal(), "clipped by norm"
     for each in (ours, plain):
         each.backward()  # its step is not taken
         each.step()
-    found["skipped"] = equal()
+    assert equal(), "skipped"
     for each in (ours, plain):
         each.backward()
     ours.state.flush()
-    found["flushed"] = same([ours.gradients()], [plain.gradients()])
+    assert same([ours.gradients()], [plain.gradients()]), "flushed"
     for each in (ours, plain):
         each.update()
         each.step()
     ours.state.close()
     for each in (ours, plain):
         each.run(2)
-    found["closed"] = equal()
-    return found
+    assert equal(), "closed"
 
 
-def test_what_else_a_loop_does_has_the_same_results() -> None:
-    for found in run_ranks(train_in_other_ways, 2):
-        assert found == dict.fromkeys(found, True)
+@in_ranks(2)
+def test_join_with_uneven_inputs_ends_with_the_same_model(rank: int) -> torch.Tensor:
+    """Without `decoupled_hook` in tests/conformance."""
+    training = Training(rank, decoupled=True, inv_update_steps=2).run(3)
+    with Join([training.model]):
+        training.run(2 if rank else 4)
+    assert training.kfac.stats().items() >= {"strained": 0, "dropped": 0}.items()
+    assert training.kfac.steps == 7
+    return training.parameters()

@@ -2,7 +2,6 @@
 
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from crossover_ddp import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import KFACState
-from tests.harness import run_ranks
+from tests.harness import in_ranks
 from tests.harness.groups import impatient_group
 from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, mlp
 
@@ -19,17 +18,14 @@ PATIENCE_S = 10.0
 LIMIT_S = 60.0  # of a busy machine
 
 
-def failure_of(train: Callable[[], Any]) -> tuple[str, float]:
-    """Train until it fails; return the error and how long it took."""
-    begin_s, told = time.monotonic(), "went on"
-    try:
-        train()
-    except (ExchangeError, UnsupportedConfigurationError) as error:
-        told = f"{type(error).__name__}: {error}"
-    return told, time.monotonic() - begin_s
-
-
-def lose_a_peer(rank: int, world_size: int, moment: str, decoupled: bool) -> tuple[str, float]:
+@pytest.mark.parametrize(
+    ("world_size", "moment", "decoupled"),
+    [(2, "between steps", False), (4, "in the owner's step", False), (2, "in the owner's step", True)],
+)
+@in_ranks(deaths={1: signal.SIGKILL}, timeout_s=90)
+def test_the_loss_of_a_peer_is_an_error_in_bounded_time(
+    rank: int, world_size: int, moment: str, decoupled: bool
+) -> None:
     # Who is no neighbour of the dead one on the ring hears of it when a neighbour leaves, or by the timeout.
     group = impatient_group(PATIENCE_S)
     training = Training(
@@ -40,27 +36,12 @@ def lose_a_peer(rank: int, world_size: int, moment: str, decoupled: bool) -> tup
         signal.raise_signal(signal.SIGKILL)
     if rank == 1 and moment == "in the owner's step":
         torch.linalg.cholesky_ex = lambda *_, **__: signal.raise_signal(signal.SIGKILL)
-    outcome = failure_of(lambda: training.run(3))
+    begin_s = time.monotonic()
+    with pytest.raises(ExchangeError, match=f"^rank {rank} of {world_size}: the "):
+        training.run(3)
+    assert time.monotonic() - begin_s < PATIENCE_S + LIMIT_S
     # A thread may still wait for a rank that is no neighbour of the dead one: no longer than the group's timeout.
     dist.destroy_process_group(group)
-    return outcome
-
-
-@pytest.mark.parametrize(
-    ("world_size", "moment", "decoupled"),
-    [(2, "between steps", False), (4, "in the owner's step", False), (2, "in the owner's step", True)],
-)
-def test_the_loss_of_a_peer_is_an_error_in_bounded_time(
-    world_size: int, moment: str, decoupled: bool
-) -> None:
-    outcomes = run_ranks(
-        lose_a_peer, world_size, args=(moment, decoupled), deaths={1: signal.SIGKILL}, timeout_s=90
-    )
-    for rank, outcome in enumerate(outcomes):
-        if rank != 1:
-            message, took_s = outcome
-            assert message.startswith(f"ExchangeError: rank {rank} of {world_size}: the "), message
-            assert took_s < PATIENCE_S + LIMIT_S
 
 
 # What rank 1 alone has: other layers, or another argument.
@@ -73,23 +54,16 @@ OTHERS: dict[str, Any] = {
 }
 
 
-def made_otherwise(rank: int, world_size: int) -> list[str]:
-    """Return what is told of each."""
-    told = []
+@pytest.mark.defect("strangers-3")
+@in_ranks(3)
+def test_other_layers_and_arguments_are_refused_by_name_on_all_ranks(rank: int) -> None:
+    """Replicas would drift apart."""
     for what, other in OTHERS.items():
         is_other = rank == 1
         network = mlp(*(other if is_other and what.startswith("layer") else (WIDTH, 8, OUTPUTS)))
         options = {what: other} if is_other and not what.startswith("layer") else {}
         with pytest.raises(UnsupportedConfigurationError) as caught:
             KFACState(network, torch.optim.SGD(network.parameters(), lr=0.1), **options)
-        told.append(str(caught.value))
-    return told
-
-
-@pytest.mark.defect("strangers-3")
-def test_other_layers_and_arguments_are_refused_by_name_on_all_ranks() -> None:
-    """Replicas would drift apart."""
-    for told in run_ranks(made_otherwise, 3):
-        for error, (what, other) in zip(told, OTHERS.items(), strict=True):
-            assert error.startswith(f"expected the same {what} on all ranks, got {what} by rank {{0: ")
-            assert what.startswith("layer") or f"1: {other!r}" in error
+        told = str(caught.value)
+        assert told.startswith(f"expected the same {what} on all ranks, got {what} by rank {{0: ")
+        assert what.startswith("layer") or f"1: {other!r}" in told

@@ -3,19 +3,22 @@
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from crossover_ddp._kfac.factor_traffic import FactorTraffic, in_equal_groups
-from tests.harness import run_ranks, training
+from tests.harness import in_ranks, training
 from tests.multiprocess.kfac_training import Training, same
 
 OPTIONS: dict[str, Any] = {"kl_clip": 1e-4, "factor_update_steps": 4, "inv_update_steps": 8}
 STEPS = 18
 
 
-def train_both_ways(rank: int, world_size: int) -> list[int]:
-    """Return how many factors left in each step; compare the gradients with those of factors in the buckets."""
+@pytest.mark.parametrize("world_size", [2, 3])
+@in_ranks()
+def test_late_factors_train_the_same(rank: int) -> None:
+    """Count how many factors leave in each step; compare the gradients with those of factors in the buckets."""
     counts: list[int] = []
     leave = FactorTraffic.leave
 
@@ -31,33 +34,23 @@ def train_both_ways(rank: int, world_size: int) -> list[int]:
         patch.setattr(FactorTraffic, "can_trail", False)
         assert same(late, Training(rank, **OPTIONS).trained(STEPS))
         assert not any(counts[len(in_late) :])
-    return in_late
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_late_factors_train_the_same(world_size: int) -> None:
     # Asked before each step. Four layers' factors of steps 4 and 12, one layer after each step, before 8 and 16.
-    left = [0] * 5 + [2] * 4 + [0] * 4 + [2] * 4 + [0] * 2
-    assert run_ranks(train_both_ways, world_size) == [left] * world_size
+    assert in_late == [0] * 5 + [2] * 4 + [0] * 4 + [2] * 4 + [0] * 2
 
 
-def train_with_a_schedule(rank: int, world_size: int) -> float:
+@in_ranks(2)
+def test_periods_may_change_and_are_not_asked_for_ahead(rank: int) -> torch.Tensor:
     steps = STEPS
 
     def every(step: int) -> int:
         assert step <= steps, "nobody asks for steps far ahead"
         return 3 if step < 9 else 2
 
-    run = Training(rank, **OPTIONS | {"factor_update_steps": every}).run(steps)
-    return float(run.parameters().double().sum())
+    return Training(rank, **OPTIONS | {"factor_update_steps": every}).run(steps).parameters()
 
 
-def test_periods_may_change_and_are_not_asked_for_ahead() -> None:
-    one, other = run_ranks(train_with_a_schedule, 2)
-    assert one == other
-
-
-def train_beside_others(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_models_of_one_process_train_as_each_alone(rank: int) -> None:
     """Step by step in turns, on one process group: two models with late factors, and one with deferred gathers."""
     alone, deferred = Training(rank, **OPTIONS).trained(STEPS), training.Training("decoupled", rank)
     one, other = (Training(rank, **OPTIONS) for _ in range(2))
@@ -71,10 +64,6 @@ def train_beside_others(rank: int, world_size: int) -> None:
     undisturbed = training.Training("decoupled", rank).run(STEPS)
     undisturbed.close()
     assert training.same(deferred, undisturbed)
-
-
-def test_models_of_one_process_train_as_each_alone() -> None:
-    run_ranks(train_beside_others, 2)
 
 
 @given(sizes=st.lists(st.integers(1, 1000), max_size=30), count=st.integers(1, 20))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import CrossoverState, crossover_wrapper, reduce_scatter_all_gather_hook
-from tests.harness import run_ranks
+from tests.harness import in_ranks
 from tests.harness.training import WIDTH, Training, batch
 
 STEPS = 5
@@ -34,25 +34,23 @@ def training_of(hook: str, rank: int, module: nn.Module | None = None) -> Traini
     return Training(way, rank, module=nn.Sequential(*layers) if module is None else module)
 
 
-def count_broadcasts(rank: int, world_size: int, hook: str) -> tuple[int, list[torch.Tensor]]:
+@pytest.mark.torch_version
+@pytest.mark.parametrize(("hook", "world_size"), [*((hook, 2) for hook in HOOKS), ("split", 1), ("kfac", 3)])
+@in_ranks()
+def test_ddp_broadcasts_only_before_the_first_step(
+    rank: int, world_size: int, hook: str
+) -> list[torch.Tensor]:
     with broadcasts() as noted:
         training = training_of(hook, rank).run(STEPS)
         training.close()
-    return noted.call_count, training.weights()
+    assert noted.call_count == (STEPS if hook == "wrapped" or world_size == 1 else 1)
+    return (
+        [] if hook == "wrapped" else training.weights()
+    )  # there each rank has its own until the next forward
 
 
-@pytest.mark.torch_version
-@pytest.mark.parametrize(("hook", "world_size"), [*((hook, 2) for hook in HOOKS), ("split", 1), ("kfac", 3)])
-def test_ddp_broadcasts_only_before_the_first_step(hook: str, world_size: int) -> None:
-    found = run_ranks(count_broadcasts, world_size, args=(hook,))
-    by_ddp = STEPS if hook == "wrapped" or world_size == 1 else 1
-    for count, values in found:
-        assert count == by_ddp
-        if hook != "wrapped":  # there each rank keeps its own until the next forward
-            assert all(torch.equal(*each) for each in zip(values, found[0][1], strict=True))
-
-
-def train_wrapped_anew(rank: int, world_size: int) -> list[int]:
+@in_ranks(3)
+def test_a_network_that_is_wrapped_anew_is_served_by_ddp_on_all_ranks_or_none(rank: int) -> list[int]:
     """The old model lives on on rank 0 only."""
     module, kept, counts = None, [], []
     for _ in range(3):
@@ -62,55 +60,39 @@ def train_wrapped_anew(rank: int, world_size: int) -> list[int]:
         counts.append(noted.call_count)
         if rank == 0:
             kept.append(training)
+    assert counts[0] == 1
     return counts
 
 
-def test_a_network_that_is_wrapped_anew_is_served_by_ddp_on_all_ranks_or_none() -> None:
-    one, *others = run_ranks(train_wrapped_anew, 3)
-    assert one[0] == 1
-    assert all(other == one for other in others)
-
-
-def train_with_changes(rank: int, world_size: int, hook: str) -> list[float]:
+@pytest.mark.parametrize("hook", ["crossover", "decoupled"])
+@in_ranks(2)
+def test_buffers_changed_on_all_ranks_between_two_steps_stay_changed(rank: int, hook: str) -> float:
     """All ranks load other statistics between two steps, and rank 0's must not come back."""
     training = training_of(hook, rank).run(STEPS)
     module = training.model.module
     for norm in (module[1], module[4]):
         norm.running_mean.fill_(1000.0)
-    seen = []
     for use in (training.step, lambda: training.model.eval()(batch(0, 0))):
         use()
-        seen.append(float(module[1].running_mean.mean()))
+        seen = float(module[1].running_mean.mean())
+        assert seen > 800
     training.close()
     return seen
 
 
-@pytest.mark.parametrize("hook", ["crossover", "decoupled"])
-def test_buffers_changed_on_all_ranks_between_two_steps_stay_changed(hook: str) -> None:
-    found = run_ranks(train_with_changes, 2, args=(hook,))
-    assert all(mean > 800 for seen in found for mean in seen)
-    assert found[0][1] == found[1][1]
-
-
-def train_with_a_buffer_hook(rank: int, world_size: int) -> tuple[int, int]:
+@in_ranks(2)
+def test_a_buffer_hook_of_the_users_is_called_as_ever(rank: int) -> None:
     calls: list[int] = []
     training = training_of("crossover", rank)
     training.model._register_buffer_comm_hook(calls, lambda state, buffers: state.append(len(buffers)))
     with broadcasts() as noted:
         training.run(STEPS).close()
-    return len(calls), noted.call_count
+    assert (len(calls), noted.call_count) == (STEPS, 0)
 
 
-def test_a_buffer_hook_of_the_users_is_called_as_ever() -> None:
-    assert run_ranks(train_with_a_buffer_hook, 2) == [(STEPS, 0)] * 2
-
-
-def train_twice_through_one_graph(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_a_graph_that_is_kept_can_be_gone_through_again(rank: int) -> None:
     """Autograd has saved the statistics, and looks whether they have changed."""
     loss = training_of("split", rank).run(STEPS).model(batch(rank, 0)).square().mean()
     loss.backward(retain_graph=True)
     loss.backward()
-
-
-def test_a_graph_that_is_kept_can_be_gone_through_again() -> None:
-    run_ranks(train_twice_through_one_graph, 2)

@@ -16,7 +16,7 @@ from torch.optim import Muon
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp.muon_hooks import MuonState, muon_hook
-from tests.harness import run_ranks
+from tests.harness import in_ranks, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.groups import impatient_group
 from tests.harness.training import Training, same
@@ -160,23 +160,20 @@ def test_ranks_get_the_bits_of_the_replicated_optimizers_at_a_part_of_their_stat
         assert all(each.is_deferred for each in found), "the gather is deferred into the next forward"
 
 
-def norms(rank: int, world_size: int) -> tuple[float, float]:
+@in_ranks(3)
+def test_muons_state_tells_the_norm_of_gradients_that_only_owners_have(rank: int) -> float:
     ours, theirs = training_of("muon", rank), training_of(by_owners, rank)
     for each in (ours, theirs):
         each.backward()
     assert not any(matrix.grad.any() for matrix in ours.model.module.matrices())
     gradients = torch.cat([matrix.grad.flatten() for matrix in theirs.model.module.matrices()])
-    return float(ours.state.grad_norm()), float(gradients.double().norm())
+    norm = float(ours.state.grad_norm())
+    assert norm == pytest.approx(float(gradients.double().norm()), rel=1e-12)
+    return norm
 
 
-def test_muons_state_tells_the_norm_of_gradients_that_only_owners_have() -> None:
-    found = run_ranks(norms, 3)
-    for ours, theirs in found:
-        assert ours == pytest.approx(theirs, rel=1e-12)
-        assert ours == found[0][0]
-
-
-def scaled(rank: int, world_size: int) -> tuple[list[int], list[float], list[bool]]:
+@in_ranks(2)
+def test_an_overflow_on_one_rank_skips_muons_step_on_all_of_them(rank: int) -> list[float]:
     """Train with a GradScaler; on step 4 the loss of rank 1 overflows in the layer whose matrix rank 0 or 1 owns."""
     found = []
     for hook in (True, False):
@@ -202,19 +199,15 @@ def scaled(rank: int, world_size: int) -> tuple[list[int], list[float], list[boo
         found.append((walked, scales, finite))
     (ours, our_scales, our_finite), (theirs, *others) = found
     assert [our_scales, our_finite] == others
-    return [step for step in range(8) if not torch.equal(ours[step], theirs[step])], our_scales, our_finite
+    assert all(map(torch.equal, ours, theirs))
+    assert our_finite == [step != 4 for step in range(8)]
+    assert len(set(our_scales)) > 2, "the scale is to have changed both ways"
+    return our_scales
 
 
-def test_an_overflow_on_one_rank_skips_muons_step_on_all_of_them() -> None:
-    results = run_ranks(scaled, 2)
-    for different, scales, finite in results:
-        assert different == []
-        assert finite == [step != 4 for step in range(8)]
-        assert len(set(scales)) > 2, "the scale is to have changed both ways"
-    assert results[0][1] == results[1][1]
-
-
-def consolidated(rank: int, world_size: int, way: str) -> int:
+@pytest.mark.parametrize(("way", "count"), [("owned", 6), ("muon", 3)])
+@in_ranks(2)
+def test_a_part_of_the_state_is_never_saved(rank: int, way: str, count: int) -> None:
     """Consolidate to rank 1; every other one refuses to save a part, and so does rank 1 after the next step."""
     training = Training(way, rank).run(2)
     for refused in (training.optimizer.state_dict, training.state.close):
@@ -223,71 +216,53 @@ def consolidated(rank: int, world_size: int, way: str) -> int:
     with pytest.raises(ValueError, match="expected 0 <= to < 2"):
         training.state.consolidate(to=2)
     training.state.consolidate(to=1)
-    try:
-        found = len(training.optimizer.state_dict()["state"])
-    except UnsupportedConfigurationError:
-        found = 0
-    training.run(1)
+    if rank == 1:
+        assert len(training.optimizer.state_dict()["state"]) == count
+        training.run(1)
+    else:
+        with pytest.raises(UnsupportedConfigurationError, match=r"expected state\.consolidate"):
+            training.optimizer.state_dict()
+        training.run(1)
     with pytest.raises(UnsupportedConfigurationError, match=r"expected state\.consolidate"):
         training.optimizer.state_dict()
-    return found
 
 
-@pytest.mark.parametrize(("way", "count"), [("owned", 6), ("muon", 3)])
-def test_a_part_of_the_state_is_never_saved(way: str, count: int) -> None:
-    assert run_ranks(consolidated, 2, args=(way,)) == [0, count]
-
-
-def resumed(rank: int, world_size: int) -> bool:
-    """Tell whether what owners have sent rank 0 is a checkpoint that goes on with the same bits."""
+@in_ranks(2)
+def test_state_of_lists_and_tuples_and_counts_of_groups_are_saved(rank: int) -> None:
+    """What is a plain dictionary of tensors is resumed in tests/conformance, also with and without the hook."""
     whole = training_of("owned", rank, "soap in groups").run(3)
     whole.state.consolidate()
     saved = [whole.save()]
     dist.broadcast_object_list(saved)
     again = training_of("owned", rank, "soap in groups", seed=9).load(saved[0])
-    return same(again.run(4), whole.run(4))
+    assert same(again.run(4), whole.run(4))
 
 
-def test_state_of_lists_and_tuples_and_counts_of_groups_are_saved() -> None:
-    """What is a plain dictionary of tensors is resumed in tests/conformance, also with and without the hook."""
-    assert run_ranks(resumed, 2) == [True, True]
-
-
-def built_differently(rank: int, world_size: int) -> str:
+@in_ranks(2)
+def test_ranks_of_which_only_one_would_send_directions_are_told(rank: int) -> None:
     def way(model: Any, optimizers: Any, mutex: Any) -> tuple[Any, Any]:
         muon = (DerivedMuon if rank else Muon)(model.module.matrices(), lr=0.02)
         return DecoupledState([muon, optimizers[1]], owners="layers"), decoupled_hook
 
-    with pytest.raises(UnsupportedConfigurationError) as error:
+    message = "the same parameters in the optimizers on all ranks.*DerivedMuon"
+    with pytest.raises(UnsupportedConfigurationError, match=message):
         training_of(way, rank).backward()
-    return str(error.value)
-
-
-def test_ranks_of_which_only_one_would_send_directions_are_told() -> None:
-    for message in run_ranks(built_differently, 2):
-        assert "the same parameters in the optimizers on all ranks" in message and "DerivedMuon" in message
 
 
 def die(*_: Any, **__: Any) -> None:
     signal.raise_signal(signal.SIGKILL)
 
 
-def lose_a_peer(rank: int, world_size: int) -> tuple[str, float]:
-    """Rank 1 dies in an owner's work; return what the other hears of it, and when."""
+@in_ranks(2, deaths={1: signal.SIGKILL}, timeout_s=90)
+def test_the_loss_of_a_peer_in_its_step_is_an_error_in_bounded_time(rank: int) -> None:
+    """Rank 1 dies in an owner's work; in backward a peer dies in tests/conformance."""
     group = impatient_group(PATIENCE_S)
     training = Training("owned", rank, process_group=group).run(3)
     dist.barrier()
-    outcome, begin_s = "went on", time.monotonic()
-    with mock.patch("torch.optim.sgd.sgd", die) if rank else nullcontext():
-        try:
-            training.run(3)
-        except ExchangeError as error:
-            outcome = str(error)
-    return outcome, time.monotonic() - begin_s
-
-
-def test_the_loss_of_a_peer_in_its_step_is_an_error_in_bounded_time() -> None:
-    """In backward a peer dies in tests/conformance."""
-    (message, took_s), _ = run_ranks(lose_a_peer, 2, deaths={1: signal.SIGKILL}, timeout_s=90)
-    assert message.startswith("rank 0 of 2: the "), message
-    assert took_s < PATIENCE_S + LIMIT_S
+    begin_s = time.monotonic()
+    with (
+        mock.patch("torch.optim.sgd.sgd", die) if rank else nullcontext(),
+        pytest.raises(ExchangeError, match=r"^rank 0 of 2: the "),
+    ):
+        training.run(3)
+    assert time.monotonic() - begin_s < PATIENCE_S + LIMIT_S

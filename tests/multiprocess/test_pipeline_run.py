@@ -20,7 +20,7 @@ from crossover_ddp.pipeline import Cluster, Plan, Profile, Runner, Stage
 from crossover_ddp.pipeline.model import BACKWARD, FORWARD, Action, Orders, StagedChain
 from crossover_ddp.pipeline.schedule import best_order, interleaved, one_forward_one_backward
 from crossover_ddp.pipeline.simulate import simulate
-from tests.harness import Job, run_jobs, run_ranks
+from tests.harness import Job, in_ranks, run_jobs, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 
 TOLERANCE = 1e-5
@@ -302,14 +302,11 @@ def test_micro_batches_of_another_size_are_refused() -> None:
 # --- a cluster is measured -------------------------------------------------------------------------------------------
 
 
-def measure(rank: int, world_size: int) -> Cluster:
-    return Cluster.measure(size_bytes=1 << 18, names=tuple("abc"))
-
-
-def test_all_ranks_measure_the_same_cluster() -> None:
-    first, *others = run_ranks(measure, 3)
-    assert others == [first, first]
-    assert first.names == ("a", "b", "c")
+@in_ranks(3)
+def test_all_ranks_measure_the_same_cluster(rank: int) -> Cluster:
+    found = Cluster.measure(size_bytes=1 << 18, names=tuple("abc"))
+    assert found.names == ("a", "b", "c")
     pairs = list(itertools.permutations(range(3), 2))
-    assert all(first.rate(a, b) == first.rate(b, a) > 1e5 for a, b in pairs)
-    assert all(0 <= first.latency(a, b) < 1 for a, b in pairs)
+    assert all(found.rate(a, b) == found.rate(b, a) > 1e5 for a, b in pairs)
+    assert all(0 <= found.latency(a, b) < 1 for a, b in pairs)
+    return found

@@ -1,12 +1,14 @@
 """`plan_codec` between real ranks: rank 0's choice on all, and an error on all where nothing was recorded."""
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from crossover_ddp import UnsupportedConfigurationError
 from crossover_ddp.codecs import CodecPlan, CompressedState, Int8, PerPair
-from tests.harness import run_ranks
+from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.networks import mlp
 from tests.harness.training import Training
@@ -37,29 +39,29 @@ def decoupled_plan(rank: int, world_size: int) -> list[CodecPlan]:
     return [training.run(6).state.plan_codec(CANDIDATES)]
 
 
-CELLS: list[tuple[object, int]] = [(plans, 3), (decoupled_plan, 2)]
+CELLS: list[tuple[Any, int]] = [(plans, 3), (decoupled_plan, 2)]
 if IN_CAMPAIGN:
     CELLS = [*itertools.product((plans, decoupled_plan), (2, 3))]
 
 
 @pytest.mark.parametrize(("function", "world_size"), CELLS)
-def test_all_ranks_have_the_plan_of_rank_0(function: object, world_size: int) -> None:
-    first, *others = run_ranks(function, world_size)
-    assert others == [first] * (world_size - 1)
-    for plan in first:
+@in_ranks()
+def test_all_ranks_have_the_plan_of_rank_0(
+    rank: int, world_size: int, function: Callable[[int, int], list[CodecPlan]]
+) -> list[CodecPlan]:
+    found = function(rank, world_size)
+    for plan in found:
         codec = plan.codec
         assert codec in CANDIDATES
         assert [codec for codec, _, _ in plan.options] == list(CANDIDATES)
         assert [rate for _, rate, _ in plan.options] == pytest.approx([1.0, 0.254], abs=0.002)
         assert plan.step_s == next(step_s for each, _, step_s in plan.options if each == codec)
         assert min(step_s for *_, step_s in plan.options) > 0
+    return found
 
 
-def alone(rank: int, world_size: int) -> None:
+@in_ranks(1)
+def test_one_rank_has_nothing_to_plan(rank: int) -> None:
     state = Coded("compressed", rank).run(4).state
     with pytest.raises(UnsupportedConfigurationError, match="expected at least two ranks"):
         state.plan_codec()
-
-
-def test_one_rank_has_nothing_to_plan() -> None:
-    run_ranks(alone, 1)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from crossover_ddp._averaging.shared_centre import chunks_from, pull_shared, share
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp.errors import SegmentError
-from tests.harness import run_ranks
+from tests.harness import in_ranks
 
 NUMEL = 1_000_003
 WRITES = 25
@@ -26,7 +26,8 @@ def exchange_of_all() -> Exchange:
     return Exchange(world())
 
 
-def write(rank: int, world_size: int) -> tuple[float, bool, bool, float]:
+@in_ranks(4)
+def test_four_writers_lose_little_and_tear_nothing(rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     exchange = exchange_of_all()
     start = [torch.zeros(NUMEL)]
@@ -40,20 +41,16 @@ def write(rank: int, world_size: int) -> tuple[float, bool, bool, float]:
     exchange.gather_numbers([0.0], torch.device("cpu"))
     values = centre.clone()
     lost = 1 - float(values.double().sum()) / (NUMEL * WRITES * world_size)
-    whole = bool((values == values.round()).all() and (values >= WRITES).all())
     exchange.close()
-    return lost, whole, bool(values.isfinite().all()), float(values.max())
+    print(f"lost share of 10^8 updates: {lost:.2e}")
+    assert torch.equal(values, values.round())
+    assert values.min() >= WRITES
+    assert values.max() <= 4 * WRITES
+    assert 0 <= lost < 0.01
 
 
-def test_four_writers_lose_little_and_tear_nothing() -> None:
-    for lost, whole, finite, most in run_ranks(write, 4):
-        print(f"lost share of 10^8 updates: {lost:.2e}")
-        assert whole and finite
-        assert most <= 4 * WRITES
-        assert 0 <= lost < 0.01
-
-
-def pull(rank: int, world_size: int) -> tuple[float, float]:
+@in_ranks(2)
+def test_the_centre_gains_what_ranks_lose(rank: int) -> None:
     """Pull at the same time, from different places; what one loses the centre gains."""
     exchange = exchange_of_all()
     values = [torch.full((70_000,), float(rank)), torch.full((61,), float(rank), dtype=torch.bfloat16)]
@@ -67,26 +64,15 @@ def pull(rank: int, world_size: int) -> tuple[float, float]:
     table = exchange.gather_numbers([gone], torch.device("cpu"))
     gained = float(centre.double().sum())
     exchange.close()
-    return sum(numbers[0] for numbers in table), gained
+    assert 10_000 < gained == pytest.approx(sum(numbers[0] for numbers in table), rel=0.01)
 
 
-def test_the_centre_gains_what_ranks_lose() -> None:
-    for gone, gained in run_ranks(pull, 2):
-        assert gained == pytest.approx(gone, rel=0.01)
-        assert gained > 10_000
-
-
-def no_room(rank: int, world_size: int) -> str:
+@in_ranks(2)
+def test_without_room_all_ranks_are_told(rank: int) -> None:
     exchange = exchange_of_all()
     failing = mock.patch.object(os, "posix_fallocate", side_effect=OSError(28, "No space left on device"))
-    with failing, pytest.raises(SegmentError) as caught:
+    why = "see there" if rank else r"\[Errno 28\] No space left on device; use mode='async'"
+    with failing, pytest.raises(SegmentError, match=rf"got none on ranks \[0\]: {why}"):
         share(world(), [torch.zeros(10)])
     exchange.gather_numbers([0.0], torch.device("cpu"))
     exchange.close()
-    return str(caught.value)
-
-
-def test_without_room_all_ranks_are_told() -> None:
-    first, second = run_ranks(no_room, 2)
-    assert "got none on ranks [0]: [Errno 28] No space left on device; use mode='async'" in first
-    assert "got none on ranks [0]: see there" in second

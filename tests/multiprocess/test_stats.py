@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp import metrics_of
-from tests.harness import run_ranks
+from tests.harness import in_ranks
 from tests.harness.oracles import heard
 from tests.harness.training import WAYS, Training
 
@@ -72,40 +72,41 @@ def settle(training: Training) -> None:
         getattr(training.state, name, lambda: None)()
 
 
-def told(rank: int, world_size: int, way: str) -> dict[str, Any]:
-    with sending() as sent:
+@pytest.mark.parametrize("way", WITH_STATE)
+@in_ranks(2)
+def test_every_state_tells_the_same_keys_and_the_bytes_that_were_sent(rank: int, way: str) -> None:
+    with sending() as noted:
         training = Training(way, rank).run(9)  # ranks compare replicas in the 8th step, and then in the 16th
         settle(training)
-        begin, before = sum(sent), training.state.stats()
+        begin, before = sum(noted), training.state.stats()
         training.run(STEPS - 9)
         settle(training)
-        after = training.state.stats()
-        seen = sum(sent) - begin
+        stats, seen = training.state.stats(), sum(noted) - begin
     training.close()
-    return {"before": before, "after": after, "sent": seen, "gradients": gradients_bytes(training)}
+    assert [name for name, kind in TYPES.items() if not isinstance(stats[name], kind)] == []
+    assert stats["steps"] == STEPS
+    seconds = stats["exposed_s"], stats["hidden_s"]
+    assert min(seconds) >= 0 and sum(seconds) < 60
+    sent = stats["bytes_sent"] - before["bytes_sent"]
+    if way in EXACT:
+        assert sent == (STEPS - 9) * EXACT[way] * gradients_bytes(training)
+    if way == "wrapped":
+        assert sent == 0 < seen
+    elif way != "elastic":  # its state dict gathers the centre
+        assert sent == seen > 0
+    assert (stats["codec"] is not None) == (way == "int8") == (stats["rate"] != 1.0)
+    assert (stats["steps_deferred"] > 0) == (way in ("decoupled", "owned"))
+    assert (stats["not_deferred_because"] is None) == (way in ("decoupled", "owned"))
 
 
-@pytest.mark.parametrize("way", WITH_STATE)
-def test_every_state_tells_the_same_keys_and_the_bytes_that_were_sent(way: str) -> None:
-    for found in run_ranks(told, 2, args=(way,)):
-        stats = found["after"]
-        assert [name for name, kind in TYPES.items() if not isinstance(stats[name], kind)] == []
-        assert stats["steps"] == STEPS
-        seconds = stats["exposed_s"], stats["hidden_s"]
-        assert min(seconds) >= 0 and sum(seconds) < 60
-        sent = stats["bytes_sent"] - found["before"]["bytes_sent"]
-        if way in EXACT:
-            assert sent == (STEPS - 9) * EXACT[way] * found["gradients"]
-        if way == "wrapped":
-            assert sent == 0 < found["sent"]
-        elif way != "elastic":  # its state dict gathers the centre
-            assert sent == found["sent"] > 0
-        assert (stats["codec"] is not None) == (way == "int8") == (stats["rate"] != 1.0)
-        assert (stats["steps_deferred"] > 0) == (way in ("decoupled", "owned"))
-        assert (stats["not_deferred_because"] is None) == (way in ("decoupled", "owned"))
-
-
-def waited(rank: int, world_size: int, way: str, pause_s: float) -> tuple[float, dict[str, float]]:
+@pytest.mark.parametrize(
+    ("way", "pause_s"),
+    [("split", 0.1), ("crossover", 0.1), ("int8", 0.1), ("decoupled", 0.3), ("decoupled", 0.0)],
+)
+@in_ranks(2)
+def test_on_a_slow_link_what_is_waited_for_and_what_is_hidden_add_up_to_no_more_than_the_clock(
+    rank: int, way: str, pause_s: float
+) -> None:
     with sending(slow_s=0.02):
         training = Training(way, rank).run(3)
         settle(training)
@@ -119,30 +120,13 @@ def waited(rank: int, world_size: int, way: str, pause_s: float) -> tuple[float,
         lasted_s = time.monotonic() - begin_s
         found = read()
     training.close()
-    return lasted_s, found
-
-
-@pytest.mark.parametrize(
-    ("way", "pause_s"),
-    [("split", 0.1), ("crossover", 0.1), ("int8", 0.1), ("decoupled", 0.3), ("decoupled", 0.0)],
-)
-def test_on_a_slow_link_what_is_waited_for_and_what_is_hidden_add_up_to_no_more_than_the_clock(
-    way: str, pause_s: float
-) -> None:
-    for lasted_s, found in run_ranks(waited, 2, args=(way, pause_s)):
-        exposed_s, hidden_s = (5e-3 * found[f"{name}_ms_per_step"] for name in ("exposed", "hidden"))
-        assert exposed_s + hidden_s < lasted_s
-        assert hidden_s > 5 * 0.02, "buckets travel while backward computes the next ones"
-        if way == "decoupled" and pause_s:
-            assert hidden_s > exposed_s, "the pause after step() hides what comes late"
-        else:
-            assert exposed_s > 5 * 0.02, "backward, or else forward, waits for one bucket at least"
-
-
-def lines(rank: int, world_size: int, way: str) -> list[str]:
-    with heard(logging.INFO) as said:
-        Training(way, rank).run(103).close()
-    return [each for each in said if "MB a step" in each]
+    exposed_s, hidden_s = (5e-3 * found[f"{name}_ms_per_step"] for name in ("exposed", "hidden"))
+    assert exposed_s + hidden_s < lasted_s
+    assert hidden_s > 5 * 0.02, "buckets travel while backward computes the next ones"
+    if way == "decoupled" and pause_s:
+        assert hidden_s > exposed_s, "the pause after step() hides what comes late"
+    else:
+        assert exposed_s > 5 * 0.02, "backward, or else forward, waits for one bucket at least"
 
 
 @pytest.mark.parametrize(
@@ -155,32 +139,30 @@ def lines(rank: int, world_size: int, way: str) -> list[str]:
         ("crossover", "CrossoverState: took"),
     ],
 )
+@in_ranks(2)
 def test_one_line_after_a_hundred_steps_says_on_the_first_rank_what_the_hook_did(
-    way: str, words: str
+    rank: int, way: str, words: str
 ) -> None:
-    first, second = run_ranks(lines, 2, args=(way,))
-    assert len(first) == 1 and first[0].startswith(words), first
-    assert " ms a step" in first[0] and second == []
+    with heard(logging.INFO) as said:
+        Training(way, rank).run(103).close()
+    lines = [each for each in said if "MB a step" in each]
+    assert len(lines) == (rank == 0)
+    assert all(line.startswith(words) and " ms a step" in line for line in lines)
 
 
-def read(rank: int, world_size: int, way: str) -> tuple[list[dict[str, float]], int]:
+@pytest.mark.parametrize("way", ["split", "decoupled"])
+@in_ranks(2)
+def test_metrics_are_numbers_of_the_steps_since_they_were_read_last(rank: int, way: str) -> None:
     training = Training(way, rank).run(3)
-    metrics, found = metrics_of(training.state), []
+    metrics = metrics_of(training.state)
     assert metrics() == {}
     for _ in range(2):
         training.run(2)
         settle(training)
-        found.append(metrics())
+        found = metrics()
+        assert all(isinstance(value, float) for value in found.values())
+        expected = {"steps": 2, "bytes_per_step": gradients_bytes(training), "deferred": way == "decoupled"}
+        assert {name: found[name] for name in (*expected, "rate")} == {**expected, "rate": 1}
     with pytest.raises(TypeError, match="expected a state of crossover_ddp"):
         metrics_of(training.model)
     training.close()
-    return found, gradients_bytes(training)
-
-
-@pytest.mark.parametrize("way", ["split", "decoupled"])
-def test_metrics_are_numbers_of_the_steps_since_they_were_read_last(way: str) -> None:
-    for found, gradients in run_ranks(read, 2, args=(way,)):
-        for each in found:
-            assert all(isinstance(value, float) for value in each.values())
-            expected = {"steps": 2, "bytes_per_step": gradients, "deferred": way == "decoupled", "rate": 1}
-            assert {name: each[name] for name in expected} == expected
