@@ -81,7 +81,7 @@ class ForkedScript(Child):
     """A `Child` that is forked, not started, for a command that runs a Python script.
 
     Args:
-        words: ``[ip netns exec NAMESPACE] python script.py [argument …]``, see `is_script`.
+        words: ``[ip netns exec NAMESPACE] python script.py [argument …]``, or ``-c source``; see `is_script`.
         environment: all its variables, which show in ``/proc`` as the server's, however.
         core: the only core that it may run on; None leaves it free.
         death_signal: always SIGKILL, when the tests end.
@@ -168,7 +168,8 @@ def is_script(words: Sequence[str]) -> bool:
         return False
     place = list(words).index(sys.executable)
     before, after = list(words[:place]), words[place + 1 :]
-    return bool(after) and after[0].endswith(".py") and (not before or before[1:3] == ["netns", "exec"])
+    runs_one = bool(after) and (after[0].endswith(".py") or after[0] == "-c")
+    return runs_one and (not before or before[1:3] == ["netns", "exec"])
 
 
 def forked_if_script(words: Sequence[str], environment: Mapping[str, str], **options: Any) -> Child:
@@ -203,10 +204,15 @@ def _run(order: _Order, begun: "Connection[Any, Any]") -> None:
     faulthandler.enable(all_threads=True)
     _take_variables(order.environment)
     start_like_anybody()
+    script = order.words[0]
     sys.argv[:] = order.words
-    sys.path[:0] = [str(Path(order.words[0]).resolve().parent)]
     try:
-        runpy.run_path(order.words[0], run_name="__main__")
+        if script == "-c":
+            sys.argv.pop(1)  # the source, as an interpreter has it
+            exec(order.words[1], {"__name__": "__main__"})
+        else:
+            sys.path[:0] = [str(Path(script).resolve().parent)]
+            runpy.run_path(script, run_name="__main__")
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

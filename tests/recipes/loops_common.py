@@ -1,8 +1,7 @@
 """What the ranks of all foreign loops share: the document's blocks, a small training, and a watch on each run."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,11 +13,10 @@ from crossover_ddp import DecoupledState, GPUMutex, decoupled_hook
 from crossover_ddp.comm_hooks import _mutexes
 from tests.harness import documents
 from tests.harness.networks import mlp
+from tests.multiprocess.compressed_training import digest
 
 _DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "loops.md").read_text()
 WIDTH = 8
-
-Report = dict[str, dict[str, Any]]
 
 
 def diffs(heading: str) -> list[str]:
@@ -53,64 +51,65 @@ def evaluate(model: nn.Module) -> None:
     model.eval()(torch.ones(1, WIDTH))
 
 
-class Watched:
-    """The model whose forwards are noted; a loop that makes its own sets it when it is made."""
+class Run:
+    """A block in which ``model`` is trained.
 
-    def __init__(self, model: nn.Module | None) -> None:
-        self.model = model
-        self.forwards: list[tuple[bool, bool]] = []
+    Afterwards ``weights`` are the model's, ``error`` says what has ended it, ``turns`` how many were taken, and
+    ``has_left`` whether all mutexes were closed by then. The weights' digest is printed, which ranks must share.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.error = ""
+        self.deferred = 0
+        """How often a decoupled model had updates to make when a forward began."""
+        self._model = model
+        self._forwards: list[tuple[bool, bool]] = []
         self._former = list(_mutexes.values())
         self._found: list[GPUMutex] = []
 
-    def mutexes(self) -> list[GPUMutex]:
+    def __enter__(self) -> "Run":
+        self._handle = nn.modules.module.register_module_forward_pre_hook(self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._handle.remove()
+        self.error = "" if error is None else f"{type(error).__name__}: {error}"
+        self.weights = [value.detach().clone() for value in self._model.state_dict().values()]
+        self.turns = sum(mutex.stats()["turns"] for mutex in self._mutexes())
+        self.has_left = all(mutex.disabled_because == "closed" for mutex in self._mutexes())
+        for mutex in self._mutexes():
+            mutex.close()
+        if error is None:
+            print(f"\nweights {digest(self.weights)}", flush=True)
+        return isinstance(error, Exception)  # some runs must be refused
+
+    def inside_turns(self, *, training: bool) -> list[bool]:
+        """Tell of each forward in training, or in evaluation, whether it ran inside a turn."""
+        return [holding for trains, holding in self._forwards if trains == training]
+
+    def assert_like(self, other: "Run", **tolerance: float) -> None:
+        """Both runs went well, and their weights are the same, bit for bit if nothing else is said."""
+        assert self.error == other.error == ""
+        assert self.weights
+        torch.testing.assert_close(self.weights, other.weights, **(tolerance or {"rtol": 0, "atol": 0}))
+
+    def hook(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> DecoupledState:
+        """Let the model train decoupled."""
+        state = DecoupledState(optimizer, defer="always")
+        model.register_comm_hook(state, decoupled_hook)
+        model.register_forward_pre_hook(lambda *_: self._count(state))
+        return state
+
+    def _count(self, state: DecoupledState) -> None:
+        self.deferred += bool(state.stats()["deferred"])
+
+    def _mutexes(self) -> list[GPUMutex]:
         """Return the mutexes of this run, also those whose process group is gone."""
         self._found += [mutex for mutex in _mutexes.values() if mutex not in [*self._former, *self._found]]
         return self._found
 
-    def note(self, module: nn.Module, _: Any) -> None:
-        if module is self.model:
-            self.forwards.append((module.training, any(mutex.holding for mutex in self.mutexes())))
-
-
-class Runs:
-    """The runs of one loop, and what came out of each."""
-
-    def __init__(self) -> None:
-        self.report: Report = {}
-
-    @contextlib.contextmanager
-    def run(self, name: str, model: nn.Module | None = None) -> Iterator[Watched]:
-        """Watch one run of training ``model``."""
-        watched, error = Watched(model), ""
-        handle = nn.modules.module.register_module_forward_pre_hook(watched.note)
-        try:
-            yield watched
-        except Exception as problem:  # part of the report: some runs must be refused
-            error = f"{type(problem).__name__}: {problem}"
-        handle.remove()
-        state = {} if watched.model is None else watched.model.state_dict()
-        self.report[name] = {
-            "error": error,
-            "forwards": watched.forwards,
-            "weights": [value.detach().clone() for value in state.values()],
-            "turns": sum(mutex.stats()["turns"] for mutex in watched.mutexes()),
-            "left": all(mutex.disabled_because == "closed" for mutex in watched.mutexes()),
-        }
-        for mutex in watched.mutexes():
-            mutex.close()
-
-
-class Deferrals:
-    """Counts how often a decoupled model had updates to make when a forward began."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def hook(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> DecoupledState:
-        state = DecoupledState(optimizer, defer="always")
-        model.register_comm_hook(state, decoupled_hook)
-        model.register_forward_pre_hook(lambda *_: self._note(state))
-        return state
-
-    def _note(self, state: DecoupledState) -> None:
-        self.count += bool(state.stats()["deferred"])
+    def _note(self, module: nn.Module, _: Any) -> None:
+        if module is self._model:
+            self._forwards.append((module.training, any(mutex.holding for mutex in self._mutexes())))

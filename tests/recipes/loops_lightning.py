@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from crossover_ddp import DecoupledState
 from tests.harness import documents
-from tests.recipes.loops_common import Deferrals, Report, Runs, diffs, network, samples, sgd, shown, square
+from tests.recipes.loops_common import Run, diffs, network, samples, sgd, shown, square
 
 
 class Module(pytorch_lightning.LightningModule):  # type: ignore[misc]
@@ -54,46 +54,72 @@ class OnFitStart(pytorch_lightning.Callback):  # type: ignore[misc]
         self.register(trainer.strategy.model, trainer.optimizers[0])
 
 
-def lightning() -> Report:
-    runs = Runs()
+def lightning() -> None:
     line, callback = diffs("Lightning")
-    plain = documents.before(line)
-    train(runs, "plain", plain)
-    train(runs, "line on a CPU", documents.after(line))
+    source = documents.before(line)
+    plain = train(source)
+    accumulated = train(source, accumulate_grad_batches=2)
+    clipped = train(source, gradient_clip_val=0.01)
+    assert not torch.equal(plain.weights[0], clipped.weights[0])
+
+    ignored = train(documents.after(line))  # which the document warns of
+    ignored.assert_like(plain)
+    assert ignored.turns == 0
     with as_on_a_gpu():
-        train(runs, "line", documents.after(line))
-    train(runs, "callback", documents.after(callback))
-    train(runs, "accumulated plain", plain, accumulate_grad_batches=2)
-    train(runs, "accumulated callback", documents.after(callback), accumulate_grad_batches=2)
-    train(runs, "clipped plain", plain, gradient_clip_val=0.01)
-    decoupled(runs, "decoupled", plain)
-    views = plain.replace("DDPStrategy()", "DDPStrategy(gradient_as_bucket_view=True)")
-    decoupled(runs, "decoupled views", views)
-    decoupled(runs, "decoupled accumulated", views, accumulate_grad_batches=2)
-    decoupled(runs, "decoupled clipped", views, gradient_clip_val=0.01)
-    decoupled(runs, "decoupled clipping", views, Clipping(), gradient_clip_val=0.01)
-    return runs.report
+        hooked = train(documents.after(line))
+    hooked.assert_like(plain)
+    assert hooked.turns == 8
+    assert sum(hooked.inside_turns(training=True)) == 7  # all but the first
+    # The first two are before training; then nobody pauses, and siblings wait a lease.
+    assert hooked.inside_turns(training=False) == [False] * 2 + [True] * 8
+
+    for expected, turns, inside, options in (
+        (plain, 8, 6, {}),
+        (accumulated, 4, 4, {"accumulate_grad_batches": 2}),
+    ):
+        pausing = train(documents.after(callback), **options)
+        pausing.assert_like(expected)
+        assert pausing.turns == turns
+        assert sum(pausing.inside_turns(training=True)) == inside
+        assert not any(pausing.inside_turns(training=False))
+        assert pausing.has_left
+
+    views = source.replace("DDPStrategy()", "DDPStrategy(gradient_as_bucket_view=True)")
+    for expected, decoupled in (
+        (plain, train_decoupled(source)),
+        (plain, train_decoupled(views)),
+        (accumulated, train_decoupled(views, accumulate_grad_batches=2)),
+    ):
+        decoupled.assert_like(expected)
+        assert decoupled.deferred > 0
+    by_lightning = train_decoupled(views, gradient_clip_val=0.01)
+    by_lightning.assert_like(clipped)
+    assert by_lightning.deferred == 0
+    by_state = train_decoupled(views, Clipping(), gradient_clip_val=0.01)
+    by_state.assert_like(clipped, rtol=1e-6, atol=1e-8)  # the norm is summed in another order
+    assert by_state.deferred > 0
 
 
-def train(runs: Runs, name: str, source: str, module: Module | None = None, **options: Any) -> None:
+def train(source: str, module: Module | None = None, run: Run | None = None, **options: Any) -> Run:
     """Run a block of the document."""
     module = Module() if module is None else module
     loader = DataLoader(samples(), batch_size=4)
     trainer = functools.partial(pytorch_lightning.Trainer, **options)
-    with runs.run(name, module.network), patch.object(pytorch_lightning, "Trainer", trainer):
+    with run or Run(module.network) as done, patch.object(pytorch_lightning, "Trainer", trainer):
         shown(source, {"model": module, "train_loader": loader, "val_loader": loader})
+    return done
 
 
-def decoupled(runs: Runs, name: str, source: str, module: Clipping | None = None, **options: Any) -> None:
-    deferrals = Deferrals()
+def train_decoupled(source: str, module: Module | None = None, **options: Any) -> Run:
+    module = Module() if module is None else module
+    run = Run(module.network)
 
     def register(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-        state = deferrals.hook(model, optimizer)
-        if module is not None:
+        state = run.hook(model, optimizer)
+        if isinstance(module, Clipping):
             module.state = state
 
-    train(runs, name, source, module, callbacks=[OnFitStart(register)], **options)
-    runs.report[name]["deferred"] = deferrals.count
+    return train(source, module, run, callbacks=[OnFitStart(register)], **options)
 
 
 @contextlib.contextmanager

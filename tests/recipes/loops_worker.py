@@ -1,16 +1,13 @@
 """One rank of a foreign training loop: run the diffs of docs/loops.md without and with their lines.
 
-    loops_worker.py LOOP DIRECTORY
+    loops_worker.py LOOP
 
-LOOP is the name of a function below. Writes DIRECTORY/<rank>.pt: of each run the model's weights at the end, the
-turns taken, for each forward of the model whether it trained and whether it ran inside a turn, and the error that
-ended it if one did.
+LOOP is the name of a function below, which says what its runs must have in common.
 """
 
 import functools
 import os
 import sys
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,56 +19,47 @@ from torch.utils.data import DataLoader
 
 from crossover_ddp import DecoupledState, decoupled_hook
 from tests.harness import documents
-from tests.recipes.loops_common import (
-    Deferrals,
-    Report,
-    Runs,
-    diffs,
-    evaluate,
-    network,
-    samples,
-    sgd,
-    shown,
-    square,
-)
+from tests.recipes.loops_common import Run, diffs, evaluate, network, samples, sgd, shown, square
 
 
-def accelerate() -> Report:
+def takes_turns(hooked: Run, plain: Run) -> None:
+    hooked.assert_like(plain)
+    assert hooked.turns == 4  # of 8 backward passes: two for each optimizer step
+    assert sum(hooked.inside_turns(training=True)) == 4
+    assert hooked.inside_turns(training=False) == [False, False]
+
+
+def accelerate() -> None:
     import accelerate
     from accelerate.utils import DistributedDataParallelKwargs
 
-    runs = Runs()
+    accelerator = accelerate.Accelerator
 
-    def train(name: str, source: str, **others: Any) -> None:
+    def train(source: str, **ddp: Any) -> Run:
         model = network()
         loader = DataLoader(samples(), batch_size=4)
-        names = {"model": model, "loader": loader, "loss_function": square, "evaluate": evaluate, **others}
-        with runs.run(name, model):
-            shown(source, {"optimizer": sgd(model), **names})
+        names = {"model": model, "loader": loader, "loss_function": square, "evaluate": evaluate}
+        kwargs = [DistributedDataParallelKwargs(**ddp)]
+        made = functools.partial(accelerator, kwargs_handlers=kwargs) if ddp else accelerator
+        with Run(model) as run, patch.object(accelerate, "Accelerator", made):
+            shown(source, {"optimizer": sgd(model), "hook": run.hook, **names})
+        return run
 
     (diff,) = diffs("Accelerate")
-    train("plain", documents.before(diff))
-    train("hooked", documents.after(diff))
-    ignored = DistributedDataParallelKwargs(comm_hook=decoupled_hook)
-    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    decoupled = documents.before(diff).replace("for epoch", "hook(model, optimizer.optimizer)\nfor epoch")
-    for name, kwargs, source in (
-        ("ignored", ignored, documents.before(diff)),
-        ("decoupled", views, decoupled),
-    ):
-        deferrals = Deferrals()
-        with patch.object(
-            accelerate, "Accelerator", functools.partial(accelerate.Accelerator, kwargs_handlers=[kwargs])
-        ):
-            train(name, source, hook=deferrals.hook)
-        runs.report[name]["deferred"] = deferrals.count
-    return runs.report
+    source = documents.before(diff)
+    plain = train(source)
+    takes_turns(train(documents.after(diff)), plain)
+    # The document warns of it: without a state it could not even run.
+    train(source, comm_hook=decoupled_hook).assert_like(plain)
+    hooking = source.replace("for epoch", "hook(model, optimizer.optimizer)\nfor epoch")
+    decoupled = train(hooking, gradient_as_bucket_view=True)
+    decoupled.assert_like(plain)
+    assert decoupled.deferred > 0
 
 
-def trainer() -> Report:
+def trainer() -> None:
     import transformers
 
-    runs = Runs()
     words = torch.randint(32, (16, 6), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": each, "labels": each} for each in words]
     arguments = transformers.TrainingArguments(
@@ -104,7 +92,7 @@ def trainer() -> Report:
                 self.hooked = True
             return super().training_step(model, *args, **kwargs)
 
-    def train(name: str, source: str) -> None:
+    def train(source: str) -> Run:
         torch.manual_seed(3)
         model = transformers.LlamaForCausalLM(config)
         names = {
@@ -114,20 +102,20 @@ def trainer() -> Report:
             "eval_set": data,
             "Decoupled": Decoupled,
         }
-        with runs.run(name, model):
+        with Run(model) as run:
             shown(source, names)
+        return run
 
     (diff,) = diffs("Hugging Face Trainer")
-    train("plain", documents.before(diff))
-    train("hooked", documents.after(diff))
-    train("decoupled", documents.before(diff).replace("Trainer(", "Decoupled("))
-    return runs.report
+    takes_turns(train(documents.after(diff)), train(documents.before(diff)))
+    refused = train(documents.before(diff).replace("Trainer(", "Decoupled("))
+    assert "gradient_as_bucket_view=False and find_unused_parameters=True" in refused.error
 
 
-def lightning() -> Report:
+def lightning() -> None:
     from tests.recipes import loops_lightning
 
-    return loops_lightning.lightning()
+    loops_lightning.lightning()
 
 
 class _Compiled(nn.Module):
@@ -141,12 +129,11 @@ class _Compiled(nn.Module):
         return self.network(inputs)
 
 
-def compiled(backend: str = "aot_eager") -> Report:
+def compiled(backend: str = "aot_eager") -> None:
     """With the quickest back end that splits the graph as the default one does."""
     from torch._dynamo.utils import counters
 
     dist.init_process_group("gloo")
-    runs = Runs()
 
     def train(model: nn.Module) -> None:
         optimizer = sgd(model)
@@ -157,23 +144,27 @@ def compiled(backend: str = "aot_eager") -> Report:
 
     names = {"torch": torch, "DistributedDataParallel": DistributedDataParallel, "train": train}
     with patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
-        for where, diff in zip(("inside", "outside"), diffs("torch.compile"), strict=True):
-            for how, source in (("plain", documents.before(diff)), ("hooked", documents.after(diff))):
+        for diff in diffs("torch.compile"):  # inside of DDP, and outside
+            runs, graphs = [], []
+            for source in (documents.before(diff), documents.after(diff)):
                 model = _Compiled()
                 torch._dynamo.reset()
                 counters.clear()
-                with runs.run(f"{how} {where}", model):
+                with Run(model) as run:
                     shown(source, {**names, "model": model})
-                runs.report[f"{how} {where}"]["graphs"] = counters["stats"]["unique_graphs"]
-    return runs.report
+                runs.append(run)
+                graphs.append(counters["stats"]["unique_graphs"])
+            runs[1].assert_like(runs[0])
+            assert runs[1].turns == 4
+            assert graphs[1] == graphs[0] > 0
 
 
-def inductor() -> Report:
+def inductor() -> None:
     """With the default back end, which takes its time."""
-    return compiled("inductor")
+    compiled("inductor")
 
 
-def timm_task() -> Report:
+def timm_task() -> None:
     """The line behind timm's own ``prepare_distributed``, in a loop of timm's parts."""
     import timm
     from timm.optim import create_optimizer_v2
@@ -181,22 +172,20 @@ def timm_task() -> Report:
     from timm.task import ClassificationTask
 
     dist.init_process_group("gloo")
-    runs = Runs()
 
     def validate(model: nn.Module) -> None:
         with torch.inference_mode():
             model.eval()(torch.ones(1, 3, 32, 32))
         model.train()
 
-    (line, pausing) = (documents.added(diff) for diff in diffs("timm")[:2])
-    for name, lines in (("plain", []), ("hooked", line), ("pausing", pausing)):
+    def train(lines: list[str]) -> Run:
         torch.manual_seed(3)
         model = timm.create_model("resnet10t", num_classes=2)
         task = ClassificationTask(model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
         names = {"task": task.prepare_distributed(broadcast_buffers=True), "validate": validate}
         optimizer = create_optimizer_v2(model, opt="momentum", lr=0.01)
         scheduler, _ = create_scheduler_v2(optimizer, "cosine", num_epochs=2)
-        with runs.run(name, model):
+        with Run(model) as run:
             shown("\n".join(text.strip() for text in lines), names)
             for epoch in range(2):
                 for step in range(2):
@@ -206,15 +195,22 @@ def timm_task() -> Report:
                     optimizer.zero_grad()
                 names["validate"](task.get_trainable_module())
                 scheduler.step(epoch + 1)
-    return runs.report
+        return run
+
+    plain, hooked, pausing = map(train, ([], *(documents.added(diff) for diff in diffs("timm")[:2])))
+    for run in (hooked, pausing):
+        run.assert_like(plain)
+        assert run.turns == 4
+    assert sum(hooked.inside_turns(training=True)) == 3
+    assert all(hooked.inside_turns(training=False))
+    assert sum(pausing.inside_turns(training=True)) == 2
+    assert pausing.inside_turns(training=False) and not any(pausing.inside_turns(training=False))
 
 
 LOOPS = (accelerate, trainer, lightning, compiled, inductor, timm_task)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    _, loop, directory = sys.argv
-    report = {each.__name__: each for each in LOOPS}[loop]()
-    torch.save(report, Path(directory) / f"{os.environ['RANK']}.pt")
+    {each.__name__: each for each in LOOPS}[sys.argv[1]]()
     if dist.is_initialized():
         dist.destroy_process_group()

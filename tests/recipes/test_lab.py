@@ -124,6 +124,7 @@ def test_every_node_reaches_the_next_and_wire_bytes_are_counted(nodes: int, tmp_
     assert result.dropped == 0
 
 
+@pytest.mark.usefixtures("forked_lab")
 @pytest.mark.parametrize("rate_mbit", [pytest.param(200, marks=needs_root)])
 def test_goodput_is_the_rate(rate_mbit: float) -> None:
     with Cluster(rate_mbit=rate_mbit) as cluster:

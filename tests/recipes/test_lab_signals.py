@@ -5,14 +5,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
 import pytest
 
 from lab.signals import ENDINGS, undisturbed
+from tests.harness._preloaded import ForkedScript
+from tests.recipes import RECIPES
 
-ROOT = Path(__file__).resolve().parents[2]
 # The kernel gives a signal for the process to the main thread if that does not mask it, and to another one if it does.
 CLEARING_UP = """
 import os, signal, sys, time
@@ -52,13 +52,13 @@ except KeyboardInterrupt as error:
 def test_signals_wait_though_torch_has_threads(meanwhile: list[int], ending: tuple[int, str]) -> None:
     """Interrupt a process that then clears up, in which further signals for the whole process come."""
     command = [sys.executable, "-c", CLEARING_UP, *(str(int(number)) for number in meanwhile)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/recipes"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "begun\n"
-        process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=60)
-    assert (process.returncode, rest) == ending
+    environment = {**os.environ, "PYTHONPATH": str(RECIPES)}
+    process = ForkedScript(command, environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGINT)
+    rest = process.stdout.read()
+    assert (process.wait(60), rest) == ending
 
 
 @pytest.fixture

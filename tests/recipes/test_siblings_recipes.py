@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -22,7 +23,7 @@ from tests.harness.waiting import eventually
 from tests.recipes import RECIPES
 
 ROOT = RECIPES.parent
-OPTUNA, SLURM, POD = (RECIPES / f"siblings_{name}" for name in ("optuna.py", "slurm.sh", "pod.yaml"))
+SLURM, POD = (RECIPES / f"siblings_{name}" for name in ("slurm.sh", "pod.yaml"))
 WHY_NOT = why_no_container("users")
 STAND_INS = {
     # Notes how it was started, and that it came to its end; the loss is the learning rate.
@@ -80,10 +81,24 @@ class Place:
 # --- Optuna -------------------------------------------------------------------------------------------------------
 
 
-def study(place: Place, *words: str, code: int = 0, **more: str) -> list[tuple[str, str, float | None]]:
-    """Run the recipe; return of each trial how it ended, its learning rate and its value."""
+def study(place: Place, *words: str, **more: str) -> list[tuple[str, str, float | None]]:
+    """Run the recipe, here: to import Optuna takes a while; return of each trial its end, learning rate and value."""
     optuna = pytest.importorskip("optuna", reason="optuna is not installed: pip install optuna")
-    place.run(sys.executable, str(OPTUNA), "--seed", "1", *words, code=code, **more)
+    import siblings_optuna
+
+    given = [
+        "siblings_optuna.py",
+        "--seed",
+        "1",
+        "--storage",
+        f"sqlite:///{place.directory}/siblings.db",
+        *words,
+    ]
+    with (
+        mock.patch.dict(os.environ, {**place.environment, **more}, clear=True),
+        mock.patch.object(sys, "argv", given),
+    ):
+        siblings_optuna.main()
     found = optuna.load_study(study_name="siblings", storage=f"sqlite:///{place.directory}/siblings.db")
     return [(trial.state.name, str(trial.params["lr"]), trial.value) for trial in found.trials]
 
