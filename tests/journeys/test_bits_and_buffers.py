@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import reduce_scatter_all_gather_hook
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from tests.harness import inside, run_ranks
+from tests.harness import in_ranks, inside, run_ranks
 from tests.harness.networks import mlp
 from tests.harness.training import WIDTH, Training, hooked, muon_and_sgd
+from tests.multiprocess.compressed_training import digest
 
 
 def parameters_of(model: nn.Module) -> torch.Tensor:
@@ -50,10 +51,16 @@ class Odd(nn.Module):
         return torch.stack([(part * scale[: part.numel()]).sum() for part in self.parts]).sum()
 
 
-def odd_gradients(
+@pytest.mark.parametrize(
+    ("world_size", "numbered_late"),
+    [(2, True), (3, False), (4, True)],
+    ids=["2-numbers_begin_anew", "3", "4-numbers_begin_anew"],
+)
+@in_ranks()
+def test_the_mean_is_exact_up_to_rounding_for_all_sizes(
     rank: int, world_size: int, numbered_late: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return gradients of our hook, what they are exactly, and the mean of their sizes."""
+) -> str:
+    """Also where the numbers of transfers, and with them the tags of messages, begin anew."""
     generator = torch.Generator().manual_seed(9)
     scales = torch.randn(world_size, LARGE, generator=generator)
     with inside.start_near_wrap(left=20) if numbered_late else mock.MagicMock():
@@ -61,20 +68,9 @@ def odd_gradients(
         for _ in range(6):
             got = gradients(model, model(scales[rank]))
     rows = torch.cat([scales[:, : part.numel()] for part in model.module.parts], 1).double()
-    return got, rows.mean(0), rows.abs().mean(0)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "numbered_late"),
-    [(2, True), (3, False), (4, True)],
-    ids=["2-numbers_begin_anew", "3", "4-numbers_begin_anew"],
-)
-def test_the_mean_is_exact_up_to_rounding_for_all_sizes(world_size: int, numbered_late: bool) -> None:
-    """Also where the numbers of transfers, and with them the tags of messages, begin anew."""
-    outcomes = run_ranks(odd_gradients, world_size, args=(numbered_late,))
-    for got, exact, size in outcomes:
-        assert torch.equal(got, outcomes[0][0])
-        assert ((got.double() - exact).abs() <= world_size * torch.finfo(torch.float32).eps * size).all()
+    bound = world_size * torch.finfo(torch.float32).eps * rows.abs().mean(0)
+    assert ((got.double() - rows.mean(0)).abs() <= bound).all()
+    return digest([got])
 
 
 # --- one rank --------------------------------------------------------------------------------------------------------
@@ -119,7 +115,8 @@ def test_a_codec_gives_the_same_bits_on_a_backend_of_its_own() -> None:
 # --- gradients that somebody keeps -----------------------------------------------------------------------------------
 
 
-def graph_of_a_gradient(rank: int, world_size: int) -> bool:
+@in_ranks(2)
+def test_our_hand_does_not_count_as_a_change_of_the_users_gradients(rank: int) -> None:
     """Keep a graph with a gradient whose mean arrives late: autograd must not find it changed, which it is by us."""
     training = Training("decoupled", rank).run(6)
     weight = next(training.model.module.parameters())
@@ -130,11 +127,7 @@ def graph_of_a_gradient(rank: int, world_size: int) -> bool:
     product = weight.grad * factor  # saves the gradient for its backward
     training.state.flush()
     product.sum().backward()
-    return factor.grad is not None
-
-
-def test_our_hand_does_not_count_as_a_change_of_the_users_gradients() -> None:
-    assert all(run_ranks(graph_of_a_gradient, 2))
+    assert factor.grad is not None
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -225,7 +218,8 @@ class Tied(nn.Module):
         return self.back(self.there(x).tanh())
 
 
-def averaged_after_a_change(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+@in_ranks(2)
+def test_an_average_reaches_tied_and_replaced_parameters(rank: int, world_size: int) -> torch.Tensor:
     """Replace memory of parameters, as ``load_state_dict(assign=True)`` does, between two averages."""
     training = Training("averaged", rank, module=Tied()).run(3)
     for parameter in training.model.parameters():
@@ -236,11 +230,6 @@ def averaged_after_a_change(rank: int, world_size: int) -> tuple[torch.Tensor, t
     training.state.average()
     assert training.model.module.back.weight is training.model.module.there.weight
     training.close()
-    return parameters_of(training.model), torch.stack(everyone).mean(0)
-
-
-def test_an_average_reaches_tied_and_replaced_parameters() -> None:
-    first, second = run_ranks(averaged_after_a_change, 2)
-    for got, mean in (first, second):
-        assert torch.equal(got, first[0])
-        assert torch.allclose(got, mean, atol=1e-6)
+    got = parameters_of(training.model)
+    assert torch.allclose(got, torch.stack(everyone).mean(0), atol=1e-6)
+    return got

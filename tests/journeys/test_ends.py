@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from tests.harness import close_pools, run_ranks, spawn_script
+from tests.harness import close_pools, in_ranks, run_ranks, spawn_script
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.oracles import error_of
 from tests.harness.training import WAYS, Training, waited_for_by_nobody
@@ -82,8 +82,10 @@ def test_a_fork_that_uses_the_hook_gets_an_error_and_harms_no_parent(way: str, w
     assert ours == alone
 
 
-def left_alive(rank: int, world_size: int, way: str) -> list[str]:
-    """Return what still lives although nobody refers to it; the group and its threads do."""
+@pytest.mark.parametrize("way", WAYS)
+@in_ranks(2)
+def test_idle_threads_keep_nothing_alive(rank: int, way: str) -> None:
+    """Nobody refers to it; the group and its threads live."""
     training = Training(way, rank).run(3)
     training.close()
     kept = {"module": training.model.module, "optimizer": training.optimizers[0], "state": training.state}
@@ -94,13 +96,7 @@ def left_alive(rank: int, world_size: int, way: str) -> list[str]:
         gc.collect()
         return [name for name, each in seen.items() if each() is not None]
 
-    eventually(lambda: not left())
-    return left()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_idle_threads_keep_nothing_alive(way: str) -> None:
-    assert run_ranks(left_alive, 2, args=(way,)) == [[], []]
+    assert eventually(lambda: not left()), left()
 
 
 def threads_left(before: Sequence[threading.Thread]) -> list[str]:
@@ -109,27 +105,23 @@ def threads_left(before: Sequence[threading.Thread]) -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread not in before]
 
 
-def threads_after_destruction(rank: int, world_size: int, way: str) -> tuple[list[str], float]:
+# The thread of elastic rounds may be in a round with a rank that has left.
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "elastic"])
+@in_ranks(2)
+def test_threads_go_with_the_group_although_model_and_state_live_on(rank: int, way: str) -> None:
     before = threading.enumerate()
     training = Training(way, rank).run(3)
     dist.barrier()
     begin_s = time.monotonic()
     dist.destroy_process_group()
-    seconds = time.monotonic() - begin_s
-    left = threads_left(before)
+    assert time.monotonic() - begin_s < IMPATIENT_S
+    assert threads_left(before) == []
     assert training.model is not None
-    return left, seconds
 
 
-# The thread of elastic rounds may be in a round with a rank that has left.
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "elastic"])
-def test_threads_go_with_the_group_although_model_and_state_live_on(way: str) -> None:
-    for left, seconds in run_ranks(threads_after_destruction, 2, args=(way,)):
-        assert left == []
-        assert seconds < IMPATIENT_S
-
-
-def destroyed_while_the_turn_is_awaited(rank: int, world_size: int, way: str) -> tuple[float, list[str]]:
+@pytest.mark.parametrize("way", ["crossover", "wrapped", "int8"])
+@in_ranks(2)
+def test_a_thread_that_is_late_is_not_waited_for_and_strands_no_other(rank: int, way: str) -> None:
     before = threading.enumerate()
     gate = threading.Event()
     turn = RecordingTurn(gate=gate)
@@ -141,11 +133,5 @@ def destroyed_while_the_turn_is_awaited(rank: int, world_size: int, way: str) ->
     dist.destroy_process_group()
     seconds = time.monotonic() - begin_s
     gate.set()
-    return seconds, threads_left(before)
-
-
-@pytest.mark.parametrize("way", ["crossover", "wrapped", "int8"])
-def test_a_thread_that_is_late_is_not_waited_for_and_strands_no_other(way: str) -> None:
-    for seconds, left in run_ranks(destroyed_while_the_turn_is_awaited, 2, args=(way,)):
-        assert seconds < 20, "what others may need is waited for 30 s, and here they need nothing"
-        assert left == []
+    assert seconds < 20, "what others may need is waited for 30 s, and here they need nothing"
+    assert threads_left(before) == []

@@ -1,6 +1,8 @@
 """Parameters that must be the same on all ranks are compared in some steps; who differs is named."""
 
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.harness import run_ranks
+from tests.harness import in_ranks
 from tests.harness.networks import mlp
 from tests.harness.oracles import error_of
 from tests.harness.training import WIDTH, Training, decoupled
@@ -22,26 +24,22 @@ def part_from(training: Training, name: str) -> None:
         training.model.module.get_parameter(name).flatten()[0] += 1
 
 
-def late_difference(rank: int, world_size: int, way: str) -> tuple[str, str, bool]:
-    """One rank's parameter changes after five steps; return what is told, and whether the error cost the mean."""
+@pytest.mark.parametrize("way", ["split", "crossover", "wrapped", "int8"])
+@in_ranks(3)
+def test_a_difference_is_one_error_on_all_ranks_that_names_parameter_ranks_and_step(
+    rank: int, way: str
+) -> None:
+    """One rank's parameter changes after five steps."""
     training = Training(way, rank)
     training.run(5)
     if rank == 2:
         part_from(training, "2.weight")
     told = error_of(lambda: training.run(4))
-    mean = training.model.module[0].bias.grad.clone()
-    for optimizer in training.optimizers:
-        optimizer.zero_grad()
-    return told, error_of(lambda: training.run(3)), bool(mean.isfinite().all())
-
-
-@pytest.mark.parametrize("way", ["split", "crossover", "wrapped", "int8"])
-def test_a_difference_is_one_error_on_all_ranks_that_names_parameter_ranks_and_step(way: str) -> None:
-    for told, later, is_mean in run_ranks(late_difference, 3, args=(way,)):
-        assert told.startswith("expected the same parameters on all ranks, got 2.weight")
-        assert " differ in step 8, 2.weight between ranks [0, 1] and [2]; " in told
-        assert later == "no error", "step 16 is the next that is compared"
-        assert is_mean
+    assert told.startswith("expected the same parameters on all ranks, got 2.weight")
+    assert " differ in step 8, 2.weight between ranks [0, 1] and [2]; " in told
+    assert training.model.module[0].bias.grad.isfinite().all(), "the error has cost the mean"
+    training.drop()
+    training.run(3)  # step 16 is the next that is compared
 
 
 class Kinds(nn.Module):
@@ -58,7 +56,11 @@ class Kinds(nn.Module):
         return self.inner(x) + self.kinds[-1].sum()  # type: ignore[no-any-return]
 
 
-def frozen_difference(rank: int, world_size: int, place: int | None) -> str:
+@pytest.mark.parametrize("place", [None, *range(len(KINDS))])
+@in_ranks(2)
+def test_parameters_of_any_kind_without_gradients_are_compared_by_their_bits(
+    rank: int, place: int | None
+) -> None:
     training = Training("crossover", rank, module=Kinds())
     if rank and place is not None:
         training.model.module.kinds[place].data = torch.zeros(5, 3).to(KINDS[place])
@@ -68,16 +70,13 @@ def frozen_difference(rank: int, world_size: int, place: int | None) -> str:
             training.backward()
         training.run(2)
 
-    return error_of(train)
-
-
-@pytest.mark.parametrize("place", [None, *range(len(KINDS))])
-def test_parameters_of_any_kind_without_gradients_are_compared_by_their_bits(place: int | None) -> None:
     expected = "no error" if place is None else f"got kinds.{place} that differ in step 1, "
-    assert all(expected in told for told in run_ranks(frozen_difference, 2, args=(place,)))
+    assert expected in error_of(train)
 
 
-def on_purpose(rank: int, world_size: int, how: str) -> str:
+@pytest.mark.parametrize("how", ["ignored", "argument", "argument on one rank", "environment", "nothing"])
+@in_ranks(2)
+def test_replicas_may_differ_on_purpose(rank: int, how: str) -> None:
     module = mlp(WIDTH, WIDTH, WIDTH, seed=3)
     if how == "ignored":
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["2.weight"])
@@ -86,29 +85,20 @@ def on_purpose(rank: int, world_size: int, how: str) -> str:
         training.state.compare_replicas = False
     with torch.no_grad():
         module[2].weight += rank
-    return error_of(lambda: training.run(4))
+    with mock.patch.dict(os.environ, {OFF: "0"} if how == "environment" else {}):
+        assert (error_of(lambda: training.run(4)) == "no error") == (how != "nothing")
 
 
-@pytest.mark.parametrize("how", ["ignored", "argument", "argument on one rank", "environment", "nothing"])
-def test_replicas_may_differ_on_purpose(how: str) -> None:
-    environment = {OFF: "0"} if how == "environment" else {}
-    told = run_ranks(on_purpose, 2, args=(how,), environment=environment)
-    assert all((each == "no error") == (how != "nothing") for each in told)
-
-
-def uneven(rank: int, world_size: int) -> str:
+@in_ranks(2)
+def test_ranks_that_have_joined_are_not_compared(rank: int) -> None:
     """Rank 0 runs out of data: its parameters stay behind until Join's end."""
     training = Training("split", rank)
     with Join([training.model]):
-        told = error_of(lambda: training.run(3 + 6 * rank))
-    return told
+        training.run(3 + 6 * rank)
 
 
-def test_ranks_that_have_joined_are_not_compared() -> None:
-    assert run_ranks(uneven, 2) == ["no error"] * 2
-
-
-def two_models(rank: int, world_size: int) -> list[str]:
+@in_ranks(2)
+def test_each_model_of_a_group_has_steps_of_its_own(rank: int) -> None:
     """Two models take turns on one group, the second one twice as often; rank 1 has another second one."""
     first, second = Training("split", rank), Training("split", rank, module=mlp(WIDTH, 4, WIDTH, seed=1))
     if rank:
@@ -118,12 +108,7 @@ def two_models(rank: int, world_size: int) -> list[str]:
         first.step()
         second.run(2)
 
-    return [error_of(round_of_steps) for _ in range(3)]
-
-
-def test_each_model_of_a_group_has_steps_of_its_own() -> None:
-    for first, *_ in run_ranks(two_models, 2):
-        assert "2.bias that differ in step 1" in first
+    assert "2.bias that differ in step 1" in error_of(round_of_steps)
 
 
 class Branches(nn.Module):
@@ -140,21 +125,13 @@ class Branches(nn.Module):
         return self.last(self.layers[self.place % 2](x))  # type: ignore[no-any-return]
 
 
-def other_branches(rank: int, world_size: int, owners: Any) -> str:
+@pytest.mark.parametrize("owners", [None, "layers"])
+@in_ranks(2)
+def test_updates_that_one_rank_has_read_and_another_has_not_are_no_difference(rank: int, owners: Any) -> None:
     way = decoupled(owners=owners) if owners else "decoupled"
     training = Training(way, rank, module=Branches(), find_unused_parameters=True)
-
-    def train() -> None:
-        for step in range(18):
-            training.model.module.place = rank + step
-            training.step()
-
-    told = error_of(train)
+    for step in range(18):
+        training.model.module.place = rank + step
+        training.step()
     training.state.consolidate()
     training.close()
-    return told
-
-
-@pytest.mark.parametrize("owners", [None, "layers"])
-def test_updates_that_one_rank_has_read_and_another_has_not_are_no_difference(owners: Any) -> None:
-    assert run_ranks(other_branches, 2, args=(owners,)) == ["no error"] * 2

@@ -17,7 +17,7 @@ from torch.optim import sgd as torch_sgd
 
 from crossover_ddp import CrossoverState, ExchangeError, crossover_wrapper
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from tests.harness import run_ranks
+from tests.harness import in_ranks, run_ranks
 from tests.harness.networks import mlp
 from tests.harness.training import Training, hooked
 from tests.harness.turn import RecordingTurn
@@ -30,8 +30,15 @@ TURNS_IN_BACKWARD = [
 ]
 
 
-def beside_a_sibling(rank: int, world_size: int, way: str) -> tuple[list[str], list[bool], list[str]]:
-    """Release slowly; return the calls, whether the last Future was done before each turn, and threads of gloo's."""
+@pytest.mark.parametrize(("way", "world_size"), TURNS_IN_BACKWARD)
+@in_ranks()
+def test_the_turn_goes_before_anybody_hears_of_the_last_bucket_whose_future_waits_for_the_next(
+    rank: int, way: str
+) -> None:
+    """Whoever hears of it may take the next turn at any moment; ranks would count turns differently, and hang.
+
+    No thread of gloo's takes it: one that waits for a sibling keeps all other collectives of the group waiting.
+    """
     returned: queue.Queue[torch.futures.Future[torch.Tensor]] = queue.Queue()
     done: list[bool] = []
 
@@ -46,23 +53,11 @@ def beside_a_sibling(rank: int, world_size: int, way: str) -> tuple[list[str], l
 
     turn = RecordingTurn(window_s=0.2, at_acquire=lambda: done.append(returned.get(timeout=60).done()))
     Training(way, rank, mutex=turn, around=around).run(STEPS).close()
-    takers = [thread for call, thread in zip(turn.order, turn.threads, strict=True) if call != "release"]
-    return turn.order, done, [each.name for each in takers if isinstance(each, threading._DummyThread)]
-
-
-@pytest.mark.parametrize(("way", "world_size"), TURNS_IN_BACKWARD)
-def test_the_turn_goes_before_anybody_hears_of_the_last_bucket_whose_future_waits_for_the_next(
-    way: str, world_size: int
-) -> None:
-    """Whoever hears of it may take the next turn at any moment; ranks would count turns differently, and hang.
-
-    No thread of gloo's takes it: one that waits for a sibling keeps all other collectives of the group waiting.
-    """
     one_step = ["release", "acquire"] if way == "wrapped" else ["release", "request", "acquire"]
-    for order, done, takers_of_gloo in run_ranks(beside_a_sibling, world_size, args=(way,)):
-        assert order == one_step * STEPS
-        assert done == [False] * STEPS
-        assert takers_of_gloo == []
+    assert turn.order == one_step * STEPS
+    assert done == [False] * STEPS, "the last Future was done before the turn"
+    takers = [thread for call, thread in zip(turn.order, turn.threads, strict=True) if call != "release"]
+    assert not any(isinstance(each, threading._DummyThread) for each in takers)
 
 
 # What owners compute, by the way of the hook.

@@ -29,15 +29,3 @@ def test_a_hook_on_a_twin_group_is_right(rank: int) -> None:
     model.register_comm_hook(twin, reduce_scatter_all_gather_hook)
     model(torch.full((1, 2), float(rank))).sum().backward()
     assert model.module.weight.grad.eq(0.5).all()
-
-
-@pytest.mark.torch_version
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("group", [-100, "world", object()])
-def test_what_is_no_group_of_ours_raises_after_backward(group: object) -> None:
-    model = DistributedDataParallel(torch.nn.Linear(3, 3))
-    model.register_comm_hook(group, reduce_scatter_all_gather_hook)
-    with pytest.raises(
-        UnsupportedConfigurationError, match="expected a process group that this process belongs"
-    ):
-        model(torch.ones(2, 3)).sum().backward()
