@@ -20,7 +20,7 @@ from tests.conformance.cases import TINY_MB, WIDTH, Recorder, inputs, loss_of
 from tests.conformance.hooks import HOOKS, MUTEX, Row, alone
 from tests.conformance.reference import adding
 from tests.conformance.test_conformance import differences, end
-from tests.harness import Job, run_jobs, run_ranks
+from tests.harness import Job, in_ranks, run_jobs, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.groups import new_group
 from tests.harness.oracles import error_of
@@ -129,8 +129,10 @@ def test_siblings_train_as_alone_and_take_turns(hook: str) -> None:
 # --- a peer that dies ----------------------------------------------------------------------------------------
 
 
-def peer_dies(rank: int, world_size: int, hook: str) -> tuple[list[str], float, list[str]]:
-    """Rank 1 dies in the middle of its third backward pass; return what rank 0 hears, twice, when, and threads left."""
+@pytest.mark.parametrize("hook", [name for name in IN_COLUMNS if not name.startswith("wrapped")])
+@in_ranks(2, deaths={1: signal.SIGKILL})
+def test_a_peer_that_dies_is_an_error_that_names_rank_and_bucket(rank: int, hook: str) -> None:
+    """Rank 1 dies in the middle of its third backward pass."""
     walk = Walk(HOOKS[hook])
     walk.train(rank, 0, 2)
     dist.barrier()
@@ -142,19 +144,11 @@ def peer_dies(rank: int, world_size: int, hook: str) -> tuple[list[str], float, 
         heard.append(error_of(lambda: walk.train(rank, 2, 6)))
         walk.drop()
         walk.model.require_forward_param_sync = False  # DDP's own broadcast of buffers fails, too
-    took_s = time.monotonic() - begin_s
+    assert re.match(r"rank 0 of 2: the .+ of (bucket \d|factors of K-FAC)", heard[0])
+    assert heard[1] == heard[0], "a failure is final"
+    assert time.monotonic() - begin_s < SECONDS
     dist.destroy_process_group()
-    left = [each.name for each in threading.enumerate() if each.name.startswith("crossover")]
-    return heard, took_s, left
-
-
-@pytest.mark.parametrize("hook", [name for name in IN_COLUMNS if not name.startswith("wrapped")])
-def test_a_peer_that_dies_is_an_error_that_names_rank_and_bucket(hook: str) -> None:
-    ((heard, again), took_s, left), _ = run_ranks(peer_dies, 2, args=(hook,), deaths={1: signal.SIGKILL})
-    assert re.match(r"rank 0 of 2: the .+ of (bucket \d|factors of K-FAC)", heard), heard
-    assert again == heard, "a failure is final"
-    assert took_s < SECONDS
-    assert not left
+    assert [each.name for each in threading.enumerate() if each.name.startswith("crossover")] == []
 
 
 # --- a checkpoint --------------------------------------------------------------------------------------------

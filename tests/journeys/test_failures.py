@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
-from crossover_ddp import ExchangeError, UnsupportedConfigurationError
-from tests.harness import inside, run_ranks
+from crossover_ddp import UnsupportedConfigurationError
+from tests.harness import in_ranks, inside, run_ranks
 from tests.harness.networks import blow, mlp
 from tests.harness.oracles import error_of
 from tests.harness.training import WAYS, WIDTH, Training
@@ -25,33 +25,30 @@ NEWTON_SCHULZ = "torch.optim._muon._zeropower_via_newtonschulz"
 # --- failures ------------------------------------------------------------------------------------------------------
 
 
-def owner_fails(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-    """Return what a rank is told, twice, when rank 0's own work fails, and what becomes of its turn."""
+@pytest.mark.parametrize("world_size", [1, 2])
+@in_ranks()
+def test_an_owner_that_fails_names_rank_bucket_and_cause_for_all_later_buckets(
+    rank: int, world_size: int
+) -> None:
+    """Rank 0's own work fails."""
     turn = RecordingTurn()
     training = Training("muon", rank, mutex=turn).run(2)
     turn.order.clear()
     failing = mock.patch(NEWTON_SCHULZ, side_effect=ZeroDivisionError("no direction"))
     with contextlib.nullcontext() if rank else failing:
-        errors = []
-        for _ in range(2):
-            errors.append(error_of(training.run))
-            training.drop()
+        first = error_of(training.run)
+        training.drop()
+        assert error_of(training.run) == first
+        training.drop()
     dist.destroy_process_group()
-    return errors, turn.order
+    assert re.match(rf"rank {rank} of {world_size}: the .+ of bucket \d+ failed: .*restart", first)
+    assert rank or "failed: no direction; " in first
+    assert rank or {*turn.order} == {"release"}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_owner_that_fails_names_rank_bucket_and_cause_for_all_later_buckets(world_size: int) -> None:
-    everyone = run_ranks(owner_fails, world_size)
-    for rank, ((first, again), _) in enumerate(everyone):
-        assert re.match(rf"rank {rank} of {world_size}: the .+ of bucket \d+ failed: .*restart", first)
-        assert again == first
-    (first, _), order = everyone[0]
-    assert "failed: no direction; " in first
-    assert set(order) == {"release"}
-
-
-def native_gather_is_never_issued(rank: int, world_size: int) -> str:
+@in_ranks()
+def test_nobody_waits_for_a_gather_that_was_never_issued(rank: int, world_size: int) -> None:
     """Gathers are issued with a step's last bucket, which an exception in backward keeps away."""
     with inside.force_native():
         training = Training("decoupled", rank).run(6)
@@ -59,19 +56,9 @@ def native_gather_is_never_issued(rank: int, world_size: int) -> str:
         with pytest.raises(ArithmeticError, match="blown"):
             training.backward()
         before.remove()
-        if rank:
-            return "flushed"  # this rank needs nothing, so that it would never answer
-        try:
-            training.state.flush()
-            return "flushed"
-        except (ExchangeError, UnsupportedConfigurationError) as error:
-            return str(error)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_nobody_waits_for_a_gather_that_was_never_issued(world_size: int) -> None:
-    for outcome in run_ranks(native_gather_is_never_issued, world_size):
-        assert outcome == "flushed" or "backward" in outcome
+        if not rank:  # another one needs nothing, so that it would never answer
+            told = error_of(training.state.flush)
+            assert told == "no error" or "backward" in told
 
 
 def last_step(rank: int, world_size: int, leaves: bool) -> list[float]:
@@ -91,18 +78,14 @@ def test_a_rank_may_leave_while_another_still_needs_its_parts() -> None:
     assert run_ranks(last_step, 2, args=(True,))[1] == run_ranks(last_step, 2, args=(False,))[1]
 
 
-def out_of_inputs(rank: int, world_size: int) -> float:
+@in_ranks(2)
+def test_a_rank_that_is_ahead_keeps_no_gather_from_the_others(rank: int) -> float:
     """Rank 0 ends first: it answers for rank 1's next steps while it has yet to say what is gathered of its last."""
     training = Training("decoupled", rank, module=mlp(WIDTH, 1500, 1500, WIDTH, seed=3), bucket_cap_mb=1)
     with Join([training.model]):
         training.run(6 + 3 * rank)
     training.state.flush()
     return float(sum(p.detach().double().sum() for p in training.model.parameters()))
-
-
-def test_a_rank_that_is_ahead_keeps_no_gather_from_the_others() -> None:
-    first, second = run_ranks(out_of_inputs, 2)
-    assert first == second
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------
@@ -121,43 +104,34 @@ REFUSING = [
 AS_IF_IT_HAD_NOT_BEEN = ("split", "crossover", "decoupled", "owned")
 
 
-def refused_in_the_middle(
-    rank: int, world_size: int, way: str, which: Any
-) -> tuple[str, bool, list[float], list[float]]:
+@pytest.mark.parametrize(("way", "which", "world_size"), REFUSING)
+@in_ranks()
+def test_a_refused_bucket_is_a_refused_step_and_the_next_backward_begins_anew(
+    rank: int, way: str, which: Any, world_size: int
+) -> None:
     turn = RecordingTurn()
     training, whole = (Training(way, rank, mutex=mutex).run(6) for mutex in (turn, RecordingTurn()))
     turn.order.clear()
-    text = "none"
     trouble = AssertionError("ours")
-    with inside.break_engine(trouble) if which == "engine" else inside.refuse_bucket(which, error=trouble):
-        try:
-            training.backward()
-        except AssertionError as error:
-            text = str(error)
-    is_given_away = "release" in turn.order
+    refused = (
+        inside.break_engine(trouble) if which == "engine" else inside.refuse_bucket(which, error=trouble)
+    )
+    # Not even a mistake of our own leaves the hook, which would be DDP's end.
+    with refused, pytest.raises(AssertionError, match=r"^ours$"):
+        training.backward()
+    assert "release" in turn.order or way == "split" or which == "engine", "siblings go on"
     if way in ("decoupled", "owned"):
         for _ in range(2):
             with pytest.raises(UnsupportedConfigurationError, match="expected a whole backward"):
                 training.optimizers[0].step()
     for each in (training, whole):
         each.steps += 1
-        for optimizer in each.optimizers:
-            optimizer.zero_grad()
-    losses = [[each.step() for _ in range(4)] for each in (training, whole)]
+        each.drop()
+    losses, expected = ([each.step() for _ in range(4)] for each in (training, whole))
     training.close()
     whole.close()
-    return text, is_given_away, *losses
-
-
-@pytest.mark.parametrize(("way", "which", "world_size"), REFUSING)
-def test_a_refused_bucket_is_a_refused_step_and_the_next_backward_begins_anew(
-    way: str, which: Any, world_size: int
-) -> None:
-    for text, is_given_away, losses, whole in run_ranks(refused_in_the_middle, world_size, args=(way, which)):
-        assert text == "ours", "not even a mistake of our own leaves the hook, which would be DDP's end"
-        assert is_given_away or way == "split" or which == "engine", "siblings go on"
-        assert losses == whole or way not in AS_IF_IT_HAD_NOT_BEEN
-        assert torch.tensor(losses).isfinite().all()
+    assert losses == expected or way not in AS_IF_IT_HAD_NOT_BEEN
+    assert torch.tensor(losses + expected).isfinite().all()
 
 
 # What no hook exchanges, outside of a backward pass, with words of the error.
