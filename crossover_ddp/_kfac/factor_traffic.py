@@ -195,7 +195,7 @@ class FactorTraffic:
     @property
     def can_trail(self) -> bool:
         """Whether factors that are not needed yet can travel behind the gradients."""
-        on_host = self.layers[0].layer.weight.device.type == "cpu"
+        on_host = all(each.layer.weight.device.type == "cpu" for each in self.layers)
         return self.group.size() > 1 and not self.local and on_host
 
     def taken(self, layer: OwnedLayer) -> list[Factor]:
