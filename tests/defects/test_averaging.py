@@ -207,8 +207,7 @@ def train_wild(rank: int, world_size: int, device: str) -> tuple[torch.Tensor, i
     return centre - start, len(groups) - before
 
 
-@pytest.mark.defect("codecs-S9")
-@pytest.mark.defect("codecs-S19")
+@pytest.mark.defect("codecs-S9", "codecs-S19")
 @pytest.mark.parametrize(
     ("device", "backend"), [("cpu", "gloo"), pytest.param("cuda", "nccl", marks=pytest.mark.fake_cuda)]
 )

@@ -48,8 +48,7 @@ def compressed(state: CompressedState, module: nn.Module | None = None, **option
     return model
 
 
-@pytest.mark.defect("codecs-S2")
-@pytest.mark.defect("strangers-9")
+@pytest.mark.defect("codecs-S2", "strangers-9")
 @in_ranks(2)
 def test_one_state_serves_one_model_or_loses_nothing(rank: int) -> None:
     state = CompressedState(SIDCo(0.05))
@@ -63,9 +62,7 @@ def test_one_state_serves_one_model_or_loses_nothing(rank: int) -> None:
     assert "a state for each model" in error_of(train)
 
 
-@pytest.mark.defect("codecs-S3")
-@pytest.mark.defect("codecs-S16")
-@pytest.mark.defect("strangers-14")
+@pytest.mark.defect("codecs-S3", "codecs-S16", "strangers-14")
 @in_ranks(2)
 def test_a_plan_looks_at_the_users_steps_alone(rank: int) -> None:
     """A user who plans twice gets the same plan, and no warning of a gc.freeze() that nobody has called."""
@@ -132,9 +129,7 @@ def test_loaded_residuals_arrive_or_are_refused(rank: int, prefix: str) -> None:
         assert float((total + walk(model, rank, STEPS - 1) - mean).norm()) < 1e-3
 
 
-@pytest.mark.defect("codecs-S11")
-@pytest.mark.defect("strangers-13")
-@pytest.mark.defect("turns-11")
+@pytest.mark.defect("codecs-S11", "strangers-13", "turns-11")
 @pytest.mark.parametrize("kind", [CompressedState, CrossoverState])
 @in_ranks(2)
 def test_a_copy_keeps_the_loss_scale(rank: int, kind: type) -> None:

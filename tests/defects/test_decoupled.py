@@ -73,9 +73,7 @@ class Saving(dict[str, Any]):
         return super().items()
 
 
-@pytest.mark.defect("decoupled-2")
-@pytest.mark.defect("decoupled-13")
-@pytest.mark.defect("decoupled-17")
+@pytest.mark.defect("decoupled-2", "decoupled-13", "decoupled-17")
 def test_a_thread_that_saves_during_step_loses_no_step() -> None:
     training, plain = both()
     training.run()
@@ -101,8 +99,7 @@ class Stopping(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.defect("decoupled-4")
-@pytest.mark.defect("decoupled-17")
+@pytest.mark.defect("decoupled-4", "decoupled-17")
 def test_a_scheduler_that_steps_while_a_thread_saves_reaches_all_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -209,8 +206,7 @@ def test_the_greatest_gradient_is_nan_if_any_is(rank: int) -> None:
         training.state.clip_grad_norm_(1.0, float("inf"), error_if_nonfinite=True)
 
 
-@pytest.mark.defect("decoupled-7")
-@pytest.mark.defect("strangers-31")
+@pytest.mark.defect("decoupled-7", "strangers-31")
 def test_groups_added_before_the_first_backward_are_updated_or_refused_by_name() -> None:
     training = Training(
         decoupled=True, owners="layers", make=lambda m: torch.optim.SGD(m.module[0].parameters(), lr=0.1)
@@ -236,9 +232,7 @@ def kron(model: nn.Module) -> torch.optim.Optimizer:
     return timm.optim.create_optimizer_v2(list(model.parameters()), opt="kron", lr=0.01)
 
 
-@pytest.mark.defect("decoupled-8")
-@pytest.mark.defect("decoupled-17")
-@pytest.mark.defect("strangers-31")
+@pytest.mark.defect("decoupled-8", "decoupled-17", "strangers-31")
 @pytest.mark.parametrize(
     "make", [kron, lambda model: Noisy(model.parameters(), lr=0.1)], ids=["kron", "sgld"]
 )

@@ -44,8 +44,7 @@ BETWEEN: dict[str, Callable[[Training], Any]] = {
 }
 
 
-@pytest.mark.defect("strangers-2")
-@pytest.mark.defect("kfac-S1")
+@pytest.mark.defect("strangers-2", "kfac-S1")
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("views", [False, True])
 @both_hooks
@@ -144,8 +143,7 @@ def test_disabled_it_computes_nothing(decoupled: bool, monkeypatch: pytest.Monke
         assert flops(lambda: loss_of(training.model).backward()) == expected
 
 
-@pytest.mark.defect("kfac-S3")
-@pytest.mark.defect("kfac-S7")
+@pytest.mark.defect("kfac-S3", "kfac-S7")
 @both_hooks
 def test_closed_it_goes_on_with_what_it_knows(decoupled: bool) -> None:
     """After close() steps precondition with the solvers that are there; nothing is taken, dropped, or in the way."""
@@ -305,3 +303,28 @@ def test_a_state_dict_that_one_rank_has_loaded_is_named(rank: int, decoupled: bo
     told = r"the same steps of KFACState on all ranks, got steps of KFACState by rank \{0: 7, 1: 0\}"
     with pytest.raises(UnsupportedConfigurationError, match=told):
         training.backward()
+
+
+# What rank 1 alone has: other layers, or another argument.
+OTHERS: dict[str, Any] = {
+    "layer '0'": (WIDTH, 9, OUTPUTS),
+    "layers": (WIDTH, 8, 8, OUTPUTS),
+    "kl_clip": 0.01,
+    "solver": "eigen",
+    "inv_update_steps": 2,
+}
+
+
+@pytest.mark.defect("strangers-3")
+@in_ranks(3)
+def test_other_layers_and_arguments_are_refused_by_name_on_all_ranks(rank: int) -> None:
+    """Replicas would drift apart."""
+    for what, other in OTHERS.items():
+        given = {what: other} if rank == 1 else {}
+        widths = given.pop(what) if given and what.startswith("layer") else (WIDTH, 8, OUTPUTS)
+        layers = networks.mlp(*widths, seed=1)
+        with pytest.raises(UnsupportedConfigurationError) as caught:
+            KFACState(layers, torch.optim.SGD(layers.parameters(), lr=0.1), **given)
+        told = str(caught.value)
+        assert told.startswith(f"expected the same {what} on all ranks, got {what} by rank {{0: ")
+        assert what.startswith("layer") or f"1: {other!r}" in told

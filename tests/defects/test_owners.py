@@ -87,8 +87,7 @@ def test_no_codec_is_planned_for_owners() -> None:
         training.state.plan_codec()
 
 
-@pytest.mark.defect("decoupled-11")
-@pytest.mark.defect("strangers-29")
+@pytest.mark.defect("decoupled-11", "strangers-29")
 @pytest.mark.parametrize("muon", [False, True])
 @in_ranks(2)
 def test_frozen_parameters_are_no_load(rank: int, muon: bool) -> None:

@@ -54,9 +54,7 @@ def take_turns(mutex: GPUMutex, count: int, seconds: float) -> None:
 # --- the store ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.defect("turns-1")
-@pytest.mark.defect("turns-2")
-@pytest.mark.defect("strangers-33")
+@pytest.mark.defect("turns-1", "turns-2", "strangers-33")
 @in_ranks(2)
 def test_a_long_turn_is_given_back_without_the_job_s_store(rank: int, world_size: int) -> None:
     """`release` never waits for another process, here a stopped rank 0, and turns do not fill the job's store."""
@@ -91,8 +89,7 @@ def test_a_long_turn_is_given_back_without_the_job_s_store(rank: int, world_size
     assert after <= before
 
 
-@pytest.mark.defect("turns-5")
-@pytest.mark.defect("strangers-21")
+@pytest.mark.defect("turns-5", "strangers-21")
 # gloo itself finds addresses of the life before in the store; lazily it connects with the first collective only.
 @in_ranks(2, environment={"TORCH_GLOO_LAZY_INIT": "1"})
 def test_a_group_made_again_on_the_same_store_is_one_job_on_all_its_ranks(
@@ -168,8 +165,7 @@ def test_a_mutex_of_other_ranks_than_the_model_s_is_refused() -> None:
 # --- two mutexes of one process -----------------------------------------------------------------------------------
 
 
-@pytest.mark.defect("turns-4")
-@pytest.mark.defect("strangers-22")
+@pytest.mark.defect("turns-4", "strangers-22")
 def test_two_mutexes_of_one_process_never_wait_for_each_other() -> None:
     """The second one is refused, with the cure, until the first one is closed; another group is another matter."""
     group = new_group()
@@ -398,8 +394,7 @@ def _device_on(cores: set[int]) -> str | None:
     return mutex.device
 
 
-@pytest.mark.defect("turns-7")
-@pytest.mark.defect("strangers-34")
+@pytest.mark.defect("turns-7", "strangers-34")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_jobs_pinned_to_different_cores_share_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would compute half of the time each, and could both compute all of it."""

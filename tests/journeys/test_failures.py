@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import signal
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +13,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
-from crossover_ddp import UnsupportedConfigurationError
+from crossover_ddp import ExchangeError, UnsupportedConfigurationError
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from crossover_ddp.muon_hooks import MuonState, muon_hook
 from tests.harness import in_ranks, inside, run_ranks
+from tests.harness.groups import impatient_group
 from tests.harness.networks import blow, mlp
 from tests.harness.oracles import error_of
-from tests.harness.training import WAYS, WIDTH, Training
+from tests.harness.training import WAYS, WIDTH, Training, Way, optimizers_of
 from tests.harness.turn import RecordingTurn
+from tests.journeys.test_turn_and_futures import WORK
 
 NEWTON_SCHULZ = "torch.optim._muon._zeropower_via_newtonschulz"
+PATIENCE_S, LIMIT_S = 10.0, 60.0  # the latter of a busy machine
 
 
 # --- failures ------------------------------------------------------------------------------------------------------
@@ -86,6 +92,49 @@ def test_a_rank_that_is_ahead_keeps_no_gather_from_the_others(rank: int) -> floa
         training.run(6 + 3 * rank)
     training.state.flush()
     return float(sum(p.detach().double().sum() for p in training.model.parameters()))
+
+
+# Of a model in a group of its own.
+OWNERS: dict[str, Way] = {
+    "kfac": lambda model, optimizers, mutex: (
+        KFACState(model, optimizers[0], process_group=model.process_group, inv_update_steps=1),
+        kfac_hook,
+    ),
+    "muon": lambda model, optimizers, mutex: (
+        MuonState(optimizers[0], process_group=model.process_group),  # type: ignore[arg-type]
+        muon_hook,
+    ),
+    "owned": WAYS["owned"],
+}
+
+
+def die(*_: Any, **__: Any) -> None:
+    signal.raise_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("way", "world_size"), [("kfac", 2), ("kfac", 4), ("muon", 2), ("owned", 2)])
+@in_ranks(deaths={1: signal.SIGKILL}, timeout_s=90)
+def test_a_peer_that_dies_in_its_owners_work_is_an_error_in_bounded_time(
+    rank: int, world_size: int, way: str
+) -> None:
+    """In backward a peer dies in tests/conformance.
+
+    Who is no neighbour of the dead one on the ring hears of it when a neighbour leaves, or by the timeout.
+    """
+    group = impatient_group(PATIENCE_S)
+    training = Training(
+        OWNERS[way], rank, optimizers=lambda model: optimizers_of(way, model), process_group=group
+    ).run(3)
+    dist.barrier()
+    begin_s = time.monotonic()
+    with (
+        mock.patch.object(*WORK[way], die) if rank == 1 else contextlib.nullcontext(),
+        pytest.raises(ExchangeError, match=f"^rank {rank} of {world_size}: the "),
+    ):
+        training.run(3)
+    assert time.monotonic() - begin_s < PATIENCE_S + LIMIT_S
+    # A thread may still wait for a rank that is no neighbour of the dead one: no longer than the group's timeout.
+    dist.destroy_process_group(group)
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------

@@ -47,13 +47,12 @@ class Trainer(Training):
         state: Any,
         optimizer: str = "momentum",
         *,
-        hook: Any = None,
         model: nn.Module | None = None,
         **options: Any,
     ) -> None:
-        own_hook = elastic_hook if isinstance(state, ElasticState) else local_sgd_hook
+        hook = elastic_hook if isinstance(state, ElasticState) else local_sgd_hook
         super().__init__(
-            lambda *_: (state, hook or own_hook),
+            lambda *_: (state, hook),
             rank,
             module=model or network(),
             optimizers=lambda made: [MAKERS[optimizer](made.parameters())],
