@@ -32,11 +32,6 @@ logger = logging.getLogger(__name__)
 _HOOK_JOIN_TIMEOUT_S = 60.0  # the ranks come from the same exchange
 
 
-def turns_disabled() -> bool:
-    """Return whether ``CROSSOVER_DISABLE=1`` is set."""
-    return environment.is_set(environment.DISABLE)
-
-
 class GPUMutex:
     """Take turns on a device with sibling jobs: the jobs of one user that name the same group.
 
@@ -132,7 +127,9 @@ class GPUMutex:
         self.device = ""
         self.closed = False
         """Whether `close` was called, whether or not turns had failed before."""
-        self.disabled_because = "CROSSOVER_DISABLE is set" if turns_disabled() else None
+        self.disabled_because = (
+            "CROSSOVER_DISABLE is set" if environment.is_set(environment.DISABLE) else None
+        )
         self._lease = Lease(lease_s)
         self._patience = Patience(patience_limit_s(group))
         self._counters = Counters()

@@ -51,9 +51,10 @@ from crossover_ddp._owners.muon import (
 )
 from crossover_ddp._owners.optimizer import check_not_intercepted, intercept
 from crossover_ddp._owners.packing import Item, Packing, Place, packing
+from crossover_ddp._system import environment
 
 from .errors import UnsupportedConfigurationError
-from .gpu_mutex import GPUMutex, turns_disabled
+from .gpu_mutex import GPUMutex
 
 __all__ = ["MuonState", "muon_hook", "muon_parameters"]
 
@@ -173,7 +174,7 @@ class MuonState(Owning):
         self.compare_replicas = compare_replicas
         self.muon = self.optimizer = muon
         self.mutex = mutex
-        self.agreement = Agreement(turns_disabled())
+        self.agreement = Agreement(environment.is_set(environment.DISABLE))
         group = resolve_group(process_group)
         self._rank, self._world_size = group.rank(), group.size()
         self._loss_scale = loss_scale if callable(loss_scale) else lambda: loss_scale

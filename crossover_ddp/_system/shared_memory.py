@@ -20,21 +20,6 @@ except ImportError as error:
 SHARED_MEMORY = "/dev/shm"
 
 
-def check_owned(fd: int, path: str, *, directory: bool = False) -> None:
-    """Raise `SegmentError` unless the open file is this user's alone."""
-    found = os.fstat(fd)
-    if found.st_uid != os.geteuid():
-        raise SegmentError(
-            f"expected {path} to belong to user {os.geteuid()}, got owner {found.st_uid}; it was made by somebody "
-            "else and is left alone: ask its owner or an administrator to remove it"
-        )
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        raise SegmentError(
-            f"expected {path} to be private, got mode {stat.S_IMODE(found.st_mode):04o}; "
-            f"chmod {'0700' if directory else '0600'} it or remove it while no job runs"
-        )
-
-
 def segment_directory(base: str) -> str:
     """Return where all segments of this user live, below ``base``."""
     return os.path.join(base, f"crossover_ddp-{outer_user(os.geteuid(), _uid_map())}")
@@ -83,9 +68,16 @@ def open_directory(base: str, *, make: bool = False) -> int:
             f"expected {path} to be a directory of this user, got {error.strerror}; "
             "if it is a symbolic link or a file, remove it"
         ) from error
-    try:
-        check_owned(fd, path, directory=True)
-    except SegmentError:
+    found = os.fstat(fd)
+    mode, problem = stat.S_IMODE(found.st_mode), ""
+    if found.st_uid != os.geteuid():
+        problem = (
+            f"expected {path} to belong to user {os.geteuid()}, got owner {found.st_uid}; it was made by somebody "
+            "else and is left alone: ask its owner or an administrator to remove it"
+        )
+    elif mode & 0o077:
+        problem = f"expected {path} to be private, got mode {mode:04o}; chmod 0700 it or remove it while no job runs"
+    if problem:
         os.close(fd)
-        raise
+        raise SegmentError(problem)
     return fd

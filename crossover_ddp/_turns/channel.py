@@ -60,16 +60,16 @@ def job_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | No
     return (process_group or dist.group.WORLD) if dist.is_initialized() else None
 
 
-def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """Return how long a group's collectives wait: the shortest timeout of its backends.
+def group_timeout_s(group: dist.ProcessGroup | None) -> float:
+    """Return how long collectives wait: the shortest timeout of a group's backends, `UNKNOWN_TIMEOUT_S` without any.
 
-    Torch has no public way to ask for it, so the options of the backends are read; `UNKNOWN_TIMEOUT_S` without any.
+    Torch has no public way to ask for it, so the options of the backends are read.
     """
     found: list[float] = []
     for device in getattr(group, "_device_types", ()):
         # A device type without a backend, or a group that is not torch's.
         with contextlib.suppress(AttributeError, RuntimeError):
-            backend: Any = group._get_backend(device)
+            backend: Any = group._get_backend(device)  # type: ignore[union-attr]
             backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
             found.append(backend.options._timeout.total_seconds())
     return min(found, default=UNKNOWN_TIMEOUT_S)
@@ -84,10 +84,10 @@ def patience_limit_s(group: dist.ProcessGroup | None) -> float:
 
 
 class TurnChannel:
-    """Carry agreements and grants between the job's ranks, which are several.
+    """Carry agreements and grants between the job's ranks.
 
     Args:
-        group: the job.
+        group: the job; None for this process alone.
         timeout_s: how much later than the first rank the last one may come to an agreement.
 
     On failure: `TurnError`, on all ranks alike if the store works.
@@ -95,9 +95,8 @@ class TurnChannel:
     **Collective**: every rank of ``group`` constructs it, and all call `gather` equally often.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self.rank = group.rank()
-        self.size = group.size()
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         self.timeout_s = timeout_s
         self.lead = 0
         """The rank that sends grants; set before any is sent or received."""
@@ -108,6 +107,9 @@ class TurnChannel:
         self._grants: queue.SimpleQueue[Grant | None] = queue.SimpleQueue()  # None: no more will come
         self._ended = ""  # why
         self._listener: threading.Thread | None = None
+        self._store = self._connect(group) if group is not None and self.size > 1 else None
+
+    def _connect(self, group: dist.ProcessGroup) -> dist.Store:
         try:
             shared = _get_process_group_store(group)
             is_served = isinstance(_innermost(shared), dist.TCPStore)
@@ -115,13 +117,13 @@ class TurnChannel:
             name = f"crossover-turns-{self._met(dist.PrefixStore(_MEETING, own))}"
             if not is_served:
                 own = self._beside(dist.PrefixStore(name, own), shared)
-            own.set_timeout(datetime.timedelta(seconds=timeout_s))
+            own.set_timeout(datetime.timedelta(seconds=self.timeout_s))
         except (RuntimeError, KeyError, OSError) as error:
             raise TurnError(
                 f"expected a store that all ranks of the job reach, got {type(error).__name__}: {error}; "
                 "turns need the store that init_process_group was given"
             ) from error
-        self._store: dist.Store | None = dist.PrefixStore(name, own)
+        return dist.PrefixStore(name, own)
 
     def _met(self, store: dist.Store) -> str:
         """Return rank 0's number for this channel, the same on all ranks; see [Note: one life of a store]."""
@@ -169,6 +171,8 @@ class TurnChannel:
 
         Raises `TurnError` on all ranks if one does not answer in time; see [Note: one verdict].
         """
+        if self.size == 1:
+            return [value]
         store = self._connected()
         number = self._gathered = self._gathered + 1
         keys = [f"gather/{number}/{rank}" for rank in range(self.size)]
@@ -198,9 +202,15 @@ class TurnChannel:
     # --- grants ----------------------------------------------------------------------------------------------
 
     def send(self, grant: Grant) -> None:
-        """Lead rank: send ``grant`` to all others without waiting for them."""
-        self._connected().set(f"grant/{self._sent}", json.dumps(grant))
+        """Lead rank: send ``grant`` to all, itself included, without waiting for them."""
+        if self.size > 1:
+            self._connected().set(f"grant/{self._sent}", json.dumps(grant))
         self._sent += 1
+        self._arrive(grant)
+
+    def _arrive(self, grant: Grant) -> None:
+        self._grants.put(grant)
+        self._received += 1
 
     def listen(self, on_grant: Callable[[], None]) -> None:
         """Other ranks: begin to ask for grants, and call ``on_grant`` when one has arrived."""
@@ -211,7 +221,7 @@ class TurnChannel:
         self._listener.start()
 
     def ask(self) -> None:
-        """Other ranks: let the next grant come; once for each `receive`, before it. Never blocks."""
+        """Other ranks: let the next grant come; once for each `receive` there, before it. Never blocks."""
         self._asks.put(True)
 
     @property
@@ -220,7 +230,7 @@ class TurnChannel:
         return self._taken < self._received
 
     def receive(self) -> Grant:
-        """Other ranks: return the next grant; raises `TurnError` after half the process group's timeout."""
+        """Return the next grant; raises `TurnError` after half the process group's timeout."""
         try:
             grant = self._grants.get(timeout=self._grant_timeout_s)
         except queue.Empty:
@@ -264,8 +274,7 @@ class TurnChannel:
                 turn, after, mode = json.loads(store.get(f"grant/{self._received}"))
                 if turn == _END.turn:
                     return self.interrupt("the job's lead rank takes no more turns")
-                self._grants.put(Grant(turn, tuple((job, last) for job, last in after), Mode(mode)))
-                self._received += 1
+                self._arrive(Grant(turn, tuple((job, last) for job, last in after), Mode(mode)))
                 on_grant()
                 if removes and self._received > _KEPT:
                     store.delete_key(f"grant/{self._received - _KEPT - 1}")

@@ -23,6 +23,7 @@ from crossover_ddp.errors import CrossoverError, SegmentError, TurnError
 
 from .channel import TurnChannel, group_timeout_s
 from .device_order import DeviceOrder, order_on
+from .rules import Member
 from .segment import TurnSegment
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,7 @@ class Membership(NamedTuple):
     segment: TurnSegment
     order: DeviceOrder | None
     """None on a CPU."""
-    channel: TurnChannel | None
-    """None for a job of one process."""
+    channel: TurnChannel
 
 
 def join(
@@ -68,23 +68,17 @@ def join(
     trial: bool,
     timeout_s: float | None,
 ) -> Membership:
-    """Take a place in the group ``name`` for every rank of the job.
+    """Take a place in the group ``name`` for every rank of the job, by arguments as `GPUMutex` has them.
 
-    Args:
-        name: of the group of siblings.
-        device: as `GPUMutex` has it.
-        group: the job; None for this process alone.
-        lease_s: how long siblings wait for a turn that does not end.
-        trial: whether the job takes part in trials.
-        timeout_s: how long the ranks may be apart; None: as long as their collectives may take.
+    ``timeout_s``: how long the ranks may be apart; None: as long as their collectives may take.
 
     On failure: `NotJoinedError`; nothing is held then. **Collective.**
     """
     try:
         with contextlib.ExitStack() as taken:
-            channel = _channel(group, timeout_s)
-            if channel is not None:
-                taken.callback(channel.close)
+            limit_s = group_timeout_s(group)
+            channel = TurnChannel(group, limit_s if timeout_s is None else min(timeout_s, limit_s / 4))
+            taken.callback(channel.close)
             machine, problem = 0, ""
             try:
                 torch_device, device_name = named_device(device)
@@ -99,37 +93,29 @@ def join(
                 problem = f"{type(error).__name__}: {error}"
             everyone = _agree(channel, (machine, secrets.randbits(62) | 1, problem))
             machines = [found for found, _, _ in everyone]
-            lead = machines.index(min(machines))  # see [Note: leads]
-            job, rank = int(everyone[lead][1]), 0
-            if channel is not None:
-                channel.lead, rank = lead, channel.rank
+            lead = channel.lead = machines.index(min(machines))  # see [Note: leads]
+            job = int(everyone[lead][1])
             try:
-                segment.join(
+                member = Member(
                     job=job,
                     lead=machines[lead],
-                    rank=rank,
+                    rank=channel.rank,
                     world_size=len(machines),
                     lease_s=lease_s,
                     event=order.handle if order is not None else b"",
                     trial=trial,
                 )
+                segment.join(member)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
             _agree(channel, (problem,))  # every slot is there before the first turn is drawn
             _look_for_other_leads(segment, machines[lead])
             taken.pop_all()
-            return Membership(job, rank == lead, segment, order, channel)
+            return Membership(job, channel.rank == lead, segment, order, channel)
     except NotJoinedError:
         raise
     except Exception as error:
         raise NotJoinedError(error, agreed=False) from error
-
-
-def _channel(group: ProcessGroup | None, timeout_s: float | None) -> TurnChannel | None:
-    if group is None or group.size() == 1:
-        return None
-    limit_s = group_timeout_s(group)
-    return TurnChannel(group, limit_s if timeout_s is None else min(timeout_s, limit_s / 4))
 
 
 def _claim(name: str, device: str, taken: contextlib.ExitStack) -> None:
@@ -145,9 +131,9 @@ def _claim(name: str, device: str, taken: contextlib.ExitStack) -> None:
     taken.callback(_places.discard, place)
 
 
-def _agree(channel: TurnChannel | None, answer: tuple[Any, ...]) -> list[Any]:
+def _agree(channel: TurnChannel, answer: tuple[Any, ...]) -> list[Any]:
     """Return all ranks' answers, each of which ends with its problem; raise the first problem on all ranks."""
-    everyone = channel.gather(answer) if channel is not None else [answer]
+    everyone = channel.gather(answer)
     for rank, (*_, problem) in enumerate(everyone):
         if problem:
             kind, _, what = str(problem).partition(": ")
@@ -157,7 +143,7 @@ def _agree(channel: TurnChannel | None, answer: tuple[Any, ...]) -> list[Any]:
 
 
 def _look_for_other_leads(segment: TurnSegment, lead: int) -> None:
-    if others := [slot for slot in segment.slots().values() if slot.lead != lead]:
+    if others := [each for each in segment.members() if each.lead != lead]:
         logger.warning(
             "on %s this job and another one (process %d) are in no common order, since they share some machines "
             "only, and not the one that orders their turns: both compute at the same time; give both the same "
@@ -172,5 +158,4 @@ def leave(membership: Membership) -> None:
     """Give up what `join` has taken."""
     _places.discard((os.getpid(), membership.segment.group, membership.segment.device))
     membership.segment.leave()
-    if membership.channel is not None:
-        membership.channel.close(end_grants=membership.is_lead)
+    membership.channel.close(end_grants=membership.is_lead)

@@ -117,24 +117,46 @@ class Grant(NamedTuple):
     """A turn that does not wait has nothing in ``after``."""
 
 
-class Member(NamedTuple):
-    """What a rank sees of one slot on its machine; numbers of turns are 0 before the first."""
+Process = tuple[int, int]
+"""A slot, and the incarnation of its owner in it."""
 
-    slot: int
-    job: int
-    incarnation: int
-    joined_at: int
-    started: int
-    """The number of the last turn that this slot has started."""
-    returned: int
-    """The number of the last turn that this slot has given back."""
-    lease_s: float
-    device: int = 0
-    trial: bool = True
-    """Whether the job takes part in trials."""
-    tried: int = 0
-    """The trial, by its first record, in which the job has measured its vote."""
-    vote: Vote = Vote()
+
+class Member(NamedTuple):
+    """One local process of one job, as its slot in shared memory shows it; numbers of turns are 0 before the first."""
+
+    slot: int = 0
+    job: int = 0
+    incarnation: int = 0
+    joined_at: int = 0  # length of the log when it joined
+    started: int = 0  # last turn started
+    returned: int = 0  # last turn given back
+    lease_s: float = 0.0
+    device: int = 0  # digest of the device's name
+    trial: bool = True  # whether the job takes part in trials
+    tried: int = 0  # the trial, by its first record, of the vote that follows
+    pairs: int = 0  # 0 while the vote is being written
+    turns_s: float = 0.0
+    side_s: float = 0.0
+    lead: int = 0  # the job's lead machine: the one whose log has its turns
+    returned_at_ns: int = 0  # CLOCK_MONOTONIC of this machine
+    queued: int = 0  # last turn waited for
+    turns: int = 0  # how many were given back; for people to see, as all that follows but the event
+    mode: int = 0  # of the job's lead rank
+    rank: int = 0
+    world_size: int = 0
+    pid: int = 0
+    event: bytes = b""  # of the device; zeros for none
+    device_name: bytes = b""  # perhaps cut
+
+    @property
+    def process(self) -> Process:
+        """Return whose slot it is."""
+        return self.slot, self.incarnation
+
+    @property
+    def vote(self) -> Vote:
+        """Return what the job has measured in the trial `tried`."""
+        return Vote(self.pairs, self.turns_s, self.side_s)
 
 
 class Blocker(NamedTuple):
@@ -340,8 +362,8 @@ class Trial:
         self._members: Mapping[int, Member] = {}  # by slot
         self._siblings = frozenset({job})
         self._settled = self._since = 0  # turns of siblings since one came or went, and since the last word
-        self._begin_s: float | None = None  # of the block's first step that counts
-        self._steps = self._block_of_steps = 0
+        self._draws_s: list[float] = []  # when the job drew its turns in the block that it is in
+        self._drawn_in = 0  # that block
         self._times_s: tuple[list[float], list[float]] = [], []  # side by side, in turns
 
     @property
@@ -393,7 +415,7 @@ class Trial:
         if self._running:
             self.begun_at, self.vote, self._jobs, self._block = record, Vote(), self._siblings, 0
             self._drawn.clear()
-            self._times_s, self._begin_s = ([], []), None
+            self._times_s, self._draws_s, self._drawn_in = ([], []), [], 0
         else:
             self._verdict = word
 
@@ -404,25 +426,19 @@ class Trial:
         if not self._running:
             return False
         voted = False
-        if self._block_of_steps != self._block or self._begin_s is None:
-            self._block_of_steps, self._steps, self._begin_s = self._block, 0, now_s
+        if self._drawn_in != self._block:
+            counted_s = self._draws_s[UNCOUNTED:]
+            if len(counted_s) > 1:
+                step_s = (counted_s[-1] - counted_s[0]) / (len(counted_s) - 1)
+                self._times_s[self._drawn_in % 2].append(step_s)
+            self._draws_s, self._drawn_in = [], self._block
             done = min(map(len, self._times_s))
             if voted := done > self.vote.pairs:
                 # Of two the one without an evaluation in it.
                 side_s, turns_s = map(statistics.median_low, self._times_s)
                 self.vote = Vote(done, turns_s, side_s)
-        else:
-            self._steps += 1
-            if self._steps <= UNCOUNTED:
-                self._begin_s = now_s
-            else:
-                self._note((now_s - self._begin_s) / (self._steps - UNCOUNTED))
+        self._draws_s.append(now_s)
         return voted
-
-    def _note(self, step_s: float) -> None:
-        """Keep a block's mean so far, one for each block."""
-        times_s, nth = self._times_s[self._block % 2], self._block // 2
-        times_s[nth:] = [step_s]
 
     # --- what is due -----------------------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ interpreted: it works between containers that share /dev/shm.
 """
 
 import contextlib
-import ctypes
 import errno
 import functools
 import hashlib
@@ -41,18 +40,18 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from crossover_ddp._system.machine import machine
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, fcntl, open_directory, segment_directory
 from crossover_ddp.errors import SegmentError
 
-from .rules import Member, Vote
+from .rules import Member, Process
 
 SLOT_COUNT = 253  # larger numbers in the log are words, see `rules`
 EVENT_HANDLE_BYTES = 64
-FREE, JOINED = 0, int.from_bytes(b"XDDPTU10", "little")
+FREE, JOINED = 0, int.from_bytes(b"XDDPTU11", "little")
 """States of a slot; JOINED is another number in another layout."""
 GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SLOTS, _LOG, _BELL = ".turns", ".log", ".{}.bell"
@@ -67,42 +66,11 @@ no_fork: Final = threading.RLock()
 """A fork waits for this lock. It is held only while files are opened, closed or rung, never over a wait."""
 _all: "weakref.WeakSet[OpenFile]" = weakref.WeakSet()
 
-Sibling = tuple[int, int]
-"""A process: its slot, and its incarnation in that slot."""
-
-
-class Slot(ctypes.Structure):
-    """One local process of one job, as its siblings see it. Its owner alone writes there."""
-
-    _fields_ = [
-        ("state", ctypes.c_uint64),
-        ("incarnation", ctypes.c_uint64),
-        ("job", ctypes.c_uint64),
-        ("device", ctypes.c_uint64),  # digest of the device's name
-        ("lead", ctypes.c_uint64),  # the job's lead machine: the one whose log has its turns
-        ("joined_at", ctypes.c_uint64),  # length of the log when the job joined
-        ("queued", ctypes.c_uint64),  # last turn waited for, for people to see
-        ("started", ctypes.c_uint64),  # last turn started
-        ("returned", ctypes.c_uint64),  # last turn given back
-        ("returned_at_ns", ctypes.c_uint64),  # CLOCK_MONOTONIC of this machine
-        ("turns", ctypes.c_uint64),  # how many were given back, for people to see
-        ("lease_s", ctypes.c_double),
-        ("mode", ctypes.c_uint64),  # of the job's lead rank, see `rules`; for people to see
-        ("trial", ctypes.c_uint64),  # whether the job takes part in trials; what follows is its vote
-        ("tried", ctypes.c_uint64),
-        ("pairs", ctypes.c_uint64),  # 0 while the vote is being written
-        ("turns_s", ctypes.c_double),
-        ("side_s", ctypes.c_double),
-        ("rank", ctypes.c_uint32),
-        ("world_size", ctypes.c_uint32),
-        ("pid", ctypes.c_uint32),  # for people to see; no decision rests on it
-        ("event_count", ctypes.c_uint32),
-        ("event", ctypes.c_ubyte * EVENT_HANDLE_BYTES),
-        ("device_name", ctypes.c_char * 64),  # for people to see, perhaps cut
-    ]
-
-
-SLOT_BYTES = ctypes.sizeof(Slot)
+_CODES: Final = {int: "Q", bool: "Q", float: "d", bytes: f"{EVENT_HANDLE_BYTES}s"}
+_LAYOUT: Final = struct.Struct("".join(map(_CODES.__getitem__, Member.__annotations__.values())))
+"""Of a slot: the fields of a `Member` in their order, but in the place of its number the slot's state."""
+_OFFSETS: Final = {"state": 0, **{name: 8 * place for place, name in enumerate(Member._fields)}}
+SLOT_BYTES = _LAYOUT.size
 FILE_BYTES = SLOT_COUNT * SLOT_BYTES
 
 
@@ -111,7 +79,7 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-def read_slots(fd: int, path: str) -> dict[int, Slot]:
+def read_slots(fd: int, path: str) -> list[Member]:
     """Return the slots that say they are in use, whether or not their owners live."""
     raw = os.pread(fd, FILE_BYTES + 1, 0)
     if len(raw) != FILE_BYTES:
@@ -119,32 +87,12 @@ def read_slots(fd: int, path: str) -> dict[int, Slot]:
             f"expected slots of {FILE_BYTES} bytes, got another size at {path}: it was cut short, or is of another "
             "version of crossover_ddp; remove it while no job runs"
         )
-    states = memoryview(raw).cast("Q")[:: SLOT_BYTES // 8].tolist()  # `state` is a slot's first field
+    states = memoryview(raw).cast("Q")[:: SLOT_BYTES // 8].tolist()
     used = [index for index, state in enumerate(states) if state]
     if any(states[index] != JOINED for index in used):
         words = "it is of another version of crossover_ddp, or no file of turns; remove it while no job runs"
         raise SegmentError(f"expected slots of this version, got others at {path}: {words}")
-    return {index: Slot.from_buffer_copy(raw, index * SLOT_BYTES) for index in used}
-
-
-def members_of(slots: Mapping[int, Slot]) -> list[Member]:
-    """Return slots as the rules of turns see them."""
-    return [
-        Member(
-            slot=index,
-            job=slot.job,
-            incarnation=slot.incarnation,
-            joined_at=slot.joined_at,
-            started=slot.started,
-            returned=slot.returned,
-            lease_s=slot.lease_s,
-            device=slot.device,
-            trial=bool(slot.trial),
-            tried=slot.tried,
-            vote=Vote(slot.pairs, slot.turns_s, slot.side_s),
-        )
-        for index, slot in slots.items()
-    ]
+    return [Member(index, *_LAYOUT.unpack_from(raw, index * SLOT_BYTES)[1:]) for index in used]
 
 
 # --- locks of slots, which belong to the open file and end with it ------------------------------------------------
@@ -266,7 +214,7 @@ class Bells:
         self.own = OpenFile()
         """The own bell; closed before `make_own`."""
         self._others: defaultdict[int, OpenFile] = defaultdict(OpenFile)  # by slot
-        self._held: dict[int, Sibling] = {}  # by slot: whose bell is open
+        self._held: dict[int, Process] = {}  # by slot: whose bell is open
 
     def make_own(self, slot: int) -> None:
         """Make the bell of this process, which has that slot, in place of whatever has that name."""
@@ -285,11 +233,11 @@ class Bells:
             for each in (self.own, *self._others.values()):
                 each.close()
 
-    def is_alive(self, sibling: Sibling) -> bool:
+    def is_alive(self, sibling: Process) -> bool:
         """Return whether the sibling's bell has a reader."""
         return self._reader(sibling) is not None
 
-    def ring(self, sibling: Sibling) -> None:
+    def ring(self, sibling: Process) -> None:
         """Wake a sibling."""
         with no_fork:  # nor may anybody close the bell, and have its number taken, before it has rung
             fd = self._reader(sibling)
@@ -297,7 +245,7 @@ class Bells:
                 with contextlib.suppress(BlockingIOError, BrokenPipeError):  # full: it is awake; broken: dead
                     os.write(fd, b"\0")
 
-    def _reader(self, sibling: Sibling) -> int | None:
+    def _reader(self, sibling: Process) -> int | None:
         """Return the writing end of a sibling's bell, or None if nobody reads it: the sibling is dead."""
         slot, _ = sibling
         with no_fork:
@@ -320,7 +268,7 @@ class Bells:
         with no_fork, contextlib.suppress(OSError):  # as in `ring`
             os.write(self.own.fd, b"\0")
 
-    def wait(self, watched: Iterable[Sibling], timeout_s: float) -> None:
+    def wait(self, watched: Iterable[Process], timeout_s: float) -> None:
         """Block until somebody rings, one of ``watched`` dies, or the time is over."""
         poll = select.poll()
         poll.register(self.own.fd, select.POLLIN)
@@ -357,8 +305,6 @@ class TurnSegment:
             )
         self.group, self.device = group, device
         self.slot = -1
-        self.incarnation = 0
-        """Of this process in its slot, once it has joined."""
         self._base = base
         self._device = digest(device)
         self._lead = self._turns = self._last_drawn = 0
@@ -393,50 +339,24 @@ class TurnSegment:
             raise self._files.no_room(_SLOTS, error) from error
         read_slots(self.slots_file.fd, self.path)
 
-    def join(
-        self,
-        *,
-        job: int,
-        lead: int = 0,
-        rank: int,
-        world_size: int,
-        lease_s: float,
-        event: bytes = b"",
-        trial: bool = False,
-    ) -> None:
-        """Take a free slot for this process, or the one that it has reserved.
+    def join(self, member: Member) -> None:
+        """Take a free slot for this process, or the one that it has reserved, and show ``member`` there.
 
-        Args:
-            job: number of the job, the same on all its ranks.
-            lead: the job's lead machine.
-            rank: rank within the job.
-            world_size: how many ranks the job has.
-            lease_s: how long siblings wait for a turn that neither ends nor dies.
-            event: the handle of the device-side event of this process, if it has one.
-            trial: whether the job takes part in trials, see `rules`.
+        The slot, and what tells who this process is, are filled in.
         """
         self.reserve()
-        self._lead = lead
+        self._lead = member.lead
         self.bells.make_own(self.slot)
-        self.incarnation = secrets.randbits(62) | 1
         self._last_drawn = self.drawn()
-        slot = Slot(
-            state=FREE,
-            incarnation=self.incarnation,
-            job=job,
-            device=self._device,
-            lead=lead,
-            device_name=self.device.encode()[: Slot.device_name.size - 1],
+        own = member._replace(
+            slot=FREE,
+            incarnation=secrets.randbits(62) | 1,
             joined_at=self._last_drawn,
-            lease_s=lease_s,
-            trial=trial,
-            rank=rank,
-            world_size=world_size,
+            device=self._device,
             pid=os.getpid(),
-            event_count=len(event) // EVENT_HANDLE_BYTES,
+            device_name=self.device.encode(),
         )
-        ctypes.memmove(slot.event, event, len(event))
-        os.pwrite(self.slots_file.fd, bytes(slot), self.slot * SLOT_BYTES)
+        os.pwrite(self.slots_file.fd, _LAYOUT.pack(*own), self.slot * SLOT_BYTES)
         self.publish(state=JOINED)
         # A sibling that has just taken our new bell for that of the slot's dead owner would wait a whole lease.
         self.ring_others()
@@ -447,7 +367,7 @@ class TurnSegment:
         while self.slot < 0:
             fd = self.slots_file.fd
             slot = next((slot for slot in range(SLOT_COUNT) if lock_slots(fd, slot, 1)), -1)
-            if slot >= 0 and self.is_current():
+            if slot >= 0 and not self.slots_file.is_removed():
                 self.slot = slot
                 self.publish(state=FREE)
             elif time.monotonic() > deadline_s:
@@ -457,14 +377,6 @@ class TurnSegment:
             else:  # the last process to leave holds all slots for a moment, and removes the file
                 time.sleep(_RETRY_S if slot < 0 else 0.0)
                 self._open_slots()
-
-    def is_current(self) -> bool:
-        """Return whether the open file of slots is still the one that joining processes find."""
-        try:
-            named = os.stat(self.path, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return named.st_ino == os.fstat(self.slots_file.fd).st_ino
 
     def leave(self) -> None:
         """Give the slot up, wake the siblings, and remove the files if nobody is left. May be called again."""
@@ -490,7 +402,7 @@ class TurnSegment:
 
     def _remove_if_unused(self) -> None:
         """Remove all files of the group if no process has a slot; all slots are locked until they are closed."""
-        if not (lock_slots(self.slots_file.fd, 0, SLOT_COUNT) and self.is_current()):
+        if not lock_slots(self.slots_file.fd, 0, SLOT_COUNT) or self.slots_file.is_removed():
             return
         ours = re.compile(rf"{re.escape(self._files.stem)}(\.log|\.[0-9]+\.bell)")
         for name in os.listdir(self._files.fd):
@@ -510,8 +422,8 @@ class TurnSegment:
     def publish(self, **values: int | float) -> None:
         """Write eight-byte fields of the own slot, in the order given."""
         for name, value in values.items():
-            raw = ctypes.c_double(value) if isinstance(value, float) else ctypes.c_uint64(value)
-            os.pwrite(self.slots_file.fd, raw, self.slot * SLOT_BYTES + getattr(Slot, name).offset)
+            raw = struct.pack("d" if isinstance(value, float) else "Q", value)
+            os.pwrite(self.slots_file.fd, raw, self.slot * SLOT_BYTES + _OFFSETS[name])
 
     def publish_returned(self, turn: int) -> None:
         """Publish that ``turn`` was given back, and wake the siblings."""
@@ -522,8 +434,8 @@ class TurnSegment:
 
     # --- who is on the device ------------------------------------------------------------------------------
 
-    def slots(self, *, in_order: bool = False) -> dict[int, Slot]:
-        """Return every slot of a living process on this device, the own one included.
+    def members(self, *, in_order: bool = False) -> list[Member]:
+        """Return every living process on this device, the own one included.
 
         Args:
             in_order: of those with the same lead machine instead, on all devices.
@@ -535,31 +447,22 @@ class TurnSegment:
                 f"expected {self.path} and the files beside it to stay while jobs run, got one removed under way; "
                 "where logind removes shared memory at logout, loginctl enable-linger keeps it; start the job again"
             )
-        return {
-            index: slot
-            for index, slot in read_slots(self.slots_file.fd, self.path).items()
-            if (slot.lead == self._lead if in_order else slot.device == self._device)
-            and (index == self.slot or self.bells.is_alive((index, slot.incarnation)))
-        }
+        return [
+            each
+            for each in read_slots(self.slots_file.fd, self.path)
+            if (each.lead == self._lead if in_order else each.device == self._device)
+            and (each.slot == self.slot or self.bells.is_alive(each.process))
+        ]
 
-    def is_alive(self, slot: int, incarnation: int) -> bool:
-        """Return whether that process lives and still has that slot."""
-        found = self.slots().get(slot)
-        return found is not None and found.incarnation == incarnation
-
-    def members(self, *, in_order: bool = False) -> list[Member]:
-        """Return the living processes that `slots` returns, as the rules of turns see them."""
-        return members_of(self.slots(in_order=in_order))
+    def is_alive(self, process: Process) -> bool:
+        """Return whether a process lives and still has its slot."""
+        return any(each.process == process for each in self.members())
 
     def ring_others(self) -> None:
         """Wake every sibling process on this device."""
-        for index, slot in self.slots().items():
-            if index != self.slot:
-                self.bells.ring((index, slot.incarnation))
-
-    def wait(self, watched: Iterable[Member], timeout_s: float) -> None:
-        """Block until somebody rings, one of ``watched`` dies, or the time is over."""
-        self.bells.wait([(member.slot, member.incarnation) for member in watched], timeout_s)
+        for each in self.members():
+            if each.slot != self.slot:
+                self.bells.ring(each.process)
 
     # --- the order of turns, on the lead machine -----------------------------------------------------------
 

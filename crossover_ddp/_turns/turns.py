@@ -24,15 +24,14 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .device_order import DeviceOrder
 from .joining import Membership, leave
-from .rules import Grant, Lease, Mode, Patience, Trial, TurnLog, blockers
-from .segment import Slot, members_of
+from .rules import Grant, Lease, Member, Mode, Patience, Trial, TurnLog, blockers
 
 logger = logging.getLogger(__name__)
 
@@ -79,26 +78,10 @@ class Counters:
         }
 
 
-class _Turn:
-    """A turn that is wanted, or has begun. It is published as given back once it is over and its number is known."""
-
-    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
-        self.streams = streams
-        self.number: int | None = None
-        self.began_s = 0.0
-        self.awaited = threading.Event()
-        """Set when it has begun, or never will."""
-        self.given_up = False
-        self.over = False
-        self.lent = False
-        """Whether it was published as given back before it was over."""
-
-
 class Looks:
     """How long the process has computed nothing while a turn lasted."""
 
-    def __init__(self, turn: _Turn | None) -> None:
-        self.turn = turn
+    def __init__(self) -> None:
         self._idle = self._ran = 0
         self._last_s, self._last_cpu_s = time.monotonic(), time.process_time()
 
@@ -117,16 +100,28 @@ class Looks:
         return self._idle >= _IDLE_LOOKS
 
 
+class _Turn:
+    """A turn that is wanted, or has begun. It is published as given back once it is over and its number is known."""
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        self.streams = streams
+        self.number: int | None = None
+        self.began_s = 0.0
+        self.awaited = threading.Event()
+        """Set when it has begun, or never will."""
+        self.given_up = False
+        self.over = False
+        self.lent = False
+        """Whether it was published as given back before it was over."""
+        self.looks: Looks | None = None
+
+
 class Turns:
     """Take the turns of one rank on its device, one after the other. Thread-safe.
 
     If anything fails the thread leaves the siblings, and every call does nothing from then on; so it is in a fork.
 
     Args:
-        membership: the rank's place in its job and among the siblings.
-        lease: how long siblings are asked to wait for the rank's turns.
-        patience: how long the rank waits for siblings' turns.
-        counters: where turns and times are counted.
         lends: whether a turn ends early while the process computes nothing, see [Note: a turn is for computing].
         on_failure: called with the error, on the thread. It must not raise.
     """
@@ -157,15 +152,12 @@ class Turns:
         self._trial = Trial(membership.job)
         self._log = TurnLog(self._trial)
         self._requested = 0  # turns drawn for an `acquire` that is still to come
-        self._drawn: deque[Grant] = deque()  # lead rank: grants that are not taken
         self._unnumbered: deque[_Turn] = deque()  # turns begun whose grants have not come
         self._warned_of: set[object] = set()
-        self._looked = Looks(None)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="crossover-turn", daemon=True)
-        self._told_by = None if membership.is_lead else self._channel  # where the lead rank's grants come
-        if self._told_by is not None:
-            self._told_by.listen(self._grant_came)
+        if not membership.is_lead:
+            self._channel.listen(self._grant_came)
         self._thread.start()
 
     # --- for callers ---------------------------------------------------------------------------------------
@@ -183,12 +175,11 @@ class Turns:
     @property
     def has_peers(self) -> bool:
         """Whether the job has other ranks."""
-        return self._channel is not None
+        return self._channel.size > 1
 
     def count_siblings(self) -> int:
         """Return how many other jobs are on the device."""
-        jobs = {slot.job for slot in self._segment.slots().values()}
-        return len(jobs - {self.membership.job})
+        return len({each.job for each in self._segment.members()} - {self.membership.job})
 
     def request(self) -> None:
         """Draw the turn of the next `acquire`."""
@@ -261,8 +252,7 @@ class Turns:
         self._closing = True
         with contextlib.suppress(Exception):
             self._segment.bells.ring_own()
-            if self._channel is not None:
-                self._channel.interrupt()
+            self._channel.interrupt()
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_TIMEOUT_S)
@@ -301,21 +291,19 @@ class Turns:
     def _next_job(self) -> Callable[[], None] | None:
         while True:
             turn = self._current
-            watched = self._lends and self.shared and turn is not None and turn.number and not turn.lent
-            if watched and self._looked.turn is not turn:
-                self._looked = Looks(turn)
+            if turn is None or not (self._lends and self.shared and turn.number) or turn.lent:
+                return self._jobs.get()
+            turn.looks = turn.looks or Looks()
             try:
-                return self._jobs.get(timeout=self._looked.interval_s if watched else None)
+                return self._jobs.get(timeout=turn.looks.interval_s)
             except queue.Empty:
-                if turn is not None:
-                    self._lend_if_idle(turn)
+                if turn.looks.is_idle():
+                    self._lend_if_wanted(turn)
 
-    def _lend_if_idle(self, turn: _Turn) -> None:
+    def _lend_if_wanted(self, turn: _Turn) -> None:
         """See [Note: a turn is for computing]."""
-        if not self._looked.is_idle():
-            return
-        slots = self._segment.slots().values()
-        if any(slot.job != self.membership.job and slot.queued > slot.started for slot in slots):
+        members = self._segment.members()
+        if any(each.job != self.membership.job and each.queued > each.started for each in members):
             with self._lock:
                 turn.lent = not turn.over
             if turn.lent:
@@ -388,17 +376,14 @@ class Turns:
 
     def _draw(self) -> None:
         """Append, look, read, in this order: the model finds overlaps in others. Other ranks ask for the grant."""
-        if self._told_by is not None:
-            return self._told_by.ask()
+        if not self.membership.is_lead:
+            return self._channel.ask()
         segment, mode_before = self._segment, self._trial.mode
         turn = segment.draw_turn()
         members = segment.members(in_order=True)
         self._trial.look(members)
         self._log.read(segment.read_log(self._log.read_numel, turn - 1))
-        grant = self._log.grant(turn, self.membership.job, members)
-        self._drawn.append(grant)
-        if self._channel is not None:
-            self._channel.send(grant)
+        self._channel.send(self._log.grant(turn, self.membership.job, members))
         self._try(mode_before)
 
     def _try(self, mode_before: Mode) -> None:
@@ -432,8 +417,7 @@ class Turns:
             self._put(self._number_begun)
 
     def _number_begun(self, *, wait: bool = False) -> None:
-        lead = self._told_by
-        while self._unnumbered and (wait or (lead.arrived if lead is not None else self._drawn)):
+        while self._unnumbered and (wait or self._channel.arrived):
             self._give_number(self._unnumbered.popleft(), self._grant().turn)
 
     def _pass_request(self, inside: _Turn) -> None:
@@ -443,7 +427,7 @@ class Turns:
             self._give_number(inside, self._grant().turn)
 
     def _grant(self) -> Grant:
-        grant = self._drawn.popleft() if self._told_by is None else self._told_by.receive()
+        grant = self._channel.receive()
         self.counters.mode = grant.mode
         return grant
 
@@ -473,15 +457,14 @@ class Turns:
             self._wanted.discard(turn)
         turn.awaited.set()
 
-    def _until_free(self, grant: Grant, turn: _Turn) -> tuple[bool, Mapping[int, Slot]]:
+    def _until_free(self, grant: Grant, turn: _Turn) -> tuple[bool, Sequence[Member]]:
         """Block until no sibling's turn comes before ``grant`` on this device.
 
-        Returns whether that took any waiting, and the slots as they are then.
+        Returns whether that took any waiting, and who is there then.
         """
-        segment, waited, slots = self._segment, False, dict[int, Slot]()
+        segment, waited, members = self._segment, False, list[Member]()
         while not (self._closing or turn.given_up):
-            slots = segment.slots()
-            members = members_of(slots)
+            members = segment.members()
             waiting = blockers(grant, self.membership.job, members)
             left_s = self._patience.remaining(waiting, members, time.monotonic())
             self._warn_of_lost_patience()
@@ -490,36 +473,36 @@ class Turns:
             if not waited:
                 segment.publish(queued=grant.turn)
             waited = True
-            segment.wait([blocker.member for blocker in waiting], left_s)
-        return waited, slots
+            segment.bells.wait([blocker.member.process for blocker in waiting], left_s)
+        return waited, members
 
-    def _until_over(self, grant: Grant, slots: Mapping[int, Slot]) -> int:
+    def _until_over(self, grant: Grant, members: Sequence[Member]) -> int:
         """Block until the device has done the turns that ``grant`` names, as long as their owners live and lease.
 
         Returns the ``CLOCK_MONOTONIC`` in nanoseconds at which the last of them was given back, by its owner's clock.
         """
         last_ns, needed = 0, dict(grant.after)
-        for index, slot in slots.items():
-            if slot.job != self.membership.job and 0 < needed.get(slot.job, 0) <= slot.returned:
-                last_ns = max(last_ns, slot.returned_at_ns)
-                if slot.event_count and self._order is not None:
-                    self._until_event(index, slot, self._order)
+        for each in members:
+            if each.job != self.membership.job and 0 < needed.get(each.job, 0) <= each.returned:
+                last_ns = max(last_ns, each.returned_at_ns)
+                if any(each.event) and self._order is not None:
+                    self._until_event(each, self._order)
         return last_ns
 
-    def _until_event(self, index: int, slot: Slot, order: DeviceOrder) -> None:
-        segment, process = self._segment, (index, slot.incarnation)
+    def _until_event(self, sibling: Member, order: DeviceOrder) -> None:
+        segment, process = self._segment, sibling.process
         try:
-            over = order.follow(process, bytes(slot.event), segment.bells.ring_own)
+            over = order.follow(process, sibling.event, segment.bells.ring_own)
         except RuntimeError as error:
-            if segment.is_alive(*process):
+            if segment.is_alive(process):
                 self._warn_once(
                     "events",
                     f"cannot wait for the end of a sibling's turns on {self._segment.device}, its events cannot be "
                     f"opened ({error}): kernels of both may overlap; unset CROSSOVER_DEVICE_ORDER in both jobs",
                 )
             return
-        ends_s = time.monotonic() + min(slot.lease_s, self._patience.limit_s)
-        while not (over.is_set() or self._closing) and segment.is_alive(*process):
+        ends_s = time.monotonic() + min(sibling.lease_s, self._patience.limit_s)
+        while not (over.is_set() or self._closing) and segment.is_alive(process):
             if (left_s := ends_s - time.monotonic()) <= 0:
                 break
             segment.bells.wait([process], left_s)

@@ -14,12 +14,12 @@ from typing import NamedTuple
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, open_directory, segment_directory
 from crossover_ddp.errors import SegmentError
 
+from .rules import Member as Member
 from .rules import Mode as Mode
-from .segment import GROUP_NAME, SLOT_COUNT, read_slots, slots_are_locked
-from .segment import Slot as Slot
+from .segment import GROUP_NAME as GROUP_NAME
+from .segment import SLOT_COUNT, read_slots, slots_are_locked
 
 _NAME = re.compile(rf"({GROUP_NAME.pattern})@\.(turns|log|[0-9]+\.bell)")
-_PROBLEMS_KEPT = 100
 
 
 class Place(NamedTuple):
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
     group: str
     device: str
-    slot: Slot
+    slot: Member
     alive: bool
     """Whether its owner lives; otherwise that has ended without leaving."""
 
@@ -58,11 +58,7 @@ def look(base: str = SHARED_MEMORY) -> Look:
     On failure: never raises because of a file; see `Look`. Not collective.
     """
     directory = segment_directory(base)
-    places, abandoned, problems = list[Place](), list[str](), list[tuple[str, str]]()
-
-    def note(path: str, what: object) -> None:
-        problems.append((printable(path), printable(str(what))))
-
+    places, abandoned, problems = list[Place](), list[str](), list[tuple[str, object]]()
     names: list[str] = []
     try:
         fd = open_directory(base)
@@ -73,7 +69,7 @@ def look(base: str = SHARED_MEMORY) -> Look:
     except FileNotFoundError:  # nobody has joined
         pass
     except (SegmentError, OSError) as error:
-        note(directory, error)
+        problems.append((directory, error))
     for name in names:
         path = os.path.join(directory, name)
         try:
@@ -83,13 +79,11 @@ def look(base: str = SHARED_MEMORY) -> Look:
                 with contextlib.suppress(FileNotFoundError):  # its last process has just left
                     found, is_held = _read(known[1], path)
                     places += found
-                    abandoned += [] if is_held else [printable(path)]
+                    abandoned += [] if is_held else [path]
         except (SegmentError, OSError) as error:
-            note(path, error)
-    if (more := len(problems) - _PROBLEMS_KEPT) > 0:
-        del problems[_PROBLEMS_KEPT:]
-        note(directory, f"{more} more files that are no segments")
-    return Look(time.monotonic_ns(), printable(directory), tuple(places), tuple(abandoned), tuple(problems))
+            problems.append((path, error))
+    said = tuple((printable(path), printable(str(what))) for path, what in problems)
+    return Look(time.monotonic_ns(), directory, tuple(places), tuple(map(printable, abandoned)), said)
 
 
 def _read(group: str, path: str) -> tuple[list[Place], bool]:
@@ -99,13 +93,12 @@ def _read(group: str, path: str) -> tuple[list[Place], bool]:
     try:
         if not os.pread(fd, 1, 0):  # it is being made
             return [], True
-        slots = read_slots(fd, path)
-        alive = {index for index in slots if slots_are_locked(fd, index, 1)}
-        again = read_slots(fd, path)  # who has left meanwhile is no dead one
+        found = [(slot, slots_are_locked(fd, slot.slot, 1)) for slot in read_slots(fd, path)]
+        again = {slot.slot for slot in read_slots(fd, path)}  # who has left meanwhile is no dead one
         places = [
-            Place(group, printable(bytes(slot.device_name).decode(errors="replace")), slot, index in alive)
-            for index, slot in slots.items()
-            if index in alive or index in again
+            Place(group, printable(slot.device_name.rstrip(b"\0").decode(errors="replace")), slot, is_alive)
+            for slot, is_alive in found
+            if is_alive or slot.slot in again
         ]
         return places, slots_are_locked(fd, 0, SLOT_COUNT)
     finally:

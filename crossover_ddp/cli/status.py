@@ -2,13 +2,14 @@
 
 import argparse
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
-from crossover_ddp._turns.view import Look, Mode, Place, Slot, look
+from crossover_ddp._turns.view import Look, Member, Mode, Place, look
 
 from .output import FINE, FOUND, columns, declare, say, write_json
 
@@ -29,7 +30,7 @@ class Job(NamedTuple):
     group: str
     device: str
     number: int
-    slots: Sequence[Slot]
+    slots: Sequence[Member]
     alive: bool
 
     @property
@@ -53,18 +54,14 @@ class Job(NamedTuple):
         return int(max(slot.mode for slot in self.slots))
 
 
-_FIGURES: Final[Mapping[str, tuple[str, str, Callable[[Job], float]]]] = {
-    "turns_total": ("counter", "Turns given back.", lambda job: max(slot.turns for slot in job.slots)),
-    "computes": ("gauge", "1 inside of a turn.", lambda job: job.alive and job.computes),
-    "queues": ("gauge", "1 while it waits for siblings' turns to end.", lambda job: job.alive and job.queues),
-    "side_by_side": ("gauge", "1 where turns do not pay.", lambda job: job.mode == Mode.SIDE_BY_SIDE),
-    "alive": ("gauge", "0 if it has ended without leaving.", lambda job: job.alive),
-    "processes": ("gauge", "Ranks of the job here.", lambda job: len(job.slots)),
-    "lease_seconds": (
-        "gauge",
-        "Longest turn that siblings bear.",
-        lambda job: max(s.lease_s for s in job.slots),
-    ),
+_FIGURES: Final[Mapping[str, Callable[[Job], float]]] = {
+    "turns_total": lambda job: max(slot.turns for slot in job.slots),
+    "computes": lambda job: job.alive and job.computes,
+    "queues": lambda job: job.alive and job.queues,
+    "side_by_side": lambda job: job.mode == Mode.SIDE_BY_SIDE,
+    "alive": lambda job: job.alive,
+    "processes": lambda job: len(job.slots),
+    "lease_seconds": lambda job: max(slot.lease_s for slot in job.slots),
 }
 HEAD = ("group", "device", "job", "state", "turn", "turns/s", "ranks", "PIDs", "lease")
 
@@ -122,17 +119,16 @@ def rows(before: Look, after: Look) -> Iterator[list[str]]:
 def exposition(seen: Look) -> str:
     """Return what Prometheus reads: a line for each figure of each job, of its text format 0.0.4."""
     lines = []
-    for name, (kind, about, figure) in _FIGURES.items():
-        lines += [f"# HELP crossover_{name} {about}", f"# TYPE crossover_{name} {kind}"]
+    for name, figure in _FIGURES.items():
+        lines.append(f"# TYPE crossover_{name} {'counter' if name.endswith('_total') else 'gauge'}")
         for job in _jobs(seen):
             labels = {"group": job.group, "device": job.device, "job": job.name}
-            said = ",".join(f'{label}="{_escaped(value)}"' for label, value in labels.items())
+            # Printable text has the escapes of JSON there.
+            said = ",".join(
+                f"{label}={json.dumps(value, ensure_ascii=False)}" for label, value in labels.items()
+            )
             lines.append(f"crossover_{name}{{{said}}} {float(figure(job))!r}")
     return "\n".join(lines) + "\n"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"")
 
 
 def _jobs(seen: Look) -> Iterator[Job]:

@@ -173,9 +173,8 @@ class Rank:
             self._book.note("refused", type(error).__name__, str(error))
             return None
         membership = membership_of(mutex)
-        slot, incarnation = membership.segment.slot, membership.segment.incarnation
         self._book.note("lease", mutex.stats()["lease_s"])
-        self._book.note("joined", slot, incarnation, membership.is_lead, mutex.job)
+        self._book.note("joined", membership.segment.slot, membership.is_lead, mutex.job)
         self._watch(mutex)
         return mutex
 
@@ -207,7 +206,7 @@ class Rank:
 
         membership.segment.leave = leaving  # type: ignore[method-assign]
         membership.segment.publish = publishing  # type: ignore[method-assign]
-        if channel is None:
+        if channel.size == 1:
             return
         send = channel.send
 

@@ -67,13 +67,11 @@ class Rank:
     reason: str | None = None
     refused: tuple[str, str] | None = None
     slot: int = -1
-    incarnation: int = 0
     is_lead: bool = False
     job_number: int = 0
     """The job's number in shared memory."""
     joined_s: float = FOREVER
     broken: str | None = None
-    done: dict[str, Any] | None = None
     ended: bool = False
     deeds: list[tuple[float, str]] = field(default_factory=list)
     logs: dict[int, bytes] = field(default_factory=dict)
@@ -118,7 +116,7 @@ def read_rank(job: JobPlan, rank: int, lines: Iterable[Sequence[Any]]) -> Rank:
         elif kind == "lease":
             found.leases.append((at_s, what[0]))
         elif kind == "joined":
-            found.slot, found.incarnation, found.is_lead, found.job_number = what
+            found.slot, found.is_lead, found.job_number = what
             found.joined_s = at_s
         elif kind == "refused":
             found.refused = (what[0], what[1])
@@ -139,7 +137,7 @@ def read_rank(job: JobPlan, rank: int, lines: Iterable[Sequence[Any]]) -> Rank:
         elif kind == "broken":
             found.broken = what[0]
         elif kind == "done":
-            found.done, found.ended = what[0], True
+            found.ended = True
     return found
 
 

@@ -100,7 +100,7 @@ def rank_of(number: int, *lines: Sequence[Any], **changes: Any) -> Rank:
 
 def cut_off(number: int, *lines: Sequence[Any], killed_s: float = FOREVER, **changes: Any) -> Rank:
     """A rank whose record says no more than that it has joined, and these lines."""
-    joined = ["joined", 0.1, number, 200 + number, True, 100 + number]
+    joined = ["joined", 0.1, number, True, 100 + number]
     plan = JobPlan(number, **{"lease_s": LEASE_S, "leaves_at_s": 9.0, **changes})
     rank = read_rank(plan, 0, [["lease", 0.1, LEASE_S], joined, *lines])
     rank.killed_s = killed_s

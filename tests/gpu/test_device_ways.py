@@ -110,7 +110,7 @@ def test_a_thread_that_waits_for_a_turns_end_does_not_spoil_a_capture(tmp_path: 
             busy_kernel()(static, 1000)
             time.sleep(0.5)  # meanwhile the first turn ends, and the thread begins to wait for the second
             graph.capture_end()
-        (own,) = membership_of(mutex).segment.slots().values()
+        (own,) = membership_of(mutex).segment.members()
         assert (own.started, own.returned) == (2, 1), "one turn was to be told, and one not yet"
         graph.replay()
 

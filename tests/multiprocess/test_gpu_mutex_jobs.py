@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from crossover_ddp._turns.rules import Member
 from crossover_ddp._turns.segment import TurnSegment
 from crossover_ddp.errors import SegmentError
 from crossover_ddp.gpu_mutex import GPUMutex
@@ -43,7 +44,7 @@ def test_a_siblings_lease_never_outlasts_the_own_groups_timeout(rank: int) -> No
     with heard() as warnings:
         own = dist.new_group(timeout=datetime.timedelta(seconds=12))
         sibling = TurnSegment(os.environ["CROSSOVER_GROUP"], f"dev{rank}")
-        sibling.join(job=9, lead=sibling.machine, rank=rank, world_size=2, lease_s=3600.0)
+        sibling.join(Member(job=9, lead=sibling.machine, rank=rank, world_size=2, lease_s=3600.0))
         if rank == 0:
             sibling.publish_returned(sibling.draw_turn())
         dist.barrier()

@@ -21,7 +21,7 @@ def join_at(
     base: object, *, job: int = 1, group: str = "jobs", device: str = DEVICE, lease_s: float = 1.0
 ) -> TurnSegment:
     segment = TurnSegment(group, device, base=str(base))
-    segment.join(job=job, lead=5, rank=0, world_size=1, lease_s=lease_s)
+    segment.join(Member(job=job, lead=5, world_size=1, lease_s=lease_s))
     return segment
 
 

@@ -35,7 +35,7 @@ class Order(DeviceOrder):
 
     def __init__(self) -> None:
         super().__init__(GPU)
-        self.handle = bytes(EVENT_HANDLE_BYTES)
+        self.handle = b"\1" * EVENT_HANDLE_BYTES
         self.over = threading.Event()
         self.over.set()
         self.check_usable = self.close = lambda: None

@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import gc
-import logging
 import math
 import os
 import threading
@@ -191,15 +190,22 @@ def test_a_forgotten_mutex_leaves(group: str) -> None:
     assert not files_of(group)
 
 
-def test_a_forked_child_cannot_give_its_parents_turn_away(make: Make, threads: ThreadPoolExecutor) -> None:
+def test_a_forked_child_cannot_give_its_parents_turn_away_and_may_join_itself(
+    make: Make, threads: ThreadPoolExecutor
+) -> None:
     mutex, sibling = make(), make()
     mutex.acquire()
     child = os.fork()
     if child == 0:
-        logging.disable()
-        mutex.release()
-        mutex.close()
-        os._exit(0)
+        code = 1
+        try:
+            mutex.release()
+            mutex.close()
+            own = make()
+            code = own.stats()["siblings"] != 2
+            own.close()
+        finally:
+            os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     with held_up(threads, sibling):
         mutex.release()

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,26 +66,6 @@ def test_looking_writes_nothing_takes_no_lock_and_opens_nothing_for_good(
     assert (_state(tmp_path), len(os.listdir("/proc/self/fd"))) == (before, descriptors)
 
 
-def test_looking_never_makes_a_slot_seem_taken_or_keeps_files(tmp_path: Path) -> None:
-    ended = threading.Event()
-
-    def looking() -> None:
-        while not ended.is_set():
-            look(str(tmp_path))
-
-    thread = threading.Thread(target=looking)
-    thread.start()
-    try:
-        for _ in range(300):
-            segment = join_at(tmp_path)
-            assert segment.slot == 0
-            segment.leave()
-            assert not os.path.exists(segment.path)
-    finally:
-        ended.set()
-        thread.join()
-
-
 # --- what others have put there; see also test_turn_segment.py ---------------------------------------------------
 
 
@@ -106,16 +85,6 @@ def test_what_is_no_segment_is_told_as_a_problem(
     seen = look(str(tmp_path))
     assert seen.places == seen.abandoned == ()
     assert any(message in what for _, what in seen.problems)
-
-
-def test_any_number_of_problems_is_bounded(tmp_path: Path) -> None:
-    home(tmp_path).mkdir(0o700)
-    for index in range(300):
-        (home(tmp_path) / f"foreign{index}\n.turns").write_bytes(b"")
-    found = look(str(tmp_path)).problems
-    assert len(found) == 101
-    assert all(path.isprintable() for path, _ in found)
-    assert found[-1][1] == "200 more files that are no segments"
 
 
 def test_files_may_vanish_between_listing_and_opening(

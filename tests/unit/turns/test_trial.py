@@ -43,7 +43,7 @@ class Lead:
         self.log.read(siblings.log[self.log.read_numel : turn - 1])
         mode = self.log.grant(turn, self.place.job, []).mode
         if self.trial.drew(self.now_s):
-            self.place = self.place._replace(tried=self.trial.begun_at, vote=self.trial.vote)
+            self.place = self.place._replace(tried=self.trial.begun_at, **self.trial.vote._asdict())
         if (word := self.trial.due()) is not None:
             siblings.log += bytes([word, self.place.job])
         self.modes.append(mode)

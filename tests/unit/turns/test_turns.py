@@ -99,7 +99,7 @@ def test_a_process_is_idle_that_computed_nothing_twice_and_one_that_computes_is_
     now = {"monotonic": 100.0, "process_time": 7.0}
     for clock in now:
         monkeypatch.setattr(turns.time, clock, lambda clock=clock: now[clock])
-    looks, found = turns.Looks(None), []
+    looks, found = turns.Looks(), []
     for share in (0.0, 1.0, 0.02, 0.02, 0.0, 0.4, 0.0, *[0.9] * 6, 0.0, 0.0):
         interval_s = looks.interval_s
         now["monotonic"] += interval_s

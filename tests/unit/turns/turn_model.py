@@ -185,6 +185,7 @@ class Model:
             max((i for i in range(j) if kinds[i] == kind), default=None) for j, kind in enumerate(kinds)
         ]
         self._decide, self._grant = cache(self._decide_uncached), cache(self._grant_uncached)
+        self._member = cache(Member)
         ranks = [(j, r) for j, devices in enumerate(rules.jobs) for r in range(len(devices))]
         self._ranks_on: dict[int | None, list[tuple[int, int]]] = {None: ranks}
         for j, r in ranks:
@@ -202,7 +203,7 @@ class Model:
     def _members(self, state: State, device: int | None) -> tuple[Member, ...]:
         """Return who is seen on a device; None: on all devices."""
         return tuple(
-            Member(rank.slot, j, 8 * j + r + 1, rank.joined_at, rank.started, rank.returned, LEASE_S)
+            self._member(rank.slot, j, 8 * j + r + 1, rank.joined_at, rank.started, rank.returned, LEASE_S)
             for j, r in self._ranks_on[device]
             for rank in (state.jobs[j].ranks[r],)
             if 0 <= rank.place != self._ends[j]
