@@ -20,7 +20,6 @@ _CAPTURE_MODE_THREAD_LOCAL: Final = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _INT, _POINTER, _FLAGS = ctypes.c_int, ctypes.c_void_p, ctypes.c_uint
 _SIGNATURES: Final = {
     "cuInit": (_FLAGS,),
-    "cuGetErrorName": (_INT, ctypes.POINTER(ctypes.c_char_p)),
     "cuDeviceGet": (ctypes.POINTER(_INT), _INT),
     "cuDeviceGetAttribute": (ctypes.POINTER(_INT), _INT, _INT),
     "cuDeviceGetUuid": (_POINTER, _INT),
@@ -31,7 +30,7 @@ _UUID_BYTES: Final = 16
 
 
 class CudaDriver:
-    """The driver's calls as methods; each raises ``RuntimeError`` with the driver's own name of the error.
+    """The driver's calls as methods; each raises ``RuntimeError`` with the driver's own number of the error.
 
     Args:
         library: a loaded ``libcuda``.
@@ -50,13 +49,7 @@ class CudaDriver:
         function.argtypes, function.restype = _SIGNATURES[name], _INT
         result = function(*arguments)
         if result != _SUCCESS:
-            raise RuntimeError(f"{name} failed: {self._error_name(result)}")
-
-    def _error_name(self, result: int) -> str:
-        text = ctypes.c_char_p()
-        with contextlib.suppress(AttributeError):
-            self._library.cuGetErrorName(_INT(result), ctypes.byref(text))
-        return text.value.decode() if text.value else f"CUresult {result}"
+            raise RuntimeError(f"{name} failed: CUresult {result}")
 
     def _device(self, index: int) -> int:
         device = _INT()
