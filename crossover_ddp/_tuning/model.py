@@ -10,7 +10,6 @@ begun is not interrupted. Source: the α–β model is common; the schedule is o
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 _ITERATIONS: Final = 8
@@ -75,30 +74,6 @@ class Workload:
         """Seconds of the whole step without communication."""
         return self.forward_s + self.backward_s + self.update_s
 
-    @classmethod
-    def evenly(cls, sizes: Sequence[int], compute_s: float) -> "Workload":
-        """Make up a step: every gradient takes as long, backward twice as long as forward, the optimizer nothing."""
-        third_s = compute_s / 3
-        shares = [(place / len(sizes), size) for place, size in enumerate(sizes, start=1)]
-        buckets = [BucketTimes(size, 2 * third_s * share, third_s * (1 - share)) for share, size in shares]
-        return cls(third_s, 2 * third_s, tuple(buckets))
-
-    def borders(self, cap_bytes: float) -> frozenset[int]:
-        """Return where DDP begins a new bucket if one is full at ``cap_bytes``: numbers of recorded buckets."""
-        found, filled = set(), 0
-        for place, bucket in enumerate(self.buckets):
-            if filled >= cap_bytes:
-                found.add(place)
-                filled = 0
-            filled += bucket.size_bytes
-        return frozenset(found)
-
-    def cut(self, borders: frozenset[int]) -> "Workload":
-        """Join the recorded buckets between ``borders``."""
-        starts = [0, *sorted(borders), len(self.buckets)]
-        groups = [self.buckets[start:stop] for start, stop in pairwise(starts)]
-        return Workload(self.forward_s, self.backward_s, tuple([_joined(group) for group in groups]))
-
     def encoded(self, hook_s: float) -> "Workload":
         """Add (or take away, if negative) the seconds that encoding costs for each byte, in backward."""
         filled, buckets = 0, []
@@ -106,11 +81,6 @@ class Workload:
             filled += bucket.size_bytes
             buckets.append(bucket._replace(ready_s=max(0.0, bucket.ready_s + hook_s * filled)))
         return Workload(self.forward_s, max(0.0, self.backward_s + hook_s * filled), tuple(buckets))
-
-
-def _joined(group: Sequence[BucketTimes]) -> BucketTimes:
-    sizes, ready, needed, updates = zip(*group, strict=True)
-    return BucketTimes(sum(sizes), max(ready), min(needed), sum(updates))
 
 
 def all_reduce_step_s(work: Workload, link: Link) -> float:

@@ -6,7 +6,6 @@ M  time for which the step's gradients are on the wire
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import re
@@ -16,13 +15,11 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from crossover_ddp._system import environment
-from crossover_ddp._tuning.model import Link, Workload, all_reduce_step_s, decoupled_step_s
 
 from . import step_meter
 from .jobs import ENDING, SHELLS_OFFSET, Job, waited_for_signals
@@ -46,18 +43,11 @@ _LOOK_S, _GRACE_S = 0.25, 5.0
 _WORTH: Final = 1.05  # the least factor that is worth a change, and a step over its C
 _BACKWARD_SHARE: Final = 2 / 3  # of C, which can hide communication, at best
 _INT8_BYTES: Final = 0.26
-_DDP_CAP_BYTES: Final = 25 * 2**20
-_DECOUPLED_BUCKETS: Final = 16
 _WIRE_OVER_COMPUTE: Final = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # the rows of docs/choosing.md
 _UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
-class NotMeasurableError(Exception):
-    """The job's steps were not measured; the text says why, and what to change."""
-
-
-@dataclass(frozen=True)
-class Figures:
+class Figures(NamedTuple):
     """One job's step, in seconds."""
 
     compute_s: float
@@ -76,8 +66,7 @@ class Figures:
         return self.step_s / min(self.step_s, max(compute_s, wire_s))
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """A way to use the network's time."""
 
     name: str
@@ -139,7 +128,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="torchvision:NAME or timm:NAME; or its parameters of 4 bytes, 25.6M, or bytes, 102MB",
     )
     parser.add_argument("--ranks", type=whole(2), metavar="N")
-    parser.add_argument("directory", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="figures and factors as JSON")
 
 
@@ -168,9 +156,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, advise, show; return the exit code."""
     described = [each for each in (arguments.link, arguments.model, arguments.ranks) if each is not None]
     commands = [words for words in arguments.groups if words]
-    if arguments.directory or len(commands) + len(described) / 3 != 1:
-        got = " ".join(arguments.directory) or "neither or both"  # recordings were read by earlier versions
-        say(f"crossover-ddp advise: expected -- COMMAND, or --link, --model and --ranks, got {got}")
+    if len(commands) + len(described) / 3 != 1:
+        say("crossover-ddp advise: expected -- COMMAND, or --link, --model and --ranks, got neither or both")
         return USAGE
     try:
         if described:
@@ -178,12 +165,12 @@ def run(arguments: argparse.Namespace) -> int:
             return FINE
         words = command_words(commands[0][0]) if len(commands[0]) == 1 else commands[0]
         found = _measured(words, arguments.steps)
-    except (NotMeasurableError, ValueError) as error:
+    except ValueError as error:
         say(f"crossover-ddp advise: {error}")
         return FOUND
     if arguments.json:
         factors = {way.name: {"expected": way.expected(found), "bound": way.bound(found)} for way in WAYS}
-        write_json({"figures": dataclasses.asdict(found), "factors": factors, "verdict": verdict(found)})
+        write_json({"figures": found._asdict(), "factors": factors, "verdict": verdict(found)})
     else:
         sys.stdout.write(_report(found))
     return FINE
@@ -211,16 +198,16 @@ def _blocks(directory: Path) -> list[list[dict[str, Any]]]:
 
 
 def figures(directory: Path) -> Figures:
-    """Work out a job's figures from what its ranks have recorded, or those of them that are on this machine."""
+    """Return a job's figures from what its ranks on this machine have recorded; ``ValueError`` if it is too little."""
     ranks = _blocks(directory)
     if not ranks:
         least = step_meter.WARM_UP_STEPS + 2 * step_meter.BLOCK_STEPS
-        raise NotMeasurableError(
+        raise ValueError(
             f"expected {least} steps of a script that trains with DistributedDataParallel, got fewer: FSDP and other "
             "launchers' own wrappers are not measured, and python -I or -E keeps the meter out"
         )
     if max(block["ranks"] for blocks in ranks for block in blocks) < 2:
-        raise NotMeasurableError("expected at least two ranks, got one, which exchanges nothing")
+        raise ValueError("expected at least two ranks, got one, which exchanges nothing")
     apart = [[block for block in blocks if block["apart"]] for blocks in ranks]
     step_s = max(median(block["step_s"] for block in blocks if not block["apart"]) for blocks in ranks)
     compute_s = max(
@@ -257,11 +244,11 @@ def _measured(words: Sequence[str], steps: int) -> Figures:
             job.finish(signal.SIGTERM, _GRACE_S)
         try:
             return figures(directory)
-        except NotMeasurableError as error:
+        except ValueError as error:
             how = (
                 f"the command ended with {code} after {job.took_s:.0f} s; its last lines:\n{job.last_lines()}"
             )
-            raise NotMeasurableError(f"{error}\n{how}".rstrip()) from error
+            raise ValueError(f"{error}\n{how}".rstrip()) from error
 
 
 # --- advising -----------------------------------------------------------------------------------------------------
@@ -311,26 +298,12 @@ def _table(bytes_per_s: float, model: str | float, ranks: int) -> str:
     rows = []
     for ratio in _WIRE_OVER_COMPUTE:
         compute_s = wire_s / ratio
-        plain_s, decoupled_s = _simulated_s(sizes, compute_s, wire_s)
-        found = Figures(compute_s, plain_s - compute_s, wire_s, size_bytes, ranks)
-        expected = {way: way.expected(found) for way in WAYS}
-        # A huge bucket delays the others.
-        expected[DECOUPLED] = min(expected[DECOUPLED], plain_s / decoupled_s)
-        factors = [f"{expected[way]:.2f}× ({way.bound(found):.2f}×)" for way in WAYS]
-        rows.append([f"{ratio:g}", _ms(compute_s), _ms(plain_s), *factors])
+        found = Figures(compute_s, max(0.0, wire_s - _BACKWARD_SHARE * compute_s), wire_s, size_bytes, ranks)
+        factors = [f"{way.expected(found):.2f}× ({way.bound(found):.2f}×)" for way in WAYS]
+        rows.append([f"{ratio:g}", _ms(compute_s), _ms(found.step_s), *factors])
     what = f"{len(sizes)} gradients of {model}" if sizes else "gradients"
     return (
         f"M {_ms(wire_s)}: {size_bytes / 1e6:.3g} MB of {what}, {ranks} ranks, {bytes_per_s * 8 / 1e9:g} Gbit/s\n"
         f"by the compute C of a step; expected (at best):\n\n"
         f"{columns(['M/C', 'C', 'plain DDP', *(way.name for way in WAYS)], rows)}"
     )
-
-
-def _simulated_s(sizes: Sequence[int], compute_s: float, wire_s: float) -> tuple[float, float]:
-    """Return a step of plain DDP and one of decoupled training: at best where the gradients' sizes are not known."""
-    if not sizes:
-        backward_s = _BACKWARD_SHARE * compute_s
-        return compute_s - backward_s + max(backward_s, wire_s), max(compute_s, wire_s)
-    work, link = Workload.evenly(sizes, compute_s), Link(0.0, wire_s / 2 / sum(sizes))
-    plain, fine = (work.cut(work.borders(cap)) for cap in (_DDP_CAP_BYTES, sum(sizes) / _DECOUPLED_BUCKETS))
-    return all_reduce_step_s(plain, link), decoupled_step_s(fine, link)

@@ -2,29 +2,24 @@
 
 import argparse
 import contextlib
-import importlib.metadata
 import os
-import re
 import resource
 import shutil
 import socket
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from crossover_ddp._system import environment
-from crossover_ddp._system.shared_memory import SHARED_MEMORY, segment_directory
-from crossover_ddp._turns.view import Mode, look, printable
+from crossover_ddp._system.shared_memory import SHARED_MEMORY
+from crossover_ddp._turns.view import GROUP_NAME, Mode, look, printable
 
 from .output import FINE, FOUND, declare
 
 _EXAMPLES = "exit codes: 0 no problem; 1 at least one; 2 wrong usage"
 _GONE = {"--json": "findings are lines", "--sweep": "findings name what to remove"}
-_LEAST_TORCH = (2, 11)
 _ROOM_MIB, _FILES = 16, 4096
-_GROUP = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MPS = "nvidia-cuda-mps-control -d"
 
 Finding = tuple[str, str, str]
@@ -33,44 +28,28 @@ Finding = tuple[str, str, str]
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
-    about = (
-        "Say what of versions, shared memory, network, limits, GPUs and variables you should fix, and how."
-    )
+    about = "Say what of shared memory, network, limits, GPUs and variables you should fix, and how."
     declare(commands, "doctor", run, "is this machine ready?", about, _EXAMPLES, _GONE)
 
 
 def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
     """Show the findings; return the exit code."""
-    found = [*_versions(), *_shared_memory(base), *_network(), *_files(), *_gpus(), *_variables()]
+    found = [*_shared_memory(base), *_network(), *_files(), *_gpus(), *_variables()]
     for state, what, mend in found:
         sys.stdout.write(f"{state:8}{printable(what)}\n        → {printable(mend)}\n")
     sys.stdout.write("" if found else "nothing to fix\n")
     return FOUND if any(state == "problem" for state, _, _ in found) else FINE
 
 
-def _versions() -> Iterator[Finding]:
-    torch = importlib.metadata.version("torch")
-    if not sys.platform.startswith("linux"):
-        yield "problem", f"{sys.platform}: jobs train without turns", "use Linux"
-    if tuple(map(int, re.findall(r"\d+", torch)[:2])) < _LEAST_TORCH:
-        yield "problem", f"torch {torch}", f"pip install 'torch>={'.'.join(map(str, _LEAST_TORCH))}'"
-
-
 def _shared_memory(base: str) -> Iterator[Finding]:
     if not os.path.isdir(base):
         yield "problem", f"no {base}: jobs train without turns", f"mount -t tmpfs tmpfs {base}"
         return
-    room, own, seen = os.statvfs(base), segment_directory(base), look(base)
+    room, seen = os.statvfs(base), look(base)
     if not os.access(base, os.W_OK | os.X_OK):
         yield "problem", f"{base} is not writable", f"chmod 1777 {base}"
     if room.f_bavail * room.f_frsize >> 20 < _ROOM_MIB:
         yield "problem", f"{base} has less than {_ROOM_MIB} MiB free", "free some; docker: --shm-size=1g"
-    with contextlib.suppress(FileNotFoundError):  # nobody has joined yet
-        found = os.lstat(own)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            yield "problem", f"{own} is not a directory of yours", f"let its owner rm -r {own}"
-        elif found.st_mode & 0o077:
-            yield "problem", f"{own} has mode {stat.S_IMODE(found.st_mode):04o}", f"chmod 0700 {own}"
     for path in seen.abandoned:
         what = f"dead jobs have left files of group {os.path.basename(path).removesuffix('@.turns')}"
         yield "note", what, f"rm {path.removesuffix('.turns')}.*"
@@ -81,8 +60,7 @@ def _shared_memory(base: str) -> Iterator[Finding]:
             mend = "if it waits for data: more loader workers; crossover-ddp advise says more"
             yield "note", what[:100], mend
     for path, what in seen.problems:
-        if path != seen.directory:
-            yield "problem", f"{path}: {what}", f"rm -r {path}  # while no job runs"
+        yield "problem", f"{path}: {what}", f"rm -r {path}  # while no job runs"
 
 
 def _network() -> Iterator[Finding]:
@@ -143,7 +121,7 @@ def _gpus() -> Iterator[Finding]:
 
 def _variables() -> Iterator[Finding]:
     group, directory = os.environ.get(environment.GROUP), os.environ.get(environment.TIMELINE, "")
-    if group is not None and not _GROUP.fullmatch(group):
+    if group is not None and not GROUP_NAME.fullmatch(group):
         yield "problem", f"CROSSOVER_GROUP={group!r}", "1-64 letters, digits, '.', '_', '-'"
     if os.path.exists(directory) and not os.access(directory, os.W_OK | os.X_OK):
         yield "problem", f"CROSSOVER_TIMELINE={directory} is not writable", "name another directory"

@@ -25,12 +25,12 @@ def named_model(name: str, otherwise: str) -> Any:
 
 
 def gradient_sizes(name: str) -> list[int]:
-    """Return the bytes of each gradient of a model, found by its name, about in the order of backward."""
+    """Return the bytes of each gradient of a model, found by its name."""
     with torch.device("meta"):  # sizes without numbers
         made = named_model(name, "a size such as 102MB")
     models = [made] if isinstance(made, nn.Module) else [*made]
     trained = [each for each in nn.ModuleList(models).parameters() if each.requires_grad]
-    return [each.numel() * each.element_size() for each in reversed(trained)]
+    return [each.numel() * each.element_size() for each in trained]
 
 
 def named_chain(name: str, shape: Sequence[int]) -> tuple[list[NamedLayer], torch.Tensor]:

@@ -98,15 +98,6 @@ def test_a_step_takes_its_compute_or_its_wire_time_at_least_and_both_at_most(
     assert max(decoupled_s, all_reduce_step_s(work, link)) <= (work.compute_s + wire) * (1 + 1e-9)
 
 
-@given(work=workloads, cap=st.floats(1, 1e8))
-def test_joining_keeps_what_there_is(work: Workload, cap: float) -> None:
-    merged = work.cut(work.borders(cap))
-    assert sum(b.size_bytes for b in merged.buckets) == sum(b.size_bytes for b in work.buckets)
-    assert merged.update_s == pytest.approx(work.update_s)
-    assert max(b.ready_s for b in merged.buckets) == max(b.ready_s for b in work.buckets)
-    assert all(b.size_bytes >= cap for b in merged.buckets[:-1])
-
-
 def test_a_link_is_fitted_to_what_was_measured() -> None:
     link = Link.fitted((size, 0.002 + 1e-8 * size) for size in (10_000, 100_000, 1_000_000))
     assert link.alpha_s == pytest.approx(0.002)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp import cli
 from crossover_ddp.cli import advise as cli_advise
 from crossover_ddp.cli import step_meter
-from crossover_ddp.cli.advise import CROSSOVER, DECOUPLED, INT8, Figures, NotMeasurableError, figures, verdict
+from crossover_ddp.cli.advise import CROSSOVER, DECOUPLED, INT8, Figures, figures, verdict
 from tests.harness import run_ranks
 from tests.harness.waiting import eventually, gone
 
@@ -79,28 +79,8 @@ def test_the_rows_of_the_document_are_shown(capsys: pytest.CaptureFixture[str]) 
         assert shown == pytest.approx([*map(float, row)], abs=0.006)
 
 
-def dominated() -> nn.Module:
-    """Make a model whose last layer has nearly all bytes, and travels first."""
-    return nn.Sequential(*[nn.Linear(512, 512) for _ in range(16)], nn.Linear(512, 65536))
-
-
 def even() -> list[nn.Module]:
     return [nn.Linear(1024, 1024) for _ in range(32)]
-
-
-def test_a_models_gradients_are_counted_and_its_buckets_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = {}
-    for name, numel in (("even", 32 * (1024**2 + 1024)), ("dominated", 16 * (512**2 + 512) + 513 * 65536)):
-        model = f"{__name__}:{name}"
-        assert cli.main(["advise", "--link", "10gbit", "--model", model, "--ranks", "8"]) == 0
-        shown[name] = capsys.readouterr().out
-        assert f"{4e-6 * numel:.3g} MB of {64 if name == 'even' else 34} gradients of {model}" in shown[name]
-        assert all(found > 1.02 for _, found, _, _ in at_best(shown[name])[2:]), "DDP's buckets hide less"
-    (at_even,), (at_dominated,) = (
-        re.findall(r"^1 .*×\) +(\S+)×.*×\) ", each, re.M) for each in shown.values()
-    )
-    assert float(at_even) > 1.2
-    assert float(at_dominated) < 1.15, "what is needed last cannot be sent first, and it is one bucket"
 
 
 @pytest.mark.parametrize(
@@ -108,6 +88,7 @@ def test_a_models_gradients_are_counted_and_its_buckets_simulated(capsys: pytest
     [
         ("torchvision:resnet50", 0, "102 MB of 161 gradients of torchvision:resnet50, 8 ranks"),
         ("timm:resnet50", 0, "102 MB of 161 gradients of timm:resnet50, 8 ranks"),
+        (f"{__name__}:even", 0, f"134 MB of 64 gradients of {__name__}:even, 8 ranks"),
         (f"{__name__}:gone", 1, "expected a size such as 102MB, timm:NAME, torchvision:NAME or module:"),
     ],
 )
@@ -126,7 +107,6 @@ def test_models_of_libraries_are_built_without_numbers(
         ["--link", "1gbit"],
         ["--link", "1gbit", "--model", "1M", "--ranks", "2", "--", "true"],
         ["--"],
-        ["runs/x"],
     ],
 )
 def test_neither_or_both_is_wrong_usage(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +154,7 @@ def test_the_slowest_rank_computes_c_and_waits_are_nobodys(tmp_path: Path) -> No
     ],
 )
 def test_what_does_not_suffice_says_why(blocks: list[dict[str, Any]], what: str, tmp_path: Path) -> None:
-    with pytest.raises(NotMeasurableError, match=what):
+    with pytest.raises(ValueError, match=what):
         figures(record(tmp_path, blocks))
 
 

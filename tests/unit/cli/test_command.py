@@ -1,6 +1,5 @@
 """How ``crossover-ddp`` behaves as a command."""
 
-import os
 import re
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from crossover_ddp import cli
-from crossover_ddp.cli.output import say
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = ("status", "doctor", "run", "timeline", "advise", "plan")
@@ -52,13 +50,6 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     command = f"{sys.executable} -m crossover_ddp.cli --help | head -n 1"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout[:5], done.stderr) == ("usage", "")
-
-
-def test_what_nobody_can_read_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stderr", full)
-        say("a line")
-    assert os.path.exists("/dev/full")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """`crossover-ddp doctor` on this machine, and on machines that are not as they should be."""
 
 import argparse
-import importlib.metadata
 import os
 import re
 import resource
@@ -69,13 +68,10 @@ def test_variables_that_mislead_are_named(
     assert f"→ {mend}" in told
 
 
-def test_versions_and_limits(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.9.1+cu128")
+def test_limits(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     code, told = found()
-    assert code == 1
-    assert "pip install 'torch>=2.11'" in told
-    assert "ulimit -n 4096" in told
+    assert (code, "ulimit -n 4096" in told) == (0, True)
 
 
 def test_shared_memory_that_cannot_serve(base: Path, found: Found) -> None:
@@ -83,11 +79,11 @@ def test_shared_memory_that_cannot_serve(base: Path, found: Found) -> None:
     assert "mount -t tmpfs" in found()[1]
     base.mkdir()
     home(base).mkdir(0o755)
-    assert f"→ chmod 0700 {home(base)}" in found()[1]
+    assert "got mode 0755; chmod 0700 it" in found()[1]
     home(base).rmdir()
     home(base).touch()
     code, told = found()
-    assert (code, "is not a directory of yours" in told) == (1, True)
+    assert (code, f"{home(base)} to be a directory of this user" in told) == (1, True)
 
 
 def test_what_dead_jobs_have_left_is_removed_by_the_line_that_is_shown(base: Path, found: Found) -> None:
