@@ -181,7 +181,6 @@ class KFACState(HookState):
             keeps_turn=mutex is not None,
             loss_scale=loss_scale if callable(loss_scale) else lambda: float(loss_scale),
             rates=rates,
-            registered=weakref.ref(self),
         )
         scale = self._preconditioner.loss_scale
         self._compression = None if codec is None else Compression(codec, scale, self, has_work=True)
@@ -316,7 +315,7 @@ class KFACState(HookState):
                 each.solver = curvature.spread() if is_spread else None
         if self._compression is not None:
             self._compression.load({}, None)
-        owned.registered().agreement.forget()  # type: ignore[union-attr]  # it is in use
+        self.agreement.forget()
 
     def close(self) -> None:
         """Take the hooks off the model's modules; later steps precondition with what is known.
@@ -363,8 +362,7 @@ class KFACState(HookState):
                 f"expected a new KFACState without a codec for each DecoupledState, got one {found[0]}; make a "
                 "KFACState(model, optimizer) for it"
             )
-        self._flush, self._is_deferred = state.flush, True
-        self._preconditioner.registered = weakref.ref(state)
+        self._flush, self._is_deferred, self.agreement = state.flush, True, state.agreement
 
     def exchange(
         self,
@@ -388,7 +386,7 @@ class KFACState(HookState):
         def way(taken: Bucket, link: Link) -> Coroutine[Any, Any, None]:
             return self._preconditioner.way(pack(), taken, link)
 
-        self._preconditioner.enter(bucket)
+        self._preconditioner.enter(bucket, exchange.meter_of(state))
         coded = None if self._compression is None else self._compression.around(bucket, exchange, pack)
         try:
             before()

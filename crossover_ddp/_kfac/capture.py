@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from crossover_ddp._ddp.compiled import OwnHook, uncompiled
+from crossover_ddp._owners.kept import tensors_in
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .factors import BatchFactor, Columns, WeightSharing, input_columns, multiplied, output_columns
@@ -332,7 +333,7 @@ class FactorCapture:
         if self._looked_beside or not self.calls or not self._captures(module):
             return
         self._looked_beside = True
-        uses = _uses(_tensors(output))
+        uses = _uses(tensors_in(vars(output) if is_dataclass(output) else output))
         found = [
             self._layers[index].name
             for index, n in self.calls.items()
@@ -439,16 +440,6 @@ def _samples_of(inputs: Iterable[object]) -> int | None:
         if isinstance(each, Mapping) and (found := _samples_of(each.values())):
             return found
     return None
-
-
-def _tensors(output: object) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping | list | tuple):
-        for each in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(each)
-    elif is_dataclass(output):
-        yield from _tensors(vars(output))
 
 
 def _uses(outputs: Iterable[Tensor]) -> Counter[Tensor]:

@@ -19,7 +19,7 @@ All ranks send the same groups in the same order. They are added to the running 
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -175,6 +175,7 @@ class FactorTraffic:
 
     Attributes:
         trails: whether the factors of the step that is under way leave behind its gradients.
+        meter: counts what travels.
         arrived: opened when all factors that have left so far are in the running means.
     """
 
@@ -182,10 +183,10 @@ class FactorTraffic:
     capture: FactorCapture
     group: dist.ProcessGroup
     local: bool
-    meter: Callable[[], Meter | None]
 
     def __post_init__(self) -> None:
         self.trails = False
+        self.meter: Meter | None = None
         self._late: list[list[Factor]] = []
         self._late_decay = 0.0
         self.arrived = Gate()
@@ -260,7 +261,7 @@ class FactorTraffic:
                         g.of.curvature.add(of_a, of_g, decay)
             here.open()
 
-        self._newest = exchange.begin(bring, like.device, "factors of K-FAC", meter=self.meter())
+        self._newest = exchange.begin(bring, like.device, "factors of K-FAC", meter=self.meter)
 
 
 def in_equal_groups(sizes: Sequence[int], count: int) -> Iterator[list[int]]:

@@ -57,7 +57,7 @@ async def precondition(packed: "Packed", step: "Step", bucket: Bucket, link: Lin
             await gate
         if not step.is_refused:
             packed.unload(step.scale)
-    packed.done()
+    packed.free[packed.number] = packed.flat
     step.written.passes()
 
 
@@ -382,9 +382,6 @@ class Packed:
     def _exact(self) -> torch.autocast:
         # A thread that calls backward(), or forward, may have been told to compute in half precision.
         return torch.autocast(self.flat.device.type, enabled=False)
-
-    def done(self) -> None:
-        self.free[self.number] = self.flat
 
     def runs(self) -> list[Run]:
         """List where parameters of two dimensions or more travel, which a codec may round; no layer is spread then."""

@@ -69,7 +69,6 @@ class Preconditioner:
         treated, costs: in one order.
         local: whether factors do not travel.
         keeps_turn: whether making solvers is compute inside the job's turn.
-        registered: the state that the model's hook is registered with, weakly.
 
     Attributes:
         inverse_steps: how often solvers are made at the beginning.
@@ -90,7 +89,6 @@ class Preconditioner:
     keeps_turn: bool
     loss_scale: Callable[[], float]
     rates: Callable[[], dict[int, float]]
-    registered: weakref.ref[Any]
 
     def __post_init__(self) -> None:
         self.rank, self.world_size = self.group.rank(), self.group.size()
@@ -121,15 +119,11 @@ class Preconditioner:
             only=[each.index for each in self.layers if each.curvature] if self.local else None,
             ranks=1 if self.local else self.world_size,
         )
-        self.traffic = FactorTraffic(self.layers, self.capture, self.group, self.local, self._meter)
+        self.traffic = FactorTraffic(self.layers, self.capture, self.group, self.local)
         self.free: dict[int, Tensor] = {}
         self._step: Step | None = None
         self._is_refused = self._model_seen = self._closed = False
         self._prepare_step()
-
-    def _meter(self) -> Meter | None:
-        state = self.registered()
-        return None if state is None else cast(Meter, state.meter)
 
     def curvature(self, layer: Layer) -> Curvature:
         """Make what an owner of a layer has, with nothing known yet."""
@@ -161,10 +155,11 @@ class Preconditioner:
         return now._replace(takes_factors=False, inverts=False) if self._closed else now
 
     @torch.no_grad()
-    def enter(self, bucket: dist.GradBucket) -> None:
-        """Prepare the exchange of a backward pass, if one begins with ``bucket``. May be called again."""
+    def enter(self, bucket: dist.GradBucket, meter: Meter) -> None:
+        """Prepare the exchange of a backward pass, if one begins with ``bucket``; ``meter`` counts its factors."""
         if bucket.index():
             return
+        self.traffic.meter = meter
         if self._step is not None:
             self._step.refuse()  # of a pass that did not end
         self._step, self._is_refused = None, False

@@ -62,11 +62,9 @@ def _timed(engine: Exchange, tensor: torch.Tensor) -> float:
     return time.perf_counter() - begin_s
 
 
-def measure_pair(
-    peer: int, leads: bool, process_group: dist.ProcessGroup | None, size_bytes: int, repeats: int
-) -> Link:
-    """Time round trips with one peer; return the cost of one way. Both call it; one of them ``leads``."""
-    samples = []
+def measure_pair(peer: int, process_group: dist.ProcessGroup | None, size_bytes: int, repeats: int) -> Link:
+    """Time round trips with one peer; return the cost of one way. Both call it."""
+    leads, samples = dist.get_rank(process_group) < peer, []
     for size in (_SMALL_PROBE_BYTES, max(size_bytes, 2 * _SMALL_PROBE_BYTES)):
         message, times = torch.zeros(size, dtype=torch.uint8), []
         for _ in range(repeats + 1):

@@ -53,12 +53,9 @@ class DeviceCluster(Document):
     def __post_init__(self) -> None:
         count = len(self.bandwidth)
         numbers = tuple(map(str, range(count)))
-        for name, default in (
-            ("names", numbers),
-            ("nodes", numbers),
-            ("speed", (1.0,) * count),
-            ("memory_bytes", (math.inf,) * count),
-        ):
+        defaults: dict[str, tuple[Any, ...]] = {"names": numbers, "nodes": numbers}
+        defaults |= {"speed": (1.0,) * count, "memory_bytes": (math.inf,) * count}
+        for name, default in defaults.items():
             values = tuple(getattr(self, name)) or default
             object.__setattr__(self, name, values)
             if len(values) != count:
@@ -77,11 +74,8 @@ class DeviceCluster(Document):
             )
         self._check_matrix("bandwidth", self.bandwidth)
         self._check_matrix("latency_s", self.latency_s)
-        for what, values in (
-            ("speed", self.speed),
-            ("memory_bytes", self.memory_bytes),
-            ("cards", tuple(self.cards.values())),
-        ):
+        positive = {"speed": self.speed, "memory_bytes": self.memory_bytes, "cards": (*self.cards.values(),)}
+        for what, values in positive.items():
             if not all(isinstance(value, int | float) and value > 0 for value in values):
                 raise ValueError(f"expected {what} > 0, got {what}={values}; leave it out for the default")
         self._check_connected()
@@ -211,17 +205,15 @@ class DeviceCluster(Document):
         """
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
         found = torch.zeros(2, size, size, dtype=torch.float64)
-        for one in range(size):
-            for two in range(one + 1, size):
-                if rank in (one, two):
-                    link = measure_pair(
-                        two if rank == one else one, rank == one, process_group, size_bytes, repeats
-                    )
-                    if rank == one:
-                        found[:, one, two] = found[:, two, one] = torch.tensor(
-                            [1 / max(link.beta_s, 1e-12), link.alpha_s], dtype=torch.float64
-                        )
-                dist.barrier(process_group)
+        for one, two in combinations(range(size), 2):
+            if rank in (one, two):
+                link = measure_pair(one + two - rank, process_group, size_bytes, repeats)
+                rate_and_latency = torch.tensor(
+                    [1 / max(link.beta_s, 1e-12), link.alpha_s], dtype=found.dtype
+                )
+                if rank == one:
+                    found[:, one, two] = found[:, two, one] = rate_and_latency
+            dist.barrier(process_group)
         dist.all_reduce(found, group=process_group)
         rates, latencies = (tuple([tuple(row) for row in matrix.tolist()]) for matrix in found)
         return cls(rates, latencies, **others)

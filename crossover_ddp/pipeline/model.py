@@ -81,7 +81,6 @@ class StagedChain:
     """What each action of a step costs for given stages, which cover all layers in order.
 
     ``split``: backward in two actions, the input's gradient and the weights'; each takes half of its time.
-    ``parameter_copies``: how often a parameter's size counts in memory.
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class StagedChain:
         microbatches: int,
         *,
         split: bool = False,
-        parameter_copies: float = PARAMETER_COPIES,
     ) -> None:
         self.profile, self.cluster, self.stages = profile, cluster, tuple(stages)
         self.microbatches, self.split = microbatches, split
@@ -102,7 +100,7 @@ class StagedChain:
         self._backward_s = [sum(layer.backward_s for layer in each) for each in layers]
         self.stored_bytes = [sum(layer.stored_bytes for layer in each) for each in layers]
         self.state_bytes = [
-            parameter_copies * sum(layer.parameter_bytes for layer in each) for each in layers
+            PARAMETER_COPIES * sum(layer.parameter_bytes for layer in each) for each in layers
         ]
         self._sent_bytes = [each[-1].activation_bytes for each in layers]
         self.exchanges = [self._exchange(stage) for stage in range(len(layers))]
@@ -140,15 +138,16 @@ class StagedChain:
         Gradients of the last layers are ready first, and travel while the others are computed.
         """
         start, stop, devices = self.stages[stage]
-        if len(devices) == 1 or not any(layer.parameter_bytes for layer in self.profile.layers[start:stop]):
+        layers = self.profile.layers[start:stop]
+        if len(devices) == 1 or not any(layer.parameter_bytes for layer in layers):
             return None
         per_byte_s, latency_s, ports = ring_cost(self.cluster, devices)
         speed = min(self.cluster.speed[device] for device in devices)
         compute_s = wire_end_s = 0.0
-        for layer in reversed(self.profile.layers[start:stop]):
+        for layer in reversed(layers):
             compute_s += layer.backward_s / speed
             wire_end_s = max(wire_end_s, compute_s) + layer.parameter_bytes * per_byte_s
-        wire_s = sum(layer.parameter_bytes for layer in self.profile.layers[start:stop]) * per_byte_s
+        wire_s = sum(layer.parameter_bytes for layer in layers) * per_byte_s
         # With a split backward only the last weight gradient is left to overlap with.
         longest_s = compute_s / max(self.cluster.speed) * speed / (2 if self.split else 1)
         lead_s = 0.0 if math.isinf(wire_s) else min(max(0.0, wire_s - (wire_end_s - compute_s)), longest_s)
@@ -200,11 +199,10 @@ class StagedChain:
         load_s: dict[int | str, float] = defaultdict(float)
         for task in self.tasks:
             load_s[task.device] += task.seconds
-        for hop in [task.hop for task in self.tasks] + [
-            exchange and exchange[0] for exchange in self.exchanges
-        ]:
-            for port in hop.ports if hop else ():
-                load_s[port] += hop.wire_s if hop else 0.0
+        exchanges = [exchange[0] for exchange in self.exchanges if exchange]
+        for hop in filter(None, [*(task.hop for task in self.tasks), *exchanges]):
+            for port in hop.ports:
+                load_s[port] += hop.wire_s
         return max(load_s.values())
 
 

@@ -14,7 +14,6 @@ programme is solved again for the least fill below caps on the bottleneck.
 Arrays are torch's, since torch needs no numpy; networkx comes with torch.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -29,16 +28,13 @@ from .profile import Profile
 
 CAPS: Final = (1.1, 1.25)
 _INF: Final = math.inf
+_ANY_BANDWIDTH: Final = 1e30
 _CACHED: Final = 1 << 16
 _ALL: Final = slice(None)
 
 
 class Partitioner:
-    """The dynamic programme for one order of all or some devices.
-
-    ``max_replicas``: of a stage, default the least of devices and micro-batches. ``parameter_copies``: how often a
-    parameter's size counts in memory.
-    """
+    """The dynamic programme for one order of all devices."""
 
     def __init__(
         self,
@@ -48,14 +44,12 @@ class Partitioner:
         microbatches: int,
         *,
         max_stages: int,
-        max_replicas: int | None = None,
-        parameter_copies: float = PARAMETER_COPIES,
+        max_replicas: int,
     ) -> None:
         self._cluster, self._order, self._microbatches = cluster, list(order), microbatches
-        self._copies, self._layers = parameter_copies, len(profile)
-        self.max_stages = min(max_stages, len(order), self._layers)
-        count = len(order)
-        self._replicas = min(count, microbatches, max_replicas or count)
+        count, self._layers = len(order), len(profile)
+        self._max_stages = min(max_stages, count, self._layers)
+        self._replicas = min(count, microbatches, max_replicas)
         # All runs of devices: r of them from place i.
         self._runs = [(i, r) for i in range(count) for r in range(1, min(self._replicas, count - i) + 1)]
         self._prefix = {
@@ -119,7 +113,7 @@ class Partitioner:
 
         Numbers of stages for which nothing fits are left out.
         """
-        layers, most = self._layers, self.max_stages
+        layers, most = self._layers, self._max_stages
         # behind[s, l]: for each run of devices the best that follows a stage on it which ends before layer l.
         behind = torch.full((most + 1, layers + 1, len(self._runs)), _INF, dtype=torch.float64)
         behind[0, layers] = 0.0
@@ -149,7 +143,7 @@ class Partitioner:
         # Without parameters nothing is exchanged, even where there is no link.
         exchange = (sums["parameter_bytes"] * self._ring[runs]).nan_to_num(nan=0.0, posinf=_INF)
         exposed = (exchange + self._ring_s[runs] - sums["backward_s"] / speed).clamp(min=0)
-        room = self._memory[runs] - self._copies * sums["parameter_bytes"]
+        room = self._memory[runs] - PARAMETER_COPIES * sums["parameter_bytes"]
         # A stage that stores nothing still must have room for its parameters.
         fits = torch.where(room < 0, 0.0, room / sums["stored_bytes"].clamp(min=1e-9)).floor()
         return self._share[runs] * once + exposed, once, fits
@@ -200,20 +194,9 @@ class Partitioner:
 
 def balanced(profile: Profile, count: int) -> list[tuple[int, int]]:
     """Cut the chain in ``count`` runs of layers whose largest compute time is least; bandwidth does not count."""
-    sums = [0.0, *itertools.accumulate(layer.forward_s + layer.backward_s for layer in profile.layers)]
-
-    @functools.cache
-    def best(first: int, left: int) -> tuple[float, int]:
-        """Return the largest time of ``left`` runs from a layer on, and where the first of them stops."""
-        if left == 1:
-            return sums[-1] - sums[first], len(profile)
-        stops = range(first + 1, len(profile) - left + 2)
-        return min((max(sums[stop] - sums[first], best(stop, left - 1)[0]), stop) for stop in stops)
-
-    edges = [0]
-    for left in range(count, 0, -1):
-        edges.append(best(edges[-1], left)[1])
-    return list(itertools.pairwise(edges))
+    alike = DeviceCluster(((_ANY_BANDWIDTH,) * count,) * count)
+    solved = Partitioner(profile, alike, range(count), 1, max_stages=count, max_replicas=1).solve()
+    return [(stage.start, stage.stop) for stage in solved[count][1]]
 
 
 # --- device orders ---------------------------------------------------------------------------------------------------

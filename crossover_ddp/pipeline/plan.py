@@ -129,22 +129,16 @@ def plan_pipeline(
     max_stages: int | None = None,
     max_replicas: int | None = None,
     split: bool = False,
-    parameter_copies: float = PARAMETER_COPIES,
-    orders: Sequence[Sequence[int]] | None = None,
-    moves: int | None = None,
 ) -> Plan:
     """Find the plan with the shortest simulated step; never longer than that of a known design that can run.
 
     Args:
         profile: of the layers, for one micro-batch.
-        cluster: the devices.
+        cluster: the devices; a parameter takes its size four times of their memory, as with Adam.
         microbatches: of a step, M.
         max_stages: default the least of layers, devices and 2 M.
         max_replicas: of a stage; default the least of devices and M.
         split: try plans with a split backward as well, see [Note: split backward]; `Runner` does not run those.
-        parameter_copies: how often a parameter's size counts in memory; default 4, for Adam.
-        orders: device orders to try; default `device_orders`.
-        moves: random changes of devices and cuts; default what takes some seconds.
 
     On failure: ``ValueError`` if nothing fits: a layer is larger than any memory, or no cut of the chain fits.
     """
@@ -152,12 +146,12 @@ def plan_pipeline(
     for name, value in limits.items():
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"expected {name} >= 1, got {name}={value!r}; give a whole number")
-    _check_layers(profile, cluster, max_stages or 1, parameter_copies)
+    _check_layers(profile, cluster, max_stages or 1)
     most = min(max_replicas or microbatches, microbatches, len(cluster))
-    search = _Search(profile, cluster, microbatches, max_stages or len(profile), most, parameter_copies)
-    search.partition(device_orders(cluster) if orders is None else orders)
+    search = _Search(profile, cluster, microbatches, max_stages or len(profile), most)
+    search.partition()
     finalists = search.finalists()
-    search.move(moves)
+    search.move()
     search.order([*finalists, *search.finalists()])
     if split:
         search.split_backwards()
@@ -184,7 +178,7 @@ def plan_pipeline(
     )
 
 
-def _check_layers(profile: Profile, cluster: DeviceCluster, stages: int, parameter_copies: float) -> None:
+def _check_layers(profile: Profile, cluster: DeviceCluster, stages: int) -> None:
     if stages > len(profile):
         raise ValueError(
             f"expected at least as many layers as stages, got max_stages={stages} for {len(profile)} layers; "
@@ -192,7 +186,7 @@ def _check_layers(profile: Profile, cluster: DeviceCluster, stages: int, paramet
         )
     most = max(cluster.memory_bytes)
     for layer in profile.layers:
-        needed = parameter_copies * layer.parameter_bytes + layer.stored_bytes
+        needed = PARAMETER_COPIES * layer.parameter_bytes + layer.stored_bytes
         if needed > most:
             raise ValueError(
                 f"expected layers that fit on a device, got layer {layer.name!r} with {needed:.3g} bytes and at most "
@@ -217,7 +211,6 @@ class _Search:
     microbatches: int
     max_stages: int
     max_replicas: int
-    copies: float
     found: list[_Candidate] = field(default_factory=list)
     _seen: set[tuple[Stage, ...]] = field(default_factory=set)
 
@@ -226,9 +219,7 @@ class _Search:
         return min(self.found, key=lambda each: each.step.step_s)
 
     def _chain(self, stages: Sequence[Stage], split: bool = False) -> StagedChain:
-        return StagedChain(
-            self.profile, self.cluster, stages, self.microbatches, split=split, parameter_copies=self.copies
-        )
+        return StagedChain(self.profile, self.cluster, stages, self.microbatches, split=split)
 
     def _try(self, chain: StagedChain, tries: int = 0) -> float:
         """Look for an order, keep what is found, and return the length of the step."""
@@ -238,26 +229,20 @@ class _Search:
             self.found.append(_Candidate("search", chain, step))
         return math.inf if step is None else step.step_s
 
-    def partition(self, orders: Sequence[Sequence[int]]) -> None:
+    def partition(self) -> None:
         """Solve for the least bottleneck on all orders, then below caps for those that gave the shortest steps."""
-        programmes, least = [], []
-        for place, order in enumerate(orders):
-            programmes.append(
-                Partitioner(
-                    self.profile,
-                    self.cluster,
-                    order,
-                    self.microbatches,
-                    max_stages=min(self.max_stages, 2 * self.microbatches),
-                    max_replicas=self.max_replicas,
-                    parameter_copies=self.copies,
-                )
-            )
-            if solved := programmes[-1].solve():
-                best_s = self._simulated([stages for _, stages in solved.values()])
-                least.append((best_s, place, min(value for value, _ in solved.values())))
-        for _, place, bottleneck_s in sorted(least)[: max(1, 32 // len(self.cluster))]:
-            capped = [programmes[place].solve(cap * bottleneck_s) for cap in CAPS]
+        solved: list[tuple[float, int, float, Partitioner]] = []
+        limits = {
+            "max_stages": min(self.max_stages, 2 * self.microbatches),
+            "max_replicas": self.max_replicas,
+        }
+        for order in device_orders(self.cluster):
+            programme = Partitioner(self.profile, self.cluster, order, self.microbatches, **limits)
+            if found := programme.solve():
+                best_s = self._simulated([stages for _, stages in found.values()])
+                solved.append((best_s, len(solved), min(value for value, _ in found.values()), programme))
+        for _, _, bottleneck_s, programme in sorted(solved)[: max(1, 32 // len(self.cluster))]:
+            capped = [programme.solve(cap * bottleneck_s) for cap in CAPS]
             self._simulated([stages for each in capped for _, stages in each.values()])
 
     def _simulated(self, candidates: Sequence[Sequence[Stage]]) -> float:
@@ -272,14 +257,14 @@ class _Search:
             shortest_s = min(shortest_s, bound_s if hopeless else self._try(fresh[place]))
         return shortest_s
 
-    def move(self, moves: int | None) -> None:
+    def move(self) -> None:
         """Exchange devices and move cuts of the best stages at random, as long as steps become shorter."""
         if not self.found:
             return
         dice = random.Random(_SEED)
         _, chain, step = self.best()
         best_s = step.step_s
-        for _ in range(self._affordable(chain, 200) if moves is None else moves):
+        for _ in range(self._affordable(chain, 200)):
             stages = tuple(_moved(list(chain.stages), len(self.cluster), self.max_replicas, dice))
             other = self._chain(stages)
             if stages not in self._seen and other.lower_bound_s() < best_s:

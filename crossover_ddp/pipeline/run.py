@@ -27,7 +27,7 @@ import contextlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.states import compare
 from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
@@ -50,28 +51,13 @@ _OWN_BUFFERS: Final[dict[str, Any]] = {
 _POSTED_AHEAD: Final = 4
 """Receives that are posted before they are needed; gloo sends only what is received."""
 
-Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
-
-class _ReplicaState(NamedTuple):
-    """State of `_summing_hook`."""
-
-    replicas: int
-    hook: Hook
-    hook_state: Any
-
-
-def _summing_hook(state: _ReplicaState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _summing_hook(
+    process_group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Add up the replicas' gradients: a hook takes their mean, but each has its own micro-batches' part of the sum."""
-    bucket.buffer().mul_(state.replicas)
-    return state.hook(state.hook_state, bucket)
-
-
-def _share_gradients(model: DistributedDataParallel, replicas: int) -> None:
-    """Let each replica have its part of the gradients that are there already, since `_summing_hook` adds them up."""
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.div_(replicas)
+    bucket.buffer().mul_(process_group.size())
+    return reduce_scatter_all_gather_hook(process_group, bucket)
 
 
 class PipelineRunner:
@@ -84,13 +70,11 @@ class PipelineRunner:
         plan: the same on all ranks, without ``split``.
         layers: the whole chain, built alike on all ranks; this rank keeps its stages only. On the CPU.
         loss_fn: ``loss_fn(output, target)``, a mean over the micro-batch.
-        hook: of the stages with replicas, which are DDP models: a function ``hook(state, bucket)`` that averages,
-            and waits for no other rank until the Future that it returns.
-        hook_state: makes the hook's state from the stage's process group; default the group itself.
-        mutex: takes turns with sibling jobs, one for each band of a step (`BandTurns`). The hook must take none.
+        mutex: takes turns with sibling jobs, one for each band of a step (`BandTurns`).
 
     On failure: ``ValueError`` for a plan of other layers or ranks; `UnsupportedConfigurationError` for a backend other
-    than gloo. When a peer dies or the default group's timeout passes, `step` raises torch's error; restart the job.
+    than gloo, and where ranks have other plans: plan on one rank, save it, and load it on all. When a peer dies or the
+    default group's timeout passes, `step` raises torch's error; restart the job.
 
     **Collective**: all ranks of the default process group make the runner, and call `step`, also those that have no
     stage.
@@ -109,8 +93,6 @@ class PipelineRunner:
         layers: Sequence[nn.Module],
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         *,
-        hook: Hook = reduce_scatter_all_gather_hook,
-        hook_state: Callable[[dist.ProcessGroup], Any] | None = None,
         mutex: GPUMutex | None = None,
     ) -> None:
         _check(plan, layers)
@@ -124,7 +106,8 @@ class PipelineRunner:
         self.modules: dict[int, nn.Module] = {}
         """This rank's stages, without DDP's wrapper."""
         self._models: dict[int, nn.Module] = {}
-        self._groups: dict[int, dist.ProcessGroup | None] = {}
+        self._replicated: list[DistributedDataParallel] = []
+        self._last_group: dist.ProcessGroup | None = None
         for number, stage in enumerate(plan.stages):
             # Every rank makes every group, in the order of stages.
             made = dist.new_group(list(stage.devices)) if len(stage.devices) > 1 else None
@@ -133,13 +116,13 @@ class PipelineRunner:
                 continue
             module = nn.Sequential(*[layers[place] for place in range(stage.start, stage.stop)])
             self.modules[number] = self._models[number] = module
-            self._groups[number] = group
+            self._last_group = group
             if group is not None and any(p.requires_grad for p in module.parameters()):
-                state = _ReplicaState(len(stage.devices), hook, hook_state(group) if hook_state else group)
                 model = DistributedDataParallel(module, process_group=group, **_OWN_BUFFERS)
-                model.register_comm_hook(state, _summing_hook)
+                model.register_comm_hook(group, _summing_hook)
                 Exchange.of(group).leaves_buffers_to_ddp = True
                 self._models[number] = model
+                self._replicated.append(model)
         # A rank's last backward of a stage is the one whose gradients are exchanged.
         self._final = {
             action.stage: action for action in plan.orders.get(self._rank, ()) if action.kind == BACKWARD
@@ -160,21 +143,25 @@ class PipelineRunner:
         Returns the mean loss on ranks of the last stage, None on others. **Collective.**
         """
         run = _StepRun(self, _micros("x", x, self.plan.microbatches), _micros("y", y, self.plan.microbatches))
-        for number, model in self._models.items():
-            if isinstance(model, DistributedDataParallel):
-                _share_gradients(model, len(self.plan.stages[number].devices))
+        for model in self._replicated:
+            for parameter in model.parameters():
+                if (
+                    parameter.grad is not None
+                ):  # each replica has its part of it, since `_summing_hook` adds them up
+                    parameter.grad.div_(model.process_group.size())
         for number, band in enumerate(self._bands):
             with contextlib.nullcontext() if self._turns is None else self._turns.band(number):
-                run.compute(band)
+                for action in band:
+                    run.compute(action)
         run.finish()
-        for model in self._models.values():  # see [Note: nobody waits for a replica within a step]
-            if isinstance(model, DistributedDataParallel) and model.reducer._rebuild_buckets():
+        for model in self._replicated:  # see [Note: nobody waits for a replica within a step]
+            if model.reducer._rebuild_buckets():
                 model._has_rebuilt_buckets = True
         if self._last not in self.modules:
             return None
-        loss, group = torch.stack(run.losses).sum(), self._groups[self._last]
-        if group is not None:
-            dist.all_reduce(loss, group=group)
+        loss = torch.stack(run.losses).sum()
+        if self._last_group is not None:
+            dist.all_reduce(loss, group=self._last_group)
         return loss
 
 
@@ -188,7 +175,7 @@ def _check(plan: Plan, layers: Sequence[nn.Module]) -> None:
         raise ValueError(
             f"expected the {len(plan.layers)} layers of the plan, got {len(layers)}; give the chain that was profiled"
         )
-    if not dist.is_initialized() or "gloo" not in dist.get_backend():
+    if (group := dist.group.WORLD) is None or "gloo" not in dist.get_backend():
         raise UnsupportedConfigurationError(
             "expected a default process group on gloo, got none or another backend; call "
             "torch.distributed.init_process_group('gloo') first"
@@ -198,10 +185,10 @@ def _check(plan: Plan, layers: Sequence[nn.Module]) -> None:
             "expected layers on the CPU, got parameters on another device; gloo sends only tensors of the CPU from "
             "rank to rank"
         )
-    if dist.get_world_size() != len(plan.devices):
+    if group.size() != len(plan.devices):
         raise ValueError(
-            f"expected a rank for each of the plan's {len(plan.devices)} devices, got {dist.get_world_size()} ranks; "
-            "start as many, or plan for them"
+            f"expected a rank for each of the plan's {len(plan.devices)} devices, got {group.size()} ranks; start as "
+            "many, or plan for them"
         )
     stages: dict[nn.Parameter, int] = {}
     for place, stage in enumerate(plan.stages):
@@ -211,12 +198,7 @@ def _check(plan: Plan, layers: Sequence[nn.Module]) -> None:
                     f"expected parameters of one stage each, got one of stages {stages[parameter]} and {place}; "
                     "untie the layers' parameters, or make one layer of all that share them"
                 )
-    plans: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(plans, plan.to_json())
-    if any(each != plans[0] for each in plans):
-        raise ValueError(
-            "expected the same plan on all ranks, got different ones; plan on one rank, save it, and load it on all"
-        )
+    compare(group, {"plan": plan.to_json()})
 
 
 def _micros(name: str, batch: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
@@ -264,8 +246,8 @@ class _StepRun:
     ) -> None:
         self._runner, self._plan = runner, runner.plan
         self._inputs, self._targets = inputs, targets
-        self._leaves: dict[tuple[int, int], torch.Tensor] = {}
-        self._outputs: dict[tuple[int, int], torch.Tensor] = {}
+        # By stage and micro-batch: what forward has computed, and from what.
+        self._computed: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         # A message is the result of an action, and has its name.
         self._local: dict[Action, torch.Tensor] = {}
         self._posted: dict[Action, tuple[torch.Tensor, Any]] = {}
@@ -278,12 +260,11 @@ class _StepRun:
         self._awaited = deque(need for need, action in needs if self._device(need) != self._device(action))
         self._post()
 
-    def compute(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            if action.kind == FORWARD:
-                self._forward(action)
-            else:
-                self._backward(action)
+    def compute(self, action: Action) -> None:
+        if action.kind == FORWARD:
+            self._forward(action)
+        else:
+            self._backward(action)
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
@@ -308,14 +289,13 @@ class _StepRun:
         with _unsynchronized(model):
             # A copy, which the first layer may change in place.
             output = model(leaf.clone() if leaf.requires_grad else leaf)
-        self._leaves[stage, micro] = leaf
         if stage == self._runner._last:
             output = self._runner._loss_fn(output, self._targets[micro]) / self._plan.microbatches
             self.losses.append(output.detach())
         else:
             self._check_output(stage, output)
             self._send(action, stage + 1, output.detach())
-        self._outputs[stage, micro] = output
+        self._computed[stage, micro] = output, leaf
 
     def _check_output(self, stage: int, output: torch.Tensor) -> None:
         shape, dtype = self._plan.outputs[stage]
@@ -330,7 +310,7 @@ class _StepRun:
         stage, _, micro = action
         needed = self._needed(action)
         gradient = None if needed is None else self._receive(needed)
-        output, leaf = self._outputs.pop((stage, micro)), self._leaves.pop((stage, micro))
+        output, leaf = self._computed.pop((stage, micro))
         model = self._runner._models[stage]
         final = self._runner._final[stage] == action
         if output.requires_grad:

@@ -25,7 +25,7 @@ def random_instance(
 
 
 def exhaustive_bottleneck(
-    profile: Profile, cluster: Cluster, order: Sequence[int], microbatches: int, count: int, copies: float
+    profile: Profile, cluster: Cluster, order: Sequence[int], microbatches: int, count: int
 ) -> float:
     """Return the least bottleneck of ``count`` stages on runs of ``order``, by trying all; infinite if none fits."""
     best = math.inf
@@ -34,7 +34,7 @@ def exhaustive_bottleneck(
         for places in itertools.combinations(range(len(order) + 1), count + 1):
             runs = [list(order[a:b]) for a, b in itertools.pairwise(places)]
             if all(len(run) <= microbatches for run in runs):
-                best = min(best, _bottleneck(profile, cluster, edges, runs, microbatches, copies))
+                best = min(best, _bottleneck(profile, cluster, edges, runs, microbatches))
     return best
 
 
@@ -44,7 +44,6 @@ def _bottleneck(
     edges: Sequence[int],
     runs: Sequence[list[int]],
     microbatches: int,
-    copies: float,
 ) -> float:
     worst = 0.0
     for stage, run in enumerate(runs):
@@ -52,7 +51,7 @@ def _bottleneck(
         share = math.ceil(microbatches / len(run))
         parameters = sum(layer.parameter_bytes for layer in layers)
         stored = min(len(runs) - stage, share) * sum(layer.stored_bytes for layer in layers)
-        if any(copies * parameters + stored > cluster.memory_bytes[device] for device in run):
+        if any(4 * parameters + stored > cluster.memory_bytes[device] for device in run):
             return math.inf
         speed = min(cluster.speed[device] for device in run)
         backward_s = sum(layer.backward_s for layer in layers) / speed
