@@ -194,7 +194,6 @@ class FactorCapture:
 
     Attributes:
         active: whether anything is captured.
-        calls: of the layers in the forward passes of this micro-batch.
     """
 
     def __init__(
@@ -209,7 +208,7 @@ class FactorCapture:
         ranks: int = 1,
     ) -> None:
         self.active = True
-        self.calls: Counter[int] = Counter()
+        self._calls: Counter[int] = Counter()  # in the forward passes of this micro-batch
         self._layers = list(layers)
         shapes = [layer.shape for layer in layers]
         self._rooms = [(most_columns(s.a_dim, ranks), most_columns(s.g_dim, ranks)) for s in shapes]
@@ -257,7 +256,7 @@ class FactorCapture:
         self._sums = list(map(LayerSums, self._rooms))
         self._step += 1
         self._micro_batch = 0
-        self.calls.clear()
+        self._calls.clear()
         self._gradients_came = False
         self._scale = None
 
@@ -266,13 +265,10 @@ class FactorCapture:
         if self.active:
             self._begin_pass()
 
-    def take_input(self, index: int) -> BatchFactor | None:
-        """Return A of a layer as of now, or its columns, and forget it; None if it had no gradient."""
-        return self._sums[index].a.take(lambda calls: 1 / calls)
-
-    def take_output(self, index: int) -> BatchFactor | None:
-        """Return G of a layer as of now, or its columns, and forget it; None as `take_input`."""
-        return self._sums[index].g.take(self._output_scale)
+    def take(self, index: int) -> tuple[BatchFactor | None, BatchFactor | None]:
+        """Return A and G of a layer as of now, or their columns, and forget them; None if it had no gradient."""
+        sums = self._sums[index]
+        return sums.a.take(lambda calls: 1 / calls), sums.g.take(self._output_scale)
 
     def _output_scale(self, calls: int) -> float:
         if self._sharing == "kfac-pytorch":
@@ -306,7 +302,7 @@ class FactorCapture:
         self._micro_batch += 1
         self._gradients_came = False
         self._scale = None
-        self.calls.clear()
+        self._calls.clear()
 
     def _on_forward(
         self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -326,17 +322,17 @@ class FactorCapture:
         sums.open.add(call)
         _hook_output(output, lambda gradient: self._on_gradient(index, module, call, gradient))
         if in_forward:
-            self.calls[index] += 1
+            self._calls[index] += 1
 
     def _on_output(self, module: nn.Module, args: object, output: object) -> None:
         """Once: warn of weights of which K-FAC sees a part of the gradient only."""
-        if self._looked_beside or not self.calls or not self._captures(module):
+        if self._looked_beside or not self._calls or not self._captures(module):
             return
         self._looked_beside = True
         uses = _uses(tensors_in(vars(output) if is_dataclass(output) else output))
         found = [
             self._layers[index].name
-            for index, n in self.calls.items()
+            for index, n in self._calls.items()
             if uses[self._layers[index].weight] > n
         ]
         if found:

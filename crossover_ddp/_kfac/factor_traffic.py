@@ -200,12 +200,11 @@ class FactorTraffic:
         return self.group.size() > 1 and not self.local and on_host
 
     def taken(self, layer: OwnedLayer) -> list[Factor]:
-        """Take a layer's factors of this step: G and A, or nothing where this rank needs none."""
+        """Take a layer's factors of this step: A and G, or nothing where this rank needs none."""
         if self.local and layer.curvature is None:
             return []
-        shape, index = layer.layer.shape, layer.index
-        g = Factor(layer, shape.g_dim, self.capture.take_output(index))
-        return [g, Factor(layer, shape.a_dim, self.capture.take_input(index))]
+        shape, (a, g) = layer.layer.shape, self.capture.take(layer.index)
+        return [Factor(layer, shape.a_dim, a), Factor(layer, shape.g_dim, g)]
 
     def hold(self, taken: Sequence[Sequence[Factor]], groups: int, decay: float) -> None:
         """Keep a step's factors, by layer, which leave in so many groups at most, see [Note: late factors]."""
@@ -256,9 +255,9 @@ class FactorTraffic:
             await link.compute()
             await former
             with torch.autocast(like.device.type, enabled=False):
-                for (g, of_g), (_, of_a) in zip(means, means, strict=True):  # as `taken` has them
-                    if g.of.curvature is not None:
-                        g.of.curvature.add(of_a, of_g, decay)
+                for (factor, a), (_, g) in zip(means, means, strict=True):  # as `taken` has them
+                    if factor.of.curvature is not None:
+                        factor.of.curvature.add(a, g, decay)
             here.open()
 
         self._newest = exchange.begin(bring, like.device, "factors of K-FAC", meter=self.meter)

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -47,10 +47,7 @@ def learning_rates(
 
 def listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
     """Return the optimizers of one, of several or of none."""
-    if optimizer is None:
-        return []
-    one = hasattr(optimizer, "param_groups")
-    found = [cast(Optimizer, optimizer)] if one else list(cast(Sequence[Optimizer], optimizer))
+    found: list[Any] = [optimizer] if hasattr(optimizer, "param_groups") else [*(optimizer or ())]
     for each in found:
         if not hasattr(each, "param_groups"):
             raise ValueError(

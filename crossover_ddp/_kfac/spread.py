@@ -89,12 +89,12 @@ class SpreadSolver:
 
     def before(self, matrix: Tensor, rows: Span, out: Tensor) -> None:
         """Write these rows of T ∇, for a gradient [g, a], to ``out``, [rows, l]."""
-        gradient = matrix.to(self.root.dtype)
+        gradient = (matrix.mT if _transposed(self.shape) else matrix).to(self.root.dtype)
         root = self.root[rows.start : rows.stop]
         if out.dtype != root.dtype:
-            out.copy_(root @ (gradient.mT if _transposed(self.shape) else gradient))
+            out.copy_(root @ gradient)
         else:
-            torch.mm(root, gradient.mT if _transposed(self.shape) else gradient, out=out)
+            torch.mm(root, gradient, out=out)
 
     def after(self, rows: Sequence[Tensor]) -> Tensor:
         """Return V, [g, a], of all rows of U in their order."""

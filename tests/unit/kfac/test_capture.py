@@ -94,12 +94,6 @@ def expected_of(model: Net, x: Tensor, *options: Any, **named: Any) -> dict[str,
     return defined(plain, x, *options, **named)
 
 
-def take(capture: FactorCapture, index: int) -> Captured | None:
-    """Return both factors of a layer, which are forgotten; None if it was not called or no gradient came."""
-    a, g = capture.take_input(index), capture.take_output(index)
-    return None if a is None or g is None else Captured(a, g)
-
-
 @dataclass
 class Recorded:
     """A model with its capture."""
@@ -109,7 +103,12 @@ class Recorded:
     capture: FactorCapture
 
     def taken(self) -> dict[str, Captured | None]:
-        return {layer.name: take(self.capture, index) for index, layer in enumerate(self.layers)}
+        """Take the factors of all layers by name; None: it was not called, or no gradient came."""
+        found: dict[str, Captured | None] = {}
+        for index, layer in enumerate(self.layers):
+            a, g = self.capture.take(index)
+            found[layer.name] = None if a is None or g is None else Captured(a, g)  # type: ignore[arg-type]
+        return found
 
 
 def recorded(model: nn.Module, sharing: WeightSharing = "expand", **options: object) -> Recorded:
