@@ -117,18 +117,17 @@ def _forward(work: Workload, wire: "_Wire", now_s: float) -> float:
 
 
 class _Wire:
-    """The link as one queue; a task is a moment from which on it may begin, and its bucket."""
+    """The link as one queue; a task is whether it gathers, a moment from which on it may begin, and its bucket."""
 
     def __init__(self, link: Link) -> None:
         self._link, self._free_s = link, 0.0
-        self._scatters: list[tuple[float, int, BucketTimes]] = []
-        self._gathers: list[tuple[float, int, BucketTimes]] = []
+        self._tasks: list[tuple[bool, float, int, BucketTimes]] = []
         self._done_s: dict[int, float] = {}
 
     def scatter(self, ready_s: float, place: int, bucket: BucketTimes) -> None:
         """Queue a reduce-scatter, which queues its gather."""
         self._done_s.pop(place, None)
-        self._scatters.append((ready_s, place, bucket))
+        self._tasks.append((False, ready_s, place, bucket))
 
     def gathered_s(self, place: int) -> float:
         """Run the wire until this bucket is gathered; return when that is."""
@@ -137,19 +136,16 @@ class _Wire:
         return self._done_s[place]
 
     def _run_one(self) -> None:
-        self._free_s = max(self._free_s, min(ready_s for ready_s, *_ in [*self._scatters, *self._gathers]))
-        scatters, gathers = (
-            [task for task in tasks if task[0] <= self._free_s] for tasks in (self._scatters, self._gathers)
-        )
-        task = min(scatters) if scatters else min(gathers, key=lambda each: each[2].needed_s)
-        _, place, bucket = task
+        self._free_s = max(self._free_s, min(ready_s for _, ready_s, *_ in self._tasks))
+        ready = [task for task in self._tasks if task[1] <= self._free_s]
+        task = min(ready, key=lambda each: (each[0], each[3].needed_s if each[0] else each[1]))
+        gathers, _, place, bucket = task
+        self._tasks.remove(task)
         self._free_s += self._link.half_s(bucket.size_bytes)
-        if scatters:
-            self._scatters.remove(task)
-            self._gathers.append((self._free_s, place, bucket))
-        else:
-            self._gathers.remove(task)
+        if gathers:
             self._done_s[place] = self._free_s
+        else:
+            self._tasks.append((True, self._free_s, place, bucket))
 
 
 Predict = Callable[[Workload, Link], float]
