@@ -145,6 +145,17 @@ class DeviceOrder:
         except RuntimeError as error:  # nothing of a broken context runs any more; training will see it too
             logger.debug("a turn on %s ended with an error of the device: %s", self._gpu, error)
 
+    def is_done(self, streams: Sequence[torch.cuda.Stream]) -> bool:
+        """Say whether the device has done all that these streams were given. On a thread of the package's own."""
+        torch.cuda.set_device(self._gpu)
+        adopt_thread()
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                # To ask a stream that captures a graph would break the capture.
+                if torch.cuda.is_current_stream_capturing() or not stream.query():
+                    return False
+        return True
+
     # --- siblings' turns -----------------------------------------------------------------------------------
 
     def follow(self, process: Process, handle: bytes, wake: Callable[[], None]) -> threading.Event:

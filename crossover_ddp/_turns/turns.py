@@ -8,11 +8,11 @@ several ranks every `acquire` draws one, and a rank that is still inside a turn 
 it would stay before a sibling that its own peers, already behind that sibling, wait for: a deadlock.
 
 [Note: a turn is for computing]
-A rank that waits for data, writes a checkpoint or sleeps inside its turn does not use the device. On a CPU that shows
-in the processor time of the process; once it has stood still for longer than a hand-over lasts while a sibling queues,
-the thread publishes the turn as given back, on this rank alone. When the rank computes again it does so beside the
-sibling: it never waits inside its turn. That takes waits away and adds none, so ranks need not do it alike. On a GPU
-the trial alone decides: to ask a stream whether it is idle would break the capture of a CUDA graph on another thread.
+A rank that waits for data, writes a checkpoint or sleeps inside its turn does not use the device. That shows in the
+processor time of the process, and on a GPU also in its streams, which have done all that they were given. Once both
+have stood still for longer than a hand-over lasts while a sibling queues, the thread publishes the turn as given back,
+on this rank alone. When the rank computes again it does so beside the sibling: it never waits inside its turn. That
+takes waits away and adds none, so ranks need not do it alike.
 """
 
 import contextlib
@@ -141,7 +141,7 @@ class Turns:
         self.shared = True
         """Whether a sibling was on the device when the last turn began, and the turn was to wait for it."""
         self._lease, self._patience, self._on_failure = lease, patience, on_failure
-        self._lends = lends and self._order is None
+        self._lends = lends
         self._current: _Turn | None = None
         self._lock = threading.Lock()  # held for moments only: the current turn, numbers and ends, who waits
         self._wanted: set[_Turn] = set()
@@ -303,7 +303,8 @@ class Turns:
     def _lend_if_wanted(self, turn: _Turn) -> None:
         """See [Note: a turn is for computing]."""
         members = self._segment.members()
-        if any(each.job != self.membership.job and each.queued > each.started for each in members):
+        wanted = any(each.job != self.membership.job and each.queued > each.started for each in members)
+        if wanted and (self._order is None or self._order.is_done(turn.streams)):
             with self._lock:
                 turn.lent = not turn.over
             if turn.lent:

@@ -3,10 +3,10 @@
     python tests/gpu/siblings.py [--rate MBIT] [--repeats 3] [--seconds 3] [--out siblings.json]
 
 A job alone that exchanges nothing says C, one that trains says T1, one that only exchanges says M. Then both jobs train
-one after the other, side by side, with turns, and with turns that try themselves, in another order in each repeat. At
-last one job waits 20 ms for data in each step while the other one computes. ``--rate`` shapes the loopback device by
-``tc`` (root); without it the link is what the machine's memory gives. Prints steps per second, and factors over
-one after the other.
+one after the other, side by side, with turns, and with turns that try themselves, in another order in each repeat, one
+job alone trains with other hooks, and at last one job waits 20 ms for data in each step while the other one computes.
+``--rate`` shapes the loopback device by ``tc`` (root); without it the link is what the machine's memory gives. Prints
+steps per second, and factors over one after the other.
 """
 
 import argparse
@@ -18,15 +18,26 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import CrossoverState, crossover_hook
+from crossover_ddp import (
+    CompressedState,
+    CrossoverState,
+    DecoupledState,
+    Int8,
+    compressed_hook,
+    crossover_hook,
+    decoupled_hook,
+    reduce_scatter_all_gather_hook,
+)
 from crossover_ddp._system.environment import DEVICE_ORDER
 
 JOBS, RANKS = 2, 2
@@ -40,7 +51,18 @@ ALONE, BESIDE, TURNS, EVENTS, TRIED = (
     "tried",
 )
 TOGETHER = [BESIDE, TURNS, EVENTS, TRIED]
-WARM_UP = {TRIED: 112}  # steps in which turns try themselves
+WARM_UP = {TRIED: 112, "decoupled": 48}  # steps in which they try themselves
+HOOKS: dict[str, Callable[[torch.optim.Optimizer], tuple[Any, Any]]] = {
+    **{
+        way: lambda _, trial=way == TRIED: (CrossoverState(trial=trial), crossover_hook)  # type: ignore[misc]
+        for way in (TURNS, EVENTS, TRIED)
+    },
+    "split": lambda _: (None, reduce_scatter_all_gather_hook),
+    "int8": lambda _: (CompressedState(Int8()), compressed_hook),
+    "decoupled": lambda optimizer: (DecoupledState(optimizer), decoupled_hook),
+}
+ONE_JOB = ["plain", "split", TURNS, "int8", "decoupled"]
+TOLD = ("turns", "handovers", "turns_pay", "ordered_by", "leases_expired", "deferred", "exposed_s")
 
 
 class Shared:
@@ -69,12 +91,12 @@ class Training:
         self.model = DistributedDataParallel(
             nn.Sequential(*layers).cuda(), bucket_cap_mb=max(1.0, 2 * width * width * 4 / 1e6)
         )
-        self.state: CrossoverState | None = None
-        if hook in (TURNS, EVENTS, TRIED):
-            os.environ[DEVICE_ORDER] = "events" if hook == EVENTS else "host"
-            self.state = CrossoverState(trial=hook == TRIED)
-            self.model.register_comm_hook(self.state, crossover_hook)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        os.environ[DEVICE_ORDER] = "events" if hook == EVENTS else "host"
+        state, function = HOOKS.get(hook, lambda _: (None, None))(self.optimizer)
+        if function is not None:
+            self.model.register_comm_hook(state, function)
+        self.state: Any = state
         self.data = torch.randn(batch, width, device="cuda")
 
     def step(self, wait_s: float = 0.0, sync: bool = True) -> None:
@@ -85,10 +107,12 @@ class Training:
         self.optimizer.zero_grad(set_to_none=not sync)
 
     def close(self) -> dict[str, object]:
-        stats = self.state.stats() if self.state is not None else {}
-        if self.state is not None:
+        if self.state is None:
+            return {}
+        stats = self.state.stats()
+        if hasattr(self.state, "close"):
             self.state.close()
-        return {key: stats[key] for key in ("turns", "handovers", "turns_pay", "ordered_by") if key in stats}
+        return {key: stats[key] for key in TOLD if key in stats}
 
 
 def rate(
@@ -111,23 +135,32 @@ def rate(
     for _ in range(WARM_UP.get(hook, 6)):
         training.step(wait_s, sync)
     torch.cuda.synchronize()
-    if training.state is not None:
-        training.state.mutex.release()  # nobody waits for a job that waits
+    mutex = training.state.mutex if isinstance(training.state, CrossoverState) else None
+    if mutex is not None:
+        mutex.release()  # nobody waits for a job that waits
     shared.meet(f"{name}: warm", RANKS * len(plan))
     begin_s, steps, over = time.monotonic(), 0, f"{name}: job {shared.job} is over"
+    stamps_s: list[float] = []
     last = None
     while last is None or steps < last:
-        # The other rank has begun this step at most, and sees it before it begins the next but one.
+        # The other rank is a step ahead at most, and sees it before it has done so many.
         if shared.rank == 0 and last is None and time.monotonic() - begin_s > args.seconds:
-            last = steps + 2
+            last = steps + 4  # whose update may be deferred
             shared.store.set(over, str(last))
         elif last is None and shared.rank and shared.store.check([over]):
             last = int(shared.store.get(over))
         training.step(wait_s, sync)
         steps += 1
+        stamps_s.append(time.monotonic())
     torch.cuda.synchronize()
-    found: dict[str, object] = {"steps_per_s": steps / (time.monotonic() - begin_s)}
+    if mutex is not None:
+        mutex.release()
+    # The first to end leaves the GPU to the other: only what was done until then counts.
+    shared.store.set(f"{over}: {shared.rank}", str(stamps_s[-1]))
     shared.meet(f"{name}: over", RANKS * len(plan))
+    ends_s = min(float(shared.store.get(f"{name}: job {job} is over: {shared.rank}")) for job in plan)
+    steps = sum(each <= ends_s for each in stamps_s)
+    found: dict[str, object] = {"steps_per_s": steps / (stamps_s[steps - 1] - begin_s)}
     return found | training.close()
 
 
@@ -157,9 +190,11 @@ def rank_main(args: argparse.Namespace) -> None:
             c_s = 1 / float(found["steps_per_s"])  # type: ignore[arg-type]
             share = torch.tensor(batch * m_s / args.ratio / c_s)
             dist.all_reduce(share, dist.ReduceOp.MAX)
-            batch = max(256, int(share) // 256 * 256)
+            batch = min(max(256, int(share) // 256 * 256), args.most)
         shared.store.set("batch", str(batch))
         rows |= {"M s": m_s, "C s": c_s, "batch": batch}
+        if shared.rank == 0:
+            print(rows, flush=True)
     shared.store.wait(["batch"])
     batch = int(shared.store.get("batch"))
     busy = (args.width, batch, 0.0)
@@ -169,7 +204,13 @@ def rank_main(args: argparse.Namespace) -> None:
         for repeat in range(args.repeats)
         for way in random.Random(repeat).sample([ALONE, *TOGETHER], 5)
         for plan in ([{0: busy}, {1: busy}] if way == ALONE else [{0: busy, 1: busy}])
-    ] + [
+    ]
+    runs += [
+        (f"{way}, one job {repeat}", way, {0: busy})
+        for repeat in range(args.repeats)
+        for way in random.Random(repeat).sample(ONE_JOB, len(ONE_JOB))
+    ]
+    runs += [
         (f"{way}, one waits {repeat}", way, {0: idle, 1: busy})
         for repeat in range(args.repeats)
         for way in random.Random(repeat).sample(TOGETHER, 4)
@@ -202,6 +243,8 @@ def summary(both: list[dict[str, object]], repeats: int) -> dict[str, object]:
         rows[way] = {"factor": statistics.median(factors), "each": factors}
         waits = [[of(job, f"{way}, one waits {repeat}") for repeat in range(repeats)] for job in range(JOBS)]
         rows[f"{way}, one waits"] = {"waiting": waits[0], "computing": waits[1]}
+    for way in ONE_JOB:
+        rows[f"{way}, one job"] = [of(0, f"{way}, one job {repeat}") for repeat in range(repeats)]
     return rows
 
 
@@ -214,6 +257,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each run")
     parser.add_argument("--width", type=int, default=1024, help="of each of eight layers")
+    parser.add_argument("--most", type=int, default=65536, help="samples in a batch")
     parser.add_argument("--out", default="siblings.json")
     args = parser.parse_args()
     if "JOB" in os.environ:

@@ -6,16 +6,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from crossover_ddp import UnsupportedConfigurationError
 from crossover_ddp._system.device import device_name
-from crossover_ddp._system.environment import DEVICE_ORDERS
+from crossover_ddp._system.environment import DEVICE_ORDER, DEVICE_ORDERS
+from crossover_ddp.gpu_mutex import GPUMutex
 from tests import fake_cuda
-from tests.gpu.kernels import busy_kernel, overlaps
+from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps
 from tests.gpu.races import (
+    LEASE_S,
     MEET_TIMEOUT_S,
     TIMEOUT_S,
     TURNS,
@@ -31,6 +34,7 @@ from tests.gpu.races import (
     tell,
 )
 from tests.harness import Job, run_jobs
+from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import membership_of
 
 pytestmark = pytest.mark.gpu
@@ -113,6 +117,42 @@ def test_a_thread_that_waits_for_a_turns_end_does_not_spoil_a_capture(tmp_path: 
         (own,) = membership_of(mutex).segment.members()
         assert (own.started, own.returned) == (2, 1), "one turn was to be told, and one not yet"
         graph.replay()
+
+
+# --- turns in which nothing is computed ---------------------------------------------------------------------------
+
+
+def share_an_idle_turn(rank: int, world_size: int, plan: Plan, is_first: bool) -> tuple[list[Interval], bool]:
+    """Compute for a while in the first turn, then wait inside it until the sibling has been in its own; was it?"""
+    torch.cuda.set_device(0)
+    busy, marks = busy_kernel(), torch.zeros(1, 2, dtype=torch.int64, device="cuda")
+    signs = Path(plan.meeting)
+    with mock.patch.dict(os.environ, {DEVICE_ORDER: plan.way}):
+        mutex = GPUMutex(plan.group, device=0, lease=LEASE_S, trial=True)
+    with contextlib.closing(mutex):
+        tell(plan, "here")
+        hear(plan, "here", 2)
+        if not is_first:
+            hear(plan, "waits")
+        mutex.acquire()
+        busy(marks[0], LONG_NS if is_first else 1000)
+        tell(plan, "waits" if is_first else "came")
+        came = eventually(lambda: any(signs.glob("came.*")), TIMEOUT_S / 2)
+        mutex.release()
+        torch.cuda.synchronize()
+        assert mutex.stats()["leases_expired"] == 0
+        return intervals(marks), came
+
+
+@pytest.mark.parametrize("way", DEVICE_ORDERS)
+def test_a_turn_is_lent_when_the_host_waits_and_the_device_has_done_its_part(
+    way: str, tmp_path: Path
+) -> None:
+    plan = new_plan(tmp_path, way=way)
+    jobs = [Job(share_an_idle_turn, 1, args=(plan, is_first), backend=None) for is_first in (True, False)]
+    [[(first, came)], [(second, _)]] = run_jobs(jobs, timeout_s=TIMEOUT_S)
+    assert came
+    assert not overlaps(first, second)
 
 
 # --- siblings that order turns in different ways -------------------------------------------------------------------
