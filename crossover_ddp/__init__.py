@@ -11,7 +11,7 @@ if TYPE_CHECKING:
         elastic_hook,
         local_sgd_hook,
     )
-    from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, Threshold, compressed_hook
+    from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, compressed_hook
     from crossover_ddp.comm_hooks import (
         CrossoverState,
         DecoupledState,
@@ -52,7 +52,6 @@ __all__ = [
     "ReplicasDifferError",
     "SIDCo",
     "SegmentError",
-    "Threshold",
     "TurnError",
     "UnsupportedConfigurationError",
     "compressed_hook",

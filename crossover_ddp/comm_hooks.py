@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._compression.choice import CodecChoice
+from crossover_ddp._compression.codec import CodecChoice
 from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook

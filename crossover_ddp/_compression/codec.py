@@ -1,6 +1,6 @@
 """What a codec is: it writes values into a message of a fixed size, and keeps what the message does not hold.
 
-Below: codecs that send all elements, in 32, 16 or 8 bits.
+Below: codecs that send all elements, in 16 or 8 bits, and what users may pass.
 
 [Note: error feedback] ``encode`` is given gradient plus residual, and leaves in the residual what the message does not
 hold, so that nothing is lost but only late: values = decoded + residual. What a message decodes to is defined in
@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ TILE_NUMEL = 1 << 17
 """Elements that one operation works on, so that they stay in the core's cache from operation to operation."""
 _HOST = torch.device("cpu")
 _HALVES: Final = (torch.float16, torch.bfloat16)
+_NEEDED: Final = ("nbytes", "encode", "add_decoded")
 
 
 class Codec(Protocol):
@@ -82,14 +83,29 @@ scratch = Scratch()
 """Of the size of a tile; no caller sees it."""
 
 
-# --- sixteen bits for an element, and all of them -------------------------------------------------------------------
+# --- sixteen bits for an element -------------------------------------------------------------------------------------
 
 
-class _Rounded:
-    """Each element in ``dtype``."""
+@dataclass(frozen=True)
+class Half:
+    """Send each element in half precision.
 
-    dtype: torch.dtype
-    multiple = 1
+    Unlike torch's ``fp16_compress_hook`` the sum is made in float32, and what rounding takes away is sent with a later
+    step. Magnitudes beyond the largest of ``dtype`` are cut to it, the rest follows later. Wire bytes over those of
+    float32: 0.5. Source: torch's hooks of that name; the error feedback is our design.
+
+    Args:
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+
+    Raises ``ValueError`` for another ``dtype``.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    multiple: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _HALVES:
+            raise ValueError(f"expected dtype of {_HALVES}, got dtype={self.dtype}; pass one of these")
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a message; see `Codec.nbytes`."""
@@ -118,34 +134,6 @@ class _Rounded:
         """Write the values; see `Codec`."""
         for piece, sent in tiles(TILE_NUMEL, out, message.view(self.dtype)):
             piece.copy_(sent).add_(0.0)  # -0 becomes 0, as in `add_decoded`
-
-
-@dataclass(frozen=True)
-class Half(_Rounded):
-    """Send each element in half precision.
-
-    Unlike torch's ``fp16_compress_hook`` the sum is made in float32, and what rounding takes away is sent with a later
-    step. Magnitudes beyond the largest of ``dtype`` are cut to it, the rest follows later. Wire bytes over those of
-    float32: 0.5. Source: torch's hooks of that name; the error feedback is our design.
-
-    Args:
-        dtype: ``torch.float16`` or ``torch.bfloat16``.
-
-    Raises ``ValueError`` for another ``dtype``.
-    """
-
-    dtype: torch.dtype = torch.bfloat16
-
-    def __post_init__(self) -> None:
-        if self.dtype not in _HALVES:
-            raise ValueError(f"expected dtype of {_HALVES}, got dtype={self.dtype}; pass one of these")
-
-
-@dataclass(frozen=True)
-class Whole(_Rounded):
-    """Send each element as it is: between ranks that need no codec, and in a step that empties residuals."""
-
-    dtype = torch.float32
 
 
 # --- eight bits for an element, and one scale for a block of elements -----------------------------------------------
@@ -261,3 +249,21 @@ def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
     bits = scales.view(torch.int32).add(mask).bitwise_and_(~mask)
     rounded = bits.view(torch.float32).clamp_max_(_LARGEST_SCALE)
     return rounded.masked_fill_(scales.le(_SMALLEST_SCALE), 0)
+
+
+# --- what users may pass ---------------------------------------------------------------------------------------------
+
+# For both halves of an exchange, or a pair: push to owners, pull from owners.
+CodecChoice = Codec | tuple[Codec, Codec]
+
+
+def codecs_of(codec: CodecChoice) -> tuple[Codec, Codec]:
+    """Return the codec of each half; raise ``TypeError`` for what is none."""
+    push, pull = codec if isinstance(codec, tuple) else (codec, codec)
+    for each in (push, pull):
+        if isinstance(each, type) or not all(callable(getattr(each, name, None)) for name in _NEEDED):
+            raise TypeError(
+                f"expected a codec such as Int8(), got codec={each!r} without {', '.join(_NEEDED)}; pass an object of "
+                "crossover_ddp.codecs, or None for no compression"
+            )
+    return push, pull

@@ -1,9 +1,9 @@
 """A codec as a link around a link, so that every journey can travel coded without knowing it.
 
 [Note: residuals] A rank keeps what its messages to owners do not hold, in units of its gradient; an owner what its
-message to all does not hold, in units of the mean, or of what it makes of the mean. After each step, for each element:
-what all ranks apply = mean of gradients + mean of what ranks had kept + what the owner had kept − the same of what is
-kept now. An owner does not send to itself: its own addend enters the sum exact.
+message to all does not hold, in units of the mean. After each step, for each element: what all ranks apply = mean of
+gradients + mean of what ranks had kept + what the owner had kept − the same of what is kept now. An owner does not send
+to itself: its own addend enters the sum exact.
 
 [Note: without a look] By a backend's own collectives, all of this is launched by the hook's thread, in the program's
 order, while the device is still at earlier work. So nothing here reads a value on the host: messages have one size, and
@@ -11,18 +11,17 @@ what is not finite, or not in use, shows in tensors.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from crossover_ddp._ddp.contents import Content, Run
+from crossover_ddp._ddp.contents import Content
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.links import Layout, Link, LinkAround, parts
 
-from .choice import Codecs
 from .codec import Codec, Scratch
 
 _ALIGNED: Final = 16
@@ -32,19 +31,23 @@ _ALIGNED_BY_COLLECTIVES: Final = 128
 _CODED_DIMENSIONS: Final = 2
 
 
+class Run(NamedTuple):
+    """Elements of a parameter, from ``begin`` on, that one owner has, and where they are in the bucket."""
+
+    parameter: Tensor
+    begin: int
+    span: Span
+
+
 class Part(NamedTuple):
-    """What one owner has of a buffer; messages hold it in this order."""
+    """What one owner has of a bucket; messages hold it in this order."""
 
-    coded: Sequence[Run]
-    exact: Sequence[Span]
-
-    @property
-    def exact_numel(self) -> int:
-        return sum(span.stop - span.start for span in self.exact)
+    coded: list[Run]
+    exact: list[Span]
 
     def slots(self, multiple: int) -> list[Span]:
         """Return where coded runs are when each begins at a multiple, one behind the other."""
-        numels = [run.span.stop - run.span.start for run in self.coded]
+        numels = [run.span.numel for run in self.coded]
         starts = accumulate([padded(numel, multiple) for numel in numels], initial=0)
         return [Span(start, start + numel) for start, numel in zip(starts, numels, strict=False)]
 
@@ -53,30 +56,25 @@ def padded(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-def runs_of(contents: Sequence[Content], layout: Sequence[int]) -> list[Run]:
-    """List what of a bucket may be rounded, in its order."""
-    runs, start = [], 0
-    for owner, numel in enumerate(layout):
+def parts_of(contents: Sequence[Content], layout: Sequence[int]) -> list[Part]:
+    """Cut a bucket by owner into what is coded and what travels exact."""
+    found, start = [], 0
+    for numel in layout:
+        part, stop = Part([], []), start + numel
         for parameter, _, span in contents:
-            begin, stop = max(span.start, start), min(span.stop, start + numel)
-            if begin < stop and parameter.dim() >= _CODED_DIMENSIONS:
-                runs.append(Run(parameter, begin - span.start, owner, Span(begin, stop)))
-        start += numel
-    return runs
-
-
-def parts_of(layout: Sequence[int], runs: Sequence[Run]) -> list[Part]:
-    """Cut a buffer by owner into ``runs``, which are coded, and the rest, which travels exact."""
-    parts, start = [], 0
-    for owner, numel in enumerate(layout):
-        stop, exact = start + numel, []
-        coded = [run for run in runs if run.owner == owner]
-        for span in (*[run.span for run in coded], Span(stop, stop)):
-            if start < span.start:
-                exact.append(Span(start, span.start))
-            start = span.stop
-        parts.append(Part(coded, exact))
-    return parts
+            own = Span(max(span.start, start), min(span.stop, stop))
+            if own.start >= own.stop:
+                continue
+            if parameter.dim() >= _CODED_DIMENSIONS:
+                part.coded.append(Run(parameter, own.start - span.start, own))
+            else:
+                begin = (
+                    part.exact.pop().start if part.exact and part.exact[-1].stop == own.start else own.start
+                )
+                part.exact.append(Span(begin, own.stop))
+        found.append(part)
+        start = stop
+    return found
 
 
 class Sent(NamedTuple):
@@ -104,161 +102,119 @@ class _Message:
 
 
 class CodedLink(LinkAround):
-    """One bucket's messages to owners, who add what they mean, and to all, of the mean or of what owners make of it.
+    """One bucket's messages to owners, who add what they mean, and to all, of the mean.
 
     It stays from step to step, around each step's link, with what the messages leave behind, see [Note: residuals]. The
     codes are those of whole gradients, are added in float32, and divided then. Own parts are what all ranks will decode
-    as soon as `reduce_scatter` is done, but where owners have work.
+    as soon as `reduce_scatter` is done.
 
     Args:
         link: that carries the first messages.
-        codecs: for both halves.
+        codecs: to owners, and to all.
         parameters: of the bucket.
-        parts: what is coded, by owner; exact parts may be others in each step.
+        parts: of the bucket, by owner.
         device: of the gradients.
-        has_work: owners send something else than the mean.
-        leaves_unused: a parameter whose gradients are all zero may have none.
         scratch: memory for a moment, of all buckets.
+        leaves_unused: a parameter whose gradients are all zero may have none.
     """
 
     def __init__(
         self,
         link: Link,
-        codecs: Codecs,
+        codecs: tuple[Codec, Codec],
         parameters: Sequence[Tensor],
         parts: Sequence[Part],
         device: torch.device,
         scratch: Scratch,
         *,
-        has_work: bool = False,
         leaves_unused: bool = False,
     ) -> None:
         super().__init__(link)
-        self.parameters, self.parts, self.has_work = list(parameters), parts, has_work
-        self._codecs, self._leaves_unused, self._scratch = codecs, leaves_unused, scratch
-        self._multiple = math.lcm(*(codec.multiple for codec in codecs.all()))
+        (push, pull), rank = codecs, link.rank
+        self.parameters, self.parts = list(parameters), parts
+        self._leaves_unused, self._scratch = leaves_unused, scratch
+        self._multiple = math.lcm(push.multiple, pull.multiple)
         self._slots = [part.slots(self._multiple) for part in parts]
         numels = [padded(slots[-1].stop, self._multiple) if slots else 0 for slots in self._slots]
         self._kept = [torch.zeros(numel, device=device) for numel in numels]
-        self._addend = torch.empty(numels[link.rank], device=device)
+        self._addend = torch.empty(numels[rank], device=device)
+        self._exact_addend = torch.empty(sum(span.numel for span in parts[rank].exact), device=device)
         # CUDA multiplies by the reciprocal of a number of the host: other bits than the CPU's for three ranks or more.
         self._divisor = torch.full((), float(len(parts)), device=device)
-        # Zeros at first, not empty: what padding holds should not be what the process had there before.
-        self._memory = [torch.zeros(0, dtype=torch.uint8, device=device)] * 3
-        self._laid_out: list[Sequence[Span]] | None = None  # exact parts
+        # Their memory stays: a device's other stream may still read the last step's when the next one begins.
+        ranks = range(len(parts))
+        self._outgoing, self._sent = self._messages(push, {peer: peer for peer in ranks if peer != rank})
+        self._incoming, self._received = self._messages(push, {peer: rank for peer in ranks if peer != rank})
+        self._gather, self._returned = self._messages(pull, {owner: owner for owner in ranks})
+
+    def _messages(self, codec: Codec, owners: dict[int, int]) -> tuple[Sent, dict[int, _Message]]:
+        """Return memory for messages, and these by peer; ``owners``: by peer, whose part the message is about."""
+        aligned = _ALIGNED_BY_COLLECTIVES if self.in_program_order else _ALIGNED
+        numels = [sum(span.numel for span in part.exact) for part in self.parts]
+        sizes = [0] * len(self.parts)
+        for peer, owner in owners.items():
+            head = padded(4 * numels[owner], _ALIGNED)
+            sizes[peer] = padded(head + codec.nbytes(len(self._kept[owner])), aligned)
+        if self.in_program_order and len(owners) == len(sizes):  # one all-gather has equal parts
+            sizes = [max(sizes)] * len(sizes)
+        # Zeros, not empty: what padding holds should not be what the process had there before.
+        sent = Sent(torch.zeros(sum(sizes), dtype=torch.uint8, device=self._addend.device), sizes)
+        places = parts(*sent)
+        return sent, {
+            peer: _Message(numels[owner], codec, len(self._kept[owner]), places[peer])
+            for peer, owner in owners.items()
+        }
 
     @property
     def nbytes(self) -> int:
         return sum(kept.nbytes for kept in self._kept)
 
-    @property
-    def is_kept(self) -> bool:
-        return any(bool(kept.any()) for kept in self._kept)
-
-    def is_of(self, parameters: Sequence[Tensor], parts: Sequence[Part] | None = None) -> bool:
-        """Tell whether it has the same parameters, and coded runs of the same lengths."""
-        slots = self._slots if parts is None else [part.slots(self._multiple) for part in parts]
-        return [*map(id, self.parameters)] == [*map(id, parameters)] and slots == self._slots
-
-    def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each coded parameter with its whole residual, flat, in units of this rank's gradient.
+    def kept(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each coded parameter with its whole residual, flat, in units of this rank's gradient.
 
         An owner's residual is part of a mean; so many times as there are ranks, it is part of this rank's gradient.
-        Where owners send something else than the mean, theirs is left out.
         """
-        whole: dict[int, list[tuple[Run, Tensor]]] = {}
+        found: dict[int, tuple[Tensor, Tensor]] = {}
         for owner, part in enumerate(self.parts):
-            factor = 1 if owner != self.rank else 0 if self.has_work else len(self.parts)
+            factor = len(self.parts) if owner == self.rank else 1
             for run, piece in zip(part.coded, self._views(self._kept[owner], owner), strict=True):
-                whole.setdefault(id(run.parameter), []).append((run, piece * factor))
-        for found in whole.values():
-            residual = found[0][1].new_zeros(max(run.begin + len(piece) for run, piece in found))
-            for run, piece in found:
-                residual[run.begin : run.begin + len(piece)] = piece
-            yield found[0][0].parameter, residual
+                whole = run.parameter, piece.new_zeros(run.parameter.numel())
+                _, residual = found.setdefault(id(run.parameter), whole)
+                residual[run.begin : run.begin + len(piece)] = piece * factor
+        return [*found.values()]
 
     def scale(self, factor: float | Tensor) -> None:
         for kept in self._kept:
             kept.mul_(factor)
 
-    def add_own(self, flat: Tensor, part: Part) -> None:
-        """Add what this owner's messages to all have left out, where owners have work, to what it has made now."""
-        if part.coded:
-            torch._foreach_add_(_coded_places(flat, part), self._views(self._kept[self.rank], self.rank))
-
     # --- messages --------------------------------------------------------------------------------------------
 
-    def encode(self, flat: Tensor, parts: Sequence[Part], link: Link) -> None:
+    def encode(self, flat: Tensor, link: Link) -> None:
         """Write the messages to the owners. On the hook's thread, when the last step's messages are decoded.
 
         Messages to owners are made of ``flat``, and owners' messages fill it; ``link`` carries this step's.
         """
-        self._flat, self.parts, self._link = flat, parts, link
-        self._lay_out()
+        self._flat, self._link = flat, link
         for owner, message in self._sent.items():
-            pieces = _coded_places(flat, parts[owner])
+            pieces = _coded_places(flat, self.parts[owner])
             values = self._scratch.take(len(self._kept[owner]), flat.device)
             self._collect(pieces, owner, values, self._kept[owner])
             self._encode(values, owner, message, self._unused(pieces))
-            _copy(_split(message.exact, parts[owner]), _places(flat, parts[owner].exact))
-        self._collect_own(self._exact_addend)
-
-    def _lay_out(self) -> None:
-        """Give each message its place; the same as in the last step, if exact parts are."""
-        wanted, rank, between = [part.exact for part in self.parts], self.rank, self._codecs.between
-        if wanted == self._laid_out:
-            return
-        self._laid_out = wanted
-        # Not made in each step: a device's other stream may still read the last one's.
-        self._exact_addend = self._addend.new_empty(self.parts[rank].exact_numel)
-        ranks = range(len(self.parts))
-        others = [peer for peer in ranks if peer != rank]
-        self._outgoing, self._sent = self._messages(0, {peer: (peer, between(rank, peer)) for peer in others})
-        self._incoming, self._received = self._messages(
-            1, {peer: (rank, between(rank, peer)) for peer in others}
-        )
-        self._gather, self._returned = self._messages(
-            2, {owner: (owner, self._codecs.pull) for owner in ranks}
-        )
-
-    def _messages(self, place: int, made: dict[int, tuple[int, Codec]]) -> tuple[Sent, dict[int, _Message]]:
-        """Return memory for messages, that of ``place`` again, and these by peer.
-
-        ``made``: by peer, whose part the message is about, and what encodes it.
-        """
-        aligned = _ALIGNED_BY_COLLECTIVES if self.in_program_order else _ALIGNED
-        sizes, memory = [0] * len(self.parts), self._memory[place]
-        for peer, (owner, codec) in made.items():
-            head = padded(4 * self.parts[owner].exact_numel, _ALIGNED)
-            sizes[peer] = padded(head + codec.nbytes(len(self._kept[owner])), aligned)
-        if self.in_program_order and len(made) == len(sizes):  # one all-gather has equal parts
-            sizes = [max(sizes)] * len(sizes)
-        if len(memory) < sum(sizes):
-            memory = self._memory[place] = memory.new_zeros(sum(sizes))
-        sent = Sent(memory[: sum(sizes)], sizes)
-        places = parts(*sent)
-        return sent, {
-            peer: _Message(self.parts[owner].exact_numel, codec, len(self._kept[owner]), places[peer])
-            for peer, (owner, codec) in made.items()
-        }
+            self._copy_exact(owner, message.exact)
+        self._collect(_coded_places(flat, self.parts[self.rank]), self.rank, self._addend)
+        self._copy_exact(self.rank, self._exact_addend)
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         await self.all_to_all(*self._outgoing, *self._incoming)
         await self.compute()
-        part, rank = self.parts[self.rank], self.rank
-        values, exact = self._mean()
-        if self.has_work:
-            _copy(_coded_places(self._flat, part), self._views(values, rank))
-            _copy(_places(self._flat, part.exact), _split(exact, part))
-        else:
-            self._returned[rank].exact.copy_(exact)
-            self._encode_own(values)
+        rank, message = self.rank, self._returned[self.rank]
+        values = self._mean(message.exact)
+        unused = self._unused(self._views(values, rank))
+        self._encode(values.add_(self._kept[rank]), rank, message, unused)
+        self._unload(rank)  # all ranks have the same, the owner, too
         return parts(flat, layout)[rank]
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        if self.has_work:
-            self._collect_own(self._returned[self.rank].exact)
-            self._encode_own(self._addend)
         await super().all_gather(*self._gather)
         for owner in range(self.size):
             if owner != self.rank:
@@ -270,19 +226,13 @@ class CodedLink(LinkAround):
         to_owners, to_all = len(self._outgoing.tensor), (self.size - 1) * self._gather.layout[self.rank]
         return to_owners if kind == "reduce_scatter" else to_all, exact
 
-    def _encode_own(self, values: Tensor) -> None:
-        """Write the message to all, and decode it into the bucket: all ranks have the same, the owner, too."""
-        unused = self._unused(self._views(values, self.rank))
-        self._encode(values.add_(self._kept[self.rank]), self.rank, self._returned[self.rank], unused)
-        self._unload(self.rank)
-
-    def _mean(self) -> tuple[Tensor, Tensor]:
-        """Return the mean over the ranks of what is coded, and of what is exact."""
+    def _mean(self, exact: Tensor) -> Tensor:
+        """Return the mean over the ranks of what is coded, and write that of the rest to ``exact``."""
         # Two addends may change places, so the first two ranks add to their own.
         is_begun = self.rank <= 1
         own = self._addend
         values = own if is_begun else self._scratch.take(len(own), own.device).zero_()
-        exact = torch.zeros_like(self._exact_addend)
+        exact.zero_()
         for rank in range(len(self.parts)):
             if rank != self.rank:
                 message = self._received[rank]
@@ -293,9 +243,11 @@ class CodedLink(LinkAround):
             exact.add_(self._exact_addend)
             if not is_begun:
                 values.add_(own)
-        return values.div_(self._divisor), exact.div_(self._divisor)
+        exact.div_(self._divisor)
+        return values.div_(self._divisor)
 
     def _unload(self, owner: int) -> None:
+        """Decode an owner's message to all into the bucket."""
         part, flat, message = self.parts[owner], self._flat, self._returned[owner]
         _copy(_places(flat, part.exact), _split(message.exact, part))
         if part.coded:
@@ -320,11 +272,9 @@ class CodedLink(LinkAround):
         ):
             torch.add(piece, residual, out=place)
 
-    def _collect_own(self, exact: Tensor) -> None:
-        """Keep what this rank owns aside, and write what travels exact of it to ``exact``."""
-        part = self.parts[self.rank]
-        self._collect(_coded_places(self._flat, part), self.rank, self._addend)
-        _copy(_split(exact, part), _places(self._flat, part.exact))
+    def _copy_exact(self, owner: int, out: Tensor) -> None:
+        part = self.parts[owner]
+        _copy(_split(out, part), _places(self._flat, part.exact))
 
     def _unused(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return for each gradient whether it is all zero, if that matters."""
@@ -361,16 +311,4 @@ def _copy(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
 
 
 def _split(exact: Tensor, part: Part) -> list[Tensor]:
-    return [*exact.split_with_sizes([stop - start for start, stop in part.exact])] if part.exact else []
-
-
-class DrainedLink(LinkAround):
-    """A link for the exact step of a bucket whose owners have work: their residuals go with what they make."""
-
-    def __init__(self, link: Link, coded: CodedLink, part: Part) -> None:
-        super().__init__(link)
-        self._coded, self._part = coded, part
-
-    async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        self._coded.add_own(flat, self._part)
-        await super().all_gather(flat, layout)
+    return [*exact.split_with_sizes([span.numel for span in part.exact])] if part.exact else []

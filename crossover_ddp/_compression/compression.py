@@ -1,8 +1,7 @@
 """Compression of all buckets of one model: when it begins, and what becomes of residuals when buckets change.
 
 [Note: exact steps] The first step travels exact: DDP puts all parameters into one bucket then, and rebuilds its buckets
-after it. With work of owners between the halves, as in K-FAC, so do the first two: then DDP's buckets stay as they are,
-also with ``static_graph``, and so does who owns what. So does the step after `drain`, which leaves no residuals.
+after it. So does the step after `drain`, which leaves no residuals.
 
 [Note: residuals aside] In an exact step, and when DDP hands over a bucket of other parameters than before, each rank
 adds what it has kept of these parameters to its gradients, those of an owner as often as there are ranks, since the
@@ -10,45 +9,29 @@ exchange divides by that. So do loaded residuals. Ranks need not exchange anythi
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.checks import OnlyModel, resolve_group
-from crossover_ddp._ddp.contents import Run, contents_of
+from crossover_ddp._ddp.contents import contents_of
 from crossover_ddp._engine.buckets import Turn, split
 from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.journeys import GradientFuture
-from crossover_ddp._engine.links import Layout, Link
+from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.states import Agreement, HookState, told_by_all
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .choice import CodecChoice, PerPair, codecs_of
-from .codec import Scratch
-from .coded_link import CodedLink, DrainedLink, Part, parts_of, runs_of
+from .codec import CodecChoice, Scratch, codecs_of
+from .coded_link import CodedLink, Part, parts_of
 from .planning import CANDIDATES, AnyCodec, CodecPlan, plan_from, workload_of_records
 
 _WRAPPINGS: Final = ("module", "_orig_mod")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 Scale = float | torch.Tensor
-
-
-class Packed(Protocol):
-    """What travels in a bucket's place, laid out by owner."""
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """It goes both ways."""
-
-    @property
-    def layout(self) -> Sequence[int]:
-        """Number of elements of each rank's part."""
-
-    def runs(self) -> Sequence[Run]:
-        """List what of it may be rounded, in its order."""
 
 
 class Compression:
@@ -58,108 +41,71 @@ class Compression:
         codec: for both halves, or a pair: push to owners, pull from owners.
         loss_scale: what the loss is multiplied by.
         state: with ``agreement``, that the hook is registered with; tells apart models that wrap one module.
-        has_work: owners make something of the mean; something else travels in the place of buckets.
     """
 
-    def __init__(
-        self,
-        codec: CodecChoice,
-        loss_scale: float | Callable[[], float],
-        state: Any,
-        *,
-        has_work: bool = False,
-    ) -> None:
-        self.codecs = codecs_of(codec)
-        self._loss_scale, self._state, self._has_work = loss_scale, state, has_work
+    def __init__(self, codec: CodecChoice, loss_scale: float | Callable[[], float], state: Any) -> None:
+        self._codecs = codecs_of(codec)
+        self._loss_scale, self._state = loss_scale, state
         self._scale: Scale | None = None
         self._buckets: dict[int, CodedLink] = {}
         self._scratch = Scratch()
         # See [Note: residuals aside]; what was loaded goes there when the model's names are known.
         self._aside: Any = WeakTensorKeyDictionary()
         self._loaded: dict[str, torch.Tensor] = {}
-        self._model, self._leaves_unused = OnlyModel(), not has_work
-        self._exact_left = self._first_steps = 2 if has_work else 1
-        self._is_new_step = True
+        self._model, self._leaves_unused = OnlyModel(), True
+        self._is_exact = self._is_new_step = True
         self._sent_bytes = self._exact_bytes = self.steps = 0
 
     # --- in a hook -------------------------------------------------------------------------------------------
 
-    def around(
-        self, bucket: dist.GradBucket, exchange: Exchange, pack: Callable[[], Packed] | None = None
-    ) -> Around:
-        """Return what makes the link that ``bucket`` travels on, in its hook; it is encoded then.
+    def around(self, bucket: dist.GradBucket, exchange: Exchange) -> Around:
+        """Return what makes the link that ``bucket`` travels on, in its hook; it is encoded then."""
+        return lambda link: self._coded(link, bucket, exchange)
 
-        ``pack`` returns what travels in the bucket's place.
-        """
-        return lambda link: self._coded(link, bucket, exchange, None if pack is None else pack())
-
-    def _coded(self, link: Link, bucket: dist.GradBucket, exchange: Exchange, packed: Packed | None) -> Link:
+    def _coded(self, link: Link, bucket: dist.GradBucket, exchange: Exchange) -> Link:
         # With a version counter of its own: decoded values are no change that somebody has made.
-        flat = bucket.buffer().data if packed is None else packed.flat
-        parameters = bucket.parameters()
-        cut: Sequence[Part] | None = None
-        if packed is not None:
-            runs = packed.runs()
-            parameters = [*{id(run.parameter): run.parameter for run in runs}.values()]
-            cut = parts_of(packed.layout, runs)
+        flat, parameters = bucket.buffer().data, bucket.parameters()
         known = self._buckets.get(bucket.index())
-        if known is not None and not known.is_of(parameters, cut):
+        if known is not None and [*map(id, known.parameters)] != [*map(id, parameters)]:
             known = None
         if known is None:
-            self._check(flat, exchange)
-            model = None if self._has_work else self._model.enter(bucket, self._state)
+            if flat.dtype not in _DTYPES:
+                raise UnsupportedConfigurationError(
+                    f"expected gradients of float32, bfloat16 or float16, got dtype={flat.dtype}: residuals and sums "
+                    "of a codec are float32; pass codec=None"
+                )
+            model = self._model.enter(bucket, self._state)
             if model is not None:
                 self._forget()
                 self._leaves_unused = model.find_unused_parameters
         if self._is_new_step:
             self._begin_step()
-        is_exact = self._exact_left > 0
-        self._is_new_step = bucket.is_last()
+        is_exact, self._is_new_step = self._is_exact, bucket.is_last()
         if bucket.is_last():
             self.steps += 1
-            self._exact_left = max(0, self._exact_left - 1)
+            self._is_exact = False
         if known is None or is_exact:
             self._put_aside(parameters)
-        if cut is None:
-            cut = known.parts if known is not None else _cut(bucket, flat, exchange.equal_layout(flat))
-        self._add_aside(flat, cut)
+        layout = exchange.equal_layout(flat)
+        parts = parts_of(contents_of(bucket, flat), layout) if known is None else known.parts
+        self._add_aside(flat, parts)
         if is_exact:
-            return link if known is None or packed is None else DrainedLink(link, known, cut[link.rank])
+            return link
         if known is None:
             known = self._buckets[bucket.index()] = CodedLink(
                 link,
-                self.codecs,
+                self._codecs,
                 parameters,
-                cut,
+                parts,
                 flat.device,
                 self._scratch,
-                has_work=self._has_work,
                 leaves_unused=self._leaves_unused,
             )
-        known.encode(flat, cut, link)
+        known.encode(flat, link)
         for kind in ("reduce_scatter", "all_gather"):
             sent, exact = known.sent_bytes(kind, flat)
             self._sent_bytes, self._exact_bytes = self._sent_bytes + sent, self._exact_bytes + exact
         return known
-
-    def _check(self, flat: torch.Tensor, exchange: Exchange) -> None:
-        push = self.codecs.push
-        if isinstance(push, PerPair) and len(push.codecs) != exchange.size:
-            raise UnsupportedConfigurationError(
-                f"expected a PerPair with a row for each of {exchange.size} ranks, got {len(push.codecs)} rows; make "
-                "a new one for this group"
-            )
-        on_host = flat.device.type == "cpu" and exchange.sends_messages(flat.device)
-        if self._has_work and not (on_host and flat.dtype == torch.float32):
-            raise UnsupportedConfigurationError(
-                "expected gradients on the CPU and gloo for a codec with K-FAC, of float32, got "
-                f"device={flat.device} and dtype={flat.dtype}; pass codec=None"
-            )
-        if flat.dtype not in _DTYPES:
-            raise UnsupportedConfigurationError(
-                f"expected gradients of float32, bfloat16 or float16, got dtype={flat.dtype}: residuals and sums "
-                "of a codec are float32; pass codec=None"
-            )
 
     def _begin_step(self) -> None:
         """Let residuals follow the loss's scale, and what was loaded go to its parameters."""
@@ -187,14 +133,14 @@ class Compression:
     def _forget(self) -> None:
         self._buckets.clear()
         self._aside.clear()
-        self._exact_left = self._first_steps
+        self._is_exact = True
 
     def _put_aside(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take apart all buckets that have one of ``parameters``."""
         wanted = set(map(id, parameters))
         for index, each in list(self._buckets.items()):
             if not wanted.isdisjoint(map(id, each.parameters)):
-                self._aside.update(dict(each.kept()))
+                self._aside.update(each.kept())
                 del self._buckets[index]
 
     def _add_aside(self, flat: torch.Tensor, parts: Sequence[Part]) -> None:
@@ -212,12 +158,8 @@ class Compression:
     # --- between steps ---------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        self._exact_left = max(1, self._exact_left)
+        self._is_exact = True
         self._state.agreement.forget()  # ranks that do so alone would send what others cannot read
-
-    @property
-    def is_drained(self) -> bool:
-        return not self._aside and not any(each.is_kept for each in self._buckets.values())
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """Return a copy of this rank's residuals on the host by the parameter's name, flat, in the order of buckets."""
@@ -337,7 +279,7 @@ class CodedState(HookState):
 
         On failure: ``UnsupportedConfigurationError``, on all ranks, with one rank, on a GPU, whose work the host's
         clock does not time, with a codec of your own, whose processor time is not known, or as long as some rank has
-        recorded no step. ``ValueError`` for a `PerPair` among the candidates.
+        recorded no step.
 
         **Collective**: all ranks of the job, between two steps.
         """
@@ -362,8 +304,3 @@ def _now(loss_scale: float | Callable[[], float]) -> Scale:
 def _plain(name: str) -> str:
     """Return a parameter's name without what DDP and torch.compile put in."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPINGS)
-
-
-def _cut(bucket: dist.GradBucket, flat: torch.Tensor, layout: Layout) -> list[Part]:
-    """Cut a bucket whose mean is wanted as it is cut without a codec."""
-    return parts_of(layout, runs_of(contents_of(bucket, flat), layout))

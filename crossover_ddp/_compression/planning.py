@@ -21,9 +21,8 @@ from crossover_ddp._tuning.model import (
 )
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .choice import CodecChoice, PerPair, codecs_of
-from .codec import Codec, Half, Int8, Whole
-from .sparse import SIDCo, Threshold
+from .codec import Codec, CodecChoice, Half, Int8, codecs_of
+from .sparse import SIDCo
 
 AnyCodec = CodecChoice | None
 
@@ -32,10 +31,8 @@ _NUMEL: Final = 1 << 20
 # Of processor time for each byte of float32, encoding and decoding, copies in and out included; of a core that took
 # what docs/measurements.md says ("Codecs").
 _SECONDS: Final[Mapping[type, tuple[float, float]]] = {
-    Whole: (0.2e-9, 0.1e-9),
     Half: (0.45e-9, 0.15e-9),
     Int8: (0.69e-9, 0.08e-9),
-    Threshold: (0.9e-9, 0.1e-9),
     SIDCo: (1.2e-9, 0.1e-9),
 }
 
@@ -87,11 +84,6 @@ def plan_from(
             f"expected CPU devices to plan for, got {sorted(devices)}, whose kernels the host's clock does not time; "
             "begin with codec=Int8()"
         )
-    if any(isinstance(each, tuple) and isinstance(each[0], PerPair) for each in candidates):
-        raise ValueError(
-            "expected candidates that suit all pairs of ranks, got a PerPair among them; pass its codecs, and make the "
-            "table by hand where links differ"
-        )
     if group.size() == 1:
         raise UnsupportedConfigurationError("expected at least two ranks to plan for, got 1; pass codec=None")
     bare_cost, *costs = [cost_of(codec, group.size()) for codec in (present, *candidates)]
@@ -110,8 +102,7 @@ def cost_of(codec: AnyCodec, world_size: int) -> CodecCost:
     if codec is None or world_size < 2:
         return EXACT
     push, pull = codecs_of(codec)
-    there = [_half_of(each) for each in (push.all() if isinstance(push, PerPair) else [push])]
-    push_rate, push_encode_s, push_decode_s = (statistics.mean(each) for each in zip(*there, strict=True))
+    push_rate, push_encode_s, push_decode_s = _half_of(push)
     pull_rate, pull_encode_s, pull_decode_s = _half_of(pull)
     others = 1 - 1 / world_size
     return CodecCost(

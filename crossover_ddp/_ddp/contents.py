@@ -19,15 +19,6 @@ class Content(NamedTuple):
     span: Span
 
 
-class Run(NamedTuple):
-    """A run of a parameter's elements, from ``begin`` on, in its owner's part of what travels in a bucket's place."""
-
-    parameter: Tensor
-    begin: int
-    owner: int
-    span: Span
-
-
 def part_of(flat: Tensor, span: Span) -> Tensor:
     """Return the elements of a span, not a copy."""
     return flat[span.start : span.stop]

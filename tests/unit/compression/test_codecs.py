@@ -8,14 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp.codecs import Codec, Half, Int8, SIDCo, Threshold
+from crossover_ddp.codecs import Codec, Half, Int8, SIDCo
 
 CODECS: list[Codec] = [
     Int8(),
     Int8(7),
     Half(),
     Half(torch.float16),
-    Threshold(0.1),
     SIDCo(0.1),
 ]
 SEEDS = st.integers(0, 1 << 30)
@@ -158,7 +157,7 @@ def test_about_the_rate_is_sent(name: str, rate: float) -> None:
     [
         (lambda: Int8(0), "expected block >= 1, got block=0"),
         (lambda: Half(torch.float32), "expected dtype of"),
-        (lambda: Threshold(0), "expected 0 < rate < 1, got rate=0"),
+        (lambda: SIDCo(0), "expected 0 < rate < 1, got rate=0"),
         (lambda: SIDCo(1.0), "expected 0 < rate < 1, got rate=1.0"),
     ],
 )

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from crossover_ddp._compression.choice import CodecChoice, codecs_of
-from crossover_ddp._compression.codec import Scratch, Whole
-from crossover_ddp._compression.coded_link import CodedLink, DrainedLink, parts_of, runs_of
+from crossover_ddp._compression.codec import CodecChoice, Scratch, codecs_of
+from crossover_ddp._compression.coded_link import CodedLink, parts_of
 from crossover_ddp._ddp.contents import Content
 from crossover_ddp._ddp.layout import spans_of
-from crossover_ddp._engine.links import LinkAround
-from crossover_ddp.codecs import Codec, Half, Int8, PerPair, SIDCo
+from crossover_ddp.codecs import Codec, Half, Int8, SIDCo
 from tests.harness.world import World
 
 # A large matrix, a bias, and matrices whose last blocks are short.
@@ -29,7 +27,7 @@ PAIRS: list[tuple[Codec, Codec]] = [
 
 
 class Ranks:
-    """All ranks of one bucket; owners with work double what they have."""
+    """All ranks of one bucket."""
 
     def __init__(
         self,
@@ -47,7 +45,7 @@ class Ranks:
             for numel, dims in zip(NUMELS, DIMENSIONS, strict=True)
         ]
         contents = [Content(p, p, span) for p, span in zip(parameters, spans_of(tuple(NUMELS)), strict=True)]
-        self.parts = parts_of(self.layout, runs_of(contents, self.layout))
+        self.parts = parts_of(contents, self.layout)
         self.by_collectives = by_collectives
         links, scratch = self._links(), Scratch()
         self.coded = [
@@ -62,23 +60,14 @@ class Ranks:
             link.in_program_order = self.by_collectives
         return links
 
-    def step(self, flats: Sequence[torch.Tensor], *, drained: bool = False) -> None:
+    def step(self, flats: Sequence[torch.Tensor]) -> None:
         """Replace each rank's gradient by the mean."""
-        kept = self.kept() if drained else []
 
         async def journey(rank: int, link: Any) -> None:
             coded, flat = self.coded[rank], flats[rank]
-            way: LinkAround = coded
-            if drained:  # ranks' residuals are in the gradients
-                flat.add_(kept[rank])
-                way = DrainedLink(link, coded, self.parts[rank])
-            else:
-                coded.encode(flat, self.parts, link)
-            own = await way.reduce_scatter(flat, self.layout)
-            await way.compute()
-            if coded.has_work:
-                own.mul_(2)
-            await way.all_gather(flat, self.layout)
+            coded.encode(flat, link)
+            await coded.reduce_scatter(flat, self.layout)
+            await coded.all_gather(flat, self.layout)
 
         for rank, link in enumerate(self._links()):
             self.world.start(f"journey {rank}", rank, journey(rank, link))
@@ -100,22 +89,8 @@ def gradients(world_size: int, step: int, device: torch.device = CPU) -> list[to
     return [torch.randn(sum(NUMELS), generator=generator).pow(3).to(device) for _ in range(world_size)]
 
 
-def per_pair(*nodes: int) -> tuple[PerPair, Codec]:
-    return PerPair.by_node(nodes, far=Int8()), Int8()
-
-
-@pytest.mark.parametrize(
-    ("codec", "world_size"),
-    [
-        *(
-            (codec, size)
-            for codec in (Int8(), Half(), SIDCo(0.05), (SIDCo(0.05), Int8(100)))
-            for size in (2, 3, 4)
-        ),
-        *((per_pair(*nodes), len(nodes)) for nodes in ((0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1))),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("codec", [Int8(), Half(), SIDCo(0.05), (SIDCo(0.05), Int8(100))], ids=repr)
 def test_what_is_applied_and_what_is_kept_are_all_gradients(codec: CodecChoice, world_size: int) -> None:
     ranks, missing = Ranks(codec, world_size), torch.zeros(sum(NUMELS), dtype=torch.float64)
     for step in range(6):
@@ -130,26 +105,11 @@ def test_what_is_applied_and_what_is_kept_are_all_gradients(codec: CodecChoice, 
     assert float(missing.abs().max()) < 1e-4
 
 
-def test_near_messages_are_whole() -> None:
-    ranks = Ranks(per_pair(0, 0, 1), 3)
-    ranks.step(flats := gradients(3, 0))
-    near, _, far = [link.sent_bytes("reduce_scatter", flats[0])[0] for link in ranks.coded]
-    assert 2 * 0.254 < far / (4 * NUMELS[0] / 3) < 0.6 < 1.2 < near / (4 * NUMELS[0] / 3)
-
-
-@pytest.mark.parametrize("by_collectives", [False, True])
-def test_messages_stay_where_they_are_and_collectives_get_parts_where_they_are_fast(
-    by_collectives: bool,
-) -> None:
-    ranks, places = Ranks((Int8(), Half()), 3, by_collectives=by_collectives), []
-    for step in range(2):
-        ranks.step(gradients(3, step))
-        sent = [each for link in ranks.coded for each in (link._outgoing, link._incoming, link._gather)]
-        places.append([each.tensor.data_ptr() for each in sent])
-    assert places[0] == places[1]
-    if by_collectives:
+def test_collectives_get_parts_where_they_are_fast() -> None:
+    for link in Ranks((Int8(), Half()), 3, by_collectives=True).coded:
+        sent = link._outgoing, link._incoming, link._gather
         assert all(length % 128 == 0 for each in sent for length in each.layout)
-        assert all(len(set(link._gather.layout)) == 1 for link in ranks.coded)
+        assert len(set(link._gather.layout)) == 1
 
 
 def check_bits(codecs: tuple[Codec, Codec], world_size: int, device: torch.device) -> None:
@@ -219,49 +179,12 @@ def test_where_all_gradients_are_zero_nothing_is_sent_if_the_parameter_may_be_un
     assert not torch.equal(after[1], before[1])
 
 
-@pytest.mark.parametrize("codec", [Int8(), Whole()], ids=repr)
-def test_what_owners_make_of_the_mean_comes_back(codec: Codec) -> None:
-    """Twice the mean, rounded by two codecs; what is missing comes with an exact step."""
-    ranks, missing, steps = Ranks(codec, 3, has_work=True), torch.zeros(sum(NUMELS)), 4
-    exact = torch.tensor(DIMENSIONS).eq(1).repeat_interleave(torch.tensor(NUMELS))
-    for step in range(steps):
-        flats = gradients(3, step)
-        wanted = 2 * torch.stack(flats).mean(0)
-        ranks.step(flats, drained=step == steps - 1)
-        assert all(torch.equal(flat, flats[0]) for flat in flats)
-        assert torch.allclose(flats[0][exact], wanted[exact], atol=1e-6)
-        missing += wanted - flats[0]
-        is_rounded = codec != Whole() and step < steps - 1
-        assert bool(missing.abs().max() > 1e-3) == is_rounded
-
-
-# --- a codec for each pair of ranks ----------------------------------------------------------------------------------
-
-
-def test_a_table_is_symmetric_and_its_diagonal_means_nothing() -> None:
-    rows = [["self", Int8(), Half()], [Int8(), Int8(), Half()], [Half(), Half(), None]]
-    pairs = PerPair(rows)  # type: ignore[arg-type]
-    assert pairs == PerPair(((None, Int8(), Half()), (Int8(), None, Half()), (Half(), Half(), None)))
-    assert hash(pairs) == hash(PerPair(pairs.codecs))
-    for wrong, message in (
-        ((), r"got \[\]"),
-        (((None, None), (None,)), r"got \[2, 1\]"),
-        (((None, Int8()), (Half(), None)), "from rank 0 to rank 1 and Half"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            PerPair(wrong)  # type: ignore[arg-type]
-
-
-def test_what_goes_to_all_ranks_needs_one_codec() -> None:
-    pairs = PerPair.by_node([0, 1], far=Int8())
-    with pytest.raises(TypeError, match=r"a PerPair alone; pass codec=\(PerPair"):
-        codecs_of(pairs)  # type: ignore[arg-type]
+def test_what_is_no_codec_is_refused() -> None:
     former = SimpleNamespace(room=len, encode=len, add_decoded=len)  # of versions that asked codecs for room
     for wrong, found in (
         (former, "codec=namespace.* without nbytes, encode, add_decoded"),
-        ((Int8(), pairs), "codec=PerPair"),
-        ((PerPair.by_node([0, 1], far=False), Int8()), "codec=False"),  # type: ignore[arg-type]
-        ((PerPair.by_node([0, 1], far="int8"), Int8()), "codec='int8'"),  # type: ignore[arg-type]
+        ((Int8(), Half), "codec=<class"),
+        (("int8", Int8()), "codec='int8'"),
     ):
         with pytest.raises(TypeError, match=f"expected a codec such as Int8.*got {found}"):
             codecs_of(wrong)  # type: ignore[arg-type]
