@@ -311,4 +311,4 @@ def _copy(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
 
 
 def _split(exact: Tensor, part: Part) -> list[Tensor]:
-    return [*exact.split_with_sizes([span.numel for span in part.exact])] if part.exact else []
+    return [*exact.split_with_sizes([stop - start for start, stop in part.exact])] if part.exact else []
