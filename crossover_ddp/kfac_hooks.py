@@ -324,13 +324,9 @@ class KFACState(HookState):
                 f"expected one process group, got a KFACState of another, of {group.size()} ranks; pass process_group= "
                 "to both states"
             )
-        reasons = {
-            "that is part of another": self._is_deferred,
-        }
-        found = [reason for reason, is_so in reasons.items() if is_so]
-        if found:
+        if self._is_deferred:
             raise UnsupportedConfigurationError(
-                f"expected a new KFACState for each DecoupledState, got one {found[0]}; make a "
+                "expected a new KFACState for each DecoupledState, got one that is part of another; make a "
                 "KFACState(model, optimizer) for it"
             )
         self._flush, self._is_deferred, self.agreement = state.flush, True, state.agreement
