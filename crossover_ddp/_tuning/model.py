@@ -32,10 +32,8 @@ class Link:
 
     @classmethod
     def fitted(cls, samples: Iterable[tuple[float, float]]) -> "Link":
-        """Fit α and β to pairs (bytes, seconds of one half) by least squares; neither becomes negative."""
+        """Fit α and β to pairs (bytes, seconds of one half) of several sizes by least squares; neither is negative."""
         points = list(samples)
-        if len({size for size, _ in points}) < 2:
-            raise ValueError(f"expected samples of at least two sizes, got {points}; measure another size")
         mean_x = sum(x for x, _ in points) / len(points)
         mean_y = sum(y for _, y in points) / len(points)
         spread = sum((x - mean_x) ** 2 for x, _ in points)

@@ -2,7 +2,7 @@
 
 GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503), its interleaved form (arXiv 2104.04473) and an order
 with split backward after zero bubble (arXiv 2401.10241) serve as baselines. The search is our design: the list
-scheduler of `simulate` under many limits of micro-batches in flight, then exchanges of neighbours.
+scheduler of `simulate` under many limits of micro-batches in flight, then random changes of limits and priorities.
 """
 
 import itertools
@@ -50,7 +50,7 @@ def _one_by_one(
 def interleaved(chain: StagedChain, devices: int) -> Orders | None:
     """Return interleaved 1F1B for stages that go round ``devices`` several times; None unless they divide M."""
     chunks, micros = len(chain.stages) // devices, chain.microbatches
-    if micros % devices or chunks * devices != len(chain.stages):
+    if micros % devices:
         return None
     # For each chunk as many micro-batches in a row as there are devices.
     turns = [number // devices % chunks for number in range(micros * chunks)]
