@@ -6,8 +6,8 @@ the all-gather brings the direction to everybody, in bfloat16, as torch computes
 of float32 gradients. ``muon.step()`` stays torch's own. Muon: Keller Jordan, https://kellerjordan.github.io/posts/muon/
 
 [Note: Muon's packing] On the way there a rank's part holds the gradients of its matrices, on the way back their
-directions in bfloat16, two bytes a number whatever the bucket's numbers take; both ways its share of what passes
-through. Behind that come, on the way back, the squared norms of the gradients of its matrices, eight raw bytes each.
+directions in bfloat16, two bytes a number whatever the bucket's numbers take, each with the squared norm of its
+gradient behind it, eight raw bytes; both ways its share of what passes through.
 
 [Note: momentum and skipped steps] A backward pass computes the new momentum beside the old one. ``muon.step()`` makes
 it the momentum by exchanging the two; a step that is skipped leaves the old one as it was. Their memory is that of
@@ -19,7 +19,7 @@ two matrices for each matrix owned, instead of one for each matrix of the model.
 import functools
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -37,15 +37,14 @@ from crossover_ddp._engine.states import Agreement
 from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.kept import Kept, Owning
 from crossover_ddp._owners.muon import (
+    MOMENTUM,
     Settings,
     check_torch,
     direction_numel,
     direction_of,
     direction_view,
     matrix_view,
-    momentum_in,
     newton_schulz_flop,
-    put_momentum,
     settings_of,
     take_step,
 )
@@ -64,48 +63,53 @@ _NORM_BYTES: Final = 8
 
 
 class _Round:
-    """One backward pass: the settings of each matrix that it began with, and by the matrix's number what comes of it.
+    """One backward pass: by matrix the settings that it began with, and what comes of it.
 
     ``directions``: of all matrices that had a gradient, bfloat16, equal on all ranks. ``squared_norms``: of their mean
     gradients, before the loss's scale, float64 without dimension. ``travelled``: memory that other streams may use
     until the next backward pass.
     """
 
-    def __init__(self, settings: Mapping[int, Settings], scale: float) -> None:
+    def __init__(self, settings: dict[Tensor, Settings], scale: float) -> None:
         self.settings, self.scale = settings, scale
-        self.directions: dict[int, Tensor] = {}
-        self.squared_norms: dict[int, Tensor] = {}
+        self.directions: dict[Tensor, Tensor] = {}
+        self.squared_norms: dict[Tensor, Tensor] = {}
         self.travelled: list[Tensor] = []
 
     @property
     def grad_norm(self) -> Tensor:
         """The norm over all matrices; summed in one order whatever buckets they came in."""
-        squares = [self.squared_norms[number] for number in sorted(self.squared_norms)]
+        squares = [self.squared_norms[matrix] for matrix in self.settings if matrix in self.squared_norms]
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
 
 
 class _Packed(NamedTuple):
     """What travels in a bucket's place.
 
-    ``matrices``: of each its number, where its gradient is in ``flat``, the bucket's buffer, its place in what travels,
-    and that of its norm. ``back``: what returns.
+    ``matrices``: each with where its gradient is in ``flat``, the bucket's buffer, and its place in what travels.
+    ``back``: what returns.
     """
 
     round_: _Round
     plan: Packing
-    matrices: Sequence[tuple[int, Span, Place, Place]]
+    matrices: Sequence[tuple[Tensor, Span, Place]]
     flat: Tensor
     back: Tensor
 
     def there(self) -> Tensor:
         """Return what is averaged: the bucket itself if it lies as it travels, as a large matrix alone does."""
-        moves = [*((span, place) for _, span, place, _ in self.matrices), *self.plan.passing]
+        moves = [*((span, place) for _, span, place in self.matrices), *self.plan.passing]
         if all(span == place.there for span, place in moves):
             return self.flat
         there = self.flat.new_empty(sum(self.plan.there))
         for span, place in moves:
             part_of(there, place.there).copy_(part_of(self.flat, span))
         return there
+
+
+def _norm_in(sent: Tensor) -> Tensor:
+    """Return the eight bytes of the squared norm, as they travel behind a direction."""
+    return sent[-(_NORM_BYTES // sent.itemsize) :]
 
 
 class MuonState(Owning):
@@ -146,8 +150,7 @@ class MuonState(Owning):
 
     On failure: ``TypeError`` for another optimizer, ``ValueError`` for a loss scale that is no power of two;
     ``UnsupportedConfigurationError``, here, from ``backward()`` or from ``muon.step()``, for what cannot work, with
-    what to change; ``ExchangeError`` from ``backward()`` when a peer dies
-    (on NCCL see `reduce_scatter_all_gather_hook`).
+    what to change; ``ExchangeError`` from ``backward()`` when a peer dies (NCCL: `reduce_scatter_all_gather_hook`).
 
     **Collective**: all ranks make the state, of Muons that are built alike, and register the hook.
     ``CROSSOVER_DISABLE=1``, set before, makes the hook a plain all-reduce, and leaves Muon alone.
@@ -178,17 +181,17 @@ class MuonState(Owning):
         group = resolve_group(process_group)
         self._rank, self._world_size = group.rank(), group.size()
         self._loss_scale = loss_scale if callable(loss_scale) else lambda: loss_scale
-        pairs = [(matrix, each) for each in muon.param_groups for matrix in each["params"] if matrix.numel()]
-        self._matrices: list[Tensor] = [matrix for matrix, _ in pairs]
-        costs = [
-            newton_schulz_flop(_shape(matrix), each["ns_steps"]) if matrix.requires_grad else 0
-            for matrix, each in pairs
-        ]
-        self._assignment = assign(costs, group.size())
+        costs: dict[Tensor, int] = {
+            matrix: newton_schulz_flop(matrix.shape, each["ns_steps"]) if matrix.requires_grad else 0
+            for each in muon.param_groups
+            for matrix in each["params"]
+            if matrix.numel()
+        }
+        self._assignment = assign([*costs.values()], group.size())
         self.owners, self.loads = self._assignment.owners, self._assignment.loads
-        self._number_of = {id(matrix): number for number, matrix in enumerate(self._matrices)}
+        self._owner_of = dict(zip(costs, self.owners, strict=True))
         # The new momentum of owned matrices, beside the old one until the step.
-        self._next: dict[int, Tensor] = {}
+        self._next: dict[Tensor, Tensor] = {}
         self._is_checked = self._is_closed = False
         self._round: _Round | None = None
         self._waiting: _Round | None = None
@@ -197,7 +200,7 @@ class MuonState(Owning):
         self.is_disabled = self.agreement.disabled
         if self.is_disabled:
             return
-        owner_of = {id(matrix): owner for matrix, owner in zip(self._matrices, self.owners, strict=True)}
+        owner_of = {id(matrix): owner for matrix, owner in self._owner_of.items()}
         kept = self._kept = Kept([muon], owner_of, group.rank(), self._loaded)
         step = functools.partial(self._step, kept)
         self._hooks = intercept(muon, on_step=step, on_zero_grad=self._forget)
@@ -260,7 +263,7 @@ class MuonState(Owning):
             {name: value for name, value in each.items() if name != "params"}
             for each in self.muon.param_groups
         ]
-        return {"matrices": [_shape(matrix) for matrix in self._matrices], "settings": settings}
+        return {"matrices": [tuple(matrix.shape) for matrix in self._owner_of], "settings": settings}
 
     def _take(self, exchange: Exchange, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of ``bucket``. Raises what makes it impossible."""
@@ -309,59 +312,56 @@ class MuonState(Owning):
         return _Round(self._settings(), _power_of_two(self._loss_scale()))
 
     def _pack(self, grad_bucket: dist.GradBucket, flat: Tensor, round_: _Round) -> _Packed:
-        contents = [(self._number_of.get(id(p)), span) for p, _, span in contents_of(grad_bucket, flat)]
-        owned = [(number, span) for number, span in contents if number is not None]
-        passing = tuple([span for number, span in contents if number is None])
-        itemsize, numels = flat.itemsize, [self._matrices[number].numel() for number, _ in owned]
-        items = [
-            Item(self.owners[number], numel, direction_numel(numel, itemsize))
-            for (number, _), numel in zip(owned, numels, strict=True)
-        ]
-        norms = [Item(self.owners[number], 0, -(-_NORM_BYTES // itemsize)) for number, _ in owned]
-        plan = packing(self._world_size, tuple(items), passing, tuple(norms))
+        contents = [(p, span) for p, _, span in contents_of(grad_bucket, flat)]
+        owned = [(p, span) for p, span in contents if p in self._owner_of]
+        passing = tuple([span for p, span in contents if p not in self._owner_of])
+        norm_numel = _NORM_BYTES // flat.itemsize
+        items = []
+        for matrix, _ in owned:
+            numel = direction_numel(matrix.numel(), flat.itemsize) + norm_numel
+            items.append(Item(self._owner_of[matrix], matrix.numel(), numel))
+        plan = packing(self._world_size, tuple(items), passing)
         back = flat.new_empty(sum(plan.back))  # of the hook's stream, as `muon.step` is, which reads it
         round_.travelled.append(back)
-        places = zip(owned, plan.items, plan.behind, strict=True)
-        return _Packed(round_, plan, [(*each, place, norm) for each, place, norm in places], flat, back)
+        matrices = [(*each, place) for each, place in zip(owned, plan.items, strict=True)]
+        return _Packed(round_, plan, matrices, flat, back)
 
     # On the owner, between the halves.
 
     def _orthogonalise(self, packed: _Packed, there: Tensor) -> None:
+        round_, back = packed.round_, packed.back
         # With one rank, and on NCCL, this runs inside of backward(), which may have been called under autocast.
         with torch.autocast(there.device.type, enabled=False):
-            for number, _, place, norm in packed.matrices:
-                if place.owner == self._rank:
-                    gradient = matrix_view(part_of(there, place.there), self._matrices[number])
-                    self._compute(packed, number, gradient, place.back, norm.back)
+            for matrix, _, place in packed.matrices:
+                if place.owner != self._rank:
+                    continue
+                gradient, sent = matrix_view(part_of(there, place.there), matrix), part_of(back, place.back)
+                if round_.scale != 1.0:
+                    gradient.mul_(1.0 / round_.scale)
+                norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+                _norm_in(sent).copy_(norm.square().reshape(1).view(back.dtype))
+                momentum = self.muon.state.get(matrix, {}).get(MOMENTUM)
+                if momentum is None:
+                    momentum = torch.zeros_like(matrix, memory_format=torch.preserve_format)
+                if matrix not in self._next:
+                    self._next[matrix] = torch.empty_like(matrix, memory_format=torch.preserve_format)
+                direction = direction_of(gradient, momentum, self._next[matrix], round_.settings[matrix])
+                direction_view(sent, matrix.shape).copy_(direction)
+                self.newton_schulz_calls += 1
         for _, place in packed.plan.passing:
             if place.owner == self._rank:
-                part_of(packed.back, place.back).copy_(part_of(there, place.there))
-
-    def _compute(self, packed: _Packed, number: int, gradient: Tensor, at: Span, norm_at: Span) -> None:
-        matrix, round_ = self._matrices[number], packed.round_
-        if round_.scale != 1.0:
-            gradient.mul_(1.0 / round_.scale)
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-        part_of(packed.back, norm_at).copy_(norm.square().reshape(1).view(packed.back.dtype))
-        momentum = momentum_in(self.muon.state.get(matrix, {}))
-        if momentum is None:
-            momentum = torch.zeros_like(matrix, memory_format=torch.preserve_format)
-        if number not in self._next:
-            self._next[number] = torch.empty_like(matrix, memory_format=torch.preserve_format)
-        direction = direction_of(gradient, momentum, self._next[number], round_.settings[number])
-        direction_view(part_of(packed.back, at), matrix.shape).copy_(direction)
-        self.newton_schulz_calls += 1
+                part_of(back, place.back).copy_(part_of(there, place.there))
 
     # Wherever the bucket's way ends.
 
     def _unload(self, packed: _Packed) -> None:
         """Keep the directions for the step; of the matrices' gradients only leave whether they were finite."""
         round_, back = packed.round_, packed.back
-        for number, span, place, norm in packed.matrices:
-            square = part_of(back, norm.back).clone().view(torch.float64)[0]
-            shape = self._matrices[number].shape
-            round_.directions[number] = direction_view(part_of(back, place.back), shape)
-            round_.squared_norms[number] = square
+        for matrix, span, place in packed.matrices:
+            received = part_of(back, place.back)
+            square = _norm_in(received).clone().view(torch.float64)[0]
+            round_.directions[matrix] = direction_view(received, matrix.shape)
+            round_.squared_norms[matrix] = square
             # 0, or NaN if anything was not finite: a GradScaler then skips the step on all ranks, and asks no device.
             part_of(packed.flat, span).fill_((square * 0).to(packed.flat.dtype))
         for span, place in packed.plan.passing:
@@ -374,34 +374,38 @@ class MuonState(Owning):
         if self._is_closed or (self._waiting is None and kept.only_makes_state(self.muon)):
             return original()
         round_, self._waiting = self._waiting, None
-        numbers = [number for number, matrix in enumerate(self._matrices) if matrix.grad is not None]
-        if numbers:
-            self._check(round_, numbers)
-        directions = {} if round_ is None else round_.directions
-        gradients = {number: self._matrices[number].grad for number in numbers}
+        gradients = {matrix: matrix.grad for matrix in self._owner_of if matrix.grad is not None}
+        if gradients:
+            self._check(round_, gradients)
         try:
-            for number in numbers:
-                self._matrices[number].grad = None
+            for matrix in gradients:
+                matrix.grad = None
             result = original()
             with torch.no_grad():
-                for number, group in self._in_groups():
-                    if number in gradients:
-                        take_step(self._matrices[number], directions[number], group)
+                for matrix, group in self._in_groups():
+                    if round_ is not None and matrix in gradients:
+                        take_step(matrix, round_.directions[matrix], group)
         finally:
-            for number, gradient in gradients.items():
-                self._matrices[number].grad = gradient
-        self._keep_momentum(numbers)
-        if numbers:
+            for matrix, gradient in gradients.items():
+                matrix.grad = gradient
+        # The new momentum becomes the momentum, see [Note: momentum and skipped steps].
+        for matrix in gradients:
+            if self._owner_of[matrix] == self._rank:
+                state = self.muon.state[matrix]
+                old, state[MOMENTUM] = state.get(MOMENTUM), self._next.pop(matrix)
+                if old is not None:
+                    self._next[matrix] = old
+        if gradients and kept.is_whole:
             kept.stepped()
         return result
 
-    def _check(self, round_: _Round | None, numbers: Sequence[int]) -> None:
-        missing = [number for number in numbers if round_ is None or number not in round_.directions]
+    def _check(self, round_: _Round | None, matrices: Iterable[Tensor]) -> None:
+        missing = [matrix for matrix in matrices if round_ is None or matrix not in round_.directions]
         if round_ is None or missing:
             raise UnsupportedConfigurationError(
                 f"expected a backward() with muon_hook between two steps, got {len(missing)} matrices with a gradient "
-                f"of which no direction has come, the first of shape {tuple(self._matrices[missing[0]].shape)}; call "
-                "muon.step() once after each exchange, outside of no_sync(), with all of Muon's matrices in the model"
+                f"of which no direction has come, the first of shape {tuple(missing[0].shape)}; call muon.step() once "
+                "after each exchange, outside of no_sync(), with all of Muon's matrices in the model"
             )
         if round_.settings != self._settings():
             raise UnsupportedConfigurationError(
@@ -409,25 +413,25 @@ class MuonState(Owning):
                 "owners computed with them, got others in muon.step(); change them before backward()"
             )
 
-    def _keep_momentum(self, numbers: Sequence[int]) -> None:
-        """Make the new momentum of owned matrices the momentum, see [Note: momentum and skipped steps]."""
-        for number in numbers:
-            if self.owners[number] == self._rank:
-                state = self.muon.state[self._matrices[number]]
-                old = momentum_in(state)
-                put_momentum(state, self._next.pop(number))
-                if old is not None:
-                    self._next[number] = old
-
-    def _in_groups(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _in_groups(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         for group in self.muon.param_groups:
             for matrix in group["params"]:
-                if id(matrix) in self._number_of:
-                    yield self._number_of[id(matrix)], group
+                if matrix in self._owner_of:
+                    yield matrix, group
 
-    def _settings(self) -> dict[int, Settings]:
+    def _settings(self) -> dict[Tensor, Settings]:
         """Return those of each matrix at this moment."""
-        return {number: settings_of(group) for number, group in self._in_groups()}
+        return {matrix: settings_of(group) for matrix, group in self._in_groups()}
+
+    def _check_model(self, bucket: dist.GradBucket) -> None:
+        model = model_of(bucket, state=self)
+        known = {*map(id, () if model is None else model.module.parameters())}
+        foreign = [each for each in self._owner_of if each.requires_grad and id(each) not in known]
+        if model is not None and foreign:
+            raise UnsupportedConfigurationError(
+                f"expected the matrices of one DDP model in Muon, got {len(foreign)} that the model with this hook "
+                f"does not have, one of shape {tuple(foreign[0].shape)}; make a Muon and a MuonState for each model"
+            )
 
     def _forget(self) -> None:
         self._waiting = None
@@ -435,20 +439,6 @@ class MuonState(Owning):
     def _loaded(self) -> None:
         self._waiting = None
         self._next.clear()
-
-    # --- checks ----------------------------------------------------------------------------------------------
-
-    def _check_model(self, bucket: dist.GradBucket) -> None:
-        model = model_of(bucket, state=self)
-        if model is None:
-            return
-        known = {id(parameter) for parameter in model.module.parameters()}
-        foreign = [each for each in self._matrices if each.requires_grad and id(each) not in known]
-        if foreign:
-            raise UnsupportedConfigurationError(
-                f"expected the matrices of one DDP model in Muon, got {len(foreign)} that the model with this hook "
-                f"does not have, one of shape {tuple(foreign[0].shape)}; make a Muon and a MuonState for each model"
-            )
 
 
 def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -539,8 +529,3 @@ def _check_optimizer(muon: object) -> None:
             "optimizer"
         )
     check_not_intercepted(muon)
-
-
-def _shape(matrix: torch.Tensor) -> tuple[int, int]:
-    rows, columns = matrix.shape
-    return rows, columns

@@ -14,9 +14,7 @@ from crossover_ddp._tuning.model import (
     EXACT,
     BucketTimes,
     CodecCost,
-    Predict,
     Workload,
-    all_reduce_step_s,
     weakest_codec,
 )
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -72,7 +70,6 @@ def plan_from(
     *,
     present: AnyCodec = None,
     candidates: Sequence[AnyCodec] = CANDIDATES,
-    predict: Predict = all_reduce_step_s,
 ) -> CodecPlan:
     """Return rank 0's plan on all ranks; the encoding of ``present``, the recorded steps' codec, is taken away again.
 
@@ -90,7 +87,7 @@ def plan_from(
     remedy = "train some ten steps before, with buckets that stay as they are"
     works, link = recorded_by_all(group, work, remedy)
     bare = works[0].encoded(-bare_cost.hook_s)
-    place, predicted = weakest_codec(bare, link, costs, predict)
+    place, predicted = weakest_codec(bare, link, costs)
     total = sum(bucket.size_bytes for bucket in bare.buckets)
     compute_s = bare.compute_s + (costs[place].hook_s + costs[place].worker_s) * total
     options = tuple(zip(candidates, [cost.rate for cost in costs], predicted, strict=True))

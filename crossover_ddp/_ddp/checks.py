@@ -285,8 +285,8 @@ def named_parameters_of(network: torch.nn.Module) -> Iterator[tuple[str, torch.T
             yield f"{prefix}.{name}" if prefix else name, parameter
 
 
-def names_of(parameters: list[torch.Tensor], model: DistributedDataParallel) -> str:
-    """Name the first few of ``parameters`` as ``model`` does, for a message."""
-    names = {id(p): name for name, p in model.module.named_parameters()}
+def names_of(parameters: list[torch.Tensor], network: torch.nn.Module) -> str:
+    """Name the first few of ``parameters`` as ``network`` does, for a message."""
+    names = {id(p): name for name, p in named_parameters_of(network)}
     known = [names[id(p)] for p in parameters if id(p) in names]
     return ", ".join(known[:3]) + (", ..." if len(known) > 3 else "") if known else "not of the model either"

@@ -19,21 +19,11 @@ _PIECE_NUMEL: Final = 1 << 18
 
 
 def clip(
-    pending: Pending,
-    group: dist.ProcessGroup,
-    max_norm: float,
-    norm_type: float,
-    *,
-    error_if_nonfinite: bool,
-    in_parts: bool,
+    pending: Pending, group: dist.ProcessGroup, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """See `DecoupledState.clip_grad_norm_`; ``in_parts``: each rank has its own part of the mean. **Collective**."""
+    """See `DecoupledState.clip_grad_norm_`. **Collective**."""
     pending.collect()
-    parameters = pending.parameters()
-    if not in_parts:
-        pending.make_whole()
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-    shares = pending.shares
+    shares, parameters = pending.shares, pending.parameters()
     norm = _norm_of_parts(shares, norm_type, group, parameters[0].device)
     if norm is None:
         pending.make_whole()
@@ -51,7 +41,7 @@ def clip(
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for share in shares:
-        share.clip(factor)
+        share.factor = factor if share.factor is None else share.factor * factor
     return norm
 
 
@@ -69,7 +59,7 @@ def _norm_of_parts(
             f"expected norm_type=2 for complex gradients, got norm_type={norm_type}; call flush() and "
             "torch.nn.utils.clip_grad_norm_"
         )
-    pieces = [piece for share in shares for piece in share.own_pieces(process_group.rank())]
+    pieces = [piece for share in shares for piece in share.own_pieces()]
     summed = _sum_of_powers(pieces, norm_type, device)
     # gloo's maximum loses NaN.
     is_nan, is_whole = summed.isnan(), torch.full_like(summed, not shares)

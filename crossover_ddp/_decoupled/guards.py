@@ -120,54 +120,10 @@ class _Guard:
             return
         now, then = dict.values(guarded), self.plain.values()
         if [*map(id, now)] != [*map(id, then)] or guarded.keys() != self.plain.keys():
-            entries = [*dict.items(guarded)]
+            # Only then: a thread that saves may be going through it.
             self.plain.clear()
-            self.plain.update(entries)
+            self.plain.update(dict.items(guarded))
         variables["_parameters"] = self.plain
-
-
-class Region:
-    """A part of the network that is compiled as a whole; everything in it is brought up to date when it is entered."""
-
-    def __init__(self, entry: nn.Module, guards: list[_Guard], owner: "Guards") -> None:
-        self.entry = entry
-        self.guards = guards
-        self._owner = owner
-        self._enter = uncompiled(self._do_enter)
-        self._hooks = contextlib.ExitStack()
-        if (call := compiled_call(entry)) is None:
-            handle = entry.register_forward_pre_hook(OwnHook(self.enter), prepend=True)
-            self._hooks.callback(handle.remove)
-        else:
-            self._wrap(call)
-
-    def enter(self, *_: Any) -> None:
-        """Compiled code is about to run; inside of a larger graph the entry of that graph has done this already."""
-        if not torch.compiler.is_compiling():
-            self._enter()
-
-    def close(self) -> None:
-        """Guard nothing any more."""
-        self._hooks.close()
-
-    def _do_enter(self) -> None:
-        if self._owner.are_up:
-            for guard in self.guards:
-                self._owner.before_forward(guard.module)
-                guard.down(self._owner.key)
-
-    def _wrap(self, call: Callable[..., Any]) -> None:
-        def entered(*args: Any, **kwargs: Any) -> Any:
-            self.enter()
-            return call(*args, **kwargs)
-
-        def restore() -> None:
-            if variables.get("_compiled_call_impl") is entered:
-                variables["_compiled_call_impl"] = call
-
-        variables = vars(self.entry)
-        variables["_compiled_call_impl"] = entered
-        self._hooks.callback(restore)
 
 
 class Guards:
@@ -197,7 +153,7 @@ class Guards:
         self._hook = OwnHook(uncompiled(self.before_forward))
         self.key = RemovableHandle(OrderedDict()).id  # of a hook, unique in the process
         self._guards: list[_Guard] = []
-        self._regions: list[Region] = []
+        self._regions = contextlib.ExitStack()
         self._scan()
 
     def up(self) -> None:
@@ -225,40 +181,61 @@ class Guards:
     def close(self) -> None:
         """Let the network go."""
         self.down()
-        for region in self._regions:
-            region.close()
-        self._regions = []
+        self._regions.close()
 
     def _scan(self) -> None:
         """Look at all modules: there may be new ones, or some may have been compiled since."""
-        for region in self._regions:
-            region.close()
-        _check_not_scripted(self.network)
+        self._regions.close()
+        modules = [*self.network.named_modules()]
+        scripted = [name or "the model" for name, m in modules if isinstance(m, torch.jit.ScriptModule)]
+        if scripted:
+            raise UnsupportedConfigurationError(
+                f"expected modules whose parameters are read in Python, got {scripted[0]} made by torch.jit; train the "
+                "module that it was made of and script it afterwards, or use crossover_hook"
+            )
         entries = [*compiled_modules(self.network)]
         inside = {id(module) for entry in entries for module in entry.modules()}
         self._guards = [
             _Guard(module, None if id(module) in inside else self._hook)
-            for module in self.network.modules()
+            for _, module in modules
             if module is self.network or module._parameters
         ]
         by_module = {id(guard.module): guard for guard in self._guards}
-        self._regions = [
-            Region(entry, [by_module[id(m)] for m in entry.modules() if id(m) in by_module], self)
-            for entry in entries
-        ]
+        for entry in entries:
+            self._watch(entry, [by_module[id(m)] for m in entry.modules() if id(m) in by_module])
         for guard in self._guards:
             guard.call = compiled_call(guard.module)
 
+    def _watch(self, entry: nn.Module, guards: list[_Guard]) -> None:
+        """Have all in ``entry``, which is compiled as a whole, brought up to date when it is entered."""
 
-def _check_not_scripted(network: nn.Module) -> None:
-    scripted = [
-        name or "the model" for name, m in network.named_modules() if isinstance(m, torch.jit.ScriptModule)
-    ]
-    if scripted:
-        raise UnsupportedConfigurationError(
-            f"expected modules whose parameters are read in Python, got {scripted[0]} made by torch.jit; train the "
-            "module that it was made of and script it afterwards, or use crossover_hook"
-        )
+        @uncompiled
+        def bring_up_to_date() -> None:
+            if self.are_up:
+                for guard in guards:
+                    self.before_forward(guard.module)
+                    guard.down(self.key)
+
+        def enter(*_: Any) -> None:
+            # Inside of a larger graph the entry of that graph has done this already.
+            if not torch.compiler.is_compiling():
+                bring_up_to_date()
+
+        if (call := compiled_call(entry)) is None:
+            self._regions.callback(entry.register_forward_pre_hook(OwnHook(enter), prepend=True).remove)
+            return
+
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            enter()
+            return call(*args, **kwargs)
+
+        def restore() -> None:
+            if variables.get("_compiled_call_impl") is entered:
+                variables["_compiled_call_impl"] = call
+
+        variables = vars(entry)
+        variables["_compiled_call_impl"] = entered
+        self._regions.callback(restore)
 
 
 # --- compiled code -----------------------------------------------------------------------------------
@@ -278,11 +255,7 @@ def called_by_compiled_code() -> bool:
 
 @functools.cache
 def _code_that_disables() -> CodeType:
-    return uncompiled(_code_of_caller)()
-
-
-def _code_of_caller() -> CodeType:
-    return sys._getframe(1).f_code
+    return uncompiled(lambda: sys._getframe(1).f_code)()
 
 
 def compiled_modules(network: nn.Module) -> Iterator[nn.Module]:

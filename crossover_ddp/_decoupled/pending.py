@@ -12,9 +12,7 @@ it is used. Code that changes gradients or parameters mostly does so in every st
 
 import contextlib
 import logging
-import math
 import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +24,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 
-from crossover_ddp._ddp.checks import named_parameters_of
+from crossover_ddp._ddp.checks import names_of
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.digest import fingerprint
 from crossover_ddp._engine.journeys import Trip
@@ -35,7 +33,6 @@ from crossover_ddp._owners.optimizer import StepPlan, Update
 from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .clock import STEPS_KEPT, RecordedStep
 from .guards import Guards
 
 logger = logging.getLogger(__name__)
@@ -57,12 +54,8 @@ WRITTEN: Final = (
 UNSTEPPED: Final = (
     "expected step() of the optimizer that DecoupledState was made with, got parameters that were written without it "
     "while only a part of their gradients had been averaged (by another optimizer, or p -= lr * p.grad on parameters "
-    "taken earlier); call state.flush() before that line, or wrap the model again, with a DecoupledState of the "
-    "optimizer that steps"
-)
-_UNSTEPPED_BY_OWNERS: Final = (
-    "expected step() of the optimizers that DecoupledState was made with, got parameters that were written without it "
-    "after backward(); with owners='layers' only owners have gradients to step with"
+    "taken earlier); call state.flush() before that line (with owners='layers' nobody but owners has gradients), or "
+    "wrap the model again, with a DecoupledState of the optimizer that steps"
 )
 
 
@@ -75,21 +68,15 @@ class Seal:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, bits: bool = False) -> None:
-        self._tensors = [*tensors]
-        self._versions = [tensor._version for tensor in self._tensors]
-        self._bits = [fingerprint(tensor) for tensor in self._tensors] if bits else []
+        self._noted = [(each, each._version, fingerprint(each) if bits else None) for each in tensors]
 
     @property
     def is_broken(self) -> bool:
         """Whether somebody has changed one of them since."""
-        if any([t._version != version for t, version in zip(self._tensors, self._versions, strict=True)]):
+        if any([tensor._version != version for tensor, version, _ in self._noted]):
             return True
-        return any(
-            [
-                not torch.equal(fingerprint(t), bits)
-                for t, bits in zip(self._tensors, self._bits, strict=False)
-            ]
-        )
+        looked_at = [(fingerprint(tensor), bits) for tensor, _, bits in self._noted if bits is not None]
+        return any([not torch.equal(now, bits) for now, bits in looked_at])
 
 
 @dataclass(eq=False, slots=True)
@@ -103,8 +90,7 @@ class Share:
             mean is copied into them then; DDP allows nothing else.
 
     ``step``: what ``optimizer.step()`` has left to do for it. ``arriving``: what that waits for.
-    ``pending``: its update is still to come. ``update_s``: when that was asked for, when everything had come, and when
-    it was done.
+    ``pending``: its update is still to come. The seals: gradients and parameters as nobody else has changed them.
     """
 
     changed: ClassVar[str] = CHANGED
@@ -113,17 +99,16 @@ class Share:
     views: Mapping[int, torch.Tensor] | None = None
     updates: list[Update] = field(default_factory=list)
     factor: torch.Tensor | None = None
-    step: Callable[["Share"], None] | None = None
+    step: Callable[["Share"], None] = lambda _: None
     pending: bool = False
     arriving: Trip = field(init=False)
-    update_s: tuple[float, float, float] | None = None
-    _gradient_seal: Seal = field(init=False)
-    _parameter_seal: Seal | None = None
+    gradient_seal: Seal = field(init=False)
+    parameter_seal: Seal | None = None
     _separate: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.arriving = self.bucket
-        self._gradient_seal = Seal([self.bucket.result])
+        self.gradient_seal = Seal([self.bucket.result])
 
     def collect(self) -> None:
         """Note which gradients are to be applied; one that the user has dropped is not."""
@@ -149,11 +134,11 @@ class Share:
     def note_separate(self) -> None:
         """Note the gradients that DDP has just written, where they are not views; call it when backward has ended."""
         self._separate = {id(p): p.grad for p in self.parameters if p.grad is not None}
-        self._gradient_seal = Seal(self._separate.values())
+        self.gradient_seal = Seal(self._separate.values())
 
     def land(self) -> None:
         """Put the mean, which is whole and scaled, where gradients still are; the bucket's is applied."""
-        if self.views is None or not self._separate:
+        if not self.views:  # those of `owners` are none
             return
         kept = [p for p in self.parameters if p.grad is not None and self._separate.get(id(p)) is p.grad]
         if kept:  # mostly `zero_grad()` has let them go
@@ -161,60 +146,30 @@ class Share:
             torch._foreach_copy_(gradients, [self.views[id(p)] for p in kept])
         self.updates = [Update(parameter, self.views[id(parameter)]) for parameter, _ in self.updates]
 
-    def _sealed(self) -> list[torch.Tensor]:
+    def sealed(self) -> list[torch.Tensor]:
+        """Return the gradients as the user has them."""
         return [self.bucket.result] if self.views is None else [*self._separate.values()]
-
-    def note_gradients(self) -> None:
-        """Note the gradients, which are whole, and the parameters, so that changes show that count no version."""
-        self.land()
-        self._gradient_seal = Seal(self._sealed(), bits=True)
-        self._parameter_seal = Seal(self.parameters, bits=True)
-
-    def note_parameters(self) -> None:
-        """Note the parameters at the end of backward: code that writes them before ``step()`` may read gradients."""
-        self._parameter_seal = Seal(self.parameters)
 
     @property
     def is_written(self) -> bool:
         """Whether somebody has written the parameters since they were noted."""
-        return self._parameter_seal is not None and self._parameter_seal.is_broken
-
-    def defer(self, step: Callable[["Share"], None], *, checked: bool) -> None:
-        """Note that ``step`` is to be done for the collected gradients; ``checked``: note the parameters' bits, too."""
-        self.step, self.pending = step, True
-        self._parameter_seal = Seal([update.parameter for update in self.updates], bits=checked)
+        return self.parameter_seal is not None and self.parameter_seal.is_broken
 
     def check_gradients(self) -> None:
         """Refuse gradients that somebody has changed, see [Note: versions]."""
-        if self._gradient_seal.is_broken:
+        if self.gradient_seal.is_broken:
             raise UnsupportedConfigurationError(self.changed)
-
-    def check_parameters(self) -> None:
-        """Refuse parameters that somebody has written since ``step()``."""
-        if self.is_written:
-            raise UnsupportedConfigurationError(WRITTEN)
-
-    def apply(self) -> None:
-        """Update the parameters, of which everything has arrived."""
-        assert self.step is not None
-        self.scale()
-        self.land()
-        self.step(self)
-
-    def clip(self, factor: torch.Tensor) -> None:
-        """Have the gradients scaled when they are whole."""
-        self.factor = factor if self.factor is None else self.factor * factor
 
     def scale(self) -> None:
         """Scale the gradients, which are whole."""
         if self.factor is not None:
             self.bucket.flat.mul_(self.factor)
-            self.factor, self._gradient_seal = None, Seal(self._sealed())
+            self.factor, self.gradient_seal = None, Seal(self.sealed())
 
-    def own_pieces(self, rank: int) -> Iterator[torch.Tensor]:
-        """Yield the part of the mean that ``rank``, this one, owns, without gradients that are not applied."""
+    def own_pieces(self) -> Iterator[torch.Tensor]:
+        """Yield the part of the mean that this rank owns, without gradients that are not applied."""
         self.bucket.wait_for_sum()
-        flat, layout = self.bucket.flat, self.bucket.layout
+        flat, layout, rank = self.bucket.flat, self.bucket.layout, self.bucket.link.rank
         own, start = parts(flat, layout)[rank], sum(layout[:rank])
         for update in self.updates:
             place = update.gradient if self.views is None else self.views[id(update.parameter)]
@@ -239,7 +194,6 @@ class Pending:
     still to come. ``known``: ids of the model's parameters. ``plans``: by number, of the optimizers that have stepped,
     until all have. ``is_settled``: DDP's buckets stay as they are from now on. ``steps``: how many were deferred.
     ``seen``: ids of parameters that forward has read through guards; while ``recording``, reads extend it.
-    ``recorded``: of the last steps, which all had the same buckets.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], *, withheld: bool = False) -> None:
@@ -247,13 +201,12 @@ class Pending:
         self.lock = threading.RLock()
         self.stale: dict[int, Share] = {}
         self.seen: set[int] = set()
-        self.recorded: deque[RecordedStep] = deque(maxlen=STEPS_KEPT)
         self.guards: Guards | None = None
         self.known: set[int] = set()
         self.shares: list[Share] = []
         self.plans: dict[int, StepPlan] = {}
         self.is_open = self.is_broken = self.is_settled = False
-        self.in_forward = self.recording = self.has_recorded = False
+        self.in_forward = self.recording = False
         self.why_whole: str | None = BEGINS  # the last step's gradients, if they were
         self.steps = self._backwards = 0
         self._shape: tuple[object, ...] = ()
@@ -263,8 +216,6 @@ class Pending:
         # Told of parameters that are new, see `DecoupledState.on_update`.
         self.listeners: OrderedDict[int, Callable[[Sequence[torch.Tensor]], object]] = OrderedDict()
         self._blind: set[int] = set()  # threads
-        self._forward_s = (0.0, 0.0)
-        self._former: list[Share] = []  # of the last step that was deferred
         self._unseen: list[Share] = []  # of which it is not known that forward reads all through guards
         self._all_seen = False  # as the last step was deferred
         self._warned_of_unseen = False
@@ -276,11 +227,6 @@ class Pending:
             "parameters or gradients are looked at between backward() and optimizer.step() (clipping, GradScaler, logs "
             "of norms, ...): correct, but such steps are those of plain DDP; to clip, use state.clip_grad_norm_"
         )
-
-    @property
-    def count(self) -> int:
-        """Number of buckets whose updates are still to come."""
-        return len({id(share) for share in list(self.stale.values())})
 
     @property
     def is_checked(self) -> bool:
@@ -302,63 +248,45 @@ class Pending:
             self.update_all()
 
     def end(self, rebuilt_after: int) -> None:
-        """Note the end of backward, and whether its buckets are those of the one before.
-
-        Args:
-            rebuilt_after: the backward after which DDP rebuilds its buckets; gathers may wait for forward only then.
-        """
+        """Note the end of backward; DDP rebuilds its buckets after that of number ``rebuilt_after``, the latest."""
         shape = tuple([(share.bucket.flat.numel(), *map(id, share.parameters)) for share in self.shares])
         for share in self.shares:
-            share.note_parameters()
+            # Code that writes parameters before ``step()`` may read gradients.
+            share.parameter_seal = Seal(share.parameters)
         self._backwards += 1
         same, self._shape = shape == self._shape, shape
         self.is_settled = same and self._backwards > rebuilt_after
-        if same:
-            self._record()
-        else:
-            self.recorded.clear()
-        self.raise_guards()
-
-    def _record(self) -> None:
-        """Record the step that ends, if its forward, and nobody else, has asked for every bucket."""
-        begin_s, end_s = self._forward_s
-        updates = [share.update_s for share in self._former if share.update_s is not None]
-        if len(updates) == len(self.shares) > 0 and all([begin_s <= each[0] <= end_s for each in updates]):
-            self.recorded.append(RecordedStep(self._forward_s, updates, self.shares[0].bucket.backward.ready))
+        self.guard()
 
     def note_gradients(self) -> None:
         """Wait for gradients and note them, so that changes show; see [Note: changes that no counter sees]."""
         for share in self.shares:
             share.bucket.wait()
-            share.note_gradients()
+            share.land()
+            share.gradient_seal = Seal(share.sealed(), bits=True)
+            share.parameter_seal = Seal(share.parameters, bits=True)
 
     # --- before step() ---------------------------------------------------------------------------------------
-
-    def look(self) -> None:
-        """Make gradients whole: somebody who asks for parameters before ``step()`` may want to read or change them."""
-        if self.plans:
-            raise UnsupportedConfigurationError(
-                "expected step() of all optimizers before parameters are read, got a read while some have not stepped; "
-                "call all of them after each backward(), one after the other"
-            )
-        if self._is_whole and not self._withheld:
-            with self.lock:
-                if self._is_whole:
-                    self.check_stepped()
-                    self._early_looks.note(self._backwards)
-                    self.make_whole()
 
     @property
     def _is_whole(self) -> bool:
         """Whether a backward pass has ended, of which nothing was refused."""
         return bool(self.shares) and not self.is_open and not self.is_broken
 
+    def check_all_stepped(self) -> None:
+        """Refuse a read or a forward while some optimizers have stepped, and others not."""
+        if self.plans:
+            raise UnsupportedConfigurationError(
+                "expected step() of all optimizers before parameters are read, got a read while some have not stepped; "
+                "call all of them after each backward(), one after the other"
+            )
+
     def check_stepped(self) -> None:
         """Refuse parameters that were written in the place of ``step()``: what wrote them saw gradients in parts."""
         with self.lock:
             if self._is_whole and any([share.is_written for share in self.shares]):
                 self.make_whole()
-                raise UnsupportedConfigurationError(_UNSTEPPED_BY_OWNERS if self._withheld else UNSTEPPED)
+                raise UnsupportedConfigurationError(UNSTEPPED)
 
     def make_whole(self) -> None:
         """Wait until ``p.grad`` holds the mean, everywhere; not where owners keep it until ``step()``."""
@@ -376,7 +304,7 @@ class Pending:
                     share.land()
             if not self.is_open and self.shares is shares:  # no other backward has begun meanwhile
                 self.shares = []
-                self.lower_guards()
+                self.guard()
 
     def collect(self) -> None:
         """Collect the step's gradients; refuse what would not give the result of plain DDP."""
@@ -409,52 +337,40 @@ class Pending:
             self.steps, self.why_whole = self.steps + 1, None
             self._unseen = []
             for share in self.shares:
-                share.defer(step, checked=checked)
+                share.step, share.pending = step, True
+                share.parameter_seal = Seal([update.parameter for update in share.updates], bits=checked)
                 if not self.seen.issuperset(id(update.parameter) for update in share.updates):
                     self._unseen.append(share)
                 for parameter in share.parameters:
                     self.stale[id(parameter)] = share
             self._all_seen = not self._unseen
-            if self._unseen and self.has_recorded and not self._warned_of_unseen:
-                self._tell_of_unseen()
-            self._former, self.shares = self.shares, []
-            self.raise_guards()
-
-    def _tell_of_unseen(self) -> None:
-        """Say what reads past the guards cost, once."""
-        self._warned_of_unseen = True
-        unseen = {id(p) for share in self._unseen for p, _ in share.updates} - self.seen
-        assert self.guards is not None
-        named = named_parameters_of(self.guards.network)
-        names = [*{id(p): name for name, p in named if id(p) in unseen}.values()]
-        logger.warning(
-            "forward does not read %d parameters (%s) through the module that has them (references kept elsewhere, a "
-            "CUDA graph, a module not called in every step): correct, but their buckets arrive before forward, not "
-            "during it",
-            len(names),
-            ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
-        )
+            unseen = [p for share in self._unseen for p, _ in share.updates if id(p) not in self.seen]
+            if unseen and self.seen and not self._warned_of_unseen and self.guards is not None:
+                self._warned_of_unseen = True
+                logger.warning(
+                    "forward does not read %d parameters (%s) through the module that has them (references kept "
+                    "elsewhere, a CUDA graph, a module not called in every step): correct, but their buckets arrive "
+                    "before forward, not during it",
+                    len(unseen),
+                    names_of(unseen, self.guards.network),
+                )
+            self.shares = []
+            self.guard()
 
     # --- after step() ----------------------------------------------------------------------------------------
 
     def forward_begins(self, *, may_record: bool) -> None:
         """Note that forward begins to compute; of several per step the last one counts."""
         self.recording = may_record and not self._all_seen
-        if self.recording and not self.has_recorded:
-            self.raise_guards()
-
-    def computes(self) -> None:
-        """Note the moment, see `RecordedStep`."""
-        self._forward_s = time.monotonic(), math.inf
+        if self.recording and not self.seen:
+            self.guard()
 
     def forward_ends(self) -> None:
         """Note that forward has computed, and leave nothing open that backward would write into."""
-        self.has_recorded |= self.recording
         self.recording = False
         self.update_all()
         self.make_whole()
-        self.lower_guards()
-        self._forward_s = self._forward_s[0], time.monotonic()
+        self.guard()
         self.in_forward = False
 
     def is_fresh(self, parameter: torch.Tensor | None) -> bool:
@@ -462,30 +378,40 @@ class Pending:
         return not (self.recording or self.shares or self.plans or id(parameter) in self.stale)
 
     def reads(self, parameters: Iterable[torch.Tensor | None]) -> None:
-        """Somebody is about to read these parameters."""
+        """Somebody is about to read these parameters.
+
+        Before ``step()`` gradients are made whole: he may want to read or change them.
+        """
         if threading.get_ident() in self._blind:
             return
-        self.look()
+        self.check_all_stepped()
+        if self._is_whole and not self._withheld:
+            with self.lock:
+                if self._is_whole:
+                    self.check_stepped()
+                    self._early_looks.note(self._backwards)
+                    self.make_whole()
         for parameter in parameters:
             if parameter is not None:
                 if self.recording:
                     self.seen.add(id(parameter))
-                share = self.stale.get(id(parameter))
-                if share is not None:
-                    self._read(share)
+                if (share := self.stale.get(id(parameter))) is not None:
+                    with self.lock:
+                        if share.pending and not self.in_forward:
+                            self._early_reads.note(self.steps)
+                        self._update_those([share])
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
         """Let this thread read what it likes: it does not look at values."""
         thread = threading.get_ident()
-        if thread in self._blind:
-            yield
-            return
+        was_blind = thread in self._blind
         self._blind.add(thread)
         try:
             yield
         finally:
-            self._blind.discard(thread)
+            if not was_blind:
+                self._blind.discard(thread)
 
     def update_unseen(self) -> None:
         """Update what forward may read past the guards, see [Note: reads that nobody sees]."""
@@ -502,29 +428,23 @@ class Pending:
                     if share.pending:  # else another thread was first
                         self._update(share)
 
-    def _read(self, share: Share) -> None:
-        with self.lock:
-            if share.pending and not self.in_forward:
-                self._early_reads.note(self.steps)
-            self._update_those([share])
-
     def _update(self, share: Share) -> None:
         """Wait for one bucket and apply the optimizer to its parameters."""
-        asked_s = time.monotonic()
         share.arriving.wait()
-        came_s = time.monotonic()
         share.check_gradients()
-        share.check_parameters()
+        if share.is_written:
+            raise UnsupportedConfigurationError(WRITTEN)
         # A signal's handler may read in the middle of it, and gets what is there by then.
         share.pending = False
         with as_in_step(share.bucket.flat.device.type):
-            share.apply()
+            share.scale()
+            share.land()
+            share.step(share)
         for parameter in share.parameters:
             self.stale.pop(id(parameter), None)
         if share in self._unseen:
             self._unseen.remove(share)
-        share.update_s = asked_s, came_s, time.monotonic()
-        self.lower_guards()
+        self.guard()
         self.tell(share.parameters)
 
     def tell(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -536,16 +456,14 @@ class Pending:
 
     # --- guards ----------------------------------------------------------------------------------------------
 
-    def raise_guards(self) -> None:
-        """See every read from now on."""
+    def guard(self) -> None:
+        """See every read as long as something is pending."""
         with self.lock:
-            if self.guards is not None:
+            if self.guards is None:
+                return
+            if self.stale or self.shares or self.recording:
                 self.guards.up()
-
-    def lower_guards(self) -> None:
-        """Guard nothing if nothing is pending."""
-        with self.lock:
-            if self.guards is not None and not (self.stale or self.shares or self.recording):
+            else:
                 self.guards.down()
 
 

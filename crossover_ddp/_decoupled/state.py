@@ -3,11 +3,9 @@
 After DeAR (arXiv 2302.12445): reduce-scatter during backward, all-gather during the next forward. Our design: the
 order of the gathers, updates by the user's own optimizer, and guards against reading a parameter before its update.
 
-[Note: coded and deferred] What decoupled training gathers late are mean gradients, not parameters: each rank applies
-them with its own optimizer. So the way back is coded as under any other hook: the owner encodes the mean with its
-residual, and all ranks, the owner too, decode the same bytes. Replicas stay equal to the last bit, and no parameter is
-ever rounded. A bucket's messages stay where they were, so no message of a step is written before the step before it is
-decoded; forward sees to that anyway, since it waits for all of its parameters.
+[Note: coded and deferred] What is gathered late are mean gradients, not parameters. So the way back is coded as under
+any other hook, and no parameter is ever rounded. A bucket's messages stay where they were: no message of a step is
+written before the step before it is decoded, since forward waits for all of its parameters.
 
 [Note: K-FAC decoupled] Owners precondition as soon as a bucket is reduced. What forward needs first is gathered first.
 But nothing may be applied before the KL clip is known, which scales every direction by one number made of all layers:
@@ -32,8 +30,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from crossover_ddp._compression.compression import Compression
-from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan
-from crossover_ddp._compression.planning import plan_from as plan_codec_from
+from crossover_ddp._compression.planning import AnyCodec
 from crossover_ddp._ddp.checks import (
     check_copyable,
     check_forward,
@@ -59,15 +56,14 @@ from crossover_ddp._owners.optimizer import (
     intercept,
 )
 from crossover_ddp._system import environment
-from crossover_ddp._tuning.model import decoupled_step_s
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
 
 from .clipping import clip
-from .clock import Trial, typical
 from .guards import Guards, called_by_compiled_code, compiled_modules
 from .owned import Owners
 from .pending import BEGINS, CHANGED, Pending, Share, check_not_scaled
+from .trial import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -85,21 +81,17 @@ async def deferred(bucket: Bucket, link: Link) -> None:
         await link.all_gather(bucket.flat, bucket.layout)
 
 
-class Deferrable(Protocol):
-    """A state of another hook whose buckets may come back late; ``KFACState`` is one."""
+class _Deferrable(Protocol):
+    """A state of another hook whose buckets may come back late; ``KFACState`` is one.
 
-    def defer(self, state: Any) -> None:
-        """Become part of ``state``, of the same process group and mutex; its ``flush`` finishes what is under way."""
+    ``defer``: become part of a state of the same process group and mutex, whose ``flush`` finishes what is under way.
+    ``exchange``: start the exchange of a bucket, after ``before``; raises what makes it impossible.
+    """
 
-    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
-        """Return what all ranks must have in common when training begins or goes on."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what it keeps. **Collective**."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-
+    def defer(self, state: Any) -> None: ...
+    def said(self, bucket: dist.GradBucket) -> dict[str, object]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def exchange(
         self,
         exchange: Exchange,
@@ -109,18 +101,16 @@ class Deferrable(Protocol):
         turn: Turn | None,
         hands_back: bool = False,
         before: Callable[[], object] = nothing,
-    ) -> Bucket:
-        """Start the exchange of ``bucket``, after ``before``. Raises what makes it impossible."""
+    ) -> Bucket: ...
 
 
 class DecoupledState(Owning):
     """State of `decoupled_hook`: lets gradients arrive, and ``optimizer.step()`` take effect, in the next forward.
 
-    The training loop stays as it is. ``optimizer.step()`` returns at once; each parameter is updated by the
-    optimizer's own code, with the hyper-parameters of that moment, just before it is read for the
-    first time: by a module's forward, ``state_dict()``, ``parameters()`` or ``module.weight``. Losses and
-    parameters are those of plain DDP, to the last bit with one or two ranks, and up to the order of
-    additions with more.
+    The training loop stays as it is. ``optimizer.step()`` returns at once; each parameter is updated by the optimizer's
+    own code, with the hyper-parameters of that moment, just before it is read for the first time: by a module's
+    forward, ``state_dict()``, ``parameters()`` or ``module.weight``. Losses and parameters are those of plain DDP, to
+    the last bit with one or two ranks, and up to the order of additions with more.
 
     What cannot be seen is a tensor taken earlier (``p = model.weight``) and read directly after ``step()``, and its
     ``p.grad`` between ``backward()`` and the next forward, which holds the mean only in parts. Call `flush` before.
@@ -141,8 +131,7 @@ class DecoupledState(Owning):
         owners: None: every rank updates every parameter. "layers": each parameter has an owner, which alone runs the
             optimizer on it and keeps its state; updated parameters travel instead of gradients. The bytes are the same,
             work and state are divided by the number of ranks, ``defer`` has no effect. For SOAP, Shampoo, Muon and
-            other optimizers that work on whole matrices, and for AdamW with less memory; see docs/owners.md. Of a
-            ``torch.optim.Muon`` directions travel, in bfloat16, and are applied when they arrive: 0.75 of the bytes.
+            other optimizers that work on whole matrices, and for AdamW with less memory; see docs/owners.md.
         kfac: a new ``KFACState(model, optimizer)`` of the same process group and mutex: layers are preconditioned on
             their owners when backward has reduced them, and directions are gathered in the next forward. The training
             is that of ``kfac_hook``, to the last bit; ``defer`` has no effect. Its own methods, such as its state dict,
@@ -175,7 +164,7 @@ class DecoupledState(Owning):
         codec: AnyCodec = None,
         loss_scale: float | Callable[[], float] = 1.0,
         owners: Literal["layers"] | None = None,
-        kfac: Deferrable | None = None,
+        kfac: _Deferrable | None = None,
         compare_replicas: bool = True,
     ) -> None:
         if defer not in ("auto", "always"):
@@ -198,16 +187,15 @@ class DecoupledState(Owning):
         self._compression = None if codec is None else Compression(codec, loss_scale, self)
         if self.agreement.disabled:
             kfac = owners = None
-        self._kfac, self._turn, self._optimizers = kfac, cast(Turn | None, mutex), optimizers
+        self._kfac, self._turn = kfac, cast(Turn | None, mutex)
         if kfac is not None:
             kfac.defer(self)
         self._pending = Pending(optimizers, withheld=owners is not None)
-        self._owners = (
-            None
-            if owners is None
-            else Owners(optimizers, resolve_group(process_group), self._pending, self._take_turn)
-        )
-        self._partial = PartialOptimizer(optimizers[0])
+        self._partials = [PartialOptimizer(each) for each in optimizers]
+        self._owners: Owners | None = None
+        if owners is not None:
+            group = resolve_group(process_group)
+            self._owners = Owners(self._partials, group, self._pending, self._take_turn)
         is_tried = kfac is None and owners is None and defer == "auto"
         self._trial = Trial() if is_tried else None
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
@@ -216,12 +204,11 @@ class DecoupledState(Owning):
         self._has_turn, self._closed = mutex is None, False
         self._hooks = contextlib.ExitStack()
         for number, each in enumerate(optimizers):
+            drop = nothing if self._owners is None else functools.partial(self._owners.drop, number)
             methods = intercept(
                 each,
                 on_step=functools.partial(self._stepped, number),
-                on_zero_grad=nothing
-                if self._owners is None
-                else functools.partial(self._owners.drop, number),
+                on_zero_grad=drop,
                 on_look=self._look,
                 flush=self.flush,
                 unwatched=self._pending.unwatched,
@@ -234,7 +221,7 @@ class DecoupledState(Owning):
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return what all ranks must have in common."""
-        owned = {} if self._owners is None else self._owners.said()
+        owned = {} if self._owners is None else self._owners.said
         return {**self._settings, **owned, **({} if self._kfac is None else self._kfac.said(bucket))}
 
     # --- for users -------------------------------------------------------------------------------------------
@@ -325,14 +312,13 @@ class DecoupledState(Owning):
 
         **Collective**: all ranks of the job.
         """
-        return clip(
-            self._pending,
-            resolve_group(self.process_group),
-            max_norm,
-            float(norm_type),
-            error_if_nonfinite=error_if_nonfinite,
-            in_parts=self._kfac is None,  # no rank has its own part before the KL clip is known
-        )
+        pending = self._pending
+        if self._kfac is not None:  # no rank has its own part before the KL clip is known
+            pending.collect()
+            pending.make_whole()
+            return nn.utils.clip_grad_norm_(pending.parameters(), max_norm, norm_type, error_if_nonfinite)
+        group = resolve_group(self.process_group)
+        return clip(pending, group, max_norm, float(norm_type), error_if_nonfinite)
 
     def drain(self) -> None:
         """Let the next step travel exact, residuals included; see `CompressedState.drain`. **Collective**."""
@@ -347,7 +333,8 @@ class DecoupledState(Owning):
         """
         coded = None if self._compression is None else self._compression.stats()
         common = self._told(codec=self.codec, coded=coded, not_deferred=self._why_not_deferred())
-        return {**common, "steps_deferred": self._pending.steps, "deferred": self._pending.count}
+        under_way = [*self._pending.stale.values()]  # a share for each of its parameters
+        return {**common, "steps_deferred": self._pending.steps, "deferred": len({*under_way})}
 
     def _why_not_deferred(self) -> str | None:
         """Return why the last step was not deferred; None if it was."""
@@ -358,19 +345,6 @@ class DecoupledState(Owning):
                 return "the trial has found steps faster that are not deferred"
             return "some steps are not, while a trial finds out what is faster"
         return self._pending.why_whole
-
-    def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
-        """Choose a codec; see `CompressedState.plan_codec`. Not with ``kfac`` or ``owners``. **Collective**."""
-        if self._owners is not None or self._kfac is not None:
-            raise UnsupportedConfigurationError(
-                "expected a state without owners or kfac to plan a codec for, got one with them, which do more between "
-                "the halves than the planner models; use kfac_hook with codec=, or owners=None"
-            )
-        self.flush()
-        work, group = typical(self._pending.recorded), resolve_group(self.process_group)
-        return plan_codec_from(
-            work, group, present=self.codec, candidates=candidates, predict=decoupled_step_s
-        )
 
     def _finish(self) -> None:
         self.flush()
@@ -431,19 +405,15 @@ class DecoupledState(Owning):
         logger.warning(
             "a copied model trains without its DecoupledState; register a new one with its optimizer"
         )
-        return _Nothing, ()
+        return type(None), ()
 
     # --- the hook --------------------------------------------------------------------------------------------
 
     def _take(self, exchange: Exchange, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of ``bucket``; for `decoupled_hook`. Raises what makes it impossible."""
-        self._exchange = exchange
+        self._exchange, pending = exchange, self._pending
         if self._closed:
             return self._carry(exchange, bucket, None, hands_back=False).future
-        return self._send(exchange, bucket)
-
-    def _send(self, exchange: Exchange, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        pending = self._pending
         if self._owners is not None:
             self._owners.check_stepped()
         if self._kfac is None:
@@ -457,14 +427,17 @@ class DecoupledState(Owning):
             taken = share.bucket
             pending.shares.append(share)
             if bucket.is_last():
-                self._end_backward()
+                model = self._model()
+                for each in pending.shares:
+                    if each.views is not None:
+                        after_backward(each.note_separate)
+                pending.end(rebuilt_after=2 if model is not None and model.static_graph else 1)
+                if pending.is_checked:
+                    after_backward(pending.note_gradients)
         if bucket.is_last():
             self._buffers = taken.buffers
             if self._trial is not None and pending.is_settled:
-                device = taken.flat.device
-                self._trial.backward_ended(
-                    lambda numbers: exchange.gather_numbers(numbers, device), lambda: _settle(device)
-                )
+                self._trial.backward_ended(exchange, taken.flat.device)
         return taken.future
 
     def _begin_with(self, bucket: dist.GradBucket) -> None:
@@ -477,19 +450,14 @@ class DecoupledState(Owning):
 
     def _share(self, exchange: Exchange, bucket: dist.GradBucket) -> Share:
         """Send a bucket on its way that backward does not wait for."""
-        parameters = bucket.parameters()
-        if self._owners is not None:
-            return self._owners.send(bucket, parameters, state=self, turn=self._turn, copies=self._copies)
-        taken = self._carry(exchange, bucket, self._turn, hands_back=True)
-        contents = contents_of(bucket, taken.flat) if self._copies else ()
-        views = {id(each.parameter): each.gradient for each in contents}
-        return Share(taken, parameters, views if self._copies else None)
-
-    @property
-    def _copies(self) -> bool:
-        """Whether DDP copies gradients out of its buckets."""
         model = self._model()
-        return model is not None and not model.gradient_as_bucket_view
+        copies = model is not None and not model.gradient_as_bucket_view
+        if self._owners is not None:
+            return self._owners.send(bucket, state=self, turn=self._turn, copies=copies)
+        taken = self._carry(exchange, bucket, self._turn, hands_back=True)
+        contents = contents_of(bucket, taken.flat) if copies else ()
+        views = {id(each.parameter): each.gradient for each in contents}
+        return Share(taken, bucket.parameters(), views if copies else None)
 
     def _carry(
         self, exchange: Exchange, bucket: dist.GradBucket, turn: Turn | None, *, hands_back: bool
@@ -511,15 +479,6 @@ class DecoupledState(Owning):
             late_buffers=not self._closed,  # in all steps alike
         )
 
-    def _end_backward(self) -> None:
-        pending, model = self._pending, self._model()
-        for share in pending.shares:
-            if share.views is not None:
-                after_backward(share.note_separate)
-        pending.end(rebuilt_after=2 if model is not None and model.static_graph else 1)
-        if pending.is_checked:
-            after_backward(pending.note_gradients)
-
     def _check(self, bucket: dist.GradBucket) -> None:
         """Look at new parameters of a bucket, and at the model."""
         flat_gradients(bucket)
@@ -536,8 +495,8 @@ class DecoupledState(Owning):
         if foreign := [p for p in bucket.parameters() if id(p) not in known]:
             raise UnsupportedConfigurationError(
                 f"expected all parameters of the model in the optimizer, got {len(foreign)} that are not in it "
-                f"({names_of(foreign, model)}); add them as a parameter group (with owners: after add_param_group() "
-                "make a new state and DDP model), or freeze them before the model is wrapped "
+                f"({names_of(foreign, model.module)}); add them as a parameter group (with owners: after "
+                "add_param_group() make a new state and DDP model), or freeze them before the model is wrapped "
                 "(requires_grad=False)"
             )
         self._pending.known.update(map(id, bucket.parameters()))
@@ -552,11 +511,10 @@ class DecoupledState(Owning):
         self._model = weakref.ref(model)
         pending.guards = guards
         self._hooks.callback(guards.close)
-        before = model.register_forward_pre_hook(OwnHook(uncompiled(self._before_forward)), prepend=True)
-        after = model.register_forward_hook(OwnHook(uncompiled(self._after_forward)))
-        self._hooks.callback(before.remove)
-        self._hooks.callback(after.remove)
-        names = ", ".join([type(each).__name__ for each in self._optimizers])
+        before, after = uncompiled(self._before_forward), uncompiled(lambda *_: pending.forward_ends())
+        self._hooks.callback(model.register_forward_pre_hook(OwnHook(before), prepend=True).remove)
+        self._hooks.callback(model.register_forward_hook(OwnHook(after)).remove)
+        names = ", ".join([type(each).__name__ for each in pending.optimizers])
         logger.info("decoupled: %s with %s", type(model.module).__name__, names)
 
     # --- around forward --------------------------------------------------------------------------------------
@@ -578,7 +536,6 @@ class DecoupledState(Owning):
             self._take_turn(self._wait_for_first)
         if self._exchange is not None:
             self._exchange.compute_begins()
-        pending.computes()
 
     def _unpack_buffers(self) -> None:
         buffers, self._buffers = self._buffers, None
@@ -602,9 +559,6 @@ class DecoupledState(Owning):
             # Alone the host runs ahead of the device as it would without a mutex.
             first.bucket.wait(on_host=self._turn.shared)
 
-    def _after_forward(self, *_: Any) -> None:
-        self._pending.forward_ends()
-
     # --- the optimizer ---------------------------------------------------------------------------------------
 
     def _look(self) -> None:
@@ -617,7 +571,7 @@ class DecoupledState(Owning):
             if self._closed:  # a scheduler may still call ours
                 return original()
             self._pending.update_all()
-            for each in self._optimizers:
+            for each in self._pending.optimizers:
                 guard_groups(each, self._look)
 
             def whole() -> Any:
@@ -627,16 +581,16 @@ class DecoupledState(Owning):
 
             if self._owners is not None:
                 return self._owners.step(number, whole)
-            return self._step(self._optimizers[number], whole)
+            return self._step(whole)
 
-    def _step(self, optimizer: Optimizer, original: Callable[[], Any]) -> Any:
-        pending = self._pending
+    def _step(self, original: Callable[[], Any]) -> Any:
+        pending, partial = self._pending, self._partials[0]
         pending.collect()
         if not pending.shares:
             pending.why_whole = "parameters or gradients are looked at between backward() and step()"
             return original()
-        check_not_scaled(optimizer, CHANGED)
-        if not pending.is_settled or self._partial.is_watched():
+        check_not_scaled(partial.optimizer, CHANGED)
+        if not pending.is_settled or partial.is_watched():
             # DDP may still rebuild its buckets, or somebody wants to see the parameters after this step.
             pending.why_whole = (
                 "a hook of the optimizer's step sees parameters" if pending.is_settled else BEGINS
@@ -644,8 +598,8 @@ class DecoupledState(Owning):
             pending.make_whole()
             return original()
         with pending.unwatched():
-            plan = self._partial.plan()
-            pending.defer(lambda share: self._partial.apply(plan, share.updates))
+            plan = partial.plan()
+            pending.defer(lambda share: partial.apply(plan, share.updates))
         return None
 
 
@@ -665,10 +619,6 @@ def _checked(optimizer: Optimizer | Sequence[Optimizer], owners: str | None) -> 
             "with several parameter groups"
         )
     return optimizers
-
-
-class _Nothing:
-    """What a copied model has in the place of the state."""
 
 
 def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -694,19 +644,18 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
         model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)
     """
 
-    def carry(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
-        return state._take(exchange, bucket)
-
     def refused() -> None:
         if isinstance(state, DecoupledState):
             state._pending.is_broken = True  # ``step()`` is refused until the next backward
 
     remedy = "pass DecoupledState(optimizer), or register the hook of that state"
     answer = state.answered if isinstance(state, DecoupledState) else answered
-    return answer(state, bucket, DecoupledState, remedy, carry, refused=refused)
+    return answer(
+        state, bucket, DecoupledState, remedy, lambda exchange: state._take(exchange, bucket), refused=refused
+    )
 
 
-def _check_deferrable(kfac: Deferrable, codec: object, owners: str | None) -> None:
+def _check_deferrable(kfac: _Deferrable, codec: object, owners: str | None) -> None:
     """Refuse what K-FAC cannot be combined with in decoupled training, or what is no ``KFACState``."""
     if not hasattr(kfac, "defer"):
         raise TypeError(f"expected a KFACState, got kfac={type(kfac).__name__}; see DecoupledState")
@@ -715,9 +664,3 @@ def _check_deferrable(kfac: Deferrable, codec: object, owners: str | None) -> No
             f"expected codec=None and owners=None with kfac=, got codec={codec!r} and owners={owners!r}: layers have "
             "owners already, whose directions travel; use one of them"
         )
-
-
-def _settle(device: torch.device) -> None:
-    """Let the device finish, where the host does not wait for it anyway."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -346,7 +346,7 @@ def _check_known(model: DistributedDataParallel, optimizers: Sequence[Any]) -> N
     trained = [p for _, p in named_parameters_of(model.module) if p is not None and p.requires_grad]
     unknown = [p for p in trained if id(p) not in known]
     if unknown:
-        names = names_of(unknown, model)
+        names = names_of(unknown, model.module)
         raise UnsupportedConfigurationError(
             f"expected the optimizers of all trained parameters, got none of {len(unknown)} of them ({names}); pass "
             "optimizer=, all of the model's, or optimizer=() to leave them out"

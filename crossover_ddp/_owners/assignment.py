@@ -35,12 +35,7 @@ def assign(
             counts in that bucket, and, divided by the number of buckets, in all.
         ties: of equal costs, the thing with the least of these goes first. Default: the last one, since backward makes
             gradients in about that order, so that those of one bucket spread over the ranks.
-
-    Raises:
-        ValueError: if ``world_size`` is below 1.
     """
-    if world_size < 1:
-        raise ValueError(f"expected at least one rank, got world_size={world_size}; pass the group's size")
     loads: list[float] = [0] * world_size
     bucket_of = [0] * len(costs) if buckets is None else buckets
     in_buckets: dict[int, list[float]] = {bucket: [0] * world_size for bucket in bucket_of}

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.serialization import default_restore_location
 
 from crossover_ddp._ddp.checks import resolve_group
+from crossover_ddp._engine.journeys import nothing
 from crossover_ddp._engine.states import HookState, check_rank, let_collectives_go
 from crossover_ddp.errors import UnsupportedConfigurationError
 
@@ -32,7 +33,7 @@ class Kept:
         optimizers: Sequence[Optimizer],
         owner_of: Mapping[int, int],
         rank: int,
-        loaded: Callable[[], None] = lambda: None,
+        loaded: Callable[[], None] = nothing,
     ) -> None:
         self._places = [
             (optimizer, parameter, owner_of[id(parameter)])
@@ -52,10 +53,9 @@ class Kept:
             self.hooks.callback(each.register_load_state_dict_post_hook(lambda _: self._adopt()).remove)
 
     def stepped(self) -> None:
-        """Note that owners have updated their state; what was consolidated before is old."""
-        if self.is_whole:  # else it was taken out, and `check_foreign` refuses what comes there since
-            self.is_whole = all(owner == self._rank for _, _, owner in self._places)
-            self._take_out()
+        """Note that owners have updated their state, if it was whole; what was consolidated before is old."""
+        self.is_whole = all(owner == self._rank for _, _, owner in self._places)
+        self._take_out()
 
     def _adopt(self) -> None:
         self.is_whole = True
@@ -82,16 +82,6 @@ class Kept:
                 "state_dict() on the ranks that have it then"
             )
 
-    def check_foreign(self) -> None:
-        """Refuse what somebody else keeps in the optimizers for parameters of other ranks, as a Lookahead does."""
-        for optimizer, parameter, owner in self._places if not self.is_whole else ():
-            if owner != self._rank and (kept := optimizer.state.get(parameter)):
-                raise UnsupportedConfigurationError(
-                    f"expected state of this rank's own parameters in {type(optimizer).__name__}, got {sorted(kept)} "
-                    f"of one that rank {owner} owns, which differs from rank to rank (a Lookahead around it?); use "
-                    "owners=None"
-                )
-
     @property
     def nbytes(self) -> int:
         """Bytes that the optimizers keep on this rank."""
@@ -109,8 +99,11 @@ class Kept:
             return
         keeps = to in (None, self._rank)
         for optimizer, parameter, owner in self._places:
-            own = _saved(optimizer.state.get(parameter)) if owner == self._rank else None
-            travelling = [own]
+            travelling: list[bytes | None] = [None]
+            if owner == self._rank and (state := optimizer.state.get(parameter)):
+                file = io.BytesIO()
+                torch.save(state, file)
+                travelling = [file.getvalue()]
             dist.broadcast_object_list(travelling, group=group, group_src=owner)
             if owner != self._rank and keeps and travelling[0] is not None:
                 optimizer.state[parameter] = _loaded(travelling[0], parameter.device)
@@ -150,14 +143,6 @@ class Owning(HookState):
 
     def _finish(self) -> None:
         """Finish what is under way."""
-
-
-def _saved(state: dict[str, Any] | None) -> bytes | None:
-    if not state:
-        return None
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
 
 
 def _loaded(saved: bytes, device: torch.device) -> Any:

@@ -3,8 +3,6 @@
 [Note: torch's own arithmetic] Both halves call the functions that ``torch.optim.Muon`` is made of, in its order, so
 that results are equal to the last bit whatever torch does in them. They are private to torch: `check_torch` compares
 both halves with a whole step, once a process, and refuses a torch in which they are not the same.
-
-Directions travel in backward with `muon_hook`, in the next forward with decoupled training's owners.
 """
 
 import functools
@@ -19,8 +17,8 @@ from torch.optim import _muon as torch_muon
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-_MOMENTUM: Final = "momentum_buffer"
-
+MOMENTUM: Final = "momentum_buffer"
+"""Key of the momentum in what torch's Muon keeps of a parameter."""
 
 Settings = Mapping[str, Any]
 
@@ -47,7 +45,7 @@ def direction_of(gradient: Tensor, momentum: Tensor, new_momentum: Tensor, setti
         gradient: mean over the ranks, of the matrix's shape and order in memory.
         momentum: before the step; not changed.
         new_momentum: filled with the momentum after the step; may be ``momentum`` itself.
-        settings: of the matrix's group, or the group itself.
+        settings: of the matrix's group.
     """
     torch.lerp(momentum, gradient, 1 - settings["momentum"], out=new_momentum)
     update = gradient.lerp(new_momentum, settings["momentum"]) if settings["nesterov"] else new_momentum
@@ -88,7 +86,7 @@ def direction_view(flat: Tensor, shape: torch.Size) -> Tensor:
     """Return the direction in ``flat`` in the order in memory that torch's has, so that sums take the same way.
 
     Args:
-        flat: as many elements as `direction_numel` says.
+        flat: as many elements as `direction_numel` says, or more.
         shape: of the matrix.
     """
     rows, columns = shape
@@ -101,16 +99,6 @@ def matrix_view(flat: Tensor, like: Tensor) -> Tensor:
     if not like.is_contiguous() and like.T.is_contiguous():
         return flat.view(like.shape[1], like.shape[0]).T
     return flat.view(like.shape)
-
-
-def momentum_in(state: dict[str, Any]) -> Tensor | None:
-    """Return the momentum in what torch's Muon keeps of a parameter."""
-    return state.get(_MOMENTUM)
-
-
-def put_momentum(state: dict[str, Any], momentum: Tensor) -> None:
-    """Keep ``momentum`` where torch's Muon keeps it."""
-    state[_MOMENTUM] = momentum
 
 
 @functools.cache
@@ -132,7 +120,7 @@ def check_torch() -> None:
             momentum, new_momentum = new_momentum, momentum
         if direction.dtype != torch.bfloat16 or not torch.equal(whole, halves):
             raise _unknown_torch("computes another step than its parts do")
-        if not torch.equal(momentum, muon.state[whole][_MOMENTUM]):
+        if not torch.equal(momentum, muon.state[whole][MOMENTUM]):
             raise _unknown_torch("keeps another momentum")
 
 

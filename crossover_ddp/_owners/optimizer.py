@@ -30,17 +30,16 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
 from crossover_ddp._ddp.compiled import uncompiled
+from crossover_ddp._engine.journeys import nothing
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 Group = dict[str, Any]
 
-_OWN_HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_GLOBAL_HOOKS: Final = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _SPANS: Final = "torch.optim.optimizer"
 _SCHEDULERS: Final = "torch.optim.lr_scheduler"
 _MISSING: Final = object()
-_PROBE_GROUPS: Final = 3
-_PROBE_STEPS: Final = 2
+_TRIED_GROUPS: Final = 3
+_TRIED_STEPS: Final = 2
 _MARK: Final = "_crossover_ddp_state"
 
 
@@ -60,25 +59,19 @@ class StepPlan(NamedTuple):
 
 
 class PartialOptimizer:
-    """Apply an optimizer's step to some parameters at a time.
+    """Apply the step of ``optimizer``, which treats each parameter by itself, to some parameters at a time.
 
-    Args:
-        optimizer: any torch optimizer that treats each parameter by itself.
-
-    On failure: raises ``UnsupportedConfigurationError`` for optimizers whose parts do not add up to a step.
+    ``is_own``: whether its step is that of its class, but for what torch itself puts around it.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer, self.step = optimizer, optimizer.step
         # With torch's spans for a profiler, and without: a part of a step has no step hooks, see `is_watched`, and a
         # scheduler counts whole steps.
-        is_own = self.runs(type(optimizer).step)
-        self._spanned_step = _stripped(self.step, _SCHEDULERS) if is_own else None
-        self._bare_step = _stripped(self.step, _SCHEDULERS, _SPANS) if is_own else None
-
-    def runs(self, step: Callable[..., Any]) -> bool:
-        """Tell whether its step is this method of a class, but for what torch itself puts around it."""
-        return _stripped(self.step, _SCHEDULERS, _SPANS) is _stripped(step, _SPANS)
+        bare = _stripped(self.step, _SCHEDULERS, _SPANS)
+        self.is_own = bare is _stripped(type(optimizer).step, _SPANS)
+        self._spanned_step = _stripped(self.step, _SCHEDULERS) if self.is_own else None
+        self._bare_step = bare if self.is_own else None
 
     def take_whole(self) -> None:
         """Take the step as it is, without torch's spans and hooks."""
@@ -95,9 +88,11 @@ class PartialOptimizer:
 
     def is_watched(self) -> bool:
         """Tell whether somebody has registered hooks that expect a whole step."""
-        hooks = [getattr(optimizer_module, name, None) for name in _GLOBAL_HOOKS]
-        hooks += [getattr(self.optimizer, name, None) for name in _OWN_HOOKS]
-        return any(hooks)
+        return any(
+            getattr(optimizer_module, f"_global_optimizer_{when}_hooks", None)
+            or getattr(self.optimizer, f"_optimizer_step_{when}_hooks", None)
+            for when in ("pre", "post")
+        )
 
     def apply(self, plan: StepPlan, updates: Iterable[Update]) -> None:
         """Update these parameters as ``plan`` says; their ``.grad`` is left as it was."""
@@ -133,14 +128,11 @@ class PartialOptimizer:
         self, step: Callable[..., Any] | None, groups: list[Group], attributes: dict[str, Any]
     ) -> dict[str, Any]:
         """Take a step with other groups; return the attributes that the optimizer has then."""
-        if step is None:
-            return self._run_on_itself(groups)
-        shadow: Optimizer = object.__new__(type(self.optimizer))
-        shadow.__dict__.update(attributes, param_groups=groups)
-        step(shadow)
-        return vars(shadow)
-
-    def _run_on_itself(self, groups: list[Group]) -> dict[str, Any]:
+        if step is not None:
+            shadow: Optimizer = object.__new__(type(self.optimizer))
+            shadow.__dict__.update(attributes, param_groups=groups)
+            step(shadow)
+            return vars(shadow)
         whole, self.optimizer.param_groups = self.optimizer.param_groups, groups
         try:
             self.step()
@@ -162,7 +154,9 @@ def check_separable(optimizer: Optimizer) -> None:
             f"expected an optimizer with param_groups of its own, got {_name(optimizer)}, which wraps another; "
             f"pass the optimizer that it wraps{wrapped}, and go on to call the wrapper's step()"
         )
-    if _is_known(optimizer):
+    # All of torch's own treat each parameter by itself, but two.
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.") and PartialOptimizer(optimizer).is_own
+    if is_torchs and not isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
         return
     try:
         whole, parts = _tried(optimizer, in_parts=False), _tried(optimizer, in_parts=True)
@@ -187,13 +181,6 @@ def check_separable(optimizer: Optimizer) -> None:
         raise UnsupportedConfigurationError(
             f"expected an optimizer that treats each parameter by itself, got {_name(optimizer)}, {found[0]}"
         )
-
-
-def _is_known(optimizer: Optimizer) -> bool:
-    """Tell whether it is one of torch's own, all of which treat each parameter by itself but two."""
-    kind = type(optimizer)
-    is_torchs = kind.__module__.startswith("torch.optim.") and PartialOptimizer(optimizer).runs(kind.step)
-    return is_torchs and kind not in (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
 def _take_over(after: dict[str, Any], before: dict[str, Any], target: dict[str, Any]) -> None:
@@ -222,13 +209,17 @@ def _tried(optimizer: Optimizer, *, in_parts: bool) -> Optimizer:
 
     Parts come in the order opposite to that of a step: what is drawn for each parameter then shows.
     """
-    groups = [(group, tiny_like(group["params"])) for group in optimizer.param_groups[:_PROBE_GROUPS]]
+    groups = []
+    for group in optimizer.param_groups[:_TRIED_GROUPS]:
+        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        tiny = [p.new_empty((2,) * p.dim()) for p in (trained[0], trained[-1])] if trained else []
+        groups.append((group, [_ramp(p, 0.5 + place).requires_grad_() for place, p in enumerate(tiny)]))
     copy = copy_on(optimizer, groups)
     tiny = _parameters(copy)
     partial = PartialOptimizer(copy)
     with torch.random.fork_rng():
-        for step in range(_PROBE_STEPS):
-            gradients = [ramp(p, 0.1 + 3.0 * place + step) for place, p in enumerate(tiny)]
+        for step in range(_TRIED_STEPS):
+            gradients = [_ramp(p, 0.1 + 3.0 * place + step) for place, p in enumerate(tiny)]
             if in_parts:
                 plan = partial.plan()
                 for parameter, gradient in reversed([*zip(tiny, gradients, strict=True)]):
@@ -257,15 +248,7 @@ def copy_on(optimizer: Optimizer, groups: Iterable[tuple[Group, list[torch.Tenso
     return copy
 
 
-def tiny_like(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Make stand-ins, two elements wide, for two of these parameters."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    chosen = [trained[0], trained[-1]] if trained else []
-    stand_ins = (torch.empty((2,) * p.dim(), dtype=p.dtype, device=p.device) for p in chosen)
-    return [ramp(p, 0.5 + place).requires_grad_() for place, p in enumerate(stand_ins)]
-
-
-def ramp(like: torch.Tensor, start: float) -> torch.Tensor:
+def _ramp(like: torch.Tensor, start: float) -> torch.Tensor:
     """Return numbers from ``start`` on, one more each, of the shape and type of ``like``: beyond any limit of norms."""
     steps = torch.arange(like.numel(), dtype=torch.float32, device=like.device)
     return (steps + start).to(like.dtype).reshape(like.shape)
@@ -330,17 +313,13 @@ def check_not_intercepted(optimizer: Optimizer) -> None:
         )
 
 
-def _nothing() -> None:
-    pass
-
-
 def intercept(
     optimizer: Optimizer,
     *,
     on_step: Callable[[Callable[[], Any]], Any],
     on_zero_grad: Callable[[], None],
     on_look: Callable[[], None] | None = None,
-    flush: Callable[[], None] = _nothing,
+    flush: Callable[[], None] = nothing,
     unwatched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> contextlib.ExitStack:
     """Have ours called in the place of the optimizer's own methods; close what is returned to end it.
@@ -357,8 +336,9 @@ def intercept(
     own = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
     original_step, original_zero_grad = optimizer.step, optimizer.zero_grad
 
+    @functools.wraps(original_step)
     @uncompiled
-    def stepped(closure: Callable[[], Any] | None) -> Any:
+    def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if closure is None:
             return on_step(original_step)
         with torch.enable_grad():  # as torch's optimizers do: once, before they look at gradients
@@ -366,27 +346,32 @@ def intercept(
         on_step(original_step)
         return loss
 
-    @functools.wraps(original_step)
-    def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        return stepped(closure)
-
+    @functools.wraps(original_zero_grad)
     @uncompiled
-    def zero(set_to_none: bool) -> None:
+    def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
         if not set_to_none:
             flush()
         with unwatched():
             original_zero_grad(set_to_none)
         on_zero_grad()
 
-    @functools.wraps(original_zero_grad)
-    def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
-        zero(set_to_none)
-
     # Methods, since learning-rate schedulers wrap ``optimizer.step.__func__``.
     ours = {"step": types.MethodType(step, optimizer), "zero_grad": types.MethodType(zero_grad, optimizer)}
     vars(optimizer).update(ours)
     setattr(optimizer, _MARK, True)
-    stack.callback(_restore, optimizer, ours, own)
+
+    @stack.callback
+    def restore() -> None:
+        for group in optimizer.param_groups:
+            if type(group["params"]) is GuardedList:
+                group["params"] = [*list.__iter__(group["params"])]
+        for name, value in own.items():
+            # A scheduler may have wrapped ours meanwhile; ours hands everything on by now.
+            if vars(optimizer).get(name) is ours[name]:
+                del vars(optimizer)[name]
+                vars(optimizer).update({} if value is None else {name: value})
+        delattr(optimizer, _MARK)
+
     if on_look is not None:
         guard_groups(optimizer, on_look)
     for register in (optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
@@ -399,18 +384,3 @@ def guard_groups(optimizer: Optimizer, look: Callable[[], None]) -> None:
     for group in optimizer.param_groups:
         if type(group["params"]) is not GuardedList:
             group["params"] = GuardedList(group["params"], look)
-
-
-def _restore(optimizer: Optimizer, ours: dict[str, Any], own: dict[str, Any]) -> None:
-    for group in optimizer.param_groups:
-        if type(group["params"]) is GuardedList:
-            group["params"] = [*list.__iter__(group["params"])]
-    for name, value in own.items():
-        # A scheduler may have wrapped ours meanwhile; ours hands everything on by now.
-        if vars(optimizer).get(name) is not ours[name]:
-            continue
-        if value is None:
-            vars(optimizer).pop(name, None)
-        else:
-            vars(optimizer)[name] = value
-    vars(optimizer).pop(_MARK, None)

@@ -1,12 +1,10 @@
 """Where owned things lie in the buffers that travel for one bucket. Pure: no tensors, no processes.
 
 [Note: packing] A rank's part holds, both ways, what it owns. Behind that lies so much of what passes through that the
-parts, both ways together, become as equal as they can be; and behind that what need not be counted for it, such as what
-travels one way only.
+parts, both ways together, become as equal as they can be.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -30,8 +28,7 @@ class Place(NamedTuple):
     back: Span
 
 
-@dataclass(frozen=True)
-class Packing:
+class Packing(NamedTuple):
     """The contents of both buffers, see [Note: packing].
 
     Args:
@@ -39,51 +36,38 @@ class Packing:
         back: parts of the buffer that returns.
         items: places, in the order of the items.
         passing: what passes through: where it is in the bucket, and its place.
-        behind: places, in the order of the items behind.
     """
 
     there: tuple[int, ...]
     back: tuple[int, ...]
     items: tuple[Place, ...]
     passing: tuple[tuple[Span, Place], ...]
-    behind: tuple[Place, ...]
 
 
 @lru_cache(maxsize=1024)
-def packing(
-    world_size: int, items: tuple[Item, ...], passing: tuple[Span, ...] = (), behind: tuple[Item, ...] = ()
-) -> Packing:
+def packing(world_size: int, items: tuple[Item, ...], passing: tuple[Span, ...] = ()) -> Packing:
     """Lay both buffers out; the same on all ranks, since it depends on the arguments only.
 
     Args:
         world_size: number of parts.
         items: what has an owner.
         passing: spans of the bucket that pass through, in order; they are cut where parts end.
-        behind: what else has an owner, behind what passes through.
     """
     there, back = [0] * world_size, [0] * world_size
     offsets = _stack(items, there, back)
     both = [(out + home) // 2 for out, home in zip(there, back, strict=True)]
     cut = list(cut_up(passing, fill_up(both, sum(span.numel for span in passing))))
-    all_items = (*items, *(Item(owner, span.numel, span.numel) for span, owner in cut), *behind)
+    all_items = (*items, *(Item(owner, span.numel, span.numel) for span, owner in cut))
     offsets += _stack(all_items[len(items) :], there, back)
     lengths = tuple(there), tuple(back)
     parts = [spans_of(each) for each in lengths]
-    starts = [(parts[0][each.owner].start, parts[1][each.owner].start) for each in all_items]
-    places = [
-        Place(owner, Span(out + a, out + a + numel_there), Span(home + b, home + b + numel_back))
-        for (owner, numel_there, numel_back), (out, home), (a, b) in zip(
-            all_items, starts, offsets, strict=True
-        )
-    ]
-    owned, passed = len(items), len(items) + len(cut)
+    places = []
+    for (owner, numel_there, numel_back), (out, home) in zip(all_items, offsets, strict=True):
+        a, b = parts[0][owner].start + out, parts[1][owner].start + home
+        places.append(Place(owner, Span(a, a + numel_there), Span(b, b + numel_back)))
     spans = [span for span, _ in cut]
-    return Packing(
-        *lengths,
-        tuple(places[:owned]),
-        tuple(zip(spans, places[owned:passed], strict=True)),
-        tuple(places[passed:]),
-    )
+    passed = zip(spans, places[len(items) :], strict=True)
+    return Packing(*lengths, tuple(places[: len(items)]), tuple(passed))
 
 
 def _stack(items: Sequence[Item], there: list[int], back: list[int]) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ begun is not interrupted. Source: the α–β model is common; the schedule is o
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -45,13 +45,12 @@ class BucketTimes(NamedTuple):
     """One bucket of a recorded step, in the order of backward.
 
     ``ready_s``: seconds of backward's compute until its last gradient. ``needed_s``: seconds of forward's compute
-    until one of its parameters is read. ``update_s``: seconds that the optimizer takes for it.
+    until one of its parameters is read.
     """
 
     size_bytes: int
     ready_s: float
     needed_s: float
-    update_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,9 @@ class Workload:
     buckets: tuple[BucketTimes, ...]
 
     @property
-    def update_s(self) -> float:
-        """Seconds of the optimizer."""
-        return sum(bucket.update_s for bucket in self.buckets)
-
-    @property
     def compute_s(self) -> float:
         """Seconds of the whole step without communication."""
-        return self.forward_s + self.backward_s + self.update_s
+        return self.forward_s + self.backward_s
 
     def encoded(self, hook_s: float) -> "Workload":
         """Add (or take away, if negative) the seconds that encoding costs for each byte, in backward."""
@@ -86,7 +80,7 @@ def all_reduce_step_s(work: Workload, link: Link) -> float:
     wire_s = 0.0
     for bucket in work.buckets:
         wire_s = max(wire_s, bucket.ready_s) + 2 * link.half_s(bucket.size_bytes)
-    return work.forward_s + max(work.backward_s, wire_s) + work.update_s
+    return work.forward_s + max(work.backward_s, wire_s)
 
 
 def decoupled_step_s(work: Workload, link: Link) -> float:
@@ -110,7 +104,7 @@ def _forward(work: Workload, wire: "_Wire", now_s: float) -> float:
         bucket = work.buckets[place]
         now_s += bucket.needed_s - done_s
         done_s = bucket.needed_s
-        now_s = max(now_s, wire.gathered_s(place)) + bucket.update_s
+        now_s = max(now_s, wire.gathered_s(place))
     return now_s + work.forward_s - done_s
 
 
@@ -144,9 +138,6 @@ class _Wire:
             self._done_s[place] = self._free_s
         else:
             self._tasks.append((True, self._free_s, place, bucket))
-
-
-Predict = Callable[[Workload, Link], float]
 
 
 @dataclass(frozen=True)
@@ -212,7 +203,7 @@ class CodecCost:
 EXACT: Final = CodecCost(1.0, 0.0, 0.0)
 
 
-def coded_step_s(work: Workload, link: Link, cost: CodecCost, predict: Predict = all_reduce_step_s) -> float:
+def coded_step_s(work: Workload, link: Link, cost: CodecCost) -> float:
     """Return the time of a step with a codec, on one core for compute and workers.
 
     A bucket's workers wait for its wire, and the next half of it for them; so their time counts as the wire's. No step
@@ -220,12 +211,10 @@ def coded_step_s(work: Workload, link: Link, cost: CodecCost, predict: Predict =
     """
     coded, total = work.encoded(cost.hook_s), sum(bucket.size_bytes for bucket in work.buckets)
     slowed = Link(link.alpha_s, link.beta_s * cost.rate + cost.worker_s / 2)
-    return max(predict(coded, slowed), coded.compute_s + cost.worker_s * total)
+    return max(all_reduce_step_s(coded, slowed), coded.compute_s + cost.worker_s * total)
 
 
-def weakest_codec(
-    work: Workload, link: Link, costs: Sequence[CodecCost], predict: Predict = all_reduce_step_s
-) -> tuple[int, tuple[float, ...]]:
+def weakest_codec(work: Workload, link: Link, costs: Sequence[CodecCost]) -> tuple[int, tuple[float, ...]]:
     """Return which codec to take, of ``costs`` with the weakest first, and the predicted seconds of a step with each.
 
     The weakest whose step is about as short as the shortest: where it hides what is left of the exchange, a stronger
@@ -233,6 +222,6 @@ def weakest_codec(
     """
     if not costs:
         raise ValueError("expected at least one codec to choose from, got none; pass None for no codec")
-    predicted = tuple([coded_step_s(work, link, cost, predict) for cost in costs])
+    predicted = tuple([coded_step_s(work, link, cost) for cost in costs])
     good_s = min(predicted) * (1 + _INDIFFERENCE)
     return next(place for place, step_s in enumerate(predicted) if step_s <= good_s), predicted

@@ -80,13 +80,6 @@ def test_two_steps_of_one_optimizer_before_the_others_are_two_steps_or_an_error(
         training.optimizer.step()
 
 
-@pytest.mark.defect("decoupled-10")
-def test_no_codec_is_planned_for_owners() -> None:
-    training = owned().run()
-    with pytest.raises(UnsupportedConfigurationError, match="owners"):
-        training.state.plan_codec()
-
-
 @pytest.mark.defect("decoupled-11", "strangers-29")
 @pytest.mark.parametrize("muon", [False, True])
 @in_ranks(2)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from crossover_ddp import DecoupledState, GPUMutex, kfac_hooks
 from crossover_ddp._averaging import shared_centre
-from crossover_ddp._decoupled.clock import BLOCK, END, WARM_UP, Trial
+from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP, Trial
 from crossover_ddp._engine import links
 from crossover_ddp._engine.device import Device, Native
 from crossover_ddp._engine.exchange import Exchange
@@ -94,13 +94,13 @@ def pretend_times(state: DecoupledState, *, deferred_s: float, whole_s: float) -
     def clock() -> float:
         return now_s
 
-    def backward_ended(agree: Any, settle: Any) -> None:
+    def backward_ended(*where: Any) -> None:
         nonlocal now_s
         now_s += deferred_s if trial.defers else whole_s
-        type(trial).backward_ended(trial, agree, settle)
+        type(trial).backward_ended(trial, *where)
 
     trial._clock = clock
-    trial.backward_ended = backward_ended  # type: ignore[method-assign]
+    trial.backward_ended = backward_ended  # type: ignore[method-assign, assignment]
 
 
 @contextlib.contextmanager

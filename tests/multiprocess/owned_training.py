@@ -148,19 +148,13 @@ def timm_muon(module: nn.Module) -> list[Optimizer]:
     return [timm.optim.create_optimizer_v2(module, opt="muon", lr=0.02, weight_decay=0.05)]
 
 
-class DerivedMuon(Muon):
-    """A class made of torch's Muon: nobody knows what it does to its step, so that its parameters travel."""
-
-
 MAKE: dict[str, Callable[[Any], list[Optimizer]]] = {
     "soap": with_adamw(Soap),
     "soap in place": with_adamw(functools.partial(Soap, in_place=True)),
     "soap in groups": soap_in_groups,
-    "muon": with_adamw(lambda matrices: Muon(matrices, lr=0.02)),
     "muon in groups": muon_in_groups,
     "muon without nesterov": functools.partial(muon_in_groups, nesterov=False, ns_steps=3),
     "adamw and muon": lambda module: muon_in_groups(module)[::-1],
-    "derived muon": with_adamw(lambda matrices: DerivedMuon(matrices, lr=0.02)),
     "adamw": lambda module: [AdamW(module.parameters(), lr=3e-3)],
     "adan": adan,
     "timm muon": timm_muon,

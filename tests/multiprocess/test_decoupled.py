@@ -1,17 +1,15 @@
-"""Decoupled training in real ranks: what one rank may do alone, and plans of buckets."""
+"""Decoupled training in real ranks: what one rank may do alone."""
 
 import copy
 import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import timm.utils
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 from tests.harness import in_ranks
-from tests.harness.oracles import error_of
 from tests.harness.training import Training
 from tests.multiprocess.averaging_oracle import MAKERS, loss_of, network
 
@@ -91,15 +89,3 @@ def test_gradients_without_bucket_views_are_those_of_plain_ddp_after_forward(ran
             training.held[0].grad = None
     assert one.state.stats()["steps_deferred"] > 5
     assert torch.equal(end(one), end(plain))
-
-
-@pytest.mark.parametrize(("steps", "recorded"), [(1, [False, False]), (8, [False, True])])
-@in_ranks(2)
-def test_a_plan_needs_deferred_steps_on_all_ranks(rank: int, steps: int, recorded: list[bool]) -> None:
-    training = training_of(rank, "sgd")
-    for _ in range(steps):
-        training.step()
-        if rank == 0:  # whose updates do not come in forward then, so that it has nothing to plan from
-            training.model.module.state_dict()
-    assert f"got {recorded}; train some ten steps before" in error_of(training.state.plan_codec)
-    end(training)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Muon
+from torch.optim import SGD, Muon
 
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -16,7 +16,7 @@ from crossover_ddp.muon_hooks import MuonState, muon_hook
 from tests.harness import in_ranks, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.training import Training, same
-from tests.multiprocess.owned_training import MAKE, DerivedMuon, by_owners, training_of
+from tests.multiprocess.owned_training import MAKE, by_owners, training_of
 
 pytestmark = pytest.mark.torch_version
 
@@ -63,12 +63,14 @@ WALKS: dict[int, dict[str, dict[str, Any]]] = {
         "muon_hook": {"way": "muon", "gradient_as_bucket_view": False},
         "muon_hook-nesterov": {"way": "muon", "kind": "muon without nesterov"},
         "no_views": {"gradient_as_bucket_view": False},
+        "muon_hook-bfloat16": {"way": "muon", "dtype": torch.bfloat16},
+        "muon_hook-float64": {"way": "muon", "dtype": torch.float64},
+        "muon_hook-unused": {"way": "muon", **UNUSED},
+        "muon_hook-tensor_rate": {"way": "muon", "act": tensor_rate},
         "bfloat16": {"dtype": torch.bfloat16},
-        "float64": {"dtype": torch.float64},
         "unused": UNUSED,
         "unused-soap": {"kind": "soap in groups", **UNUSED},
         "changed": {"act": changed},
-        "tensor_rate": {"act": tensor_rate},
     },
     3: {"muon_hook": {"way": "muon"}, "owned-muon": {}},
     4: {"owned-muon": {}, "owned-soap": {"kind": "soap"}},
@@ -234,11 +236,11 @@ def test_state_of_lists_and_tuples_and_counts_of_groups_are_saved(rank: int) -> 
 
 
 @in_ranks(2)
-def test_ranks_of_which_only_one_would_send_directions_are_told(rank: int) -> None:
+def test_ranks_with_other_optimizers_are_told(rank: int) -> None:
     def way(model: Any, optimizers: Any, mutex: Any) -> tuple[Any, Any]:
-        muon = (DerivedMuon if rank else Muon)(model.module.matrices(), lr=0.02)
+        muon = (SGD if rank else Muon)(model.module.matrices(), lr=0.02)
         return DecoupledState([muon, optimizers[1]], owners="layers"), decoupled_hook
 
-    message = "the same parameters in the optimizers on all ranks.*DerivedMuon"
+    message = "the same parameters in the optimizers on all ranks.*Muon"
     with pytest.raises(UnsupportedConfigurationError, match=message):
         training_of(way, rank).backward()

@@ -1,17 +1,11 @@
 """`plan_codec` between real ranks: rank 0's choice on all, and an error on all where nothing was recorded."""
 
-import itertools
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from crossover_ddp import UnsupportedConfigurationError
 from crossover_ddp.codecs import CodecPlan, CompressedState, Int8
 from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
-from tests.harness.networks import mlp
-from tests.harness.training import Training
 from tests.multiprocess.compressed_training import Coded
 from tests.multiprocess.identity_codec import Identity
 
@@ -30,24 +24,10 @@ def plans(rank: int, world_size: int) -> list[CodecPlan]:
     return found
 
 
-def decoupled_plan(rank: int, world_size: int) -> list[CodecPlan]:
-    training = Training("decoupled", rank, module=mlp(6, 64, 128, 64, seed=0), bucket_cap_mb=0.01)
-    with pytest.raises(UnsupportedConfigurationError, match="expected recorded steps on all ranks"):
-        training.state.plan_codec(CANDIDATES)
-    return [training.run(6).state.plan_codec(CANDIDATES)]
-
-
-CELLS: list[tuple[Any, int]] = [(plans, 3), (decoupled_plan, 2)]
-if IN_CAMPAIGN:
-    CELLS = [*itertools.product((plans, decoupled_plan), (2, 3))]
-
-
-@pytest.mark.parametrize(("function", "world_size"), CELLS)
+@pytest.mark.parametrize("world_size", [2, 3] if IN_CAMPAIGN else [3])
 @in_ranks()
-def test_all_ranks_have_the_plan_of_rank_0(
-    rank: int, world_size: int, function: Callable[[int, int], list[CodecPlan]]
-) -> list[CodecPlan]:
-    found = function(rank, world_size)
+def test_all_ranks_have_the_plan_of_rank_0(rank: int, world_size: int) -> list[CodecPlan]:
+    found = plans(rank, world_size)
     for plan in found:
         codec = plan.codec
         assert codec in CANDIDATES

@@ -10,8 +10,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from crossover_ddp._ddp.compiled import uncompiled
-from crossover_ddp._decoupled.clock import END
 from crossover_ddp._decoupled.guards import called_by_compiled_code
+from crossover_ddp._decoupled.trial import END
 from tests.harness import training as harness
 from tests.unit.decoupled.decoupled_training import assert_same, inputs, network
 

@@ -72,10 +72,8 @@ def test_what_cannot_be_combined_is_refused_and_leaves_the_optimizer_alone(
         DecoupledState(made.optimizer, kfac=made.kfac)
 
 
-def test_its_own_hook_and_a_plan_of_a_codec_are_refused() -> None:
+def test_its_own_hook_is_refused() -> None:
     made = Training(decoupled=True).run(3)
-    with refuses("expected a state without owners or kfac to plan a codec for"):
-        made.state.plan_codec()
     other = DistributedDataParallel(made.model.module)
     other.register_comm_hook(made.kfac, kfac_hook)
     with refuses("expected decoupled_hook for a KFACState"):

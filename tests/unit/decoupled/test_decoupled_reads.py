@@ -114,7 +114,7 @@ def test_hyper_parameters_and_zero_grad_bring_nothing_up_to_date() -> None:
 
 def test_a_thread_that_saves_applies_no_update_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     training, plain = (each.run() for each in both())
-    partial = training.state._partial
+    partial = training.state._partials[0]
     original, both_are_in = partial.apply, threading.Barrier(2)
 
     def slow(*args: Any) -> None:

@@ -1,10 +1,12 @@
 """Deferring is tried, and what is faster for the slowest rank is kept."""
 
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
+import torch
 
-from crossover_ddp._decoupled.clock import BLOCK, BLOCKS, END, WARM_UP, Trial
+from crossover_ddp._decoupled.trial import BLOCK, BLOCKS, END, WARM_UP, Trial
 
 
 class World:
@@ -17,14 +19,17 @@ class World:
         self.asked = 0
         self._step_s = {True: deferred_s, False: whole_s}
         self._others = others
-        self.trial = Trial(clock=lambda: self.now_s)
+        self.trial = Trial()
+        self.trial._clock = lambda: self.now_s  # type: ignore[method-assign]
 
     def step(self, extra_s: float = 0.0) -> None:
         self.now_s += self._step_s[self.trial.defers] + extra_s
         self.modes.append(self.trial.defers)
-        self.trial.backward_ended(self._agree, lambda: self.settled_at.append(len(self.modes)))
+        with mock.patch("torch.cuda.synchronize", lambda _: self.settled_at.append(len(self.modes))):
+            self.trial.backward_ended(self, torch.device("cuda"))  # type: ignore[arg-type]
 
-    def _agree(self, numbers: Sequence[float]) -> list[list[float]]:
+    def gather_numbers(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
+        """As `Exchange.gather_numbers`."""
         self.asked += 1
         return [list(numbers), *map(list, self._others)]
 

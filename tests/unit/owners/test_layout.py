@@ -1,6 +1,5 @@
 """Who owns what by its cost, and where it lies in what travels: once both ways, in its owner's part."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +8,7 @@ from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.muon import newton_schulz_flop
 from crossover_ddp._owners.packing import Item, Place, fill_up, packing
 
-Arguments = tuple[int, tuple[Item, ...], tuple[Span, ...], tuple[Item, ...]]
+Arguments = tuple[int, tuple[Item, ...], tuple[Span, ...]]
 
 
 @st.composite
@@ -18,15 +17,14 @@ def arguments(draw: st.DrawFn) -> Arguments:
     item = st.builds(Item, st.integers(0, world_size - 1), st.integers(0, 40), st.integers(0, 40))
     borders = sorted(draw(st.lists(st.integers(0, 100), max_size=8)))
     spans = tuple(Span(start, stop) for start, stop in zip(borders[::2], borders[1::2], strict=False))
-    items, behind = (tuple(draw(st.lists(item, max_size=6))) for _ in range(2))
-    return world_size, items, spans, behind
+    return world_size, tuple(draw(st.lists(item, max_size=6))), spans
 
 
 @given(arguments())
 def test_everything_travels_once_both_ways_in_its_owners_part(given: Arguments) -> None:
-    _, items, spans, behind = given
+    _, items, spans = given
     made = packing(*given)
-    for place, (owner, there, back) in zip((*made.items, *made.behind), (*items, *behind), strict=True):
+    for place, (owner, there, back) in zip(made.items, items, strict=True):
         assert (place.owner, place.there.numel, place.back.numel) == (owner, there, back)
     for span, place in made.passing:
         assert span.numel == place.there.numel == place.back.numel
@@ -34,7 +32,7 @@ def test_everything_travels_once_both_ways_in_its_owners_part(given: Arguments) 
     assert [n for span, _ in made.passing for n in range(*span)] == [
         n for span in spans for n in range(*span)
     ]
-    places: list[Place] = [*made.items, *(place for _, place in made.passing), *made.behind]
+    places: list[Place] = [*made.items, *(place for _, place in made.passing)]
     for layout, both in ((made.there, [p.there for p in places]), (made.back, [p.back for p in places])):
         assert sorted(n for span in both for n in range(*span)) == [*range(sum(layout))]
         for span, place in zip(both, places, strict=True):
@@ -43,9 +41,9 @@ def test_everything_travels_once_both_ways_in_its_owners_part(given: Arguments) 
 
 
 def test_what_passes_through_fills_the_parts_up() -> None:
-    made = packing(2, (Item(1, 100, 50),), (Span(0, 300),), (Item(1, 0, 2),))
+    made = packing(2, (Item(1, 100, 50),), (Span(0, 300),))
     first, second = (there + back for there, back in zip(made.there, made.back, strict=True))
-    assert abs(first - second) <= 4, "what lies behind, and what halves cannot share out"
+    assert abs(first - second) <= 2, "what halves cannot share out"
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(0, 200))
@@ -73,8 +71,6 @@ def test_equal_ones_of_a_bucket_spread_over_the_ranks() -> None:
     assert assign([5] * 6, 3).owners == (2, 1, 0, 2, 1, 0)
     assert assign([1, 1, 2, 3], 2).owners == (0, 1, 1, 0)
     assert assign([], 2).busiest_share == 0
-    with pytest.raises(ValueError, match="expected at least one rank"):
-        assign([1], 0)
 
 
 def test_the_cost_is_that_of_the_products() -> None:

@@ -128,9 +128,25 @@ class Talkative(SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_with_collectives_of_its_own_is_refused() -> None:
-    with refuses("Talkative.*allreduce"):
-        DecoupledState(Talkative(nn.Linear(2, 2).parameters(), lr=0.1), owners="layers")
+class Square(SGD):
+    """Works on square matrices only, as those are that every optimizer is tried on."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                torch.linalg.cholesky(torch.eye(parameter.shape[0]) * torch.ones(parameter.shape))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Talkative, "Talkative.*allreduce"), (Square, r"Square, which failed on one of shape \(4, 6\)")],
+)
+def test_an_optimizer_that_cannot_run_on_one_parameter_alone_is_refused(
+    kind: type[SGD], message: str
+) -> None:
+    with refuses(message):
+        DecoupledState(kind([nn.Parameter(torch.ones(4, 6))], lr=0.1), owners="layers")
 
 
 # --- Muon ---------------------------------------------------------------------------------------------------------
