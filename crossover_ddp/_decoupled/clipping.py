@@ -6,14 +6,14 @@ in float64, of the same elements in whatever order, and rounded to the gradients
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .pending import Pending, Share
+from .pending import Pending
 
 _PIECE_NUMEL: Final = 1 << 18
 
@@ -21,11 +21,28 @@ _PIECE_NUMEL: Final = 1 << 18
 def clip(
     pending: Pending, group: dist.ProcessGroup, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """See `DecoupledState.clip_grad_norm_`. **Collective**."""
+    """See `DecoupledState.clip_grad_norm_`. Each rank looks at its own parts, unless some rank has whole gradients.
+
+    **Collective**: three numbers per rank are exchanged.
+    """
     pending.collect()
     shares, parameters = pending.shares, pending.parameters()
-    norm = _norm_of_parts(shares, norm_type, group, parameters[0].device)
-    if norm is None:
+    if norm_type != 2.0 and any(update.gradient.is_complex() for share in shares for update in share.updates):
+        raise ValueError(
+            f"expected norm_type=2 for complex gradients, got norm_type={norm_type}; call flush() and "
+            "torch.nn.utils.clip_grad_norm_"
+        )
+    pieces = [piece for share in shares for piece in share.own_pieces()]
+    summed = _sum_of_powers(pieces, norm_type, parameters[0].device)
+    # gloo's maximum loses NaN.
+    is_nan, is_whole = summed.isnan(), torch.full_like(summed, not shares)
+    exchanged = torch.stack((summed.nan_to_num(nan=0.0, posinf=math.inf), is_nan, is_whole))
+    dist.all_reduce(exchanged, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+    if shares and not exchanged[2]:
+        summed, factor = torch.where(exchanged[1] > 0, math.nan, exchanged[0]), shares[0].factor
+        norm = _root(summed, norm_type, [share.bucket.flat.dtype for share in shares])
+        norm = norm if factor is None else norm * factor
+    else:
         pending.make_whole()
         shares, gradients = [], [p.grad.detach() for p in parameters if p.grad is not None]
         if not gradients:
@@ -43,35 +60,6 @@ def clip(
     for share in shares:
         share.factor = factor if share.factor is None else share.factor * factor
     return norm
-
-
-def _norm_of_parts(
-    shares: Sequence[Share], norm_type: float, process_group: dist.ProcessGroup, device: torch.device
-) -> torch.Tensor | None:
-    """Return the p-norm of all collected gradients together: each rank looks at its own parts.
-
-    None if a rank has no shares: its gradients are whole, and all ranks must look at whole ones.
-
-    **Collective**: three numbers per rank are exchanged.
-    """
-    if norm_type != 2.0 and any(update.gradient.is_complex() for share in shares for update in share.updates):
-        raise ValueError(
-            f"expected norm_type=2 for complex gradients, got norm_type={norm_type}; call flush() and "
-            "torch.nn.utils.clip_grad_norm_"
-        )
-    pieces = [piece for share in shares for piece in share.own_pieces()]
-    summed = _sum_of_powers(pieces, norm_type, device)
-    # gloo's maximum loses NaN.
-    is_nan, is_whole = summed.isnan(), torch.full_like(summed, not shares)
-    exchanged = torch.stack((summed.nan_to_num(nan=0.0, posinf=math.inf), is_nan, is_whole))
-    dist.all_reduce(
-        exchanged, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=process_group
-    )
-    if not shares or exchanged[2]:
-        return None
-    summed = torch.where(exchanged[1] > 0, math.nan, exchanged[0])
-    norm = _root(summed, norm_type, [share.bucket.flat.dtype for share in shares])
-    return norm if shares[0].factor is None else norm * shares[0].factor
 
 
 def _sum_of_powers(tensors: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:

@@ -190,19 +190,20 @@ class DecoupledState(Owning):
         self._kfac, self._turn = kfac, cast(Turn | None, mutex)
         if kfac is not None:
             kfac.defer(self)
+        self._hooks = contextlib.ExitStack()
         self._pending = Pending(optimizers, withheld=owners is not None)
         self._partials = [PartialOptimizer(each) for each in optimizers]
         self._owners: Owners | None = None
         if owners is not None:
             group = resolve_group(process_group)
             self._owners = Owners(self._partials, group, self._pending, self._take_turn)
-        is_tried = kfac is None and owners is None and defer == "auto"
-        self._trial = Trial() if is_tried else None
+            self._kept = self._owners.kept
+            self._hooks.enter_context(self._kept.hooks)
+        self._trial = Trial() if kfac is None and owners is None and defer == "auto" else None
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._exchange: Exchange | None = None
         self._buffers: BufferCopy | None = None
         self._has_turn, self._closed = mutex is None, False
-        self._hooks = contextlib.ExitStack()
         for number, each in enumerate(optimizers):
             drop = nothing if self._owners is None else functools.partial(self._owners.drop, number)
             methods = intercept(
@@ -214,9 +215,6 @@ class DecoupledState(Owning):
                 unwatched=self._pending.unwatched,
             )
             self._hooks.enter_context(methods)
-        if self._owners is not None:
-            self._kept = self._owners.kept
-            self._hooks.enter_context(self._kept.hooks)
         self.answered = uncompiled(answered)  # backward may have been called by compiled code
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
@@ -450,14 +448,20 @@ class DecoupledState(Owning):
 
     def _share(self, exchange: Exchange, bucket: dist.GradBucket) -> Share:
         """Send a bucket on its way that backward does not wait for."""
-        model = self._model()
-        copies = model is not None and not model.gradient_as_bucket_view
         if self._owners is not None:
-            return self._owners.send(bucket, state=self, turn=self._turn, copies=copies)
-        taken = self._carry(exchange, bucket, self._turn, hands_back=True)
-        contents = contents_of(bucket, taken.flat) if copies else ()
+            return self._owners.send(bucket, state=self, turn=self._turn, copies=self._copies)
+        taken = self._carry(
+            exchange, bucket, self._turn, hands_back=True
+        )  # K-FAC's first one finds the model
+        contents = contents_of(bucket, taken.flat) if self._copies else ()
         views = {id(each.parameter): each.gradient for each in contents}
-        return Share(taken, bucket.parameters(), views if copies else None)
+        return Share(taken, bucket.parameters(), views if self._copies else None)
+
+    @property
+    def _copies(self) -> bool:
+        """Whether DDP copies gradients out of its buckets."""
+        model = self._model()
+        return model is not None and not model.gradient_as_bucket_view
 
     def _carry(
         self, exchange: Exchange, bucket: dist.GradBucket, turn: Turn | None, *, hands_back: bool

@@ -64,9 +64,5 @@ class Trial:
         own = min(self._step_s[::2]), min(self._step_s[1::2])
         deferred_s, whole_s = map(max, zip(*exchange.gather_numbers(own, device), strict=True))
         self.defers, self.is_over = whole_s > _WORTH_IT * deferred_s, True
-        logger.info(
-            "decoupled: a step takes %.4f s deferred and %.4f s not deferred; from now on steps are %sdeferred",
-            deferred_s,
-            whole_s,
-            "" if self.defers else "not ",
-        )
+        text = "decoupled: a step takes %.4f s deferred and %.4f s not deferred; from now on steps are %sdeferred"
+        logger.info(text, deferred_s, whole_s, "" if self.defers else "not ")

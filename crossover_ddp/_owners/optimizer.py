@@ -83,7 +83,12 @@ class PartialOptimizer:
         groups = self.optimizer.param_groups
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         plan = StepPlan([_hyper_parameters(group) for group in groups], group_of, {**vars(self.optimizer)})
-        self._count(groups, plan.attributes)
+        # What a step changes in groups, and of the optimizer itself.
+        empty = [{**group, "params": []} for group in groups]
+        after = self._run(self._bare_step, empty, plan.attributes)
+        for group, counted in zip(groups, empty, strict=True):
+            _take_over(counted, group, group)
+        _take_over(after, plan.attributes, vars(self.optimizer))
         return plan
 
     def is_watched(self) -> bool:
@@ -115,14 +120,6 @@ class PartialOptimizer:
         finally:
             for parameter, former, _ in kept:
                 parameter.grad = former
-
-    def _count(self, groups: list[Group], attributes: dict[str, Any]) -> None:
-        """Have the optimizer change in its groups, and of itself, what a step changes there."""
-        empty = [{**group, "params": []} for group in groups]
-        after = self._run(self._bare_step, empty, attributes)
-        for group, counted in zip(groups, empty, strict=True):
-            _take_over(counted, group, group)
-        _take_over(after, attributes, vars(self.optimizer))
 
     def _run(
         self, step: Callable[..., Any] | None, groups: list[Group], attributes: dict[str, Any]
