@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.fake_cuda import session as fake_cuda
 from tests.harness import close_pools, single_process_group
 from tests.harness._preloaded import forked_if_script
-from tests.harness.leaks import Snapshot
+from tests.harness.leaks import nothing_left_behind
 from tests.harness.scripts import hear_ignored_signals
 
 # Timing never decides a unit test, and the same tree gives the same result twice; new examples come in the campaign.
@@ -79,14 +79,8 @@ def _end_ranks_with_session() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    before = Snapshot.take()
-    yield
-    leaks = before.leaks()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        leaks.append("default process group")
-    if leaks:
-        pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
+    with nothing_left_behind():
+        yield
 
 
 @pytest.fixture

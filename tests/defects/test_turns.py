@@ -134,32 +134,22 @@ STATES: dict[str, tuple[Callable[..., Any], Any]] = {
 }
 
 
-def _train_a_model_of_one_rank(rank: int, world_size: int, group: str) -> dict[str, str]:
+@pytest.mark.defect("turns-3")
+@in_ranks(2)
+def test_a_mutex_of_other_ranks_than_the_model_s_is_refused(rank: int, world_size: int) -> None:
+    """Every state that takes ``mutex=`` says at the first ``backward()`` whose turns a model's ranks can take."""
     join_over(rank, world_size)
-    mutex, alone = GPUMutex(group, device=f"dev{rank}"), dist.new_group([1])
-    errors = {}
-    for name, (make, hook) in STATES.items() if rank else ():
+    mutex, alone = GPUMutex(device=f"dev{rank}"), dist.new_group([1])
+    for make, hook in STATES.values() if rank else ():
         module = torch.nn.Linear(4, 4, bias=False)
         model = DistributedDataParallel(module, process_group=alone, gradient_as_bucket_view=True)
         model.register_comm_hook(make(module, process_group=alone, mutex=mutex), hook)
-        try:
+        message = r"(?s)expected a mutex of the ranks \[1\].*process_group"
+        with pytest.raises(UnsupportedConfigurationError, match=message):
             model(torch.ones(2, 4)).sum().backward()
-        except UnsupportedConfigurationError as error:
-            errors[name] = str(error)
     take_turns(mutex, 1, 0.0)
     assert mutex.stats()["disabled_because"] is None
     mutex.close()
-    return errors
-
-
-@pytest.mark.defect("turns-3")
-def test_a_mutex_of_other_ranks_than_the_model_s_is_refused() -> None:
-    """Every state that takes ``mutex=`` says at the first ``backward()`` whose turns a model's ranks can take."""
-    _, errors = run_ranks(_train_a_model_of_one_rank, 2, args=(new_group(),))
-    assert errors.keys() == STATES.keys()
-    assert all(
-        "expected a mutex of the ranks [1]" in text and "process_group" in text for text in errors.values()
-    )
 
 
 # --- two mutexes of one process -----------------------------------------------------------------------------------

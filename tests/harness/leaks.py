@@ -5,11 +5,14 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TypeVar
+
+import pytest
+import torch.distributed as dist
 
 from .waiting import gone
 
@@ -48,6 +51,19 @@ class Snapshot:
             *_persistent(lambda: _children() - self.children, _describe_process),
             *_persistent(lambda: _segments() - self.segments, lambda path: f"file {path}"),
         ]
+
+
+@contextlib.contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves something behind in the block; a process group is destroyed at once, too."""
+    before = Snapshot.take()
+    yield
+    leaks = before.leaks()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        leaks.append("default process group")
+    if leaks:
+        pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
 
 
 def _restore_environment(before: Mapping[str, str]) -> list[str]:

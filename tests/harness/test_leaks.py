@@ -1,77 +1,68 @@
-"""A test that leaves something behind fails by it, whatever it asserts; shown on tests of a test run."""
+"""A test that leaves something behind fails by it, whatever it asserts."""
 
-import re
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from tests.harness import single_process_group
-from tests.harness.scripts import ROOT, spawn_script
+from tests.harness import leaks, single_process_group
 
-pytest_plugins = ["pytester"]
 
-LEAKS = {
-    "thread": (
-        "threading.Thread(target=EVER.wait, name='leaked-thread', daemon=True).start()",
-        "leaked-thread",
-    ),
-    "child": ("CHILDREN.append(subprocess.Popen(['sleep', '30']))", "child process"),
-    "variable": ("os.environ['LEAKED'] = 'yes'", "environment variable LEAKED: None became 'yes'"),
-    "segment": ("SEGMENT.parent.mkdir(); SEGMENT.write_bytes(b'')", "file /dev/shm/crossover-leaked-"),
-    "group": (
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
-        "default process group",
-    ),
-}
+def thread() -> Callable[[], object]:
+    ever = threading.Event()
+    threading.Thread(target=ever.wait, name="leaked-thread", daemon=True).start()
+    return ever.set
 
-HEAD = """
-import os, shutil, subprocess, threading, torch.distributed as dist, pytest
-from pathlib import Path
-EVER, CHILDREN = threading.Event(), []
-SEGMENT = Path(f"/dev/shm/crossover-leaked-{os.getpid()}", f"{os.environ['CROSSOVER_GROUP']}-0.turns")
 
-@pytest.fixture(scope="module", autouse=True)
-def end_what_has_leaked():
-    yield
-    EVER.set()
-    for child in CHILDREN:
-        child.kill()
-        child.wait()
-    shutil.rmtree(SEGMENT.parent, ignore_errors=True)
-"""
+def child() -> Callable[[], object]:
+    process = subprocess.Popen(["sleep", "30"])
+    return lambda: (process.kill(), process.wait())
 
-TESTS = """
-def test_that_leaks_a_{kind}():
-    {statement}
 
-def test_after_{kind}():
+def variable() -> Callable[[], object]:
+    os.environ["LEAKED"] = "yes"
+    return lambda: None
+
+
+def segment() -> Callable[[], object]:
+    directory = Path(f"/dev/shm/crossover-leaked-{os.getpid()}")
+    directory.mkdir()
+    (directory / f"{os.environ['CROSSOVER_GROUP']}-0.turns").touch()
+    return lambda: shutil.rmtree(directory)
+
+
+def group() -> Callable[[], object]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return lambda: None
+
+
+@pytest.mark.parametrize(
+    ("leak", "told"),
+    [
+        (thread, "thread 'leaked-thread'"),
+        (child, r"child process \d+ \(sleep 30\)"),
+        (variable, "environment variable LEAKED: None became 'yes'"),
+        (segment, "file /dev/shm/crossover-leaked-"),
+        (group, "default process group"),
+    ],
+)
+def test_each_leak_fails_its_test_and_no_other(
+    leak: Callable[[], Callable[[], object]], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaks, "GRACE_S", 0.5)  # what leaks here does not end by itself
+    with (
+        pytest.raises(pytest.fail.Exception, match=f"the test left behind: {told}"),
+        leaks.nothing_left_behind(),
+    ):
+        end = leak()
     assert "LEAKED" not in os.environ
     assert not dist.is_initialized()
-"""
-
-# What leaks here never ends: a shorter grace changes nothing but how long it is looked for.
-CONFTEST = """
-from tests.conftest import *
-from tests.conftest import _nothing_left_behind, _end_ranks_with_session
-from tests.harness import leaks
-
-leaks.GRACE_S = 0.5
-"""
-
-
-def test_each_leak_fails_its_test_and_no_other(pytester: pytest.Pytester) -> None:
-    pytester.makepyprojecttoml(f"[tool.pytest.ini_options]\npythonpath = [{str(ROOT)!r}]")
-    pytester.makeconftest(CONFTEST)
-    tests = (TESTS.format(kind=kind, statement=statement) for kind, (statement, _) in LEAKS.items())
-    pytester.makepyfile(HEAD + "".join(tests))
-    script = pytester.path / "run.py"
-    script.write_text('import pytest\nassert pytest.main(["-p", "no:cacheprovider", "-rE"]) == 1\n')
-    with spawn_script(script, 1, cwd=pytester.path, forked=True) as ranks:
-        (said,) = ranks.wait(100)
-    assert re.search(f"{2 * len(LEAKS)} passed.* {len(LEAKS)} errors", said)
-    for kind, (_, message) in LEAKS.items():
-        assert re.search(f"the test left behind: .*{re.escape(message)}", said)
-        assert re.search(f"ERROR .*::test_that_leaks_a_{kind}", said)
+    end()
 
 
 def test_group_of_one_lives_as_long_as_its_block() -> None:

@@ -1,6 +1,5 @@
 """A job that cannot join its siblings trains on without turns, on all ranks alike; a process is one job."""
 
-import contextlib
 import errno
 import fcntl
 import functools
@@ -9,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -28,20 +27,15 @@ from crossover_ddp._turns.segment import SLOT_COUNT, TurnSegment, lock_slots
 from tests.harness import Job, in_ranks, inside, run_jobs
 from tests.harness.groups import new_group
 from tests.harness.oracles import heard
-from tests.harness.training import WIDTH, Training
+from tests.harness.training import WIDTH, Training, same
 
 STEPS = 5
 TIMEOUT_S = 90.0
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 
 
-class Outcome(NamedTuple):
-    """What became of one rank's training."""
-
-    losses: list[float]
-    parameters: bytes
-    warnings: list[str]
-    stats: list[dict[str, Any]]
+def environment(world_size: int) -> list[dict[str, str]]:
+    return [{"CROSSOVER_DEVICE": f"device{rank}"} for rank in range(world_size)]
 
 
 def training_of(seed: int, rank: int, hooked: bool, group: Any = None) -> Training:
@@ -57,28 +51,6 @@ def training_of(seed: int, rank: int, hooked: bool, group: Any = None) -> Traini
         process_group=group,
         bucket_cap_mb=0.001,
     )
-
-
-def outcome(trainings: Sequence[Training], losses: list[float], warnings: list[str]) -> Outcome:
-    parameters = [p.detach().flatten() for training in trainings for p in training.model.parameters()]
-    states = [each.state for each in trainings if isinstance(each.state, CrossoverState)]
-    stats = [state.stats() for state in states]
-    for state in states:
-        state.close()
-    return Outcome(losses, torch.cat(parameters).numpy().tobytes(), list(warnings), stats)
-
-
-def train(rank: int, world_size: int, hooked: bool, spoil: str = "", base: str = "") -> Outcome:
-    """Train one model; ``spoil`` names what keeps ranks from joining."""
-    with pytest.MonkeyPatch.context() as patch, heard() as warnings:
-        if base:
-            patch.setattr(TurnSegment.__init__, "__kwdefaults__", {"base": base})
-        for place, found in SPOILERS.get(spoil, ()):
-            if rank == 1 or not place.endswith(ON_RANK_1):
-                patch.setattr(place, found)
-        training = training_of(1, rank, hooked)
-        losses = [training.step() for _ in range(STEPS)]
-        return outcome([training], losses, warnings)
 
 
 def _fails(error: Exception) -> Callable[..., None]:
@@ -112,30 +84,30 @@ SPOILERS: dict[str, list[tuple[str, Any]]] = {
 ON_RANK_1 = ("reserve", "_met", "gather")
 
 
-def environment(world_size: int) -> list[dict[str, str]]:
-    return [{"CROSSOVER_DEVICE": f"device{rank}"} for rank in range(world_size)]
+def train(
+    rank: int, world_size: int, spoil: str, base: Path | None
+) -> tuple[dict[str, Any], list[list[str]]]:
+    """Train as without turns, bit for bit; return the state's stats, and of each rank what was said.
 
-
-def run(world_size: int, *args: Any) -> list[Outcome]:
-    job = Job(train, world_size, args, environment=environment(world_size))
-    return run_jobs([job], timeout_s=TIMEOUT_S)[0]
-
-
-@functools.cache
-def plain_run(world_size: int) -> list[Outcome]:
-    return run(world_size, False)
-
-
-def check_trains_on(found: list[Outcome], *, cause: str, warnings: int = 1) -> None:
-    """Assert that training was that of a job without turns, bit for bit, and that it was said once."""
-    for rank, plain in enumerate(plain_run(len(found))):
-        assert found[rank].losses == plain.losses
-        assert found[rank].parameters == plain.parameters
-        assert cause in found[rank].stats[0]["disabled_because"]
-        assert found[rank].stats[0]["turns"] == 0
-    said = [message for rank in found for message in rank.warnings]
-    assert len(said) == warnings, said
-    assert all(cause in message and "trains on without" in message for message in said)
+    ``spoil`` names what keeps ranks from joining, ``base`` is in the place of shared memory.
+    """
+    plain = training_of(1, rank, hooked=False)
+    losses = [plain.step() for _ in range(STEPS)]
+    with pytest.MonkeyPatch.context() as patch, heard() as warnings:
+        patch.setenv("CROSSOVER_DEVICE", f"device{rank}")
+        if base is not None:
+            patch.setattr(TurnSegment.__init__, "__kwdefaults__", {"base": str(base)})
+        for place, found in SPOILERS.get(spoil, ()):
+            if rank == 1 or not place.endswith(ON_RANK_1):
+                patch.setattr(place, found)
+        training = training_of(1, rank, hooked=True)
+        assert [training.step() for _ in range(STEPS)] == losses
+        assert same(training, plain)
+        stats = training.state.stats()
+        training.close()
+    said: list[Any] = [None] * world_size
+    dist.all_gather_object(said, warnings)
+    return stats, said
 
 
 @pytest.fixture(autouse=True)
@@ -145,33 +117,20 @@ def group_name(monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def foreign_at(base: Path) -> str:
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
     """Also what a rootless container's root finds that another user's container has made."""
-    foreign = base / f"crossover_ddp-{os.geteuid()}"
-    foreign.mkdir(mode=0o700)
-    os.chown(foreign, 12345, 12345)
-    return str(base)
+    directory = tmp_path / "foreign" / f"crossover_ddp-{os.geteuid()}"
+    directory.mkdir(mode=0o700, parents=True)
+    if os.geteuid() == 0:
+        os.chown(directory, 12345, 12345)
+    return directory.parent
 
 
-@pytest.mark.parametrize(
-    ("world_size", "spoil", "at", "cause"),
-    [
-        pytest.param(2, "", foreign_at, "to belong to user", marks=needs_root),
-        (2, "full", str, "No space left on device"),
-        (4, "full on one rank", str, "No space left on device"),
-        (2, "", lambda base: f"{base}/missing", "expected Linux with"),
-    ],
-)
-def test_shared_memory_that_is_full_missing_or_another_users(
-    world_size: int, spoil: str, at: Callable[[Path], str], cause: str, tmp_path: Path
-) -> None:
-    check_trains_on(run(world_size, True, spoil, at(tmp_path)), cause=cause)
-
-
-@contextlib.contextmanager
-def all_slots_locked(group: str, base: Path) -> Iterator[Callable[[], bool]]:
-    """As the last one to leave holds them while it removes the files; yields what frees them."""
-    segment = TurnSegment(group, "device0", base=str(base))
+@pytest.fixture
+def locked(group_name: str, tmp_path: Path) -> Iterator[Callable[[], bool]]:
+    """Lock all slots, as the last one to leave does while it removes the files; yields what frees them."""
+    segment = TurnSegment(group_name, "device0", base=str(tmp_path))
     with open(segment.path, "r+b") as file:
         assert lock_slots(file.fileno(), 0, SLOT_COUNT)
         free = functools.partial(lock_slots, file.fileno(), 0, SLOT_COUNT, fcntl.F_UNLCK)
@@ -180,55 +139,99 @@ def all_slots_locked(group: str, base: Path) -> Iterator[Callable[[], bool]]:
     segment.forget()
 
 
-def test_slots_that_stay_locked(group_name: str, tmp_path: Path) -> None:
-    with all_slots_locked(group_name, tmp_path):
-        check_trains_on(run(2, True, "impatient", str(tmp_path)), cause="expected a free slot")
+@pytest.fixture
+def locked_for_a_moment(locked: Callable[[], bool]) -> Iterator[None]:
+    timer = threading.Timer(1.5, locked)
+    timer.start()
+    yield
+    timer.join()
 
 
-def test_slots_that_are_locked_for_a_moment_are_waited_for(group_name: str, tmp_path: Path) -> None:
-    with all_slots_locked(group_name, tmp_path) as free:
-        timer = threading.Timer(1.5, free)
-        timer.start()
-        found = run(2, True, "", str(tmp_path))
-        timer.join()
-    assert [rank.stats[0]["disabled_because"] for rank in found] == [None, None]
-    assert [rank.warnings for rank in found] == [[], []]
+@pytest.mark.parametrize(
+    ("world_size", "spoil", "base", "cause"),
+    [
+        pytest.param(2, "", "foreign", "to belong to user", marks=needs_root),
+        (2, "full", "", "No space left on device"),
+        (4, "full on one rank", "", "No space left on device"),
+        (2, "", "missing", "expected Linux with"),
+        pytest.param(2, "impatient", "", "expected a free slot", marks=pytest.mark.usefixtures("locked")),
+    ],
+)
+@pytest.mark.usefixtures("foreign")
+@in_ranks()
+def test_shared_memory_that_is_full_missing_another_users_or_without_a_free_slot(
+    rank: int, world_size: int, spoil: str, base: str, cause: str, tmp_path: Path
+) -> None:
+    """One rank says it."""
+    stats, said = train(rank, world_size, spoil, tmp_path / base)
+    assert cause in stats["disabled_because"]
+    assert stats["turns"] == 0
+    ((message,),) = filter(None, said)
+    assert cause in message and "trains on without" in message
 
 
-def test_a_store_that_one_rank_does_not_reach_and_a_rank_that_comes_too_late() -> None:
+@pytest.mark.usefixtures("locked_for_a_moment")
+@in_ranks(2)
+def test_slots_that_are_locked_for_a_moment_are_waited_for(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    stats, said = train(rank, world_size, "", tmp_path)
+    assert stats["disabled_because"] is None
+    assert said == [[], []]
+
+
+@pytest.mark.parametrize("spoil", ["broken store", "late rank"])
+@in_ranks(2)
+def test_a_store_that_one_rank_does_not_reach_and_a_rank_that_comes_too_late(
+    rank: int, world_size: int, spoil: str
+) -> None:
     """Nobody can tell the others why: each rank says what it found, in bounded time. Who is late hears it."""
-    begin_s = time.monotonic()
-    broken, late = run(2, True, "broken store"), run(2, True, "late rank")
-    assert time.monotonic() - begin_s < TIMEOUT_S
-    for rank, plain in zip(broken + late, plain_run(2) * 2, strict=True):
-        assert (rank.losses, rank.parameters) == (plain.losses, plain.parameters)
-        assert rank.stats[0]["turns"] == 0
-    assert [len(rank.warnings) for rank in broken] == [1, 1]
-    assert all("expected all 2 ranks to join within" in rank.stats[0]["disabled_because"] for rank in late)
+    stats, said = train(rank, world_size, spoil, None)
+    assert stats["turns"] == 0
+    if spoil == "broken store":
+        assert [len(each) for each in said] == [1, 1]
+    else:
+        assert "expected all 2 ranks to join within" in stats["disabled_because"]
 
 
 # --- one process, one job -----------------------------------------------------------------------------------------
 
 
-def _alternate(rank: int, world_size: int, hooked: bool, ranks: Sequence[int], together: bool) -> Outcome:
-    """Train two models, one on the default group and one on a group of ``ranks``, in turn or in one backward."""
+def _alternate(
+    rank: int, hooked: bool, groups: Sequence[Any], together: bool
+) -> tuple[list[Training], list[float]]:
+    """Train a model on each group, in turn or in one backward; return the losses, too."""
+    trainings, losses = [training_of(seed, rank, hooked, group) for seed, group in enumerate(groups, 1)], []
+    for _ in range(2 * STEPS):
+        if together:
+            loss = torch.stack([training.loss() for training in trainings]).sum()
+            loss.backward()
+            losses.append(loss.item())
+        for training in trainings:
+            if not together:
+                losses.append(training.backward())
+            training.update()
+    return trainings, losses
+
+
+def _are_one_job(rank: int, world_size: int, ranks: Sequence[int], together: bool) -> list[str]:
+    """Train two models, one on the default group and one on a group of ``ranks``; return what was said."""
     with heard() as warnings:
         group = dist.new_group(list(ranks))
-        trainings = [training_of(1, rank, hooked)]
-        if rank in ranks:
-            trainings.append(training_of(2, rank, hooked, group))
-        losses = []
-        for _ in range(2 * STEPS):
-            if together:
-                loss = torch.stack([training.loss() for training in trainings]).sum()
-                loss.backward()
-                losses.append(loss.item())
-            for training in trainings:
-                if not together:
-                    losses.append(training.backward())
-                training.update()
+        groups = [None, group] if rank in ranks else [None]
+        plain, losses = _alternate(rank, False, groups, together)
+        hooked, found = _alternate(rank, True, groups, together)
         dist.barrier()
-        return outcome(trainings, losses, warnings)
+        assert found == losses
+        assert all(map(same, hooked, plain))
+        stats = hooked[0].state.stats()
+        assert stats["disabled_because"] is None
+        assert stats["leases_expired"] == 0
+        assert stats["siblings"] in (0, 1), "its own models are none"
+        assert stats["turns"] >= 2 * STEPS - 1
+        for training in hooked:
+            training.close()
+    return warnings
 
 
 GROUPS = [
@@ -244,23 +247,11 @@ def test_models_on_several_groups_are_one_job(
     world_size: int, ranks: tuple[int, ...], together: bool
 ) -> None:
     """Beside a sibling of the same kind: nobody waits a lease for itself."""
-
-    def job(hooked: bool, name: str) -> Job:
-        args, own = (hooked, ranks, together), environment(world_size)
-        return Job(_alternate, world_size, args, environment=own, name=name)
-
-    found = run_jobs([job(True, "first"), job(True, "second")], timeout_s=TIMEOUT_S)
-    plain = run_jobs([job(False, "plain")], timeout_s=TIMEOUT_S)[0]
-    partial = len(ranks) < world_size
-    for each in found:
-        for rank, alone in zip(each, plain, strict=True):
-            assert (rank.losses, rank.parameters) == (alone.losses, alone.parameters)
-            assert rank.stats[0]["disabled_because"] is None
-            assert rank.stats[0]["leases_expired"] == 0
-            assert rank.stats[0]["siblings"] in (0, 1), "its own models are none"
-            assert rank.stats[0]["turns"] >= 2 * STEPS - 1
-        said = [message for rank in each for message in rank.warnings]
-        assert len(said) == partial, said
+    own = environment(world_size)
+    jobs = [Job(_are_one_job, world_size, (ranks, together), environment=own, name=name) for name in "ab"]
+    for job in run_jobs(jobs, timeout_s=TIMEOUT_S):
+        said = [message for warnings in job for message in warnings]
+        assert len(said) == (len(ranks) < world_size), said
         assert all(f"{len(ranks)} of the job's {world_size} ranks" in message for message in said)
 
 
@@ -290,10 +281,11 @@ def _train_by_power_sgd(rank: int, world_size: int, seed: int, wrapped: bool) ->
         # PowerSGD's callbacks run collectives on gloo's threads, in no order when several buckets are under way.
         bucket_cap_mb=25.0,
     )
-    found = outcome([training], [training.step() for _ in range(12)], [])
+    losses = [training.step() for _ in range(12)]
+    training.close()
     # PowerSGD's last callbacks may still run, and abort a process that ends by then (pytorch#179291).
     time.sleep(0.1)
-    return found.losses, found.parameters
+    return losses, torch.cat([p.detach().flatten() for p in training.held]).numpy().tobytes()
 
 
 def test_a_hook_with_a_state_keeps_its_results_inside_the_wrapper_beside_a_sibling() -> None:
