@@ -116,6 +116,7 @@ class LabRun:
             if watch:
                 watch()
             running = [rank.process for rank in self.ranks if rank.running()]
+            self._raise_for_failed()  # who has ended is not among those that are waited for
             if running:  # the last one may have ended since it was looked at
                 left_s = deadline_s - time.monotonic()
                 wait_any(running, min(left_s, _WATCH_S) if watch else left_s)

@@ -147,6 +147,15 @@ def locked_for_a_moment(locked: Callable[[], bool]) -> Iterator[None]:
     timer.join()
 
 
+def trains_on(rank: int, world_size: int, spoil: str, base: Path, cause: str) -> None:
+    """One rank says that it does."""
+    stats, said = train(rank, world_size, spoil, base)
+    assert cause in stats["disabled_because"]
+    assert stats["turns"] == 0
+    ((message,),) = filter(None, said)
+    assert cause in message and "trains on without" in message
+
+
 @pytest.mark.parametrize(
     ("world_size", "spoil", "base", "cause"),
     [
@@ -154,20 +163,20 @@ def locked_for_a_moment(locked: Callable[[], bool]) -> Iterator[None]:
         (2, "full", "", "No space left on device"),
         (4, "full on one rank", "", "No space left on device"),
         (2, "", "missing", "expected Linux with"),
-        pytest.param(2, "impatient", "", "expected a free slot", marks=pytest.mark.usefixtures("locked")),
     ],
 )
 @pytest.mark.usefixtures("foreign")
 @in_ranks()
-def test_shared_memory_that_is_full_missing_another_users_or_without_a_free_slot(
+def test_shared_memory_that_is_full_missing_or_another_users(
     rank: int, world_size: int, spoil: str, base: str, cause: str, tmp_path: Path
 ) -> None:
-    """One rank says it."""
-    stats, said = train(rank, world_size, spoil, tmp_path / base)
-    assert cause in stats["disabled_because"]
-    assert stats["turns"] == 0
-    ((message,),) = filter(None, said)
-    assert cause in message and "trains on without" in message
+    trains_on(rank, world_size, spoil, tmp_path / base, cause)
+
+
+@pytest.mark.usefixtures("locked")
+@in_ranks(2)
+def test_slots_that_stay_locked(rank: int, world_size: int, tmp_path: Path) -> None:
+    trains_on(rank, world_size, "impatient", tmp_path, "expected a free slot")
 
 
 @pytest.mark.usefixtures("locked_for_a_moment")
