@@ -243,17 +243,8 @@ def test_names_and_shares_are_written_in_the_picture_of_the_middle(tmp_path: Pat
     path = draw(siblings(10), tmp_path / "deep" / "x.svg", title="title")
     # matplotlib draws glyphs, and says which in comments
     written = "".join(path.read_text().split("<!--")[1:])
-    for text in (
-        "device0",
-        "device1",
-        "job a",
-        "job b",
-        "waits for its turn",
-        "busy 100%",
-        "idle 0%",
-        "title",
-    ):
-        assert f" {text}" in written
+    names = ("device0", "device1", "job a", "job b", "title", "waits for its turn")
+    assert all(f" {each}" in written for each in (*names, "busy 100%", "idle 0%"))
     ElementTree.parse(path)
     assert middle_window(siblings(100), steps=8) == (92.0, 108.0)
     assert middle_window(siblings(3), steps=8) == (0.0, 7.0)

@@ -1,17 +1,14 @@
 """Several ranks on each node of the emulated cluster: they share its link, and one centre of EA-wild."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from lab import Cluster, Job
-from tests.harness._preloaded import ForkedScript
-from tests.recipes.test_lab import shaped, unshaped
+from lab import Cluster, Job, command
+from tests.harness.scripts import ROOT
+from tests.recipes.test_lab import python, shaped, unshaped
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(120)
 
 # Trains until the hosts have met three times; ranks may make different numbers of steps.
@@ -51,12 +48,9 @@ def told(directory: Path, ranks: int) -> list[dict[str, float]]:
 @pytest.mark.parametrize("on_links", [shaped, unshaped])
 @pytest.mark.usefixtures("forked_lab")
 def test_ranks_of_a_node_share_a_wild_centre_and_nodes_meet(on_links: bool, tmp_path: Path) -> None:
-    script = tmp_path / "wild.py"
-    script.write_text(WILD)
     with Cluster(ranks_per_node=2, rate_mbit=500, shaped=on_links) as cluster:
-        result = cluster.run(
-            [Job("wild", ["python", str(script)], {"PYTHONPATH": str(ROOT)})], 100, out=tmp_path
-        )
+        job = Job("wild", python(WILD), {"PYTHONPATH": str(ROOT)})
+        result = cluster.run([job], 100, out=tmp_path)
     found = told(tmp_path / "wild", 4)
     assert {each["hosts"] for each in found} == {2 if on_links else 1}
     assert all(each["own_pulls"] >= 20 for each in found)
@@ -71,12 +65,8 @@ def test_ranks_of_a_node_share_a_wild_centre_and_nodes_meet(on_links: bool, tmp_
 
 
 def test_the_command_takes_ranks_per_node(tmp_path: Path) -> None:
-    words = ["run", "--unshaped", "--ranks-per-node", "3", "--out", str(tmp_path / "x"), "--json"]
-    job = f"a: {sys.executable} -c 'import os; print(os.environ[\"RANK\"])'"
-    script = str(ROOT / "recipes" / "lab" / "__main__.py")
-    command = [sys.executable, script, *words, "--job", job]
-    with (tmp_path / "said").open("wb") as said:
-        process = ForkedScript(command, os.environ, cwd=ROOT, stdout=said)
-        assert process.wait(60) == 0
-    logs = sorted((tmp_path / "x" / "a").glob("rank*.log"))
+    job = "a: python -c 'import os; print(os.environ[\"RANK\"])'"
+    words = ["run", "--unshaped", "--ranks-per-node", "3", "--out", str(tmp_path), "--json"]
+    assert command.main([*words, "--job", job]) == 0
+    logs = sorted((tmp_path / "a").glob("rank*.log"))
     assert [log.read_text().strip() for log in logs] == [str(rank) for rank in range(6)]

@@ -76,22 +76,15 @@ def noted() -> Iterator[list[int]]:
         signal.signal(number, each)
 
 
-def test_each_signal_that_came_has_its_effect_afterwards(noted: list[int]) -> None:
+def test_each_signal_that_came_has_its_effect_behind_the_outer_block(noted: list[int]) -> None:
     before = [signal.getsignal(number) for number in ENDINGS]
     with pytest.raises(InterruptedError), undisturbed():
-        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-            signal.raise_signal(number)
+        with undisturbed():
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+                signal.raise_signal(number)
         assert noted == []
     assert sorted(noted) == sorted(ENDINGS)
     assert [signal.getsignal(number) for number in ENDINGS] == before
-
-
-def test_blocks_within_blocks_wait_for_the_outer_one(noted: list[int]) -> None:
-    with pytest.raises(InterruptedError), undisturbed():
-        with undisturbed():
-            signal.raise_signal(signal.SIGINT)
-        assert noted == []
-    assert noted == [signal.SIGINT]
 
 
 def test_an_error_of_the_block_is_not_lost_and_without_a_signal_none_is_delivered(noted: list[int]) -> None:
