@@ -1,7 +1,8 @@
-"""One bucket's messages without processes: all ranks in one, in any order, on a device as on the host."""
+"""One bucket's messages without processes: all ranks in one, on a device as on the host."""
 
-import random
-from collections.abc import Sequence
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,6 @@ from crossover_ddp._compression.coded_link import CodedLink, parts_of
 from crossover_ddp._ddp.contents import Content
 from crossover_ddp._ddp.layout import spans_of
 from crossover_ddp.codecs import Codec, Half, Int8, SIDCo
-from tests.harness.world import World
 
 # A large matrix, a bias, and matrices whose last blocks are short.
 NUMELS, DIMENSIONS = [40000, 50, 3000, 20, 7], [2, 1, 2, 1, 2]
@@ -24,6 +24,40 @@ PAIRS: list[tuple[Codec, Codec]] = [
     (Half(torch.float16), Int8(100)),
     (Half(), Half()),
 ]
+
+
+Mail = Mapping[
+    tuple[int, int, int], asyncio.Future[torch.Tensor]
+]  # by number of the exchange, from and to whom
+
+
+class InOneProcess:
+    """A rank's link, with those of the engine's collectives that codecs call; all ranks are tasks of one event loop."""
+
+    def __init__(self, rank: int, size: int, mail: Mail, in_program_order: bool) -> None:
+        self.rank, self.size, self.in_program_order = rank, size, in_program_order
+        self._mail, self._calls = mail, 0
+
+    async def _exchanged(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
+        """Send each other rank a tensor and receive one; the own place is left alone."""
+        others, number = [rank for rank in range(self.size) if rank != self.rank], self._calls
+        self._calls += 1
+        for other in others:
+            self._mail[number, self.rank, other].set_result(outgoing[other].clone())
+        for other in others:
+            incoming[other].copy_(await self._mail[number, other, self.rank])
+
+    async def all_gather(self, flat: torch.Tensor, layout: Sequence[int]) -> None:
+        parts = flat.split(list(layout))
+        await self._exchanged([parts[self.rank]] * self.size, parts)
+
+    async def all_to_all(
+        self, outgoing: torch.Tensor, to: Sequence[int], incoming: torch.Tensor, of: Sequence[int]
+    ) -> None:
+        await self._exchanged(outgoing.split(list(to)), incoming.split(list(of)))
+
+    async def compute(self) -> None:
+        """Nothing to wait for."""
 
 
 class Ranks:
@@ -54,11 +88,9 @@ class Ranks:
         ]
 
     def _links(self) -> list[Any]:
-        self.world = World(len(self.layout))
-        links = [self.world.link(rank) for rank in range(self.world.size)]
-        for link in links:
-            link.in_program_order = self.by_collectives
-        return links
+        mail: Any = defaultdict(lambda: asyncio.get_running_loop().create_future())
+        size = len(self.layout)
+        return [InOneProcess(rank, size, mail, self.by_collectives) for rank in range(size)]
 
     def step(self, flats: Sequence[torch.Tensor]) -> None:
         """Replace each rank's gradient by the mean."""
@@ -69,10 +101,11 @@ class Ranks:
             await coded.reduce_scatter(flat, self.layout)
             await coded.all_gather(flat, self.layout)
 
-        for rank, link in enumerate(self._links()):
-            self.world.start(f"journey {rank}", rank, journey(rank, link))
-        self.world.run(random.Random(0).choice)
-        assert not self.world.failures
+        async def run() -> None:
+            journeys = (journey(rank, link) for rank, link in enumerate(self._links()))
+            await asyncio.wait_for(asyncio.gather(*journeys), 60)
+
+        asyncio.run(run())
 
     def kept(self) -> list[torch.Tensor]:
         """Return each rank's residuals, as long as a gradient."""
