@@ -61,6 +61,7 @@ HOOKS: dict[str, Callable[[torch.optim.Optimizer], tuple[Any, Any]]] = {
     "int8": lambda _: (CompressedState(Int8()), compressed_hook),
     "decoupled": lambda optimizer: (DecoupledState(optimizer), decoupled_hook),
 }
+WAITING = [BESIDE, TRIED]
 ONE_JOB = ["plain", "split", TURNS, "int8", "decoupled"]
 TOLD = ("turns", "handovers", "turns_pay", "ordered_by", "leases_expired", "deferred", "exposed_s")
 
@@ -128,6 +129,7 @@ def rate(
     Args:
         plan: by job, width, batch and seconds of waiting in each step.
     """
+    shared.meet(name, JOBS * RANKS)  # who does not take part leaves the GPU alone
     if shared.job not in plan:
         return {}
     width, batch, wait_s = plan[shared.job]
@@ -180,23 +182,27 @@ def rank_main(args: argparse.Namespace) -> None:
     """What each rank of each job does, and what rank 0 of each job writes."""
     shared = Shared()
     rows: dict[str, object] = {}
-    if shared.job == 0:
-        m_s = wire_s(shared, args.width)
-        batch = 4096
-        for number in range(3):
-            found = rate(
-                shared, f"calibration {number}", BESIDE, {0: (args.width, batch, 0.0)}, args, sync=False
-            )
+    batch, m_s = 4096, wire_s(shared, args.width) if shared.job == 0 else 0.0
+    for number in range(3):
+        found = rate(shared, f"calibration {number}", BESIDE, {0: (args.width, batch, 0.0)}, args, sync=False)
+        if found:
             c_s = 1 / float(found["steps_per_s"])  # type: ignore[arg-type]
             share = torch.tensor(batch * m_s / args.ratio / c_s)
             dist.all_reduce(share, dist.ReduceOp.MAX)
             batch = min(max(256, int(share) // 256 * 256), args.most)
-        shared.store.set("batch", str(batch))
-        rows |= {"M s": m_s, "C s": c_s, "batch": batch}
-        if shared.rank == 0:
-            print(rows, flush=True)
-    shared.store.wait(["batch"])
+            rows |= {"M s": m_s, "C s": c_s, "batch": batch}
+            shared.store.set("batch", str(batch))
+    shared.meet("calibrated", JOBS * RANKS)
     batch = int(shared.store.get("batch"))
+    if shared.job == 0:
+        rows["M s, while the sibling computes"] = wire_s(shared, args.width)
+        print(rows, flush=True)
+        shared.meet("wire", RANKS)
+    else:
+        computing = Training(shared, BESIDE, args.width, batch)
+        while not shared.store.check(["wire, all"]):
+            computing.step(sync=False)
+            torch.cuda.synchronize()
     busy = (args.width, batch, 0.0)
     idle = (128, 64, WAIT_S)
     runs = [
@@ -213,7 +219,7 @@ def rank_main(args: argparse.Namespace) -> None:
     runs += [
         (f"{way}, one waits {repeat}", way, {0: idle, 1: busy})
         for repeat in range(args.repeats)
-        for way in random.Random(repeat).sample(TOGETHER, 4)
+        for way in random.Random(repeat).sample(WAITING, len(WAITING))
     ]
     for name, way, plan in runs:
         label = name if len(plan) > 1 else f"{name} {[*plan]}"
@@ -232,7 +238,9 @@ def summary(both: list[dict[str, object]], repeats: int) -> dict[str, object]:
     def of(job: int, name: str) -> float:
         return float(both[job][name]["steps_per_s"])  # type: ignore[index]
 
-    rows: dict[str, object] = {key: both[0][key] for key in ("M s", "C s", "batch")}
+    rows: dict[str, object] = {
+        key: both[0][key] for key in ("M s", "M s, while the sibling computes", "C s", "batch")
+    }
     # One after the other, two steps take as long as both jobs' steps alone.
     alone = [2 / sum(1 / of(job, f"{ALONE} {repeat}") for job in range(JOBS)) for repeat in range(repeats)]
     t1_s, c_s, m_s = 1 / statistics.median(alone), float(both[0]["C s"]), float(both[0]["M s"])  # type: ignore[arg-type]
@@ -241,6 +249,7 @@ def summary(both: list[dict[str, object]], repeats: int) -> dict[str, object]:
         together = [sum(of(job, f"{way} {repeat}") for job in range(JOBS)) for repeat in range(repeats)]
         factors = [got / base for got, base in zip(together, alone, strict=True)]
         rows[way] = {"factor": statistics.median(factors), "each": factors}
+    for way in WAITING:
         waits = [[of(job, f"{way}, one waits {repeat}") for repeat in range(repeats)] for job in range(JOBS)]
         rows[f"{way}, one waits"] = {"waiting": waits[0], "computing": waits[1]}
     for way in ONE_JOB:
