@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness import leaks, single_process_group
+from tests.harness.children import Child, end
 
 
 def thread() -> Callable[[], object]:
@@ -20,8 +20,8 @@ def thread() -> Callable[[], object]:
 
 
 def child() -> Callable[[], object]:
-    process = subprocess.Popen(["sleep", "30"])
-    return lambda: (process.kill(), process.wait())
+    process = Child(["sleep", "30"], os.environ)
+    return lambda: end([process], grace_s=0.0)
 
 
 def variable() -> Callable[[], object]:
@@ -59,10 +59,10 @@ def test_each_leak_fails_its_test_and_no_other(
         pytest.raises(pytest.fail.Exception, match=f"the test left behind: {told}"),
         leaks.nothing_left_behind(),
     ):
-        end = leak()
+        mend = leak()
     assert "LEAKED" not in os.environ
     assert not dist.is_initialized()
-    end()
+    mend()
 
 
 def test_group_of_one_lives_as_long_as_its_block() -> None:
