@@ -17,6 +17,7 @@ there is one. An owner's own factors that meet no others stay as they are.
 All ranks send the same groups in the same order. They are added to the running means in that order, too.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -193,7 +194,7 @@ class FactorTraffic:
         self.arrived.open()
         self._newest: Trip | None = None
 
-    @property
+    @functools.cached_property
     def can_trail(self) -> bool:
         """Whether factors that are not needed yet can travel behind the gradients."""
         on_host = all(each.layer.weight.device.type == "cpu" for each in self.layers)
