@@ -23,7 +23,7 @@ from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
 from crossover_ddp._engine.buckets import Turn, after_backward, split
-from crossover_ddp._engine.exchange import Exchange, answered, guarded, on_destruction
+from crossover_ddp._engine.exchange import Exchange, answered, on_destruction
 from crossover_ddp._system import environment
 from crossover_ddp._system.cuda_driver import MPS_ENABLED, cuda_driver
 
@@ -86,12 +86,10 @@ def reduce_scatter_all_gather_hook(
         model.register_comm_hook(None, reduce_scatter_all_gather_hook)
     """
 
-    def answer() -> torch.futures.Future[torch.Tensor]:
-        exchange = Exchange.of(process_group)
-        with exchange.comparing(bucket, process_group, None):
-            return exchange.carry(bucket, split, state=process_group).future
+    def carry(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
+        return exchange.carry(bucket, split, state=process_group).future
 
-    return guarded(bucket, answer)
+    return answered(process_group, bucket, None, "", carry)
 
 
 class CrossoverState(CodedState):
@@ -141,7 +139,7 @@ class CrossoverState(CodedState):
     ) -> None:
         super().__init__(codec, loss_scale, process_group, compare_replicas)
         self.hook_state = hook_state
-        self.turn: Turn = mutex if mutex is not None else JobTurn(process_group, trial)
+        self.turn: Turn = mutex if mutex is not None else JobTurn(trial)
 
     @property
     def mutex(self) -> GPUMutex | None:
@@ -240,9 +238,6 @@ def crossover_wrapper(hook: Hook) -> Hook:
     def crossover_wrapped_hook(
         state: CrossoverState, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
-        def plain(group: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            return hook(state.hook_state, bucket)
-
         def carry(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
             if state.codec is not None:
                 raise UnsupportedConfigurationError(
@@ -256,15 +251,31 @@ def crossover_wrapper(hook: Hook) -> Hook:
             future = hook(state.hook_state, bucket)
             return exchange.follow(future, bucket, turn=_turn_of(state, bucket), state=state)
 
+        def plain(*_: object) -> torch.futures.Future[torch.Tensor]:
+            return hook(state.hook_state, bucket)
+
         return answered(state, bucket, CrossoverState, _REMEDY, carry, compares=False, plain=plain)
 
     return crossover_wrapped_hook
 
 
-def _turn_of(state: CrossoverState, bucket: dist.GradBucket) -> Turn:
-    if isinstance(state.turn, JobTurn):
-        state.turn.device = bucket.buffer().device
-    return state.turn
+def _turn_of(state: CrossoverState, bucket: dist.GradBucket) -> Turn | None:
+    """Return what takes turns; None for a model of some of the job's ranks, see [Note: one process, one job]."""
+    turn = state.turn
+    if isinstance(turn, JobTurn) and turn.mutex is None:
+        turn.device = bucket.buffer().device
+        group, job = resolve_group(state.process_group), resolve_group(None)
+        if group.size() < job.size():
+            if group not in _warned_partial and group.rank() == 0:
+                logger.warning(
+                    "a model's process group has %d of the job's %d ranks: a turn is the whole job's, so this model's "
+                    "gradients travel inside the job's turns, and no sibling computes meanwhile",
+                    group.size(),
+                    job.size(),
+                )
+            _warned_partial.add(group)
+            return None
+    return turn
 
 
 class JobTurn:
@@ -275,22 +286,19 @@ class JobTurn:
     `TurnLink`. The first iteration, which DDP runs as one big bucket, computes before the job has joined.
 
     Args:
-        process_group: of the model; None for the default group.
         trial: whether the siblings try if turns pay.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, trial: bool = True) -> None:
-        self._process_group = process_group
+    def __init__(self, trial: bool) -> None:
         self._trial = trial
-        self._is_partial = False
         self.device: torch.device | None = None
         self.mutex: GPUMutex | None = None
-        self.ranks = None  # a model of some of the job's ranks takes no turns
+        self.ranks = None  # the job's, as `_turn_of` sees to
 
     @property
     def shared(self) -> bool:
         """Whether a sibling is present, as far as is known."""
-        return not self._is_partial and (self.mutex is None or self.mutex.shared)
+        return self.mutex is None or self.mutex.shared
 
     @property
     def mode(self) -> str:
@@ -304,23 +312,15 @@ class JobTurn:
 
     def request(self) -> None:
         """Ask for the next turn early."""
-        if (mutex := self._joined()) is not None:
-            mutex.request()
+        self._joined().request()
 
     def acquire(self) -> None:
         """Take the turn again."""
-        if (mutex := self._joined()) is not None:
-            mutex.acquire()
+        self._joined().acquire()
 
-    def _joined(self) -> GPUMutex | None:
-        """Return the process's mutex; None for a model of some of the job's ranks."""
-        if self.mutex is None and not self._is_partial:
-            group = resolve_group(cast(dist.ProcessGroup, self._process_group))
-            self._is_partial = group.size() < resolve_group(None).size()
-            if self._is_partial:
-                _tell_partial(group)
-            else:
-                self.mutex = _mutex_of_job(self.device, self._trial)
+    def _joined(self) -> GPUMutex:
+        if self.mutex is None:
+            self.mutex = _mutex_of_job(self.device, self._trial)
         return self.mutex
 
 
@@ -357,18 +357,6 @@ def _warn_without_mps(device: torch.device | None, group: dist.ProcessGroup) -> 
             "the same moment, so turns gain little; start nvidia-cuda-mps-control before the jobs, or use gloo",
             device,
         )
-
-
-def _tell_partial(group: dist.ProcessGroup) -> None:
-    """Say once, on one rank of the group, why it takes no turns."""
-    if group not in _warned_partial and group.rank() == 0:
-        logger.warning(
-            "a model's process group has %d of the job's %d ranks: a turn is the whole job's, so this model's "
-            "gradients travel inside the job's turns, and no sibling computes meanwhile",
-            group.size(),
-            resolve_group(None).size(),
-        )
-    _warned_partial.add(group)
 
 
 def _close(mutex: "weakref.ref[GPUMutex]") -> None:

@@ -50,7 +50,6 @@ from crossover_ddp._owners.muon import (
 )
 from crossover_ddp._owners.optimizer import check_not_intercepted, intercept
 from crossover_ddp._owners.packing import Item, Packing, Place, packing
-from crossover_ddp._system import environment
 
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex
@@ -177,7 +176,7 @@ class MuonState(Owning):
         self.compare_replicas = compare_replicas
         self.muon = self.optimizer = muon
         self.mutex = mutex
-        self.agreement = Agreement(environment.is_set(environment.DISABLE))
+        self.agreement = Agreement()
         group = resolve_group(process_group)
         self._rank, self._world_size = group.rank(), group.size()
         self._loss_scale = loss_scale if callable(loss_scale) else lambda: loss_scale

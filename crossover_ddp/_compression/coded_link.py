@@ -221,7 +221,7 @@ class CodedLink(LinkAround):
                 self._unload(owner)
 
     def sent_bytes(self, kind: str, flat: Tensor) -> tuple[int, int]:
-        """See `Link`."""
+        """Return what this rank sends in the half of this kind, and would if it were exact."""
         exact = flat.numel() * flat.itemsize * (self.size - 1) // self.size
         to_owners, to_all = len(self._outgoing.tensor), (self.size - 1) * self._gather.layout[self.rank]
         return to_owners if kind == "reduce_scatter" else to_all, exact

@@ -284,7 +284,7 @@ class CodedState(HookState):
         **Collective**: all ranks of the job, between two steps.
         """
         group = resolve_group(self.process_group)
-        work = workload_of_records(Exchange.of(group).records.last())
+        work = workload_of_records(Exchange.of(group).records.steps)
         return plan_from(work, group, present=self.codec, candidates=candidates)
 
 

@@ -55,7 +55,6 @@ from crossover_ddp._owners.optimizer import (
     guard_groups,
     intercept,
 )
-from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
 
@@ -182,7 +181,7 @@ class DecoupledState(Owning):
         if kfac is not None:
             _check_deferrable(kfac, codec, owners)
         self.codec = codec
-        self.agreement = Agreement(environment.is_set(environment.DISABLE))
+        self.agreement = Agreement()
         self._settings = {"codec": codec, "defer": defer, "owners": owners, "kfac": kfac is not None}
         self._compression = None if codec is None else Compression(codec, loss_scale, self)
         if self.agreement.disabled:

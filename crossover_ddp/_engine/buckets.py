@@ -23,7 +23,7 @@ from crossover_ddp._ddp.module_buffers import BufferCopy
 from crossover_ddp._timeline.record import Timeline
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
-from .journeys import Gate, GradientFuture, Meter, Milestone, Place, Trip, nothing
+from .journeys import Gate, GradientFuture, Milestone, Place, Trip, nothing
 from .links import Layout, Link, LinkAround
 
 BucketWay = Callable[["Bucket", Link], Coroutine[Any, Any, None]]
@@ -31,24 +31,71 @@ BucketWay = Callable[["Bucket", Link], Coroutine[Any, Any, None]]
 _STEPS_KEPT: Final = 16
 
 
+class Turn(Protocol):
+    """What a mutex offers to the engine. No method raises.
+
+    ``ranks``: those of the default group that take the turn together, empty for this process alone; None: any.
+    ``shared``: whether a sibling was on this rank's device when the turn began. ``mode``: how the job computes beside
+    its siblings, for a timeline.
+    """
+
+    @property
+    def ranks(self) -> Sequence[int] | None: ...
+
+    @property
+    def shared(self) -> bool: ...
+
+    @property
+    def mode(self) -> str: ...
+
+    def release(self) -> None:
+        """Give the turn away: the step's compute is launched. Never blocks.
+
+        Called on the hook's thread, or, if the last bucket ``keeps_turn``, on that of its owners' work.
+        """
+
+    def request(self) -> None:
+        """Join the queue early: the last bucket is half-way. Called on a thread of the engine."""
+
+    def acquire(self) -> None:
+        """Take the turn again, on a thread that may block: the step's buckets are complete.
+
+        Where nobody shares the device it may still be busy with them.
+        """
+
+
+def check_turn(turn: Turn | None, process_group: dist.ProcessGroup | None) -> None:
+    """Raise unless the ranks of the group take the turn together, and no others: these would wait for ours."""
+    if turn is None or turn.ranks is None or process_group is None:
+        return
+    own, theirs = sorted(dist.get_process_group_ranks(process_group)), sorted(turn.ranks)
+    if own != theirs and (theirs or len(own) > 1):
+        raise UnsupportedConfigurationError(
+            f"expected a mutex of the ranks {own}, which train this model, got one of "
+            f"{theirs or 'this process alone'}: a turn belongs to all its ranks; leave mutex= out, or make it with "
+            "GPUMutex(process_group=…) of the model's group"
+        )
+
+
 class Backward:
     """The buckets of one backward pass, up to the one that DDP calls the last.
 
     ``gathers``: where buckets that backward does not wait for stay until all are summed, since forward needs the last
-    one first. ``is_whole``: the last one was handed out.
+    one first. ``is_whole``: the last one was handed out. ``begun_s``: when the step's compute began, if that is known.
     """
 
-    def __init__(self, number: int = 0) -> None:
-        self.number = number
-        self.gathers, self.is_whole = Gate(), False
+    turn: Turn | None = None
+    begun_s: float | None = None
+    is_whole = _compute_ended = False
+
+    def __init__(self, number: int = 0, timeline: Timeline | None = None) -> None:
+        self.number, self.timeline = number, timeline
+        self.gathers = Gate()
         self.ready: list[tuple[int, float]] = []  # by bucket: bytes, moment of the hook
         self.futures: list[GradientFuture] = []  # of somebody else's hook
         self._lock = threading.Lock()
         self._watching = 0
         self._error: BaseException | None = None
-        self.turn: Turn | None = None
-        self.compute_ended = False
-        self.waits_since_s: float | None = None  # backward for its buckets, as far as that was counted
 
     def watch(self, *, is_last: bool) -> None:
         """Have a failure raised when DDP is through with this backward pass; call it in each bucket's hook.
@@ -79,51 +126,39 @@ class Backward:
         if error is not None:
             raise error
 
+    def end_compute(self) -> None:
+        """The step's compute is launched: let a sibling have the turn, before another one may take it. Once."""
+        if self._compute_ended:
+            return
+        self._compute_ended = True
+        if self.timeline is not None and self.begun_s is not None and self.ready:
+            mode = {} if self.turn is None else {"turns": self.turn.mode}
+            self.timeline.span("compute", self.begun_s, self.ready[-1][1], step=self.number, **mode)
+        if self.turn is not None:
+            self.turn.release()
+
 
 class Bucket(Trip):
     """A bucket of DDP on its way.
 
-    Args:
-        grad_bucket: DDP's.
-        layout: equal parts.
-        timeline: is told who waits for it.
-        link: that its messages belong to.
-
     ``flat``: its buffer, with a version counter of its own: what is changed through the gradients shows in theirs.
-    ``keeps_turn``: its way says, in the hook, that owners' work after the reduce-scatter is part of the turn, which
-    ``compute_ends`` gives away. ``half``: reached with the own part of the sums. ``buffers``: the model's, behind the
-    last bucket. ``done_s``: when nothing travelled any more, if the turn is waited for then.
+    ``layout``: of equal parts. ``keeps_turn``: its way says, in the hook, that owners' work after the reduce-scatter is
+    part of the turn. ``half``: reached with the own part of the sums. ``buffers``: the model's, behind the last bucket.
     """
 
+    buffers: BufferCopy | None = None
+    keeps_turn = _is_dropped = False
+
     def __init__(
-        self,
-        grad_bucket: dist.GradBucket,
-        layout: Layout,
-        backward: Backward,
-        place: Place,
-        timeline: Timeline | None,
-        link: Link,
+        self, grad_bucket: dist.GradBucket, layout: Layout, backward: Backward, place: Place, link: Link
     ) -> None:
-        super().__init__(f"bucket {grad_bucket.index()}")
+        super().__init__(f"bucket {grad_bucket.index()}", place, link.sent)
         self.index, self.last = grad_bucket.index(), grad_bucket.is_last()
         self.result = grad_bucket.buffer()
         self.flat, self.layout = self.result.data, layout
-        self.backward, self.place, self.link = backward, place, link
+        self.backward, self.link = backward, link
         self.future, self.half = place.future(), Milestone()
-        self.buffers: BufferCopy | None = None
-        self.done_s: float | None = None
-        self.keeps_turn = False
-        self.compute_ends: Callable[[], None] = nothing
-        self.sent = link.sent
-        self._timeline, self._is_dropped = timeline, False
         self._on_device: Callable[[], None] = nothing
-
-    # --- for its journey -------------------------------------------------------------------------------------
-
-    def hand_back(self) -> None:
-        """Let backward go on as if it were exchanged, in the hook; from now on whoever needs it waits for it."""
-        self.deferred = True
-        self.future.set_result(self.result)
 
     async def summed(self) -> bool:
         """Note that the own part is there, and wait for the other buckets' sums; return whether it is still needed.
@@ -134,8 +169,6 @@ class Bucket(Trip):
         gathers = self.backward.gathers
         await (gathers.passed_first() if self.last else gathers)
         return not self._is_dropped
-
-    # --- for whoever needs one that was handed back ----------------------------------------------------------
 
     def wait(self, *, on_host: bool = False) -> None:
         """Block until the mean is there; on a device order what the caller does behind it. May be called again.
@@ -150,19 +183,13 @@ class Bucket(Trip):
                     "job"
                 )
             gathers.open()
-        self._wait(super().wait)
+        super().wait()
         if on_host:
             self._on_device()
 
     def wait_for_sum(self) -> None:
         """Block until the own part of the mean is there; on a device order what the caller does behind it."""
-        self._wait(self.half.wait)
-
-    def _wait(self, wait: Callable[[], None]) -> None:
-        begin_s = time.monotonic()
-        wait()
-        if self._timeline is not None:
-            self._timeline.span("stall", begin_s, time.monotonic(), bucket=self.index)
+        self.half.wait()
 
     def drop(self) -> None:
         """Let its memory be used by the next backward pass: nobody is going to wait for it, on no rank."""
@@ -172,40 +199,19 @@ class Bucket(Trip):
         else:
             self.wait()
 
-    # --- for the exchange ------------------------------------------------------------------------------------
+    def launched(self) -> None:
+        if self.last and not self.keeps_turn:
+            self.backward.end_compute()
 
-    def count(self, meter: Meter) -> None:
-        """Have what travels counted; it is not refused any more."""
-        self.meter = self.waits = self.half.waits = meter
-        meter.is_timed = not self.link.in_program_order
-        if self.last:
-            meter.steps += 1
-
-    def begins(self) -> None:
-        """See `Trip`; from the last one on backward waits."""
-        super().begins()
-        if self.last and not self.deferred:
-            self.backward.waits_since_s = self.begun_s
-
-    def ends(self, end_s: float) -> None:
-        """See `Trip`; the turn is no part of it."""
-        end_s = self.done_s or end_s
-        super().ends(end_s)
-        since_s = self.backward.waits_since_s
-        if self.meter is not None and since_s is not None and end_s > since_s:
-            self.meter.exposed_s += end_s - since_s
-            self.backward.waits_since_s = end_s
-
-    def end(self, error: BaseException | None, follow: Callable[[], None]) -> None:
+    def end(self, error: BaseException | None) -> None:
         """Complete the Future, or leave the error to be raised after backward, if that waits for it."""
         if self.deferred:
             self._on_device = self.place.reached()
-        super().end(error, follow)
-        self.half.reach(error, follow)
-        if self.deferred:
-            return
-        with self.place.side():
-            self.backward.complete(self.future, self.result, error)
+        super().end(error)
+        self.half.reach(error, self.place.mark())
+        if not self.deferred:
+            with self.place.side():
+                self.backward.complete(self.future, self.result, error)
 
 
 async def split(bucket: Bucket, link: Link) -> None:
@@ -239,73 +245,22 @@ StepRecord = tuple[tuple[int, float], ...]
 
 
 class StepRecords:
-    """The last steps, which all had the same buckets. Filled on the thread that ends a step."""
+    """The last ``steps``, which all had the same buckets. Filled on the thread that ends a step."""
 
     def __init__(self) -> None:
-        self._steps: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
+        self.steps: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
 
     def add(self, buckets: list[tuple[int, float]], begin_s: float | None) -> None:
         """Note a step of ``buckets`` (bytes, moment of the hook); ``begin_s`` None: unknown, it does not count."""
         if begin_s is None or not buckets:
             return
-        if self._steps and [nbytes for nbytes, _ in self._steps[-1]] != [nbytes for nbytes, _ in buckets]:
-            self._steps.clear()
-        self._steps.append(tuple([(nbytes, ready_s - begin_s) for nbytes, ready_s in buckets]))
-
-    def last(self) -> list[StepRecord]:
-        """Return the recorded steps."""
-        return [*self._steps]
+        if self.steps and [nbytes for nbytes, _ in self.steps[-1]] != [nbytes for nbytes, _ in buckets]:
+            self.steps.clear()
+        self.steps.append(tuple([(nbytes, ready_s - begin_s) for nbytes, ready_s in buckets]))
 
     def compute_s(self) -> float | None:
         """Return the median seconds from an exchange's end to the next step's last bucket; None without a record."""
-        return statistics.median(buckets[-1][1] for buckets in self._steps) if self._steps else None
-
-
-# --- the job's turn: siblings compute while its last bucket travels ---
-
-
-class Turn(Protocol):
-    """What a mutex offers to the engine. No method raises."""
-
-    @property
-    def ranks(self) -> Sequence[int] | None:
-        """The ranks of the default group that take the turn together, empty for this process alone; None: any."""
-
-    @property
-    def shared(self) -> bool:
-        """Whether a sibling was on this rank's device when the turn began."""
-
-    @property
-    def mode(self) -> str:
-        """How the job computes beside its siblings, for a timeline."""
-
-    def release(self) -> None:
-        """Give the turn away: the step's compute is launched. Never blocks.
-
-        Called on the hook's thread, or, if the last bucket ``keeps_turn``, on that of its owners' work.
-        """
-
-    def request(self) -> None:
-        """Join the queue early: the last bucket is half-way. Called on a thread of the engine."""
-
-    def acquire(self) -> None:
-        """Take the turn again: the step's buckets are complete. Called on a thread that may block.
-
-        Where nobody shares the device it may still be busy with them.
-        """
-
-
-def check_turn(turn: Turn | None, process_group: dist.ProcessGroup | None) -> None:
-    """Raise unless the ranks of the group take the turn together, and no others: these would wait for ours."""
-    if turn is None or turn.ranks is None or process_group is None:
-        return
-    own, theirs = sorted(dist.get_process_group_ranks(process_group)), sorted(turn.ranks)
-    if own != theirs and (theirs or len(own) > 1):
-        raise UnsupportedConfigurationError(
-            f"expected a mutex of the ranks {own}, which train this model, got one of "
-            f"{theirs or 'this process alone'}: a turn belongs to all its ranks; leave mutex= out, or make it with "
-            "GPUMutex(process_group=…) of the model's group"
-        )
+        return statistics.median(buckets[-1][1] for buckets in self.steps) if self.steps else None
 
 
 class TurnLink(LinkAround):
@@ -329,7 +284,7 @@ class TurnLink(LinkAround):
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         """End the turn if owners' work, which is done, was part of it."""
         if self._bucket.keeps_turn:
-            self._bucket.compute_ends()
+            self._bucket.backward.end_compute()
             self._half_way()
         await super().all_gather(flat, layout)
 
@@ -348,30 +303,23 @@ class TurnLink(LinkAround):
             self._turn.request()
 
     async def take(self) -> None:
-        """Take the turn again, which `Exchange.carry` has given away; the bucket has gone its way.
+        """Take the turn again, which `Bucket.launched` has given away; the bucket has gone its way.
 
         A job that shares its device with nobody does not wait for the device: the host runs ahead as it would without
         us.
         """
-        bucket, turn = self._bucket, self._turn
-        whole_way = bucket.place.reached()
+        whole_way = self._bucket.place.reached()
         await self.settle()
-        if self.in_program_order and turn.shared:
+        if self.in_program_order and self._turn.shared:
             self._reached()
-            turn.request()
+            self._turn.request()
             whole_way()
-        elif self.size == 1:
-            turn.request()
-        bucket.done_s = time.monotonic()
-        turn.acquire()
+        self._bucket.done_s = time.monotonic()
+        self._turn.acquire()
 
 
-async def behind(futures: Sequence[GradientFuture], bucket: Bucket, link: Link, turn: Turn) -> None:
-    """Wait for what somebody else's hook has made of a step's buckets, and take the turn again."""
+async def behind(futures: Sequence[GradientFuture], bucket: Bucket, link: Link) -> None:
+    """Wait for what somebody else's hook has made of a step's buckets."""
     await link.settle()
     for future in futures:
         bucket.result = future.wait()
-    if turn.shared:
-        bucket.place.reached()()
-    bucket.done_s = time.monotonic()
-    turn.acquire()

@@ -1,7 +1,7 @@
 """Work on a CUDA device, and a backend's own collectives.
 
 [Note: the side stream] All that journeys issue on a device, they issue on one stream of ours. It follows the stream of
-whoever starts a journey, and whoever waits for a journey has his stream follow it. `Journey` makes it current around
+whoever starts a journey, and whoever waits for a journey has his stream follow it. `Trip` makes it current around
 each piece of the way, so that memory which a journey allocates belongs to it, too.
 
 [Note: who waits for the compute stream] Where the host drives journeys (gloo), one of our threads waits for the compute
@@ -24,7 +24,7 @@ import copy
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from torch import Tensor
 from crossover_ddp._system.cuda_driver import adopt_thread
 
 from .journeys import Begin, GradientFuture, Place, Station, at_once, living, stop_all
-from .links import Alone, Layout, Link, LinkAround, Network, parts
+from .links import Alone, Gloo, Layout, Link, LinkAround, parts
 
 # Torch 2.14 gave them new names, and warns of the old ones.
 _REDUCE_SCATTER: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -41,11 +41,9 @@ _ALL_GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 class Device(Place):
-    """A CUDA device, see [Note: the side stream].
+    """A CUDA device whose number is known, see [Note: the side stream].
 
-    Args:
-        device: its number is known.
-        by_host: whether the host drives journeys, see [Note: who waits for the compute stream].
+    ``by_host``: whether the host drives journeys, see [Note: who waits for the compute stream].
     """
 
     def __init__(self, device: torch.device, *, by_host: bool) -> None:
@@ -101,7 +99,7 @@ def sleeping_event() -> torch.cuda.Event:
 class Native(Alone):
     """A backend's own collectives, NCCL's and its like: a network, and copies of it as links, see [Note: one order].
 
-    On a device all goes to the stream that is current, which `Journey` has chosen. The group is held weakly. Bytes are
+    On a device all goes to the stream that is current, which `Trip` has chosen. The group is held weakly. Bytes are
     those of an exchange around a ring.
     """
 
@@ -110,15 +108,11 @@ class Native(Alone):
 
     def __init__(self, group: dist.ProcessGroup, place: Place) -> None:
         super().__init__(place)
-        self._group, self._sent_bytes = weakref.ref(group), 0
+        self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
 
     def link(self) -> Link:
         return copy.copy(self)
-
-    def sent(self) -> int:
-        sent, self._sent_bytes = self._sent_bytes, 0
-        return sent
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """Send an equal front in one collective, each longer part's rest by itself."""
@@ -153,10 +147,8 @@ class Native(Alone):
         return flat[:0], [(owner, part) for owner, part in enumerate(parts(flat, layout)) if part.numel()]
 
 
-def _wait(work: dist.Work | None) -> None:
-    """Have the current stream (on a CPU this thread) wait."""
-    if work is None:
-        raise RuntimeError("this process is not a rank of the process group")
+def _wait(work: Any) -> None:
+    """Have the current stream (on a CPU this thread) wait; ``work`` is None where this process is no rank."""
     work.wait()
 
 
@@ -164,34 +156,27 @@ Pair = tuple[Tensor, Tensor]
 """Where to, where from."""
 
 
-class Staged:
-    """A network around one of host memory, for the tensors of a device.
+class Staged(Gloo):
+    """A network by messages, for the tensors of a device, which are divided there."""
 
-    Args:
-        inner: whose journeys' threads are the device's, and which divides nothing.
-        place: the device.
-    """
+    divides = False
 
-    def __init__(self, inner: Network, place: Device) -> None:
-        self.rank, self.size, self.alignment_bytes = inner.rank, inner.size, inner.alignment_bytes
-        self.place, self._inner = place, inner
+    def __init__(self, group: dist.ProcessGroup, place: Device) -> None:
+        super().__init__(group, place)
+        self.device, self._copying = place, Station("crossover-copy", place.adopt_thread)
         self._down, self._up = torch.cuda.Stream(place.device), torch.cuda.Stream(place.device)
-        self._copying = Station("crossover-copy", place.adopt_thread)
 
     def link(self) -> Link:
-        return _StagedLink(self, self._inner.link())
-
-    def interrupt(self) -> None:
-        self._inner.interrupt()
+        return _StagedLink(self, super().link())
 
     def close(self, timeout_s: float) -> bool:
         """End the threads, in the order in which journeys come by."""
         closed = [self.place.close(timeout_s), stop_all([self._copying], timeout_s)]
-        return all([*closed, self._inner.close(timeout_s)])
+        return all([*closed, super().close(timeout_s)])
 
     async def down(self, pairs: Sequence[Pair]) -> None:
         """Copy to the host, and go on when all is there."""
-        self._down.wait_stream(self.place.stream)
+        self._down.wait_stream(self.device.stream)
         with torch.cuda.stream(self._down):
             for host, device in pairs:
                 host.copy_(device, non_blocking=True)
@@ -204,7 +189,7 @@ class Staged:
         with torch.cuda.stream(self._up):
             for device, host in pairs:
                 device.copy_(host, non_blocking=True)
-        self.place.stream.wait_stream(self._up)
+        self.device.stream.wait_stream(self._up)
 
 
 class _StagedLink(LinkAround):

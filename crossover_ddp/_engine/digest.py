@@ -7,7 +7,6 @@ each parameter. Who does not know the parameters, or is not to compare them, sen
 ranks send as often, whatever each of them was told.
 """
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Final
@@ -21,29 +20,24 @@ from crossover_ddp._ddp.checks import is_joined, model_of, named_parameters_of
 from crossover_ddp._system import environment
 from crossover_ddp.errors import ReplicasDifferError
 
-from .buckets import after_backward
 from .journeys import Trip, nothing
-from .links import Link
 from .states import told_by_all
 
-_EVERY: Final = 1000
+COMPARED_EVERY: Final = 1000
 _NAMED: Final = 3
 Begin = Callable[..., Trip]
 Look = Callable[[dist.ProcessGroup], None]
 
 
 class Digests:
-    """The steps of one model, see [Note: digests].
+    """Of one model, after so many ``steps``, see [Note: digests]."""
 
-    ``due``: the next step in which there is something to do.
-    """
-
-    steps, due = 0, 1
+    steps = 0
     # One that `gc.freeze` hides is looked for once.
     _ddp: Callable[[], DistributedDataParallel | None] | None = None
-    _look: Look | None = None  # at digests that nobody has looked at
+    look: Look | None = None  # at digests that nobody has looked at
 
-    def step(
+    def send(
         self,
         bucket: dist.GradBucket,
         group: dist.ProcessGroup,
@@ -52,53 +46,31 @@ class Digests:
         *,
         wanted: bool | None,
     ) -> None:
-        """Look at digests, and send some, in a step that is due; see `Exchange.comparing`.
+        """Send some, in the hook of a last bucket; ``look`` then raises a difference, on all ranks of ``group``."""
+        if wanted is None:
+            wanted = environment.is_set(environment.COMPARE_REPLICAS, default="1")
+        if self._ddp is None:
+            found = model_of(bucket, state=state)
+            self._ddp = nothing if found is None else weakref.ref(found)
+        parameters = _compared(self._ddp()) if wanted else {}
+        step, device, names, layout = self.steps, bucket.buffer().device, [*parameters], [1] * group.size()
+        table = torch.zeros(group.size(), dtype=torch.int64, device=device)
+        sums = table[:0]
+        if parameters:
+            sums = torch.stack([fingerprint(each).to(device) for each in parameters.values()])
+            # Odd factors, so that what moves from one parameter to another shows.
+            digest = (sums * torch.arange(1, 2 * len(sums), 2, device=device)).sum()
+            table[group.rank()] = digest + (digest == 0)
+        name = f"the digests of step {step}"
+        trip = begin(lambda link: link.all_gather(table, layout), device, name, deferred=True)
 
-        A difference is raised by ``backward()``, on all ranks of ``group``. ``bucket``: the last one, in its hook.
-        """
-        self.steps += 1
-        if self._look is not None:
-            look, self._look = functools.partial(self._look, group), None
-            if not after_backward(look):
-                look()
-        if self.steps & (self.steps - 1) == 0 or self.steps % _EVERY == 0:
-            if wanted is None:
-                wanted = environment.is_set(environment.COMPARE_REPLICAS, default="1")
-            if self._ddp is None:
-                found = model_of(bucket, state=state)
-                self._ddp = nothing if found is None else weakref.ref(found)
-            parameters = _compared(self._ddp()) if wanted else {}
-            self._look = _send(self.steps, parameters, bucket.buffer().device, group, begin)
-            self.due = self.steps + 1
-        else:
-            self.due = min(1 << self.steps.bit_length(), (self.steps // _EVERY + 1) * _EVERY)
+        def look(group: dist.ProcessGroup) -> None:  # keeps no parameter and no group
+            trip.wait()
+            digests = table.tolist()
+            if 0 not in digests and len({*digests}) > 1:
+                _compare_each(step, dict(zip(names, sums.tolist(), strict=True)), group)
 
-
-def _send(
-    step: int, parameters: dict[str, Tensor], device: torch.device, group: dist.ProcessGroup, begin: Begin
-) -> Look:
-    """Begin to gather a table of all ranks' digests; return what looks at them, and keeps no parameter and no group."""
-    table = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    layout, names = [1] * group.size(), [*parameters]
-    sums = table[:0]
-    if parameters:
-        sums = torch.stack([fingerprint(each).to(device) for each in parameters.values()])
-        # Odd factors, so that what moves from one parameter to another shows.
-        digest = (sums * torch.arange(1, 2 * len(sums), 2, device=device)).sum()
-        table[group.rank()] = digest + (digest == 0)
-
-    async def way(link: Link) -> None:
-        await link.all_gather(table, layout)
-
-    trip = begin(way, device, f"the digests of step {step}", deferred=True)
-
-    def look(group: dist.ProcessGroup) -> None:
-        trip.wait()
-        digests = table.tolist()
-        if 0 not in digests and len({*digests}) > 1:
-            _compare_each(step, dict(zip(names, sums.tolist(), strict=True)), group)
-
-    return look
+        self.look = look
 
 
 def _compare_each(step: int, own: dict[str, int], group: dist.ProcessGroup) -> None:

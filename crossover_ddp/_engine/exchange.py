@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.checks import CAPTURED, PYTHON_REDUCER, check_group, flat_gradients, resolve_group
@@ -38,9 +39,9 @@ from .buckets import (
     check_turn,
 )
 from .device import Device, Native, Staged
-from .digest import Digests
-from .journeys import Begin, GradientFuture, Journey, Meter, Place, Trip
-from .links import Alone, Gloo, Layout, Link, Network, equal_lengths
+from .digest import COMPARED_EVERY, Digests
+from .journeys import Begin, GradientFuture, Meter, Place, Trip, at_once
+from .links import Alone, Gloo, Layout, Link, equal_lengths
 from .spans import TracedLink, timeline_of
 from .states import TOLD_AFTER, Agreement, HookState, let_collectives_go, line, told
 
@@ -48,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 Way = Callable[[Link], Coroutine[Any, Any, None]]
 Around = Callable[[Link], Link]
-Step = Callable[[], Coroutine[Any, Any, None]]
+Network = Alone | Gloo
 
 _END_S: Final = 0.5
 _NEEDED_BY_OTHERS_S: Final = 30.0
@@ -64,10 +65,7 @@ class _Model:
 
 
 class Exchange:
-    """The journeys of one process group.
-
-    Args:
-        group: held weakly.
+    """The journeys of one process group, which is held weakly.
 
     ``leaves_buffers_to_ddp``: set on all ranks before the first backward: nobody asks the others.
     """
@@ -84,14 +82,13 @@ class Exchange:
         self._backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
         self._networks: dict[torch.device, Network] = {}
         self._timeline = timeline_of(group)
-        self._numbers = itertools.count()
+        self._numbers = itertools.count()  # of journeys that belong to no bucket
         self.records, self.meter = StepRecords(), Meter()  # of hooks without a state
         self.leaves_buffers_to_ddp = False
         self._models: Any = WeakTensorKeyDictionary()  # by the parameters of a last bucket
-        self._backward = Backward()
+        self._backward = Backward(timeline=self._timeline)
         self._entered = 0
         self._checked: Any = WeakTensorKeyDictionary()  # a parameter of each bucket
-        self._turn_taken_s: float | None = None
         self._lock = threading.Lock()
         self._under_way: set[Trip] = set()
         self._failure: CrossoverError | None = None
@@ -117,26 +114,22 @@ class Exchange:
         link: Link | None = None,
         meter: Meter | None = None,
     ) -> Trip:
-        """Begin a journey that belongs to no bucket.
+        """Begin a journey that belongs to no bucket, which ``way`` makes of its link, for tensors of ``device``.
 
-        Args:
-            way: makes it, given its link.
-            device: of its tensors.
-            name: of what travels, in errors.
-            deferred: other ranks may need it although this one ends.
-            link: of an earlier journey, whose messages these belong to; None draws one.
-            meter: counts what travels, and waits for the trip.
+        ``name``: of what travels, in errors. ``deferred``: other ranks may need it although this one ends. ``link``: of
+        an earlier journey, whose messages these belong to; None draws one. ``meter``: counts what travels, and waits.
 
         **Collective**: all ranks begin the same journeys in the same order.
         """
         self._check_process()
-        trip, network = Trip(name, deferred=deferred), self.network(device)
+        network = self.network(device)
         if link is None:
             link = network.link()
             if self._timeline is not None:
-                link = TracedLink(link, self._timeline, step=next(self._numbers))
-        trip.sent, trip.meter, trip.waits = link.sent, meter, meter
-        self._start(trip, way(link), network.place)
+                link = TracedLink(link, self._timeline, step=next(self._numbers), bucket=-1)
+        trip = Trip(name, network.place, link.sent, deferred=deferred)
+        trip.meter = trip.waits = meter
+        self._start(trip, way(link))
         return trip
 
     def carry(
@@ -148,12 +141,12 @@ class Exchange:
         state: object = None,
         around: Around | None = None,
         hands_back: bool = False,
-        late_buffers: bool = False,
+        late_buffers: bool | None = False,
     ) -> Bucket:
         """Send a bucket on its way, in its hook; its ``future`` holds what the way has made of its buffer.
 
         Args:
-            grad_bucket: what DDP gave to the hook.
+            grad_bucket: DDP's.
             way: called here, returns the bucket's journey. What the call raises refuses the bucket. What the coroutine
                 raises, before its first ``await`` too, is final, see [Note: failed]: an ``async def`` cannot refuse.
             turn: given away after the last bucket, taken again before the last Future completes; not if that was
@@ -161,51 +154,56 @@ class Exchange:
             state: that the hook was registered with; see `ModuleBuffers`. Its meter counts, if it has one.
             around: makes the link that the bucket travels on of the group's, where there are several ranks; may raise,
                 to refuse the bucket.
-            hands_back: backward does not wait for the bucket; see `Bucket.hand_back`.
+            hands_back: backward goes on as if the bucket were exchanged; whoever needs it waits for it.
             late_buffers: whoever calls unpacks the bucket's ``buffers`` before the next forward, as whoever has it
-                handed back does; else they are when backward has ended.
+                handed back does; else they are when backward has ended. None: they are left to DDP.
 
         Raises what refuses the bucket.
         """
         backward, meter = self._enter(grad_bucket, turn), self.meter_of(state)
         link = self.network(grad_bucket.buffer().device).link()  # also for a refused one: ranks count alike
-        with self._refusing(grad_bucket, backward):
+        then: Begin = at_once
+        try:
             bucket = self._bucket(grad_bucket, link, backward)
             link = link if around is None or self.size == 1 else around(link)
             if self._timeline is not None:
-                # DDP makes no bucket smaller than its largest gradient.
-                largest = max(each.numel() for each in grad_bucket.parameters()) * bucket.flat.itemsize
-                place = {"step": backward.number, "bucket": bucket.index}
-                link = TracedLink(link, self._timeline, **place, largest_bytes=largest)
-            turns = TurnLink(link, bucket, turn) if turn is not None and bucket.last else None
-            bucket.link = link if turns is None else turns
+                link = TracedLink(link, self._timeline, step=backward.number, bucket=bucket.index)
+            if turn is not None and bucket.last:
+                link = turns = TurnLink(link, bucket, turn)
+                then = at_once if hands_back else turns.take
+            bucket.link = link
             if hands_back:
-                bucket.hand_back()
-            journey = way(bucket, bucket.link)
-        bucket.count(meter)
-        self._start(bucket, journey, bucket.place, None if turns is None or bucket.deferred else turns.take)
-        if bucket.last and self.size > 1 and not self.leaves_buffers_to_ddp:
-            self._send_buffers(bucket, grad_bucket, state, late=late_buffers or bucket.deferred)
+                bucket.deferred = True
+                bucket.future.set_result(bucket.result)
+            journey = way(bucket, link)
+        except Exception:
+            if grad_bucket.is_last():  # it ends the step's compute, too
+                backward.end_compute()
+                backward.gathers.open()
+            raise
+        bucket.meter = bucket.waits = bucket.half.waits = meter
+        meter.steps += bucket.last
+        meter.is_timed = not link.in_program_order
+        self._start(bucket, journey, then)
+        if bucket.last and self.size > 1 and late_buffers is not None and not self.leaves_buffers_to_ddp:
+            self._send_buffers(bucket, grad_bucket, state, late=late_buffers or hands_back)
         return bucket
 
     def follow(
-        self, future: GradientFuture, grad_bucket: dist.GradBucket, *, turn: Turn, state: object
+        self, future: GradientFuture, grad_bucket: dist.GradBucket, *, turn: Turn | None, state: object
     ) -> GradientFuture:
         """Put the turn around somebody else's collective, whose result for ``grad_bucket`` is ``future``.
 
         The Future of a step's last bucket is replaced by one that completes when all the step's Futures are
         done and the turn is taken again.
         """
-        backward, meter = self._enter(grad_bucket, turn), self.meter_of(state)
-        backward.futures.append(future)
-        if not grad_bucket.is_last():
-            return future
-        link = self.network(grad_bucket.buffer().device).link()
-        with self._refusing(grad_bucket, backward):
-            bucket = self._bucket(grad_bucket, link, backward)
-        bucket.count(meter)
-        self._start(bucket, behind(backward.futures, bucket, link, turn), bucket.place)
-        return bucket.future
+        futures = self._backward.futures
+        futures.append(future)
+        if grad_bucket.is_last():
+            way = functools.partial(behind, futures)
+            return self.carry(grad_bucket, way, turn=turn, state=state, late_buffers=None).future
+        self._enter(grad_bucket, turn)
+        return future
 
     @contextlib.contextmanager
     def comparing(self, grad_bucket: dist.GradBucket, state: object, wanted: bool | None) -> Iterator[None]:
@@ -224,13 +222,17 @@ class Exchange:
         self.compare(grad_bucket, state, wanted)
 
     def compare(self, grad_bucket: dist.GradBucket, state: object, wanted: bool | None) -> None:
-        if self.size == 1 or not grad_bucket.is_last():
+        group = self._group()
+        if self.size == 1 or group is None or not grad_bucket.is_last():
             return
         digests = self._model_of(grad_bucket).digests
-        if digests.steps + 1 < digests.due:
-            digests.steps += 1
-        elif (group := self._group()) is not None:
-            digests.step(grad_bucket, group, state, self.begin, wanted=wanted)
+        step = digests.steps = digests.steps + 1
+        if digests.look is not None:
+            look, digests.look = functools.partial(digests.look, group), None
+            if not after_backward(look):
+                look()
+        if step & (step - 1) == 0 or step % COMPARED_EVERY == 0:
+            digests.send(grad_bucket, group, state, self.begin, wanted=wanted)
 
     def meter_of(self, state: object) -> Meter:
         """Return what counts for a hook with or without a state; rank 0 says once what its first steps did."""
@@ -260,19 +262,8 @@ class Exchange:
         backward, self._backward.turn = self._backward, turn
         backward.watch(is_last=grad_bucket.is_last())
         if grad_bucket.is_last():
-            backward.is_whole, self._backward = True, Backward(backward.number + 1)
+            backward.is_whole, self._backward = True, Backward(backward.number + 1, self._timeline)
         return backward
-
-    @contextlib.contextmanager
-    def _refusing(self, grad_bucket: dist.GradBucket, backward: Backward) -> Iterator[None]:
-        """Where a bucket may be refused: a refused last one ends the step's compute, too."""
-        try:
-            yield
-        except Exception:
-            if grad_bucket.is_last():
-                self._compute_ends(backward)
-                backward.gathers.open()
-            raise
 
     def _bucket(self, grad_bucket: dist.GradBucket, link: Link, backward: Backward) -> Bucket:
         """Return the bucket; raise what makes its exchange impossible."""
@@ -284,51 +275,20 @@ class Exchange:
         check_turn(backward.turn, group)
         backward.ready.append((flat.nbytes, time.monotonic()))
         place = self.network(flat.device).place
-        bucket = Bucket(grad_bucket, self.equal_layout(flat), backward, place, self._timeline, link)
-        bucket.compute_ends = functools.partial(self._compute_ends, backward)
-        return bucket
+        return Bucket(grad_bucket, self.equal_layout(flat), backward, place, link)
 
-    def _start(
-        self, trip: Trip, way: Coroutine[Any, Any, None], place: Place, then: Step | None = None
-    ) -> None:
-        ends_compute = isinstance(trip, Bucket) and trip.last and not trip.keeps_turn
-        launched = cast(Bucket, trip).compute_ends if ends_compute else None
-        ended = functools.partial(self._ended, trip, place)
-        journey = trip.journey = Journey(
-            _between(trip, place.follow(), way, then), ended, place.side, launched
-        )
+    def _start(self, trip: Trip, way: Coroutine[Any, Any, None], then: Begin = at_once) -> None:
         with self._lock:
             self._under_way.add(trip)
             if trip.meter is not None:
                 trip.meter.begin()
             failure = self._failure
-        if failure is not None:
+        if failure is None:
+            with torch.no_grad():
+                trip.start(way, self._ended, then)
+        else:
             way.close()
-        with torch.no_grad():
-            journey.go_on() if failure is None else journey.throw(failure)
-
-    def _compute_ends(self, backward: Backward) -> None:
-        """The step's compute is launched: let a sibling have the turn, before another one may take it. Once."""
-        if backward.compute_ended:
-            return
-        backward.compute_ended = True
-        if self._timeline is not None and self._turn_taken_s is not None and backward.ready:
-            end_s = backward.ready[-1][1]
-            mode = {} if backward.turn is None else {"turns": backward.turn.mode}
-            self._timeline.span("compute", self._turn_taken_s, end_s, step=backward.number, **mode)
-        if backward.turn is not None:
-            backward.turn.release()
-
-    def _step_ends(self, bucket: Bucket) -> None:
-        """Note when a step's exchange was done, and when the turn was taken again."""
-        begin_s, now_s = self._turn_taken_s, time.monotonic()
-        self.records.add(bucket.backward.ready, begin_s)
-        self._turn_taken_s = now_s
-        if self._timeline is not None:
-            number, done_s = bucket.backward.number, bucket.done_s or now_s
-            where, ready_s = bucket.flat.device.type, bucket.backward.ready[-1][1]
-            self._timeline.span("exchange", ready_s, done_s, step=number, device_type=where)
-            self._timeline.span("wait", done_s, now_s, step=number + 1)
+            self._ended(trip, failure)
 
     def _send_buffers(
         self, bucket: Bucket, grad_bucket: dist.GradBucket, state: object, *, late: bool
@@ -372,7 +332,7 @@ class Exchange:
 
     def compute_begins(self) -> None:
         """Note that forward begins, for the timeline."""
-        self._turn_taken_s = time.monotonic()
+        self._backward.begun_s = time.monotonic()
 
     def waited(self, since_s: float) -> None:
         """Note that forward waited for its turn until now, for the timeline."""
@@ -403,21 +363,27 @@ class Exchange:
             return Alone(place)
         if not by_messages:
             return Native(group, place)
-        inner = Gloo(group, place, divides=device.type == "cpu")
-        return Staged(inner, place) if isinstance(place, Device) else inner
+        return Staged(group, place) if isinstance(place, Device) else Gloo(group, place)
 
-    # --- failures and ends -----------------------------------------------------------------------------------
-
-    def _ended(self, trip: Trip, place: Place, error: BaseException | None) -> None:
+    def _ended(self, trip: Trip, error: BaseException | None) -> None:
         failure = None if error is None else self.fail(trip.name, error)
+        done_s = trip.done_s or time.monotonic()
         with self._lock:
             self._under_way.discard(trip)
-            trip.ends(time.monotonic())
+            if trip.meter is not None:
+                trip.meter.end(trip.begun_s, done_s, trip.sent())
         if isinstance(trip, Bucket) and trip.last:
-            trip.compute_ends()  # kept for owners' work that was not done
+            backward, now_s = trip.backward, time.monotonic()
+            backward.end_compute()  # kept for owners' work that was not done
             if failure is None and not trip.deferred:
-                self._step_ends(trip)
-        trip.end(failure, place.mark())
+                if trip.meter is not None:
+                    trip.meter.exposed_s += done_s - trip.begun_s
+                self.records.add(backward.ready, backward.begun_s)
+                self._backward.begun_s = now_s
+                if self._timeline is not None:
+                    self._timeline.span("exchange", backward.ready[-1][1], done_s, step=backward.number)
+                    self._timeline.span("wait", done_s, now_s, step=backward.number + 1)
+        trip.end(failure)
 
     def fail(self, name: str, cause: BaseException) -> CrossoverError:
         """End all exchange of the group, as other ranks hear, too, since ``name`` will not travel, see [Note: failed].
@@ -435,12 +401,11 @@ class Exchange:
             self._failure = failure
             if failure is not cause:
                 failure.__cause__ = cause
-            doomed = [trip.journey for trip in self._under_way]
+            doomed = [*self._under_way]
         for network in list(self._networks.values()):
             network.interrupt()
-        for journey in doomed:
-            if journey is not None:
-                journey.throw(failure)
+        for trip in doomed:
+            trip.throw(failure)
         return failure
 
     def close(self) -> None:
@@ -470,18 +435,6 @@ class Exchange:
         return all([network.close(timeout_s) for network in list(self._networks.values())])
 
 
-async def _between(trip: Trip, begin: Begin, way: Coroutine[Any, Any, None], then: Step | None) -> None:
-    try:
-        await begin()
-    except BaseException:
-        way.close()
-        raise
-    trip.begins()
-    await way
-    if then is not None:
-        await then()
-
-
 def on_destruction(
     process_group: dist.ProcessGroup, end: Callable[[], Any], *, at_exit: bool = True
 ) -> Callable[[], object]:
@@ -490,46 +443,17 @@ def on_destruction(
     A group object that a DDP model has used is never collected (torch 2.15), so its end cannot be seen. But
     torch's registry holds the only handle of the group's store, and drops it when the group is destroyed.
     """
-    store_of = getattr(dist.distributed_c10d, "_get_process_group_store", None)
     with contextlib.suppress(KeyError, TypeError, ValueError):
-        if store_of is not None:
-            finalizer = weakref.finalize(store_of(process_group), end)
-            finalizer.atexit = at_exit
-            return finalizer.detach
+        finalizer = weakref.finalize(_get_process_group_store(process_group), end)
+        finalizer.atexit = at_exit
+        return finalizer.detach
     return lambda: None
-
-
-# --- what every hook does before it carries a bucket ---------------------------------------------------------
-
-
-def guarded(
-    bucket: dist.GradBucket | tuple[Tensor, ...],
-    answer: Callable[[], GradientFuture],
-    *,
-    refused: Callable[[], None] | None = None,
-) -> GradientFuture:
-    """Return ``answer()``; what it raises is raised by ``backward()`` instead.
-
-    ``refused`` is called first if there is one. Only where torch's python reducer calls the hook the error leaves it,
-    for nobody else would hear of it.
-    """
-    if isinstance(bucket, tuple):
-        raise UnsupportedConfigurationError(PYTHON_REDUCER)
-    try:
-        return answer()
-    except Exception as error:
-        if refused is not None:
-            refused()
-        backward, future = Backward(), GradientFuture()
-        backward.watch(is_last=True)
-        backward.complete(future, bucket.buffer(), error)  # as it is: nothing was sent
-        return future
 
 
 def answered(
     state: Any,
-    bucket: dist.GradBucket,
-    kind: type,
+    bucket: dist.GradBucket | tuple[Tensor, ...],
+    kind: type | None,
     remedy: str,
     carry: Callable[[Exchange], GradientFuture],
     *,
@@ -537,36 +461,47 @@ def answered(
     plain: Callable[[Any, dist.GradBucket], GradientFuture] = allreduce_hook,
     refused: Callable[[], None] | None = None,
 ) -> GradientFuture:
-    """Answer DDP for a hook with a state: what all of them do before they carry ``bucket``.
+    """Do what every hook does before it carries ``bucket``, and return what ``carry`` does.
+
+    What that raises is raised by ``backward()`` instead. Only where torch's python reducer calls the hook the error
+    leaves it, for nobody else would hear of it.
 
     Args:
         state: a `HookState`; what its ``said(bucket)`` returns the ranks must have in common.
         bucket: DDP's.
-        kind: of the hook's states; others, such as another hook's, are refused.
+        kind: of the hook's states; others, such as another hook's, are refused. None: ``state`` is the process group.
         remedy: what to do with those instead.
         carry: begins the exchange.
         compares: whether ``compare_replicas`` of the state holds from this bucket on, see `Exchange.comparing`.
         plain: answers instead with ``CROSSOVER_DISABLE=1``.
-        refused: see `guarded`.
+        refused: called first if anything raises.
     """
-
-    def answer() -> GradientFuture:
-        if not isinstance(state, kind):
-            raise UnsupportedConfigurationError(
-                f"expected a {kind.__name__}, got state={type(state).__name__}; {remedy}"
-            )
-        group: dist.ProcessGroup | None = state.process_group  # type: ignore[attr-defined]
-        agreement: Agreement = state.agreement  # type: ignore[attr-defined]
-        if not agreement.made:
-            agreement.make(resolve_group(group), lambda: state.said(bucket))  # type: ignore[attr-defined]
-        if agreement.disabled:
-            return plain(group, bucket)
+    if isinstance(bucket, tuple):
+        raise UnsupportedConfigurationError(PYTHON_REDUCER)
+    try:
+        group, wanted = state, None
+        if kind is not None:
+            if not isinstance(state, kind):
+                raise UnsupportedConfigurationError(
+                    f"expected a {kind.__name__}, got state={type(state).__name__}; {remedy}"
+                )
+            group, wanted = state.process_group, getattr(state, "compare_replicas", None)  # type: ignore[attr-defined]
+            agreement: Agreement = state.agreement  # type: ignore[attr-defined]
+            if not agreement.made:
+                agreement.make(resolve_group(group), lambda: state.said(bucket))  # type: ignore[attr-defined]
+            if agreement.disabled:
+                return plain(group, bucket)
         if bucket.buffer().is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedConfigurationError(CAPTURED)
         exchange = Exchange.of(group)
         if not compares:
             return carry(exchange)
-        with exchange.comparing(bucket, state, state.compare_replicas):  # type: ignore[attr-defined]
+        with exchange.comparing(bucket, state, wanted):
             return carry(exchange)
-
-    return guarded(bucket, answer, refused=refused)
+    except Exception as error:
+        if refused is not None:
+            refused()
+        backward, future = Backward(), GradientFuture()
+        backward.watch(is_last=True)
+        backward.complete(future, bucket.buffer(), error)  # as it is: nothing was sent
+        return future

@@ -4,8 +4,7 @@ A journey runs on the thread that starts it until it awaits something that it ca
 the rest of it, and lets it go on later, on a thread of its own choice.
 
 [Note: threads] What belongs to a thread (grad mode, a stream, a lock) may not be held by a ``with`` around an
-``await``: it would be entered on one thread and left on another. `Journey` enters it around each piece of the way.
-
+``await``: it would be entered on one thread and left on another. `Trip` enters it around each piece of the way.
 """
 
 import functools
@@ -25,6 +24,7 @@ from crossover_ddp._system.worker import Job, Worker
 
 GradientFuture = torch.futures.Future[torch.Tensor]
 Begin = Callable[[], Awaitable[None]]
+Way = Coroutine[Any, Any, None]
 Stop = Callable[[Job], None]
 """What a coroutine yields: it is given the rest, and has it called once."""
 Stops = Generator[Stop, None, None]
@@ -88,29 +88,106 @@ class Gate:
             go_on()
 
 
-class Journey:
-    """One coroutine on its way. At most one thread runs it at a time.
+class Meter:
+    """What has travelled for one hook, and for how long the program has waited, see docs/choosing.md.
 
-    Args:
-        way: awaits nothing but stations, gates, and coroutines made of these.
-        ended: called once, on the thread of its last piece, with what it raised, or None.
-        where: makes the context of each piece of the way. Not by `contextlib.contextmanager`: a coroutine ends with a
-            StopIteration, which a generator may not let through.
-        launched: called once, on the thread that starts the journey, outside of ``where``, after the first piece and
-            before another thread hears of it.
+    ``under_way_s``: in which any journey was under way. ``is_timed``: whether the host sees when journeys end.
     """
 
+    def __init__(self) -> None:
+        self.steps = self.bytes_sent = self._count = 0
+        self.under_way_s = self.exposed_s = 0.0
+        self.is_timed, self.is_told = True, False
+        self._since_s = math.inf
+
+    def begin(self) -> None:
+        """Count a journey that begins. One call at a time, as of `end`."""
+        self._count += 1
+
+    def end(self, begun_s: float, end_s: float, sent_bytes: int) -> None:
+        self.bytes_sent += sent_bytes
+        self._count -= 1
+        self._since_s = min(self._since_s, begun_s)
+        if not self._count:
+            self.under_way_s += max(0.0, end_s - self._since_s)
+            self._since_s = math.inf
+
+
+class Milestone:
+    """A place on a journey's way that the program waits for; ``waits`` counts for how long."""
+
+    waits: Meter | None = None
+
+    def __init__(self) -> None:
+        self._arrived = threading.Event()
+        self._error: BaseException | None = None
+        self._follow: Callable[[], None] = nothing
+
+    def wait(self) -> None:
+        """Block until it is reached; on a device order what the caller does behind it. May be called again.
+
+        Raises what has ended the journeys of the group, if anything has.
+        """
+        since_s = time.monotonic()
+        self._arrived.wait()
+        if self.waits is not None:
+            self.waits.exposed_s += time.monotonic() - since_s
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        self._follow()
+
+    def reach(self, error: BaseException | None, follow: Callable[[], None]) -> None:
+        """Let nobody wait any more; what comes first counts."""
+        if not self._arrived.is_set():
+            self._error, self._follow = error, follow
+            self._arrived.set()
+
+
+class Trip(Milestone):
+    """A journey under way: one coroutine, which one thread runs at a time. Its end is what is waited for.
+
+    Args:
+        name: of what travels, in errors.
+        place: of its tensors; each piece of the way is issued there.
+        sent: returns how many bytes have been sent since it was called before.
+        deferred: the program goes on without it; other ranks may need it although this one ends.
+
+    ``meter``: counts what travels. ``begun_s``: when that was there, on a device, too. ``done_s``: when nothing
+    travelled any more, if it waits for something else then.
+    """
+
+    meter: Meter | None = None
+    begun_s = math.inf
+    done_s: float | None = None
+
     def __init__(
-        self,
-        way: Coroutine[Any, None, None],
-        ended: Callable[[BaseException | None], None],
-        where: Callable[[], AbstractContextManager[object]],
-        launched: Callable[[], None] | None = None,
+        self, name: str, place: "Place", sent: Callable[[], int] = int, *, deferred: bool = False
     ) -> None:
-        self._way, self._ended, self._where, self._launched = way, ended, where, launched
+        super().__init__()
+        self.name, self.place, self.deferred, self.sent = name, place, deferred, sent
         self._lock = threading.Lock()
-        self._is_parked = True  # nobody runs it; who makes this False does
+        self._is_parked = False  # nobody runs it; who makes this False does, first of all who starts it
         self._doom: BaseException | None = None
+
+    def start(self, way: Way, ended: Callable[["Trip", BaseException | None], None], then: Begin) -> None:
+        """Run ``way``, and what ``then`` returns, to the first stop.
+
+        ``way`` awaits nothing but stations, gates, and coroutines made of these. ``ended`` is called once, on the
+        thread of the last piece, with what that raised, or None. It must not hold the trip, whose tensors would wait
+        for Python's collector then.
+        """
+        self._way, self._ended = self._whole(self.place.follow(), way, then), ended
+        self._run()
+
+    async def _whole(self, begin: Begin, way: Way, then: Begin) -> None:
+        try:
+            await begin()
+        except BaseException:
+            way.close()
+            raise
+        self.begun_s = time.monotonic()
+        await way
+        await then()
 
     def go_on(self) -> None:
         """Run to the next stop, on this thread. Does nothing if something was thrown into it meanwhile."""
@@ -131,19 +208,17 @@ class Journey:
     def _run(self) -> None:
         while True:
             try:
-                with self._where():
+                with self.place.side():
                     stop = self._way.send(None) if self._doom is None else self._way.throw(self._doom)
             except StopIteration:
-                self._launch()
-                self._ended(None)
+                self._ended(self, None)
                 return
             except BaseException as error:
-                self._launch()
-                self._ended(error)
+                self._ended(self, error)
                 if isinstance(error, Exception):
                     return
                 raise  # Ctrl-C, on the training thread
-            self._launch()
+            self.launched()
             if self._park():
                 try:
                     stop(self.go_on)
@@ -152,107 +227,16 @@ class Journey:
                     if not self._claim(error):
                         return
 
-    def _launch(self) -> None:
-        launched, self._launched = self._launched, None
-        if launched is not None:
-            launched()
-
     def _park(self) -> bool:
         with self._lock:
             self._is_parked = self._doom is None
             return self._is_parked
 
+    def launched(self) -> None:
+        """Hear that a piece of the way has been issued, before another thread does."""
 
-class Meter:
-    """What has travelled for one hook, and for how long the program has waited, see docs/choosing.md.
-
-    ``under_way_s``: in which any journey was under way. ``is_timed``: whether the host sees when journeys end.
-    """
-
-    def __init__(self) -> None:
-        self.steps = self.bytes_sent = self._count = 0
-        self.under_way_s = self.exposed_s = 0.0
-        self.is_timed, self.is_told = True, False
-        self._since_s = math.inf
-
-    def begin(self) -> None:
-        """Count a journey that begins. One call at a time, as of `end`."""
-        self._count += 1
-
-    def end(self, begun_s: float, end_s: float, sent_bytes: int) -> None:
-        """Count a journey that has ended."""
-        self.bytes_sent += sent_bytes
-        self._count -= 1
-        self._since_s = min(self._since_s, begun_s)
-        if not self._count:
-            self.under_way_s += max(0.0, end_s - self._since_s)
-            self._since_s = math.inf
-
-
-class Milestone:
-    """A place on a journey's way that the program waits for.
-
-    ``waits``: counts for how long.
-    """
-
-    waits: Meter | None = None
-
-    def __init__(self) -> None:
-        self._arrived = threading.Event()
-        self._error: BaseException | None = None
-        self._follow: Callable[[], None] | None = None
-
-    def wait(self) -> None:
-        """Block until it is reached; on a device order what the caller does behind it. May be called again.
-
-        Raises what has ended the journeys of the group, if anything has.
-        """
-        since_s = time.monotonic()
-        self._arrived.wait()
-        if self.waits is not None:
-            self.waits.exposed_s += time.monotonic() - since_s
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        if self._follow is not None:
-            self._follow()
-
-    def reach(self, error: BaseException | None, follow: Callable[[], None]) -> None:
-        """Let nobody wait any more; what comes first counts."""
-        if not self._arrived.is_set():
-            self._error, self._follow = error, follow
-            self._arrived.set()
-
-
-class Trip(Milestone):
-    """A journey under way; its end is what is waited for.
-
-    Args:
-        name: of what travels, in errors.
-        deferred: the program goes on without it; other ranks may need it although this one ends.
-
-    ``meter``: counts what travels, as ``sent`` tells. ``begun_s``: when that was there, on a device, too.
-    """
-
-    def __init__(self, name: str, *, deferred: bool = False) -> None:
-        super().__init__()
-        self.name, self.deferred = name, deferred
-        self.journey: Journey | None = None
-        self.meter: Meter | None = None
-        self.sent: Callable[[], int] = int
-        self.begun_s = math.inf
-
-    def begins(self) -> None:
-        """Note that what travels is there."""
-        self.begun_s = time.monotonic()
-
-    def ends(self, end_s: float) -> None:
-        """Count what has travelled until this moment; one call at a time of a meter."""
-        if self.meter is not None:
-            self.meter.end(self.begun_s, end_s, self.sent())
-
-    def end(self, error: BaseException | None, follow: Callable[[], None]) -> None:
-        self.journey = None  # no cycle that keeps its tensors
-        self.reach(error, follow)
+    def end(self, error: BaseException | None) -> None:
+        self.reach(error, self.place.mark())
 
 
 class Place:
@@ -263,6 +247,11 @@ class Place:
         return at_once
 
     def side(self) -> AbstractContextManager[object]:
+        """Return what is around each piece of a way.
+
+        Not made by `contextlib.contextmanager`: a coroutine ends with a StopIteration, which a generator may not let
+        through.
+        """
         return _AS_IT_IS
 
     def mark(self) -> Callable[[], None]:

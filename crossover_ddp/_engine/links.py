@@ -21,8 +21,8 @@ posted piece by piece, in the order of journeys, which is the same on all ranks,
 what is added. That cannot lock up: nothing in a sum waits for a later one, nor around a ring for a later hop.
 
 [Note: two addends] Two addends have one sum. So where nothing happens between the halves two ranks use gloo's own
-all-reduce, which needs one wake-up of a thread of ours instead of two, and no messages from Python. A link around this
-one (a codec, the turn of a last bucket, a timeline) and staged CUDA tensors go by halves all the same.
+all-reduce, which needs one wake-up of a thread of ours instead of two, and no messages from Python. A codec's link, a
+timeline's and staged CUDA tensors go by halves all the same.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,7 @@ class Link:
     rank: int
     size: int
     in_program_order: bool
+    _sent_bytes = 0
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """Average ``flat`` over the ranks into each part's owner; return the own part, in place.
@@ -101,10 +102,7 @@ class Link:
         await self.all_gather(flat, layout)
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
-        """Send each other rank its part of ``outgoing``, and receive its part of ``incoming`` from each.
-
-        Nothing is sent to this rank.
-        """
+        """Send each other rank its part of ``outgoing``, and receive its part of ``incoming`` from each."""
 
     async def compute(self) -> None:
         """Go on where an owner may compute for long."""
@@ -112,37 +110,10 @@ class Link:
     async def settle(self) -> None:
         """Go on where a journey may block for somebody else; it issues nothing afterwards."""
 
-    def sent_bytes(self, kind: str, flat: Tensor) -> tuple[int, int] | None:
-        """Return what this rank sent in the half of this kind, and would have as it is; None: ``flat`` itself."""
-        return None
-
     def sent(self) -> int:
         """Return how many bytes this rank has sent since this was called before, those of its parts of sums."""
-        return 0
-
-
-class Network(Protocol):
-    """Makes links, in the same order on all ranks.
-
-    ``alignment_bytes``: where an equal part should begin.
-    """
-
-    rank: int
-    size: int
-    alignment_bytes: int
-
-    @property
-    def place(self) -> Place:
-        """Return what orders the work on its tensors."""
-
-    def link(self) -> Link:
-        """Return the next journey's."""
-
-    def interrupt(self) -> None:
-        """End every wait of this rank with an error, and of those that wait for it, if that can be done."""
-
-    def close(self, timeout_s: float) -> bool:
-        """End the threads after what they have; return whether they did in time. May be called again."""
+        sent, self._sent_bytes = self._sent_bytes, 0
+        return sent
 
 
 def parts(flat: Tensor, layout: Layout) -> list[Tensor]:
@@ -192,7 +163,10 @@ class LinkAround(Link):
 
 
 class Alone(Link):
-    """One rank, whose own values are the mean: a network, and its own link."""
+    """One rank, whose own values are the mean: a network, which makes links for tensors of ``place``, and its own link.
+
+    ``alignment_bytes``: where an equal part should begin.
+    """
 
     rank, size, alignment_bytes, in_program_order = 0, 1, 1, False
 
@@ -201,12 +175,14 @@ class Alone(Link):
         self._settling = Station("crossover-settle", place.adopt_thread)
 
     def link(self) -> Link:
+        """Return the next journey's; all ranks make them in the same order."""
         return self
 
     def interrupt(self) -> None:
-        pass
+        """End every wait of this rank with an error, and of those that wait for it, if that can be done."""
 
     def close(self, timeout_s: float) -> bool:
+        """End the threads after what they have; return whether they did in time. May be called again."""
         return all([self.place.close(timeout_s), stop_all([self._settling], timeout_s)])
 
     async def settle(self) -> None:
@@ -220,32 +196,16 @@ _channels: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]]" = weakref.We
 _taking = threading.Lock()
 
 
-def _take_channel(used: set[int]) -> int:
-    """Return the smallest number that is not in use, and from now on is."""
-    with _taking:
-        free = set(range(1 << _CHANNEL_BITS)) - used
-        if not free:
-            raise UnsupportedConfigurationError(
-                f"expected at most {len(used)} exchanges at a time on one process group, got one more; close() "
-                "states that are no longer in use"
-            )
-        used.add(min(free))
-        return min(free)
-
-
 class Gloo:
-    """The connections of a group, threads, and memory for sums.
+    """The connections of a group, which is held weakly, threads, and memory for sums.
 
-    Args:
-        group: has gloo for CPU tensors; held weakly.
-        place: of the tensors that journeys compute with, if others bring them here.
-        divides: whether what it adds has yet to be divided.
+    ``place``: of the tensors that journeys compute with. ``divides``: whether what it adds has yet to be divided.
     """
 
-    alignment_bytes = 1
+    alignment_bytes, divides = 1, True
 
-    def __init__(self, group: dist.ProcessGroup, place: Place, *, divides: bool = True) -> None:
-        self.group, self.place, self.divides = weakref.ref(group), place, divides
+    def __init__(self, group: dist.ProcessGroup, place: Place) -> None:
+        self.group, self.place = weakref.ref(group), place
         self.rank, self.size = group.rank(), group.size()
         self.others = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.reducing = Station("crossover-reduce", place.adopt_thread)
@@ -256,7 +216,14 @@ class Gloo:
         self._relays: list[Station] = []
         self._idle_relays: list[Station] = []
         self._channels = _channels.setdefault(group, set())
-        self._channel = _take_channel(self._channels)
+        with _taking:
+            if not (free := {*range(1 << _CHANNEL_BITS)} - self._channels):
+                raise UnsupportedConfigurationError(
+                    f"expected at most {len(self._channels)} exchanges at a time on one process group, got one more; "
+                    "close() states that are no longer in use"
+                )
+            self._channel: int = min(free)
+            self._channels.add(self._channel)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -313,11 +280,6 @@ class _GlooLink(Link):
         self._net = net
         self.rank, self.size = net.rank, net.size
         self._tags = map(net.tag, range(_STAGES * number, _STAGES * (number + 1)))
-        self._sent_bytes = 0
-
-    def sent(self) -> int:
-        sent, self._sent_bytes = self._sent_bytes, 0
-        return sent
 
     def _send(self, piece: Tensor, rank: int, tag: int) -> dist.Work:
         self._sent_bytes += piece.numel() * piece.itemsize
@@ -359,14 +321,23 @@ class _GlooLink(Link):
         received them.
         """
         net, tag, cut = self._net, next(self._tags), parts(flat, layout)
-        if goes_around(layout, flat.itemsize):
-            await self._gather_around(cut, tag)
-            return
-        works = [net.receive(piece, owner, tag) for owner in net.others for piece in _pieces(cut[owner])]
-        works += [self._send(piece, rank, tag) for piece in _pieces(cut[self.rank]) for rank in net.others]
-        await net.gathering
-        for work in reversed(works):  # the last one first: fewer wake-ups
+        around, right, left = goes_around(layout, flat.itemsize), net.others[0], net.others[-1]
+        cut_up, targets = (_ring_pieces, [right]) if around else (_pieces, net.others)
+        coming = [(part, piece) for part in net.others[:: -1 if around else 1] for piece in cut_up(cut[part])]
+        arriving = [net.receive(piece, left if around else part, tag) for part, piece in coming]
+        leaving = [self._send(piece, rank, tag) for piece in cut_up(cut[self.rank]) for rank in targets]
+        thread = net.relay() if around else net.gathering
+        await thread
+        if around:
+            for (part, piece), work in zip(coming, arriving, strict=True):
+                work.wait()
+                if part != right:
+                    leaving.append(self._send(piece, right, tag))
+            arriving = []
+        for work in reversed(arriving + leaving):  # the last one first: fewer wake-ups
             work.wait()
+        if around:
+            net.give_back(thread)
 
     async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
         """See [Note: two addends]."""
@@ -375,24 +346,9 @@ class _GlooLink(Link):
             await super().all_reduce(flat, layout)
             return
         self._sent_bytes += flat.numel() * flat.itemsize  # half of it there, half of it back
-        work = living(net.group).allreduce([flat.div_(self.size) if net.divides else flat])
+        work = living(net.group).allreduce([flat.div_(self.size)])
         await net.gathering
         work.wait()
-
-    async def _gather_around(self, cut: Sequence[Tensor], tag: int) -> None:
-        net, right, left = self._net, self._net.others[0], self._net.others[-1]
-        coming = [(part, piece) for part in net.others[::-1] for piece in _ring_pieces(cut[part])]
-        arriving = [net.receive(piece, left, tag) for _, piece in coming]
-        leaving = [self._send(piece, right, tag) for piece in _ring_pieces(cut[self.rank])]
-        relay = net.relay()
-        await relay
-        for (part, piece), work in zip(coming, arriving, strict=True):
-            work.wait()
-            if part != right:
-                leaving.append(self._send(piece, right, tag))
-        for work in leaving:
-            work.wait()
-        net.give_back(relay)
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         net, tag, leaving, coming = self._net, next(self._tags), parts(outgoing, to), parts(incoming, of)
@@ -421,15 +377,6 @@ class _Row(NamedTuple):
     memory: Tensor
 
 
-class _Receives(NamedTuple):
-    """Of one sum; ``rows``: what was posted of them."""
-
-    sources: Sequence[int]
-    tag: int
-    ahead_bytes: int
-    rows: deque[_Row]
-
-
 class _Sums:
     """The receives of all sums, see [Note: memory for sums]."""
 
@@ -437,7 +384,8 @@ class _Sums:
         # Weakly: threads hold what is under way, and must not keep the exchange of a group that has gone.
         self._net = weakref.ref(net)
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[Tensor, _Receives]] = deque()
+        # By piece: from where, its tag, bytes ahead, and where its row goes.
+        self._waiting: deque[tuple[Tensor, Sequence[int], int, int, deque[_Row]]] = deque()
         self._posted: deque[int] = deque()  # bytes of each row
         self._free: list[Tensor] = []
 
@@ -446,9 +394,8 @@ class _Sums:
     ) -> Iterator[_Row]:
         """Receive addends of ``pieces`` as early as memory allows; the rows must be `done` one by one."""
         rows: deque[_Row] = deque()
-        receives = _Receives(sources, tag, ahead_bytes, rows)
         with self._lock:
-            self._waiting.extend((piece, receives) for piece in pieces)
+            self._waiting.extend((piece, sources, tag, ahead_bytes, rows) for piece in pieces)
             self._post_some()
         return (rows.popleft() for _ in pieces)
 
@@ -461,7 +408,7 @@ class _Sums:
     def _post_some(self) -> None:
         net = self._net()
         while self._waiting and net is not None:
-            own, (sources, tag, ahead_bytes, rows) = self._waiting[0]
+            own, sources, tag, ahead_bytes, rows = self._waiting[0]
             nbytes = own.nbytes * len(sources)
             if len(self._posted) >= _AHEAD_ROWS and sum(self._posted) + nbytes > ahead_bytes:
                 return

@@ -3,7 +3,6 @@
 import logging
 import os
 import secrets
-import threading
 import time
 import weakref
 from typing import Final
@@ -22,16 +21,14 @@ _log = logging.getLogger(__name__)
 
 _JOB_KEY: Final = "crossover-timeline-job"
 _of_group: "weakref.WeakKeyDictionary[dist.ProcessGroup, Timeline]" = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
 
 
 class TracedLink(LinkAround):
-    """A link around a link that tells a timeline when its halves began and ended, and ``details`` of what travels."""
+    """A link around a link that tells a timeline when its halves began and ended, and ``whose`` they are."""
 
-    def __init__(self, link: Link, timeline: Timeline, **details: Detail) -> None:
+    def __init__(self, link: Link, timeline: Timeline, **whose: Detail) -> None:
         super().__init__(link)
-        given: dict[str, Detail] = {"bucket": -1, "largest_bytes": 0, "owner": 0}
-        self._timeline, self._details = timeline, {**given, "ready_s": time.monotonic(), **details}
+        self._timeline, self._whose = timeline, whose
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         begin_s = time.monotonic()
@@ -44,37 +41,29 @@ class TracedLink(LinkAround):
         await super().all_gather(flat, layout)
         self._tell("all_gather", begin_s, flat)
 
-    async def compute(self) -> None:
-        """Tell that an owner works on what comes back."""
-        self._details["owner"] = 1
-        await super().compute()
-
     def _tell(self, kind: str, begin_s: float, flat: Tensor) -> None:
         # `nbytes` of a view may be that of its storage.
-        said = {"bytes": flat.numel() * flat.itemsize, "device_type": flat.device.type, **self._details}
-        if (sent := self._link.sent_bytes(kind, flat)) is not None:
-            said["sent_bytes"], said["exact_bytes"] = sent
-        self._timeline.span(kind, begin_s, time.monotonic(), **said)
+        self._timeline.span(
+            kind, begin_s, time.monotonic(), bytes=flat.numel() * flat.itemsize, **self._whose
+        )
 
 
 def timeline_of(process_group: dist.ProcessGroup) -> Timeline | None:
     """Return the timeline of this process as a rank of its job, if ``CROSSOVER_TIMELINE`` asks for one."""
     if not (directory := os.environ.get(environment.TIMELINE)):
         return None
-    with _lock:
-        if process_group not in _of_group:
-            job = dist.group.WORLD if dist.is_initialized() else None
-            job = process_group if job is None else job
-            _of_group[process_group] = Timeline(
-                directory, rank=job.rank(), device=sibling_name(default_device()), job=_job_name(job)
-            )
-        return _of_group[process_group]
+    if process_group not in _of_group:
+        job = dist.group.WORLD or process_group
+        _of_group[process_group] = Timeline(
+            directory, rank=job.rank(), device=sibling_name(default_device()), job=_job_name(job)
+        )
+    return _of_group[process_group]
 
 
 def _job_name(process_group: dist.ProcessGroup) -> str | None:
-    """Agree with the other ranks on a name that no other job has: the first one to come chooses.
+    """Return a name that no other job has, which the first rank to come chooses; waits for no other rank.
 
-    Waits for no other rank. None where the store cannot do that; the job is then called after its directory.
+    None where the store cannot do that; the job is then called after its directory.
     """
     try:
         store = _get_process_group_store(process_group)

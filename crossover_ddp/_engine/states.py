@@ -52,35 +52,25 @@ class Agreement:
 
     made = False
 
-    def __init__(self, disabled: bool | None = None) -> None:
-        """``disabled``: whether ``CROSSOVER_DISABLE=1`` was set; None: looked up in each comparison."""
-        self.disabled, self._is_known = bool(disabled), disabled is not None
+    def __init__(self) -> None:
+        self.disabled = environment.is_set(environment.DISABLE)
 
     def forget(self) -> None:
         """Compare again at the next bucket."""
         self.made = False
 
     def make(self, group: dist.ProcessGroup, said: Callable[[], Mapping[str, object]]) -> None:
-        """Raise unless all ranks of ``group`` say the same, once.
-
-        ``said`` returns this rank's values by name, which are compared by their ``repr``. It is not called with
-        ``CROSSOVER_DISABLE=1``.
-
-        On failure: ``UnsupportedConfigurationError`` on all ranks; the next bucket compares again. ``ExchangeError`` if
-        a peer is gone.
-
-        **Collective**.
-        """
-        if not self.made:
-            if not self._is_known:
-                self.disabled = environment.is_set(environment.DISABLE)
-            if group.size() > 1:
-                compare(group, {environment.DISABLE: int(self.disabled), **({} if self.disabled else said())})
-            self.made = True
+        """`compare` what ``said`` returns, which is not called with ``CROSSOVER_DISABLE=1``. **Collective**."""
+        if group.size() > 1:
+            compare(group, {environment.DISABLE: int(self.disabled), **({} if self.disabled else said())})
+        self.made = True
 
 
 def compare(group: dist.ProcessGroup, said: Mapping[str, object]) -> None:
-    """Raise on all ranks of ``group`` unless all say the same; see `Agreement.make`. **Collective**."""
+    """Raise on all ranks of ``group`` unless the values of each name have the same ``repr``. **Collective**.
+
+    On failure: ``UnsupportedConfigurationError`` on all ranks. ``ExchangeError`` if a peer is gone.
+    """
     everyone = told_by_all(group, {name: repr(value) for name, value in said.items()})
     for name in said:
         values = [each.get(name, "nothing") for each in everyone]
@@ -93,10 +83,7 @@ def compare(group: dist.ProcessGroup, said: Mapping[str, object]) -> None:
 
 
 def told_by_all(group: dist.ProcessGroup, said: Said) -> list[Said]:
-    """Return by rank what the ranks of ``group`` say. **Collective**.
-
-    On failure: ``ExchangeError`` if a peer is gone.
-    """
+    """Return by rank what the ranks of ``group`` say; ``ExchangeError`` if one is gone. **Collective**."""
     everyone: list[Any] = [None] * group.size()
     try:
         dist.all_gather_object(everyone, said, group=group)
@@ -288,7 +275,6 @@ def told(
 
 
 def _without_turns(turns: Mapping[str, Any]) -> str | None:
-    """Return why a job takes no turns with siblings, if it does not; ``turns``: of its mutex, if it has one."""
     if not turns:
         return "no mutex: none was given, or the job has not joined yet"
     if turns["disabled_because"]:
@@ -301,19 +287,18 @@ def _without_turns(turns: Mapping[str, Any]) -> str | None:
 def line(stats: Mapping[str, Any]) -> str:
     """Return what a hook did in a line, such as "deferred 98 of 100 steps; waited 3.0 ms a step; 12.4 MB a step"."""
     steps, said = stats["steps"] or 1, []
+
+    def why(key: str) -> str:
+        return f" ({stats[key]})" if stats[key] else ""
+
     if "deferred" in stats:
-        because = stats["not_deferred_because"]
-        said.append(
-            f"deferred {stats['steps_deferred']} of {steps} steps" + (f" ({because})" if because else "")
-        )
-    exchanges = stats.get("exchanges", stats.get("pulls"))
-    if exchanges is not None:
+        said.append(f"deferred {stats['steps_deferred']} of {steps} steps{why('not_deferred_because')}")
+    if (exchanges := stats.get("exchanges", stats.get("pulls"))) is not None:
         said.append(f"{exchanges} exchanges of parameters")
     if stats["codec"] is not None:
         said.append(f"{stats['codec']['name']} sent {stats['rate']:.3g} of the exact bytes")
     if "siblings" in stats or stats["turns"]:
-        because = stats["no_turns_because"]
-        said.append(f"took {stats['turns']} turns" + (f" ({because})" if because else ""))
+        said.append(f"took {stats['turns']} turns{why('no_turns_because')}")
     if stats["exposed_s"] is not None:
         said.append(f"waited {1e3 * stats['exposed_s'] / steps:.1f} ms a step")
     return "; ".join([*said, f"{stats['bytes_sent'] / steps / 1e6:.3g} MB a step"])
@@ -329,7 +314,6 @@ def check_rank(to: int | None, group: dist.ProcessGroup) -> None:
 
 
 def _sequence(value: Any) -> Sequence[Any]:
-    """Return one or several, or None, as a sequence."""
     return value if isinstance(value, (list, tuple)) else () if value is None else (value,)
 
 
@@ -357,10 +341,10 @@ def _check_known(model: DistributedDataParallel, optimizers: Sequence[Any]) -> N
 def _telling_who_waits() -> Iterator[None]:
     """Warn a rank that waits for the others for long."""
     text = (
-        f"checkpoint() has waited for other ranks for {_PATIENCE_S:g} seconds, and needs them: call it on all ranks, "
-        "not inside of `if rank == 0:`; to=0 gives it to one"
+        "checkpoint() has waited for other ranks for %g seconds, and needs them: call it on all ranks, not inside of "
+        "`if rank == 0:`; to=0 gives it to one"
     )
-    told = threading.Timer(_PATIENCE_S, logger.warning, [text])
+    told = threading.Timer(_PATIENCE_S, logger.warning, [text, _PATIENCE_S])
     told.daemon = True
     told.start()
     try:

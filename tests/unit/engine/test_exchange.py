@@ -63,7 +63,7 @@ def test_a_closed_exchange_takes_nothing_and_leaves_its_number_to_another(rank: 
     for _ in range(20):  # more than there are channels
         lane = Exchange(dist.group.WORLD)  # type: ignore[arg-type]
         lane.begin(gathers, CPU, "it").wait()
-        channels.add(lane.network(CPU)._channel)  # type: ignore[attr-defined]
+        channels.add(lane.network(CPU)._channel)  # type: ignore[union-attr]
         dist.barrier()
         lane.close()
         lane.close()

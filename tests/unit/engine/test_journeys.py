@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp._engine.journeys import Journey, Station
+from crossover_ddp._engine.journeys import Place, Station, Trip, at_once
 from tests.harness.waiting import eventually
 
 Ends = list[BaseException | None]
 
 
-def start(way: Coroutine[Any, Any, None], where: Any = contextlib.nullcontext) -> tuple[Journey, Ends]:
+def start(way: Coroutine[Any, Any, None], place: Place | None = None) -> tuple[Trip, Ends]:
     ends: Ends = []
-    journey = Journey(way, ends.append, where)
-    journey.go_on()
-    return journey, ends
+    trip = Trip("it", place or Place())
+    trip.start(way, lambda _, error: ends.append(error), at_once)
+    return trip, ends
 
 
 class Parked:
@@ -101,26 +101,26 @@ def test_what_is_no_exception_ends_the_journey_and_goes_on() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Journey(way(), ends.append, contextlib.nullcontext).go_on()
+        Trip("it", Place()).start(way(), lambda _, error: ends.append(error), at_once)
     assert isinstance(ends[0], KeyboardInterrupt)
 
 
 def test_each_piece_of_a_way_has_its_context_and_no_stop_has() -> None:
     parked, seen = Parked(), []
 
-    class Where:
-        def __enter__(self) -> None:
+    class Noting(Place):
+        def side(self) -> contextlib.AbstractContextManager[object]:
             seen.append("in")
-
-        def __exit__(self, *_: object) -> None:
-            seen.append("out")
+            stack = contextlib.ExitStack()
+            stack.callback(seen.append, "out")
+            return stack
 
     async def way() -> None:
         seen.append("first")
         await parked
         seen.append("second")
 
-    start(way(), Where)
+    start(way(), Noting())
     parked.go_on()
     assert seen == ["in", "first", "out", "in", "second", "out"]
 

@@ -88,7 +88,7 @@ def test_models_whose_first_exchanges_end_together_join_once(monkeypatch: pytest
         return made[-1]
 
     monkeypatch.setattr(comm_hooks.GPUMutex, "for_hook", slow)
-    turns = [JobTurn(None), JobTurn(None)]
+    turns = [JobTurn(trial=True), JobTurn(trial=True)]
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(turns[0].acquire)
         assert first_is_joining.wait(60.0)
