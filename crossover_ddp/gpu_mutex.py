@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from crossover_ddp._system import environment
-from crossover_ddp._turns.channel import job_group, patience_limit_s
+from crossover_ddp._turns.channel import patience_limit_s
 from crossover_ddp._turns.joining import NotJoinedError, join
 from crossover_ddp._turns.rules import Lease, Patience
 from crossover_ddp._turns.turns import Counters, Turns
@@ -120,7 +120,8 @@ class GPUMutex:
         timeout_s: float | None = None,
     ) -> None:
         self.name = name if name is not None else environment.sibling_group()
-        group = job_group(process_group)
+        # Without a default group this process is the job.
+        group = (process_group or dist.group.WORLD) if dist.is_initialized() else None
         self.ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         """The job, as ranks of the default group; empty where there was no group: this process alone."""
         self.job = 0

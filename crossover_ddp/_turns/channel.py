@@ -55,11 +55,6 @@ _LOOPBACK = "127.0.0.1"
 _servers: "weakref.WeakKeyDictionary[dist.Store, dist.TCPStore]" = weakref.WeakKeyDictionary()
 
 
-def job_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the job's group, which is the default group for None; None where there is none: one process is the job."""
-    return (process_group or dist.group.WORLD) if dist.is_initialized() else None
-
-
 def group_timeout_s(group: dist.ProcessGroup | None) -> float:
     """Return how long collectives wait: the shortest timeout of a group's backends, `UNKNOWN_TIMEOUT_S` without any.
 

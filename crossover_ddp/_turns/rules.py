@@ -224,9 +224,8 @@ class Lost(NamedTuple):
     job: int
     turn: int
     waited_s: float
+    """Less than the lease where the rank's own limit has ended the wait."""
     lease_s: float
-    at_limit: bool
-    """Whether the rank's own limit ended the wait, before the job's lease was over."""
 
 
 Progress = tuple[int, int, int, int]
@@ -275,12 +274,10 @@ class Patience:
             lease_s = max(each.member.lease_s for each in lasting if each.member.job == job)
             if self._front != (job, turn):
                 self._front, self._front_since_s = (job, turn), now_s
-            lease_ends_s, limit_ends_s = self._front_since_s + lease_s, self._since_s + self.limit_s
-            if (left_s := min(lease_ends_s, limit_ends_s) - now_s) > 0:
+            ends_s = min(self._front_since_s + lease_s, self._since_s + self.limit_s)
+            if (left_s := ends_s - now_s) > 0:
                 return left_s
-            self._lose(
-                Lost(job, turn, now_s - self._front_since_s, lease_s, at_limit=now_s < lease_ends_s), members
-            )
+            self._lose(Lost(job, turn, now_s - self._front_since_s, lease_s), members)
         return None
 
     def _passes(self, blocker: Blocker) -> bool:

@@ -514,12 +514,12 @@ class Turns:
         for lost in self._patience.lost:
             kept = f"a sibling on {self._segment.device} kept its turn for"
             words = f"{kept} longer than its lease of {lost.lease_s:.1f} s"
-            if lost.at_limit:
+            if at_limit := lost.waited_s < lost.lease_s:
                 words = (
                     f"{kept} {lost.waited_s:.1f} s, which is less than its lease of {lost.lease_s:.1f} s, but siblings "
                     "may cost this job a quarter of its process group's timeout at most"
                 )
-            self._warn_once(lost.at_limit, f"{words}; going on beside it (said once)")
+            self._warn_once(at_limit, f"{words}; going on beside it (said once)")
 
     def _warn_once(self, cause: object, words: str) -> None:
         if cause not in self._warned_of:

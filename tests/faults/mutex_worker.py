@@ -74,7 +74,7 @@ class NotedPatience(Patience):
     def _lose(self, lost: Lost, members: Any) -> None:
         front = (lost.job, lost.turn)
         since_s = self._noted[1] if self._noted[0] == front else self._book.now_s()
-        self._book.note("forgave", *front, since_s, lost.lease_s, lost.at_limit)
+        self._book.note("forgave", *front, since_s, lost.lease_s)
         super()._lose(lost, members)
 
 

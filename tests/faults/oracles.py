@@ -47,7 +47,6 @@ class Forgiven(NamedTuple):
     since_s: float
     lease_s: float
     """As the waiting rank has seen it."""
-    at_limit: bool
 
 
 @dataclass
@@ -316,7 +315,7 @@ def _one_patience(story: Story, rank: Rank, lost: Forgiven, owners: Sequence[Ran
     published = {lease_s for owner in owners for at_s, lease_s in owner.leases if at_s <= lost.at_s}
     if lost.lease_s not in published:
         yield f"{where} after a lease of {lost.lease_s} s: published were {sorted(published)}"
-    if (waited_s < lost.lease_s - EARLY_S or lost.at_limit) and not jumped:
+    if waited_s < lost.lease_s - EARLY_S and not jumped:
         yield f"{where} after {waited_s:.3f} s of a lease of {lost.lease_s} s"
     own_stops_s = _overlap_s(rank.stops, lost.since_s, lost.at_s)
     if waited_s - own_stops_s > lost.lease_s + story.tolerance_s():

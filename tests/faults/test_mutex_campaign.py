@@ -109,7 +109,7 @@ def cut_off(number: int, *lines: Sequence[Any], killed_s: float = FOREVER, **cha
 
 def forgave(at_s: float, turn: int, since_s: float, lease_s: float = LEASE_S) -> list[Any]:
     """Lose patience with job 0."""
-    return ["forgave", at_s, 100, turn, since_s, lease_s, False]
+    return ["forgave", at_s, 100, turn, since_s, lease_s]
 
 
 def turn(number: int, wanted_s: float, begins_s: float, ends_s: float) -> list[list[Any]]:
@@ -122,14 +122,23 @@ def told(*ranks: Rank, meddled_s: Sequence[float] = (), leftovers: Leftovers | N
     return violations(Story(plan, found, {0: meddled_s}, leftovers or Leftovers(), late_s=0.0, slack_s=0.2))
 
 
-HELD = rank_of(0, *turn(1, 1.0, 1.0, 4.0))
-SHORT = rank_of(0, *turn(1, 1.0, 1.0, 2.0))
-OVERLAPPING = turn(2, 1.0, 2.5, 3.0)
-LATE = rank_of(1, *turn(2, 1.0, 2.5, 3.0))
-AGAIN = rank_of(1, forgave(2.5, 1, 1.5), forgave(4.0, 3, 3.0))
-PASSING = rank_of(1, forgave(2.5, 1, 1.5), *turn(4, 3.0, 3.0, 5.0))
+def first(ends_s: float, *lines: Sequence[Any]) -> Rank:
+    return rank_of(0, *turn(1, 1.0, 1.0, ends_s), *lines)
+
+
+def second(begins_s: float, *lines: Sequence[Any]) -> Rank:
+    return rank_of(1, *turn(2, 1.0, begins_s, 3.0), *lines)
+
+
+HELD, SHORT, LATE = first(4.0), first(2.0), second(2.5)
+FORGAVE = forgave(2.5, 1, 1.5)
+AGAIN = rank_of(1, FORGAVE, forgave(4.0, 3, 3.0))
+PASSING = rank_of(1, FORGAVE, *turn(4, 3.0, 3.0, 5.0))
 IMPATIENT = rank_of(1, forgave(5.0, 1, 4.0))
-DYING = ["begin", 1.0, 1, 1.0, 77]
+GIVING_UP = cut_off(0, ["leaving", 1.0, "OSError: x"], ["done", 2.0, {}])
+DEAD, ENDING = (
+    cut_off(0, ["begin", 1.0, 1, 1.0, 77], *lines, killed_s=2.0) for lines in ([], [["ending", 1.8]])
+)
 
 
 def stopped(rank: Rank, begin_s: float, end_s: float) -> Rank:
@@ -148,31 +157,24 @@ def with_leases(lease_s: float) -> Rank:
     ("ranks", "violation"),
     [
         # One after the other.
-        (
-            [
-                rank_of(0, *turn(1, 1.0, 1.0, 2.0), *turn(3, 2.5, 3.0, 3.5)),
-                rank_of(1, *turn(2, 1.5, 2.001, 3.0)),
-            ],
-            "",
-        ),
+        ([first(2.0, *turn(3, 2.5, 3.0, 3.5)), rank_of(1, *turn(2, 1.5, 2.001, 3.0))], ""),
         # Two holders, unless a lease was over.
-        ([HELD, rank_of(1, *OVERLAPPING)], "two holders on device 0"),
-        ([HELD, rank_of(1, forgave(2.5, 1, 1.5), *OVERLAPPING)], ""),
+        ([HELD, LATE], "two holders on device 0"),
+        ([HELD, rank_of(1, FORGAVE, *turn(2, 1.0, 2.5, 3.0))], ""),
         # A late begin, unless the rank itself was stopped.
         ([SHORT, LATE], "0.500 s after it could"),
         ([SHORT, stopped(LATE, 2.1, 2.45)], ""),
         # Patience lost too early, too late, or with nobody.
         ([HELD, rank_of(1, forgave(2.5, 1, 2.0))], "after 0.500 s of a lease of 1.0 s"),
         ([HELD, rank_of(1, forgave(3.5, 1, 1.5))], "only after 2.000 s"),
-        ([HELD, rank_of(1, forgave(5.0, 1, 4.0))], "which was given back 1.000 s before"),
+        ([HELD, IMPATIENT], "which was given back 1.000 s before"),
         ([HELD, rank_of(1, forgave(2.5, 1, 2.0, 0.5))], "after a lease of 0.5 s: published were [1.0]"),
-        ([HELD, rank_of(1, [*forgave(2.5, 1, 1.5)[:-1], True])], "after 1.000 s of a lease of 1.0 s"),
         # A second lease of a job that has not moved.
-        ([rank_of(0, *turn(1, 1.0, 1.0, 7.0)), AGAIN], "although nobody of it had moved"),
-        ([rank_of(0, *turn(1, 1.0, 1.0, 2.6), *turn(3, 2.7, 2.8, 7.0)), AGAIN], ""),
+        ([first(7.0), AGAIN], "although nobody of it had moved"),
+        ([first(2.6, *turn(3, 2.7, 2.8, 7.0)), AGAIN], ""),
         # A later turn of a job that has not moved may be passed over.
-        ([rank_of(0, *turn(1, 1.0, 1.0, 3.5), *turn(3, 3.6, 3.6, 4.5)), PASSING], ""),
-        ([rank_of(0, *turn(1, 1.0, 1.0, 2.6), *turn(3, 2.7, 2.8, 4.5)), PASSING], "two holders on device 0"),
+        ([first(3.5, *turn(3, 3.6, 3.6, 4.5)), PASSING], ""),
+        ([first(2.6, *turn(3, 2.7, 2.8, 4.5)), PASSING], "two holders on device 0"),
         # A lease that does not follow the turns.
         *(([with_leases(lease_s)], "") for lease_s in (5.0, 8.0)),
         *(([with_leases(lease_s)], "published a lease of") for lease_s in (12.0, 4.9, 61.0)),
@@ -180,29 +182,17 @@ def with_leases(lease_s: float) -> Rank:
         ([stopped(SHORT, 2.01, 6.0), IMPATIENT], ""),
         ([stopped(SHORT, 2.5, 6.0), IMPATIENT], "which was given back 3.000 s before"),
         # A death frees the turn, and not before, unless it was killed before it could note the end.
-        ([cut_off(0, DYING, killed_s=2.0), rank_of(1, *turn(2, 1.0, 2.001, 3.0))], ""),
-        ([cut_off(0, DYING, killed_s=2.0), rank_of(1, *turn(2, 1.0, 1.9, 3.0))], "two holders"),
-        ([cut_off(0, DYING, killed_s=2.0), rank_of(1, *turn(2, 1.0, 2.9, 3.0))], "after it could"),
-        ([cut_off(0, DYING, ["ending", 1.8], killed_s=2.0), rank_of(1, *turn(2, 1.0, 1.9, 3.0))], ""),
-        (
-            [cut_off(0, DYING, ["ending", 1.8], killed_s=2.0), rank_of(1, *turn(2, 1.0, 1.7, 3.0))],
-            "two holders",
-        ),
+        ([DEAD, second(2.001)], ""),
+        ([DEAD, second(1.9)], "two holders"),
+        ([DEAD, second(2.9)], "after it could"),
+        ([ENDING, second(1.9)], ""),
+        ([ENDING, second(1.7)], "two holders"),
         # A log that names somebody else, bad ends, a device that begins too early.
-        (
-            [rank_of(0, *turn(1, 1.0, 1.0, 2.0), ["log", 5.0, 77, "01"])],
-            "turn 1 of job 0 is slot 1's in the log",
-        ),
-        (
-            [cut_off(0, ["leaving", 1.0, "OSError: x"], ["done", 2.0, {}])],
-            "job 0 rank 0 gave up turns: OSError: x",
-        ),
+        ([first(2.0, ["log", 5.0, 77, "01"])], "turn 1 of job 0 is slot 1's in the log"),
+        ([GIVING_UP], "job 0 rank 0 gave up turns: OSError: x"),
         ([cut_off(0)], "did not end by itself"),
         (
-            [
-                rank_of(0, *turn(1, 1.0, 1.0, 2.0), ["device", 2.0, 1, 1.0, 2.3]),
-                rank_of(1, *turn(2, 1.0, 2.001, 3.0), ["device", 3.0, 2, 2.1, 3.0]),
-            ],
+            [first(2.0, ["device", 2.0, 1, 1.0, 2.3]), second(2.001, ["device", 3.0, 2, 2.1, 3.0])],
             "device 0 began turn 2 of job 1 0.2000 s before it ended turn 1 of job 0",
         ),
     ],
@@ -213,17 +203,17 @@ def test_each_broken_promise_is_told_and_nothing_else(ranks: Sequence[Rank], vio
 
 
 def test_where_files_were_meddled_with_turns_may_overlap_be_waited_for_and_given_up() -> None:
-    holder = rank_of(0, *turn(1, 1.0, 1.0, 8.0))
-    assert told(HELD, rank_of(1, *OVERLAPPING), meddled_s=[2.4]) == []
+    holder = first(8.0)
+    assert told(HELD, LATE, meddled_s=[2.4]) == []
     assert told(holder, rank_of(1, *turn(2, 1.5, 8.001, 8.1)), meddled_s=[1.2]) == []
     assert "0.500 s after it could" in told(holder, rank_of(1, *turn(2, 1.5, 8.5, 8.6)), meddled_s=[1.2])[0]
-    assert told(cut_off(0, ["leaving", 1.0, "OSError: x"], ["done", 2.0, {}]), meddled_s=[0.9]) == []
+    assert told(GIVING_UP, meddled_s=[0.9]) == []
 
 
 def test_ranks_of_one_job_with_different_turns_are_told() -> None:
-    first = rank_of(0, *turn(1, 1.0, 1.0, 2.0), devices=(0, 0))
-    second = read_rank(first.job, 1, [*turn(2, 1.0, 1.0, 2.0), ["done", 9.0, {}]])
-    assert any("had different turns: [1] and [2]" in each for each in told(first, second))
+    one = rank_of(0, *turn(1, 1.0, 1.0, 2.0), devices=(0, 0))
+    other = read_rank(one.job, 1, [*turn(2, 1.0, 1.0, 2.0), ["done", 9.0, {}]])
+    assert any("had different turns: [1] and [2]" in each for each in told(one, other))
 
 
 def test_leftovers_are_told_unless_the_last_was_killed_or_the_file_was_refused() -> None:

@@ -20,7 +20,6 @@ from crossover_ddp._turns.channel import (
     UNKNOWN_TIMEOUT_S,
     TurnChannel,
     group_timeout_s,
-    job_group,
     patience_limit_s,
 )
 from crossover_ddp._turns.rules import Grant
@@ -111,14 +110,12 @@ def world(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
-    assert job_group(None) is None, "one process is the job"
     dist.set_debug_level(dist.DebugLevel.OFF)
 
 
 def test_a_real_group_tells_its_timeout_and_one_process_is_bound_by_leases_alone(
     world: dist.ProcessGroup,
 ) -> None:
-    assert job_group(None) is world
     assert group_timeout_s(world) == 77.0
     assert group_timeout_s(dist.new_group([0], timeout=datetime.timedelta(seconds=33))) == 33.0
     assert patience_limit_s(world) == patience_limit_s(None) == math.inf
