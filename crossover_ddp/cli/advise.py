@@ -34,11 +34,6 @@ examples:
 The script needs no hook: its steps are those of plain DDP, a hook that it registers is left out.
 exit codes: 0 there is advice, also if it is "do not bother"; 1 nothing could be measured; 2 wrong usage
 """
-_GONE = {
-    "--seconds S": "the run ends after --steps",
-    "--startup S": "Ctrl-C ends a job that never begins",
-    "--verbose": "the end of what a failed job has written is shown",
-}
 _LOOK_S, _GRACE_S = 0.25, 5.0
 _WORTH: Final = 1.05  # the least factor that is worth a change, and a step over its C
 _BACKWARD_SHARE: Final = 2 / 3  # of C, which can hide communication, at best
@@ -111,7 +106,7 @@ WAYS: Final = (CROSSOVER, DECOUPLED, INT8)
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
     about = "Measure a job's compute, exposed communication and wire time; predict what would make it faster."
-    parser = declare(commands, "advise", run, "what would make this job faster?", about, _EXAMPLES, _GONE)
+    parser = declare(commands, "advise", run, "what would make this job faster?", about, _EXAMPLES)
     parser.usage = (
         "crossover-ddp advise [--json] [--steps N] -- COMMAND | --link RATE --model MODEL --ranks N"
     )

@@ -18,7 +18,6 @@ from crossover_ddp._turns.view import GROUP_NAME, Mode, look, printable
 from .output import FINE, FOUND, declare
 
 _EXAMPLES = "exit codes: 0 no problem; 1 at least one; 2 wrong usage"
-_GONE = {"--json": "findings are lines", "--sweep": "findings name what to remove"}
 _ROOM_MIB, _FILES = 16, 4096
 _MPS = "nvidia-cuda-mps-control -d"
 
@@ -29,7 +28,7 @@ Finding = tuple[str, str, str]
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
     about = "Say what of shared memory, network, limits, GPUs and variables you should fix, and how."
-    declare(commands, "doctor", run, "is this machine ready?", about, _EXAMPLES, _GONE)
+    declare(commands, "doctor", run, "is this machine ready?", about, _EXAMPLES)
 
 
 def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:

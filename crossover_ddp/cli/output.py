@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 FINE: Final = 0
@@ -16,10 +16,20 @@ USAGE: Final = 2
 INTERRUPTED: Final = 130
 """Ctrl-C, as shells number it."""
 
+_GONE: Final = {
+    "advise": ("--seconds S", "--startup S", "--verbose"),
+    "doctor": ("--json", "--sweep"),
+    "plan": ("--json", "--picture FILE"),
+    "run": ("--name N", "--group G", "--grace S", "--fail-fast", "--try-first S", "--json"),
+    "status": ("--watch S", "--group G"),
+    "timeline": ("--picture FILE", "--from S", "--to S", "--json"),
+}
+"""Options that are accepted for one more version."""
+
 
 class _Gone(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        what = f"{option_string} does nothing any more, and goes in the next version: {self.const}"
+        what = f"{option_string} does nothing any more, and goes in the next version; see CHANGELOG.md"
         sys.stderr.write(f"{parser.prog}: {what}\n")
 
 
@@ -30,20 +40,14 @@ def declare(
     help: str,
     about: str,
     examples: str,
-    gone: Mapping[str, str],
 ) -> argparse.ArgumentParser:
-    """Declare a sub-command; ``run`` returns its exit code. Returns its parser, to add arguments to.
-
-    ``gone``: options that are accepted for one more version, such as ``--flag`` or ``--name VALUE``, and what happens
-    instead.
-    """
+    """Declare a sub-command; ``run`` returns its exit code. Returns its parser, to add arguments to."""
     form = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser(name, help=help, description=about, epilog=examples, formatter_class=form)
     parser.set_defaults(run=run)
-    for option, instead in gone.items():
+    for option in _GONE[name]:
         word, *value = option.split()
-        nargs = "?" if value else 0
-        parser.add_argument(word, action=_Gone, nargs=nargs, const=instead, help=argparse.SUPPRESS)
+        parser.add_argument(word, action=_Gone, nargs="?" if value else 0, help=argparse.SUPPRESS)
     return parser
 
 

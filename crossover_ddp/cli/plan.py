@@ -19,15 +19,12 @@ c.json for two nodes of two devices: {"devices": [{"node": "a"}, {"node": "a"}, 
 MODEL is timm:NAME, torchvision:NAME, module:function that returns a list of layers, or a profile that was saved.
 exit codes: 0 fine; 1 no plan: the model is no chain, or does not fit; 2 wrong usage
 """
-_GONE = {"--json": "--save FILE writes the plan", "--picture FILE": "the plan is shown as text"}
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
     about = "Find stages, replicas, devices and the order of micro-batches, and compare with known designs."
-    command = declare(
-        commands, "plan", run, "cut a model in pipeline stages for a cluster", about, _EXAMPLES, _GONE
-    )
+    command = declare(commands, "plan", run, "cut a model in pipeline stages for a cluster", about, _EXAMPLES)
     command.add_argument("model", metavar="MODEL")
     command.add_argument("--cluster", type=Path, required=True, help="JSON file of devices and bandwidths")
     command.add_argument("--microbatches", type=whole(1), required=True, help="of a step")

@@ -22,14 +22,6 @@ examples:
 Ctrl-C (SIGTERM, SIGHUP, SIGQUIT) goes to all jobs, a second one kills them. exit codes: that of the first job that
 failed (128 + n if signal n killed it); 128 + n if signal n ended the run; 2 wrong usage: nothing was started
 """
-_GONE = {
-    "--name N": "jobs are numbered, and so are their logs",
-    "--group G": "set CROSSOVER_GROUP",
-    "--grace S": "a job that was told to end is killed after 30 s",
-    "--fail-fast": "a job that fails ends no other",
-    "--try-first S": "nvidia-smi shows what a job needs",
-    "--json": "exit codes, seconds and logs are shown as jobs end",
-}
 _QUOTED = re.compile(r"""'[^']*'|"(?:[^"$`\\]|\\.)*"|\\.""")
 _SHELLS = re.compile(r"[|&;<>()$`]|(?:^|\s)~")
 _PLACE = re.compile(r"(?:--(?:rdzv|master)[-_](?:endpoint|port)[ =]|\bMASTER_PORT=)(\S*[1-9]\S*)")
@@ -39,7 +31,7 @@ _NODES = re.compile(r"--nnodes[ =](?!1(:1)?( |$))")
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
     about = "Start jobs as siblings: one group, a log and a rendezvous for each, nothing left at the end."
-    parser = declare(commands, "run", run, "start sibling jobs, or a sweep", about, _EXAMPLES, _GONE)
+    parser = declare(commands, "run", run, "start sibling jobs, or a sweep", about, _EXAMPLES)
     parser.usage = "crossover-ddp run [--commands FILE] [--at-once K] [--logs DIR] [-- COMMAND]..."
     parser.add_argument("--commands", metavar="FILE", help="one command a line; - is standard input")
     parser.add_argument("--at-once", type=whole(1), default=2, metavar="K", help="how many run at a time (2)")

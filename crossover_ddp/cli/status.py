@@ -21,7 +21,6 @@ examples:
   crossover-ddp status --prometheus > /var/lib/node_exporter/crossover.prom
 exit codes: 0 jobs were found; 1 none, or files that are no segments; 2 wrong usage
 """
-_GONE = {"--watch S": "watch -n 1 crossover-ddp status", "--group G": "all groups are shown"}
 
 
 class Job(NamedTuple):
@@ -69,7 +68,7 @@ HEAD = ("group", "device", "job", "state", "turn", "turns/s", "ranks", "PIDs", "
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
     about = "Show the jobs of this user that take turns, and who holds the turn, over one second."
-    parser = declare(commands, "status", run, "who holds the turn, who queues?", about, _EXAMPLES, _GONE)
+    parser = declare(commands, "status", run, "who holds the turn, who queues?", about, _EXAMPLES)
     parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
     parser.add_argument(
         "--prometheus", action="store_true", help="figures as Prometheus reads them, of this moment"

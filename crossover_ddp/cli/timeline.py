@@ -15,12 +15,6 @@ examples:
   crossover-ddp timeline runs -o trace.json        all ranks of all jobs, for https://ui.perfetto.dev
 exit codes: 0 fine; 1 no spans, or files that cannot be read; 2 wrong usage
 """
-_GONE = {
-    "--picture FILE": "Perfetto draws the trace, recipes/lab a picture of its runs",
-    "--from S": "Perfetto zooms",
-    "--to S": "Perfetto zooms",
-    "--json": "the trace is JSON",
-}
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -28,9 +22,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     about = (
         "Write what ranks recorded with CROSSOVER_TIMELINE=DIR, in and below the directories, into one trace."
     )
-    parser = declare(
-        commands, "timeline", run, "who computed, who communicated when?", about, _EXAMPLES, _GONE
-    )
+    parser = declare(commands, "timeline", run, "who computed, who communicated when?", about, _EXAMPLES)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="where ranks have recorded")
     parser.add_argument("-o", "--trace", type=Path, default="trace.json", metavar="FILE", help="(trace.json)")
 
