@@ -363,18 +363,11 @@ def complex_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
 
 
 @case("ranks")
-def joined_ranks(wrap: Wrap, rank: int, world_size: int) -> Results:
-    """Ranks run out of inputs one after the other; they go on to answer with zeros."""
-    recorder = recorder_of(wrap)
-    with Join([recorder.model]):
-        for step in range(STEPS + rank):
-            recorder.step(recorder.forward(rank, step))
-    return {name: value for name, value in recorder.finish().items() if name.startswith("final")}
-
-
-@case("ranks")
 def joined_ranks_with_buffers(wrap: Wrap, rank: int, world_size: int) -> Results:
-    """There the buffers of the last rank with inputs count, and rank 0's afterwards; rank 0 has fewest inputs."""
+    """Ranks run out of inputs one after the other, rank 0 first; they go on to answer with zeros.
+
+    The buffers of the last rank with inputs count meanwhile, and rank 0's afterwards.
+    """
     recorder = BufferRecorder(wrap, rank)
     with Join([recorder.model]):
         for _ in range(STEPS + rank):

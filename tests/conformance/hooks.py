@@ -135,7 +135,7 @@ NO_VIEWS = {
     "complex_parameters": "gradient_as_bucket_view",
 }
 IN_DOUBLE = {"several_dtypes": "float64"}
-AS_MANY_STEPS = dict.fromkeys(("joined_ranks", "joined_ranks_with_buffers"), "as many steps")
+AS_MANY_STEPS = {"joined_ranks_with_buffers": "as many steps"}
 
 KFAC: Final[dict[str, Any]] = {"damping": 0.03, "factor_decay": 0.9, "kl_clip": 1e-5, "inv_update_steps": 1}
 

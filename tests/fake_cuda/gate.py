@@ -10,13 +10,10 @@ _AT_LEAST = 0
 
 
 class Gate:
-    """Work given to a stream behind `hold` begins after `open`."""
+    """Work given to a stream behind its gate begins after `open`."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
         self._word = torch.zeros(1, dtype=torch.int64)
-
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        """Let the stream wait at this point."""
         wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue64_v2
         wait.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint]
         assert wait(stream.cuda_stream, self._word.data_ptr(), 1, _AT_LEAST) == 0
@@ -29,8 +26,7 @@ class Gate:
 @contextlib.contextmanager
 def held(stream: torch.cuda.Stream) -> Iterator[Gate]:
     """Hold the stream; it goes on at the end of the block at the latest, so that nothing waits for ever."""
-    gate = Gate()
-    gate.hold(stream)
+    gate = Gate(stream)
     try:
         yield gate
     finally:

@@ -47,18 +47,10 @@ class Server:
     def __init__(self, files: list[Path], root: Path) -> None:
         self._orders, theirs = Pipe()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        words = ["-X", "faulthandler", "-m", "pytest", "-p", "no:cacheprovider", *map(str, files)]
         with theirs:
             self._process = Child(
-                [
-                    sys.executable,
-                    "-X",
-                    "faulthandler",
-                    "-m",
-                    "pytest",
-                    "-p",
-                    "no:cacheprovider",
-                    *map(str, files),
-                ],
+                [sys.executable, *words],
                 {**os.environ, **environment(), _CONNECTION: str(theirs.fileno())},
                 death_signal=signal.SIGKILL,
                 cwd=root,

@@ -197,13 +197,10 @@ def share_an_event(rank: int, world_size: int, dies: bool) -> list[bool]:
         return seen
 
 
-def test_an_event_tells_another_process() -> None:
-    assert run_ranks(share_an_event, 2, args=(False,))[1] == [False, True]
-
-
-def test_what_a_dead_process_had_recorded_never_happens() -> None:
-    deaths = {0: signal.SIGKILL}
-    assert run_ranks(share_an_event, 2, args=(True,), deaths=deaths)[1] == [False, False]
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_event_tells_another_process_but_what_a_dead_one_had_recorded_never_happens(dies: bool) -> None:
+    deaths = {0: signal.SIGKILL} if dies else {}
+    assert run_ranks(share_an_event, 2, args=(dies,), deaths=deaths)[1] == [False, not dies]
 
 
 # --- devices

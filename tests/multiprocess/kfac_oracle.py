@@ -237,8 +237,9 @@ def factors_of_rows(a: Tensor, g: Tensor, sharing: str) -> tuple[Tensor, Tensor]
 def input_rows(module: nn.Module, x: Tensor) -> Tensor:
     """Return what the layer multiplies its weights with: [samples, positions, groups, features]."""
     if isinstance(module, nn.Conv2d):
-        assert not isinstance(module.padding, str)
-        columns = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)  # type: ignore[arg-type]
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        padded = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
+        columns = F.unfold(padded, module.kernel_size, module.dilation, 0, module.stride)  # type: ignore[arg-type]
         rows = columns.mT.unflatten(-1, (module.groups, -1))
     else:
         rows = x.reshape(len(x), -1, 1, x.shape[-1])

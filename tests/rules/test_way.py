@@ -26,36 +26,27 @@ WAYS = {
 }
 
 
-class Modules:
-    """The files of the package whose functions are called while it is open, on any thread begun after it was made."""
-
-    def __init__(self) -> None:
-        self.found: set[str] = set()
-        self.open = False
-        sys.setprofile(self.note)
-        threading.setprofile(self.note)
-
-    def note(self, frame: FrameType, event: str, argument: object) -> None:
-        file = frame.f_code.co_filename
-        if self.open and event == "call" and file.startswith(PACKAGE):
-            self.found.add(file.removeprefix(f"{PACKAGE}/").removesuffix(".py"))
-
-    def close(self) -> None:
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
-
-
 def modules_of(rank: int, world_size: int, way: str) -> set[str]:
-    seen = Modules()
+    """Return the files of the package whose functions are called in some steps, on any thread begun before them."""
+    found, is_open = set[str](), threading.Event()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(PACKAGE) and is_open.is_set():
+            found.add(file.removeprefix(f"{PACKAGE}/").removesuffix(".py"))
+
+    sys.setprofile(note)
+    threading.setprofile(note)
     try:
         training = Training(way, rank).run(SETTLED)
-        seen.open = True
+        is_open.set()
         training.run(SEEN)
+        is_open.clear()
     finally:
-        seen.open = False
-        seen.close()
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
     training.close()
-    return seen.found
+    return found
 
 
 @pytest.mark.parametrize("way", WAYS)

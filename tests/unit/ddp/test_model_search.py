@@ -41,18 +41,27 @@ def network(layers: int = 3) -> nn.Module:
     return nn.Sequential(*[nn.Linear(30, 30) for _ in range(layers)])
 
 
-def found_by(
-    model: DistributedDataParallel, module: nn.Module | None = None, **options: Any
-) -> list[DistributedDataParallel | None]:
+def step(model: Any) -> None:
+    model(torch.ones(2, 30)).sum().backward()
+
+
+def split(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    """Return the model under DDP with a hook of ours."""
+    made = DistributedDataParallel(model, **options)
+    made.register_comm_hook(None, reduce_scatter_all_gather_hook)
+    return made
+
+
+def found_by(model: DistributedDataParallel, module: nn.Module | None = None) -> list[Any]:
     """Train a step and return what `model_of` found for each bucket."""
-    found: list[DistributedDataParallel | None] = []
+    found = []
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        found.append(model_of(bucket, **options))
+        found.append(model_of(bucket))
         return reduce_scatter_all_gather_hook(None, bucket)
 
     model.register_comm_hook(None, hook)
-    (model if module is None else module)(torch.ones(2, 30)).sum().backward()
+    step(model if module is None else module)
     return found
 
 
@@ -111,7 +120,7 @@ def test_models_that_wrap_one_module_are_told_apart_by_their_states() -> None:
     models = [DistributedDataParallel(module) for _ in range(3)]
     for model in models:
         model.register_comm_hook(CrossoverState(hook_state=object()), hook)
-        model(torch.ones(2, 30)).sum().backward()
+        step(model)
     assert seen == [[model, model] for model in models]
 
 
@@ -121,10 +130,9 @@ def test_all_objects_are_looked_through_once_for_each_model(
 ) -> None:
     """And no model is kept alive."""
     for expected in (1, 2):
-        model = DistributedDataParallel(network(10 + expected), bucket_cap_mb=0.005, **options)
-        model.register_comm_hook(None, reduce_scatter_all_gather_hook)
+        model = split(network(10 + expected), bucket_cap_mb=0.005, **options)
         for _ in range(4):
-            model(torch.ones(2, 30)).sum().backward()
+            step(model)
         assert len(searches) == expected
         kept = weakref.ref(model)
         del model
@@ -180,21 +188,18 @@ def test_a_model_of_a_destroyed_group_does_not_speak_for_its_successor() -> None
     old = DistributedDataParallel(module, process_group=old_group)
     assert found_by(old) == [old]
     dist.destroy_process_group(old_group)
-    model = DistributedDataParallel(module)
-    model.register_comm_hook(None, reduce_scatter_all_gather_hook)
-    model(torch.ones(2, 30)).sum().backward()
+    step(split(module))
 
 
 @pytest.mark.usefixtures("set_aside_again")
 def test_a_hidden_model_is_told_once_and_trains_on() -> None:
     ddp_checks._tell_hidden.cache_clear()
-    model = DistributedDataParallel(network(12), bucket_cap_mb=0.005)
+    model = split(network(12), bucket_cap_mb=0.005)
     gc.freeze()
     try:
         with heard() as told:
-            model.register_comm_hook(None, reduce_scatter_all_gather_hook)
             for _ in range(3):
-                model(torch.ones(2, 30)).sum().backward()
+                step(model)
     finally:
         gc.unfreeze()
     assert ["gc.freeze()" in text for text in told] == [True]

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from crossover_ddp import DecoupledState, UnsupportedConfigurationError
+from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
+from crossover_ddp.codecs import Int8
 from tests.harness import training as harness
 from tests.harness.networks import blow
 from tests.unit.decoupled.decoupled_training import STEPS, Training, assert_same, both, inputs, sgd
@@ -307,29 +308,20 @@ class NewState(torch.optim.SGD):
                     parameter.add_(self.state[parameter]["mean"], alpha=-group["lr"])
 
 
-def adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(model.parameters(), lr=0.05)
-
-
-def fused(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-
-
-def new_state(model: nn.Module) -> torch.optim.Optimizer:
-    return NewState(model.parameters(), lr=0.05)
-
-
 Loop = Callable[[Training], None]
 LOOPS: list[tuple[Loop, Callable[[nn.Module], torch.optim.Optimizer]]] = [
     *((loop, sgd) for loop in (accumulated, never_zeroed, dropped, written, left_out, in_a_lookahead)),
-    (under_autocast, adafactor),
+    (under_autocast, lambda model: torch.optim.Adafactor(model.parameters(), lr=0.05)),
     *(
         (functools.partial(scaled, unscale=unscale), make)
         for unscale in (True, False)
-        for make in (sgd, fused)
+        for make in (sgd, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
     ),
     *(
-        (functools.partial(evaluated_for_inference, clip=clip, saved=saved), new_state)
+        (
+            functools.partial(evaluated_for_inference, clip=clip, saved=saved),
+            lambda model: NewState(model.parameters(), lr=0.05),
+        )
         for clip in (True, False)
         for saved in (True, False)
     ),
@@ -407,3 +399,93 @@ def test_without_the_state_ddp_goes_on_after_an_error(training: Training, plain:
         each.optimizer.zero_grad()
         each.run()
     assert_same(training, plain)
+
+
+# --- what cannot be done is refused, and leaves nothing half done -------------------------------------------------
+
+
+def second_model() -> harness.Training:
+    first = Training(decoupled=True)
+    first.backward()
+    second = harness.Training(lambda *_: (first.state, decoupled_hook))
+    vars(second)["first"] = first  # still there
+    return second
+
+
+NO_VIEWS = {"gradient_as_bucket_view": False, "find_unused_parameters": True}
+REFUSED: dict[str, tuple[Callable[[], harness.Training], str]] = {
+    "no views that can be made": (
+        lambda: Training(decoupled=True, ddp=NO_VIEWS),
+        r"gradient_as_bucket_view=False and find_unused",
+    ),
+    "parameters without an optimizer": (
+        lambda: Training(decoupled=True, make=lambda m: torch.optim.SGD(list(m.parameters())[:4], lr=0.1)),
+        r"got 2 that are not in it \(4.*parameter group",
+    ),
+    "sparse gradients": (
+        lambda: harness.Training(
+            "decoupled", module=nn.Embedding(4, 3, sparse=True), loss=lambda m, *_: m(torch.tensor([1])).sum()
+        ),
+        "sparse=False",
+    ),
+    "a scripted module": (
+        lambda: Training(decoupled=True, net=lambda: nn.Sequential(torch.jit.script(nn.Linear(6, 6)))),
+        r"got 0 made by torch\.jit",
+    ),
+    "a second model": (second_model, "one model for each DecoupledState"),
+    "a codec, which would round the parameters that owners send": (
+        lambda: Training(decoupled=True, owners="layers", codec=Int8()),
+        r"codec=None with owners='layers'.*use one of both",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_decoupled_is_refused(name: str) -> None:
+    make, message = REFUSED[name]
+    with refused(match=message):
+        make().backward()
+
+
+def test_strangers_in_the_optimizer_are_refused_when_they_have_gradients() -> None:
+    stranger = nn.Parameter(torch.ones(2))
+    training = Training(
+        decoupled=True, make=lambda model: torch.optim.SGD([*model.parameters(), stranger], lr=0.1)
+    )
+    (training.loss() + stranger.sum()).backward()
+    with refused(match="gradients of 1 other parameters"):
+        training.optimizer.step()
+
+
+INSTEAD: dict[str, Callable[[list[nn.Parameter]], None]] = {
+    "another optimizer": lambda held: torch.optim.Adam(held, lr=0.01).step(),
+    "a fused one": lambda held: torch.optim.SGD(held, lr=0.1, fused=True).step(),
+    "by hand": torch.no_grad()(lambda held: [p.sub_(0.1 * p.grad) for p in held]),
+}
+NEXT: dict[str, Callable[[Training], object]] = {
+    "forward": lambda t: t.backward(),
+    "a look": lambda t: list(t.model.parameters()),
+    "evaluation": lambda t: t.model.module(inputs(0)),
+}
+
+
+@pytest.mark.parametrize("next_", NEXT)
+@pytest.mark.parametrize("instead", INSTEAD)
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_a_step_of_somebody_else_is_refused_unless_gradients_are_whole(
+    steps: int, instead: str, next_: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if instead == "a fused one" and steps > 4:
+        monkeypatch.setenv("CROSSOVER_CHECK", "1")  # torch's fused kernels count no version
+    training, plain = Training(decoupled=True).run(steps), Training(decoupled=False).run(steps)
+    for each in (training, plain):
+        each.backward()
+        training.state.flush()
+        INSTEAD[instead](each.held)
+    assert_same(training, plain)
+    training.backward()
+    INSTEAD[instead](training.held)
+    with refused(match=r"another optimizer.*call state\.flush\(\)"):
+        NEXT[next_](training)
+    training.step()  # nothing is left half done
+    training.state.close()

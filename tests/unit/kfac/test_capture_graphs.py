@@ -1,7 +1,8 @@
 """Into how many graphs a compiled model falls where layers are captured: what docs/kfac.md says of it."""
 
+import importlib.util
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -11,12 +12,22 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp._kfac.capture import FactorCapture
 from crossover_ddp._kfac.layers import find_layers
 
-pytestmark = [pytest.mark.torch_version, pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = pytest.mark.torch_version
 
 LAYERS = 4
 CALLS = 5
 MOST = 2 * LAYERS + 2
 ALIKE, DIFFERENT = (4,) * (LAYERS + 1), (4, 5, 6, 7, 8)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Where tqdm is installed torch's compiler uses it, and it starts a thread for good.
+    if importlib.util.find_spec("tqdm"):
+        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 class Stack(nn.Module):

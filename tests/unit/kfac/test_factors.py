@@ -23,7 +23,7 @@ from crossover_ddp._kfac.factors import (
     update_running,
 )
 from crossover_ddp._kfac.layers import LayerShape, find_layers, layer_shape
-from tests.multiprocess.kfac_oracle import factors_of_rows, output_rows
+from tests.multiprocess.kfac_oracle import factors_of_rows, input_rows, output_rows
 
 # An even kernel with "same" is the one case of unequal sides; torch warns of what that costs.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -68,68 +68,27 @@ CASES = {
 }
 
 
-def rows_of_sample(module: nn.Module, x: Tensor) -> Tensor:
-    """Return what each output position of one sample is computed from: [positions, groups, a_dim].
-
-    That is by what an output changes with its weights and its bias.
-    """
-    named = dict(module.named_parameters())
-
-    def output(*parameters: Tensor) -> Tensor:
-        return torch.func.functional_call(module, dict(zip(named, parameters, strict=True)), (x,))  # type: ignore[no-any-return]
-
-    jacobians = torch.autograd.functional.jacobian(output, tuple(p.detach() for p in named.values()))
-    is_conv = isinstance(module, nn.Conv2d)
-    channels, groups = (module.out_channels, module.groups) if is_conv else (module.out_features, 1)
-    count = module(x).numel() // channels
-    of_groups = [
-        [
-            jacobian.movedim(0 if is_conv else x.dim() - 1, 0)[first].reshape(count, channels, -1)[:, first]
-            for jacobian in jacobians
-        ]
-        for first in range(0, channels, channels // groups)
-    ]
-    return torch.stack([torch.cat(parts, dim=-1) for parts in of_groups], dim=1)
-
-
-@dataclass
-class Reference:
-    """A layer in float64, what it was called with, and what makes up its factors.
-
-    Args:
-        raw, matrix: the gradients of the mean loss with respect to the output, and to weight and bias.
-        a, g: of each sample's own loss, [samples, positions, groups, features].
-    """
-
-    module: nn.Module
-    input: Tensor
-    raw: Tensor
-    matrix: Tensor
-    a: Tensor
-    g: Tensor
-
-    def factors(self, sharing: WeightSharing) -> tuple[Tensor, Tensor]:
-        if sharing != "kfac-pytorch":
-            return factors_of_rows(self.a, self.g, sharing)
-        # Plain means, over positions, too.
-        samples, positions = self.a.shape[:2]
-        share = positions if isinstance(self.module, nn.Conv2d) else 1
-        a, g = factors_of_rows(self.a / share, self.g / share, "expand")
-        return a, g / (samples**2 * positions)
-
-
-def reference_of(name: str) -> Reference:
+def called(name: str) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    """Return a layer in float64, its input, and gradients of the mean loss: of its output, of weight and bias."""
     torch.manual_seed(0)
     case = CASES[name]
     module, x = case.make().double(), torch.randn(case.input, dtype=torch.float64)
-    samples = x.unsqueeze(0) if case.unbatched else x
-    called_with = x.to(memory_format=torch.channels_last) if case.channels_last else x
-    output = module(called_with)
-    loss = (torch.randn_like(output) * output.sin()).sum() / len(samples)
-    raw, *gradients = torch.autograd.grad(loss, [output, *module.parameters()])
-    own = output_rows(module, raw.unsqueeze(0) if case.unbatched else raw) * len(samples)
-    rows = torch.stack([rows_of_sample(module, sample) for sample in samples])
-    return Reference(module, called_with, raw, gradient_matrix(shape_of(module), *gradients), rows, own)
+    x = x.to(memory_format=torch.channels_last) if case.channels_last else x
+    output = module(x)
+    loss = (torch.randn_like(output) * output.sin()).sum() / (1 if case.unbatched else len(x))
+    y, *gradients = torch.autograd.grad(loss, [output, *module.parameters()])
+    return module, x, y, gradient_matrix(shape_of(module), *gradients)
+
+
+def factors_of(module: nn.Module, a: Tensor, g: Tensor, sharing: WeightSharing) -> tuple[Tensor, Tensor]:
+    """Return both factors of [samples, positions, groups, features], of each sample's own loss."""
+    if sharing != "kfac-pytorch":
+        return factors_of_rows(a, g, sharing)
+    # Plain means, over positions, too.
+    samples, positions = a.shape[:2]
+    share = positions if isinstance(module, nn.Conv2d) else 1
+    a, g = factors_of_rows(a / share, g / share, "expand")
+    return a, g / (samples**2 * positions)
 
 
 def shape_of(module: nn.Module) -> LayerShape:
@@ -140,18 +99,18 @@ def shape_of(module: nn.Module) -> LayerShape:
 
 @pytest.mark.parametrize("name", CASES)
 def test_factors_are_the_sums_of_their_definition(name: str) -> None:
-    reference = reference_of(name)
-    module, shape = reference.module, shape_of(reference.module)
-    summed = torch.einsum("nsgi,nsgj->gij", reference.g, reference.a) / len(reference.a)
-    torch.testing.assert_close(
-        reference.matrix, summed, msg="rows and gradients make up the weight's gradient"
-    )
+    module, x, y, matrix = called(name)
+    shape = shape_of(module)
+    inputs, outputs = (each.unsqueeze(0) if CASES[name].unbatched else each for each in (x, y))
+    rows, own = input_rows(module, inputs), output_rows(module, outputs) * len(inputs)
+    summed = torch.einsum("nsgi,nsgj->gij", own, rows) / len(rows)
+    torch.testing.assert_close(matrix, summed, msg="rows and gradients make up the weight's gradient")
     for sharing in SHARINGS:
-        a = input_columns(module, shape, reference.input.requires_grad_(), sharing).factor()
-        g = output_columns(module, shape, reference.raw, sharing).factor()
+        a = input_columns(module, shape, x.requires_grad_(), sharing).factor()
+        g = output_columns(module, shape, y, sharing).factor()
         assert a.shape == (shape.groups, shape.a_dim, shape.a_dim)
         assert g.shape == (shape.groups, shape.g_dim, shape.g_dim)
-        for got, expected in zip((a, g), reference.factors(sharing), strict=True):
+        for got, expected in zip((a, g), factors_of(module, rows, own, sharing), strict=True):
             assert not got.requires_grad
             assert torch.equal(got, got.mT)
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12 * expected.abs().max().item())
@@ -161,8 +120,8 @@ def test_factors_are_the_sums_of_their_definition(name: str) -> None:
 def test_unfolding_in_parts_and_multiplying_in_strips_gives_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reference = reference_of(name)
-    columns = input_columns(reference.module, shape_of(reference.module), reference.input, "expand")
+    module, x, *_ = called(name)
+    columns = input_columns(module, shape_of(module), x, "expand")
     whole = columns.factor()
     monkeypatch.setattr(factors_module, "_CHUNK_NUMEL", 200)
     monkeypatch.setattr(factors_module, "_GRAM_STRIP", 4)

@@ -1,6 +1,9 @@
-"""K-FAC's state with one rank: arguments, bad input, hyper-parameters of the step, checkpoints, odd layers."""
+"""K-FAC's state with one rank: arguments, layers and optimizers, bad input, hyper-parameters, checkpoints."""
 
 import copy
+import itertools
+import logging
+import math
 import pickle
 import random
 from collections.abc import Callable
@@ -12,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 from crossover_ddp._kfac.curvature import Curvature
 from crossover_ddp._kfac.factor_traffic import Factor
@@ -69,7 +73,7 @@ class Training(kfac_training.Training):
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     network = mlp(6, 4)
     with pytest.raises(ValueError, match=message):
-        KFACState(network, **{"optimizer": torch.optim.SGD(network.parameters(), lr=LR)} | options)
+        KFACState(network, **{"optimizer": SGD(network.parameters(), lr=LR)} | options)
 
 
 def sharded() -> nn.Module:
@@ -164,7 +168,7 @@ def test_rough_steps_leave_no_number_that_is_none(solver: str) -> None:
     with torch.no_grad():
         network[3].bias -= 2.0  # units that are dead for most inputs
     model = DistributedDataParallel(network)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = SGD(model.parameters(), lr=0.01)
     state = KFACState(
         model, optimizer, solver=solver, inv_update_steps=3, damping=lambda step: 10 ** rough.uniform(-9, 2)
     )
@@ -195,3 +199,148 @@ def test_the_group_is_that_of_the_model_where_none_is_named() -> None:
     training = Training(ddp={"process_group": alone})
     assert training.kfac.process_group is alone
     training.step()
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_of_some_layers_is_refused_unless_the_others_are_skipped_or_nothing_is_clipped() -> None:
+    network = mlp(6, 8, 4)
+    optimizer = SGD(network[0].parameters(), lr=LR)
+    with pytest.raises(UnsupportedConfigurationError, match=r"none for 2\.weight, 2\.bias \(2 in all\)"):
+        KFACState(network, optimizer)
+    KFACState(network, optimizer, skip=["2"]).close()
+    KFACState(network, optimizer, kl_clip=None).close()
+
+
+def test_a_group_that_the_optimizer_has_lost_is_refused_in_the_next_step() -> None:
+    training = Training()
+    training.step()
+    lost = training.optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(UnsupportedConfigurationError, match=r"none for 2\.bias \(1 in all\)"):
+        training.step(1)
+    training.optimizer.param_groups[0]["params"].append(lost)
+
+
+# --- layers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("network", "options"),
+    [
+        (nn.LayerNorm(6), {}),
+        (mlp(6, 4), {"skip": ["0"]}),
+        (mlp(6, 4), {"max_factor_dim": 6}),
+    ],
+)
+def test_a_model_without_a_usable_layer_is_refused(network: nn.Module, options: dict[str, Any]) -> None:
+    with pytest.raises(
+        UnsupportedConfigurationError,
+        match=r"got none of 2 parameters \(.*\); Linear and Conv2d layers count .* max_factor_dim=, or train without",
+    ):
+        KFACState(network, SGD(network.parameters(), lr=LR), **options)
+
+
+def test_a_head_that_is_too_large_passes_through_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "crossover_ddp"):
+        Training(mlp(6, 8, 20), kl_clip=None, max_factor_dim=20)
+        training = Training(mlp(6, 8, 20), kl_clip=None, max_factor_dim=19)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(
+        "2.weight, 2.bias of 2 in all pass through as plain gradients: G of 20 rows, above max_factor_dim=19. Raise"
+    )
+    assert "2.weight passes through: G of 20 rows, above max_factor_dim=19" in training.state.report()
+    plain = copy.deepcopy(training.model.module)
+    got = training.backward()
+    plain(torch.randn(5, 6, generator=torch.Generator().manual_seed(0))).square().mean().backward()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(got[name], parameter.grad) == name.startswith("2")  # type: ignore[arg-type]
+
+
+# --- the first solver ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overflows", [1, 2])
+def test_the_first_finite_factors_get_a_solver_at_once(overflows: int) -> None:
+    options: dict[str, Any] = {"kl_clip": None, "inv_update_steps": 100}
+    training, usual = Training(**options), Training(**options)
+    for seed in range(overflows):
+        training.backward(seed, lambda output: output.square().mean() * math.inf)
+    assert training.state.stats()["dropped"] == 2 * overflows
+    assert f"{overflows} batches dropped" in training.state.report()
+    got, expected = training.backward(7), usual.backward(7)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    solvers = [layer["solver"] for layer in training.state.state_dict()["layers"].values()]
+    assert all(solvers)
+    training.backward(8)
+    later = [layer["solver"] for layer in training.state.state_dict()["layers"].values()]
+    torch.testing.assert_close(later, solvers, rtol=0, atol=0, msg="once, not in every step")
+    training.state.close()
+    usual.state.close()
+
+
+def test_a_layer_that_comes_late_gets_its_solver_when_it_comes() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.calls = itertools.count()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.second(x) if next(self.calls) else x  # type: ignore[no-any-return]
+
+    model = DistributedDataParallel(Late(), find_unused_parameters=True)
+    state = KFACState(model, SGD(model.parameters(), lr=LR), inv_update_steps=100)
+    model.register_comm_hook(state, kfac_hook)
+    for step in range(2):
+        model.zero_grad()
+        model(torch.randn(5, 6)).square().mean().backward()
+        solvers = [layer["solver"] for layer in state.state_dict()["layers"].values()]
+        assert [solver is not None for solver in solvers] == [True, bool(step)]
+
+
+# --- GPT-2's `Conv1D`, a Linear layer whose weight is transposed ---------------------------------------------------
+
+
+@pytest.fixture
+def transformers() -> Any:
+    return pytest.importorskip("transformers", reason="transformers, of which Conv1D is, is not installed")
+
+
+def test_the_direction_of_conv1d_is_that_of_the_linear_layer(transformers: Any) -> None:
+    plain = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5))
+    twin = copy.deepcopy(plain)
+    for index in (1, 3):
+        linear = plain[index]
+        assert isinstance(linear, nn.Linear)
+        twin[index] = transformers.pytorch_utils.Conv1D(linear.out_features, linear.in_features)
+        twin[index].load_state_dict({"weight": linear.weight.mT, "bias": linear.bias})
+    of_linear, of_conv1d = (Training(each, kl_clip=1e-3, damping=0.1) for each in (plain, twin))
+    for seed in range(3):
+        expected, got = of_linear.step(seed), of_conv1d.step(seed)
+        for name, gradient in expected.items():
+            other = got[name].mT if name.endswith("weight") else got[name]
+            # Another layout in memory may be multiplied in another order.
+            torch.testing.assert_close(
+                other, gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()) + 1e-7
+            )
+
+
+def test_gpt_2_trains(transformers: Any) -> None:
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=30, n_positions=12)
+    model = DistributedDataParallel(transformers.GPT2LMHeadModel(config))
+    optimizer = SGD(model.parameters(), lr=0.01)
+    state = KFACState(model, optimizer, inv_update_steps=1)
+    model.register_comm_hook(state, kfac_hook)
+    assert [name.rsplit(".", 2)[-2:] for name in state.owners] == [
+        ["attn", "c_attn"], ["attn", "c_proj"], ["mlp", "c_fc"], ["mlp", "c_proj"],
+    ]  # fmt: skip
+    tokens = torch.randint(0, 30, (3, 12), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    assert state.stats().items() >= {"strained": 0, "dropped": 0}.items()
+    assert all(layer["solver"] for layer in state.state_dict()["layers"].values())

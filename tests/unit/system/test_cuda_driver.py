@@ -3,7 +3,9 @@
 import ctypes
 import uuid
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,49 +15,42 @@ from crossover_ddp._system.cuda_driver import CudaDriver
 
 CARD = uuid.UUID("11111111-2222-3333-4444-555555555555")
 INSTANCE = uuid.UUID("99999999-2222-3333-4444-555555555555")
-INT, FLAGS = ctypes.c_int, ctypes.c_uint
+INT = ctypes.c_int
 
 
-class Library:
+@pytest.fixture
+def library() -> SimpleNamespace:
     """A ``libcuda`` of C function pointers, so that arguments are converted as for the real one."""
+    made = SimpleNamespace(result=0, uuids={"cuDeviceGetUuid": CARD, "cuDeviceGetUuid_v2": CARD})
 
-    def __init__(self) -> None:
-        self.result = 0
-        self.uuids = {"cuDeviceGetUuid": CARD, "cuDeviceGetUuid_v2": CARD}
-        self._define("cuDeviceGet", self._device, ctypes.POINTER(INT), INT)
-        self._define("cuThreadExchangeStreamCaptureMode", self._mode, ctypes.POINTER(INT))
-        for name in self.uuids:
-            self._define(name, self._uuid(name), ctypes.POINTER(ctypes.c_ubyte * 16), INT)
+    def device(found: Any, ordinal: int) -> int:
+        found[0] = 40 + ordinal
+        return 0
 
-    def _define(self, name: str, function: Callable[..., int], *types: Any) -> None:
-        setattr(self, name, ctypes.CFUNCTYPE(INT, *types)(function))
-
-    def _device(self, device: Any, ordinal: int) -> int:
-        device[0] = 40 + ordinal
-        return self.result
-
-    def _mode(self, mode: Any) -> int:
-        return self.result
-
-    def _uuid(self, name: str) -> Callable[..., int]:
+    def uuid_by(name: str) -> Callable[..., int]:
         def called(found: Any, device: int) -> int:
-            found[0][:] = list(self.uuids[name].bytes)
-            return self.result
+            found[0][:] = list(made.uuids[name].bytes)
+            return 0
 
         return called
 
+    made.cuDeviceGet = function(device, ctypes.POINTER(INT), INT)
+    made.cuThreadExchangeStreamCaptureMode = function(lambda mode: made.result, ctypes.POINTER(INT))
+    for name in made.uuids:
+        setattr(made, name, function(uuid_by(name), ctypes.POINTER(ctypes.c_ubyte * 16), INT))
+    return made
+
+
+def function(called: Callable[..., int], *types: Any) -> Any:
+    return ctypes.CFUNCTYPE(INT, *types)(called)
+
 
 @pytest.fixture
-def library() -> Library:
-    return Library()
-
-
-@pytest.fixture
-def driver(library: Library) -> CudaDriver:
+def driver(library: SimpleNamespace) -> CudaDriver:
     return CudaDriver(library)  # type: ignore[arg-type]
 
 
-def test_failures_and_an_older_driver_are_told(driver: CudaDriver, library: Library) -> None:
+def test_failures_and_an_older_driver_are_told(driver: CudaDriver, library: SimpleNamespace) -> None:
     library.result = 801
     with pytest.raises(RuntimeError, match="cuThreadExchangeStreamCaptureMode failed: CUresult 801"):
         driver.ignore_other_threads_captures()
@@ -64,8 +59,8 @@ def test_failures_and_an_older_driver_are_told(driver: CudaDriver, library: Libr
         driver.ignore_other_threads_captures()
 
 
-def test_a_gpu_and_an_instance_of_one_are_named_as_nvidia_smi_does(
-    driver: CudaDriver, library: Library
+def test_a_gpu_and_an_instance_of_one_are_named_as_by_nvidia_smi(
+    driver: CudaDriver, library: SimpleNamespace
 ) -> None:
     assert driver.name(0) == f"GPU-{CARD}"
     library.uuids["cuDeviceGetUuid_v2"] = INSTANCE
@@ -80,8 +75,6 @@ def test_the_drivers_name_comes_before_torchs(driver: CudaDriver, monkeypatch: p
     monkeypatch.setattr(device_module, "cuda_driver", lambda: driver)
     assert device_module.device_name(torch.device("cuda", 1)) == f"GPU-{CARD}"
 
-    def none() -> CudaDriver:
-        raise OSError("libcuda.so.1: cannot open shared object file")
-
-    monkeypatch.setattr(device_module, "cuda_driver", none)
+    absent = mock.Mock(side_effect=OSError("libcuda.so.1: cannot open shared object file"))
+    monkeypatch.setattr(device_module, "cuda_driver", absent)
     assert device_module.device_name(torch.device("cuda", 1)) == "GPU-of-torch"
