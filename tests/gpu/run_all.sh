@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in parts of at most ten minutes each, 48 minutes together:
+# Everything that needs a GPU, in parts of at most ten minutes each:
 #   run_all.sh tests     kernels, exchange, hooks, K-FAC, conformance                                 (9 minutes)
-#   run_all.sh order     turns on the device in every way of ordering, without deaths                 (5 minutes)
-#   run_all.sh bench     two siblings over gloo and NCCL: one after the other, unmanaged, crossover   (8 minutes)
+#   run_all.sh order     turns on the device, without deaths                                          (5 minutes)
+#   run_all.sh bench     two siblings over gloo: one after the other, side by side, turns; lone jobs  (5 minutes)
 #   run_all.sh mps       order and benchmark under a private MPS daemon                               (9 minutes)
 #   run_all.sh deaths    a sibling killed with kernels in flight, each case in a process of its own   (7 minutes)
 #   run_all.sh deaths-mps  the same under MPS: run it last, MPS's guide leaves open what such a death does to its server
 # Without an argument: tests, then bench.
 # Needs python3 with torch >= 2.11, torchvision, timm, scikit-learn, rich and pytest; root for the shaped link; no network.
-# Results, some 100 KB, go to $OUT (default runs/gpu): one log for each part, siblings_gpu*.json (rows of recipes/studies/run.py).
+# Results, some 100 KB, go to $OUT (default runs/gpu): one log for each part, siblings*.json.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-python3}
@@ -50,13 +50,8 @@ deaths() { # name of the log
 benchmark() { # name, seconds, arguments
     local name=$1 limit_s=$2
     shift 2
-    limited "$limit_s" "$PYTHON" recipes/studies/run.py --claim siblings --device cuda --preset convnet gpt \
-        --ratio 0.75 --repeats 3 --out "$work/$name" "$@" 2>&1 | tee "$OUT/$name.log"
-    local status=${PIPESTATUS[0]}
-    # A rank that ended early says why in its own log.
-    tail -n 20 "$work/$name"/siblings/*/*/*/*/rank*.log >"$OUT/$name.ranks.log" 2>/dev/null
-    cp "$work/$name/siblings/rows.json" "$OUT/$name.json" || status=1
-    return "$status"
+    limited "$limit_s" "$PYTHON" tests/gpu/siblings.py --out "$OUT/$name.json" "$@" 2>&1 | tee "$OUT/$name.log"
+    return "${PIPESTATUS[0]}"
 }
 
 with_mps() { # name of the log; the rest of the script then runs under a daemon of its own
@@ -87,16 +82,12 @@ part() {
         tests order 300 -k "not $DEATHS" tests/gpu/test_device_ways.py tests/gpu/test_device_order.py || status=1
         ;;
     bench)
-        benchmark siblings_gpu 300 --backend gloo --arguments '--batch-size 640' || status=1
-        # One rank a job sends nothing: what turns cost, and what sharing a busy GPU costs without them.
-        benchmark siblings_gpu_nccl 180 --backend nccl --nodes 1 --arguments '--batch-size 640' || status=1
+        benchmark siblings 280 --rate 16000 || status=1
         ;;
     mps)
         with_mps order_mps || return 0
         tests order_mps 240 -k "not $DEATHS" tests/gpu/test_device_ways.py tests/gpu/test_device_order.py || status=1
-        # With small batches one job does not fill the device: there MPS alone should win.
-        benchmark siblings_gpu_mps 130 --backend gloo --arguments '--batch-size 640' || status=1
-        benchmark siblings_gpu_mps_small 130 --backend gloo || status=1
+        benchmark siblings_mps 280 --rate 16000 || status=1
         ;;
     deaths) deaths deaths || status=1 ;;
     deaths-mps)
