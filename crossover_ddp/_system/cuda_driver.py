@@ -30,11 +30,7 @@ _UUID_BYTES: Final = 16
 
 
 class CudaDriver:
-    """The driver's calls as methods; each raises ``RuntimeError`` with the driver's own number of the error.
-
-    Args:
-        library: a loaded ``libcuda``.
-    """
+    """The calls of a loaded ``libcuda``, as methods that raise ``RuntimeError`` with its number of an error."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library

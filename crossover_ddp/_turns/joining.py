@@ -35,11 +35,7 @@ _claiming = threading.Lock()
 
 
 class NotJoinedError(CrossoverError):
-    """The job takes no turns; nothing is held.
-
-    ``reason`` is the error to raise or to show. ``agreed``: all ranks have the same one, so one of them may warn for
-    all.
-    """
+    """The job takes no turns, by ``reason``, and holds nothing. ``agreed``: all ranks have it, and one may warn."""
 
     def __init__(self, reason: Exception, *, agreed: bool) -> None:
         super().__init__(str(reason))

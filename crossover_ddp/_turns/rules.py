@@ -167,11 +167,7 @@ class Blocker(NamedTuple):
 
 
 class TurnLog:
-    """The lead machine's log, read step by step: record k (from 1) names the slot that drew turn k, or is a word.
-
-    Args:
-        trial: takes in the records, too.
-    """
+    """The lead machine's log, which ``trial`` reads, too: record k (from 1) is the slot that drew turn k, or a word."""
 
     def __init__(self, trial: "Trial") -> None:
         self._trial = trial
@@ -302,9 +298,6 @@ class Lease:
     and at most 60 s. The three longest of them do not count: an evaluation inside a turn, or a turn in which a rank of
     the job waited for a stopped sibling while the others waited for that rank, says nothing about the turns to come.
     So stops that cost the job a lease do not make the job's own lease longer, nor in turn its siblings' leases.
-
-    Args:
-        given_s: what the user gave; None to follow the job's turns.
     """
 
     def __init__(self, given_s: float | None = None) -> None:
@@ -339,11 +332,7 @@ def siblings_of(job: int, members: Iterable[Member]) -> frozenset[int]:
 
 
 class Trial:
-    """What a lead rank knows of the trial of its job and the siblings.
-
-    Args:
-        job: the own one.
-    """
+    """What a lead rank of ``job`` knows of the trial of its job and the siblings."""
 
     def __init__(self, job: int) -> None:
         self.begun_at = 0
@@ -468,12 +457,9 @@ class Trial:
 
 
 def verdict(votes: Sequence[Vote], standing: Word | None, *, last: bool = False) -> Word | None:
-    """Return what is faster, by the geometric mean over jobs; None as long as that is not plain.
+    """Return what is faster, by the geometric mean over jobs; None as long as that is not plain, unless it is ``last``.
 
-    Args:
-        votes: of all jobs.
-        standing: the verdict before; None for turns.
-        last: whether any difference is to decide now.
+    ``standing``: the verdict before; None for turns.
     """
     if not votes:
         return Word.TAKE_TURNS if last else None

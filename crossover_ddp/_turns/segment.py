@@ -435,10 +435,7 @@ class TurnSegment:
     # --- who is on the device ------------------------------------------------------------------------------
 
     def members(self, *, in_order: bool = False) -> list[Member]:
-        """Return every living process on this device, the own one included.
-
-        Args:
-            in_order: of those with the same lead machine instead, on all devices.
+        """Return every living process on this device, or ``in_order`` with the job on all devices; itself included.
 
         On failure: `SegmentError` if a file that siblings need was removed.
         """

@@ -50,13 +50,7 @@ def printable(text: str) -> str:
 
 
 def look(base: str = SHARED_MEMORY) -> Look:
-    """Return what this user's jobs have published at this moment.
-
-    Args:
-        base: where shared memory is mounted.
-
-    On failure: never raises because of a file; see `Look`. Not collective.
-    """
+    """Return what this user's jobs have published at this moment in shared memory, which is mounted at ``base``."""
     directory = segment_directory(base)
     places, abandoned, problems = list[Place](), list[str](), list[tuple[str, object]]()
     names: list[str] = []

@@ -49,10 +49,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code; wrong usage raises ``SystemExit(2)``, as argparse does.
+    """Run the command with these arguments, or the process's own, and return its exit code.
 
-    Args:
-        arguments: what follows the command's name; default those of the process.
+    Wrong usage raises ``SystemExit(2)``, as argparse does.
     """
     if "_ARGCOMPLETE" in os.environ:  # a shell asks
         with contextlib.suppress(ImportError):

@@ -60,12 +60,9 @@ def waited_for_signals() -> Iterator[frozenset[int]]:
 
 
 class Job(subprocess.Popen[bytes]):
-    """A command and all that it starts. ``env`` starts it, so that ``NAME=VALUE`` may stand before the program.
+    """A command and all that it starts, which write to ``log``, made anew.
 
-    Args:
-        words: of the command.
-        variables: its environment.
-        log: the file for what it writes, made anew.
+    ``env`` starts it, so that ``NAME=VALUE`` may stand before the program.
     """
 
     def __init__(self, words: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
