@@ -14,16 +14,21 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import crossover_ddp
-from tests.harness import documents, run_ranks
+from tests.harness import documents, in_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCKS = [block for path in DOCUMENTS for block in documents.blocks(path.read_text(), "python")]
 
 
-def _run(rank: int, world_size: int, source: str, wrapped: bool) -> None:
-    """Run a block where a reader would paste it: after a model, a loader and an optimizer were made."""
+SHOWN = [(block, True) for path in DOCUMENTS for block in documents.blocks(path.read_text(), "python")]
+SHOWN += [(documents.after(diff), False) for diff in documents.blocks(README, "diff")]
+
+
+@pytest.mark.parametrize(("source", "wrapped"), SHOWN)
+@in_ranks(1)
+def test_what_is_shown_runs(source: str, wrapped: bool) -> None:
+    """Where a reader would paste it: after a model, a loader and an optimizer were made."""
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     names: dict[str, Any] = {
         "torch": torch,
@@ -40,16 +45,6 @@ def _run(rank: int, world_size: int, source: str, wrapped: bool) -> None:
         names["loss_function"](names["model"](images), labels).backward()
         names["optimizer"].step()
         names["optimizer"].zero_grad()
-
-
-@pytest.mark.parametrize("source", BLOCKS)
-def test_python_block_runs(source: str) -> None:
-    run_ranks(_run, 1, args=(source, True))
-
-
-@pytest.mark.parametrize("diff", documents.blocks(README, "diff"))
-def test_diff_gives_a_script_that_trains(diff: str) -> None:
-    run_ranks(_run, 1, args=(documents.after(diff), False))
 
 
 def broken_links(document: Path) -> Iterator[str]:

@@ -18,7 +18,7 @@ from crossover_ddp import cli
 from crossover_ddp.cli import advise as cli_advise
 from crossover_ddp.cli import step_meter
 from crossover_ddp.cli.advise import CROSSOVER, DECOUPLED, INT8, Figures, figures, verdict
-from tests.harness import run_ranks
+from tests.harness import in_ranks
 from tests.harness.waiting import eventually, gone
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -162,9 +162,10 @@ class Measured(DistributedDataParallel):
     """A class of its own, so that other tests have DDP as it is."""
 
 
-def train(rank: int, world_size: int, here: str) -> list[float]:
-    """Return the parameters of a model that was measured, and of one that was not, after the same steps."""
-    step_meter._HERE = here
+@in_ranks(2)
+def test_a_measured_job_trains_as_plain_ddp_and_records_each_block(tmp_path: Path, rank: int) -> None:
+    """A model that was measured, and one that was not, after the same steps."""
+    step_meter._HERE = str(tmp_path)
     step_meter._watch(Measured)
     sums = []
     for kind in (Measured, DistributedDataParallel):
@@ -178,17 +179,10 @@ def train(rank: int, world_size: int, here: str) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
         sums.append(sum(parameter.detach().double().sum().item() for parameter in model.parameters()))
-    return sums
-
-
-def test_a_measured_job_trains_as_plain_ddp_and_records_each_block(tmp_path: Path) -> None:
-    for measured, plain in run_ranks(train, 2, args=(str(tmp_path),)):
-        assert measured == plain
-    ranks = [
-        [json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.glob("rank-*.jsonl")
-    ]
-    assert [[each["apart"] for each in blocks] for blocks in ranks] == [[False, True, False, True]] * 2
-    for each in (each for blocks in ranks for each in blocks):
+    assert sums[0] == sums[1]
+    blocks = [json.loads(line) for line in (tmp_path / f"rank-{os.getpid()}.jsonl").read_text().splitlines()]
+    assert [each["apart"] for each in blocks] == [False, True, False, True]
+    for each in blocks:
         assert (each["bytes"], each["ranks"]) == (4 * (64 + 8) * 4, 2)
         assert (each["wire_s"] > 0) == (each["met_s"] > 0) == each["apart"]
         assert each["met_s"] + each["wire_s"] < each["step_s"]
