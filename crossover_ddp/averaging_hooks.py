@@ -15,7 +15,6 @@ import contextlib
 import functools
 import hashlib
 import logging
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
@@ -26,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._averaging.centre import ElasticRound, moving_rate_for
-from crossover_ddp._averaging.elastic import OwnPaceElastic, TogetherElastic, WildElastic
+from crossover_ddp._averaging.elastic import OwnPaceElastic, WildElastic
 from crossover_ddp._averaging.late import LateMeans, OuterOptimizer, Schedule
 from crossover_ddp._averaging.replica import FlatBlock, Replica, blocks_of
 from crossover_ddp._ddp.checks import (
@@ -46,13 +45,11 @@ from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.states import Agreement, HookState, compare
 from crossover_ddp._owners.kept import tensors_in
 from crossover_ddp._system import environment
-from crossover_ddp._tuning.link_probe import recorded_by_all
-from crossover_ddp._tuning.model import AveragingPlan, plan_averaging
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .gpu_mutex import GPUMutex
 
-__all__ = ["AveragingPlan", "ElasticState", "LocalSGDState", "elastic_hook", "local_sgd_hook"]
+__all__ = ["ElasticState", "LocalSGDState", "elastic_hook", "local_sgd_hook"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +78,6 @@ class AveragingState(HookState):
         self._mean_of: int | None = None
         self._is_told = self._began = self._is_closed = False
         self._failure: Exception | None = None
-        self._begin_s: float | None = None  # of a step's compute
 
     def average(self) -> None:
         """Replace every rank's parameters and floating-point buffers by their mean over the ranks.
@@ -129,32 +125,6 @@ class AveragingState(HookState):
             self._mean_of = former
             with torch.no_grad():
                 self._replica.write(own)
-
-    def plan(self) -> AveragingPlan:
-        """Choose ``sync_every``, ``delay`` and ``fragments`` for this model on this link.
-
-        From the steps so far and a few probes of the link, five megabytes in all. What longer intervals cost in
-        convergence is not in it: it takes the shortest for which no step waits.
-
-        Returns:
-            Rank 0's plan, the same on all ranks.
-
-        On failure: ``UnsupportedConfigurationError`` on a GPU, where the host's clock does not tell when kernels run,
-        and before two steps were made.
-
-        **Collective**: all ranks, between two steps, with nothing else on the wire.
-        """
-        blocks, group = self._replica.blocks, resolve_group(self.process_group)
-        if any(block.device.type != "cpu" for block in blocks):
-            raise UnsupportedConfigurationError(
-                "expected a model on the CPU, got one on a device whose kernels the host's clock does not see; "
-                "measure C and M with `crossover-ddp advise`"
-            )
-        if group.size() == 1:
-            raise UnsupportedConfigurationError("expected at least two ranks to plan for, got 1")
-        own_s = self._replica.exchange.records.compute_s() if blocks else None
-        known_s, link = recorded_by_all(group, own_s, "train some steps first")
-        return plan_averaging(max(known_s), sum(block.nbytes for block in blocks), link)
 
     def stats(self) -> dict[str, Any]:
         """Return what all states tell, and counters of this rank: exchanges, their bytes, "waited_s". Not collective.
@@ -211,12 +181,13 @@ class AveragingState(HookState):
         if not self._is_closed:
             self._is_closed = True
             self._hooks.close()
-            self._replica.close()
+            if self._began:
+                self._replica.close()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Stay behind when the model is copied or pickled, as its hook does: it acts for one model only."""
         logger.warning("a copied model trains without its averaging state; register a new one")
-        return _LeftBehind, ()
+        return object, ()
 
     # --- the hook --------------------------------------------------------------------------------------------
 
@@ -229,18 +200,19 @@ class AveragingState(HookState):
         gradients = bucket.buffer()
         if self._replica.is_local(self._steps):
             if not self._began:
-                self._began, self._replica.acted = True, self._steps
+                self._replica.acted = self._steps
                 model = self._model()
                 if model is not None and wants_buffers_broadcast(model):
-                    self._hooks.callback(_keep_own_buffers(model))
+                    # They are averaged with the parameters. torch 2.14 has this as a property.
+                    model.broadcast_buffers = False
+                    self._hooks.callback(self._broadcast_again)
                 with torch.no_grad():
                     self._replica.begin()
+                self._began = True
             meter = exchange.meter_of(self)
             meter.steps += bucket.is_last()
             future = exchange.network(gradients.device).place.future()
             future.set_result(gradients)
-            if bucket.is_last():
-                exchange.records.add([(gradients.nbytes, time.monotonic())], self._begin_s)
         else:
             future = exchange.carry(bucket, split, turn=self.mutex, state=self).future
         if bucket.is_last():
@@ -281,17 +253,14 @@ class AveragingState(HookState):
     # --- between two steps -----------------------------------------------------------------------------------
 
     def _before_forward(self, *_: Any) -> None:
-        if not torch.is_grad_enabled() or self._is_closed:
-            return
-        self._raise_failure()
-        if self._replica.acted == self._steps and self._begin_s is not None:
-            return
-        self._catch_up()
-        self._begin_s = time.monotonic()
+        if torch.is_grad_enabled() and not self._is_closed:
+            self._catch_up()
 
     def _catch_up(self) -> None:
         """Do what is due after the steps so far; raise what has failed before."""
         self._raise_failure()
+        if self._replica.acted == self._steps:
+            return
         if self._began:
             if (model := self._model()) is not None:
                 check_not_joined(model, _WITHOUT_DATA)
@@ -333,9 +302,12 @@ class AveragingState(HookState):
                 shapes = [(str(each.dtype), tuple(each.shape)) for each in beside]
                 compare(replica.group, {"call": call, "state of the optimizers": shapes, **steps})
             with replica.at_rest(leave=leave) if self._began else contextlib.nullcontext():
-                replica.take_mean()
-                replica.average(beside)
+                replica.take_mean(beside)
             self._mean_of = self._steps
+
+    def _broadcast_again(self) -> None:
+        if (model := self._model()) is not None:
+            model.broadcast_buffers = True
 
     def _tell_apart(self, *_: Any) -> None:
         """Warn of the first state dict of one rank's own replica, which is what a saver on rank 0 writes."""
@@ -349,20 +321,13 @@ class AveragingState(HookState):
             )
 
 
-class _LeftBehind:
-    """What a copied model has in the place of the state."""
-
-
 class LocalSGDState(AveragingState):
     """State of `local_sgd_hook`: each rank trains on its own gradients, and parameters are averaged now and then.
 
-    The training loop stays as it is. Its arguments choose the algorithm:
-
-    * ``sync_every`` alone: local SGD; with ``warmup_steps`` post-local SGD.
-    * ``delay=d``: delayed averaging. A snapshot leaves after step k; after step k + d the parameters get
-      mean - snapshot, so that steps in between are kept, and no step waits.
-    * ``outer_optimizer``: DiLoCo; with ``fragments`` and ``delay`` streaming DiLoCo.
-    * ``sync_every=1``: the split hook itself, and plain DDP's gradients.
+    The training loop stays as it is. ``sync_every`` alone is local SGD, with ``warmup_steps`` post-local SGD. With
+    ``delay`` no step waits: after step k + delay parameters get mean - snapshot of step k, so that steps in between are
+    kept. ``outer_optimizer`` makes it DiLoCo, with ``fragments`` and ``delay`` streaming DiLoCo. ``sync_every=1`` is
+    the split hook itself, and has plain DDP's gradients.
 
     A step is a backward pass that reaches the hook: one for several under ``no_sync()``. Whether the optimizer steps,
     or a GradScaler skips it on one rank alone, does not matter.
@@ -375,18 +340,17 @@ class LocalSGDState(AveragingState):
         warmup_steps: steps at the beginning whose gradients are averaged as by DDP.
         outer_optimizer: makes an optimizer of a list of tensors, such as ``functools.partial(torch.optim.SGD,
             lr=0.7, momentum=0.9, nesterov=True)``. It steps the common parameters by their distance to the mean, each
-            owner its part. It must treat elements by themselves.
+            owner its part, in float32 also for half precision, which else travels as it is. It must treat elements by
+            themselves.
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
         mutex: with ``delay=0``: give the turn to a sibling while parameters, or gradients in warm-up, travel.
 
-    Parameters of half precision travel in it; the outer optimizer works in float32. Floating-point buffers
-    (BatchNorm's statistics) are averaged, too, and never stepped; DDP broadcasts none from the first local step until
-    `close`.
+    Floating-point buffers (BatchNorm's statistics) are averaged, too, and never stepped; DDP broadcasts none from the
+    first local step until `close`.
 
     On failure: ``ValueError`` for arguments. ``UnsupportedConfigurationError`` from the first ``backward()`` for models
     that would wait in every step (``find_unused_parameters``, SyncBatchNorm), and on all ranks before a step if
-    parameters are not finite. ``ExchangeError`` before a step when a peer has died,
-    in bounded time: restart the job.
+    parameters are not finite. ``ExchangeError`` before a step when a peer has died, in bounded time: restart the job.
 
     **Collective**: every rank registers the hook, with the same arguments, and makes as many steps.
     ``CROSSOVER_DISABLE=1``, set before, makes it a plain all-reduce.
@@ -425,9 +389,6 @@ class LocalSGDState(AveragingState):
 def local_sgd_hook(state: LocalSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Hand the bucket back with this rank's own gradients; see `LocalSGDState` for what is averaged when.
 
-    Nothing travels here: parameters leave, are waited for and written by a hook before the model's next training
-    forward, on the thread that calls it (`AveragingState`). A failure is raised there, and by all that follows.
-
     Args:
         state: made once per model.
         bucket: DDP's bucket.
@@ -437,7 +398,7 @@ def local_sgd_hook(state: LocalSGDState, bucket: dist.GradBucket) -> torch.futur
 
     On failure: nothing leaves the hook; see `LocalSGDState`.
 
-    **Collective**: DDP calls it on all ranks in the same order. Source: see the module and `LocalSGDState`.
+    **Collective**: DDP calls it on all ranks in the same order. Source: see the module.
 
     Example::
 
@@ -450,12 +411,11 @@ class ElasticState(AveragingState):
     """State of `elastic_hook`: each rank trains on its own gradients, tied to a common centre as if by a spring.
 
     Every ``sync_every`` steps a rank is pulled towards the centre by δ = α(x - c), and the centre towards the rank by
-    the same δ. The training loop stays as it is. The modes differ in who waits for whom:
+    the same δ. The training loop stays as it is. The modes differ in where the centre is:
 
-    * ``"sync"``: all ranks pull in the same step, and wait for each other. EASGD.
-    * ``"async"``: nobody waits. A thread of each rank goes through rounds with those of the others, over what each
-      rank has offered last; the pull is applied between two steps when it has come. A rank that is three times slower
-      delays nobody, and its pulls are not lost.
+    * ``"async"``: EASGD, where nobody waits. A thread of each rank goes through rounds with those of the others, over
+      what each rank has offered last; the pull is applied between two steps when it has come. A rank that is three
+      times slower delays nobody, and its pulls are not lost.
     * ``"wild"``: ranks of one host pull a centre in shared memory, at the same time and without a lock; hosts pull
       their centres together as in "async". EA-wild.
 
@@ -468,16 +428,15 @@ class ElasticState(AveragingState):
         moving_rate: α. Default: 0.9 / ranks, as EASGD's authors have it. Greater ones swing; from 2 / (ranks + 1) on
             they are refused.
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
-        mutex: with mode="sync": give the turn to a sibling while parameters travel.
 
     On failure: ``ValueError`` for arguments; ``UnsupportedConfigurationError`` from the first ``backward()`` for models
     that would wait in every step (see `LocalSGDState`). ``ExchangeError`` before a step when a peer has died or has
     been silent for the group's timeout: until then the others train on, and nobody trains alone for longer. A rank
-    whose parameters are not finite offers nothing, with a warning; in "sync" all ranks raise.
+    whose parameters are not finite offers nothing, with a warning.
 
-    **Collective**: every rank registers the hook, with the same arguments. In "async" and "wild" ranks may make
-    different numbers of steps between two calls of `average`; the last steps must end with one. `average` gives the
-    mean of the ranks, which is what to evaluate; the centre is in `state_dict`.
+    **Collective**: every rank registers the hook, with the same arguments. Ranks may make different numbers of steps
+    between two calls of `average`; the last steps must end with one. It gives the mean of the ranks, which is what to
+    evaluate; the centre is in `state_dict`.
 
     Example::
 
@@ -488,24 +447,21 @@ class ElasticState(AveragingState):
     def __init__(
         self,
         sync_every: int,
-        mode: Literal["sync", "async", "wild"] = "async",
+        mode: Literal["async", "wild"] = "async",
         moving_rate: float | None = None,
         process_group: dist.ProcessGroup | None = None,
-        *,
-        mutex: GPUMutex | None = None,
     ) -> None:
-        rules = {rule.mode: rule for rule in (TogetherElastic, OwnPaceElastic, WildElastic)}
+        rules = {rule.mode: rule for rule in (OwnPaceElastic, WildElastic)}
         if mode not in rules:
-            raise ValueError(f"expected mode='sync', 'async' or 'wild', got mode={mode!r}; see ElasticState")
+            raise ValueError(
+                f"expected mode='async' or 'wild', got mode={mode!r}; for replicas that wait for each other take "
+                "LocalSGDState"
+            )
         Schedule(sync_every)  # says what is wrong with it
         moving_rate_for(resolve_group(process_group).size(), moving_rate)
-        if mutex is not None and mode != "sync":
-            raise ValueError(
-                f"expected mode='sync' with a mutex, got mode={mode!r}: no step waits for an exchange then, so there "
-                "is no time to give away; leave mutex out, or pass mode='sync'"
-            )
         self.mode = mode
-        super().__init__(rules[mode](sync_every, moving_rate), process_group, mutex)
+        self._rule = rules[mode](sync_every, moving_rate)
+        super().__init__(self._rule, process_group, None)
 
     def rounds(self) -> list[ElasticRound]:
         """Return the rounds of mode "async" (and of the hosts in "wild") as this rank saw them, for a replay.
@@ -513,7 +469,7 @@ class ElasticState(AveragingState):
         ``offered`` has for each rank the number of steps after which it offered what went into the round, or None;
         ``collected`` the number after which this rank applied its pull. Not collective.
         """
-        return self._replica.log if isinstance(self._replica, OwnPaceElastic) else []
+        return [*self._rule.log]
 
 
 def elastic_hook(state: ElasticState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -588,23 +544,8 @@ def _check_waits_for_nobody(model: DistributedDataParallel) -> None:
             )
 
 
-def _keep_own_buffers(model: DistributedDataParallel) -> Callable[[], None]:
-    """Have DDP broadcast no buffers, which are averaged with the parameters; return what undoes it."""
-    known = weakref.ref(model)
-    model.broadcast_buffers = False  # torch 2.14 has this as a property
-
-    def undo() -> None:
-        if (model := known()) is not None:
-            model.broadcast_buffers = True
-
-    return undo
-
-
 def _digest_of(blocks: Sequence[FlatBlock]) -> str:
     """Return a short text that differs where names, shapes or dtypes do."""
-    said = [
-        (entry.name, tuple(entry.get().shape), str(block.dtype))
-        for block in blocks
-        for entry in block.entries
-    ]
+    entries = [(entry, str(block.dtype)) for block in blocks for entry in block.entries]
+    said = [(entry.name, tuple(entry.get().shape), dtype) for entry, dtype in entries]
     return f"{len(said)} tensors, {hashlib.sha256(repr(said).encode()).hexdigest()[:12]}"

@@ -11,11 +11,12 @@ A thread joins the next round when it has an offer, or at the latest when the fa
 a slow rank has not collected yet waits for it, and the rank offers nothing meanwhile: nothing is counted twice, and
 nothing is lost. Our design.
 
-[Note: holding] Rounds stop on all ranks behind the same table: that in which every rank wants to hold. Until then they
-go on, so that a rank that has ended its steps early serves the slower ones.
+[Note: holding] Threads end on all ranks behind the same table: that in which every rank wants to hold. Until then
+rounds go on, so that a rank that has ended its steps early serves the slower ones.
 """
 
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp._engine.exchange import Exchange, on_destruction
-from crossover_ddp._engine.journeys import Meter, Trip
+from crossover_ddp._engine.journeys import Meter
 from crossover_ddp._engine.links import Layout, Link, all_finite, parts, tree_sum
 from crossover_ddp.errors import ExchangeError
 
@@ -56,6 +57,7 @@ async def pull(
     values: torch.Tensor,
     layout: Layout,
     link: Link,
+    *,
     centre: torch.Tensor,
     rate: float,
     pulls: Sequence[bool],
@@ -96,40 +98,6 @@ def _move(centre: torch.Tensor, addends: torch.Tensor, rate: float) -> torch.Ten
     return former
 
 
-class Centre:
-    """The centre of each block in float32 (or wider), of which this rank has its part.
-
-    It begins with the vectors ``start``, the same on all ranks; own parts are copied out of them. ``rate``: α.
-    """
-
-    def __init__(self, exchange: Exchange, start: Sequence[torch.Tensor], rate: float, meter: Meter) -> None:
-        self._exchange, self._rate, self._meter = exchange, rate, meter
-        self._layouts = [exchange.equal_layout(vector) for vector in start]
-        self._parts = [
-            parts(vector, layout)[exchange.rank].clone()
-            for vector, layout in zip(start, self._layouts, strict=True)
-        ]
-
-    def begin_pull(self, place: int, values: torch.Tensor, pulls: Sequence[bool]) -> Trip:
-        """Begin `pull` of the block in this place. **Collective** among the owners."""
-        layout, centre = self._layouts[place], self._parts[place]
-        return self._exchange.begin(
-            lambda link: pull(values, layout, link, centre, self._rate, pulls),
-            centre.device,
-            "parameters",
-            meter=self._meter,
-        )
-
-    def gathered(self) -> list[torch.Tensor]:
-        """Return the whole centre, block by block. **Collective** among the owners."""
-        found = []
-        for part, layout in zip(self._parts, self._layouts, strict=True):
-            whole = part.new_zeros(sum(layout))
-            parts(whole, layout)[self._exchange.rank].copy_(part)
-            found.append(gather(self._exchange, whole, layout))
-        return found
-
-
 # --- rounds on a thread of their own: training offers its parameters, and collects the pull when it is there ----------
 
 
@@ -151,15 +119,10 @@ class Rounds:
     They have an `Exchange` of their own: their thread begins journeys at moments that differ from rank to rank, and
     links must be drawn in one order. If it fails, the group's connections are closed all the same.
 
-    Args:
-        group: the ranks, which exchange host memory by messages.
-        start: the vectors that the centre begins with, the same on all ranks; none: nothing but tables travels.
-        rate: α.
-        meter: counts what travels; training does not wait for it.
+    ``group`` exchanges host memory by messages. ``start`` is what the centre of each block begins with, the same on all
+    ranks, which keep their parts of it; with none nothing but tables travels. ``meter`` counts what travels.
 
-    On failure: the thread ends, and every later call raises what ended it.
-
-    **Collective**.
+    On failure: the thread ends, and every later call raises what ended it. **Collective**.
     """
 
     def __init__(
@@ -169,17 +132,25 @@ class Rounds:
         self._forget = [on_destruction(group, self._join)]
         self._exchange = Exchange(group)
         self._forget.append(on_destruction(group, self._tell))
-        self.centre = Centre(self._exchange, start, rate, meter)
+        self._rate, self._meter = rate, meter
+        self._layouts = [self._exchange.equal_layout(vector) for vector in start]
+        self._own = [
+            parts(vector, layout)[self._exchange.rank].clone()
+            for vector, layout in zip(start, self._layouts, strict=True)
+        ]
         self.log: deque[ElasticRound] = deque(maxlen=_ROUNDS_KEPT)
         self._vectors = [torch.empty_like(vector) for vector in start]
         self._changed = threading.Condition()
         self._offer: int | None = None
         self._is_taken = self._is_back = False  # what was offered is in a round; its pull is there
-        self._wants_hold = self._is_held = False
+        self._wants_hold = False
         self._number = self._pulled = 0  # of rounds; the one whose pull is there
         self._failure: Exception | None = None  # or what says that the group was destroyed
         self._pace_s, self._interval_s = _FIRST_PACE_S, _FIRST_INTERVAL_S
         self._offered_s: float | None = None
+        self._start()
+
+    def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="crossover-rounds", daemon=True)
         self._thread.start()
 
@@ -208,9 +179,8 @@ class Rounds:
         self, steps: int, apply: Callable[[Sequence[torch.Tensor]], None], *, leave: bool = False
     ) -> bool:
         """Let ``apply`` add the pull that has come, if one has; ``leave`` it there for another time."""
-        with self._changed:
-            self.check()
-            is_back = self._is_back  # nobody but this thread takes it back
+        self.check()
+        is_back = self._is_back  # nobody but this thread takes it back
         if is_back:
             apply(self._vectors)
         if is_back and not leave:
@@ -234,27 +204,33 @@ class Rounds:
         """
         self._hold()
         self.check()
-        with self._changed:
-            self._offer = None
+        self._offer = None
         try:
             yield
         finally:
-            with self._changed:
-                self._wants_hold = self._is_held = False
-                self._changed.notify_all()
+            self._wants_hold = False
+            self._start()
+
+    def gathered(self) -> list[torch.Tensor]:
+        """Return the whole centre, block by block, while rounds are `held`. **Collective**."""
+        found = []
+        for part, layout in zip(self._own, self._layouts, strict=True):
+            whole = part.new_zeros(sum(layout))
+            parts(whole, layout)[self._exchange.rank].copy_(part)
+            found.append(gather(self._exchange, whole, layout))
+        return found
 
     def _hold(self) -> None:
         with self._changed:
             self._wants_hold = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_held or self._failure is not None)
+        self._thread.join()
 
     def close(self) -> None:
         """End the thread when all ranks close, see [Note: holding]. Raises nothing."""
         self._hold()
         self._tell()
         self._exchange.close()
-        self._join()
         for forget in self._forget:
             forget()
 
@@ -276,8 +252,8 @@ class Rounds:
         torch.get_num_threads()  # see `_system.worker`
         try:
             with torch.no_grad():
-                while self._await_next():
-                    self._go_round()
+                while self._await_next() and not self._go_round():
+                    pass
         except Exception as error:  # whatever it is, the training thread raises it
             with self._changed:
                 self._failure = self._failure or error
@@ -292,7 +268,8 @@ class Rounds:
             )
             return self._failure is None
 
-    def _go_round(self) -> None:
+    def _go_round(self) -> bool:
+        """Go through a round; tell whether all ranks hold after it."""
         with self._changed:
             steps, holds = self._offer, self._wants_hold
             if steps is not None:
@@ -303,9 +280,11 @@ class Rounds:
         pulls = [each is not None for each in offered]
         if any(pulls):
             # One block after the other, so that only one centre is under way.
-            for place, vector in enumerate(self._vectors):
-                trip = self.centre.begin_pull(place, vector if steps is not None else vector[:0], pulls)
-                trip.waits = None
+            for vector, layout, part in zip(self._vectors, self._layouts, self._own, strict=True):
+                values = vector if steps is not None else vector[:0]
+                way = functools.partial(pull, values, layout, centre=part, rate=self._rate, pulls=pulls)
+                trip = self._exchange.begin(way, part.device, "parameters", meter=self._meter)
+                trip.waits = None  # training does not wait
                 trip.wait()
             with self._changed:
                 self.log.append(ElasticRound(self._number, offered))
@@ -315,11 +294,4 @@ class Rounds:
             self._pace_s = min(max(min(numbers[2] for numbers in table), 1e-3), _LONGEST_PACE_S)
         else:
             self._pace_s = min(2 * self._pace_s, _LONGEST_PACE_S)
-        if all(numbers[1] for numbers in table):
-            self._stand_still()
-
-    def _stand_still(self) -> None:
-        with self._changed:
-            self._is_held = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._failure is not None or not self._is_held)
+        return all([numbers[1] for numbers in table])

@@ -1,4 +1,4 @@
-"""The rules of ``ElasticState``: all ranks pull together, each at its own pace, or wild."""
+"""The rules of ``ElasticState``: ranks pull at their own pace, or wild."""
 
 import contextlib
 import logging
@@ -12,7 +12,7 @@ from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import all_finite
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .centre import Centre, ElasticRound, Rounds, moving_rate_for
+from .centre import ElasticRound, Rounds, moving_rate_for
 from .replica import Replica, from_first_rank, wide
 from .shared_centre import pull_shared, share
 
@@ -21,84 +21,41 @@ logger = logging.getLogger(__name__)
 _HOST_MEMORY: Final = torch.device("cpu")
 
 
-class TogetherElastic(Replica):
-    """Synchronous EASGD: every ``sync_every`` steps all ranks pull, and wait for it."""
+class OwnPaceElastic(Replica):
+    """Asynchronous EASGD without a server, see [Note: rounds] in ``centre.py``."""
 
-    mode = "sync"
+    mode = "async"
+    steps_together = False
+    log: Sequence[ElasticRound] = ()
+    _rounds: Rounds
 
     def __init__(self, sync_every: int, moving_rate: float | None) -> None:
         self._every, self._given_rate = sync_every, moving_rate
         self.settings = {"mode": self.mode, "sync_every": sync_every, "moving_rate": moving_rate}
         self._loaded: dict[str, Any] | None = None
-        self._counts: dict[str, Any] = {"pulls": 0}
-        self._centre: Centre
+        self._counts: dict[str, int] = dict.fromkeys(("pulls", "offers", "not_finite"), 0)
+        self._is_due = False
+        self._made: dist.ProcessGroup | None = None
 
     def begin(self) -> None:
-        rate = moving_rate_for(self.exchange.size, self._given_rate)
-        self._centre = Centre(self.exchange, self._start(self.exchange), rate, self.meter)
-        self._counts["exchanged_bytes"] = 0
+        group = self._host_group()
+        rate = moving_rate_for(group.size(), self._given_rate)
+        self._rounds = Rounds(group, self._start(group), rate, self.meter)
+        self.log = self._rounds.log
 
-    def _start(self, exchange: Exchange, device: torch.device | None = None) -> list[torch.Tensor]:
+    def _start(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
         """Return what the centre begins with, by block: rank 0's replica, or what a checkpoint says. **Collective**.
 
         Buffers differ by now, since each rank has had a forward.
         """
         own = []
         for block in self.blocks:
-            dtype, at = wide(block.dtype), device or block.device
-            loaded = None if self._loaded is None else block.unnamed(self._loaded["centre"], dtype).to(at)
-            own.append(block.copy(dtype=dtype, device=at) if loaded is None else loaded)
+            values = block.copy(dtype=wide(block.dtype), device=_HOST_MEMORY)
+            if self._loaded is not None:
+                values.copy_(block.unnamed(self._loaded["centre"], values.dtype))
+            own.append(values)
+        exchange = Exchange.of(group)
         return [from_first_rank(exchange, values) for values in own]
-
-    def act(self) -> None:
-        if self.acted % self._every:
-            return
-        for place, block in enumerate(self.blocks):
-            values = block.copy(dtype=wide(block.dtype))
-            trip = self._centre.begin_pull(place, values, [True] * self.exchange.size)
-            self.wait(trip, without_turn=True)
-            self.check_finite(values, block.pieces(block.whole))
-            block.add(block.whole, values)
-            self._counts["exchanged_bytes"] += values.nbytes
-        self._counts["pulls"] += 1
-
-    def kept(self) -> dict[str, Any]:
-        return self._named(self._centre.gathered())
-
-    def _named(self, centre: Sequence[torch.Tensor]) -> dict[str, Any]:
-        found: dict[str, torch.Tensor] = {}
-        for block, values in zip(self.blocks, centre, strict=True):
-            found.update(block.named(values))
-        return {"centre": found}
-
-    def load(self, kept: dict[str, Any]) -> None:
-        if set(kept) != {"centre"}:
-            raise ValueError(
-                f"expected a state with the key 'centre', got keys {sorted(kept)}; pass the state of an ElasticState"
-            )
-        self._loaded = kept
-
-    def stats(self) -> dict[str, Any]:
-        return self._counts
-
-
-class OwnPaceElastic(TogetherElastic):
-    """Asynchronous EASGD without a server, see [Note: rounds] in ``centre.py``."""
-
-    mode = "async"
-    steps_together = False
-
-    def __init__(self, sync_every: int, moving_rate: float | None) -> None:
-        super().__init__(sync_every, moving_rate)
-        self._counts |= {"offers": 0, "not_finite": 0}
-        self._is_due = False
-        self._rounds: Rounds | None = None
-        self._made: dist.ProcessGroup | None = None
-
-    def begin(self) -> None:
-        group = self._host_group()
-        rate = moving_rate_for(group.size(), self._given_rate)
-        self._rounds = Rounds(group, self._start(Exchange.of(group), _HOST_MEMORY), rate, self.meter)
 
     def _host_group(self) -> dist.ProcessGroup:
         """Return a group of the model's ranks that exchanges host memory by messages. **Collective**."""
@@ -115,10 +72,9 @@ class OwnPaceElastic(TogetherElastic):
     # --- between two steps -----------------------------------------------------------------------------------
 
     def act(self) -> None:
-        rounds = self._running()
-        self._counts["pulls"] += rounds.collect(self.acted, self._apply)
+        self._counts["pulls"] += self._rounds.collect(self.acted, self._apply)
         self._is_due = self._is_due or self.acted % self._every == 0
-        if self._is_due and rounds.offer(self.acted, self._fill):
+        if self._is_due and self._rounds.offer(self.acted, self._fill):
             self._is_due = False
             self._counts["offers"] += 1
 
@@ -145,33 +101,34 @@ class OwnPaceElastic(TogetherElastic):
 
     @contextlib.contextmanager
     def at_rest(self, *, leave: bool) -> Iterator[None]:
-        rounds = self._running()
-        with rounds.held():
-            pulled = rounds.collect(self.acted, self._apply, leave=leave)
-            self._counts["pulls"] += pulled and not leave
+        with self._rounds.held():
+            self._counts["pulls"] += self._rounds.collect(self.acted, self._apply, leave=leave) and not leave
             yield
-
-    def _running(self) -> Rounds:
-        assert self._rounds is not None
-        return self._rounds
 
     # --- what is kept ----------------------------------------------------------------------------------------
 
-    @property
-    def log(self) -> list[ElasticRound]:
-        return [] if self._rounds is None else list(self._rounds.log)
-
     def kept(self) -> dict[str, Any]:
-        rounds = self._running()
-        with rounds.held():
-            return self._named(rounds.centre.gathered())
+        with self._rounds.held():
+            return self._named(self._rounds.gathered())
+
+    def _named(self, centre: Sequence[torch.Tensor]) -> dict[str, Any]:
+        found: dict[str, torch.Tensor] = {}
+        for block, values in zip(self.blocks, centre, strict=True):
+            found.update(block.named(values))
+        return {"centre": found}
+
+    def load(self, kept: dict[str, Any]) -> None:
+        if set(kept) != {"centre"}:
+            raise ValueError(
+                f"expected a state with the key 'centre', got keys {sorted(kept)}; pass the state of an ElasticState"
+            )
+        self._loaded = kept
 
     def stats(self) -> dict[str, Any]:
         return {**self._counts, "rounds": len(self.log)}
 
     def close(self) -> None:
-        if self._rounds is not None:
-            self._rounds.close()
+        self._rounds.close()
         if self._made is not None:
             with contextlib.suppress(ValueError):  # all groups were destroyed before
                 dist.destroy_process_group(self._made)
@@ -188,7 +145,6 @@ class WildElastic(OwnPaceElastic):
 
     mode = "wild"
     _shared: Sequence[torch.Tensor]
-    _leaders: Sequence[int] = ()
 
     def begin(self) -> None:
         narrow = [str(block.dtype) for block in self.blocks if wide(block.dtype) != block.dtype]
@@ -199,16 +155,16 @@ class WildElastic(OwnPaceElastic):
             )
         group = self._host_group()
         self._rate = moving_rate_for(group.size(), self._given_rate)
-        start = self._start(Exchange.of(group), _HOST_MEMORY)
-        self._shared, self._leaders, mates = share(group, start)
-        self._first = mates.index(group.rank()) / len(mates)
-        hosts = len(self._leaders)
-        self._offers = hosts > 1 and group.rank() in self._leaders
+        start = self._start(group)
+        self._shared, leaders, mates = share(group, start)
+        self._first, hosts = mates.index(group.rank()) / len(mates), len(leaders)
+        self._offers = hosts > 1 and group.rank() in leaders
         self._rounds = Rounds(group, start if hosts > 1 else (), moving_rate_for(hosts, None), self.meter)
-        self._counts["own_pulls"] = 0
+        self.log = self._rounds.log
+        self._counts |= {"own_pulls": 0, "hosts": hosts}
 
     def act(self) -> None:
-        self._running().check()
+        self._rounds.check()
         if self._offers:
             super().act()
         pieces = [block.pieces(block.whole) for block in self.blocks]
@@ -236,14 +192,9 @@ class WildElastic(OwnPaceElastic):
     def kept(self) -> dict[str, Any]:
         """See `Replica`: the centre of rank 0's host, when nobody writes to it any more."""
         self.exchange.gather_numbers([0.0], self.blocks[0].device)
-        copies = [
-            vector.to(block.device, copy=True)
-            for vector, block in zip(self._shared, self.blocks, strict=True)
-        ]
+        pairs = zip(self._shared, self.blocks, strict=True)
+        copies = [vector.to(block.device, copy=True) for vector, block in pairs]
         return self._named([from_first_rank(self.exchange, copy) for copy in copies])
-
-    def stats(self) -> dict[str, Any]:
-        return {**super().stats(), "hosts": len(self._leaders)}
 
     def close(self) -> None:
         super().close()

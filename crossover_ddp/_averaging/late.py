@@ -12,7 +12,7 @@ outer step, and the outer optimizer steps them by the gradient z - mean(x), each
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -33,14 +33,7 @@ OuterOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which fragments leave, and which come back, after how many backward passes.
-
-    Args:
-        sync_every: steps from one exchange of an element to the next.
-        delay: steps from its leaving to its coming back.
-        fragments: number of equal slices of the flat parameters; they leave evenly spread over the interval.
-        warmup_steps: steps before the first local one.
-    """
+    """Which fragments leave and come back after how many backward passes; the fields are ``LocalSGDState``'s."""
 
     sync_every: int
     delay: int = 0
@@ -48,10 +41,13 @@ class Schedule:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        _check_count("sync_every", self.sync_every, 1, "pass the steps between two exchanges")
-        _check_count("delay", self.delay, 0, "pass the steps that an exchange may take")
-        _check_count("fragments", self.fragments, 1, "pass the number of slices")
-        _check_count("warmup_steps", self.warmup_steps, 0, "pass the steps that are averaged as by DDP")
+        for name, least in {"sync_every": 1, "delay": 0, "fragments": 1, "warmup_steps": 0}.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(
+                    f"expected an integer {name} >= {least}, got {name}={value!r}; pass a number as LocalSGDState "
+                    "describes it"
+                )
         if self.sync_every < self.delay + 1:
             raise ValueError(
                 f"expected sync_every >= delay + 1, got sync_every={self.sync_every} and delay={self.delay}: with two "
@@ -64,14 +60,9 @@ class Schedule:
                 "gradients then, and no parameters"
             )
 
-    @property
-    def has_local_steps(self) -> bool:
-        """Whether any step, however late, uses this rank's gradients alone."""
-        return self.sync_every > 1
-
     def is_local(self, steps: int) -> bool:
         """Whether the step after ``steps`` of them uses this rank's gradients alone."""
-        return self.has_local_steps and steps >= self.warmup_steps
+        return self.sync_every > 1 and steps >= self.warmup_steps
 
     def leaving(self, steps: int) -> tuple[int, ...]:
         local = steps - self.warmup_steps
@@ -91,17 +82,13 @@ def fragment_span(numel: int, fragment: int, fragments: int) -> Span:
     return Span(numel * fragment // fragments, numel * (fragment + 1) // fragments)
 
 
-def _check_count(name: str, value: int, least: int, remedy: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"expected an integer {name} >= {least}, got {name}={value!r}; {remedy}")
-
-
 # --- the outer optimizer ---------------------------------------------------------------------------------------------
 
 
 def described(make: OuterOptimizer) -> str:
     """Return the optimizer's class and arguments as a text; refuse what makes none."""
-    made = None if isinstance(make, Optimizer) or not callable(make) else make(_nothing())
+    is_function = callable(make) and not isinstance(make, Optimizer)
+    made = make([torch.nn.Parameter(torch.zeros(1))]) if is_function else None
     if not isinstance(made, Optimizer):
         raise TypeError(
             f"expected outer_optimizer to make an optimizer, got outer_optimizer={make!r}; pass a function of the "
@@ -111,18 +98,18 @@ def described(make: OuterOptimizer) -> str:
     return f"{type(made).__name__}({given})"
 
 
-def _nothing() -> list[torch.Tensor]:
-    return [torch.nn.Parameter(torch.zeros(1))]
-
-
 class OuterPart:
-    """What one owner keeps of one slice: z and the optimizer's state, over the parameters in its part.
+    """What one owner keeps of one slice of a block: z and the optimizer's state, over the parameters in its part.
 
-    ``span`` is the own part, in the block; buffers in it are averaged and not stepped.
+    Buffers in it are averaged and not stepped.
     """
 
-    def __init__(self, block: FlatBlock, span: Span, make: OuterOptimizer) -> None:
-        self.span = Span(span.start, max(span.start, min(span.stop, block.parameters_numel)))
+    def __init__(
+        self, block: FlatBlock, piece: Span, layout: Layout, rank: int, make: OuterOptimizer
+    ) -> None:
+        self.piece, self.layout = piece, layout
+        start = piece.start + sum(layout[:rank])
+        self.span = Span(start, max(start, min(start + layout[rank], block.parameters_numel)))
         self.anchor = torch.nn.Parameter(block.copy(self.span, wide(block.dtype)))
         """z."""
         self._optimizer = make([self.anchor])
@@ -161,26 +148,14 @@ class OuterPart:
 # --- what travels ----------------------------------------------------------------------------------------------------
 
 
-class _Slice(NamedTuple):
-    """One fragment of one block, who owns what of it, and what this owner keeps."""
-
-    block: FlatBlock
-    span: Span
-    layout: Layout
-    outer: OuterPart | None
-
-
 class _Flight(NamedTuple):
     """A slice on its way: ``values`` come back as the mean, or as its difference from what was ``sent``."""
 
-    piece: _Slice
+    block: FlatBlock
+    span: Span
     values: torch.Tensor
     sent: torch.Tensor | None
     trip: Trip
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes * (1 if self.sent is None else 2)
 
 
 class LateMeans(Replica):
@@ -189,31 +164,33 @@ class LateMeans(Replica):
     def __init__(self, schedule: Schedule, outer_optimizer: OuterOptimizer | None) -> None:
         outer = None if outer_optimizer is None else described(outer_optimizer)
         self.settings = {**asdict(schedule), "outer_optimizer": outer}
-        self.has_local_steps = schedule.has_local_steps
+        self.has_local_steps = schedule.sync_every > 1
         self._schedule, self._make_outer = schedule, outer_optimizer
-        self._slices: list[list[_Slice]] = []  # by fragment
+        self._outers: list[list[OuterPart]] = []  # by fragment, and in it by block
         self._flights: dict[int, list[_Flight]] = {}
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] = {}
         self._exchanges = self._bytes = self._peak_bytes = 0
 
     def is_local(self, steps: int) -> bool:
         return self._schedule.is_local(steps)
 
     def begin(self) -> None:
-        fragments = range(self._schedule.fragments)
-        self._slices = [[self._slice(block, fragment) for block in self.blocks] for fragment in fragments]
-        if self._loaded is not None:
-            self._load_outer(self._loaded)
-            self._loaded = None
+        if self._make_outer is not None:
+            for fragment in range(self._schedule.fragments):
+                made = [self._outer(block, fragment, self._make_outer) for block in self.blocks]
+                self._outers.append(made)
+        for place, block in enumerate(self.blocks if self._loaded else ()):
+            named, dtype = self._loaded["tensors"], wide(block.dtype)
+            tensors = {name: block.unnamed(values, dtype) for name, values in named.items()}
+            for outers, numbers in zip(self._outers, self._loaded["numbers"], strict=True):
+                outers[place].load(tensors, numbers)
+        self._loaded = {}
 
-    def _slice(self, block: FlatBlock, fragment: int) -> _Slice:
-        exchange, make = self.exchange, self._make_outer
+    def _outer(self, block: FlatBlock, fragment: int, make: OuterOptimizer) -> OuterPart:
         span = fragment_span(block.numel, fragment, self._schedule.fragments)
         # Cut by the wire's dtype, which is the block's.
-        layout = exchange.equal_layout(torch.empty(span.numel, dtype=block.dtype, device=block.device))
-        start = span.start + sum(layout[: exchange.rank])
-        own = Span(start, start + layout[exchange.rank])
-        return _Slice(block, span, layout, None if make is None else OuterPart(block, own, make))
+        layout = self.exchange.equal_layout(torch.empty(span.numel, dtype=block.dtype, device=block.device))
+        return OuterPart(block, span, layout, self.exchange.rank, make)
 
     # --- between two steps -----------------------------------------------------------------------------------
 
@@ -221,31 +198,31 @@ class LateMeans(Replica):
         arriving, leaving = self._schedule.arriving(self.acted), self._schedule.leaving(self.acted)
         if self._schedule.delay:
             self._land(arriving)
-        self._leave(leaving)
+        for fragment in leaving:
+            sent = [self._send(fragment, place) for place in range(len(self.blocks))]
+            self._flights[fragment] = [flight for flight in sent if flight is not None]
+            self._exchanges += 1
+            flying = [flight.values.nbytes for flights in self._flights.values() for flight in flights]
+            self._peak_bytes = max(self._peak_bytes, sum(flying) * (2 if self._schedule.delay else 1))
         if not self._schedule.delay:
             self._land(leaving)
 
-    def _leave(self, fragments: Sequence[int]) -> None:
-        for fragment in fragments:
-            self._flights[fragment] = [
-                self._send(piece) for piece in self._slices[fragment] if sum(piece.layout)
-            ]
-            self._exchanges += 1
-            flying = [flight for flights in self._flights.values() for flight in flights]
-            self._peak_bytes = max(self._peak_bytes, sum(flight.nbytes for flight in flying))
-
-    def _send(self, piece: _Slice) -> _Flight:
-        values = piece.block.copy(piece.span)
+    def _send(self, fragment: int, place: int) -> _Flight | None:
+        block = self.blocks[place]
+        span = fragment_span(block.numel, fragment, self._schedule.fragments)
+        if span.start == span.stop:
+            return None
+        values = block.copy(span)
         sent = values.clone() if self._schedule.delay else None
-        step = None if piece.outer is None else piece.outer.step
+        step = self._outers[fragment][place].step if self._outers else None
         self._bytes += values.nbytes
-        return _Flight(piece, values, sent, self.begin_mean(values, owner_step=step, sent=sent))
+        return _Flight(block, span, values, sent, self.begin_mean(values, owner_step=step, sent=sent))
 
-    def _land(self, fragments: Sequence[int], *, leave: bool = False) -> None:
+    def _land(self, fragments: Iterable[int], *, leave: bool = False) -> None:
         """Apply what has come back; nothing of what was applied early, by `at_rest`."""
         for fragment in fragments:
-            for (block, span, _, _), values, sent, trip in self._flights.get(fragment, ()):
-                self.wait(trip, without_turn=sent is None)
+            for block, span, values, sent, trip in self._flights.get(fragment, ()):
+                self.wait(trip)
                 if sent is None:
                     self.check_finite(values, block.pieces(span))
                     block.unpack(span, values)
@@ -262,19 +239,15 @@ class LateMeans(Replica):
     # --- what is kept ----------------------------------------------------------------------------------------
 
     def kept(self) -> dict[str, Any]:
-        for flights in self._flights.values():
-            for flight in flights:
-                self.wait(flight.trip)  # the owner's step of a fragment in flight may be under way
-        if self._make_outer is None:
+        for flight in [flight for flights in self._flights.values() for flight in flights]:
+            self.wait(flight.trip)  # the owner's step of a fragment in flight may be under way
+        if not self._outers:
             return {}
-        outers = [slices[0].outer for slices in self._slices]
-        names = () if outers[0] is None else outers[0].state()[0]
-        state = {name: self._gathered(name) for name in sorted(names)}
+        names = sorted(self._outers[0][0].state()[0])
         return {
             "fragments": self._schedule.fragments,
-            "anchor": state.pop("anchor"),
-            "state": state,
-            "numbers": {fragment: outer.state()[1] for fragment, outer in enumerate(outers) if outer},
+            "tensors": {name: self._gathered(name) for name in names},
+            "numbers": [outers[0].state()[1] for outers in self._outers],
         }
 
     def _gathered(self, name: str) -> dict[str, torch.Tensor]:
@@ -282,15 +255,14 @@ class LateMeans(Replica):
         found: dict[str, torch.Tensor] = {}
         for place, block in enumerate(self.blocks):
             whole = torch.zeros(block.numel, dtype=wide(block.dtype), device=block.device)
-            for _, span, layout, outer in [slices[place] for slices in self._slices]:
-                assert outer is not None
+            for outer in [outers[place] for outers in self._outers]:
                 whole[slice(*outer.span)] = outer.state()[0][name]
-                gather(self.exchange, whole[slice(*span)], layout)
+                gather(self.exchange, whole[slice(*outer.piece)], outer.layout)
             found.update(block.named(whole))
         return found
 
     def load(self, kept: dict[str, Any]) -> None:
-        has = "anchor" in kept
+        has = "fragments" in kept
         if has != (self._make_outer is not None):
             raise ValueError(
                 f"expected a state saved {'without' if has else 'with'} an outer optimizer, got one saved "
@@ -301,19 +273,10 @@ class LateMeans(Replica):
                 f"expected fragments={kept['fragments']} as when the state was saved, got "
                 f"fragments={self._schedule.fragments}; pass the same"
             )
-        self._loaded = kept if has else None
-
-    def _load_outer(self, kept: dict[str, Any]) -> None:
-        for place, block in enumerate(self.blocks):
-            named = {"anchor": kept["anchor"], **kept["state"]}
-            tensors = {name: block.unnamed(values, wide(block.dtype)) for name, values in named.items()}
-            for fragment, slices in enumerate(self._slices):
-                outer = slices[place].outer
-                assert outer is not None
-                outer.load(tensors, kept["numbers"][fragment])
+        self._loaded = kept
 
     def stats(self) -> dict[str, Any]:
-        outers = [each.outer for slices in self._slices for each in slices if each.outer is not None]
+        outers = [outer for each in self._outers for outer in each]
         return {
             "exchanges": self._exchanges,
             "exchanged_bytes": self._bytes,
@@ -324,4 +287,4 @@ class LateMeans(Replica):
 
     def close(self) -> None:
         self._flights.clear()
-        self._slices.clear()
+        self._outers.clear()

@@ -50,17 +50,10 @@ class FlatBlock:
         lengths = [_flat(entry.name, entry.get()).numel() for entry in self.entries]
         self._stops = list(accumulate(lengths))
         self.numel = self._stops[-1]
+        self.whole = Span(0, self.numel)
         self.parameters_numel = sum(lengths[: len(parameters)])
-        self._kept_back: torch.Tensor | None = None
+        self._rest: torch.Tensor | None = None
         self._kept: dict[Span, tuple[list[int], list[torch.Tensor]]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def whole(self) -> Span:
-        return Span(0, self.numel)
 
     def copy(
         self, span: Span | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
@@ -90,12 +83,7 @@ class FlatBlock:
         return found
 
     def pack(self, span: Span, values: torch.Tensor) -> None:
-        """Copy ``span`` into ``values``; into wider ones with what `add` has kept."""
-        self._copy(span, values)
-        if self._kept_back is not None and values.dtype != self.dtype:
-            values.add_(self._kept_back[span.start : span.stop].to(values.device))
-
-    def _copy(self, span: Span, values: torch.Tensor) -> None:
+        """Copy ``span`` into ``values``; into wider ones, which are of all, with what `add` has kept."""
         pieces = self.pieces(span)
         if not pieces:
             return  # nothing between two tensors
@@ -104,6 +92,8 @@ class FlatBlock:
         else:  # also from a device to the host
             for place, piece in zip(_split(values, pieces), pieces, strict=True):
                 place.copy_(piece)
+        if self._rest is not None and values.dtype != self.dtype:
+            values.add_(self._rest.to(values.device))
 
     def unpack(self, span: Span, values: torch.Tensor) -> None:
         pieces = self.pieces(span)
@@ -114,13 +104,10 @@ class FlatBlock:
         """Add ``values`` to ``span``; of wider ones what the block's dtype does not hold is kept for later."""
         pieces = self.pieces(span)
         if values.dtype != self.dtype:
-            if self._kept_back is None:
-                self._kept_back = torch.zeros(self.numel, dtype=values.dtype, device=self.device)
-            whole, rounded = torch.empty_like(values), torch.empty_like(values)
-            self.pack(span, whole)
-            self.unpack(span, whole.add_(values))
-            self._copy(span, rounded)
-            torch.sub(whole, rounded, out=self._kept_back[span.start : span.stop])
+            whole = self.copy(span, values.dtype).add_(values)
+            self.unpack(span, whole)
+            self._rest = None
+            self._rest = whole.sub_(self.copy(span, values.dtype))
         elif pieces:
             torch._foreach_add_(pieces, _split(values, pieces))
 
@@ -201,28 +188,6 @@ def _split(values: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch.T
 # --- what travels -------------------------------------------------------------------------------------------------
 
 
-async def late_mean(
-    values: torch.Tensor,
-    layout: Layout,
-    link: Link,
-    *,
-    owner_step: OwnPart | None = None,
-    sent: torch.Tensor | None = None,
-) -> None:
-    """Replace ``values`` by the mean over the ranks, or by what owners make of that.
-
-    ``owner_step`` changes the own part of the mean in place; ``sent`` is taken off the result, see [Note: delta rule]
-    in ``late.py``.
-    """
-    own = await link.reduce_scatter(values, layout)
-    if owner_step is not None:
-        await link.compute()
-        owner_step(own)
-    await link.all_gather(values, layout)
-    if sent is not None:
-        values.sub_(sent)
-
-
 def gather(exchange: Exchange, values: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Return ``values`` with each owner's part on all ranks. **Collective**."""
     exchange.begin(lambda link: link.all_gather(values, layout), values.device, "what owners keep").wait()
@@ -259,23 +224,29 @@ class Replica:
     def begin_mean(
         self, values: torch.Tensor, *, owner_step: OwnPart | None = None, sent: torch.Tensor | None = None
     ) -> Trip:
-        """Begin `late_mean` of vectors that are in use until it ends; with ``sent`` others may need it longer.
+        """Begin to replace ``values``, in use until then, by their mean over the ranks. **Collective**.
 
-        **Collective**.
+        ``owner_step`` changes the own part of the mean in place, before it goes to all; ``sent`` is taken off the
+        result, see [Note: delta rule] in ``late.py``, and others may need it longer.
         """
         layout = self.exchange.equal_layout(values)
+
+        async def late_mean(link: Link) -> None:
+            own = await link.reduce_scatter(values, layout)
+            if owner_step is not None:
+                await link.compute()
+                owner_step(own)
+            await link.all_gather(values, layout)
+            if sent is not None:
+                values.sub_(sent)
+
         return self.exchange.begin(
-            lambda link: late_mean(values, layout, link, owner_step=owner_step, sent=sent),
-            values.device,
-            "parameters",
-            deferred=sent is not None,
-            meter=self.meter,
+            late_mean, values.device, "parameters", deferred=sent is not None, meter=self.meter
         )
 
-    def wait(self, trip: Trip, *, without_turn: bool = False) -> None:
-        """Wait for an exchange; ``without_turn`` a sibling may compute meanwhile."""
-        turn = self._turn if without_turn else None
-        if turn is not None:
+    def wait(self, trip: Trip) -> None:
+        """Wait for an exchange; a sibling may compute meanwhile."""
+        if (turn := self._turn) is not None:
             turn.release()
         try:
             trip.wait()
@@ -316,27 +287,25 @@ class Replica:
             "clip, or use GradScaler, and restart from a checkpoint"
         )
 
-    def take_mean(self) -> None:
-        """Replace all parameters and buffers by their mean over the ranks. **Collective**."""
-        sent = [(block, values, self.begin_mean(values)) for block, values in self.copy()]
-        for block, values, trip in sent:
+    def take_mean(self, beside: Sequence[torch.Tensor] = ()) -> None:
+        """Replace all parameters and buffers, and tensors ``beside``, by their mean over the ranks. **Collective**."""
+        copies = self.copy()
+        trips = [self.begin_mean(values) for values in copies]
+        for block, values, trip in zip(self.blocks, copies, trips, strict=True):
             trip.wait()
             self.check_finite(values, block.pieces(block.whole))
-        self.write([(block, values) for block, values, _ in sent])
-
-    def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace tensors of any shape by their mean over the ranks. **Collective**."""
-        for tensor in map(_real, tensors):
+        self.write(copies)
+        for tensor in map(_real, beside):
             values = tensor.flatten().clone()
             self.begin_mean(values).wait()
             tensor.copy_(values.view_as(tensor))
 
-    def copy(self) -> list[tuple[FlatBlock, torch.Tensor]]:
-        return [(block, block.copy()) for block in self.blocks]
+    def copy(self) -> list[torch.Tensor]:
+        return [block.copy() for block in self.blocks]
 
-    def write(self, values: Sequence[tuple[FlatBlock, torch.Tensor]]) -> None:
-        for block, each in values:
-            block.unpack(block.whole, each)
+    def write(self, copies: Sequence[torch.Tensor]) -> None:
+        for block, values in zip(self.blocks, copies, strict=True):
+            block.unpack(block.whole, values)
 
     # --- what subclasses do ----------------------------------------------------------------------------------
 
@@ -356,8 +325,7 @@ class Replica:
     def at_rest(self, *, leave: bool) -> Iterator[None]:
         """Apply what is in flight, and let nothing more be exchanged during the block. **Collective**.
 
-        Args:
-            leave: apply it once more when it is due: the caller puts the parameters back.
+        ``leave`` it to be applied once more when it is due: the caller puts the parameters back.
         """
         yield
 

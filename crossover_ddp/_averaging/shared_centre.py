@@ -12,9 +12,9 @@ a network name space on it, which the nodes of an emulated cluster do not share.
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Final, TypeVar, cast
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,6 @@ import torch.distributed as dist
 from crossover_ddp._engine.states import told_by_all
 from crossover_ddp._system.machine import machine
 from crossover_ddp.errors import SegmentError
-
-Told = TypeVar("Told")
 
 _ALIGNMENT: Final = 64
 _CHUNKS: Final = 64
@@ -73,34 +71,42 @@ def share(
 
     On failure: ``SegmentError`` on all ranks, if it fails on one of them.
     """
-    hosts, rank = told_by_all(group, _host()), group.rank()
-    leaders = [first for first, host in enumerate(hosts) if hosts.index(host) == first]
-    leader, size_bytes = hosts.index(hosts[rank]), max(_ALIGNMENT, sum(map(_room, start)))
+    size_bytes, rank = max(_ALIGNMENT, sum(map(_room, start))), group.rank()
+    vectors: list[torch.Tensor] = []
+    problem: OSError | None = None
     with contextlib.ExitStack() as files:
-
-        def make() -> tuple[int, int, int]:
-            fd = os.memfd_create("crossover-centre")
-            files.callback(os.close, fd)
-            os.posix_fallocate(fd, 0, size_bytes)  # too little memory shows here, not in a later write
-            return os.getpid(), fd, os.fstat(fd).st_ino
-
-        made = _on_all_ranks(group, make if rank == leader else lambda: (0, 0, 0))
-        process, number, inode = made[leader]
-
-        def open_it() -> list[torch.Tensor]:
+        try:
+            own = os.memfd_create("crossover-centre")  # no memory yet
+            files.callback(os.close, own)
+            made = os.getpid(), own, os.fstat(own).st_ino
+        except OSError as error:
+            made, problem = (0, 0, 0), error
+        told = told_by_all(group, (_host(), *made))
+        hosts = [host for host, *_ in told]
+        leader = hosts.index(hosts[rank])
+        _, process, number, inode = told[leader]
+        try:
             fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
             files.callback(os.close, fd)
             if os.fstat(fd).st_ino != inode:
                 raise OSError(f"process {process} is another one in the leader's container")
-            vectors = _vectors(mmap.mmap(fd, size_bytes), start)
-            if rank == leader:
-                for vector, values in zip(vectors, start, strict=True):
-                    vector.copy_(values)
-            return vectors
-
-        opened: list[list[torch.Tensor]] = []
-        _on_all_ranks(group, lambda: opened.append(open_it()))
-    return opened[0], leaders, [mate for mate, host in enumerate(hosts) if host == hosts[rank]]
+            os.posix_fallocate(fd, 0, size_bytes)  # too little memory shows here, not in a later write
+            vectors, problem = _vectors(mmap.mmap(fd, size_bytes), start), None
+        except OSError as error:  # all ranks learn of it
+            problem = problem or error
+        if rank == leader:
+            for vector, values in zip(vectors, start, strict=problem is None):
+                vector.copy_(values)
+        failed = [
+            other for other, has_failed in enumerate(told_by_all(group, problem is not None)) if has_failed
+        ]
+    if failed:
+        raise SegmentError(
+            f"expected a shared centre on every host, got none on ranks {failed}: {problem or 'see there'}; use "
+            "mode='async'"
+        ) from problem
+    leaders = [first for first, host in enumerate(hosts) if hosts.index(host) == first]
+    return vectors, leaders, [mate for mate, host in enumerate(hosts) if host == hosts[rank]]
 
 
 def _vectors(memory: mmap.mmap, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -110,23 +116,6 @@ def _vectors(memory: mmap.mmap, like: Sequence[torch.Tensor]) -> list[torch.Tens
         torch.frombuffer(memory, dtype=each.dtype, count=each.numel(), offset=start) if each.numel() else each
         for start, each in zip(starts, like, strict=False)
     ]
-
-
-def _on_all_ranks(group: dist.ProcessGroup, act: Callable[[], Told]) -> list[Told]:
-    """Return what ``act`` returns on each rank; raise on all if it raises on one. **Collective**."""
-    told, error = None, None
-    try:
-        told = act()
-    except OSError as caught:  # all ranks learn of it
-        error = caught
-    everyone = told_by_all(group, (told, error is not None))
-    failed = [rank for rank, (_, problem) in enumerate(everyone) if problem]
-    if failed:
-        raise SegmentError(
-            f"expected a shared centre on every host, got none on ranks {failed}: {error or 'see there'}; use "
-            "mode='async'"
-        ) from error
-    return [cast(Told, each) for each, _ in everyone]
 
 
 def _host() -> str:

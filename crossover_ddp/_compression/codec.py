@@ -7,7 +7,6 @@ hold, so that nothing is lost but only late: values = decoded + residual. What a
 float32, so all ranks that decode the same bytes have the same numbers.
 """
 
-import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -144,13 +143,8 @@ _DROPPED_BITS: Final = 8
 _SMALLEST_SCALE: Final = 1e-36
 
 
-def _rounded_down(scale: float) -> float:
-    mantissa, exponent = math.frexp(scale)
-    return math.ldexp(math.floor(math.ldexp(mantissa, 24 - _DROPPED_BITS)), exponent - 24 + _DROPPED_BITS)
-
-
-# With a larger one the largest code would stand for infinity.
-_LARGEST_SCALE: Final = _rounded_down(torch.finfo(torch.float32).max / _LARGEST)
+# The largest float32 over 127, rounded down to as many bits: with a larger one 127 would stand for infinity.
+_LARGEST_SCALE: Final = float.fromhex("0x1.0204p+121")
 
 
 @dataclass(frozen=True)

@@ -84,21 +84,11 @@ class Sent(NamedTuple):
     layout: Layout
 
 
-class _Message:
-    """Exact values in float32, then the codec's bytes."""
+class _Message(NamedTuple):
+    """Exact values in float32, and the codec's bytes behind them."""
 
-    def __init__(self, exact_numel: int, codec: Codec, numel: int, memory: Tensor) -> None:
-        head = padded(4 * exact_numel, _ALIGNED)
-        self.codec = codec
-        self.exact = memory[: 4 * exact_numel].view(torch.float32)
-        self.coded = memory[head : head + codec.nbytes(numel)]
-
-    def decode(self, out: Tensor) -> None:
-        decode = getattr(self.codec, "decode", None)
-        if decode is None:
-            self.codec.add_decoded(self.coded, out.zero_())
-        else:
-            decode(self.coded, out)
+    exact: Tensor
+    coded: Tensor
 
 
 class CodedLink(LinkAround):
@@ -108,14 +98,8 @@ class CodedLink(LinkAround):
     codes are those of whole gradients, are added in float32, and divided then. Own parts are what all ranks will decode
     as soon as `reduce_scatter` is done.
 
-    Args:
-        link: that carries the first messages.
-        codecs: to owners, and to all.
-        parameters: of the bucket.
-        parts: of the bucket, by owner.
-        device: of the gradients.
-        scratch: memory for a moment, of all buckets.
-        leaves_unused: a parameter whose gradients are all zero may have none.
+    ``link`` carries the first messages. ``scratch`` is memory for a moment, of all buckets. ``leaves_unused``: a
+    parameter whose gradients are all zero may have none.
     """
 
     def __init__(
@@ -130,7 +114,8 @@ class CodedLink(LinkAround):
         leaves_unused: bool = False,
     ) -> None:
         super().__init__(link)
-        (push, pull), rank = codecs, link.rank
+        self._push, self._pull = push, pull = codecs
+        rank = link.rank
         self.parameters, self.parts = list(parameters), parts
         self._leaves_unused, self._scratch = leaves_unused, scratch
         self._multiple = math.lcm(push.multiple, pull.multiple)
@@ -150,20 +135,21 @@ class CodedLink(LinkAround):
     def _messages(self, codec: Codec, owners: dict[int, int]) -> tuple[Sent, dict[int, _Message]]:
         """Return memory for messages, and these by peer; ``owners``: by peer, whose part the message is about."""
         aligned = _ALIGNED_BY_COLLECTIVES if self.in_program_order else _ALIGNED
-        numels = [sum(span.numel for span in part.exact) for part in self.parts]
+        exact = [4 * sum(span.numel for span in part.exact) for part in self.parts]
+        coded = [codec.nbytes(len(kept)) for kept in self._kept]
         sizes = [0] * len(self.parts)
         for peer, owner in owners.items():
-            head = padded(4 * numels[owner], _ALIGNED)
-            sizes[peer] = padded(head + codec.nbytes(len(self._kept[owner])), aligned)
+            sizes[peer] = padded(padded(exact[owner], _ALIGNED) + coded[owner], aligned)
         if self.in_program_order and len(owners) == len(sizes):  # one all-gather has equal parts
             sizes = [max(sizes)] * len(sizes)
         # Zeros, not empty: what padding holds should not be what the process had there before.
         sent = Sent(torch.zeros(sum(sizes), dtype=torch.uint8, device=self._addend.device), sizes)
-        places = parts(*sent)
-        return sent, {
-            peer: _Message(numels[owner], codec, len(self._kept[owner]), places[peer])
-            for peer, owner in owners.items()
-        }
+        messages = {}
+        for peer, owner in owners.items():
+            memory, head = parts(*sent)[peer], padded(exact[owner], _ALIGNED)
+            values = memory[: exact[owner]].view(torch.float32)
+            messages[peer] = _Message(values, memory[head : head + coded[owner]])
+        return sent, messages
 
     @property
     def nbytes(self) -> int:
@@ -199,7 +185,7 @@ class CodedLink(LinkAround):
             pieces = _coded_places(flat, self.parts[owner])
             values = self._scratch.take(len(self._kept[owner]), flat.device)
             self._collect(pieces, owner, values, self._kept[owner])
-            self._encode(values, owner, message, self._unused(pieces))
+            self._encode(self._push, values, owner, message, self._unused(pieces))
             self._copy_exact(owner, message.exact)
         self._collect(_coded_places(flat, self.parts[self.rank]), self.rank, self._addend)
         self._copy_exact(self.rank, self._exact_addend)
@@ -210,7 +196,7 @@ class CodedLink(LinkAround):
         rank, message = self.rank, self._returned[self.rank]
         values = self._mean(message.exact)
         unused = self._unused(self._views(values, rank))
-        self._encode(values.add_(self._kept[rank]), rank, message, unused)
+        self._encode(self._pull, values.add_(self._kept[rank]), rank, message, unused)
         self._unload(rank)  # all ranks have the same, the owner, too
         return parts(flat, layout)[rank]
 
@@ -238,7 +224,7 @@ class CodedLink(LinkAround):
                 message = self._received[rank]
                 exact.add_(message.exact)
                 if len(values):
-                    message.codec.add_decoded(message.coded, values)
+                    self._push.add_decoded(message.coded, values)
                 continue
             exact.add_(self._exact_addend)
             if not is_begun:
@@ -251,7 +237,11 @@ class CodedLink(LinkAround):
         part, flat, message = self.parts[owner], self._flat, self._returned[owner]
         _copy(_places(flat, part.exact), _split(message.exact, part))
         if part.coded:
-            message.decode(values := self._scratch.take(len(self._kept[owner]), flat.device))
+            values = self._scratch.take(len(self._kept[owner]), flat.device)
+            if (decode := getattr(self._pull, "decode", None)) is not None:
+                decode(message.coded, values)
+            else:
+                self._pull.add_decoded(message.coded, values.zero_())
             _copy(_coded_places(flat, part), self._views(values, owner))
 
     # --- values of one owner's part, padded --------------------------------------------------------------------
@@ -280,7 +270,9 @@ class CodedLink(LinkAround):
         """Return for each gradient whether it is all zero, if that matters."""
         return [each.any().logical_not() for each in gradients] if self._leaves_unused else []
 
-    def _encode(self, values: Tensor, owner: int, message: _Message, unused: Sequence[Tensor]) -> None:
+    def _encode(
+        self, codec: Codec, values: Tensor, owner: int, message: _Message, unused: Sequence[Tensor]
+    ) -> None:
         """Encode gradients plus residuals; those of ``unused`` stay where they are.
 
         A parameter that is used nowhere keeps its gradient of None, so what travelled for it would be lost.
@@ -291,7 +283,7 @@ class CodedLink(LinkAround):
         before = kept.clone() if unused else kept
         for piece, is_unused in zip(self._views(values, owner), unused, strict=False):
             piece.masked_fill_(is_unused, 0)
-        message.codec.encode(values, message.coded, kept)
+        codec.encode(values, message.coded, kept)
         views = self._views(kept, owner), self._views(before, owner)
         for piece, old, is_unused in zip(*views, unused, strict=False):
             torch.where(is_unused, old, piece, out=piece)

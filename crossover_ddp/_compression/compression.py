@@ -26,7 +26,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .codec import CodecChoice, Scratch, codecs_of
 from .coded_link import CodedLink, Part, parts_of
-from .planning import CANDIDATES, AnyCodec, CodecPlan, plan_from, workload_of_records
+from .planning import CANDIDATES, AnyCodec, CodecPlan, plan_from
 
 _WRAPPINGS: Final = ("module", "_orig_mod")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,10 +37,7 @@ Scale = float | torch.Tensor
 class Compression:
     """The residuals of one model on this rank, and its buckets' messages.
 
-    Args:
-        codec: for both halves, or a pair: push to owners, pull from owners.
-        loss_scale: what the loss is multiplied by.
-        state: with ``agreement``, that the hook is registered with; tells apart models that wrap one module.
+    ``state``, that the hook is registered with, tells apart models that wrap one module.
     """
 
     def __init__(self, codec: CodecChoice, loss_scale: float | Callable[[], float], state: Any) -> None:
@@ -161,16 +158,17 @@ class Compression:
         self._is_exact = True
         self._state.agreement.forget()  # ranks that do so alone would send what others cannot read
 
-    def residuals(self) -> dict[str, torch.Tensor]:
-        """Return a copy of this rank's residuals on the host by the parameter's name, flat, in the order of buckets."""
+    def state(self) -> dict[str, Any]:
+        """Return the loss's scale, and a copy of this rank's residuals on the host, by name, flat."""
         kept = [*self._aside.items(), *(pair for each in self._buckets.values() for pair in each.kept())]
         if not all(self._model.names.get(parameter) for parameter, _ in kept):
             raise UnsupportedConfigurationError(
                 "expected a DDP model that Python's collector knows, got parameters without a name; "
                 "call gc.freeze() after the first backward(), not before"
             )
-        named = {self._model.names[parameter]: residual.cpu().clone() for parameter, residual in kept}
-        return {**{name: residual.clone() for name, residual in self._loaded.items()}, **named}
+        named = {name: residual.clone() for name, residual in self._loaded.items()}
+        named |= {self._model.names[parameter]: residual.cpu().clone() for parameter, residual in kept}
+        return {"residuals": named, "loss_scale": None if self._scale is None else float(self._scale)}
 
     def load(self, residuals: Mapping[str, torch.Tensor], scale: float | None) -> None:
         """Begin with ``residuals`` in place of what there is; the next step travels exact."""
@@ -178,12 +176,6 @@ class Compression:
         self._loaded = {name: residual.detach().float().clone() for name, residual in residuals.items()}
         self._scale = scale
         self._state.agreement.forget()  # as in `drain`
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "residuals": self.residuals(),
-            "loss_scale": None if self._scale is None else float(self._scale),
-        }
 
     def share(self, group: dist.ProcessGroup) -> None:
         """Let each rank go on with the mean of all ranks' residuals, as a resumed job does. **Collective**."""
@@ -283,9 +275,7 @@ class CodedState(HookState):
 
         **Collective**: all ranks of the job, between two steps.
         """
-        group = resolve_group(self.process_group)
-        work = workload_of_records(Exchange.of(group).records.steps)
-        return plan_from(work, group, present=self.codec, candidates=candidates)
+        return plan_from(resolve_group(self.process_group), self.codec, candidates)
 
 
 def _now(loss_scale: float | Callable[[], float]) -> Scale:

@@ -64,19 +64,13 @@ def workload_of_records(records: Sequence[StepRecord]) -> Workload | None:
     return Workload(0.0, max(bucket.ready_s for bucket in buckets), tuple(buckets))
 
 
-def plan_from(
-    work: Workload | None,
-    group: dist.ProcessGroup,
-    *,
-    present: AnyCodec = None,
-    candidates: Sequence[AnyCodec] = CANDIDATES,
-) -> CodecPlan:
+def plan_from(group: dist.ProcessGroup, present: AnyCodec, candidates: Sequence[AnyCodec]) -> CodecPlan:
     """Return rank 0's plan on all ranks; the encoding of ``present``, the recorded steps' codec, is taken away again.
 
     **Collective**: all ranks, between two steps.
     """
-    devices = Exchange.of(group).devices
-    if devices - {"cpu"}:
+    exchange = Exchange.of(group)
+    if (devices := exchange.devices) - {"cpu"}:
         raise UnsupportedConfigurationError(
             f"expected CPU devices to plan for, got {sorted(devices)}, whose kernels the host's clock does not time; "
             "begin with codec=Int8()"
@@ -84,7 +78,10 @@ def plan_from(
     if group.size() == 1:
         raise UnsupportedConfigurationError("expected at least two ranks to plan for, got 1; pass codec=None")
     bare_cost, *costs = [cost_of(codec, group.size()) for codec in (present, *candidates)]
-    remedy = "train some ten steps before, with buckets that stay as they are"
+    work, remedy = (
+        workload_of_records(exchange.records.steps),
+        "train some ten steps before, with settled buckets",
+    )
     works, link = recorded_by_all(group, work, remedy)
     bare = works[0].encoded(-bare_cost.hook_s)
     place, predicted = weakest_codec(bare, link, costs)

@@ -8,7 +8,6 @@ another one. Where nothing will look for the error (outside of a backward pass, 
 does carry the exception.
 """
 
-import statistics
 import threading
 import time
 from collections import deque
@@ -257,10 +256,6 @@ class StepRecords:
         if self.steps and [nbytes for nbytes, _ in self.steps[-1]] != [nbytes for nbytes, _ in buckets]:
             self.steps.clear()
         self.steps.append(tuple([(nbytes, ready_s - begin_s) for nbytes, ready_s in buckets]))
-
-    def compute_s(self) -> float | None:
-        """Return the median seconds from an exchange's end to the next step's last bucket; None without a record."""
-        return statistics.median(buckets[-1][1] for buckets in self.steps) if self.steps else None
 
 
 class TurnLink(LinkAround):

@@ -72,7 +72,7 @@ def spread(values: torch.Tensor) -> float:
 
 @pytest.mark.defect("codecs-S1")
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("mode", ["local", "sync", "async"])
+@pytest.mark.parametrize("mode", ["local", "async"])
 def test_a_mask_of_infinities_is_left_out(mode: Any) -> None:
     state = LocalSGDState(1 + 1) if mode == "local" else ElasticState(1, mode)
     loop = Loop(state, Masked()).run(6)
@@ -86,19 +86,24 @@ def test_a_mask_of_infinities_is_left_out(mode: Any) -> None:
 @in_ranks(2)
 def test_replicas_of_bfloat16_come_together(rank: int) -> None:
     """A user with bfloat16 parameters gets replicas as close as the format allows: one step of it, 1/128 at 1."""
-    state = ElasticState(1, "sync", 0.05)  # small pulls
+    state = ElasticState(1, moving_rate=0.05)  # small pulls
     loop = Loop(state, nn.Linear(4, 40).to(torch.bfloat16), lr=0.0).run(1)
     with torch.no_grad():
         for parameter in loop.model.parameters():
             parameter.fill_(1.0 + rank / 16)
-    assert spread(loop.run(100).values.float()) <= 1 / 128
+    for _ in range(100):
+        loop.run(20)
+        time.sleep(0.01)  # so that rounds follow
+        if (apart := spread(loop.values.float())) <= 1 / 128:
+            break
+    assert apart <= 1 / 128
     loop.close()
 
 
 def first_centre(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     # The owners' border is in the means.
     network = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1))
-    loop = Loop(ElasticState(9, "sync"), network).run(1)
+    loop = Loop(ElasticState(9), network).run(1)
     centre = loop.state.state_dict()["kept"]["centre"]["0.running_mean"]
     loop.close()
     return centre, network[0].running_mean

@@ -33,12 +33,12 @@ import torch
 from crossover_ddp import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp._averaging.centre import ElasticRound
 from tests.faults import lanes
-from tests.faults.averaging_worker import ELASTIC, EVERY, LOCAL, REBUILD, digest
+from tests.faults.averaging_worker import ELASTIC, LOCAL, REBUILD, digest
 from tests.faults.lanes import Lane, Rank, Told
 from tests.harness.waiting import eventually
 from tests.multiprocess.averaging_oracle import copies_of
-from tests.multiprocess.elastic_oracle import Replay, first_centre
-from tests.multiprocess.replicas import DelayedWalk, Spring, TogetherWalk
+from tests.multiprocess.elastic_oracle import Replay
+from tests.multiprocess.replicas import DelayedWalk
 
 KINDS = (*LOCAL, *ELASTIC)
 OWN_PACE = ("async", "wild")
@@ -300,17 +300,14 @@ def copies_from(world_size: int, checkpoint: Path | None) -> Any:
     return copies
 
 
-def walk_of(kind: str, world_size: int, checkpoint: Path | None) -> DelayedWalk | TogetherWalk:
+def walk_of(kind: str, world_size: int, checkpoint: Path | None) -> DelayedWalk:
     """Return the same life in one process, without faults."""
     copies = copies_from(world_size, checkpoint)
     kept = {} if checkpoint is None else torch.load(checkpoint, weights_only=True)["state"]["kept"]
-    if kind == "sync":
-        start = flat_of(kept["centre"]) if kept else first_centre(world_size)
-        return TogetherWalk(copies, Spring(start, 0.9 / world_size), EVERY)
     walk = DelayedWalk(copies, **LOCAL[kind], outer=(0.7, 0.9) if kind == "diloco" else None)
     if kept:
-        walk.anchor = flat_of(kept["anchor"])
-        walk.velocity = flat_of(kept["state"]["momentum_buffer"])
+        walk.anchor = flat_of(kept["tensors"]["anchor"])
+        walk.velocity = flat_of(kept["tensors"]["momentum_buffer"])
     return walk
 
 

@@ -1,11 +1,10 @@
-"""Elastic averaging as copies in one process: together, and replayed from the rounds that ranks have logged."""
+"""Elastic averaging as copies in one process, replayed from the rounds that ranks have logged."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from crossover_ddp._averaging.centre import ElasticRound
 from tests.multiprocess.averaging_oracle import copies_of
 from tests.multiprocess.replicas import Spring, flat, write
 
@@ -73,12 +72,3 @@ class Replay:
         self.copies.step_alone(rank, self.done[rank])
         self.done[rank] += 1
         self.trained[rank] = flat(self.copies.models[rank])
-
-
-def together_oracle(
-    world_size: int, optimizer: str, steps: int, sync_every: int, skips: Collection[tuple[int, int]] = ()
-) -> list[torch.Tensor]:
-    """Replay rounds in which all ranks pull after the same steps, and collect at once."""
-    due = range(sync_every, steps, sync_every)
-    rounds = [ElasticRound(number, (each,) * world_size, each) for number, each in enumerate(due)]
-    return Replay(optimizer, [rounds] * world_size, 0.9 / world_size, skips).run([steps] * world_size)

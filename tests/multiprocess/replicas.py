@@ -219,30 +219,3 @@ class Spring:
         moved = tree_sum(given).sub(former, alpha=len(given))
         self.centre.add_(moved, alpha=self.rate)
         return [None if each is None else (each - former) * -self.rate for each in values]
-
-
-class TogetherWalk:
-    """What `ElasticState` walks with ``mode="sync"``."""
-
-    def __init__(self, copies: Copies, spring: Spring, sync_every: int) -> None:
-        self.copies = copies
-        self.spring = spring
-        self._every = sync_every
-        self._acted = copies.steps
-
-    def step(self) -> None:
-        self._exchange()
-        self.copies.step()
-
-    def average(self) -> None:
-        """Make all copies equal."""
-        self._exchange()
-        self.copies.average()
-
-    def _exchange(self) -> None:
-        if self._acted == self.copies.steps or self.copies.steps % self._every:
-            return
-        self._acted = self.copies.steps
-        values = self.copies.snapshots()
-        pulls = self.spring.pull(values)
-        self.copies.write([each + pull for each, pull in zip(values, pulls, strict=True) if pull is not None])

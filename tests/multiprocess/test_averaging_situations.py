@@ -44,7 +44,7 @@ class Odd(nn.Module):
 @in_ranks(2)
 def test_loops_may_skip_drop_clip_and_accumulate(rank: int, elastic: bool) -> torch.Tensor:
     """Skip steps on one rank alone, drop gradients, clip, schedule, accumulate."""
-    state: Any = ElasticState(3, "sync") if elastic else LocalSGDState(3, delay=1, fragments=2)
+    state: Any = ElasticState(3) if elastic else LocalSGDState(3, delay=1, fragments=2)
     trainer = Trainer(rank, state, model=Odd())
     model = trainer.model.module
     places = {name: p.data_ptr() for name, p in model.named_parameters()}
@@ -145,19 +145,6 @@ def test_bytes_on_the_wire_and_in_memory(rank: int) -> None:
         copies = 1 if delay == 0 else 2
         assert found["peak_bytes"] <= 1.05 * copies * whole / fragments
         assert found["outer_bytes"] <= (1.05 * 2 * whole / 2 if outer else 0)
-
-
-@pytest.mark.defect("codecs-S13")
-@in_ranks(2)
-def test_all_ranks_plan_the_same_intervals_also_without_local_steps(rank: int) -> list[Any]:
-    plans = []
-    for state in (LocalSGDState(8, 1, 8), LocalSGDState(1)):
-        trainer = Trainer(rank, state).run(12)
-        plans.append(state.plan())
-        assert plans[-1].sync_every > plans[-1].delay > 0 and plans[-1].compute_s > 0
-        LocalSGDState(**plans[-1].arguments()).close()
-        trainer.run(1).close()
-    return plans
 
 
 @in_ranks(3)

@@ -1,8 +1,7 @@
-"""Elastic averaging in real ranks: together and at their own pace against copies in one process, and wild."""
+"""Elastic averaging in real ranks: at their own pace against copies in one process, and wild."""
 
 import time
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,35 +13,14 @@ from tests.harness import in_ranks, inside, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.training import Training
 from tests.harness.waiting import eventually
-from tests.multiprocess.averaging_oracle import MAKERS, OVERFLOWS, Trainer, new_scaler
-from tests.multiprocess.elastic_oracle import Replay, together_oracle
+from tests.multiprocess.averaging_oracle import OVERFLOWS, Trainer, new_scaler
+from tests.multiprocess.elastic_oracle import Replay
 
-STEPS = 11
 EVERY = 2
 
 
-def trainer_of(rank: int, optimizer: str, mode: Any, rate: float | None = None) -> Trainer:
-    return Trainer(rank, ElasticState(EVERY, mode, rate), optimizer)
-
-
-# Optimizers, and whether a GradScaler skips steps on one rank alone; that makes no difference to more ranks than two.
-TOGETHER = [(2, optimizer, False) for optimizer in MAKERS] + [(4, "momentum", False), (2, "momentum", True)]
-
-
-def train_together(rank: int, world_size: int) -> dict[tuple[str, bool], torch.Tensor]:
-    found = {}
-    for size, optimizer, scaled in TOGETHER:
-        if size == world_size:
-            trainer, scaler = trainer_of(rank, optimizer, "sync"), new_scaler()
-            for _ in range(STEPS):
-                trainer.scaled_step(scaler) if scaled else trainer.step()
-            found[optimizer, scaled] = trainer.end()
-    return found
-
-
-@cache
-def together(world_size: int) -> list[dict[tuple[str, bool], torch.Tensor]]:
-    return run_ranks(train_together, world_size)
+def trainer_of(rank: int, optimizer: str, mode: Any) -> Trainer:
+    return Trainer(rank, ElasticState(EVERY, mode), optimizer)
 
 
 @pytest.fixture
@@ -52,45 +30,6 @@ def single_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("single_thread")
-@pytest.mark.parametrize(("world_size", "optimizer", "scaled"), TOGETHER)
-def test_ranks_that_pull_together_walk_the_path_of_copies(
-    world_size: int, optimizer: str, scaled: bool
-) -> None:
-    skips = OVERFLOWS if scaled else ()
-    expected = together_oracle(world_size, optimizer, STEPS, EVERY, skips)
-    for of_rank, values in zip(together(world_size), expected, strict=True):
-        assert torch.equal(of_rank[optimizer, scaled], values)
-
-
-def pull_on(rank: int, world_size: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Begin apart, learn nothing and pull together; return the parameters and the centre."""
-    device = "cpu"
-    if kind == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        device = f"cuda:{torch.cuda.current_device()}"
-    training = Training(
-        lambda *_: (ElasticState(1, "sync", 0.3), elastic_hook),
-        device=device,
-        optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr=0.0)],
-    ).run(1)
-    with torch.no_grad():
-        for parameter in training.held:
-            parameter.add_(float(rank))
-    training.run(4)
-    centre = training.state.state_dict()["kept"]["centre"]["0.weight"]
-    training.close()
-    return training.held[0].detach().cpu(), centre
-
-
-@pytest.mark.fake_cuda
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_ranks_pull_on_a_device_as_on_the_host(backend: str) -> None:
-    on_host = run_ranks(pull_on, 2, args=("cpu",))
-    for there, here in zip(run_ranks(pull_on, 2, args=("cuda",), backend=backend), on_host, strict=True):
-        assert all(map(torch.equal, there, here))
 
 
 # --- at their own pace ------------------------------------------------------------------------------------------------
@@ -125,10 +64,6 @@ def test_rounds_can_be_replayed_from_their_log(world_size: int, optimizer: str) 
     expected = Replay(optimizer, logs, 0.9 / world_size, skips).run(OWN_STEPS[:world_size])
     for (values, _), replayed in zip(found, expected, strict=True):
         assert torch.equal(values, replayed)
-
-
-def parameters_of(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]).double()
 
 
 def average_at_the_end(
@@ -179,34 +114,51 @@ def test_a_rank_that_blows_up_spoils_nobody(rank: int, mode: str) -> None:
     assert bool(trainer.end().isfinite().all()) == (rank == 0)
 
 
-# --- wild -------------------------------------------------------------------------------------------------------------
+# --- ranks that began apart -----------------------------------------------------------------------------------------
+
+
+def meet(rank: int, world_size: int, mode: Any, hosts: int, device: str = "cpu") -> dict[str, int]:
+    """Learn nothing until all have come near; pretend that ranks live on several hosts."""
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    with inside.pretend_host(f"host {rank * hosts // world_size}"):
+        training = Training(
+            lambda *_: (ElasticState(EVERY, mode, 0.3), elastic_hook),
+            rank,
+            device=device,
+            optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr=0.0)],
+        ).run(1)
+    with torch.no_grad():
+        for parameter in training.held:
+            parameter.add_(float(rank))
+    pulls = mode == "async" or (hosts > 1 and rank % (world_size // hosts) == 0)
+    near = 0.35 * (world_size - 1)
+    for _ in range(20):  # a busy machine takes more than one turn of this
+        for _ in range(60):
+            training.run(1)
+            time.sleep(0.003)
+        stats, found = training.state.stats(), [None] * world_size
+        values = torch.cat([parameter.detach().flatten().cpu() for parameter in training.held])
+        dist.all_gather_object(found, (values, not pulls or stats["pulls"] > 0))
+        everyone, have_pulled = zip(*found, strict=True)
+        spread = float((everyone[0] - everyone[-1]).abs().max())
+        if all(have_pulled) and spread < near:
+            break
+    training.close()
+    assert spread < near, "ranks that began apart have not come closer"
+    assert (stats["pulls"] > 0) == pulls
+    return stats  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("world_size", "hosts"), [(2, 1), (4, 2)])
 @in_ranks()
 def test_ranks_of_a_host_meet_in_memory_and_hosts_in_rounds(rank: int, world_size: int, hosts: int) -> None:
-    """Pretend that ranks live on several hosts."""
-    with inside.pretend_host(f"host {rank * hosts // world_size}"):
-        trainer = trainer_of(rank, "sgd", "wild", rate=0.3)
-        trainer.optimizer.param_groups[0]["lr"] = 0.0
-        trainer.step()
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            parameter.add_(float(rank))
-    leads, near = hosts > 1 and rank % (world_size // hosts) == 0, 0.35 * (world_size - 1)
-    for _ in range(20):  # a busy machine takes more than one turn of this
-        for _ in range(60):
-            trainer.step()
-            time.sleep(0.003)
-        stats = trainer.state.stats()
-        found = [None] * world_size
-        dist.all_gather_object(found, (parameters_of(trainer), not leads or stats["pulls"] > 0))
-        everyone, have_pulled = zip(*found, strict=True)
-        spread = float((everyone[0] - everyone[-1]).abs().max())
-        if all(have_pulled) and spread < near:
-            break
-    trainer.state.close()
+    stats = meet(rank, world_size, "wild", hosts)
     assert stats["hosts"] == hosts
     assert stats["own_pulls"] >= 29
-    assert (stats["pulls"] > 0) == leads
-    assert spread < near, "ranks that began apart have not come closer"
+
+
+@pytest.mark.fake_cuda
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_ranks_meet_on_a_device(backend: str) -> None:
+    run_ranks(meet, 2, args=("async", 1, "cuda"), backend=backend)
