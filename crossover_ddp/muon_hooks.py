@@ -95,16 +95,6 @@ class _Packed(NamedTuple):
     flat: Tensor
     back: Tensor
 
-    def there(self) -> Tensor:
-        """Return what is averaged: the bucket itself if it lies as it travels, as a large matrix alone does."""
-        moves = [*((span, place) for _, span, place in self.matrices), *self.plan.passing]
-        if all(span == place.there for span, place in moves):
-            return self.flat
-        there = self.flat.new_empty(sum(self.plan.there))
-        for span, place in moves:
-            part_of(there, place.there).copy_(part_of(self.flat, span))
-        return there
-
 
 def _norm_in(sent: Tensor) -> Tensor:
     """Return the eight bytes of the squared norm, as they travel behind a direction."""
@@ -289,7 +279,13 @@ class MuonState(Owning):
 
     async def _travel(self, packed: _Packed, link: Link) -> None:
         """Bring each matrix to its owner whole, and its direction back to all."""
-        there, plan = packed.there(), packed.plan
+        plan, flat = packed.plan, packed.flat
+        moves = [(span, place.there) for _, span, place in packed.matrices]
+        moves += [(span, place.there) for span, place in plan.passing]
+        # The bucket itself travels if it lies so, as a large matrix alone does.
+        there = flat if all(span == place for span, place in moves) else flat.new_empty(sum(plan.there))
+        for span, place in moves if there is not flat else ():
+            part_of(there, place).copy_(part_of(flat, span))
         await link.reduce_scatter(there, plan.there)
         await link.compute()
         self._orthogonalise(packed, there)

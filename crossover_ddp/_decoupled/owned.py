@@ -149,21 +149,6 @@ class Owners:
                 "model.no_sync(), or drop them by zero_grad() of all optimizers if the step is to be skipped"
             )
 
-    def _packing_of(self, bucket: dist.GradBucket) -> Packing:
-        """Return where the bucket's parameters lie by owner; looked at once in a bucket's life."""
-        parameters, buffer = bucket.parameters(), bucket.buffer()
-        key = tuple([*map(id, parameters)])
-        if (found := self._packings.get(key)) is None:
-            contents_of(bucket, buffer)  # refuses a layout that is not known
-            if any(each.dtype != buffer.dtype for each in parameters):
-                raise UnsupportedConfigurationError(
-                    f"expected gradients of the parameters' own type, got {buffer.dtype} ones; updated parameters "
-                    "travel in their place: use owners=None"
-                )
-            items = [Item(self.owner_of[id(each)], each.numel(), each.numel()) for each in parameters]
-            found = self._packings[key] = packing(self.size, tuple(items))
-        return found
-
     @torch.no_grad()
     def send(
         self, bucket: dist.GradBucket, *, state: object, turn: Turn | None, copies: bool
@@ -173,7 +158,17 @@ class Owners:
         Its journey ends there, and passes no gate: ``step()`` begins the way back on the same link, see `_update`.
         ``copies``: DDP copies gradients out of its bucket.
         """
-        buffer, parameters, plan = bucket.buffer(), bucket.parameters(), self._packing_of(bucket)
+        buffer, parameters = bucket.buffer(), bucket.parameters()
+        key = tuple([*map(id, parameters)])
+        if (plan := self._packings.get(key)) is None:  # looked at once in a bucket's life
+            contents_of(bucket, buffer)  # refuses a layout that is not known
+            if any(each.dtype != buffer.dtype for each in parameters):
+                raise UnsupportedConfigurationError(
+                    f"expected gradients of the parameters' own type, got {buffer.dtype} ones; updated parameters "
+                    "travel in their place: use owners=None"
+                )
+            items = [Item(self.owner_of[id(each)], each.numel(), each.numel()) for each in parameters]
+            plan = self._packings[key] = packing(self.size, tuple(items))
         packed = buffer.new_empty(sum(plan.there))
         places = [part_of(packed, place.there) for place in plan.items]
         torch._foreach_copy_(places, buffer.split([p.numel() for p in parameters]))

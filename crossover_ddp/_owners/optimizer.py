@@ -22,7 +22,7 @@ import contextlib
 import functools
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -190,15 +190,12 @@ def _take_over(after: dict[str, Any], before: dict[str, Any], target: dict[str, 
 def _stripped(step: Callable[..., Any], *modules: str) -> Callable[..., Any]:
     """Strip from ``step`` what these modules of torch put around it."""
     function: Any = getattr(step, "__func__", step)
-    while _is_wrapper(function, modules):
+    # By its code: functools.wraps copies names and marks.
+    while getattr(getattr(function, "__code__", None), "co_name", None) == "wrapper":
+        if function.__globals__.get("__name__") not in modules:
+            break
         function = function.__wrapped__
     return cast(Callable[..., Any], function)
-
-
-def _is_wrapper(function: Any, modules: Sequence[str]) -> bool:
-    # By its code: functools.wraps copies names and marks.
-    code, module = getattr(function, "__code__", None), getattr(function, "__globals__", {}).get("__name__")
-    return code is not None and code.co_name == "wrapper" and module in modules
 
 
 def _tried(optimizer: Optimizer, *, in_parts: bool) -> Optimizer:
