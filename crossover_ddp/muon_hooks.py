@@ -17,6 +17,7 @@ two matrices for each matrix owned, instead of one for each matrix of the model.
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import functools
+import inspect
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -509,13 +510,10 @@ def _check_optimizer(muon: object) -> None:
             f"expected a torch.optim.Muon, got muon={type(muon).__name__}; give the matrices to torch.optim.Muon and "
             "the other parameters to another optimizer, which needs no state"
         )
-    own = [
-        cls.__name__ for cls in type(muon).__mro__[: type(muon).__mro__.index(Muon)] if "step" in vars(cls)
-    ]
-    if own:
+    if inspect.unwrap(type(muon).step) is not inspect.unwrap(Muon.step):
         raise TypeError(
-            f"expected torch.optim.Muon's own step, got muon={type(muon).__name__}, of which {own[0]} has another; "
-            "pass a torch.optim.Muon"
+            f"expected torch.optim.Muon's own step, got muon={type(muon).__name__}, which has another; pass a "
+            "torch.optim.Muon"
         )
     parameters = [parameter for group in muon.param_groups for parameter in group["params"]]
     if any(parameter.is_complex() for parameter in parameters):

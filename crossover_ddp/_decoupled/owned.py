@@ -82,11 +82,7 @@ def is_computed_with(gradient: torch.Tensor) -> bool:
 class Owners:
     """Several optimizers of a model; every parameter has an owner, which alone updates it and keeps what that needs.
 
-    Args:
-        partials: the user's optimizers; each has other parameters.
-        group: the job's ranks.
-        pending: what is under way.
-        take_turn: called before this rank computes, with what waits until there is something to compute.
+    ``take_turn``: called before this rank computes, with what waits until there is something to compute.
     """
 
     def __init__(

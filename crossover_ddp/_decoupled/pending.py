@@ -60,12 +60,7 @@ UNSTEPPED: Final = (
 
 
 class Seal:
-    """Tensors as they are now.
-
-    Args:
-        tensors: that nobody else is to change.
-        bits: look at their bits, too.
-    """
+    """Tensors as they are now, which nobody else is to change; ``bits``: look at their bits, too."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, bits: bool = False) -> None:
         self._noted = [(each, each._version, fingerprint(each) if bits else None) for each in tensors]

@@ -173,13 +173,14 @@ class DecoupledState(Owning):
         self.compare_replicas = compare_replicas
         self.optimizer = optimizer
         self.mutex = mutex
-        if codec is not None and owners is not None:
+        if kfac is not None and not hasattr(kfac, "defer"):
+            raise TypeError(f"expected a KFACState, got kfac={type(kfac).__name__}; see DecoupledState")
+        if sum(each is not None for each in (codec, owners, kfac)) > 1:
             raise UnsupportedConfigurationError(
-                f"expected codec=None with owners={owners!r}, got codec={codec!r}: updated parameters travel, whose "
-                "rounding no residual would mend; use one of both"
+                f"expected one of codec=, owners= and kfac= at most, got codec={codec!r}, owners={owners!r} and "
+                f"kfac={kfac!r}: owners send updated parameters, whose rounding no residual would mend, and layers of "
+                "K-FAC have owners already, whose directions travel; use one of them"
             )
-        if kfac is not None:
-            _check_deferrable(kfac, codec, owners)
         self.codec = codec
         self.agreement = Agreement()
         self._settings = {"codec": codec, "defer": defer, "owners": owners, "kfac": kfac is not None}
@@ -656,14 +657,3 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
     return answer(
         state, bucket, DecoupledState, remedy, lambda exchange: state._take(exchange, bucket), refused=refused
     )
-
-
-def _check_deferrable(kfac: _Deferrable, codec: object, owners: str | None) -> None:
-    """Refuse what K-FAC cannot be combined with in decoupled training, or what is no ``KFACState``."""
-    if not hasattr(kfac, "defer"):
-        raise TypeError(f"expected a KFACState, got kfac={type(kfac).__name__}; see DecoupledState")
-    if codec is not None or owners is not None:
-        raise UnsupportedConfigurationError(
-            f"expected codec=None and owners=None with kfac=, got codec={codec!r} and owners={owners!r}: layers have "
-            "owners already, whose directions travel; use one of them"
-        )

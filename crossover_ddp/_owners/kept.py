@@ -19,13 +19,8 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 class Kept:
     """What some optimizers keep of parameters that have owners: each rank has that of its own ones.
 
-    Args:
-        optimizers: in the same order on all ranks.
-        owner_of: rank by the id of each parameter that has an owner.
-        rank: this one.
-        loaded: called when a state was loaded into one of the optimizers.
-
-    ``hooks``: on the optimizers' state dicts; close it to end them.
+    ``owner_of``: rank by the id of each parameter that has an owner. ``loaded``: called when a state was loaded into
+    one of the optimizers. ``hooks``: on the optimizers' state dicts; close it to end them.
     """
 
     def __init__(

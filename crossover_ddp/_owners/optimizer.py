@@ -140,15 +140,14 @@ class PartialOptimizer:
 
 def check_separable(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose step is not the sum of its parts; its own state is not touched."""
+    name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"expected a torch.optim.Optimizer, got optimizer={type(optimizer).__name__}; pass the optimizer object"
-        )
+        raise TypeError(f"expected a torch.optim.Optimizer, got optimizer={name}; pass the optimizer object")
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     if inner or "param_groups" not in vars(optimizer):
-        wrapped = f" ({_name(inner[0])})" if inner else ""
+        wrapped = f" ({type(inner[0]).__name__})" if inner else ""
         raise UnsupportedConfigurationError(
-            f"expected an optimizer with param_groups of its own, got {_name(optimizer)}, which wraps another; "
+            f"expected an optimizer with param_groups of its own, got {name}, which wraps another; "
             f"pass the optimizer that it wraps{wrapped}, and go on to call the wrapper's step()"
         )
     # All of torch's own treat each parameter by itself, but two.
@@ -159,7 +158,7 @@ def check_separable(optimizer: Optimizer) -> None:
         whole, parts = _tried(optimizer, in_parts=False), _tried(optimizer, in_parts=True)
     except Exception as error:
         raise UnsupportedConfigurationError(
-            f"expected an optimizer that treats each parameter by itself and needs no closure, got {_name(optimizer)}, "
+            f"expected an optimizer that treats each parameter by itself and needs no closure, got {name}, "
             f"which failed on one parameter at a time ({type(error).__name__}: {error}); use another optimizer or hook"
         ) from error
     found = [
@@ -176,7 +175,7 @@ def check_separable(optimizer: Optimizer) -> None:
         )
     if found:
         raise UnsupportedConfigurationError(
-            f"expected an optimizer that treats each parameter by itself, got {_name(optimizer)}, {found[0]}"
+            f"expected an optimizer that treats each parameter by itself, got {name}, {found[0]}"
         )
 
 
@@ -261,10 +260,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a is b or torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
     return a is b or bool(a == b)
-
-
-def _name(optimizer: Optimizer) -> str:
-    return type(optimizer).__name__
 
 
 class GuardedList(list[torch.Tensor]):

@@ -36,11 +36,11 @@ def twice(made: Training, _: Any) -> None:
 REFUSED: dict[str, tuple[Callable[[Training, GPUMutex], Any], Any]] = {
     "codec": (
         lambda made, _: DecoupledState(made.optimizer, kfac=made.kfac, codec=Int8()),
-        refuses("with kfac=, got codec=Int8"),
+        refuses("one of codec=, owners= and kfac= at most, got codec=Int8"),
     ),
     "owners": (
         lambda made, _: DecoupledState(made.optimizer, kfac=made.kfac, owners="layers"),
-        refuses("with kfac=, got codec=None and owners='layers'"),
+        refuses("at most, got codec=None, owners='layers' and"),
     ),
     "twice": (
         twice,

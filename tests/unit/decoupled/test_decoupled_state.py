@@ -435,7 +435,7 @@ REFUSED: dict[str, tuple[Callable[[], harness.Training], str]] = {
     "a second model": (second_model, "one model for each DecoupledState"),
     "a codec, which would round the parameters that owners send": (
         lambda: Training(decoupled=True, owners="layers", codec=Int8()),
-        r"codec=None with owners='layers'.*use one of both",
+        r"owners='layers' and kfac=None.*use one of them",
     ),
 }
 

@@ -39,7 +39,7 @@ class OtherStep(Muon):
 def test_another_optimizer_is_refused() -> None:
     for make, message in (
         (lambda: AdamW(nn.Linear(2, 2).parameters()), r"expected a torch\.optim\.Muon, got muon=AdamW"),
-        (lambda: OtherStep([nn.Parameter(torch.ones(2, 2))]), "of which OtherStep has another"),
+        (lambda: OtherStep([nn.Parameter(torch.ones(2, 2))]), "got muon=OtherStep, which has another"),
     ):
         with pytest.raises(TypeError, match=message):
             MuonState(make())  # type: ignore[arg-type]
