@@ -154,7 +154,6 @@ MAKE: dict[str, Callable[[Any], list[Optimizer]]] = {
     "soap in groups": soap_in_groups,
     "muon in groups": muon_in_groups,
     "muon without nesterov": functools.partial(muon_in_groups, nesterov=False, ns_steps=3),
-    "adamw and muon": lambda module: muon_in_groups(module)[::-1],
     "adamw": lambda module: [AdamW(module.parameters(), lr=3e-3)],
     "adan": adan,
     "timm muon": timm_muon,

@@ -25,7 +25,7 @@ STEPS = 24 if IN_CAMPAIGN else 7
 LOOKED_AT = (1, STEPS - 1)  # not in between, so that steps are deferred
 NEWTON_SCHULZ = "torch.optim._muon._zeropower_via_newtonschulz"
 # Kinds whose Muon has these, in two groups.
-IN_GROUPS, MATRICES = ("muon in groups", "muon without nesterov", "adamw and muon"), 5
+IN_GROUPS, MATRICES = ("muon in groups", "muon without nesterov"), 5
 
 
 def is_short(training: Training, step: int) -> None:
@@ -45,10 +45,11 @@ def changed(training: Training, step: int) -> None:
 
 
 def tensor_rate(training: Training, step: int) -> None:
-    """The learning rate is a tensor that is changed in place after the step."""
+    """Learning rates are tensors, of one shape and another, that are changed in place after the step."""
     training.schedulers = training.schedulers[1:] if step == 0 else training.schedulers
     for group in training.optimizer.param_groups:
-        group["lr"] = torch.tensor(0.02) if step == 0 else group["lr"]
+        shape = () if group is training.optimizer.param_groups[0] else (1,)
+        group["lr"] = torch.full(shape, 0.02) if step == 0 else group["lr"]
     training.step()
     for group in training.optimizer.param_groups:
         group["lr"].mul_(0.9)

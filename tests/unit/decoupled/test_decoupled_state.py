@@ -253,12 +253,6 @@ def written(each: Training) -> None:
     each.update()
 
 
-def left_out(each: Training) -> None:
-    each.backward()
-    each.drop()
-    each.step()
-
-
 def under_autocast(each: Training) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss = each.model(inputs(each.steps)).float().square().mean()
@@ -310,7 +304,7 @@ class NewState(torch.optim.SGD):
 
 Loop = Callable[[Training], None]
 LOOPS: list[tuple[Loop, Callable[[nn.Module], torch.optim.Optimizer]]] = [
-    *((loop, sgd) for loop in (accumulated, never_zeroed, dropped, written, left_out, in_a_lookahead)),
+    *((loop, sgd) for loop in (accumulated, never_zeroed, dropped, written, in_a_lookahead)),
     (under_autocast, lambda model: torch.optim.Adafactor(model.parameters(), lr=0.05)),
     *(
         (functools.partial(scaled, unscale=unscale), make)
@@ -336,7 +330,7 @@ def test_what_loops_do_is_as_with_plain_ddp(
     for each in (training, plain):
         for _ in range(10):
             loop(each)
-    if loop in (accumulated, never_zeroed, dropped, written, left_out):
+    if loop in (accumulated, never_zeroed, dropped, written):
         assert training.is_pending == (loop is not dropped), "who touches gradients makes them whole"
     assert_same(training, plain)
 

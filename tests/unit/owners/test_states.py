@@ -6,6 +6,7 @@ import math
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW, Muon
 
+from crossover_ddp._owners import muon as muon_in_halves
+from crossover_ddp._owners.muon import check_torch
 from crossover_ddp.comm_hooks import DecoupledState
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import KFACState
@@ -176,6 +179,18 @@ def test_a_state_stays_in_its_process() -> None:
     for attempt in (lambda: pickle.dumps(training.state), lambda: copy.deepcopy(training.model)):
         with pytest.raises(TypeError, match="expected a model without its hook"):
             attempt()
+
+
+def test_a_torch_with_another_muon_is_refused() -> None:
+    check_torch.cache_clear()
+    try:
+        with (
+            mock.patch.object(muon_in_halves, "take_step", lambda parameter, *_: parameter.mul_(0.9)),
+            refuses("computes another step than its parts do"),
+        ):
+            Training("muon")
+    finally:
+        check_torch.cache_clear()
 
 
 def test_what_is_not_finite_shows_in_the_gradients() -> None:
