@@ -116,8 +116,8 @@ class CrossoverState(CodedState):
             the mutex that the first state of a process makes; a mutex that is given has its own ``trial=``.
 
     On failure: a job that cannot join its siblings, or whose turns fail later, trains on without turns, with one
-    warning that says why; `stats` repeats it as ``disabled_because``. Only a wrong ``CROSSOVER_GROUP`` or
-    ``CROSSOVER_DEVICE_ORDER`` is raised, by the first ``backward()``.
+    warning that says why; `stats` repeats it as ``disabled_because``. Only a wrong ``CROSSOVER_GROUP`` is raised, by
+    the first ``backward()``.
 
     **Collective**: every rank registers the hook. ``CROSSOVER_DISABLE=1`` makes it a plain all-reduce.
 

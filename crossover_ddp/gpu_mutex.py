@@ -283,7 +283,7 @@ class GPUMutex:
             "siblings": self._count_siblings(),
             "lease_s": self._lease.seconds,
             "leases_expired": self._patience.expired_count,
-            "ordered_by": turns.ordered_by if turns is not None else None,
+            "ordered_by": "host" if turns is not None else None,
             "disabled_because": self.disabled_because,
         }
 

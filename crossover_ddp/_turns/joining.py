@@ -82,8 +82,7 @@ def join(
                 segment = TurnSegment(name, device_name)
                 taken.callback(segment.leave)
                 segment.reserve()
-                if (order := order_on(torch_device)) is not None:
-                    taken.callback(order.close)
+                order = order_on(torch_device)
                 machine = segment.machine
             except Exception as error:  # all ranks learn of it: either all take turns or none
                 problem = f"{type(error).__name__}: {error}"
@@ -98,7 +97,6 @@ def join(
                     rank=channel.rank,
                     world_size=len(machines),
                     lease_s=lease_s,
-                    event=order.handle if order is not None else b"",
                     trial=trial,
                 )
                 segment.join(member)

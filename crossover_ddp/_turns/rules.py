@@ -140,12 +140,11 @@ class Member(NamedTuple):
     lead: int = 0  # the job's lead machine: the one whose log has its turns
     returned_at_ns: int = 0  # CLOCK_MONOTONIC of this machine
     queued: int = 0  # last turn waited for
-    turns: int = 0  # how many were given back; for people to see, as all that follows but the event
+    turns: int = 0  # how many were given back; for people to see, as all that follows
     mode: int = 0  # of the job's lead rank
     rank: int = 0
     world_size: int = 0
     pid: int = 0
-    event: bytes = b""  # of the device; zeros for none
     device_name: bytes = b""  # perhaps cut
 
     @property

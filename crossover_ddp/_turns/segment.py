@@ -50,8 +50,8 @@ from crossover_ddp.errors import SegmentError
 from .rules import Member, Process
 
 SLOT_COUNT = 253  # larger numbers in the log are words, see `rules`
-EVENT_HANDLE_BYTES = 64
-FREE, JOINED = 0, int.from_bytes(b"XDDPTU11", "little")
+_NAME_BYTES: Final = 64
+FREE, JOINED = 0, int.from_bytes(b"XDDPTU12", "little")
 """States of a slot; JOINED is another number in another layout."""
 GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SLOTS, _LOG, _BELL = ".turns", ".log", ".{}.bell"
@@ -66,7 +66,7 @@ no_fork: Final = threading.RLock()
 """A fork waits for this lock. It is held only while files are opened, closed or rung, never over a wait."""
 _all: "weakref.WeakSet[OpenFile]" = weakref.WeakSet()
 
-_CODES: Final = {int: "Q", bool: "Q", float: "d", bytes: f"{EVENT_HANDLE_BYTES}s"}
+_CODES: Final = {int: "Q", bool: "Q", float: "d", bytes: f"{_NAME_BYTES}s"}
 _LAYOUT: Final = struct.Struct("".join(map(_CODES.__getitem__, Member.__annotations__.values())))
 """Of a slot: the fields of a `Member` in their order, but in the place of its number the slot's state."""
 _OFFSETS: Final = {"state": 0, **{name: 8 * place for place, name in enumerate(Member._fields)}}

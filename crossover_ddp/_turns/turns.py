@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from .device_order import DeviceOrder
 from .joining import Membership, leave
 from .rules import Grant, Lease, Member, Mode, Patience, Trial, TurnLog, blockers
 
@@ -168,11 +167,6 @@ class Turns:
         return self._current is not None
 
     @property
-    def ordered_by(self) -> str:
-        """How turns are ordered on the device."""
-        return "host" if self._order is None else self._order.kind
-
-    @property
     def has_peers(self) -> bool:
         """Whether the job has other ranks."""
         return self._channel.size > 1
@@ -281,11 +275,6 @@ class Turns:
         except Exception as error:
             if not self._closing:
                 self._on_failure(error)
-        try:
-            if self._order is not None:
-                self._order.close()
-        except Exception as error:
-            logger.debug("%s ended with an error of the device: %s", self._segment.device, error)
         self._leave()
 
     def _next_job(self) -> Callable[[], None] | None:
@@ -444,9 +433,8 @@ class Turns:
         self._number_begun(wait=True)
         grant = self._grant()
         waited, seen = self._until_free(grant, turn)
-        given_back_ns = self._until_over(grant, seen)
         if waited:
-            self.counters.hand_over(since_s, given_back_ns)
+            self.counters.hand_over(since_s, self._given_back_ns(grant, seen))
         self.counters.waited_s += time.monotonic() - since_s
         self.counters.turn = turn.number = grant.turn
         self._patience.started()
@@ -477,38 +465,14 @@ class Turns:
             segment.bells.wait([blocker.member.process for blocker in waiting], left_s)
         return waited, members
 
-    def _until_over(self, grant: Grant, members: Sequence[Member]) -> int:
-        """Block until the device has done the turns that ``grant`` names, as long as their owners live and lease.
-
-        Returns the ``CLOCK_MONOTONIC`` in nanoseconds at which the last of them was given back, by its owner's clock.
-        """
-        last_ns, needed = 0, dict(grant.after)
-        for each in members:
-            if each.job != self.membership.job and 0 < needed.get(each.job, 0) <= each.returned:
-                last_ns = max(last_ns, each.returned_at_ns)
-                if any(each.event) and self._order is not None:
-                    self._until_event(each, self._order)
-        return last_ns
-
-    def _until_event(self, sibling: Member, order: DeviceOrder) -> None:
-        segment, process = self._segment, sibling.process
-        try:
-            over = order.follow(process, sibling.event, segment.bells.ring_own)
-        except RuntimeError as error:
-            if segment.is_alive(process):
-                self._warn_once(
-                    "events",
-                    f"cannot wait for the end of a sibling's turns on {self._segment.device}, its events cannot be "
-                    f"opened ({error}): kernels of both may overlap; unset CROSSOVER_DEVICE_ORDER in both jobs",
-                )
-            return
-        ends_s = time.monotonic() + min(sibling.lease_s, self._patience.limit_s)
-        while not (over.is_set() or self._closing) and segment.is_alive(process):
-            if (left_s := ends_s - time.monotonic()) <= 0:
-                break
-            segment.bells.wait([process], left_s)
-        if not over.is_set():
-            order.leave_behind()
+    def _given_back_ns(self, grant: Grant, members: Sequence[Member]) -> int:
+        """Return when the last turn before ``grant`` was given back, by its owner's monotonic clock; 0 if none was."""
+        needed = dict(grant.after)
+        before = (each for each in members if each.job != self.membership.job)
+        return max(
+            (each.returned_at_ns for each in before if 0 < needed.get(each.job, 0) <= each.returned),
+            default=0,
+        )
 
     def _warn_of_lost_patience(self) -> None:
         for lost in self._patience.lost:

@@ -77,7 +77,6 @@ class Overseer:
         self._prefix = f"campaign-{uuid.uuid4().hex[:12]}"
         self.journal = Journal()
         self._base_s = 0.0
-        (directory / "events").mkdir(exist_ok=True)
 
     def run(self) -> Story:
         """Let everything happen, wait for the end, and return what was written down."""

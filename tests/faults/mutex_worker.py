@@ -31,7 +31,7 @@ from crossover_ddp._turns.joining import Membership
 from crossover_ddp._turns.rules import Lost, Patience
 from crossover_ddp.errors import CrossoverError
 from crossover_ddp.gpu_mutex import GPUMutex
-from tests.faults.late_device import LateEvents, LateThread
+from tests.faults.late_device import LateDevice
 from tests.faults.schedules import LATE_S, Deed, JobPlan
 from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import membership_of
@@ -97,11 +97,9 @@ class Sabotage:
         turn_segment.TurnSegment._remove_if_unused = lambda self: None  # type: ignore[method-assign]
 
     @staticmethod
-    def early_events() -> None:
-        """A device waits for no event."""
-        over = threading.Event()
-        over.set()
-        LateEvents.follow = lambda *_: over  # type: ignore[method-assign]
+    def early_ends() -> None:
+        """A turn is given back before the device has done it."""
+        LateDevice.wait = lambda *_: None  # type: ignore[method-assign]
 
 
 class Rank:
@@ -128,7 +126,7 @@ class Rank:
         self._slow: dict[str, tuple[float, float]] = {}
         self._fork_s = self._evaluate_s = 0.0
         self._fate: Deed | None = None
-        self._order: LateEvents | None = None
+        self._order: LateDevice | None = None
         self._told_device = 0
 
     def live(self) -> None:
@@ -180,11 +178,9 @@ class Rank:
 
     def _make_order(self, device: torch.device) -> DeviceOrder | None:
         late_s = self._chance.uniform(0.0, LATE_S)
-        if self.plan.order == "events":
-            self._order = LateEvents(self._directory / "events", late_s, self._book.now_s)
+        if self.plan.late_device:
+            self._order = LateDevice(late_s, self._book.now_s)
             return self._order
-        if self.plan.order == "thread":
-            return LateThread(late_s)
         return order_on(device)
 
     def _watch(self, mutex: GPUMutex) -> None:
@@ -287,9 +283,9 @@ class Rank:
 
     def _note_device(self, turn: Any) -> None:
         if self._order is not None:
-            for times in self._order.turns[self._told_device :]:
-                self._book.note("device", self._number(turn), *times)
-            self._told_device = len(self._order.turns)
+            for end_s in self._order.ends_s[self._told_device :]:
+                self._book.note("device", self._number(turn), end_s)
+            self._told_device = len(self._order.ends_s)
 
     def _exchange(self, mutex: GPUMutex | None) -> None:
         pause_s = max(self.plan.pause_s, self._value("slow-link"))

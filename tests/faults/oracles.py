@@ -74,7 +74,8 @@ class Rank:
     ended: bool = False
     deeds: list[tuple[float, str]] = field(default_factory=list)
     logs: dict[int, bytes] = field(default_factory=dict)
-    device_turns: list[tuple[int, float, float]] = field(default_factory=list)
+    device_turns: list[tuple[int, float]] = field(default_factory=list)
+    """(turn, when the device had done it)."""
     error: str = ""
 
     @property
@@ -126,7 +127,7 @@ def read_rank(job: JobPlan, rank: int, lines: Iterable[Sequence[Any]]) -> Rank:
         elif kind == "log":
             found.logs[what[0]] = bytes.fromhex(what[1])
         elif kind == "device":
-            found.device_turns.append((what[0], what[1], what[2]))
+            found.device_turns.append((what[0], what[1]))
         elif kind == "deed":
             found.deeds.append((at_s, what[0]))
         elif kind == "die":
@@ -508,26 +509,26 @@ def longest_wait_s(story: Story) -> float:
 
 
 def _device_order(story: Story) -> Iterator[str]:
-    """On a device of late events, a turn's work begins after that of every earlier turn has ended."""
+    """A turn begins after the device has done every earlier turn."""
     logs = _logs_of_turns(story)
-    found: dict[Order, list[tuple[int, float, float, Rank]]] = defaultdict(list)
+    found: dict[Order, list[tuple[int, float, Rank]]] = defaultdict(list)
     for rank in story.ranks.values():
-        for turn, begins_s, ends_s in rank.device_turns:
+        for turn, ends_s in rank.device_turns:
             log = logs.get((rank.job.number, turn), 0)
             if log:
-                found[_order(story, rank, log, ends_s)].append((turn, begins_s, ends_s, rank))
+                found[_order(story, rank, log, ends_s)].append((turn, ends_s, rank))
     for turns in found.values():
         turns.sort(key=lambda each: each[0])
-        for number, (turn, begins_s, _, rank) in enumerate(turns):
-            for before, _, ends_s, other in turns[max(0, number - MAX_BACK) : number]:
-                if other.job.number == rank.job.number or ends_s <= begins_s + 1e-9:
+        for number, (turn, _, rank) in enumerate(turns):
+            claim = next((each for each in rank.claims if each.turn == turn), None)
+            for before, ends_s, other in turns[max(0, number - MAX_BACK) : number]:
+                if claim is None or other.job.number == rank.job.number or ends_s <= claim.begins_s + 1e-9:
                     continue
-                claim = next((each for each in rank.claims if each.turn == turn), None)
-                if claim is None or _excused(story, claim, rank, other):
+                if _excused(story, claim, rank, other):
                     continue
                 if _forgiven_at(rank, other, before, claim.begins_s) < FOREVER:
                     continue
                 yield (
-                    f"device {rank.device} began turn {turn} of job {rank.job.number} {ends_s - begins_s:.4f} s "
-                    f"before it ended turn {before} of job {other.job.number}"
+                    f"turn {turn} of job {rank.job.number} began on device {rank.device} "
+                    f"{ends_s - claim.begins_s:.4f} s before that had done turn {before} of job {other.job.number}"
                 )

@@ -15,9 +15,8 @@ MAX_JOBS = 4
 DEVICE_COUNTS = ((1, 5), (2, 5), (3, 1), (4, 1))
 GAP_S = 0.09  # between two faults, on average
 FIRST_S = 0.5  # the first jobs have joined by then
-LATE_S = 0.02  # longest time that a device of late events runs behind the host
+LATE_S = 0.02  # longest time that a late device runs behind the host
 CLOCK_OFFSETS_S = (-20.0, 1e5)  # time namespaces of containers that were started elsewhere; never below 0
-ORDERS = {"host": 5, "events": 3, "thread": 2}
 STYLES = {"plain": 5, "early": 5}
 
 MEDDLINGS = (
@@ -61,7 +60,8 @@ class JobPlan:
     """None: the default, which follows the job's turns."""
     hold_s: float = 0.002
     pause_s: float = 0.002
-    order: str = "host"
+    late_device: bool = False
+    """Whether its device ends each turn after the host."""
     style: str = "plain"
     clock_offset_s: float = 0.0
     deeds: tuple[Deed, ...] = ()
@@ -107,7 +107,7 @@ class _Writer:
         self._isolated = isolated
         self._devices = self._pick(dict(DEVICE_COUNTS))
         self._groups = 2 if self._chance.random() < 0.3 else 1
-        self._order = self._pick(ORDERS)  # of one kind of device
+        self._late_device = self._chance.random() < 0.5
         self._most_jobs = self._chance.randint(2, MAX_JOBS)
         self._meddles = self._chance.random() < 0.35
         self._now_s = 0.0
@@ -189,7 +189,7 @@ class _Writer:
             joins_at_s=self._now_s,
             hold_s=chance.uniform(0.0005, 0.008),
             pause_s=chance.uniform(0.0005, 0.008),
-            order=self._order,
+            late_device=self._late_device,
             style=self._pick(STYLES),
             clock_offset_s=offset_s,
         )

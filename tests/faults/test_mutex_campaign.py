@@ -19,6 +19,7 @@ BROKEN_SEEDS, BROKEN_EVENTS = (11, 6, 3, 24), 20
 SABOTAGES = {
     "overlap": "two holders on device",
     "deafness": "after it could",
+    "early_ends": "before that had done turn",
     "leftovers": "left behind in shared memory",
 }
 
@@ -192,8 +193,8 @@ def with_leases(lease_s: float) -> Rank:
         ([GIVING_UP], "job 0 rank 0 gave up turns: OSError: x"),
         ([cut_off(0)], "did not end by itself"),
         (
-            [first(2.0, ["device", 2.0, 1, 1.0, 2.3]), second(2.001, ["device", 3.0, 2, 2.1, 3.0])],
-            "device 0 began turn 2 of job 1 0.2000 s before it ended turn 1 of job 0",
+            [first(2.0, ["device", 2.0, 1, 2.3]), second(2.001, ["device", 3.0, 2, 3.0])],
+            "turn 2 of job 1 began on device 0 0.2990 s before that had done turn 1 of job 0",
         ),
     ],
 )

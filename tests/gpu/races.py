@@ -3,16 +3,13 @@
 import contextlib
 import functools
 import os
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 
-from crossover_ddp._system.environment import DEVICE_ORDER
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests import fake_cuda
 from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps, switches
@@ -27,7 +24,7 @@ MEET_TIMEOUT_S = 90.0
 TURNS = 20
 SPIN_NS = 5_000_000  # longer than a time slice, so that two processes left alone interleave
 WARM_UP_NS = 1000
-WARM_UP_TURNS = 3  # opens the siblings' events, which may take as long as a kernel of theirs
+WARM_UP_TURNS = 3
 
 
 class Plan(NamedTuple):
@@ -38,8 +35,6 @@ class Plan(NamedTuple):
     """A directory where processes tell each other how far they are."""
     processes: int = 2
     variant: str = "mutex"
-    way: str = "events"
-    """``CROSSOVER_DEVICE_ORDER``."""
     turns: int = TURNS
     spin_ns: int = SPIN_NS
 
@@ -69,14 +64,10 @@ def hear(plan: Plan, what: str, count: int = 1) -> None:
 
 @contextlib.contextmanager
 def mutex_of(plan: Plan) -> Iterator[GPUMutex]:
-    """Make the mutex; of the variant "deaf" the device does not wait for siblings."""
-    with mock.patch.dict(os.environ, {DEVICE_ORDER: plan.way}):
-        mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
+    """Make the mutex; of the variant "deaf" nobody waits for the device."""
+    mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
     if plan.variant == "deaf":
-        over = threading.Event()
-        over.set()
-        membership_of(mutex).order.follow = lambda *_: over  # type: ignore[method-assign]
-    assert mutex.stats()["ordered_by"] == plan.way
+        membership_of(mutex).order.wait = lambda end: None  # type: ignore[method-assign]
     try:
         yield mutex
         torch.cuda.synchronize()
@@ -149,14 +140,10 @@ def race(rank: int, world_size: int, plan: Plan) -> Outcome:
         return Outcome(intervals(marks), loop_s, {} if mutex is None else mutex.stats())
 
 
-def run_race(plan: Plan, world_size: int = 1, ways: tuple[str, str] | None = None) -> list[list[Outcome]]:
-    """Let two jobs race; ``ways``: one for each, where siblings order their turns in different ways."""
+def run_race(plan: Plan, world_size: int = 1) -> list[list[Outcome]]:
+    """Let two jobs race."""
     backend = None if world_size == 1 else "gloo"
-    plans = [plan._replace(way=way) for way in ways or (plan.way, plan.way)]
-    jobs = [
-        Job(race, world_size, args=(each,), backend=backend, name=name)
-        for name, each in zip("ab", plans, strict=True)
-    ]
+    jobs = [Job(race, world_size, args=(plan,), backend=backend, name=name) for name in "ab"]
     return run_jobs(jobs, timeout_s=TIMEOUT_S)
 
 

@@ -38,24 +38,17 @@ from crossover_ddp import (
     decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
-from crossover_ddp._system.environment import DEVICE_ORDER
 
 JOBS, RANKS = 2, 2
 TIMEOUT = timedelta(seconds=120)
 WAIT_S = 0.02
-ALONE, BESIDE, TURNS, EVENTS, TRIED = (
-    "one after the other",
-    "side by side",
-    "turns",
-    "turns by events",
-    "tried",
-)
-TOGETHER = [BESIDE, TURNS, EVENTS, TRIED]
+ALONE, BESIDE, TURNS, TRIED = "one after the other", "side by side", "turns", "tried"
+TOGETHER = [BESIDE, TURNS, TRIED]
 WARM_UP = {TRIED: 112, "decoupled": 48}  # steps in which they try themselves
 HOOKS: dict[str, Callable[[torch.optim.Optimizer], tuple[Any, Any]]] = {
     **{
         way: lambda _, trial=way == TRIED: (CrossoverState(trial=trial), crossover_hook)  # type: ignore[misc]
-        for way in (TURNS, EVENTS, TRIED)
+        for way in (TURNS, TRIED)
     },
     "split": lambda _: (None, reduce_scatter_all_gather_hook),
     "int8": lambda _: (CompressedState(Int8()), compressed_hook),
@@ -63,7 +56,7 @@ HOOKS: dict[str, Callable[[torch.optim.Optimizer], tuple[Any, Any]]] = {
 }
 WAITING = [BESIDE, TRIED]
 ONE_JOB = ["plain", "split", TURNS, "int8", "decoupled"]
-TOLD = ("turns", "handovers", "turns_pay", "ordered_by", "leases_expired", "deferred", "exposed_s")
+TOLD = ("turns", "handovers", "turns_pay", "leases_expired", "deferred", "exposed_s")
 
 
 class Shared:
@@ -93,7 +86,6 @@ class Training:
             nn.Sequential(*layers).cuda(), bucket_cap_mb=max(1.0, 2 * width * width * 4 / 1e6)
         )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        os.environ[DEVICE_ORDER] = "events" if hook == EVENTS else "host"
         state, function = HOOKS.get(hook, lambda _: (None, None))(self.optimizer)
         if function is not None:
             self.model.register_comm_hook(state, function)
@@ -208,7 +200,7 @@ def rank_main(args: argparse.Namespace) -> None:
     runs = [
         (f"{way} {repeat}", way, plan)
         for repeat in range(args.repeats)
-        for way in random.Random(repeat).sample([ALONE, *TOGETHER], 5)
+        for way in random.Random(repeat).sample([ALONE, *TOGETHER], 4)
         for plan in ([{0: busy}, {1: busy}] if way == ALONE else [{0: busy, 1: busy}])
     ]
     runs += [

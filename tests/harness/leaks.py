@@ -19,7 +19,6 @@ from .waiting import gone
 # What has been told to end may need a moment, on a busy machine more than one.
 GRACE_S = 20.0
 
-LEFT_BEHIND = "left behind"
 """The name that a test gives to a thread whose wait nobody can end."""
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -94,7 +93,7 @@ def _persistent(find: Callable[[], frozenset[_Found]], describe: Callable[[_Foun
 
 def _threads() -> frozenset[threading.Thread]:
     """List threads, without those that Python has only met, such as autograd's for a device: they are torch's."""
-    found = [each for each in threading.enumerate() if each.name != LEFT_BEHIND]
+    found = threading.enumerate()
     return frozenset(each for each in found if not isinstance(each, threading._DummyThread))
 
 
