@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
-    from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, compressed_hook
+    from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, Threshold, compressed_hook
     from crossover_ddp.comm_hooks import (
         CrossoverState,
         DecoupledState,
@@ -45,6 +45,7 @@ __all__ = [
     "ReplicasDifferError",
     "SIDCo",
     "SegmentError",
+    "Threshold",
     "TurnError",
     "UnsupportedConfigurationError",
     "compressed_hook",

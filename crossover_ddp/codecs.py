@@ -18,12 +18,12 @@ import torch.distributed as dist
 from crossover_ddp._compression.codec import Codec, CodecChoice, Half, Int8
 from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._compression.planning import CodecPlan
-from crossover_ddp._compression.sparse import SIDCo
+from crossover_ddp._compression.sparse import SIDCo, Threshold
 from crossover_ddp._engine.exchange import answered
 
 from .gpu_mutex import GPUMutex
 
-__all__ = ["Codec", "CodecPlan", "CompressedState", "Half", "Int8", "SIDCo", "compressed_hook"]
+__all__ = ["Codec", "CodecPlan", "CompressedState", "Half", "Int8", "SIDCo", "Threshold", "compressed_hook"]
 
 logger = logging.getLogger(__name__)
 

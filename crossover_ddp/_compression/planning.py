@@ -20,7 +20,7 @@ from crossover_ddp._tuning.model import (
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .codec import Codec, CodecChoice, Half, Int8, codecs_of
-from .sparse import SIDCo
+from .sparse import SIDCo, Threshold
 
 AnyCodec = CodecChoice | None
 
@@ -32,6 +32,7 @@ _SECONDS: Final[Mapping[type, tuple[float, float]]] = {
     Half: (0.45e-9, 0.15e-9),
     Int8: (0.69e-9, 0.08e-9),
     SIDCo: (1.2e-9, 0.1e-9),
+    Threshold: (1.2e-9, 0.1e-9),
 }
 
 

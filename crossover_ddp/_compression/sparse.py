@@ -81,6 +81,10 @@ class SIDCo:
         )
 
 
+class Threshold(SIDCo):
+    """The same as `SIDCo`, under the name of DCT (arXiv 2010.08899), which keeps its threshold for long."""
+
+
 def _views(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     half = (message.numel() - _HEAD_BYTES) // 2
     head, places, sent = message.split_with_sizes([_HEAD_BYTES, half, half])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from crossover_ddp.codecs import Codec, CompressedState, Half, Int8, SIDCo, compressed_hook
+from crossover_ddp.codecs import Codec, CompressedState, Half, Int8, SIDCo, Threshold, compressed_hook
 from crossover_ddp.comm_hooks import CrossoverState, crossover_hook
 from tests.harness.training import Training, Way, decoupled
 from tests.multiprocess.identity_codec import Identity
@@ -17,6 +17,7 @@ CODECS: dict[str, Codec | tuple[Codec, Codec]] = {
     "identity": Identity(),
     "int8": Int8(),
     "half": Half(),
+    "threshold": Threshold(0.1),
     "sidco": SIDCo(0.05),
     "pair": (SIDCo(0.05), Int8(64)),
 }

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp.codecs import Codec, Half, Int8, SIDCo
+from crossover_ddp.codecs import Codec, Half, Int8, SIDCo, Threshold
 
 CODECS: list[Codec] = [
     Int8(),
@@ -16,6 +16,7 @@ CODECS: list[Codec] = [
     Half(),
     Half(torch.float16),
     SIDCo(0.1),
+    Threshold(0.1),
 ]
 SEEDS = st.integers(0, 1 << 30)
 
@@ -157,7 +158,7 @@ def test_about_the_rate_is_sent(name: str, rate: float) -> None:
     [
         (lambda: Int8(0), "expected block >= 1, got block=0"),
         (lambda: Half(torch.float32), "expected dtype of"),
-        (lambda: SIDCo(0), "expected 0 < rate < 1, got rate=0"),
+        (lambda: Threshold(0), "expected 0 < rate < 1, got rate=0"),
         (lambda: SIDCo(1.0), "expected 0 < rate < 1, got rate=1.0"),
     ],
 )
