@@ -8,6 +8,7 @@ everybody. Placement after SPD-KFAC (arXiv 2107.06533), local factors after DP-K
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from crossover_ddp._compression.codec import CodecChoice
+from crossover_ddp._compression.compression import Compression
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._engine.buckets import Bucket, Turn
 from crossover_ddp._engine.exchange import Exchange, answered
@@ -25,7 +28,7 @@ from crossover_ddp._engine.journeys import nothing
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.states import Agreement, HookState, told_by_all
 from crossover_ddp._kfac.factors import WeightSharing
-from crossover_ddp._kfac.journeys import Hyper, Hypers
+from crossover_ddp._kfac.journeys import Hyper, Hypers, Packed
 from crossover_ddp._kfac.layers import find_layers, group_of, unwrapped
 from crossover_ddp._kfac.preconditioner import Preconditioner, learning_rates, listed
 from crossover_ddp._kfac.settings import (
@@ -76,6 +79,9 @@ class KFACState(HookState):
         process_group: the ranks of the job; must be the group of the DDP model. Default: that of ``model`` if it is
             wrapped already, else the default group.
         mutex: take turns with sibling jobs; making solvers is compute inside the turn. Default: no turns.
+        codec: compresses gradients on their way to owners, and directions on their way back, with error feedback; one
+            for both, or a pair. Factors and all else travel exact. Such as ``crossover_ddp.codecs.Int8()``. No layer is
+            spread then, and the first two steps travel exact. Default: none.
         compare_replicas: compare the ranks' parameters after 1, 2, 4, … steps and every thousand, by eight bytes; a
             difference raises ``ReplicasDifferError`` from ``backward()``.
 
@@ -118,6 +124,7 @@ class KFACState(HookState):
         max_factor_dim: int = 8192,
         process_group: dist.ProcessGroup | None = None,
         mutex: GPUMutex | None = None,
+        codec: CodecChoice | None = None,
         compare_replicas: bool = True,
     ) -> None:
         hypers = Hypers(damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps)
@@ -139,13 +146,14 @@ class KFACState(HookState):
         self.process_group = group_of(model) if process_group is None else process_group
         self.optimizer = optimizer
         self.mutex = mutex
+        self.codec = codec
         self.compare_replicas = compare_replicas
         self.agreement = Agreement()
         group = resolve_group(self.process_group)
         layers, self.passing = find_layers(model, skip, max_factor_dim)
         check_parameters(layers, model)
-        # In the eigenbasis nobody has measured a gain.
-        spread_steps = first.inverse_steps if solver == "inverse" else None
+        # No codec for rows of a layer; in the eigenbasis nobody has measured a gain.
+        spread_steps = first.inverse_steps if codec is None and solver == "inverse" else None
         agreed = agree(layer_costs(model, layers, group.size(), spread_steps), layers, group, arguments)
         check_any(layers, self.passing)
 
@@ -174,11 +182,13 @@ class KFACState(HookState):
             loss_scale=loss_scale if callable(loss_scale) else lambda: float(loss_scale),
             rates=rates,
         )
+        scale = self._preconditioner.loss_scale
+        self._compression = None if codec is None else Compression(codec, scale, self, has_work=True)
         logger.info("%s", self)
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return what all ranks must have in common when training begins or goes on."""
-        return {"steps of KFACState": self._preconditioner.steps}
+        return {"codec": self.codec, "steps of KFACState": self._preconditioner.steps}
 
     # --- for users -------------------------------------------------------------------------------------------
 
@@ -233,17 +243,33 @@ class KFACState(HookState):
         """
         own = self._preconditioner.own.values()
         found = {"strained": sum(each.strained for each in own), "dropped": sum(each.dropped for each in own)}
-        return {**self._told(), **found}
+        coded = None if self._compression is None else self._compression.stats()
+        return {**self._told(codec=self.codec, coded=coded), **found}
+
+    def drain(self) -> None:
+        """Let the next step travel exact, residuals included; see `CompressedState.drain`. **Collective**."""
+        if self._compression is not None:
+            self._compression.drain()
+
+    def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
+        coded, group = self._compression, self._preconditioner.group
+        if coded is not None and all(told_by_all(group, coded.is_drained)):
+            coded.load({}, None)  # the next steps travel exact, as a resumed job's
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the step, and of all layers factors, solvers and counts, on the host.
 
-        The same on all ranks, so that any rank can save it, and any number of ranks resume from it.
+        The same on all ranks, so that any rank can save it, and any number of ranks resume from it. A codec's residuals
+        are not in it: call `drain` before the last step, or they are lost, with a warning.
 
         **Collective**: all ranks must call it, between two steps. On failure: ``ExchangeError``, if one does not
         after the process group's timeout, and if factors on their way are lost.
         """
         self._flush()
+        if self._compression is not None and not self._compression.is_drained:
+            logger.warning(
+                "a codec's residuals are not saved; call drain() before the step before state_dict()"
+            )
         owned = self._preconditioner
         owned.traffic.settle()
         own = {name: each.state_dict() for name, each in owned.own.items()}
@@ -287,6 +313,8 @@ class KFACState(HookState):
                 curvature = each.curvature or owned.curvature(each.layer)
                 curvature.load_state_dict(saved, each.layer.weight.device)
                 each.solver = curvature.spread() if is_spread else None
+        if self._compression is not None:
+            self._compression.load({}, None)
         self.agreement.forget()
 
     def close(self) -> None:
@@ -324,10 +352,11 @@ class KFACState(HookState):
                 f"expected one process group, got a KFACState of another, of {group.size()} ranks; pass process_group= "
                 "to both states"
             )
-        if self._is_deferred:
+        if self._is_deferred or self.codec is not None:
             raise UnsupportedConfigurationError(
-                "expected a new KFACState for each DecoupledState, got one that is part of another; make a "
-                "KFACState(model, optimizer) for it"
+                "expected a new KFACState without a codec for each DecoupledState, got one "
+                f"{'that is part of another' if self._is_deferred else 'with a codec'}; make a KFACState(model, "
+                "optimizer) for it"
             )
         self._flush, self._is_deferred, self.agreement = state.flush, True, state.agreement
 
@@ -346,13 +375,18 @@ class KFACState(HookState):
         ``before`` is called when what another backward pass has left is ended; it may refuse the bucket.
         """
 
+        @functools.cache
+        def pack() -> Packed:
+            return self._preconditioner.pack(bucket)  # when all else has been checked
+
         def way(taken: Bucket, link: Link) -> Coroutine[Any, Any, None]:
-            return self._preconditioner.way(bucket, taken, link)
+            return self._preconditioner.way(pack(), taken, link)
 
         self._preconditioner.enter(bucket, exchange.meter_of(state))
+        coded = None if self._compression is None else self._compression.around(bucket, exchange, pack)
         try:
             before()
-            taken = exchange.carry(bucket, way, turn=turn, state=state, hands_back=hands_back)
+            taken = exchange.carry(bucket, way, turn=turn, state=state, around=coded, hands_back=hands_back)
         except Exception:
             self._preconditioner.refuse(bucket)
             raise

@@ -1,9 +1,9 @@
 """A codec as a link around a link, so that every journey can travel coded without knowing it.
 
 [Note: residuals] A rank keeps what its messages to owners do not hold, in units of its gradient; an owner what its
-message to all does not hold, in units of the mean. After each step, for each element: what all ranks apply = mean of
-gradients + mean of what ranks had kept + what the owner had kept − the same of what is kept now. An owner does not send
-to itself: its own addend enters the sum exact.
+message to all does not hold, in units of the mean, or of what it makes of the mean. After each step, for each element:
+what all ranks apply = mean of gradients + mean of what ranks had kept + what the owner had kept − the same of what is
+kept now. An owner does not send to itself: its own addend enters the sum exact.
 
 [Note: without a look] By a backend's own collectives, all of this is launched by the hook's thread, in the program's
 order, while the device is still at earlier work. So nothing here reads a value on the host: messages have one size, and
@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from crossover_ddp._ddp.contents import Content
+from crossover_ddp._ddp.contents import Run
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.links import Layout, Link, LinkAround, parts
 
@@ -31,16 +31,8 @@ _ALIGNED_BY_COLLECTIVES: Final = 128
 _CODED_DIMENSIONS: Final = 2
 
 
-class Run(NamedTuple):
-    """Elements of a parameter, from ``begin`` on, that one owner has, and where they are in the bucket."""
-
-    parameter: Tensor
-    begin: int
-    span: Span
-
-
 class Part(NamedTuple):
-    """What one owner has of a bucket; messages hold it in this order."""
+    """What one owner has of a buffer; messages hold it in this order."""
 
     coded: list[Run]
     exact: list[Span]
@@ -56,22 +48,20 @@ def padded(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-def parts_of(contents: Sequence[Content], layout: Sequence[int]) -> list[Part]:
-    """Cut a bucket by owner into what is coded and what travels exact."""
+def parts_of(runs: Sequence[Run], layout: Sequence[int]) -> list[Part]:
+    """Cut all that travels by owner into what is coded and what travels exact."""
     found, start = [], 0
     for numel in layout:
         part, stop = Part([], []), start + numel
-        for parameter, _, span in contents:
+        for parameter, begin, span in runs:
             own = Span(max(span.start, start), min(span.stop, stop))
             if own.start >= own.stop:
                 continue
             if parameter.dim() >= _CODED_DIMENSIONS:
-                part.coded.append(Run(parameter, own.start - span.start, own))
+                part.coded.append(Run(parameter, begin + own.start - span.start, own))
             else:
-                begin = (
-                    part.exact.pop().start if part.exact and part.exact[-1].stop == own.start else own.start
-                )
-                part.exact.append(Span(begin, own.stop))
+                is_next = part.exact and part.exact[-1].stop == own.start
+                part.exact.append(Span(part.exact.pop().start if is_next else own.start, own.stop))
         found.append(part)
         start = stop
     return found
@@ -92,14 +82,14 @@ class _Message(NamedTuple):
 
 
 class CodedLink(LinkAround):
-    """One bucket's messages to owners, who add what they mean, and to all, of the mean.
+    """One bucket's messages to owners, who add what they mean, and to all, of the mean or of what owners make of it.
 
     It stays from step to step, around each step's link, with what the messages leave behind, see [Note: residuals]. The
     codes are those of whole gradients, are added in float32, and divided then. Own parts are what all ranks will decode
-    as soon as `reduce_scatter` is done.
+    as soon as `reduce_scatter` is done, but where owners have work: there they are the mean until `all_gather`.
 
-    ``link`` carries the first messages. ``scratch`` is memory for a moment, of all buckets. ``leaves_unused``: a
-    parameter whose gradients are all zero may have none.
+    ``link`` carries the first messages. ``scratch`` is memory for a moment, of all buckets. ``has_work``: owners send
+    something else than the mean. ``leaves_unused``: a parameter whose gradients are all zero may have none.
     """
 
     def __init__(
@@ -111,12 +101,13 @@ class CodedLink(LinkAround):
         device: torch.device,
         scratch: Scratch,
         *,
+        has_work: bool = False,
         leaves_unused: bool = False,
     ) -> None:
         super().__init__(link)
         self._push, self._pull = push, pull = codecs
         rank = link.rank
-        self.parameters, self.parts = list(parameters), parts
+        self.parameters, self.parts, self._has_work = list(parameters), parts, has_work
         self._leaves_unused, self._scratch = leaves_unused, scratch
         self._multiple = math.lcm(push.multiple, pull.multiple)
         self._slots = [part.slots(self._multiple) for part in parts]
@@ -159,10 +150,12 @@ class CodedLink(LinkAround):
         """Return each coded parameter with its whole residual, flat, in units of this rank's gradient.
 
         An owner's residual is part of a mean; so many times as there are ranks, it is part of this rank's gradient.
+        Where owners send something else than the mean, theirs is left out.
         """
+        of_owner = 0 if self._has_work else len(self.parts)
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for owner, part in enumerate(self.parts):
-            factor = len(self.parts) if owner == self.rank else 1
+            factor = of_owner if owner == self.rank else 1
             for run, piece in zip(part.coded, self._views(self._kept[owner], owner), strict=True):
                 whole = run.parameter, piece.new_zeros(run.parameter.numel())
                 _, residual = found.setdefault(id(run.parameter), whole)
@@ -172,6 +165,12 @@ class CodedLink(LinkAround):
     def scale(self, factor: float | Tensor) -> None:
         for kept in self._kept:
             kept.mul_(factor)
+
+    def add_own(self, flat: Tensor) -> None:
+        """Add what this owner's messages to all have left out, where owners have work, to what it has made now."""
+        pieces = _coded_places(flat, self.parts[self.rank])
+        for piece, kept in zip(pieces, self._views(self._kept[self.rank], self.rank), strict=True):
+            piece.add_(kept)
 
     # --- messages --------------------------------------------------------------------------------------------
 
@@ -187,20 +186,23 @@ class CodedLink(LinkAround):
             self._collect(pieces, owner, values, self._kept[owner])
             self._encode(self._push, values, owner, message, self._unused(pieces))
             self._copy_exact(owner, message.exact)
-        self._collect(_coded_places(flat, self.parts[self.rank]), self.rank, self._addend)
-        self._copy_exact(self.rank, self._exact_addend)
+        self._collect_own(self._exact_addend)
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         await self.all_to_all(*self._outgoing, *self._incoming)
         await self.compute()
-        rank, message = self.rank, self._returned[self.rank]
-        values = self._mean(message.exact)
-        unused = self._unused(self._views(values, rank))
-        self._encode(self._pull, values.add_(self._kept[rank]), rank, message, unused)
-        self._unload(rank)  # all ranks have the same, the owner, too
+        rank, exact = self.rank, self._returned[self.rank].exact
+        values = self._mean(exact)
+        if self._has_work:
+            self._write(rank, exact, values)
+        else:
+            self._encode_own(values)
         return parts(flat, layout)[rank]
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
+        if self._has_work:
+            self._collect_own(self._returned[self.rank].exact)
+            self._encode_own(self._addend)
         await super().all_gather(*self._gather)
         for owner in range(self.size):
             if owner != self.rank:
@@ -232,17 +234,26 @@ class CodedLink(LinkAround):
         exact.div_(self._divisor)
         return values.div_(self._divisor)
 
+    def _encode_own(self, values: Tensor) -> None:
+        """Write the message to all, and decode it: all ranks have the same, the owner, too."""
+        rank, unused = self.rank, self._unused(self._views(values, self.rank))
+        self._encode(self._pull, values.add_(self._kept[rank]), rank, self._returned[rank], unused)
+        self._unload(rank)
+
     def _unload(self, owner: int) -> None:
         """Decode an owner's message to all into the bucket."""
-        part, flat, message = self.parts[owner], self._flat, self._returned[owner]
-        _copy(_places(flat, part.exact), _split(message.exact, part))
-        if part.coded:
-            values = self._scratch.take(len(self._kept[owner]), flat.device)
+        message, values = self._returned[owner], self._scratch.take(len(self._kept[owner]), self._flat.device)
+        if self.parts[owner].coded:
             if (decode := getattr(self._pull, "decode", None)) is not None:
                 decode(message.coded, values)
             else:
                 self._pull.add_decoded(message.coded, values.zero_())
-            _copy(_coded_places(flat, part), self._views(values, owner))
+        self._write(owner, message.exact, values)
+
+    def _write(self, owner: int, exact: Tensor, values: Tensor) -> None:
+        part = self.parts[owner]
+        _copy(_places(self._flat, part.exact), _split(exact, part))
+        _copy(_coded_places(self._flat, part), self._views(values, owner))
 
     # --- values of one owner's part, padded --------------------------------------------------------------------
 
@@ -261,6 +272,11 @@ class CodedLink(LinkAround):
             pieces, self._views(kept, owner), self._views(out, owner), strict=True
         ):
             torch.add(piece, residual, out=place)
+
+    def _collect_own(self, exact: Tensor) -> None:
+        """Keep what this rank owns aside, and write what travels exact of it to ``exact``."""
+        self._collect(_coded_places(self._flat, self.parts[self.rank]), self.rank, self._addend)
+        self._copy_exact(self.rank, exact)
 
     def _copy_exact(self, owner: int, out: Tensor) -> None:
         part = self.parts[owner]
@@ -287,6 +303,18 @@ class CodedLink(LinkAround):
         views = self._views(kept, owner), self._views(before, owner)
         for piece, old, is_unused in zip(*views, unused, strict=False):
             torch.where(is_unused, old, piece, out=piece)
+
+
+class DrainedLink(LinkAround):
+    """A link for the exact step of a bucket whose owners have work: their residuals go with what they make."""
+
+    def __init__(self, link: Link, coded: CodedLink) -> None:
+        super().__init__(link)
+        self._coded = coded
+
+    async def all_gather(self, flat: Tensor, layout: Layout) -> None:
+        self._coded.add_own(flat)
+        await super().all_gather(flat, layout)
 
 
 def _places(values: Tensor, spans: Sequence[Span]) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """Compression of all buckets of one model: when it begins, and what becomes of residuals when buckets change.
 
 [Note: exact steps] The first step travels exact: DDP puts all parameters into one bucket then, and rebuilds its buckets
-after it. So does the step after `drain`, which leaves no residuals.
+after it. With work of owners between the halves, as in K-FAC, so do the first two: then DDP's buckets stay as they are,
+also with ``static_graph``. So does the step after `drain`, which leaves no residuals.
 
 [Note: residuals aside] In an exact step, and when DDP hands over a bucket of other parameters than before, each rank
 adds what it has kept of these parameters to its gradients, those of an owner as often as there are ranks, since the
@@ -9,14 +10,14 @@ exchange divides by that. So do loaded residuals. Ranks need not exchange anythi
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.checks import OnlyModel, resolve_group
-from crossover_ddp._ddp.contents import contents_of
+from crossover_ddp._ddp.contents import Run, contents_of
 from crossover_ddp._engine.buckets import Turn, split
 from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.journeys import GradientFuture
@@ -25,7 +26,7 @@ from crossover_ddp._engine.states import Agreement, HookState, told_by_all
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .codec import CodecChoice, Scratch, codecs_of
-from .coded_link import CodedLink, Part, parts_of
+from .coded_link import CodedLink, DrainedLink, Part, parts_of
 from .planning import CANDIDATES, AnyCodec, CodecPlan, plan_from
 
 _WRAPPINGS: Final = ("module", "_orig_mod")
@@ -34,15 +35,33 @@ _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 Scale = float | torch.Tensor
 
 
+class Packed(Protocol):
+    """What travels in a bucket's place: ``layout`` is the number of elements of each rank's part of ``flat``."""
+
+    flat: torch.Tensor
+    layout: tuple[int, ...]
+
+    def runs(self) -> Sequence[Run]:
+        """List where in it parameters travel."""
+
+
 class Compression:
     """The residuals of one model on this rank, and its buckets' messages.
 
-    ``state``, that the hook is registered with, tells apart models that wrap one module.
+    ``state``, that the hook is registered with, tells apart models that wrap one module. ``has_work``: owners make
+    something of the mean, and something else travels in the place of buckets.
     """
 
-    def __init__(self, codec: CodecChoice, loss_scale: float | Callable[[], float], state: Any) -> None:
+    def __init__(
+        self,
+        codec: CodecChoice,
+        loss_scale: float | Callable[[], float],
+        state: Any,
+        *,
+        has_work: bool = False,
+    ) -> None:
         self._codecs = codecs_of(codec)
-        self._loss_scale, self._state = loss_scale, state
+        self._loss_scale, self._state, self._has_work = loss_scale, state, has_work
         self._scale: Scale | None = None
         self._buckets: dict[int, CodedLink] = {}
         self._scratch = Scratch()
@@ -50,22 +69,35 @@ class Compression:
         self._aside: Any = WeakTensorKeyDictionary()
         self._loaded: dict[str, torch.Tensor] = {}
         self._model, self._leaves_unused = OnlyModel(), True
-        self._is_exact = self._is_new_step = True
+        self._exact_left = self._first_steps = 2 if has_work else 1
+        self._is_new_step = True
         self._sent_bytes = self._exact_bytes = self.steps = 0
 
     # --- in a hook -------------------------------------------------------------------------------------------
 
-    def around(self, bucket: dist.GradBucket, exchange: Exchange) -> Around:
-        """Return what makes the link that ``bucket`` travels on, in its hook; it is encoded then."""
-        return lambda link: self._coded(link, bucket, exchange)
+    def around(
+        self, bucket: dist.GradBucket, exchange: Exchange, pack: Callable[[], Packed] | None = None
+    ) -> Around:
+        """Return what makes the link that ``bucket`` travels on, in its hook; it is encoded then.
 
-    def _coded(self, link: Link, bucket: dist.GradBucket, exchange: Exchange) -> Link:
+        ``pack`` returns what travels in the bucket's place.
+        """
+        return lambda link: self._coded(link, bucket, exchange, None if pack is None else pack())
+
+    def _coded(self, link: Link, bucket: dist.GradBucket, exchange: Exchange, packed: Packed | None) -> Link:
         # With a version counter of its own: decoded values are no change that somebody has made.
-        flat, parameters = bucket.buffer().data, bucket.parameters()
+        flat = bucket.buffer().data if packed is None else packed.flat
+        parameters = bucket.parameters()
         known = self._buckets.get(bucket.index())
         if known is not None and [*map(id, known.parameters)] != [*map(id, parameters)]:
             known = None
         if known is None:
+            on_host = flat.device.type == "cpu" and exchange.sends_messages(flat.device)
+            if self._has_work and not (on_host and flat.dtype == torch.float32):
+                raise UnsupportedConfigurationError(
+                    "expected gradients on the CPU and gloo for a codec with K-FAC, of float32, got "
+                    f"device={flat.device} and dtype={flat.dtype}; pass codec=None"
+                )
             if flat.dtype not in _DTYPES:
                 raise UnsupportedConfigurationError(
                     f"expected gradients of float32, bfloat16 or float16, got dtype={flat.dtype}: residuals and sums "
@@ -77,17 +109,22 @@ class Compression:
                 self._leaves_unused = model.find_unused_parameters
         if self._is_new_step:
             self._begin_step()
-        is_exact, self._is_new_step = self._is_exact, bucket.is_last()
+        is_exact, self._is_new_step = self._exact_left > 0, bucket.is_last()
         if bucket.is_last():
             self.steps += 1
-            self._is_exact = False
+            self._exact_left = max(0, self._exact_left - 1)
         if known is None or is_exact:
             self._put_aside(parameters)
-        layout = exchange.equal_layout(flat)
-        parts = parts_of(contents_of(bucket, flat), layout) if known is None else known.parts
+        if known is not None:
+            parts = known.parts
+        elif packed is not None:
+            parts = parts_of(packed.runs(), packed.layout)
+        else:
+            runs = [Run(parameter, 0, span) for parameter, _, span in contents_of(bucket, flat)]
+            parts = parts_of(runs, exchange.equal_layout(flat))
         self._add_aside(flat, parts)
         if is_exact:
-            return link
+            return DrainedLink(link, known) if known is not None and self._has_work else link
         if known is None:
             known = self._buckets[bucket.index()] = CodedLink(
                 link,
@@ -96,6 +133,7 @@ class Compression:
                 parts,
                 flat.device,
                 self._scratch,
+                has_work=self._has_work,
                 leaves_unused=self._leaves_unused,
             )
         known.encode(flat, link)
@@ -130,7 +168,7 @@ class Compression:
     def _forget(self) -> None:
         self._buckets.clear()
         self._aside.clear()
-        self._is_exact = True
+        self._exact_left = self._first_steps
 
     def _put_aside(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take apart all buckets that have one of ``parameters``."""
@@ -155,8 +193,13 @@ class Compression:
     # --- between steps ---------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        self._is_exact = True
+        self._exact_left = max(1, self._exact_left)
         self._state.agreement.forget()  # ranks that do so alone would send what others cannot read
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is kept: an exact step takes all buckets apart."""
+        return not self._aside and not self._buckets
 
     def state(self) -> dict[str, Any]:
         """Return the loss's scale, and a copy of this rank's residuals on the host, by name, flat."""

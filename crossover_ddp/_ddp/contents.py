@@ -19,6 +19,14 @@ class Content(NamedTuple):
     span: Span
 
 
+class Run(NamedTuple):
+    """Elements of a parameter, from ``begin`` on, and where they travel."""
+
+    parameter: Tensor
+    begin: int
+    span: Span
+
+
 def part_of(flat: Tensor, span: Span) -> Tensor:
     """Return the elements of a span, not a copy."""
     return flat[span.start : span.stop]

@@ -139,7 +139,7 @@ class HookState:
         Until the next step model and optimizers are whole on all ranks (the optimizers on rank ``to`` only), whoever
         saves them. What it changes: replicas are averaged, with the optimizers' state of as many numbers as a
         parameter has; the step after it travels without a codec. A resumed job walks with this one from here on, to the
-        last bit.
+        last bit. (K-FAC with a codec: only after ``drain()`` and a step; else its residuals are lost, with a warning.)
 
         Args:
             optimizer: those of the model, one or a sequence. Default: what the state was made with; ``()``: none.

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crossover_ddp._ddp.contents import part_of
+from crossover_ddp._ddp.contents import Content, Run, part_of
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.journeys import Gate
@@ -308,7 +308,7 @@ class Packed:
     of what passes through.
 
     Args:
-        number, buffer: of the bucket; flat.
+        number, buffer, contents: of the bucket; flat.
         layers: those that the bucket completes.
         passes: spans of ``buffer`` that pass through.
         free: by number of a bucket, memory that has travelled for it before.
@@ -318,6 +318,7 @@ class Packed:
 
     number: int
     buffer: Tensor
+    contents: Sequence[Content]
     layers: Sequence[Whole | Rows]
     passes: tuple[Span, ...]
     rank: int
@@ -381,3 +382,20 @@ class Packed:
     def _exact(self) -> torch.autocast:
         # A thread that calls backward(), or forward, may have been told to compute in half precision.
         return torch.autocast(self.flat.device.type, enabled=False)
+
+    def runs(self) -> list[Run]:
+        """List where parameters travel, for a codec; no layer is spread then."""
+        found = []
+        for each in self.layers:
+            assert isinstance(each, Whole)
+            start = each.span.start
+            for treated in each.owned.layer.parameters.values():
+                found.append(Run(treated, 0, Span(start, start + treated.numel())))
+                start += treated.numel()
+        for span, place in self._passing:
+            moved = place.there.start - span.start
+            for parameter, _, own in self.contents:
+                begin, stop = max(own.start, span.start), min(own.stop, span.stop)
+                if begin < stop:
+                    found.append(Run(parameter, begin - own.start, Span(moved + begin, moved + stop)))
+        return found

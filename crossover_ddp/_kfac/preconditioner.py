@@ -196,7 +196,7 @@ class Preconditioner:
     # --- a bucket --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _pack(self, bucket: dist.GradBucket) -> Packed:
+    def pack(self, bucket: dist.GradBucket) -> Packed:
         """Pack what travels in the bucket's place, and send the factors of its layers. Raises what refuses it."""
         # Its own version counter: the user's changes show in the gradients', ours do not.
         buffer = bucket.buffer().data
@@ -218,6 +218,7 @@ class Preconditioner:
         return Packed(
             bucket.index(),
             buffer,
+            contents,
             layers,
             passing,
             rank=self.rank,
@@ -227,9 +228,9 @@ class Preconditioner:
             elsewhere=elsewhere,
         )
 
-    def way(self, grad_bucket: dist.GradBucket, bucket: Bucket, link: Link) -> Coroutine[Any, Any, None]:
-        """Return the journey of what travels in the bucket's place, when all else has been checked."""
-        packed, step = self._pack(grad_bucket), self._step
+    def way(self, packed: Packed, bucket: Bucket, link: Link) -> Coroutine[Any, Any, None]:
+        """Return the journey of what was packed; nothing raises any more."""
+        step = self._step
         assert step is not None
         step.expect()
         if bucket.last:

@@ -210,6 +210,7 @@ CHANGED: dict[str, tuple[str, Way]] = {
     "crossover": ("drain", in_group(CrossoverState, crossover_hook, codec=Int8())),
     "decoupled": ("drain", decoupled(codec=Int8(), defer="auto")),
     "kfac": ("load_state_dict", in_group(KFACState, kfac_hook)),
+    "kfac with a codec": ("load_state_dict", in_group(KFACState, kfac_hook, codec=Int8())),
 }
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from crossover_ddp.codecs import Codec, CompressedState, Half, Int8, SIDCo, Threshold, compressed_hook
 from crossover_ddp.comm_hooks import CrossoverState, crossover_hook
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness.training import Training, Way, decoupled
 from tests.multiprocess.identity_codec import Identity
 
@@ -41,6 +42,8 @@ def way_of(kind: str, **settings: Any) -> Way:
     """Return the way of a state that takes a codec; ``settings``: of the state."""
     if kind == "decoupled":
         return decoupled(**settings)
+    if kind == "kfac":
+        return lambda model, optimizers, mutex: (KFACState(model, optimizers[0], **settings), kfac_hook)
     make, hook = (
         (CrossoverState, crossover_hook) if kind == "crossover" else (CompressedState, compressed_hook)
     )

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
+from crossover_ddp import UnsupportedConfigurationError
 from crossover_ddp.codecs import Int8, SIDCo
 from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.inside import force_native
 from tests.multiprocess.compressed_training import CODECS, Coded
 
 STEPS = 200 if IN_CAMPAIGN else 7  # of which five are deferred, one of them with two micro-batches
@@ -27,7 +29,7 @@ def test_parameters_are_those_of_the_codec_alone_on_all_ranks_by_every_state(
     """What each codec makes of the parameters, by each state; one of them with four ranks."""
     kinds, codecs = ("compressed", "decoupled"), CODECS
     if world_size == 4:
-        kinds, codecs = ("compressed", "crossover", "decoupled"), {"pair": CODECS["pair"]}
+        kinds, codecs = ("compressed", "crossover", "decoupled", "kfac"), {"pair": CODECS["pair"]}
     found = {
         name: [Coded(kind, rank, codec).run(STEPS).digest() for kind in kinds]
         for name, codec in codecs.items()
@@ -37,6 +39,8 @@ def test_parameters_are_those_of_the_codec_alone_on_all_ranks_by_every_state(
         made = [Coded(kind, rank, CODECS["pair"], **settings) for kind, settings in ways]
         found["auto"] = [each.run(TRIAL_STEPS).digest() for each in made]
     for alone, *by_others in found.values():
+        if world_size == 4:
+            assert by_others.pop() != alone, "K-FAC"
         assert set(by_others) == {alone}
     assert len({alone for alone, *_ in found.values()}) == len(found)
     return [*found.values()]
@@ -123,3 +127,11 @@ def test_residuals_follow_the_scale_of_the_loss(rank: int) -> None:
         results.append(torch.cat([p.grad.flatten() for p in training.held]) / scale[0])
     assert float(results[0].abs().max()) > 1e-3
     assert float((results[0] - results[1]).abs().max()) < 1e-6
+
+
+@in_ranks(2)
+@force_native()
+def test_kfac_with_a_codec_is_refused(rank: int) -> None:
+    expected = "expected gradients on the CPU and gloo for a codec with K-FAC"
+    with pytest.raises(UnsupportedConfigurationError, match=expected):
+        Coded("kfac", rank, Int8()).run(4)

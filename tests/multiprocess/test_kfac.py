@@ -17,6 +17,7 @@ from tests.harness import in_ranks, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess import kfac_training
 from tests.multiprocess.compressed_training import digest
+from tests.multiprocess.identity_codec import Identity
 from tests.multiprocess.kfac_oracle import Oracle, Settings, errors_beside
 from tests.multiprocess.kfac_training import LR, OUTPUTS, WIDTH, Training, mlp
 
@@ -102,6 +103,7 @@ class Case:
         ddp: options of DDP.
         worlds: numbers of ranks, if not in the campaign.
         wrap: makes of the DDP model what is called.
+        codec: of gradients and directions.
         rates: of weights and of biases; two optimizers, if they differ.
         is_spread: whether its second layer is.
         dtype: of parameters and inputs.
@@ -117,6 +119,7 @@ class Case:
     ddp: Mapping[str, Any] = field(default_factory=dict)
     worlds: tuple[int, ...] = (2,)
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+    codec: Any = None
     rates: tuple[float, float] = (LR, LR)
     is_spread: bool = False
     dtype: torch.dtype = torch.float32
@@ -141,6 +144,8 @@ CASES: dict[str, Case] = {
     "seldom": Case(Settings(factor_update_steps=2, inv_update_steps=3), worlds=(1, 2)),
     "local": Case(Settings(factors="local"), worlds=(2, 4)),
     "reduce": Case(Settings(weight_sharing="reduce")),
+    # The first two steps travel exact.
+    "identity codec": Case(codec=Identity(), worlds=(2, 3)),
     "rates": Case(rates=(LR, 30 * LR)),
     "uneven": Case(network=Branches, data=uneven, ddp={"find_unused_parameters": True}),
     "wide and spread": dominated(230, 300),
@@ -173,7 +178,7 @@ class Called(Training):
         ddp = {**case.ddp, "bucket_cap_mb": case.cap_mb}
         self.case = case
         optimizers = self.two_optimizers if case.rates != (LR, LR) else None
-        options = asdict(case.settings)
+        options = {**asdict(case.settings), "codec": case.codec}
         super().__init__(rank, network, data=case.data, ddp=ddp, optimizers=optimizers, **options)
         self.called = case.wrap(self.model)
 

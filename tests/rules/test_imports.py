@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 EXCEPTIONS = {
     "_decoupled.state imports _compression",
     "comm_hooks imports _compression",
+    "kfac_hooks imports _compression",
     "pipeline.run imports _engine",
     "studies.run imports cli",
 }

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from crossover_ddp._compression.codec import CodecChoice, Scratch, codecs_of
-from crossover_ddp._compression.coded_link import CodedLink, parts_of
-from crossover_ddp._ddp.contents import Content
+from crossover_ddp._compression.coded_link import CodedLink, DrainedLink, parts_of
+from crossover_ddp._ddp.contents import Run
 from crossover_ddp._ddp.layout import spans_of
+from crossover_ddp._engine.links import LinkAround
 from crossover_ddp.codecs import Codec, Half, Int8, SIDCo
+from tests.multiprocess.identity_codec import Identity
 
 # A large matrix, a bias, and matrices whose last blocks are short.
 NUMELS, DIMENSIONS = [40000, 50, 3000, 20, 7], [2, 1, 2, 1, 2]
@@ -47,6 +49,13 @@ class InOneProcess:
         for other in others:
             incoming[other].copy_(await self._mail[number, other, self.rank])
 
+    async def reduce_scatter(self, flat: torch.Tensor, layout: Sequence[int]) -> torch.Tensor:
+        own = flat.split(list(layout))[self.rank]
+        addends = [torch.empty_like(own) for _ in layout]
+        await self._exchanged(flat.split(list(layout)), addends)
+        addends[self.rank].copy_(own)
+        return own.copy_(torch.stack(addends).mean(0))
+
     async def all_gather(self, flat: torch.Tensor, layout: Sequence[int]) -> None:
         parts = flat.split(list(layout))
         await self._exchanged([parts[self.rank]] * self.size, parts)
@@ -61,7 +70,7 @@ class InOneProcess:
 
 
 class Ranks:
-    """All ranks of one bucket."""
+    """All ranks of one bucket; owners with work double what they have."""
 
     def __init__(
         self,
@@ -78,8 +87,8 @@ class Ranks:
             torch.empty([numel] + [1] * (dims - 1), device="meta")
             for numel, dims in zip(NUMELS, DIMENSIONS, strict=True)
         ]
-        contents = [Content(p, p, span) for p, span in zip(parameters, spans_of(tuple(NUMELS)), strict=True)]
-        self.parts = parts_of(contents, self.layout)
+        runs = [Run(p, 0, span) for p, span in zip(parameters, spans_of(tuple(NUMELS)), strict=True)]
+        self.parts, self.has_work = parts_of(runs, self.layout), bool(options.get("has_work"))
         self.by_collectives = by_collectives
         links, scratch = self._links(), Scratch()
         self.coded = [
@@ -92,14 +101,22 @@ class Ranks:
         size = len(self.layout)
         return [InOneProcess(rank, size, mail, self.by_collectives) for rank in range(size)]
 
-    def step(self, flats: Sequence[torch.Tensor]) -> None:
+    def step(self, flats: Sequence[torch.Tensor], *, drained: bool = False) -> None:
         """Replace each rank's gradient by the mean."""
+        kept = self.kept() if drained else []
 
         async def journey(rank: int, link: Any) -> None:
             coded, flat = self.coded[rank], flats[rank]
-            coded.encode(flat, link)
-            await coded.reduce_scatter(flat, self.layout)
-            await coded.all_gather(flat, self.layout)
+            way: LinkAround = coded
+            if drained:  # ranks' residuals are in the gradients
+                flat.add_(kept[rank])
+                way = DrainedLink(link, coded)
+            else:
+                coded.encode(flat, link)
+            own = await way.reduce_scatter(flat, self.layout)
+            if self.has_work:
+                own.mul_(2)
+            await way.all_gather(flat, self.layout)
 
         async def run() -> None:
             journeys = (journey(rank, link) for rank, link in enumerate(self._links()))
@@ -210,6 +227,22 @@ def test_where_all_gradients_are_zero_nothing_is_sent_if_the_parameter_may_be_un
     assert bool(flats[0][start:stop].any())
     assert torch.equal(after[0], before[0])
     assert not torch.equal(after[1], before[1])
+
+
+@pytest.mark.parametrize("codec", [Int8(), Identity()], ids=repr)
+def test_what_owners_make_of_the_mean_comes_back(codec: Codec) -> None:
+    """Twice the mean, rounded by two codecs; what is missing comes with an exact step."""
+    ranks, missing, steps = Ranks(codec, 3, has_work=True), torch.zeros(sum(NUMELS)), 4
+    exact = torch.tensor(DIMENSIONS).eq(1).repeat_interleave(torch.tensor(NUMELS))
+    for step in range(steps):
+        flats = gradients(3, step)
+        wanted = 2 * torch.stack(flats).mean(0)
+        ranks.step(flats, drained=step == steps - 1)
+        assert all(torch.equal(flat, flats[0]) for flat in flats)
+        assert torch.allclose(flats[0][exact], wanted[exact], atol=1e-6)
+        missing += wanted - flats[0]
+        is_rounded = codec != Identity() and step < steps - 1
+        assert bool(missing.abs().max() > 1e-3) == is_rounded
 
 
 def test_what_is_no_codec_is_refused() -> None:

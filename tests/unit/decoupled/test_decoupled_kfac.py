@@ -44,7 +44,11 @@ REFUSED: dict[str, tuple[Callable[[Training, GPUMutex], Any], Any]] = {
     ),
     "twice": (
         twice,
-        refuses("a new KFACState for each DecoupledState, got one that is part"),
+        refuses("a new KFACState without a codec for each DecoupledState, got one that is part"),
+    ),
+    "its own codec": (
+        lambda made, _: DecoupledState(made.optimizer, kfac=Training(codec=Int8()).kfac),
+        refuses("a new KFACState without a codec for each DecoupledState, got one with a codec"),
     ),
     "no K-FAC": (
         lambda made, _: DecoupledState(made.optimizer, kfac=made.optimizer),  # type: ignore[arg-type]
