@@ -232,6 +232,12 @@ class HookState:
                 f"{type(self).__name__} returned"
             )
 
+    def close(self) -> None:
+        """End what the state holds outside of the model's memory: nothing; later steps go on as before.
+
+        Not collective; may be called twice, as that of every state.
+        """
+
     def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
         """Make whole what ranks keep apart, for rank ``to`` or for all, see [Note: checkpoints]. **Collective**.
 

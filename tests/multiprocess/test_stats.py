@@ -99,6 +99,20 @@ def test_every_state_tells_the_same_keys_and_the_bytes_that_were_sent(rank: int,
     assert (stats["not_deferred_because"] is None) == (way in ("decoupled", "owned"))
 
 
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("way", WITH_STATE)
+def test_every_state_has_the_same_methods_and_may_be_closed_twice(way: str) -> None:
+    training = Training(way).run(2)
+    saved = training.save()
+    training.close()
+    training.state.close()
+    if way not in ("muon", "owned"):  # whose later exchanges fail
+        training.run(1)
+    assert training.state.stats().keys() >= TYPES.keys()
+    resumed = Training(way).load(saved).run(1)
+    resumed.close()
+
+
 @pytest.mark.parametrize(
     ("way", "pause_s"),
     [("split", 0.1), ("crossover", 0.1), ("int8", 0.1), ("decoupled", 0.3), ("decoupled", 0.0)],
