@@ -4,7 +4,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
+    from crossover_ddp.averaging_hooks import (
+        AveragingPlan,
+        ElasticState,
+        LocalSGDState,
+        elastic_hook,
+        local_sgd_hook,
+    )
     from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, Threshold, compressed_hook
     from crossover_ddp.comm_hooks import (
         CrossoverState,
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "AveragingPlan",
     "CompressedState",
     "CrossoverError",
     "CrossoverState",

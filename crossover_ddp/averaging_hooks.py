@@ -15,7 +15,10 @@ import contextlib
 import functools
 import hashlib
 import logging
+import statistics
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -25,7 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._averaging.centre import ElasticRound, moving_rate_for
-from crossover_ddp._averaging.elastic import OwnPaceElastic, WildElastic
+from crossover_ddp._averaging.elastic import OwnPaceElastic, TogetherElastic, WildElastic
 from crossover_ddp._averaging.late import LateMeans, OuterOptimizer, Schedule
 from crossover_ddp._averaging.replica import FlatBlock, Replica, blocks_of
 from crossover_ddp._ddp.checks import (
@@ -45,17 +48,20 @@ from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.states import Agreement, HookState, compare
 from crossover_ddp._owners.kept import tensors_in
 from crossover_ddp._system import environment
+from crossover_ddp._tuning.link_probe import recorded_by_all
+from crossover_ddp._tuning.model import AveragingPlan, plan_averaging
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .gpu_mutex import GPUMutex
 
-__all__ = ["ElasticState", "LocalSGDState", "elastic_hook", "local_sgd_hook"]
+__all__ = ["AveragingPlan", "ElasticState", "LocalSGDState", "elastic_hook", "local_sgd_hook"]
 
 logger = logging.getLogger(__name__)
 
 _WITHOUT_DATA: Final = "a rank without data has no forward in which it could average"
 _OWN: Final = "crossover_ddp."
 _KFAC: Final = "crossover_ddp._kfac"
+_STEPS_KEPT: Final = 20
 
 
 class AveragingState(HookState):
@@ -78,6 +84,8 @@ class AveragingState(HookState):
         self._mean_of: int | None = None
         self._is_told = self._began = self._is_closed = False
         self._failure: Exception | None = None
+        self._begin_s: float | None = None  # of a step's compute
+        self._computed_s: deque[float] = deque(maxlen=_STEPS_KEPT)
 
     def average(self) -> None:
         """Replace every rank's parameters and floating-point buffers by their mean over the ranks.
@@ -125,6 +133,31 @@ class AveragingState(HookState):
             self._mean_of = former
             with torch.no_grad():
                 self._replica.write(own)
+
+    def plan(self) -> AveragingPlan:
+        """Choose ``sync_every``, ``delay`` and ``fragments`` for this model on this link.
+
+        From the steps so far and a few probes of the link, five megabytes in all: the shortest interval for which no
+        step waits. What longer ones cost in convergence is not in it.
+
+        Returns:
+            Rank 0's plan, the same on all ranks.
+
+        On failure: ``UnsupportedConfigurationError`` on a GPU, where the host's clock does not tell when kernels run,
+        with one rank, and before two steps were made. ``ValueError`` if 4096 steps are too short for one exchange.
+
+        **Collective**: all ranks, between two steps, with nothing else on the wire.
+        """
+        blocks, group = self._replica.blocks, resolve_group(self.process_group)
+        if group.size() == 1 or any(block.device.type != "cpu" for block in blocks):
+            raise UnsupportedConfigurationError(
+                "expected several ranks with a model on the CPU to plan for, got one rank, or a device whose kernels "
+                "the host's clock does not see; measure C and M with `crossover-ddp advise`"
+            )
+        own_s = statistics.median(self._computed_s) if self._computed_s else None
+        known_s, link = recorded_by_all(group, own_s, "train some steps first")
+        size_bytes = sum(block.numel * block.dtype.itemsize for block in blocks)
+        return plan_averaging(max(known_s), size_bytes, link)
 
     def stats(self) -> dict[str, Any]:
         """Return what all states tell, and counters of this rank: exchanges, their bytes, "waited_s". Not collective.
@@ -217,6 +250,9 @@ class AveragingState(HookState):
             future = exchange.carry(bucket, split, turn=self.mutex, state=self).future
         if bucket.is_last():
             self._steps += 1
+            if self._begin_s is not None:
+                self._computed_s.append(time.monotonic() - self._begin_s)
+            self._begin_s = None
         return future
 
     def _adopt(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> None:
@@ -255,6 +291,8 @@ class AveragingState(HookState):
     def _before_forward(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not self._is_closed:
             self._catch_up()
+            if self._begin_s is None:
+                self._begin_s = time.monotonic()
 
     def _catch_up(self) -> None:
         """Do what is due after the steps so far; raise what has failed before."""
@@ -411,8 +449,9 @@ class ElasticState(AveragingState):
     """State of `elastic_hook`: each rank trains on its own gradients, tied to a common centre as if by a spring.
 
     Every ``sync_every`` steps a rank is pulled towards the centre by δ = α(x - c), and the centre towards the rank by
-    the same δ. The training loop stays as it is. The modes differ in where the centre is:
+    the same δ. The training loop stays as it is. The modes differ in where the centre is, and in who waits for whom:
 
+    * ``"sync"``: EASGD. All ranks pull in the same step, and wait for each other.
     * ``"async"``: EASGD, where nobody waits. A thread of each rank goes through rounds with those of the others, over
       what each rank has offered last; the pull is applied between two steps when it has come. A rank that is three
       times slower delays nobody, and its pulls are not lost.
@@ -428,15 +467,16 @@ class ElasticState(AveragingState):
         moving_rate: α. Default: 0.9 / ranks, as EASGD's authors have it. Greater ones swing; from 2 / (ranks + 1) on
             they are refused.
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
+        mutex: with mode="sync": give the turn to a sibling while parameters travel.
 
     On failure: ``ValueError`` for arguments; ``UnsupportedConfigurationError`` from the first ``backward()`` for models
     that would wait in every step (see `LocalSGDState`). ``ExchangeError`` before a step when a peer has died or has
     been silent for the group's timeout: until then the others train on, and nobody trains alone for longer. A rank
-    whose parameters are not finite offers nothing, with a warning.
+    whose parameters are not finite offers nothing, with a warning; in "sync" all ranks raise.
 
-    **Collective**: every rank registers the hook, with the same arguments. Ranks may make different numbers of steps
-    between two calls of `average`; the last steps must end with one. It gives the mean of the ranks, which is what to
-    evaluate; the centre is in `state_dict`.
+    **Collective**: every rank registers the hook, with the same arguments. In "async" and "wild" ranks may make
+    different numbers of steps between two calls of `average`; the last steps must end with one. It gives the mean of
+    the ranks, which is what to evaluate; the centre is in `state_dict`.
 
     Example::
 
@@ -447,24 +487,28 @@ class ElasticState(AveragingState):
     def __init__(
         self,
         sync_every: int,
-        mode: Literal["async", "wild"] = "async",
+        mode: Literal["sync", "async", "wild"] = "async",
         moving_rate: float | None = None,
         process_group: dist.ProcessGroup | None = None,
+        *,
+        mutex: GPUMutex | None = None,
     ) -> None:
-        rules = {rule.mode: rule for rule in (OwnPaceElastic, WildElastic)}
+        rules = {rule.mode: rule for rule in (TogetherElastic, OwnPaceElastic, WildElastic)}
         if mode not in rules:
-            raise ValueError(
-                f"expected mode='async' or 'wild', got mode={mode!r}; for replicas that wait for each other take "
-                "LocalSGDState"
-            )
+            raise ValueError(f"expected mode='sync', 'async' or 'wild', got mode={mode!r}; see ElasticState")
         Schedule(sync_every)  # says what is wrong with it
         moving_rate_for(resolve_group(process_group).size(), moving_rate)
+        if mutex is not None and mode != "sync":
+            raise ValueError(
+                f"expected mode='sync' with a mutex, got mode={mode!r}: no step waits for an exchange then, so there "
+                "is no time to give away; leave mutex out, or pass mode='sync'"
+            )
         self.mode = mode
         self._rule = rules[mode](sync_every, moving_rate)
-        super().__init__(self._rule, process_group, None)
+        super().__init__(self._rule, process_group, mutex)
 
     def rounds(self) -> list[ElasticRound]:
-        """Return the rounds of mode "async" (and of the hosts in "wild") as this rank saw them, for a replay.
+        """Return the rounds (in mode "wild" those of the hosts) as this rank saw them, for a replay.
 
         ``offered`` has for each rank the number of steps after which it offered what went into the round, or None;
         ``collected`` the number after which this rank applied its pull. Not collective.

@@ -82,7 +82,9 @@ def add_averaging_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--delay", type=int, default=0, help="steps that an exchange may take (default 0)")
     group.add_argument("--fragments", type=int, default=1, help="slices that leave one by one (default 1)")
     group.add_argument("--local-after", type=int, default=0, help="steps as by DDP before (default 0)")
-    group.add_argument("--elastic-mode", choices=("async", "wild"), default="async", help="(default async)")
+    group.add_argument(
+        "--elastic-mode", choices=("sync", "async", "wild"), default="async", help="(default async)"
+    )
 
 
 def add_kfac_arguments(group: argparse._ArgumentGroup) -> None:

@@ -114,25 +114,31 @@ class ElasticRound(NamedTuple):
 
 
 class Rounds:
-    """See [Note: rounds]. All methods are called on the training thread and none waits, but `held` and `close`.
+    """See [Note: rounds]. All methods are called on the training thread and none waits, but `held`, `close` and `go`.
 
     They have an `Exchange` of their own: their thread begins journeys at moments that differ from rank to rank, and
     links must be drawn in one order. If it fails, the group's connections are closed all the same.
 
     ``group`` exchanges host memory by messages. ``start`` is what the centre of each block begins with, the same on all
     ranks, which keep their parts of it; with none nothing but tables travels. ``meter`` counts what travels.
+    ``together``: all ranks offer after the same steps, and their training goes through the round; any group does.
 
     On failure: the thread ends, and every later call raises what ended it. **Collective**.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, start: Sequence[torch.Tensor], rate: float, meter: Meter
+        self,
+        group: dist.ProcessGroup,
+        start: Sequence[torch.Tensor],
+        rate: float,
+        meter: Meter,
+        together: bool = False,
     ) -> None:
         # What is registered first comes last: after the exchange's own end.
         self._forget = [on_destruction(group, self._join)]
         self._exchange = Exchange(group)
         self._forget.append(on_destruction(group, self._tell))
-        self._rate, self._meter = rate, meter
+        self._rate, self._meter, self._together = rate, meter, together
         self._layouts = [self._exchange.equal_layout(vector) for vector in start]
         self._own = [
             parts(vector, layout)[self._exchange.rank].clone()
@@ -152,7 +158,8 @@ class Rounds:
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="crossover-rounds", daemon=True)
-        self._thread.start()
+        if not self._together:
+            self._thread.start()
 
     # --- the training thread ---------------------------------------------------------------------------------
 
@@ -224,7 +231,7 @@ class Rounds:
         with self._changed:
             self._wants_hold = True
             self._changed.notify_all()
-        self._thread.join()
+        self._join(None)
 
     def close(self) -> None:
         """End the thread when all ranks close, see [Note: holding]. Raises nothing."""
@@ -242,17 +249,17 @@ class Rounds:
             )
             self._changed.notify_all()
 
-    def _join(self) -> None:
-        if self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_TIMEOUT_S)
+    def _join(self, timeout_s: float | None = _JOIN_TIMEOUT_S) -> None:
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
 
-    # --- the thread of the rounds ----------------------------------------------------------------------------
+    # --- the thread of the rounds, or training, which waits --------------------------------------------------
 
     def _run(self) -> None:
         torch.get_num_threads()  # see `_system.worker`
         try:
             with torch.no_grad():
-                while self._await_next() and not self._go_round():
+                while self._await_next() and not self.go():
                     pass
         except Exception as error:  # whatever it is, the training thread raises it
             with self._changed:
@@ -268,14 +275,17 @@ class Rounds:
             )
             return self._failure is None
 
-    def _go_round(self) -> bool:
+    def go(self) -> bool:
         """Go through a round; tell whether all ranks hold after it."""
         with self._changed:
             steps, holds = self._offer, self._wants_hold
             if steps is not None:
                 self._is_taken, self._offer = True, None
         own = [-1.0 if steps is None else float(steps), float(holds), self._interval_s]
-        table = self._exchange.gather_numbers(own, torch.device("cpu"))
+        if self._together:
+            table = [own] * self._exchange.size
+        else:
+            table = self._exchange.gather_numbers(own, torch.device("cpu"))
         offered = tuple([None if numbers[0] < 0 else int(numbers[0]) for numbers in table])
         pulls = [each is not None for each in offered]
         if any(pulls):
@@ -284,7 +294,7 @@ class Rounds:
                 values = vector if steps is not None else vector[:0]
                 way = functools.partial(pull, values, layout, centre=part, rate=self._rate, pulls=pulls)
                 trip = self._exchange.begin(way, part.device, "parameters", meter=self._meter)
-                trip.waits = None  # training does not wait
+                trip.waits = self._meter if self._together else None  # else training does not wait
                 trip.wait()
             with self._changed:
                 self.log.append(ElasticRound(self._number, offered))

@@ -1,9 +1,9 @@
-"""The rules of ``ElasticState``: ranks pull at their own pace, or wild."""
+"""The rules of ``ElasticState``: ranks pull at their own pace, together, or wild."""
 
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,14 @@ from .shared_centre import pull_shared, share
 
 logger = logging.getLogger(__name__)
 
-_HOST_MEMORY: Final = torch.device("cpu")
-
 
 class OwnPaceElastic(Replica):
     """Asynchronous EASGD without a server, see [Note: rounds] in ``centre.py``."""
 
     mode = "async"
     steps_together = False
+    memory: torch.device | None = torch.device("cpu")
+    """Where the centre lies, and what is offered; None: where the parameters do."""
     log: Sequence[ElasticRound] = ()
     _rounds: Rounds
 
@@ -40,7 +40,7 @@ class OwnPaceElastic(Replica):
     def begin(self) -> None:
         group = self._host_group()
         rate = moving_rate_for(group.size(), self._given_rate)
-        self._rounds = Rounds(group, self._start(group), rate, self.meter)
+        self._rounds = Rounds(group, self._start(group), rate, self.meter, self.steps_together)
         self.log = self._rounds.log
 
     def _start(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ class OwnPaceElastic(Replica):
         """
         own = []
         for block in self.blocks:
-            values = block.copy(dtype=wide(block.dtype), device=_HOST_MEMORY)
+            values = block.copy(dtype=wide(block.dtype), device=self.memory)
             if self._loaded is not None:
                 values.copy_(block.unnamed(self._loaded["centre"], values.dtype))
             own.append(values)
@@ -132,6 +132,31 @@ class OwnPaceElastic(Replica):
         if self._made is not None:
             with contextlib.suppress(ValueError):  # all groups were destroyed before
                 dist.destroy_process_group(self._made)
+
+
+class TogetherElastic(OwnPaceElastic):
+    """Synchronous EASGD: all ranks pull after the same steps, and wait for each other."""
+
+    mode = "sync"
+    steps_together = True
+    memory = None
+
+    def _host_group(self) -> dist.ProcessGroup:
+        return self.group
+
+    def act(self) -> None:
+        if self.acted % self._every == 0:
+            super().act()
+            self.wait(self._rounds.go)
+            self._counts["pulls"] += self._rounds.collect(self.acted, self._apply)
+
+    def _is_fit(self, values: Sequence[torch.Tensor]) -> bool:
+        return True  # all ranks refuse what comes of it
+
+    def _apply(self, pulls: Sequence[torch.Tensor]) -> None:
+        for block, values in zip(self.blocks, pulls, strict=True):
+            self.check_finite(values, block.pieces(block.whole))
+        super()._apply(pulls)
 
 
 class WildElastic(OwnPaceElastic):

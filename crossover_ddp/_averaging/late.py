@@ -222,7 +222,7 @@ class LateMeans(Replica):
         """Apply what has come back; nothing of what was applied early, by `at_rest`."""
         for fragment in fragments:
             for block, span, values, sent, trip in self._flights.get(fragment, ()):
-                self.wait(trip)
+                self.wait(trip.wait)
                 if sent is None:
                     self.check_finite(values, block.pieces(span))
                     block.unpack(span, values)
@@ -240,7 +240,7 @@ class LateMeans(Replica):
 
     def kept(self) -> dict[str, Any]:
         for flight in [flight for flights in self._flights.values() for flight in flights]:
-            self.wait(flight.trip)  # the owner's step of a fragment in flight may be under way
+            self.wait(flight.trip.wait)  # the owner's step of a fragment in flight may be under way
         if not self._outers:
             return {}
         names = sorted(self._outers[0][0].state()[0])

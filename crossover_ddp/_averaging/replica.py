@@ -244,12 +244,12 @@ class Replica:
             late_mean, values.device, "parameters", deferred=sent is not None, meter=self.meter
         )
 
-    def wait(self, trip: Trip) -> None:
-        """Wait for an exchange; a sibling may compute meanwhile."""
+    def wait(self, wait: Callable[[], object]) -> None:
+        """Call ``wait``, which waits for an exchange; a sibling may compute meanwhile."""
         if (turn := self._turn) is not None:
             turn.release()
         try:
-            trip.wait()
+            wait()
         finally:
             if turn is not None:
                 turn.request()

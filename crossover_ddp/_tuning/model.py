@@ -1,4 +1,4 @@
-"""What a schedule of buckets will take, and which codec suits it.
+"""What a schedule of buckets will take, which codec suits it, and how often to average parameters instead.
 
 Pure: no tensors, no processes, no clock.
 
@@ -7,12 +7,16 @@ is never idle while something is ready: reduce-scatters first, then the gather t
 begun is not interrupted. Source: the α–β model is common; the schedule is our design after DeAR (arXiv 2302.12445).
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 _ITERATIONS: Final = 8
 _INDIFFERENCE: Final = 0.02  # a stronger codec also costs convergence
+_FULL: Final = 0.9
+"""Greatest part of the compute time that a plan of averaging lets the wire take."""
+_LONGEST_INTERVAL: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,43 @@ class _Wire:
             self._done_s[place] = self._free_s
         else:
             self._tasks.append((True, self._free_s, place, bucket))
+
+
+@dataclass(frozen=True)
+class AveragingPlan:
+    """Arguments of ``LocalSGDState`` that suit a model on a link, and the predicted seconds of a step with them.
+
+    ``compute_s``: C, seconds that a step computes. ``wire_s``: M, seconds that one exchange of all parameters takes.
+    """
+
+    sync_every: int
+    delay: int
+    fragments: int
+    step_s: float
+    compute_s: float
+    wire_s: float
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments for ``LocalSGDState``."""
+        return {"sync_every": self.sync_every, "delay": self.delay, "fragments": self.fragments}
+
+
+def plan_averaging(compute_s: float, size_bytes: float, link: Link) -> AveragingPlan:
+    """Choose the shortest interval for which the wire keeps up, and the shortest delay that no step waits for.
+
+    A fragment leaves in every step if the link's start-up time allows that, else all parameters at once. Our design.
+    """
+    room_s, wire_s = _FULL * compute_s, 2 * link.half_s(size_bytes)
+    for sync_every in range(2, _LONGEST_INTERVAL + 1):
+        for fragments in (sync_every, 1):
+            one_s = 2 * link.half_s(size_bytes / fragments)
+            delay = max(1, math.ceil(one_s / room_s))
+            if fragments * one_s <= sync_every * room_s and delay < sync_every:
+                return AveragingPlan(sync_every, delay, fragments, compute_s, compute_s, wire_s)
+    raise ValueError(
+        f"expected an exchange within {_LONGEST_INTERVAL} steps, got {wire_s:.3g} s for it and {compute_s:.3g} s a "
+        "step; use larger batches or another link"
+    )
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ OUTER = {
 # Replicas that differ between two averages, so that no other row walks with them.
 REPLICAS = {
     "local_sgd": Row(alone(LocalSGDState, local_sgd_hook, sync_every=2)),
-    # No pull comes back within the test: when one does depends on the machine.
-    "elastic": Row(alone(ElasticState, elastic_hook, sync_every=STEPS), takes_turns=False),
+    "elastic": Row(alone(ElasticState, elastic_hook, sync_every=2, mode="sync", moving_rate=0.2)),
     **{
         name: Row(
             alone(LocalSGDState, local_sgd_hook, sync_every=2, delay=1, fragments=2, outer_optimizer=outer),

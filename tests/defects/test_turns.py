@@ -26,7 +26,7 @@ from crossover_ddp import (
     reduce_scatter_all_gather_hook,
 )
 from crossover_ddp._turns import joining
-from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
+from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
 from crossover_ddp.errors import TurnError, UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
@@ -130,6 +130,7 @@ STATES: dict[str, tuple[Callable[..., Any], Any]] = {
     "kfac": (lambda model, **given: KFACState(model, sgd(model), **given), kfac_hook),
     "muon": (lambda model, **given: MuonState(torch.optim.Muon(model.parameters()), **given), muon_hook),
     "local_sgd": (lambda _, **given: LocalSGDState(2, **given), local_sgd_hook),
+    "elastic": (lambda _, **given: ElasticState(2, mode="sync", **given), elastic_hook),
 }
 
 

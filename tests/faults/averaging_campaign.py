@@ -11,8 +11,9 @@ last checkpoint and have one fault each. What is asked of every life:
   error.) Ranks at their own pace finish their steps beside a stopped one first.
 * inf on one rank: every rank raises, and none of the others has taken it over.
 * nap (a short stop), restart: the life ends well, and its checkpoint is that of the same life without ranks.
-* Every step of every rank has the bits that copies in one process have, which know of no fault (for "async" at the end
-  of lives that end well, replayed from the rounds' log; "wild" has no order, so there only the mean is compared).
+* Every step of every rank has the bits that copies in one process have, which know of no fault (for "sync" and
+  "async" at the end of lives that end well, replayed from the rounds' log; "wild" has no order, so there only the mean
+  is compared).
 
 Nothing may hang: what has not ended after its bound is a violation, with the stacks of its threads.
 """
@@ -237,9 +238,9 @@ class Story:
         means = {told["averaged"] for rank in ranks if (told := said(rank, "averaged")) is not None}
         if len(means) > 1:
             yield "ranks differ after average()"
-        if self.kind not in OWN_PACE:
+        if self.kind in LOCAL:
             yield from self._wrong_steps(plan, ranks, means)
-        elif self.kind == "async" and all(said(rank, "ended") for rank in ranks):
+        elif self.kind != "wild" and all(said(rank, "ended") for rank in ranks):
             yield from self._wrong_replay(ranks)
 
     def _wrong_steps(self, plan: LifePlan, ranks: Sequence[Rank], means: set[str]) -> Iterator[str]:

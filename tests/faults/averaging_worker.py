@@ -23,7 +23,7 @@ LOCAL: dict[str, dict[str, int]] = {
     "streamed": {"sync_every": 4, "delay": 1, "fragments": 4},
     "diloco": {"sync_every": 4, "delay": 2, "fragments": 2},
 }
-ELASTIC = ("async", "wild")
+ELASTIC = ("sync", "async", "wild")
 START_S = 60.0
 REBUILD = "RuntimeError in DDP"
 """Torch's own error, of collectives that no hook has made."""

@@ -21,6 +21,7 @@ LIMIT_S = 45.0  # of a busy machine
 STATES: dict[str, Any] = {
     "blocking": lambda group: LocalSGDState(2, process_group=group),
     "delayed": lambda group: LocalSGDState(3, 2, process_group=group),
+    "sync": lambda group: ElasticState(2, "sync", process_group=group),
     "async": lambda group: ElasticState(2, "async", process_group=group),
     "wild": lambda group: ElasticState(2, "wild", process_group=group),
 }
@@ -88,7 +89,7 @@ def test_the_loss_of_a_peer_is_an_error_in_bounded_time(loss: tuple[str, str]) -
 
 
 @pytest.mark.defect("codecs-S1")
-@pytest.mark.parametrize("kind", ["blocking", "delayed"])
+@pytest.mark.parametrize("kind", ["blocking", "delayed", "sync"])
 @in_ranks(2)
 def test_infinities_on_one_rank_are_an_error_on_all_and_spread_to_none(rank: int, kind: str) -> None:
     trainer = patient(rank, kind).run(4)

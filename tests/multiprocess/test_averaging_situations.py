@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState
+from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import in_ranks, run_ranks
 from tests.multiprocess.averaging_oracle import NESTEROV, Trainer
 
@@ -145,6 +146,22 @@ def test_bytes_on_the_wire_and_in_memory(rank: int) -> None:
         copies = 1 if delay == 0 else 2
         assert found["peak_bytes"] <= 1.05 * copies * whole / fragments
         assert found["outer_bytes"] <= (1.05 * 2 * whole / 2 if outer else 0)
+
+
+@pytest.mark.defect("codecs-S13")
+@in_ranks(2)
+def test_all_ranks_plan_the_same_intervals_also_without_local_steps(rank: int) -> list[Any]:
+    plans = []
+    for state in (LocalSGDState(8, 1, 8), LocalSGDState(1)):
+        trainer = Trainer(rank, state).run(1)
+        with pytest.raises(UnsupportedConfigurationError, match="expected recorded steps on all ranks"):
+            state.plan()
+        trainer.run(11)
+        plans.append(state.plan())
+        assert plans[-1].sync_every > plans[-1].delay > 0 and plans[-1].compute_s > 0
+        LocalSGDState(**plans[-1].arguments()).close()
+        trainer.run(1).close()
+    return plans
 
 
 @in_ranks(3)

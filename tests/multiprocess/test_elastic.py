@@ -1,4 +1,4 @@
-"""Elastic averaging in real ranks: at their own pace against copies in one process, and wild."""
+"""Elastic averaging in real ranks: at their own pace and together against copies in one process, and wild."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from crossover_ddp._averaging.centre import ElasticRound
 from crossover_ddp.averaging_hooks import ElasticState, elastic_hook
+from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import in_ranks, inside, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.training import Training
@@ -64,6 +66,34 @@ def test_rounds_can_be_replayed_from_their_log(world_size: int, optimizer: str) 
     expected = Replay(optimizer, logs, 0.9 / world_size, skips).run(OWN_STEPS[:world_size])
     for (values, _), replayed in zip(found, expected, strict=True):
         assert torch.equal(values, replayed)
+
+
+# --- together -------------------------------------------------------------------------------------------------------
+
+STEPS = 11
+
+
+def train_together(rank: int, world_size: int, optimizer: str) -> tuple[torch.Tensor, list[Any]]:
+    trainer, scaler = trainer_of(rank, optimizer, "sync"), new_scaler()
+    for _ in range(STEPS):
+        trainer.scaled_step(scaler) if world_size == 2 else trainer.step()
+    return trainer.end(), trainer.state.rounds()
+
+
+@pytest.mark.usefixtures("single_thread")
+@pytest.mark.parametrize(("world_size", "optimizer"), PACES)
+def test_ranks_that_pull_together_walk_the_path_of_copies(world_size: int, optimizer: str) -> None:
+    due = range(EVERY, STEPS, EVERY)
+    rounds = [ElasticRound(number, (each,) * world_size, each) for number, each in enumerate(due)]
+    skips = OVERFLOWS if world_size == 2 else ()
+    expected = Replay(optimizer, [rounds] * world_size, 0.9 / world_size, skips).run([STEPS] * world_size)
+    found = run_ranks(train_together, world_size, args=(optimizer,))
+    for (values, log), there in zip(found, expected, strict=True):
+        assert torch.equal(values, there)
+        assert log == rounds
+
+
+# --- at the end -----------------------------------------------------------------------------------------------------
 
 
 def average_at_the_end(
@@ -131,7 +161,7 @@ def meet(rank: int, world_size: int, mode: Any, hosts: int, device: str = "cpu")
     with torch.no_grad():
         for parameter in training.held:
             parameter.add_(float(rank))
-    pulls = mode == "async" or (hosts > 1 and rank % (world_size // hosts) == 0)
+    pulls = mode != "wild" or (hosts > 1 and rank % (world_size // hosts) == 0)
     near = 0.35 * (world_size - 1)
     for _ in range(20):  # a busy machine takes more than one turn of this
         for _ in range(60):
@@ -144,6 +174,9 @@ def meet(rank: int, world_size: int, mode: Any, hosts: int, device: str = "cpu")
         spread = float((everyone[0] - everyone[-1]).abs().max())
         if all(have_pulled) and spread < near:
             break
+    if device == "cuda":
+        with pytest.raises(UnsupportedConfigurationError, match="kernels the host's clock does not see"):
+            training.state.plan()
     training.close()
     assert spread < near, "ranks that began apart have not come closer"
     assert (stats["pulls"] > 0) == pulls
@@ -160,5 +193,6 @@ def test_ranks_of_a_host_meet_in_memory_and_hosts_in_rounds(rank: int, world_siz
 
 @pytest.mark.fake_cuda
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_ranks_meet_on_a_device(backend: str) -> None:
-    run_ranks(meet, 2, args=("async", 1, "cuda"), backend=backend)
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_ranks_meet_on_a_device(mode: str, backend: str) -> None:
+    run_ranks(meet, 2, args=(mode, 1, "cuda"), backend=backend)

@@ -1,4 +1,4 @@
-"""When fragments leave and come back."""
+"""When fragments leave and come back, and which intervals suit a link."""
 
 from itertools import pairwise
 
@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossover_ddp._averaging.late import Schedule, fragment_span
+from crossover_ddp._tuning.model import AveragingPlan, Link, plan_averaging
 
 
 @st.composite
@@ -76,3 +77,27 @@ def test_every_step_and_warm_up_are_not_local() -> None:
 def test_what_cannot_work_is_refused(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Schedule(*arguments)
+
+
+@given(st.floats(1e-3, 10), st.floats(1e3, 1e9), st.floats(0, 1e-2), st.floats(1e-11, 1e-7))
+def test_a_plan_keeps_the_wire_below_the_compute_time(
+    compute_s: float, size_bytes: float, alpha_s: float, beta_s: float
+) -> None:
+    link = Link(alpha_s, beta_s)
+    if 2 * link.half_s(size_bytes) > 1000 * compute_s:
+        return
+    plan = plan_averaging(compute_s, size_bytes, link)
+    one_s = 2 * link.half_s(size_bytes / plan.fragments)
+    assert plan.fragments * one_s <= plan.sync_every * compute_s, "the wire cannot keep up"
+    assert one_s <= plan.delay * compute_s, "a step would wait"
+    Schedule(**plan.arguments())
+
+
+def test_a_plan_takes_the_shortest_interval_if_there_is_one() -> None:
+    plan = plan_averaging(1.0, 3e6, Link(0.0, 0.5e-6))
+    assert plan == AveragingPlan(4, 1, 4, 1.0, 1.0, 3.0)
+    assert plan_averaging(1.0, 0.5e6, Link(0.0, 0.5e-6)).sync_every == 2
+    # A start-up time as long as a step: everything at once.
+    assert plan_averaging(1.0, 1e6, Link(1.0, 0.5e-6)).fragments == 1
+    with pytest.raises(ValueError, match="within 4096 steps"):
+        plan_averaging(1e-3, 1e9, Link(0.0, 1e-6))
