@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._compression.codec import Codec, CodecChoice, Half, Int8
+from crossover_ddp._compression.codec import Codec, CodecChoice, Half, Int8, PerPair
 from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._compression.planning import CodecPlan
 from crossover_ddp._compression.sparse import SIDCo, Threshold
@@ -23,7 +23,17 @@ from crossover_ddp._engine.exchange import answered
 
 from .gpu_mutex import GPUMutex
 
-__all__ = ["Codec", "CodecPlan", "CompressedState", "Half", "Int8", "SIDCo", "Threshold", "compressed_hook"]
+__all__ = [
+    "Codec",
+    "CodecPlan",
+    "CompressedState",
+    "Half",
+    "Int8",
+    "PerPair",
+    "SIDCo",
+    "Threshold",
+    "compressed_hook",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +45,9 @@ class CompressedState(CodedState):
     The first step, while DDP arranges its buckets, travels exact.
 
     Args:
-        codec: for both halves, such as ``Int8()``; a pair encodes to owners with the first and to all with the
-            second; None: no compression, the mean of `reduce_scatter_all_gather_hook` to the last bit. An object of
-            your own is a `Codec`.
+        codec: for both halves, such as ``Int8()``; a pair encodes to owners with the first, which may be a `PerPair`,
+            and to all with the second; None: no compression, the mean of `reduce_scatter_all_gather_hook` to the last
+            bit. An object of your own is a `Codec`.
         loss_scale: what the loss is multiplied by before ``backward()``, such as ``scaler.get_scale``: residuals follow
             when it changes. Default 1.
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
@@ -46,8 +56,9 @@ class CompressedState(CodedState):
             difference raises ``ReplicasDifferError`` from ``backward()``.
 
     On failure: ``TypeError`` for what is no codec. ``UnsupportedConfigurationError`` from the first ``backward()`` for
-    gradients of float64. ``ExchangeError`` from ``backward()`` when a peer dies. A gradient with Inf or NaN makes its
-    owner's part of the bucket NaN on all ranks, for GradScaler to find; residuals stay finite.
+    gradients of float64, and for a `PerPair` of another number of ranks. ``ExchangeError`` from ``backward()`` when a
+    peer dies. A gradient with Inf or NaN makes its owner's part of the bucket NaN on all ranks, for GradScaler to find;
+    residuals stay finite.
 
     **Collective**: all ranks make the state with the same arguments and register the hook; all call `drain` before the
     same step. ``CROSSOVER_DISABLE=1``, set before, makes the hook a plain all-reduce.

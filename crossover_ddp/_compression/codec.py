@@ -1,6 +1,6 @@
 """What a codec is: it writes values into a message of a fixed size, and keeps what the message does not hold.
 
-Below: codecs that send all elements, in 16 or 8 bits, and what users may pass.
+Below: codecs that send all elements, in 32, 16 or 8 bits, and what users may pass.
 
 [Note: error feedback] ``encode`` is given gradient plus residual, and leaves in the residual what the message does not
 hold, so that nothing is lost but only late: values = decoded + residual. What a message decodes to is defined in
@@ -8,9 +8,9 @@ float32, so all ranks that decode the same bytes have the same numbers.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 
@@ -135,6 +135,16 @@ class Half:
             piece.copy_(sent).add_(0.0)  # -0 becomes 0, as in `add_decoded`
 
 
+@dataclass(frozen=True)
+class Whole(Half):
+    """Send each element as it is, between ranks that need no codec."""
+
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        """Take what is no half."""
+
+
 # --- eight bits for an element, and one scale for a block of elements -----------------------------------------------
 
 _LARGEST: Final = 127
@@ -247,17 +257,65 @@ def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
 
 # --- what users may pass ---------------------------------------------------------------------------------------------
 
+
+@dataclass(frozen=True)
+class PerPair:
+    """Encode what goes to owners by the pair of ranks: near ranks weakly or not at all, far ones more.
+
+    It is the first of a pair, ``codec=(PerPair(…), Int8())``: what owners send back goes over all links, and all ranks
+    decode the same bytes. Our design.
+
+    Args:
+        codecs: a row for each rank of the group, and in it what it sends each rank with; None: float32. A
+            single row, of one codec, is for all pairs.
+
+    Raises ``ValueError`` for a table that is not square.
+    """
+
+    codecs: tuple[tuple[Codec | None, ...], ...]
+
+    def __post_init__(self) -> None:
+        lengths = [len(row) for row in self.codecs]
+        if not lengths or {*lengths} != {len(lengths)}:
+            raise ValueError(
+                f"expected as many codecs in each row as there are rows, got {lengths}; pass a row for each rank, with "
+                "a codec for each rank"
+            )
+
+    @classmethod
+    def by_node(cls, nodes: Sequence[Any], *, far: Codec, near: Codec | None = None) -> "PerPair":
+        """Encode between nodes with ``far`` and inside of each with ``near``.
+
+        Args:
+            nodes: for each rank of the group, what names its node, such as ``[0, 0, 1, 1]``.
+            far: for ranks on different nodes.
+            near: for ranks on one node. Default: float32.
+        """
+        return cls(tuple([tuple([near if one == other else far for other in nodes]) for one in nodes]))
+
+    def between(self, sender: int, owner: int) -> Codec:
+        """Return what a rank sends an owner with."""
+        codec = self.codecs[sender % len(self.codecs)][owner % len(self.codecs)]
+        return Whole() if codec is None else codec
+
+    def all(self) -> list[Codec]:
+        """Return what all pairs send with."""
+        ranks = range(len(self.codecs))
+        return [self.between(sender, owner) for sender in ranks for owner in ranks]
+
+
 # For both halves of an exchange, or a pair: push to owners, pull from owners.
-CodecChoice = Codec | tuple[Codec, Codec]
+CodecChoice = Codec | tuple[Codec | PerPair, Codec]
 
 
-def codecs_of(codec: CodecChoice) -> tuple[Codec, Codec]:
-    """Return the codec of each half; raise ``TypeError`` for what is none."""
+def codecs_of(codec: CodecChoice) -> tuple[PerPair, Codec]:
+    """Return the codecs of each half; raise ``TypeError`` for what is none."""
     push, pull = codec if isinstance(codec, tuple) else (codec, codec)
-    for each in (push, pull):
+    table = push if isinstance(push, PerPair) else PerPair(((push,),))
+    for each in (*table.all(), pull):
         if isinstance(each, type) or not all(callable(getattr(each, name, None)) for name in _NEEDED):
             raise TypeError(
                 f"expected a codec such as Int8(), got codec={each!r} without {', '.join(_NEEDED)}; pass an object of "
                 "crossover_ddp.codecs, or None for no compression"
             )
-    return push, pull
+    return table, pull

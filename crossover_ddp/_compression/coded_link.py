@@ -22,7 +22,7 @@ from crossover_ddp._ddp.contents import Run
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.links import Layout, Link, LinkAround, parts
 
-from .codec import Codec, Scratch
+from .codec import Codec, PerPair, Scratch
 
 _ALIGNED: Final = 16
 # Shares of NCCL's collectives that begin elsewhere are slow.
@@ -75,8 +75,9 @@ class Sent(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """Exact values in float32, and the codec's bytes behind them."""
+    """Exact values in float32, and behind them the bytes of a codec."""
 
+    codec: Codec
     exact: Tensor
     coded: Tensor
 
@@ -95,7 +96,7 @@ class CodedLink(LinkAround):
     def __init__(
         self,
         link: Link,
-        codecs: tuple[Codec, Codec],
+        codecs: tuple[PerPair, Codec],
         parameters: Sequence[Tensor],
         parts: Sequence[Part],
         device: torch.device,
@@ -105,11 +106,10 @@ class CodedLink(LinkAround):
         leaves_unused: bool = False,
     ) -> None:
         super().__init__(link)
-        self._push, self._pull = push, pull = codecs
-        rank = link.rank
+        (push, pull), rank, ranks = codecs, link.rank, range(len(parts))
         self.parameters, self.parts, self._has_work = list(parameters), parts, has_work
         self._leaves_unused, self._scratch = leaves_unused, scratch
-        self._multiple = math.lcm(push.multiple, pull.multiple)
+        self._multiple = math.lcm(*[codec.multiple for codec in (*push.all(), pull)])
         self._slots = [part.slots(self._multiple) for part in parts]
         numels = [padded(slots[-1].stop, self._multiple) if slots else 0 for slots in self._slots]
         self._kept = [torch.zeros(numel, device=device) for numel in numels]
@@ -118,28 +118,31 @@ class CodedLink(LinkAround):
         # CUDA multiplies by the reciprocal of a number of the host: other bits than the CPU's for three ranks or more.
         self._divisor = torch.full((), float(len(parts)), device=device)
         # Their memory stays: a device's other stream may still read the last step's when the next one begins.
-        ranks = range(len(parts))
-        self._outgoing, self._sent = self._messages(push, {peer: peer for peer in ranks if peer != rank})
-        self._incoming, self._received = self._messages(push, {peer: rank for peer in ranks if peer != rank})
-        self._gather, self._returned = self._messages(pull, {owner: owner for owner in ranks})
+        others = [peer for peer in ranks if peer != rank]
+        made = push.between
+        self._outgoing, self._sent = self._messages({peer: (peer, made(rank, peer)) for peer in others})
+        self._incoming, self._received = self._messages({peer: (rank, made(peer, rank)) for peer in others})
+        self._gather, self._returned = self._messages({owner: (owner, pull) for owner in ranks})
 
-    def _messages(self, codec: Codec, owners: dict[int, int]) -> tuple[Sent, dict[int, _Message]]:
-        """Return memory for messages, and these by peer; ``owners``: by peer, whose part the message is about."""
+    def _messages(self, made: dict[int, tuple[int, Codec]]) -> tuple[Sent, dict[int, _Message]]:
+        """Return memory for messages, and these by peer.
+
+        ``made``: by peer, whose part the message is about, and what encodes it.
+        """
         aligned = _ALIGNED_BY_COLLECTIVES if self.in_program_order else _ALIGNED
         exact = [4 * sum(span.numel for span in part.exact) for part in self.parts]
-        coded = [codec.nbytes(len(kept)) for kept in self._kept]
-        sizes = [0] * len(self.parts)
-        for peer, owner in owners.items():
-            sizes[peer] = padded(padded(exact[owner], _ALIGNED) + coded[owner], aligned)
-        if self.in_program_order and len(owners) == len(sizes):  # one all-gather has equal parts
+        heads = [padded(nbytes, _ALIGNED) for nbytes in exact]
+        ends = {peer: heads[of] + codec.nbytes(len(self._kept[of])) for peer, (of, codec) in made.items()}
+        sizes = [padded(ends.get(peer, 0), aligned) for peer in range(len(self.parts))]
+        if self.in_program_order and len(made) == len(sizes):  # one all-gather has equal parts
             sizes = [max(sizes)] * len(sizes)
         # Zeros, not empty: what padding holds should not be what the process had there before.
         sent = Sent(torch.zeros(sum(sizes), dtype=torch.uint8, device=self._addend.device), sizes)
         messages = {}
-        for peer, owner in owners.items():
-            memory, head = parts(*sent)[peer], padded(exact[owner], _ALIGNED)
+        for peer, (owner, codec) in made.items():
+            memory = parts(*sent)[peer]
             values = memory[: exact[owner]].view(torch.float32)
-            messages[peer] = _Message(values, memory[head : head + coded[owner]])
+            messages[peer] = _Message(codec, values, memory[heads[owner] : ends[peer]])
         return sent, messages
 
     @property
@@ -184,7 +187,7 @@ class CodedLink(LinkAround):
             pieces = _coded_places(flat, self.parts[owner])
             values = self._scratch.take(len(self._kept[owner]), flat.device)
             self._collect(pieces, owner, values, self._kept[owner])
-            self._encode(self._push, values, owner, message, self._unused(pieces))
+            self._encode(values, owner, message, self._unused(pieces))
             self._copy_exact(owner, message.exact)
         self._collect_own(self._exact_addend)
 
@@ -226,7 +229,7 @@ class CodedLink(LinkAround):
                 message = self._received[rank]
                 exact.add_(message.exact)
                 if len(values):
-                    self._push.add_decoded(message.coded, values)
+                    message.codec.add_decoded(message.coded, values)
                 continue
             exact.add_(self._exact_addend)
             if not is_begun:
@@ -237,17 +240,17 @@ class CodedLink(LinkAround):
     def _encode_own(self, values: Tensor) -> None:
         """Write the message to all, and decode it: all ranks have the same, the owner, too."""
         rank, unused = self.rank, self._unused(self._views(values, self.rank))
-        self._encode(self._pull, values.add_(self._kept[rank]), rank, self._returned[rank], unused)
+        self._encode(values.add_(self._kept[rank]), rank, self._returned[rank], unused)
         self._unload(rank)
 
     def _unload(self, owner: int) -> None:
         """Decode an owner's message to all into the bucket."""
         message, values = self._returned[owner], self._scratch.take(len(self._kept[owner]), self._flat.device)
         if self.parts[owner].coded:
-            if (decode := getattr(self._pull, "decode", None)) is not None:
+            if (decode := getattr(message.codec, "decode", None)) is not None:
                 decode(message.coded, values)
             else:
-                self._pull.add_decoded(message.coded, values.zero_())
+                message.codec.add_decoded(message.coded, values.zero_())
         self._write(owner, message.exact, values)
 
     def _write(self, owner: int, exact: Tensor, values: Tensor) -> None:
@@ -286,9 +289,7 @@ class CodedLink(LinkAround):
         """Return for each gradient whether it is all zero, if that matters."""
         return [each.any().logical_not() for each in gradients] if self._leaves_unused else []
 
-    def _encode(
-        self, codec: Codec, values: Tensor, owner: int, message: _Message, unused: Sequence[Tensor]
-    ) -> None:
+    def _encode(self, values: Tensor, owner: int, message: _Message, unused: Sequence[Tensor]) -> None:
         """Encode gradients plus residuals; those of ``unused`` stay where they are.
 
         A parameter that is used nowhere keeps its gradient of None, so what travelled for it would be lost.
@@ -299,7 +300,7 @@ class CodedLink(LinkAround):
         before = kept.clone() if unused else kept
         for piece, is_unused in zip(self._views(values, owner), unused, strict=False):
             piece.masked_fill_(is_unused, 0)
-        codec.encode(values, message.coded, kept)
+        message.codec.encode(values, message.coded, kept)
         views = self._views(kept, owner), self._views(before, owner)
         for piece, old, is_unused in zip(*views, unused, strict=False):
             torch.where(is_unused, old, piece, out=piece)

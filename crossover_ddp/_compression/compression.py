@@ -53,12 +53,7 @@ class Compression:
     """
 
     def __init__(
-        self,
-        codec: CodecChoice,
-        loss_scale: float | Callable[[], float],
-        state: Any,
-        *,
-        has_work: bool = False,
+        self, codec: CodecChoice, loss_scale: float | Callable[[], float], state: Any, has_work: bool = False
     ) -> None:
         self._codecs = codecs_of(codec)
         self._loss_scale, self._state, self._has_work = loss_scale, state, has_work
@@ -92,6 +87,11 @@ class Compression:
         if known is not None and [*map(id, known.parameters)] != [*map(id, parameters)]:
             known = None
         if known is None:
+            if (rows := len(self._codecs[0].codecs)) not in (1, exchange.size):
+                raise UnsupportedConfigurationError(
+                    f"expected a PerPair with a row for each of {exchange.size} ranks, got {rows} rows; make a new one "
+                    "for this group"
+                )
             on_host = flat.device.type == "cpu" and exchange.sends_messages(flat.device)
             if self._has_work and not (on_host and flat.dtype == torch.float32):
                 raise UnsupportedConfigurationError(
@@ -314,7 +314,7 @@ class CodedState(HookState):
 
         On failure: ``UnsupportedConfigurationError``, on all ranks, with one rank, on a GPU, whose work the host's
         clock does not time, with a codec of your own, whose processor time is not known, or as long as some rank has
-        recorded no step.
+        recorded no step. ``ValueError`` for a `PerPair` among the candidates.
 
         **Collective**: all ranks of the job, between two steps.
         """

@@ -10,16 +10,10 @@ import torch.distributed as dist
 from crossover_ddp._engine.buckets import StepRecord
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._tuning.link_probe import recorded_by_all
-from crossover_ddp._tuning.model import (
-    EXACT,
-    BucketTimes,
-    CodecCost,
-    Workload,
-    weakest_codec,
-)
+from crossover_ddp._tuning.model import EXACT, BucketTimes, CodecCost, Workload, weakest_codec
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .codec import Codec, CodecChoice, Half, Int8, codecs_of
+from .codec import Codec, CodecChoice, Half, Int8, PerPair, Whole, codecs_of
 from .sparse import SIDCo, Threshold
 
 AnyCodec = CodecChoice | None
@@ -29,6 +23,7 @@ _NUMEL: Final = 1 << 20
 # Of processor time for each byte of float32, encoding and decoding, copies in and out included; of a core that took
 # what docs/measurements.md says ("Codecs").
 _SECONDS: Final[Mapping[type, tuple[float, float]]] = {
+    Whole: (0.2e-9, 0.1e-9),
     Half: (0.45e-9, 0.15e-9),
     Int8: (0.69e-9, 0.08e-9),
     SIDCo: (1.2e-9, 0.1e-9),
@@ -76,14 +71,16 @@ def plan_from(group: dist.ProcessGroup, present: AnyCodec, candidates: Sequence[
             f"expected CPU devices to plan for, got {sorted(devices)}, whose kernels the host's clock does not time; "
             "begin with codec=Int8()"
         )
+    if any(isinstance(each, tuple) and isinstance(each[0], PerPair) for each in candidates):
+        raise ValueError(
+            "expected candidates that suit all pairs of ranks, got a PerPair among them; pass its codecs, and make the "
+            "table by hand where links differ"
+        )
     if group.size() == 1:
         raise UnsupportedConfigurationError("expected at least two ranks to plan for, got 1; pass codec=None")
     bare_cost, *costs = [cost_of(codec, group.size()) for codec in (present, *candidates)]
-    work, remedy = (
-        workload_of_records(exchange.records.steps),
-        "train some ten steps before, with settled buckets",
-    )
-    works, link = recorded_by_all(group, work, remedy)
+    work = workload_of_records(exchange.records.steps)
+    works, link = recorded_by_all(group, work, "train some ten steps before, with settled buckets")
     bare = works[0].encoded(-bare_cost.hook_s)
     place, predicted = weakest_codec(bare, link, costs)
     total = sum(bucket.size_bytes for bucket in bare.buckets)
@@ -97,7 +94,8 @@ def cost_of(codec: AnyCodec, world_size: int) -> CodecCost:
     if codec is None or world_size < 2:
         return EXACT
     push, pull = codecs_of(codec)
-    push_rate, push_encode_s, push_decode_s = _half_of(push)
+    there = zip(*[_half_of(push.between(0, peer)) for peer in range(1, world_size)], strict=True)
+    push_rate, push_encode_s, push_decode_s = (statistics.mean(each) for each in there)
     pull_rate, pull_encode_s, pull_decode_s = _half_of(pull)
     others = 1 - 1 / world_size
     return CodecCost(

@@ -7,7 +7,7 @@ through NCCL is in tests/conformance.
 import pytest
 import torch
 
-from crossover_ddp.codecs import Codec
+from crossover_ddp._compression.codec import CodecChoice
 from tests.unit.compression.test_coded_link import PAIRS, Ranks, check_bits, check_infinities, gradients
 
 pytestmark = pytest.mark.gpu
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(
     ("codecs", "world_size"), [(codecs, 2 + place % 2) for place, codecs in enumerate(PAIRS)], ids=repr
 )
-def test_bits_are_those_of_the_cpu(codecs: tuple[Codec, Codec], world_size: int) -> None:
+def test_bits_are_those_of_the_cpu(codecs: CodecChoice, world_size: int) -> None:
     check_bits(codecs, world_size, torch.device("cuda", 0))
 
 
@@ -26,7 +26,7 @@ def test_infinities_reach_all_ranks_and_no_residual(bad: float) -> None:
 
 
 @pytest.mark.parametrize("codecs", PAIRS, ids=repr)
-def test_the_host_waits_for_nothing(codecs: tuple[Codec, Codec]) -> None:
+def test_the_host_waits_for_nothing(codecs: CodecChoice) -> None:
     device = torch.device("cuda", 0)
     ranks = Ranks(codecs, 2, device, by_collectives=True, leaves_unused=True)
     flats = gradients(2, 0, device)

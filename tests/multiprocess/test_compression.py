@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from crossover_ddp import UnsupportedConfigurationError
-from crossover_ddp.codecs import Int8, SIDCo
+from crossover_ddp.codecs import Half, Int8, PerPair, SIDCo
 from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.inside import force_native
@@ -26,10 +26,12 @@ TRIAL_STEPS = 34  # after which it is decided whether to defer
 def test_parameters_are_those_of_the_codec_alone_on_all_ranks_by_every_state(
     rank: int, world_size: int
 ) -> list[list[str]]:
-    """What each codec makes of the parameters, by each state; one of them with four ranks."""
-    kinds, codecs = ("compressed", "decoupled"), CODECS
+    """What each codec makes of the parameters, by each state; on two nodes one for each pair of ranks."""
+    kinds: tuple[str, ...] = ("compressed", "decoupled")
+    codecs: dict[str, Any] = {**CODECS}
     if world_size == 4:
-        kinds, codecs = ("compressed", "crossover", "decoupled", "kfac"), {"pair": CODECS["pair"]}
+        kinds = "compressed", "crossover", "decoupled", "kfac"
+        codecs = {"per pair": (PerPair.by_node([0, 0, 1, 1], far=SIDCo(0.1), near=Half()), Int8(64))}
     found = {
         name: [Coded(kind, rank, codec).run(STEPS).digest() for kind in kinds]
         for name, codec in codecs.items()
@@ -135,3 +137,10 @@ def test_kfac_with_a_codec_is_refused(rank: int) -> None:
     expected = "expected gradients on the CPU and gloo for a codec with K-FAC"
     with pytest.raises(UnsupportedConfigurationError, match=expected):
         Coded("kfac", rank, Int8()).run(4)
+
+
+@in_ranks(2)
+def test_a_table_for_another_number_of_ranks_is_refused(rank: int) -> None:
+    codec = PerPair.by_node([0, 0, 1], far=Int8()), Int8()
+    with pytest.raises(UnsupportedConfigurationError, match="a row for each of 2 ranks, got 3 rows"):
+        Coded("compressed", rank, codec).backward()

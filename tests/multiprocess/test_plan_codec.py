@@ -3,7 +3,7 @@
 import pytest
 
 from crossover_ddp import UnsupportedConfigurationError
-from crossover_ddp.codecs import CodecPlan, CompressedState, Int8
+from crossover_ddp.codecs import CodecPlan, CompressedState, Int8, PerPair
 from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess.compressed_training import Coded
@@ -19,6 +19,8 @@ def plans(rank: int, world_size: int) -> list[CodecPlan]:
     for kind, codec in (("compressed", None), ("compressed", Int8()), ("crossover", None)):
         state = Coded(kind, rank, codec).run(4).state
         found.append(state.plan_codec(CANDIDATES))
+    with pytest.raises(ValueError, match="got a PerPair among them"):
+        state.plan_codec([(PerPair.by_node(range(world_size), far=Int8()), Int8())])
     with pytest.raises(UnsupportedConfigurationError, match="whose processor time is not known"):
         state.plan_codec([None, Identity()])
     return found

@@ -19,7 +19,7 @@ from crossover_ddp._tuning.model import (
     decoupled_step_s,
     weakest_codec,
 )
-from crossover_ddp.codecs import Half, Int8, SIDCo
+from crossover_ddp.codecs import Half, Int8, PerPair, SIDCo
 
 MODEL_BYTES = 1_200_000
 
@@ -173,6 +173,8 @@ def test_costs_have_the_rate_of_the_codec(codec: Half | Int8 | SIDCo, least: flo
     assert both.rate == pytest.approx((cost_of(codec, 4).rate + 0.5) / 2)
     # With more ranks a rank encodes more of its own gradient and less of the mean.
     assert cost_of(codec, 4).hook_s > cost_of(codec, 2).hook_s > 0
+    table = PerPair.by_node([0, 0, 1, 1], far=codec)
+    assert cost_of(codec, 4).rate < cost_of((table, codec), 4).rate < 1
     assert cost_of(None, 2) == cost_of(codec, 1) == EXACT
 
 

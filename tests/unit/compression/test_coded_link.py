@@ -14,17 +14,18 @@ from crossover_ddp._compression.coded_link import CodedLink, DrainedLink, parts_
 from crossover_ddp._ddp.contents import Run
 from crossover_ddp._ddp.layout import spans_of
 from crossover_ddp._engine.links import LinkAround
-from crossover_ddp.codecs import Codec, Half, Int8, SIDCo
+from crossover_ddp.codecs import Codec, Half, Int8, PerPair, SIDCo
 from tests.multiprocess.identity_codec import Identity
 
 # A large matrix, a bias, and matrices whose last blocks are short.
 NUMELS, DIMENSIONS = [40000, 50, 3000, 20, 7], [2, 1, 2, 1, 2]
 CPU = torch.device("cpu")
-PAIRS: list[tuple[Codec, Codec]] = [
+PAIRS: list[tuple[Codec | PerPair, Codec]] = [
     (Int8(), Int8()),
     (Int8(64), Half()),
     (Half(torch.float16), Int8(100)),
     (Half(), Half()),
+    (PerPair.by_node([0, 1, 1], far=Int8()), Int8()),
 ]
 
 
@@ -139,8 +140,23 @@ def gradients(world_size: int, step: int, device: torch.device = CPU) -> list[to
     return [torch.randn(sum(NUMELS), generator=generator).pow(3).to(device) for _ in range(world_size)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("codec", [Int8(), Half(), SIDCo(0.05), (SIDCo(0.05), Int8(100))], ids=repr)
+def per_pair(*nodes: int) -> tuple[PerPair, Codec]:
+    return PerPair.by_node(nodes, far=Int8()), Int8()
+
+
+EACH_WAY = tuple([tuple([codec] * 3) for codec in (None, Half(), Int8())])
+CHOICES: list[CodecChoice] = [Int8(), Half(), SIDCo(0.05), (SIDCo(0.05), Int8(100))]
+
+
+@pytest.mark.parametrize(
+    ("codec", "world_size"),
+    [
+        *((codec, size) for codec in CHOICES for size in (2, 3, 4)),
+        *((per_pair(*nodes), len(nodes)) for nodes in ((0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1))),
+        ((PerPair(EACH_WAY), Int8()), 3),
+    ],
+    ids=repr,
+)
 def test_what_is_applied_and_what_is_kept_are_all_gradients(codec: CodecChoice, world_size: int) -> None:
     ranks, missing = Ranks(codec, world_size), torch.zeros(sum(NUMELS), dtype=torch.float64)
     for step in range(6):
@@ -162,7 +178,14 @@ def test_collectives_get_parts_where_they_are_fast() -> None:
         assert len(set(link._gather.layout)) == 1
 
 
-def check_bits(codecs: tuple[Codec, Codec], world_size: int, device: torch.device) -> None:
+def test_near_messages_are_whole() -> None:
+    ranks = Ranks(per_pair(0, 0, 1), 3)
+    ranks.step(flats := gradients(3, 0))
+    near, _, far = [link.sent_bytes("reduce_scatter", flats[0])[0] for link in ranks.coded]
+    assert 2 * 0.254 < far / (4 * NUMELS[0] / 3) < 0.6 < 1.2 < near / (4 * NUMELS[0] / 3)
+
+
+def check_bits(codecs: CodecChoice, world_size: int, device: torch.device) -> None:
     """Compare all that is applied, and all that is kept, with what a bucket on gloo makes of it."""
     there, here = Ranks(codecs, world_size, device, by_collectives=True), Ranks(codecs, world_size)
     for step in range(5):
@@ -176,7 +199,7 @@ def check_bits(codecs: tuple[Codec, Codec], world_size: int, device: torch.devic
         assert torch.equal(got, wanted)
 
 
-def check_infinities(codecs: tuple[Codec, Codec], bad: float, device: torch.device) -> None:
+def check_infinities(codecs: CodecChoice, bad: float, device: torch.device) -> None:
     """One rank's value makes its owner's coded part NaN everywhere, and stays out of all residuals."""
     ranks = Ranks(codecs, 3, device)
     ranks.step(gradients(3, 0, device))
@@ -194,14 +217,14 @@ def check_infinities(codecs: tuple[Codec, Codec], bad: float, device: torch.devi
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("codecs", [*PAIRS[:3], (SIDCo(0.05), Int8())], ids=repr)
-def test_infinities_reach_all_ranks_and_no_residual(codecs: tuple[Codec, Codec], bad: float) -> None:
+def test_infinities_reach_all_ranks_and_no_residual(codecs: CodecChoice, bad: float) -> None:
     check_infinities(codecs, bad, CPU)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("codecs", PAIRS, ids=repr)
 def test_buckets_for_collectives_have_the_bits_of_those_for_messages(
-    codecs: tuple[Codec, Codec], world_size: int
+    codecs: CodecChoice, world_size: int
 ) -> None:
     check_bits(codecs, world_size, CPU)
 
@@ -245,12 +268,22 @@ def test_what_owners_make_of_the_mean_comes_back(codec: Codec) -> None:
         assert bool(missing.abs().max() > 1e-3) == is_rounded
 
 
+@pytest.mark.parametrize(
+    ("codecs", "message"), [((), r"got \[\]"), (((None, None), (None,)), r"got \[2, 1\]")]
+)
+def test_a_table_has_as_many_rows_as_columns(codecs: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PerPair(codecs)
+
+
 def test_what_is_no_codec_is_refused() -> None:
     former = SimpleNamespace(room=len, encode=len, add_decoded=len)  # of versions that asked codecs for room
     for wrong, found in (
         (former, "codec=namespace.* without nbytes, encode, add_decoded"),
         ((Int8(), Half), "codec=<class"),
         (("int8", Int8()), "codec='int8'"),
+        ((Int8(), PerPair.by_node([0, 1], far=Int8())), "codec=PerPair"),
+        ((PerPair.by_node([0, 1], far=False), Int8()), "codec=False"),  # type: ignore[arg-type]
     ):
         with pytest.raises(TypeError, match=f"expected a codec such as Int8.*got {found}"):
             codecs_of(wrong)  # type: ignore[arg-type]
