@@ -89,7 +89,7 @@ CROSSOVER: Final = Way(
 DECOUPLED: Final = Way(
     "decoupled training",
     lambda found: found.over(found.compute_s, found.wire_s),
-    0.92,  # of 12 rows, worst 7 % off
+    0.86,  # between the 0.79 to 0.90 of five rows and the 0.86 to 0.98 of twelve older ones
     "model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)",
     "with gradient_as_bucket_view=True, bucket_cap_mb={sixteenth_mb:.3g}; see docs/decoupled.md",
 )
