@@ -326,6 +326,7 @@ class Rank:
         self._fate = None
         if fate.place == "drawn":
             mutex.request()
+            eventually(lambda: mutex._turns is None or mutex._turns._requested, NUMBERED_S)
         elif fate.place == "queueing":
             threading.Timer(QUEUEING_S, self._end, [fate]).start()
             while True:  # it queues most of the time

@@ -20,7 +20,7 @@ from tests.harness.groups import files_of, new_group
 LONG_LEASE_S = 30.0  # longer than a story: a turn that overlaps another one was not forgiven
 AT_ONCE_S = 2.0  # generous: the machine may be busy
 LEASE_S = 0.6
-STOP_S = 1.5
+STOP_S = 2.5
 BOTH = (0, 1)
 pytestmark = pytest.mark.quiet
 
@@ -142,7 +142,7 @@ def test_a_stop_holds_the_sibling_up_for_one_lease(lane: Lane, tmp_path: Path) -
     places = [((0,), "inside"), ((1,), "inside"), (BOTH, "inside"), ((0,), "drawn")]
     fates = [(Deed(0.3, "halt", ranks, STOP_S, place=place), LEASE_S) for ranks, place in places]
     between = Deed(0.3, "halt", BOTH, AT_ONCE_S + 1.0, place="between"), LONG_LEASE_S
-    *held_up, free = with_fates(lane, tmp_path, *fates, between, ends_at_s=AT_ONCE_S + 2.0)
+    *held_up, free = with_fates(lane, tmp_path, *fates, between, ends_at_s=AT_ONCE_S + 3.0)
     assert not any(rank.forgave for rank in free)
     for (stopped, _), survivors in zip(places, held_up, strict=True):
         assert any(rank.forgave for rank in survivors)
