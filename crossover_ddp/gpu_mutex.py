@@ -49,8 +49,8 @@ class GPUMutex:
             four of the job's long recent turns (three outliers do not count), at least 5 s and at most 60 s. However
             long siblings' leases are, a rank waits in one `acquire` for at most a quarter of its own group's timeout.
         trial: for training. The siblings try, if all of them agree, whether they are faster side by side, and take no
-            turns then; and on a CPU a rank that computes nothing in its turn (it waits for data, sleeps) lets the next
-            job begin. Hooks' own mutexes do so, ``CROSSOVER_TRIAL=0`` forbids it. Default: a turn lasts until it is
+            turns then; and a rank that computes nothing in its turn (it waits for data, sleeps) lets the next job
+            begin. Hooks' own mutexes do so, ``CROSSOVER_TRIAL=0`` forbids it. Default: a turn lasts until it is
             given back.
 
     On failure: `SegmentError` for a foreign or malformed segment, `TurnError` for a second mutex of the process in the

@@ -17,7 +17,6 @@ two matrices for each matrix owned, instead of one for each matrix of the model.
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import functools
-import inspect
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -49,7 +48,7 @@ from crossover_ddp._owners.muon import (
     settings_of,
     take_step,
 )
-from crossover_ddp._owners.optimizer import check_not_intercepted, intercept
+from crossover_ddp._owners.optimizer import SPANS, check_not_intercepted, intercept, stripped
 from crossover_ddp._owners.packing import Item, Packing, Place, packing
 
 from .errors import UnsupportedConfigurationError
@@ -510,7 +509,7 @@ def _check_optimizer(muon: object) -> None:
             f"expected a torch.optim.Muon, got muon={type(muon).__name__}; give the matrices to torch.optim.Muon and "
             "the other parameters to another optimizer, which needs no state"
         )
-    if inspect.unwrap(type(muon).step) is not inspect.unwrap(Muon.step):
+    if stripped(type(muon).step, SPANS) is not stripped(Muon.step, SPANS):
         raise TypeError(
             f"expected torch.optim.Muon's own step, got muon={type(muon).__name__}, which has another; pass a "
             "torch.optim.Muon"

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp._engine.exchange import Exchange, on_destruction
-from crossover_ddp._engine.journeys import Meter
+from crossover_ddp._engine.journeys import Meter, Trip
 from crossover_ddp._engine.links import Layout, Link, all_finite, parts, tree_sum
 from crossover_ddp.errors import ExchangeError
 
@@ -38,7 +38,7 @@ MOVING: Final = 0.9
 _FIRST_PACE_S: Final = 0.05
 _FIRST_INTERVAL_S: Final = 0.2
 _LONGEST_PACE_S: Final = 5.0
-_ROUNDS_KEPT: Final = 100_000
+ROUNDS_KEPT: Final = 100_000
 _JOIN_TIMEOUT_S: Final = 5.0
 
 
@@ -98,6 +98,36 @@ def _move(centre: torch.Tensor, addends: torch.Tensor, rate: float) -> torch.Ten
     return former
 
 
+class Centre:
+    """The centre of each block in float32 (or wider), of which this rank has its part.
+
+    It begins with the vectors ``start``, the same on all ranks; own parts are copied out of them. ``rate``: α.
+    """
+
+    def __init__(self, exchange: Exchange, start: Sequence[torch.Tensor], rate: float, meter: Meter) -> None:
+        self._exchange, self._rate, self._meter = exchange, rate, meter
+        self._layouts = [exchange.equal_layout(vector) for vector in start]
+        self._own = [
+            parts(vector, layout)[exchange.rank].clone()
+            for vector, layout in zip(start, self._layouts, strict=True)
+        ]
+
+    def begin_pull(self, place: int, values: torch.Tensor, pulls: Sequence[bool]) -> Trip:
+        """Begin `pull` of the block in this place. **Collective**."""
+        layout, centre = self._layouts[place], self._own[place]
+        way = functools.partial(pull, values, layout, centre=centre, rate=self._rate, pulls=pulls)
+        return self._exchange.begin(way, values, "parameters", meter=self._meter)
+
+    def gathered(self) -> list[torch.Tensor]:
+        """Return the whole centre, block by block, while nobody pulls. **Collective**."""
+        found = []
+        for part, layout in zip(self._own, self._layouts, strict=True):
+            whole = part.new_zeros(sum(layout))
+            parts(whole, layout)[self._exchange.rank].copy_(part)
+            found.append(gather(self._exchange, whole, layout))
+        return found
+
+
 # --- rounds on a thread of their own: training offers its parameters, and collects the pull when it is there ----------
 
 
@@ -114,14 +144,13 @@ class ElasticRound(NamedTuple):
 
 
 class Rounds:
-    """See [Note: rounds]. All methods are called on the training thread and none waits, but `held`, `close` and `go`.
+    """See [Note: rounds]. All methods are called on the training thread and none waits, but `held` and `close`.
 
     They have an `Exchange` of their own: their thread begins journeys at moments that differ from rank to rank, and
     links must be drawn in one order. If it fails, the group's connections are closed all the same.
 
     ``group`` exchanges host memory by messages. ``start`` is what the centre of each block begins with, the same on all
     ranks, which keep their parts of it; with none nothing but tables travels. ``meter`` counts what travels.
-    ``together``: all ranks offer after the same steps, and their training goes through the round; any group does.
 
     On failure: the thread ends, and every later call raises what ended it. **Collective**.
     """
@@ -132,19 +161,13 @@ class Rounds:
         start: Sequence[torch.Tensor],
         rate: float,
         meter: Meter,
-        together: bool = False,
     ) -> None:
         # What is registered first comes last: after the exchange's own end.
         self._forget = [on_destruction(group, self._join)]
         self._exchange = Exchange(group)
         self._forget.append(on_destruction(group, self._tell))
-        self._rate, self._meter, self._together = rate, meter, together
-        self._layouts = [self._exchange.equal_layout(vector) for vector in start]
-        self._own = [
-            parts(vector, layout)[self._exchange.rank].clone()
-            for vector, layout in zip(start, self._layouts, strict=True)
-        ]
-        self.log: deque[ElasticRound] = deque(maxlen=_ROUNDS_KEPT)
+        self.centre = Centre(self._exchange, start, rate, meter)
+        self.log: deque[ElasticRound] = deque(maxlen=ROUNDS_KEPT)
         self._vectors = [torch.empty_like(vector) for vector in start]
         self._changed = threading.Condition()
         self._offer: int | None = None
@@ -158,8 +181,7 @@ class Rounds:
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="crossover-rounds", daemon=True)
-        if not self._together:
-            self._thread.start()
+        self._thread.start()
 
     # --- the training thread ---------------------------------------------------------------------------------
 
@@ -218,15 +240,6 @@ class Rounds:
             self._wants_hold = False
             self._start()
 
-    def gathered(self) -> list[torch.Tensor]:
-        """Return the whole centre, block by block, while rounds are `held`. **Collective**."""
-        found = []
-        for part, layout in zip(self._own, self._layouts, strict=True):
-            whole = part.new_zeros(sum(layout))
-            parts(whole, layout)[self._exchange.rank].copy_(part)
-            found.append(gather(self._exchange, whole, layout))
-        return found
-
     def _hold(self) -> None:
         with self._changed:
             self._wants_hold = True
@@ -245,7 +258,8 @@ class Rounds:
         """Begin no round any more."""
         with self._changed:
             self._failure = self._failure or ExchangeError(
-                "expected rounds that run, got ended ones: the process group was destroyed; call it before"
+                "expected rounds that run, got ended ones: the state was closed, or the process group destroyed; call "
+                "it before"
             )
             self._changed.notify_all()
 
@@ -253,13 +267,13 @@ class Rounds:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
-    # --- the thread of the rounds, or training, which waits --------------------------------------------------
+    # --- the thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         torch.get_num_threads()  # see `_system.worker`
         try:
             with torch.no_grad():
-                while self._await_next() and not self.go():
+                while self._await_next() and not self._go():
                     pass
         except Exception as error:  # whatever it is, the training thread raises it
             with self._changed:
@@ -275,26 +289,21 @@ class Rounds:
             )
             return self._failure is None
 
-    def go(self) -> bool:
+    def _go(self) -> bool:
         """Go through a round; tell whether all ranks hold after it."""
         with self._changed:
             steps, holds = self._offer, self._wants_hold
             if steps is not None:
                 self._is_taken, self._offer = True, None
         own = [-1.0 if steps is None else float(steps), float(holds), self._interval_s]
-        if self._together:
-            table = [own] * self._exchange.size
-        else:
-            table = self._exchange.gather_numbers(own, torch.device("cpu"))
+        table = self._exchange.gather_numbers(own, torch.device("cpu"))
         offered = tuple([None if numbers[0] < 0 else int(numbers[0]) for numbers in table])
         pulls = [each is not None for each in offered]
         if any(pulls):
             # One block after the other, so that only one centre is under way.
-            for vector, layout, part in zip(self._vectors, self._layouts, self._own, strict=True):
-                values = vector if steps is not None else vector[:0]
-                way = functools.partial(pull, values, layout, centre=part, rate=self._rate, pulls=pulls)
-                trip = self._exchange.begin(way, part.device, "parameters", meter=self._meter)
-                trip.waits = self._meter if self._together else None  # else training does not wait
+            for place, vector in enumerate(self._vectors):
+                trip = self.centre.begin_pull(place, vector if steps is not None else vector[:0], pulls)
+                trip.waits = None  # training does not wait
                 trip.wait()
             with self._changed:
                 self.log.append(ElasticRound(self._number, offered))

@@ -1,9 +1,10 @@
-"""The rules of ``ElasticState``: ranks pull at their own pace, together, or wild."""
+"""The rules of ``ElasticState``: all ranks pull together, each at its own pace, or wild."""
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -12,50 +13,99 @@ from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import all_finite
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .centre import ElasticRound, Rounds, moving_rate_for
+from .centre import ROUNDS_KEPT, Centre, ElasticRound, Rounds, moving_rate_for
 from .replica import Replica, from_first_rank, wide
 from .shared_centre import pull_shared, share
 
 logger = logging.getLogger(__name__)
 
+_HOST_MEMORY: Final = torch.device("cpu")
 
-class OwnPaceElastic(Replica):
-    """Asynchronous EASGD without a server, see [Note: rounds] in ``centre.py``."""
 
-    mode = "async"
-    steps_together = False
-    memory: torch.device | None = torch.device("cpu")
-    """Where the centre lies, and what is offered; None: where the parameters do."""
-    log: Sequence[ElasticRound] = ()
-    _rounds: Rounds
+class TogetherElastic(Replica):
+    """Synchronous EASGD: every ``sync_every`` steps all ranks pull, and wait for it."""
+
+    mode = "sync"
+    _centre: Centre
 
     def __init__(self, sync_every: int, moving_rate: float | None) -> None:
         self._every, self._given_rate = sync_every, moving_rate
         self.settings = {"mode": self.mode, "sync_every": sync_every, "moving_rate": moving_rate}
         self._loaded: dict[str, Any] | None = None
-        self._counts: dict[str, int] = dict.fromkeys(("pulls", "offers", "not_finite"), 0)
+        self._counts: dict[str, int] = {"pulls": 0}
+        self.log: deque[ElasticRound] = deque(maxlen=ROUNDS_KEPT)
+
+    def begin(self) -> None:
+        rate = moving_rate_for(self.exchange.size, self._given_rate)
+        self._centre = Centre(self.exchange, self._start(self.exchange), rate, self.meter)
+        self._counts["exchanged_bytes"] = 0
+
+    def _start(self, exchange: Exchange, device: torch.device | None = None) -> list[torch.Tensor]:
+        """Return what the centre begins with, by block: rank 0's replica, or what a checkpoint says. **Collective**.
+
+        Buffers differ by now, since each rank has had a forward. ``device``: where it lies, if not with the model.
+        """
+        own = []
+        for block in self.blocks:
+            values = block.copy(dtype=wide(block.dtype), device=device)
+            if self._loaded is not None:
+                values.copy_(block.unnamed(self._loaded["centre"], values.dtype))
+            own.append(values)
+        return [from_first_rank(exchange, values) for values in own]
+
+    def act(self) -> None:
+        if self.acted % self._every:
+            return
+        for place, block in enumerate(self.blocks):
+            values = block.copy(dtype=wide(block.dtype))
+            trip = self._centre.begin_pull(place, values, [True] * self.exchange.size)
+            self.wait(trip.wait)
+            self.check_finite(values, block.pieces(block.whole))
+            block.add(block.whole, values)
+            self._counts["exchanged_bytes"] += values.nbytes
+        self.log.append(ElasticRound(self._counts["pulls"], (self.acted,) * self.exchange.size, self.acted))
+        self._counts["pulls"] += 1
+
+    # --- what is kept ----------------------------------------------------------------------------------------
+
+    def kept(self) -> dict[str, Any]:
+        return self._named(self._centre.gathered())
+
+    def _named(self, centre: Sequence[torch.Tensor]) -> dict[str, Any]:
+        found: dict[str, torch.Tensor] = {}
+        for block, values in zip(self.blocks, centre, strict=True):
+            found.update(block.named(values))
+        return {"centre": found}
+
+    def load(self, kept: dict[str, Any]) -> None:
+        if set(kept) != {"centre"}:
+            raise ValueError(
+                f"expected a state with the key 'centre', got keys {sorted(kept)}; pass the state of an ElasticState"
+            )
+        self._loaded = kept
+
+    def stats(self) -> dict[str, Any]:
+        return {**self._counts, "rounds": len(self.log)}
+
+
+class OwnPaceElastic(TogetherElastic):
+    """Asynchronous EASGD without a server, see [Note: rounds] in ``centre.py``."""
+
+    mode = "async"
+    steps_together = False
+    _rounds: Rounds
+
+    def __init__(self, sync_every: int, moving_rate: float | None) -> None:
+        super().__init__(sync_every, moving_rate)
+        self._counts |= {"offers": 0, "not_finite": 0}
         self._is_due = False
         self._made: dist.ProcessGroup | None = None
 
     def begin(self) -> None:
         group = self._host_group()
         rate = moving_rate_for(group.size(), self._given_rate)
-        self._rounds = Rounds(group, self._start(group), rate, self.meter, self.steps_together)
-        self.log = self._rounds.log
-
-    def _start(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        """Return what the centre begins with, by block: rank 0's replica, or what a checkpoint says. **Collective**.
-
-        Buffers differ by now, since each rank has had a forward.
-        """
-        own = []
-        for block in self.blocks:
-            values = block.copy(dtype=wide(block.dtype), device=self.memory)
-            if self._loaded is not None:
-                values.copy_(block.unnamed(self._loaded["centre"], values.dtype))
-            own.append(values)
-        exchange = Exchange.of(group)
-        return [from_first_rank(exchange, values) for values in own]
+        self._rounds = Rounds(group, self._start(Exchange.of(group), _HOST_MEMORY), rate, self.meter)
+        self.log, self._centre = self._rounds.log, self._rounds.centre
 
     def _host_group(self) -> dist.ProcessGroup:
         """Return a group of the model's ranks that exchanges host memory by messages. **Collective**."""
@@ -105,58 +155,15 @@ class OwnPaceElastic(Replica):
             self._counts["pulls"] += self._rounds.collect(self.acted, self._apply, leave=leave) and not leave
             yield
 
-    # --- what is kept ----------------------------------------------------------------------------------------
-
     def kept(self) -> dict[str, Any]:
         with self._rounds.held():
-            return self._named(self._rounds.gathered())
-
-    def _named(self, centre: Sequence[torch.Tensor]) -> dict[str, Any]:
-        found: dict[str, torch.Tensor] = {}
-        for block, values in zip(self.blocks, centre, strict=True):
-            found.update(block.named(values))
-        return {"centre": found}
-
-    def load(self, kept: dict[str, Any]) -> None:
-        if set(kept) != {"centre"}:
-            raise ValueError(
-                f"expected a state with the key 'centre', got keys {sorted(kept)}; pass the state of an ElasticState"
-            )
-        self._loaded = kept
-
-    def stats(self) -> dict[str, Any]:
-        return {**self._counts, "rounds": len(self.log)}
+            return super().kept()
 
     def close(self) -> None:
         self._rounds.close()
         if self._made is not None:
             with contextlib.suppress(ValueError):  # all groups were destroyed before
                 dist.destroy_process_group(self._made)
-
-
-class TogetherElastic(OwnPaceElastic):
-    """Synchronous EASGD: all ranks pull after the same steps, and wait for each other."""
-
-    mode = "sync"
-    steps_together = True
-    memory = None
-
-    def _host_group(self) -> dist.ProcessGroup:
-        return self.group
-
-    def act(self) -> None:
-        if self.acted % self._every == 0:
-            super().act()
-            self.wait(self._rounds.go)
-            self._counts["pulls"] += self._rounds.collect(self.acted, self._apply)
-
-    def _is_fit(self, values: Sequence[torch.Tensor]) -> bool:
-        return True  # all ranks refuse what comes of it
-
-    def _apply(self, pulls: Sequence[torch.Tensor]) -> None:
-        for block, values in zip(self.blocks, pulls, strict=True):
-            self.check_finite(values, block.pieces(block.whole))
-        super()._apply(pulls)
 
 
 class WildElastic(OwnPaceElastic):
@@ -180,7 +187,7 @@ class WildElastic(OwnPaceElastic):
             )
         group = self._host_group()
         self._rate = moving_rate_for(group.size(), self._given_rate)
-        start = self._start(group)
+        start = self._start(Exchange.of(group), _HOST_MEMORY)
         self._shared, leaders, mates = share(group, start)
         self._first, hosts = mates.index(group.rank()) / len(mates), len(leaders)
         self._offers = hosts > 1 and group.rank() in leaders

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.journeys import Trip
 from crossover_ddp._engine.links import Layout, all_finite
+from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .replica import FlatBlock, Replica, gather, wide
 
@@ -241,8 +242,12 @@ class LateMeans(Replica):
     def kept(self) -> dict[str, Any]:
         for flight in [flight for flights in self._flights.values() for flight in flights]:
             self.wait(flight.trip.wait)  # the owner's step of a fragment in flight may be under way
-        if not self._outers:
+        if self._make_outer is None:
             return {}
+        if not self._outers:
+            raise UnsupportedConfigurationError(
+                "expected a state that is in use, got one whose outer optimizer is gone: it was closed; save before"
+            )
         names = sorted(self._outers[0][0].state()[0])
         return {
             "fragments": self._schedule.fragments,
@@ -262,7 +267,11 @@ class LateMeans(Replica):
         return found
 
     def load(self, kept: dict[str, Any]) -> None:
-        has = "fragments" in kept
+        if kept and set(kept) != {"fragments", "tensors", "numbers"}:
+            raise ValueError(
+                f"expected the state of a LocalSGDState, got keys {sorted(kept)}; pass what its state_dict() returned"
+            )
+        has = bool(kept)
         if has != (self._make_outer is not None):
             raise ValueError(
                 f"expected a state saved {'without' if has else 'with'} an outer optimizer, got one saved "

@@ -190,7 +190,7 @@ def _split(values: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch.T
 
 def gather(exchange: Exchange, values: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Return ``values`` with each owner's part on all ranks. **Collective**."""
-    exchange.begin(lambda link: link.all_gather(values, layout), values.device, "what owners keep").wait()
+    exchange.begin(lambda link: link.all_gather(values, layout), values, "what owners keep").wait()
     return values
 
 
@@ -241,7 +241,7 @@ class Replica:
                 values.sub_(sent)
 
         return self.exchange.begin(
-            late_mean, values.device, "parameters", deferred=sent is not None, meter=self.meter
+            late_mean, values, "parameters", deferred=sent is not None, meter=self.meter
         )
 
     def wait(self, wait: Callable[[], object]) -> None:

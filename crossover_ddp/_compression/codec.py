@@ -310,12 +310,14 @@ CodecChoice = Codec | tuple[Codec | PerPair, Codec]
 
 def codecs_of(codec: CodecChoice) -> tuple[PerPair, Codec]:
     """Return the codecs of each half; raise ``TypeError`` for what is none."""
-    push, pull = codec if isinstance(codec, tuple) else (codec, codec)
+    both = codec if isinstance(codec, tuple) else (codec, codec)
+    push, pull = both if len(both) == 2 else (both, both)
     table = push if isinstance(push, PerPair) else PerPair(((push,),))
-    for each in (*table.all(), pull):
+    for each in (*(table.all() if table is push else (push,)), pull):
         if isinstance(each, type) or not all(callable(getattr(each, name, None)) for name in _NEEDED):
             raise TypeError(
                 f"expected a codec such as Int8(), got codec={each!r} without {', '.join(_NEEDED)}; pass an object of "
-                "crossover_ddp.codecs, or None for no compression"
+                "crossover_ddp.codecs, two of them for the two halves, of which only the first may be a PerPair, or "
+                "None for no compression"
             )
     return table, pull

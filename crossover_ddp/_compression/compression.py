@@ -199,7 +199,7 @@ class Compression:
     @property
     def is_drained(self) -> bool:
         """Whether nothing is kept: an exact step takes all buckets apart."""
-        return not self._aside and not self._buckets
+        return not self._buckets and not any(bool(each.any()) for each in self._aside.values())
 
     def state(self) -> dict[str, Any]:
         """Return the loss's scale, and a copy of this rank's residuals on the host, by name, flat."""

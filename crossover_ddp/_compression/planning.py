@@ -53,7 +53,7 @@ def workload_of_records(records: Sequence[StepRecord]) -> Workload | None:
     if not records:
         return None
     buckets = [
-        BucketTimes(size_bytes, statistics.median(each[place][1] for each in records), 0.0)
+        BucketTimes(size_bytes, statistics.median(each[place][1] for each in records))
         for place, (size_bytes, _) in enumerate(records[-1])
     ]
     # No record tells the end of forward: all is "backward", whose buckets are ready at their moments.

@@ -204,7 +204,7 @@ class Owners:
         parameters = [p for share in pending.shares for p in share.parameters]
         numbers = {self.number_of[id(p)] for p in parameters}
         if numbers <= self._dropped or all(p.grad is None for p in parameters):
-            shares, pending.shares = _owned(pending.shares), []
+            shares, pending.shares, pending.plans = _owned(pending.shares), [], {}
             pending.guard()
             for share in shares:
                 with contextlib.suppress(ExchangeError):  # final: the next backward pass tells it
@@ -294,7 +294,7 @@ class Owners:
         for share in reversed(shares):
             share.arriving = exchange.begin(
                 share.bring_back,
-                share.bucket.flat.device,
+                share.bucket.flat,
                 share.made,
                 deferred=True,
                 link=share.bucket.link,

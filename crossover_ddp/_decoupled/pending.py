@@ -201,7 +201,7 @@ class Pending:
         self.shares: list[Share] = []
         self.plans: dict[int, StepPlan] = {}
         self.is_open = self.is_broken = self.is_settled = False
-        self.in_forward = self.recording = False
+        self.in_forward = self.recording = self._has_recorded = False
         self.why_whole: str | None = BEGINS  # the last step's gradients, if they were
         self.steps = self._backwards = 0
         self._shape: tuple[object, ...] = ()
@@ -340,7 +340,7 @@ class Pending:
                     self.stale[id(parameter)] = share
             self._all_seen = not self._unseen
             unseen = [p for share in self._unseen for p, _ in share.updates if id(p) not in self.seen]
-            if unseen and self.seen and not self._warned_of_unseen and self.guards is not None:
+            if unseen and self._has_recorded and not self._warned_of_unseen and self.guards is not None:
                 self._warned_of_unseen = True
                 logger.warning(
                     "forward does not read %d parameters (%s) through the module that has them (references kept "
@@ -357,11 +357,12 @@ class Pending:
     def forward_begins(self, *, may_record: bool) -> None:
         """Note that forward begins to compute; of several per step the last one counts."""
         self.recording = may_record and not self._all_seen
-        if self.recording and not self.seen:
+        if self.recording and not self._has_recorded:
             self.guard()
 
     def forward_ends(self) -> None:
         """Note that forward has computed, and leave nothing open that backward would write into."""
+        self._has_recorded |= self.recording
         self.recording = False
         self.update_all()
         self.make_whole()

@@ -81,10 +81,12 @@ class Backward:
 
     ``gathers``: where buckets that backward does not wait for stay until all are summed, since forward needs the last
     one first. ``is_whole``: the last one was handed out. ``begun_s``: when the step's compute began, if that is known.
+    ``waited_s``: until when it has waited for its buckets, as far as that was counted.
     """
 
     turn: Turn | None = None
     begun_s: float | None = None
+    waited_s: float | None = None
     is_whole = _compute_ended = False
 
     def __init__(self, number: int = 0, timeline: Timeline | None = None) -> None:
@@ -198,6 +200,14 @@ class Bucket(Trip):
         else:
             self.wait()
 
+    def waited_for(self, done_s: float) -> None:
+        """Count until when backward waits for it: from the last one on. One call at a time."""
+        backward = self.backward
+        since_s = self.begun_s if self.last else backward.waited_s
+        if self.meter is not None and since_s is not None and done_s > since_s:
+            self.meter.exposed_s += done_s - since_s
+            backward.waited_s = done_s
+
     def launched(self) -> None:
         if self.last and not self.keeps_turn:
             self.backward.end_compute()
@@ -207,7 +217,7 @@ class Bucket(Trip):
         if self.deferred:
             self._on_device = self.place.reached()
         super().end(error)
-        self.half.reach(error, self.place.mark())
+        self.half.reach(error, self._follow)
         if not self.deferred:
             with self.place.side():
                 self.backward.complete(self.future, self.result, error)
@@ -314,7 +324,9 @@ class TurnLink(LinkAround):
 
 
 async def behind(futures: Sequence[GradientFuture], bucket: Bucket, link: Link) -> None:
-    """Wait for what somebody else's hook has made of a step's buckets."""
+    """Wait for what somebody else's hook has made of a step's buckets; beside a sibling until the device has, too."""
     await link.settle()
     for future in futures:
         bucket.result = future.wait()
+    if (turn := bucket.backward.turn) is not None and turn.shared:
+        bucket.place.reached()()

@@ -18,6 +18,8 @@ for copies up, which the side stream follows; PCIe carries both directions at on
 No memory waits for an event of ours. Pinned memory is simply dropped: torch lends it again only after the copies that
 read or fill it, and gloo holds what it uses. Device memory that is copied into is free of earlier kernels: the copy
 down followed the side stream, and the thread has waited for it; so it does even if there is nothing to copy.
+What a journey was begun with belongs to another stream, and whoever began it may let go of it without waiting: torch is
+told that the side stream uses it, too.
 """
 
 import copy
@@ -65,6 +67,9 @@ class Device(Place):
 
     def side(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream)
+
+    def keep(self, tensor: Tensor) -> None:
+        tensor.record_stream(self.stream)
 
     def mark(self) -> Callable[[], None]:
         event = self.stream.record_event()

@@ -62,7 +62,7 @@ class Digests:
             digest = (sums * torch.arange(1, 2 * len(sums), 2, device=device)).sum()
             table[group.rank()] = digest + (digest == 0)
         name = f"the digests of step {step}"
-        trip = begin(lambda link: link.all_gather(table, layout), device, name, deferred=True)
+        trip = begin(lambda link: link.all_gather(table, layout), table, name, deferred=True)
 
         def look(group: dist.ProcessGroup) -> None:  # keeps no parameter and no group
             trip.wait()

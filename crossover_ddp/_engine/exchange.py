@@ -107,14 +107,14 @@ class Exchange:
     def begin(
         self,
         way: Way,
-        device: torch.device,
+        tensor: Tensor,
         name: str,
         *,
         deferred: bool = False,
         link: Link | None = None,
         meter: Meter | None = None,
     ) -> Trip:
-        """Begin a journey that belongs to no bucket, which ``way`` makes of its link, for tensors of ``device``.
+        """Begin a journey of ``tensor``, which belongs to no bucket; ``way`` makes it of its link.
 
         ``name``: of what travels, in errors. ``deferred``: other ranks may need it although this one ends. ``link``: of
         an earlier journey, whose messages these belong to; None draws one. ``meter``: counts what travels, and waits.
@@ -122,7 +122,8 @@ class Exchange:
         **Collective**: all ranks begin the same journeys in the same order.
         """
         self._check_process()
-        network = self.network(device)
+        network = self.network(tensor.device)
+        network.place.keep(tensor)
         if link is None:
             link = network.link()
             if self._timeline is not None:
@@ -275,9 +276,15 @@ class Exchange:
         check_turn(backward.turn, group)
         backward.ready.append((flat.nbytes, time.monotonic()))
         place = self.network(flat.device).place
+        place.keep(flat)
         return Bucket(grad_bucket, self.equal_layout(flat), backward, place, link)
 
     def _start(self, trip: Trip, way: Coroutine[Any, Any, None], then: Begin = at_once) -> None:
+        try:
+            begin = trip.place.follow()
+        except BaseException:
+            way.close()
+            raise
         with self._lock:
             self._under_way.add(trip)
             if trip.meter is not None:
@@ -285,7 +292,7 @@ class Exchange:
             failure = self._failure
         if failure is None:
             with torch.no_grad():
-                trip.start(way, self._ended, then)
+                trip.start(begin, way, then, self._ended)
         else:
             way.close()
             self._ended(trip, failure)
@@ -305,7 +312,7 @@ class Exchange:
             flat, layout = copy.flat, [copy.flat.numel()] + [0] * (self.size - 1)
             name = f"bucket {grad_bucket.index()}'s buffers"
             copy.wait = self.begin(
-                lambda link: link.all_gather(flat, layout), device, name, meter=bucket.meter
+                lambda link: link.all_gather(flat, layout), flat, name, meter=bucket.meter
             ).wait
             after_backward(copy.claim if late else copy.claim_and_unpack)
         bucket.buffers = copy
@@ -323,7 +330,7 @@ class Exchange:
         flat = torch.zeros(self.size, len(numbers), dtype=torch.float64, device=device)
         flat[self.rank] = torch.tensor(numbers, dtype=flat.dtype)
         layout = [len(numbers)] * self.size
-        self.begin(lambda link: link.all_gather(flat.flatten(), layout), device, "a table of numbers").wait()
+        self.begin(lambda link: link.all_gather(flat.flatten(), layout), flat, "a table of numbers").wait()
         return flat.tolist()
 
     def _check_process(self) -> None:
@@ -372,12 +379,12 @@ class Exchange:
             self._under_way.discard(trip)
             if trip.meter is not None:
                 trip.meter.end(trip.begun_s, done_s, trip.sent())
+            if isinstance(trip, Bucket) and failure is None and not trip.deferred:
+                trip.waited_for(done_s)
         if isinstance(trip, Bucket) and trip.last:
             backward, now_s = trip.backward, time.monotonic()
             backward.end_compute()  # kept for owners' work that was not done
             if failure is None and not trip.deferred:
-                if trip.meter is not None:
-                    trip.meter.exposed_s += done_s - trip.begun_s
                 self.records.add(backward.ready, backward.begun_s)
                 self._backward.begun_s = now_s
                 if self._timeline is not None:

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from crossover_ddp._system.worker import Job, Worker
 
@@ -169,14 +170,16 @@ class Trip(Milestone):
         self._is_parked = False  # nobody runs it; who makes this False does, first of all who starts it
         self._doom: BaseException | None = None
 
-    def start(self, way: Way, ended: Callable[["Trip", BaseException | None], None], then: Begin) -> None:
-        """Run ``way``, and what ``then`` returns, to the first stop.
+    def start(
+        self, begin: Begin, way: Way, then: Begin, ended: Callable[["Trip", BaseException | None], None]
+    ) -> None:
+        """Run what ``begin`` returns, ``way``, and what ``then`` returns, to the first stop.
 
         ``way`` awaits nothing but stations, gates, and coroutines made of these. ``ended`` is called once, on the
         thread of the last piece, with what that raised, or None. It must not hold the trip, whose tensors would wait
         for Python's collector then.
         """
-        self._way, self._ended = self._whole(self.place.follow(), way, then), ended
+        self._way, self._ended = self._whole(begin, way, then), ended
         self._run()
 
     async def _whole(self, begin: Begin, way: Way, then: Begin) -> None:
@@ -253,6 +256,9 @@ class Place:
         through.
         """
         return _AS_IT_IS
+
+    def keep(self, tensor: Tensor) -> None:
+        """Lend its memory to nobody, whoever lets go of it, before all is done that journeys have issued by then."""
 
     def mark(self) -> Callable[[], None]:
         """Return what orders its caller's work behind all that journeys have issued until now."""

@@ -35,7 +35,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import torch
@@ -329,7 +329,7 @@ class FactorCapture:
         if self._looked_beside or not self._calls or not self._captures(module):
             return
         self._looked_beside = True
-        uses = _uses(tensors_in(vars(output) if is_dataclass(output) else output))
+        uses = _uses(tensors_in(output))
         found = [
             self._layers[index].name
             for index, n in self._calls.items()

@@ -261,7 +261,7 @@ class FactorTraffic:
                         factor.of.curvature.add(a, g, decay)
             here.open()
 
-        self._newest = exchange.begin(bring, like.device, "factors of K-FAC", meter=self.meter)
+        self._newest = exchange.begin(bring, like, "factors of K-FAC", meter=self.meter)
 
 
 def in_equal_groups(sizes: Sequence[int], count: int) -> Iterator[list[int]]:

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -150,9 +151,11 @@ def _loaded(saved: bytes, device: torch.device) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in what an optimizer keeps: dictionaries, lists and tuples of whatever it likes."""
+    """Yield all tensors in mappings, lists, tuples and dataclasses of whatever somebody likes."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for each in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(each)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in([getattr(value, field.name) for field in fields(value)])

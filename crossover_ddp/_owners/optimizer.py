@@ -35,7 +35,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 Group = dict[str, Any]
 
-_SPANS: Final = "torch.optim.optimizer"
+SPANS: Final = "torch.optim.optimizer"
 _SCHEDULERS: Final = "torch.optim.lr_scheduler"
 _MISSING: Final = object()
 _TRIED_GROUPS: Final = 3
@@ -68,9 +68,9 @@ class PartialOptimizer:
         self.optimizer, self.step = optimizer, optimizer.step
         # With torch's spans for a profiler, and without: a part of a step has no step hooks, see `is_watched`, and a
         # scheduler counts whole steps.
-        bare = _stripped(self.step, _SCHEDULERS, _SPANS)
-        self.is_own = bare is _stripped(type(optimizer).step, _SPANS)
-        self._spanned_step = _stripped(self.step, _SCHEDULERS) if self.is_own else None
+        bare = stripped(self.step, _SCHEDULERS, SPANS)
+        self.is_own = bare is stripped(type(optimizer).step, SPANS)
+        self._spanned_step = stripped(self.step, _SCHEDULERS) if self.is_own else None
         self._bare_step = bare if self.is_own else None
 
     def take_whole(self) -> None:
@@ -186,7 +186,7 @@ def _take_over(after: dict[str, Any], before: dict[str, Any], target: dict[str, 
             target[key] = value
 
 
-def _stripped(step: Callable[..., Any], *modules: str) -> Callable[..., Any]:
+def stripped(step: Callable[..., Any], *modules: str) -> Callable[..., Any]:
     """Strip from ``step`` what these modules of torch put around it."""
     function: Any = getattr(step, "__func__", step)
     # By its code: functools.wraps copies names and marks.

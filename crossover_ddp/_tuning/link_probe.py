@@ -58,7 +58,7 @@ def _timed(engine: Exchange, tensor: torch.Tensor) -> float:
         await link.reduce_scatter(tensor, layout)
         await link.all_gather(tensor, layout)
 
-    engine.begin(both_halves, tensor.device, "a probe").wait()  # no step that a plan would look at
+    engine.begin(both_halves, tensor, "a probe").wait()  # no step that a plan would look at
     return time.perf_counter() - begin_s
 
 

@@ -1,10 +1,7 @@
-"""What a schedule of buckets will take, which codec suits it, and how often to average parameters instead.
+"""What a step of plain DDP will take, which codec suits it, and how often to average parameters instead.
 
-Pure: no tensors, no processes, no clock.
-
-The cost of one half of an exchange (reduce-scatter or all-gather) of m bytes is α + β·m. The wire is one queue that
-is never idle while something is ready: reduce-scatters first, then the gather that forward needs first; what has
-begun is not interrupted. Source: the α–β model is common; the schedule is our design after DeAR (arXiv 2302.12445).
+Pure: no tensors, no processes, no clock. The cost of one half of an exchange (reduce-scatter or all-gather) of m bytes
+is α + β·m, the common model.
 """
 
 import math
@@ -12,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-_ITERATIONS: Final = 8
 _INDIFFERENCE: Final = 0.02  # a stronger codec also costs convergence
 _FULL: Final = 0.9
 """Greatest part of the compute time that a plan of averaging lets the wire take."""
@@ -44,13 +40,11 @@ class Link:
 class BucketTimes(NamedTuple):
     """One bucket of a recorded step, in the order of backward.
 
-    ``ready_s``: seconds of backward's compute until its last gradient. ``needed_s``: seconds of forward's compute
-    until one of its parameters is read.
+    ``ready_s``: seconds of backward's compute until its last gradient.
     """
 
     size_bytes: int
     ready_s: float
-    needed_s: float
 
 
 @dataclass(frozen=True)
@@ -81,63 +75,6 @@ def all_reduce_step_s(work: Workload, link: Link) -> float:
     for bucket in work.buckets:
         wire_s = max(wire_s, bucket.ready_s) + 2 * link.half_s(bucket.size_bytes)
     return work.forward_s + max(work.backward_s, wire_s)
-
-
-def decoupled_step_s(work: Workload, link: Link) -> float:
-    """Return the time of a step of decoupled training in its steady state."""
-    wire = _Wire(link)
-    now_s = ended_s = 0.0
-    for iteration in range(_ITERATIONS):
-        begin_s = now_s
-        now_s = _forward(work, wire, now_s) if iteration else now_s + work.forward_s
-        for place, bucket in enumerate(work.buckets):
-            wire.scatter(now_s + bucket.ready_s, place, bucket)
-        now_s += work.backward_s
-        ended_s = begin_s
-    return now_s - ended_s
-
-
-def _forward(work: Workload, wire: "_Wire", now_s: float) -> float:
-    """Run a forward that waits for each bucket where it is needed; return when it ends."""
-    done_s = 0.0
-    for place in sorted(range(len(work.buckets)), key=lambda each: work.buckets[each].needed_s):
-        bucket = work.buckets[place]
-        now_s += bucket.needed_s - done_s
-        done_s = bucket.needed_s
-        now_s = max(now_s, wire.gathered_s(place))
-    return now_s + work.forward_s - done_s
-
-
-class _Wire:
-    """The link as one queue; a task is whether it gathers, a moment from which on it may begin, and its bucket."""
-
-    def __init__(self, link: Link) -> None:
-        self._link, self._free_s = link, 0.0
-        self._tasks: list[tuple[bool, float, int, BucketTimes]] = []
-        self._done_s: dict[int, float] = {}
-
-    def scatter(self, ready_s: float, place: int, bucket: BucketTimes) -> None:
-        """Queue a reduce-scatter, which queues its gather."""
-        self._done_s.pop(place, None)
-        self._tasks.append((False, ready_s, place, bucket))
-
-    def gathered_s(self, place: int) -> float:
-        """Run the wire until this bucket is gathered; return when that is."""
-        while place not in self._done_s:
-            self._run_one()
-        return self._done_s[place]
-
-    def _run_one(self) -> None:
-        self._free_s = max(self._free_s, min(ready_s for _, ready_s, *_ in self._tasks))
-        ready = [task for task in self._tasks if task[1] <= self._free_s]
-        task = min(ready, key=lambda each: (each[0], each[3].needed_s if each[0] else each[1]))
-        gathers, _, place, bucket = task
-        self._tasks.remove(task)
-        self._free_s += self._link.half_s(bucket.size_bytes)
-        if gathers:
-            self._done_s[place] = self._free_s
-        else:
-            self._tasks.append((True, self._free_s, place, bucket))
 
 
 @dataclass(frozen=True)

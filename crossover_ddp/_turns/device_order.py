@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def order_on(device: torch.device) -> "DeviceOrder | None":
     """Return the order on a device, as this process numbers it; None for a CPU, which is done when the host is."""
-    if os.environ.get(environment.DEVICE_ORDER, "host") != "host":
+    if os.environ.get(environment.DEVICE_ORDER, "") not in ("", "host"):
         words = f"{environment.DEVICE_ORDER} has no effect any more: turns are ordered on the host; unset it"
         warnings.warn(words, FutureWarning, stacklevel=2)
     return DeviceOrder(device) if device.type == "cuda" else None
@@ -33,6 +33,7 @@ class DeviceOrder:
     def __init__(self, gpu: torch.device) -> None:
         self._gpu = gpu
         self._end_stream: torch.cuda.Stream | None = None
+        self._computing: Sequence[torch.cuda.Stream] = ()  # what the last turn ended on
 
     def check_usable(self) -> None:
         """Raise ``UnsupportedConfigurationError`` while the current stream captures a CUDA graph."""
@@ -49,9 +50,10 @@ class DeviceOrder:
     def mark(self, streams: Sequence[torch.cuda.Stream] = ()) -> torch.cuda.Event:
         """Mark the end of a turn behind what the current stream, and ``streams``, have queued."""
         stream = torch.cuda.current_stream(self._gpu)
+        self._computing = (stream, *streams)
         if streams:
             self._end_stream = self._end_stream or torch.cuda.Stream(self._gpu)
-            for each in (stream, *streams):
+            for each in self._computing:
                 self._end_stream.wait_stream(each)
             stream = self._end_stream
         end = torch.cuda.Event(blocking=True)
@@ -68,10 +70,14 @@ class DeviceOrder:
             logger.debug("a turn on %s ended with an error of the device: %s", self._gpu, error)
 
     def is_done(self, streams: Sequence[torch.cuda.Stream]) -> bool:
-        """Say whether the device has done all that these streams were given. On a thread of the package's own."""
+        """Say whether the device has done all that a turn has given it; ``streams``: what the turn began on.
+
+        Who computes may have another stream than who took the turn: asked is what the last turn ended on, too. On a
+        thread of the package's own.
+        """
         torch.cuda.set_device(self._gpu)
         adopt_thread()
-        for stream in streams:
+        for stream in (*streams, *self._computing):
             with torch.cuda.stream(stream):
                 # To ask a stream that captures a graph would break the capture.
                 if torch.cuda.is_current_stream_capturing() or not stream.query():

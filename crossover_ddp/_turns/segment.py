@@ -63,7 +63,7 @@ _LONGEST_WAIT_S = 3600.0
 _BELL_BYTES = 1 << 16  # all that a pipe holds: one read silences it
 
 no_fork: Final = threading.RLock()
-"""A fork waits for this lock. It is held only while files are opened, closed or rung, never over a wait."""
+"""A fork waits for this lock. It is held only while files are opened, closed, written or rung, never over a wait."""
 _all: "weakref.WeakSet[OpenFile]" = weakref.WeakSet()
 
 _CODES: Final = {int: "Q", bool: "Q", float: "d", bytes: f"{_NAME_BYTES}s"}
@@ -423,7 +423,8 @@ class TurnSegment:
         """Write eight-byte fields of the own slot, in the order given."""
         for name, value in values.items():
             raw = struct.pack("d" if isinstance(value, float) else "Q", value)
-            os.pwrite(self.slots_file.fd, raw, self.slot * SLOT_BYTES + _OFFSETS[name])
+            with no_fork:  # nor may another thread leave, and the number be another file's
+                os.pwrite(self.slots_file.fd, raw, self.slot * SLOT_BYTES + _OFFSETS[name])
 
     def publish_returned(self, turn: int) -> None:
         """Publish that ``turn`` was given back, and wake the siblings."""
@@ -450,10 +451,6 @@ class TurnSegment:
             if (each.lead == self._lead if in_order else each.device == self._device)
             and (each.slot == self.slot or self.bells.is_alive(each.process))
         ]
-
-    def is_alive(self, process: Process) -> bool:
-        """Return whether a process lives and still has its slot."""
-        return any(each.process == process for each in self.members())
 
     def ring_others(self) -> None:
         """Wake every sibling process on this device."""

@@ -9,10 +9,10 @@ it would stay before a sibling that its own peers, already behind that sibling, 
 
 [Note: a turn is for computing]
 A rank that waits for data, writes a checkpoint or sleeps inside its turn does not use the device. That shows in the
-processor time of the process, and on a GPU also in its streams, which have done all that they were given. Once both
-have stood still for longer than a hand-over lasts while a sibling queues, the thread publishes the turn as given back,
-on this rank alone. When the rank computes again it does so beside the sibling: it never waits inside its turn. That
-takes waits away and adds none, so ranks need not do it alike.
+processor time of the process, and on a GPU also in the streams on which the turn began and the last one ended, which
+have done all that they were given. Once both have stood still for longer than a hand-over lasts while a sibling queues,
+the thread publishes the turn as given back, on this rank alone. When the rank computes again it does so beside the
+sibling: it never waits inside its turn. That takes waits away and adds none, so ranks need not do it alike.
 """
 
 import contextlib

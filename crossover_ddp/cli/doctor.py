@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import importlib.metadata
 import os
+import re
 import resource
 import shutil
 import socket
@@ -18,6 +20,7 @@ from crossover_ddp._turns.view import GROUP_NAME, Mode, look, printable
 from .output import FINE, FOUND, declare
 
 _EXAMPLES = "exit codes: 0 no problem; 1 at least one; 2 wrong usage"
+_LEAST_TORCH = (2, 11)
 _ROOM_MIB, _FILES = 16, 4096
 _MPS = "nvidia-cuda-mps-control -d"
 
@@ -27,17 +30,27 @@ Finding = tuple[str, str, str]
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
-    about = "Say what of shared memory, network, limits, GPUs and variables you should fix, and how."
+    about = (
+        "Say what of versions, shared memory, network, limits, GPUs and variables you should fix, and how."
+    )
     declare(commands, "doctor", run, "is this machine ready?", about, _EXAMPLES)
 
 
 def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
     """Show the findings; return the exit code."""
-    found = [*_shared_memory(base), *_network(), *_files(), *_gpus(), *_variables()]
+    found = [*_versions(), *_shared_memory(base), *_network(), *_files(), *_gpus(), *_variables()]
     for state, what, mend in found:
         sys.stdout.write(f"{state:8}{printable(what)}\n        → {printable(mend)}\n")
     sys.stdout.write("" if found else "nothing to fix\n")
     return FOUND if any(state == "problem" for state, _, _ in found) else FINE
+
+
+def _versions() -> Iterator[Finding]:
+    torch = importlib.metadata.version("torch")
+    if not sys.platform.startswith("linux"):
+        yield "problem", f"{sys.platform}: jobs train without turns", "use Linux"
+    if tuple(map(int, re.findall(r"\d+", torch)[:2])) < _LEAST_TORCH:
+        yield "problem", f"torch {torch}", f"pip install 'torch>={'.'.join(map(str, _LEAST_TORCH))}'"
 
 
 def _shared_memory(base: str) -> Iterator[Finding]:
@@ -59,7 +72,8 @@ def _shared_memory(base: str) -> Iterator[Finding]:
             mend = "if it waits for data: more loader workers; crossover-ddp advise says more"
             yield "note", what[:100], mend
     for path, what in seen.problems:
-        yield "problem", f"{path}: {what}", f"rm -r {path}  # while no job runs"
+        mend = "see there" if path == seen.directory else f"rm -r {path}  # while no job runs"
+        yield "problem", f"{path}: {what}", mend
 
 
 def _network() -> Iterator[Finding]:

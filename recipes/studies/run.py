@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -94,10 +94,8 @@ def same_losses(expected: Losses, got: Losses, tolerance: float) -> bool:
 class Study:
     """One model of one claim, on one cluster."""
 
-    def __init__(
-        self, cluster: Cluster, claim: Claim, preset: str, args: argparse.Namespace, out: Path
-    ) -> None:
-        self._cluster, self._claim, self._preset, self._args, self._out = cluster, claim, preset, args, out
+    def __init__(self, cluster: Cluster, claim: Claim, preset: str, out: Path) -> None:
+        self._cluster, self._claim, self._preset, self._out = cluster, claim, preset, out
         self._first = next(iter(claim.ways))
         self._jobs = "ab" if any(way.jobs > 1 for way in claim.ways.values()) else "a"
 
@@ -129,8 +127,8 @@ class Study:
         random.Random(number).shuffle(order)
         found = {name: self._train(name, self._claim.ways[name]) for name in order}
         expected = found[self._first].losses
-        # More ranks, and kernels of a GPU, add in another order.
-        for name in self._claim.exact if self._cluster.nodes == 2 and self._args.device == "cpu" else ():
+        # More ranks add in another order.
+        for name in self._claim.exact if self._cluster.nodes == 2 else ():
             if not same_losses(expected, found[name].losses, self._claim.tolerance):
                 raise RuntimeError(f"expected the losses of {self._first!r} with {name!r}, got others")
         return found
@@ -169,16 +167,13 @@ class Study:
         )
 
     def _command(self, way: Way) -> str:
-        claim, args = self._claim, self._args
-        device = f"--device {args.device}" + (f" --backend {args.backend}" if args.backend else "")
+        claim = self._claim
         script = RECIPES / way.script
-        return (
-            f"python {script} --preset {self._preset} {TRAINING} {device} {claim.arguments} {way.arguments}"
-        )
+        return f"python {script} --preset {self._preset} {TRAINING} --device cpu {claim.arguments} {way.arguments}"
 
     def _compute_s(self, alone: Trained) -> float:
-        """Return C: the load of a core, or on a GPU a step that exchanges nothing."""
-        if self._args.device == "cpu" and alone.busy_s is not None:
+        """Return C: the load of a core, or where that is not known a step that exchanges nothing."""
+        if alone.busy_s is not None:
             return alone.busy_s
         return self._train("nothing", NOTHING).step_s
 
@@ -270,11 +265,10 @@ def measure(name: str, claim: Claim, args: argparse.Namespace) -> list[Row]:
         flush=True,
     )
     rows: list[Row] = []
-    pin: Literal["core", "none"] = "core" if args.device == "cpu" else "none"
     shaped = args.nodes > 1 and not args.unshaped
-    with Cluster(nodes=args.nodes, rate_mbit=CALIBRATION_MBIT, pin=pin, shaped=shaped) as cluster:
+    with Cluster(nodes=args.nodes, rate_mbit=CALIBRATION_MBIT, pin="core", shaped=shaped) as cluster:
         for preset in claim.presets:
-            for row in Study(cluster, claim, preset, args, out).rows():
+            for row in Study(cluster, claim, preset, out).rows():
                 rows.append(row)
                 (out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
                 print(f"{preset}: {cells(row)}", file=sys.stderr, flush=True)
@@ -298,10 +292,6 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--unshaped", action="store_true", help="no emulated link: needs no root")
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: all ranks share one GPU"
-    )
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="with cuda; nccl takes --nodes 1")
     parser.add_argument("--arguments", default="", help="further ones of train.py, for all ways")
     parser.add_argument("--out", type=Path, default=Path("runs/studies"))
     args = parser.parse_args(argv)

@@ -72,7 +72,7 @@ def spread(values: torch.Tensor) -> float:
 
 @pytest.mark.defect("codecs-S1")
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("mode", ["local", "async"])
+@pytest.mark.parametrize("mode", ["local", "sync", "async"])
 def test_a_mask_of_infinities_is_left_out(mode: Any) -> None:
     state = LocalSGDState(1 + 1) if mode == "local" else ElasticState(1, mode)
     loop = Loop(state, Masked()).run(6)
@@ -83,10 +83,11 @@ def test_a_mask_of_infinities_is_left_out(mode: Any) -> None:
 
 
 @pytest.mark.defect("strangers-5")
+@pytest.mark.parametrize("mode", ["sync", "async"])
 @in_ranks(2)
-def test_replicas_of_bfloat16_come_together(rank: int) -> None:
+def test_replicas_of_bfloat16_come_together(rank: int, mode: Any) -> None:
     """A user with bfloat16 parameters gets replicas as close as the format allows: one step of it, 1/128 at 1."""
-    state = ElasticState(1, moving_rate=0.05)  # small pulls
+    state = ElasticState(1, mode, 0.05)  # small pulls
     loop = Loop(state, nn.Linear(4, 40).to(torch.bfloat16), lr=0.0).run(1)
     with torch.no_grad():
         for parameter in loop.model.parameters():
@@ -100,19 +101,20 @@ def test_replicas_of_bfloat16_come_together(rank: int) -> None:
     loop.close()
 
 
-def first_centre(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def first_centre(rank: int, world_size: int, mode: Any) -> tuple[torch.Tensor, torch.Tensor]:
     # The owners' border is in the means.
     network = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1))
-    loop = Loop(ElasticState(9), network).run(1)
+    loop = Loop(ElasticState(9, mode), network).run(1)
     centre = loop.state.state_dict()["kept"]["centre"]["0.running_mean"]
     loop.close()
     return centre, network[0].running_mean
 
 
 @pytest.mark.defect("codecs-S12")
-def test_the_centre_begins_with_one_replica_or_the_mean() -> None:
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_centre_begins_with_one_replica_or_the_mean(mode: str) -> None:
     """A user's centre begins with statistics of one rank, of none, or of all, not with pieces of each."""
-    (centre, first), (_, second) = run_ranks(first_centre, 2)
+    (centre, first), (_, second) = run_ranks(first_centre, 2, args=(mode,))
     candidates = [first, second, (first + second) / 2, torch.zeros(4)]
     assert any(torch.allclose(centre, each) for each in candidates)
 

@@ -1,8 +1,10 @@
 """Known defects of K-FAC; most with one rank."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from crossover_ddp import DecoupledState, KFACState, decoupled_hook, kfac_hook
+from crossover_ddp._owners.kept import tensors_in
 from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import RankError, in_ranks, networks, run_ranks
 from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, batch
@@ -219,18 +222,31 @@ def test_a_layer_may_be_called_by_keyword() -> None:
 class BesideItsModule(nn.Module):
     """Uses a weight through its module, and once more beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, wrapped: Callable[[Tensor], Any] = lambda output: output) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, OUTPUTS)
+        self.layer, self._wrapped = nn.Linear(WIDTH, OUTPUTS), wrapped
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layer(inputs) + 100 * F.linear(inputs, self.layer.weight)  # type: ignore[no-any-return]
+    def forward(self, inputs: Tensor) -> Any:
+        return self._wrapped(self.layer(inputs) + 100 * F.linear(inputs, self.layer.weight))
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
 
 
 @pytest.mark.defect("kfac-S9")
-def test_a_weight_used_beside_its_module_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "wrapped",
+    [lambda output: output, lambda output: (Output(output),), lambda output: UserDict(logits=output)],
+)
+def test_a_weight_used_beside_its_module_is_noticed(
+    wrapped: Callable[[Tensor], Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """A gradient of which K-FAC has seen a part only is told."""
-    loss_of(Training(0, BesideItsModule(), kl_clip=None).model).backward()
+    model = Training(0, BesideItsModule(wrapped), kl_clip=None).model
+    for output in tensors_in(model(torch.randn(4, WIDTH))):
+        output.square().sum().backward()
     assert "layer: the model uses the weight beside its layer, too" in caplog.text
 
 

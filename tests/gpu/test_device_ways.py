@@ -118,27 +118,60 @@ def test_a_thread_that_waits_for_a_turns_end_does_not_spoil_a_capture(tmp_path: 
 
 
 def share_an_idle_turn(rank: int, world_size: int, plan: Plan, is_first: bool) -> tuple[list[Interval], bool]:
-    """Compute for a while in the first turn, then wait inside it until the sibling has been in its own; was it?"""
+    """Compute for a while in a turn, then wait inside it until the sibling has been in its own; was it?
+
+    "streams": on another stream than that on which turns are taken. "graph": while the stream captures a graph.
+    """
     torch.cuda.set_device(0)
-    busy, marks = busy_kernel(), torch.zeros(1, 2, dtype=torch.int64, device="cuda")
-    signs = Path(plan.meeting)
+    busy, marks, graph = (
+        busy_kernel(),
+        torch.zeros(1, 2, dtype=torch.int64, device="cuda"),
+        torch.cuda.CUDAGraph(),
+    )
+    taking = torch.cuda.Stream()
+    computing = torch.cuda.Stream() if plan.variant == "streams" else taking
+    torch.cuda.synchronize()
+
+    def turn(duration_ns: int) -> None:
+        with torch.cuda.stream(taking):
+            mutex.acquire()
+        with torch.cuda.stream(computing):
+            busy(marks[0], duration_ns)
+
+    def came() -> bool:
+        return any(Path(plan.meeting).glob("came.*"))
+
     with contextlib.closing(GPUMutex(plan.group, device=0, lease=LEASE_S, trial=True)) as mutex:
         tell(plan, "here")
         hear(plan, "here", 2)
-        if not is_first:
+        if is_first:
+            turn(1000)
+            with torch.cuda.stream(computing):
+                mutex.release()
+        else:
             hear(plan, "waits")
-        mutex.acquire()
-        busy(marks[0], LONG_NS if is_first else 1000)
+        turn(LONG_NS if is_first and plan.variant != "graph" else 1000)
+        if is_first and plan.variant == "graph":
+            with torch.cuda.stream(computing):
+                computing.synchronize()
+                graph.capture_begin(capture_error_mode="global")
+                busy(torch.zeros_like(marks[0]), 1000)
+                tell(plan, "waits")
+                assert not eventually(came, 0.5), "the stream was asked, or not"
+                graph.capture_end()
         tell(plan, "waits" if is_first else "came")
-        came = eventually(lambda: any(signs.glob("came.*")), TIMEOUT_S / 2)
+        has_come = eventually(came, TIMEOUT_S / 2)
         mutex.release()
         torch.cuda.synchronize()
         assert mutex.stats()["leases_expired"] == 0
-        return intervals(marks), came
+        return intervals(marks), has_come
 
 
-def test_a_turn_is_lent_when_the_host_waits_and_the_device_has_done_its_part(tmp_path: Path) -> None:
-    plan = new_plan(tmp_path)
+@pytest.mark.parametrize("variant", ["mutex", "streams", "graph"])
+def test_a_turn_is_lent_when_the_host_waits_and_the_device_has_done_its_part(
+    variant: str, tmp_path: Path
+) -> None:
+    plan = new_plan(tmp_path, variant=variant)
     jobs = [Job(share_an_idle_turn, 1, args=(plan, is_first), backend=None) for is_first in (True, False)]
     [[(first, came)], [(second, _)]] = run_jobs(jobs, timeout_s=TIMEOUT_S)
     assert came

@@ -19,8 +19,6 @@ from .waiting import gone
 # What has been told to end may need a moment, on a busy machine more than one.
 GRACE_S = 20.0
 
-"""The name that a test gives to a thread whose wait nobody can end."""
-
 SHARED_MEMORY = Path("/dev/shm")
 
 # Set by pytest for itself, or by libraries when they are first imported (scikit-learn sets KMP_*).

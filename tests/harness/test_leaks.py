@@ -52,8 +52,12 @@ def group() -> Callable[[], object]:
     ],
 )
 def test_each_leak_fails_its_test_and_no_other(
-    leak: Callable[[], Callable[[], object]], told: str, monkeypatch: pytest.MonkeyPatch
+    leak: Callable[[], Callable[[], object]],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
+    assert "_nothing_left_behind" in request.fixturenames, "all tests are looked at"
     monkeypatch.setattr(leaks, "GRACE_S", 0.5)  # what leaks here does not end by itself
     with (
         pytest.raises(pytest.fail.Exception, match=f"the test left behind: {told}"),

@@ -1,6 +1,7 @@
 """What a device adds: late copies, late kernels, late collectives, and a device for each rank. On the fake one."""
 
 import functools
+import gc
 import os
 import signal
 import time
@@ -98,6 +99,33 @@ def test_state_of_owners_comes_to_each_ranks_own_device(way: str, backend: str) 
 LATE_S = 0.1
 
 
+def overwritten(rank: int, world_size: int, way: str) -> int:
+    """Train a model, drop it, and return how many numbers of what is made then somebody else has written.
+
+    Behind the fourth step go digests of the parameters, which no later step looks at.
+    """
+    torch.cuda.set_device(rank)
+    found = 0
+    for _ in range(2):
+        training = Training(way, rank, device=f"cuda:{rank}", mutex=RecordingTurn()).run(3)
+        torch.cuda.synchronize()
+        with late(nccl_us=int(LATE_S * 1e6), copy_us=int(LATE_S * 1e6)):
+            training.run(1).close()
+            del training
+            gc.collect()
+            made = [torch.ones(numel, device="cuda") for numel in (16, 64, 1000) for _ in range(100)]
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        found += sum(int((each != 1).sum()) for each in made)
+    return found
+
+
+@pytest.mark.parametrize(("backend", "way"), [("nccl", "split"), ("gloo", "wrapped")])
+def test_what_nobody_waits_for_writes_over_nothing(backend: str, way: str) -> None:
+    assert run_ranks(overwritten, 2, args=(way,), backend=backend) == [0, 0]
+
+
 @in_ranks(2, backend="nccl")
 def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_the_first_gradients(rank: int) -> None:
     """On NCCL a Future is complete long before its kernels are: the device would idle inside of the turn.
@@ -117,6 +145,25 @@ def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_the_first_gradie
         for optimizer in training.optimizers:
             optimizer.step()
         training.close()
+
+
+@in_ranks(2, backend="gloo")
+def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_done_a_wrapped_hook(rank: int) -> None:
+    """Copies, and what a hook computes in callbacks, run outside of the turn."""
+    torch.cuda.set_device(rank)
+    busy_s: list[float] = []
+
+    def acquired() -> None:
+        begin_s = time.monotonic()
+        torch.cuda.synchronize()
+        busy_s.append(time.monotonic() - begin_s)
+
+    turn = RecordingTurn(at_acquire=acquired)
+    training = Training("wrapped", rank, device=f"cuda:{rank}", mutex=turn).run(3)
+    with late(copy_us=int(LATE_S * 1e6)):
+        training.backward()
+        assert busy_s[-1] < LATE_S / 2
+    training.close()
 
 
 def told_of_a_dead_peer(rank: int, world_size: int) -> list[str]:

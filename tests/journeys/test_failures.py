@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
-from crossover_ddp import ExchangeError, UnsupportedConfigurationError
+from crossover_ddp import DecoupledState, ExchangeError, UnsupportedConfigurationError, decoupled_hook
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from crossover_ddp.muon_hooks import MuonState, muon_hook
 from tests.harness import in_ranks, inside, run_ranks
@@ -104,6 +104,15 @@ OWNERS: dict[str, Way] = {
         MuonState(optimizers[0], process_group=model.process_group),  # type: ignore[arg-type]
         muon_hook,
     ),
+    "decoupled_kfac": lambda model, optimizers, mutex: (
+        DecoupledState(
+            optimizers[0],
+            model.process_group,
+            kfac=KFACState(model, optimizers[0], process_group=model.process_group, inv_update_steps=1),
+            defer="always",
+        ),
+        decoupled_hook,
+    ),
     "owned": WAYS["owned"],
 }
 
@@ -112,7 +121,9 @@ def die(*_: Any, **__: Any) -> None:
     signal.raise_signal(signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("way", "world_size"), [("kfac", 2), ("kfac", 4), ("muon", 2), ("owned", 2)])
+@pytest.mark.parametrize(
+    ("way", "world_size"), [("kfac", 2), ("kfac", 4), ("decoupled_kfac", 2), ("muon", 2), ("owned", 2)]
+)
 @in_ranks(deaths={1: signal.SIGKILL}, timeout_s=90)
 def test_a_peer_that_dies_in_its_owners_work_is_an_error_in_bounded_time(
     rank: int, world_size: int, way: str
@@ -128,7 +139,9 @@ def test_a_peer_that_dies_in_its_owners_work_is_an_error_in_bounded_time(
     dist.barrier()
     begin_s = time.monotonic()
     with (
-        mock.patch.object(*WORK[way], die) if rank == 1 else contextlib.nullcontext(),
+        mock.patch.object(*WORK[way.removeprefix("decoupled_")], die)
+        if rank == 1
+        else contextlib.nullcontext(),
         pytest.raises(ExchangeError, match=f"^rank {rank} of {world_size}: the "),
     ):
         training.run(3)

@@ -1,5 +1,7 @@
 """Elastic averaging in real ranks: at their own pace and together against copies in one process, and wild."""
 
+import gc
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -193,6 +195,45 @@ def test_ranks_of_a_host_meet_in_memory_and_hosts_in_rounds(rank: int, world_siz
 
 @pytest.mark.fake_cuda
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_ranks_meet_on_a_device(mode: str, backend: str) -> None:
-    run_ranks(meet, 2, args=(mode, 1, "cuda"), backend=backend)
+def test_ranks_meet_on_a_device(backend: str) -> None:
+    run_ranks(meet, 2, args=("async", 1, "cuda"), backend=backend)
+
+
+def pull_on(rank: int, world_size: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Begin apart, learn nothing and pull together; return the parameters and the centre."""
+    if kind == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    training = Training(
+        lambda *_: (ElasticState(1, "sync", 0.3), elastic_hook),
+        device=kind,
+        optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr=0.0)],
+    ).run(1)
+    with torch.no_grad():
+        for parameter in training.held:
+            parameter.add_(float(rank))
+    training.run(4)
+    centre = training.state.state_dict()["kept"]["centre"]["0.weight"]
+    training.close()
+    return training.held[0].detach().cpu(), centre
+
+
+@pytest.mark.fake_cuda
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_ranks_pull_on_a_device_as_on_the_host(backend: str) -> None:
+    on_host = run_ranks(pull_on, 2, args=("cpu",))
+    for there, here in zip(run_ranks(pull_on, 2, args=("cuda",), backend=backend), on_host, strict=True):
+        assert all(map(torch.equal, there, here))
+
+
+def dropped(rank: int, world_size: int) -> list[int]:
+    """Return how many threads there are after each of several models that nobody has closed."""
+    counts = []
+    for _ in range(3):
+        Training(lambda *_: (ElasticState(1, "sync"), elastic_hook), rank).run(2)
+        gc.collect()
+        counts.append(threading.active_count())
+    return counts
+
+
+def test_models_that_pull_together_leave_nothing_when_they_are_dropped() -> None:
+    assert [len({*counts}) for counts in run_ranks(dropped, 2)] == [1, 1]

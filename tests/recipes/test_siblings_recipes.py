@@ -86,18 +86,13 @@ def study(place: Place, *words: str, **more: str) -> list[tuple[str, str, float 
     optuna = pytest.importorskip("optuna", reason="optuna is not installed: pip install optuna")
     import siblings_optuna
 
-    given = [
-        "siblings_optuna.py",
-        "--seed",
-        "1",
-        "--storage",
-        f"sqlite:///{place.directory}/siblings.db",
-        *words,
-    ]
+    given = ["siblings_optuna.py", "--seed", "1", *words]
     with (
+        pytest.MonkeyPatch.context() as patch,
         mock.patch.dict(os.environ, {**place.environment, **more}, clear=True),
         mock.patch.object(sys, "argv", given),
     ):
+        patch.chdir(place.directory)  # where the study is by default
         siblings_optuna.main()
     found = optuna.load_study(study_name="siblings", storage=f"sqlite:///{place.directory}/siblings.db")
     return [(trial.state.name, str(trial.params["lr"]), trial.value) for trial in found.trials]

@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comm_hooks": {*BELOW, "_decoupled"},
     "codecs": {*BELOW, "_compression"},
     "pipeline": {*HOOKS, "_tuning", "gpu_mutex", "errors"},
-    "cli": {"__init__", "_turns.view", "_timeline", "_tuning.model", "_system", "pipeline", "errors"},
+    "cli": {"__init__", "_turns.view", "_timeline", "_system", "pipeline", "errors"},
     "__init__": PUBLIC,
     "recipes": {*PUBLIC, "__init__", "lab"},
     "lab": {*PUBLIC, "__init__", "_timeline"},

@@ -1,7 +1,5 @@
 """The cost model against what is known of it, and which codec is chosen by it."""
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,86 +14,18 @@ from crossover_ddp._tuning.model import (
     Workload,
     all_reduce_step_s,
     coded_step_s,
-    decoupled_step_s,
     weakest_codec,
 )
 from crossover_ddp.codecs import Half, Int8, PerPair, SIDCo
 
-MODEL_BYTES = 1_200_000
 
-
-def even(
-    buckets: int, *, forward_s: float = 1 / 3, backward_s: float = 2 / 3, size_bytes: float = MODEL_BYTES
-) -> Workload:
-    """Equal buckets, ready and needed at even distances."""
-    times = [
-        BucketTimes(
-            round(size_bytes / buckets),
-            backward_s * (place + 1) / buckets,
-            forward_s * (buckets - 1 - place) / buckets,
-        )
-        for place in range(buckets)
+def work(size_mb: float = 8.0, compute_s: float = 0.3, buckets: int = 8) -> Workload:
+    """Equal buckets, ready at even distances."""
+    ready = [
+        BucketTimes(round(size_mb * 1e6 / buckets), compute_s * (each + 1) / buckets)
+        for each in range(buckets)
     ]
-    return Workload(forward_s, backward_s, tuple(times))
-
-
-def link_of(wire_s: float, alpha_s: float = 0.0) -> Link:
-    """A link on which both halves of the model take ``wire_s``."""
-    return Link(alpha_s, wire_s / 2 / MODEL_BYTES)
-
-
-# Fluid simulation of shared/algorithms.md, section 2: parts of the wire's limit, by the number of buckets.
-@pytest.mark.parametrize(
-    ("buckets", "least", "most"), [(6, 0.81, 0.93), (12, 0.89, 0.965), (24, 0.93, 0.985)]
-)
-@pytest.mark.parametrize("ratio", [0.5, 0.75, 1.0, 1.25, 1.5, 2.0])
-def test_decoupled_comes_as_near_to_the_wires_limit_as_is_known(
-    buckets: int, least: float, most: float, ratio: float
-) -> None:
-    part = max(1.0, ratio) / decoupled_step_s(even(buckets), link_of(ratio))
-    assert least <= part <= most
-
-
-@pytest.mark.parametrize(
-    ("ratio", "least", "most"), [(0.5, 0.99, 1.01), (1.0, 1.24, 1.30), (2.0, 1.13, 1.17)]
-)
-def test_speed_up_over_all_reduce_is_what_is_known(ratio: float, least: float, most: float) -> None:
-    work, link = even(12), link_of(ratio)
-    assert least <= all_reduce_step_s(work, link) / decoupled_step_s(work, link) <= most
-
-
-def test_nothing_is_gained_where_the_last_bucket_holds_almost_everything() -> None:
-    work = Workload(1 / 3, 2 / 3, (BucketTimes(1000, 0.3, 0.2), BucketTimes(999_000, 2 / 3, 0.0)))
-    link = link_of(0.75)
-    assert decoupled_step_s(work, link) == pytest.approx(all_reduce_step_s(work, link), rel=0.01)
-
-
-times = st.floats(0.0, 1.0)
-workloads = st.builds(
-    lambda forward_s, backward_s, parts: Workload(
-        forward_s,
-        backward_s,
-        tuple(
-            BucketTimes(size, backward_s * ready, forward_s * needed)
-            for size, ready, needed in sorted(parts, key=lambda part: part[1])
-        ),
-    ),
-    st.floats(0.01, 1.0),
-    st.floats(0.01, 1.0),
-    st.lists(st.tuples(st.integers(1, 10**7), times, times), min_size=1, max_size=12),
-)
-links = st.builds(Link, st.floats(0.0, 0.01), st.floats(0.0, 1e-6))
-
-
-@given(work=workloads, link=links)
-def test_a_step_takes_its_compute_or_its_wire_time_at_least_and_both_at_most(
-    work: Workload, link: Link
-) -> None:
-    wire = 2 * sum(link.half_s(bucket.size_bytes) for bucket in work.buckets)
-    limit_s, decoupled_s = max(work.compute_s, wire), decoupled_step_s(work, link)
-    assert decoupled_s >= limit_s * (1 - 1e-6) or math.isclose(decoupled_s, limit_s, rel_tol=0.05)
-    assert all_reduce_step_s(work, link) >= max(work.compute_s, work.forward_s + wire) * (1 - 1e-9)
-    assert max(decoupled_s, all_reduce_step_s(work, link)) <= (work.compute_s + wire) * (1 + 1e-9)
+    return Workload(0.0, compute_s, tuple(ready))
 
 
 def test_a_link_is_fitted_to_what_was_measured() -> None:
@@ -120,10 +50,6 @@ HALF = CodecCost(0.5, 0.1e-9, 0.2e-9)
 INT8 = CodecCost(0.254, 0.3e-9, 0.6e-9)
 SPARSE = CodecCost(0.02, 0.6e-9, 0.8e-9)
 COSTS = (EXACT, HALF, INT8, SPARSE)
-
-
-def work(size_mb: float = 8.0, compute_s: float = 0.3, buckets: int = 8) -> Workload:
-    return even(buckets, forward_s=0.0, backward_s=compute_s, size_bytes=size_mb * 1e6)
 
 
 def link(mbit: float) -> Link:

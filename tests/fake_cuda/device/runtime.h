@@ -69,18 +69,11 @@ struct Record {
     void wait();
 };
 
-// An interprocess event, in memory that processes share. What a dead process had recorded never gets done.
-struct Shared {
-    std::atomic<uint64_t> recorded, done;
-};
-
 struct Event {
     explicit Event(unsigned flags) : flags(flags) {}
     const unsigned flags;
     std::mutex mutex;
     std::shared_ptr<Record> last;
-    std::shared_ptr<Shared> shared;
-    std::string file;        // of `shared`, where this process has made it
     Graph* graph = nullptr;  // its last recording was captured into this one
     Clock clock;
 };

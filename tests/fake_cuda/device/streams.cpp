@@ -4,14 +4,12 @@
 
 #include <dirent.h>
 #include <signal.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstring>
 
 namespace fake {
 
-constexpr long POLL_US = 30;
 static std::mutex g_mutex;  // of captures and of the list of streams
 static std::set<Stream*>& streams() {
     static auto* all = new std::set<Stream*>;  // never destroyed: threads outlive the end of main
@@ -157,38 +155,12 @@ void Record::wait() {
     reached.wait(lock, [&] { return done.load(); });
 }
 
-static void wait_for(const Shared& shared, uint64_t record) {
-    while (shared.done < record) fake_sleep_us(POLL_US);
-}
-
-static std::shared_ptr<Shared> map_shared(const std::string& path, int flags) {
-    const int file = open(path.c_str(), O_RDWR | O_CLOEXEC | flags, 0600);
-    if (file < 0) return nullptr;
-    constexpr size_t size = sizeof(Shared);
-    void* memory = MAP_FAILED;
-    if (!(flags & O_CREAT) || ftruncate(file, size) == 0)
-        memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    close(file);
-    if (memory == MAP_FAILED) return nullptr;
-    return {(Shared*)memory, [](Shared* shared) { munmap(shared, size); }};
-}
-
-static const std::string SHARED_PREFIX = "/dev/shm/fakecuda-";
-
 template <class F>
 static void each_shared_file(F&& f) {
     DIR* directory = opendir("/dev/shm");
     if (!directory) return;
     while (dirent* entry = readdir(directory)) f(std::string(entry->d_name));
     closedir(directory);
-}
-
-static cudaError_t share(Event* event) {
-    fake_sweep();
-    static std::atomic<int> count{0};
-    event->file = SHARED_PREFIX + std::to_string(getpid()) + "-" + std::to_string(count++);
-    event->shared = map_shared(event->file, O_CREAT | O_EXCL);
-    return event->shared ? cudaSuccess : failed(cudaErrorUnknown);
 }
 
 static std::shared_ptr<Record> last_of(Event* event) {
@@ -198,7 +170,6 @@ static std::shared_ptr<Record> last_of(Event* event) {
 
 // A task that waits for what the event holds now.
 static Task waiting(Event* event) {
-    if (auto shared = event->shared) return [shared, record = shared->recorded.load()] { wait_for(*shared, record); };
     auto last = last_of(event);
     if (!last) return nullptr;
     return [last] { last->wait(); };
@@ -210,12 +181,7 @@ static Task recording(Event* event) {
         std::lock_guard lock(event->mutex);
         event->last = record;
     }
-    auto shared = event->shared;
-    const uint64_t number = shared ? ++shared->recorded : 0;
-    return [record, shared, number] {
-        for (uint64_t done = 0; shared && (done = shared->done) < number;) shared->done.compare_exchange_weak(done, number);
-        record->reach();
-    };
+    return [record] { record->reach(); };
 }
 
 static cudaError_t captured(Event* event) {
@@ -244,7 +210,7 @@ API void fake_sweep() {
     std::call_once(once, [] {
         each_shared_file([](const std::string& name) {
             int pid = 0;
-            const bool ours = sscanf(name.c_str(), "fakecuda-%d-", &pid) == 1 || sscanf(name.c_str(), "fakenccl-%d-", &pid) == 1;
+            const bool ours = sscanf(name.c_str(), "fakenccl-%d-", &pid) == 1;
             if (ours && kill(pid, 0) && errno == ESRCH) unlink(("/dev/shm/" + name).c_str());
         });
     });
@@ -404,12 +370,8 @@ API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
 // ---- events
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
     CHECK(bind());
-    auto event = std::make_unique<Event>(flags);
-    if (flags & cudaEventInterprocess) {
-        if (!(flags & cudaEventDisableTiming)) return failed(cudaErrorInvalidValue);
-        CHECK(share(event.get()));
-    }
-    *handle = (cudaEvent_t)event.release();
+    if (flags & cudaEventInterprocess) return failed(cudaErrorNotSupported);
+    *handle = (cudaEvent_t) new Event(flags);
     return cudaSuccess;
 }
 API cudaError_t cudaEventCreate(cudaEvent_t* handle) { return cudaEventCreateWithFlags(handle, 0); }
@@ -459,7 +421,6 @@ API cudaError_t cudaEventQuery(cudaEvent_t handle) {
     CHECK(unsafe_in_capture());
     auto* event = (Event*)handle;
     CHECK(captured(event));
-    if (event->shared) return event->shared->done >= event->shared->recorded ? cudaSuccess : cudaErrorNotReady;
     auto last = last_of(event);
     return !last || last->done ? cudaSuccess : cudaErrorNotReady;
 }
@@ -480,25 +441,6 @@ API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to
     return cudaSuccess;
 }
 API cudaError_t cudaEventDestroy(cudaEvent_t handle) {
-    auto* event = (Event*)handle;
-    if (!event->file.empty()) unlink(event->file.c_str());
-    delete event;
-    return cudaSuccess;
-}
-API cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* out, cudaEvent_t handle) {
-    auto* event = (Event*)handle;
-    if (event->file.empty()) return failed(cudaErrorInvalidResourceHandle);
-    memset(out, 0, sizeof *out);
-    strncpy(out->reserved, event->file.c_str(), sizeof out->reserved - 1);
-    return cudaSuccess;
-}
-API cudaError_t cudaIpcOpenEventHandle(cudaEvent_t* out, cudaIpcEventHandle_t handle) {
-    CHECK(bind());
-    const std::string file(handle.reserved), own = SHARED_PREFIX + std::to_string(getpid()) + "-";
-    if (file.rfind(own, 0) == 0) return failed(cudaErrorDeviceUninitialized);  // as the driver says it
-    auto event = std::make_unique<Event>(cudaEventInterprocess | cudaEventDisableTiming);
-    event->shared = map_shared(file, 0);
-    if (!event->shared) return failed(cudaErrorMapBufferObjectFailed);
-    *out = (cudaEvent_t)event.release();
+    delete (Event*)handle;
     return cudaSuccess;
 }

@@ -151,6 +151,8 @@ def test_a_state_is_loaded_before_it_trains() -> None:
         state.load_state_dict({"steps": 3, "kept": {}})
     backward(model)
     saved = state.state_dict()
+    with pytest.raises(ValueError, match="expected the state of a LocalSGDState, got keys"):
+        LocalSGDState(2, 1).load_state_dict({**saved, "kept": {"centre": {}}})
     with pytest.raises(ValueError, match="expected fragments=1 as when the state was saved, got fragments=2"):
         LocalSGDState(4, 0, 2, outer_optimizer=_sgd).load_state_dict(saved)
     fresh = LocalSGDState(2, 1, outer_optimizer=_sgd)

@@ -1,6 +1,7 @@
 """`crossover-ddp doctor` on this machine, and on machines that are not as they should be."""
 
 import argparse
+import importlib.metadata
 import os
 import re
 import resource
@@ -68,7 +69,11 @@ def test_variables_that_mislead_are_named(
     assert f"→ {mend}" in told
 
 
-def test_limits(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_and_limits(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", lambda _: "2.9.1+cu128")
+        code, told = found()
+        assert (code, "pip install 'torch>=2.11'" in told) == (1, True)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     code, told = found()
     assert (code, "ulimit -n 4096" in told) == (0, True)
@@ -79,7 +84,9 @@ def test_shared_memory_that_cannot_serve(base: Path, found: Found) -> None:
     assert "mount -t tmpfs" in found()[1]
     base.mkdir()
     home(base).mkdir(0o755)
-    assert "got mode 0755; chmod 0700 it" in found()[1]
+    told = found()[1]
+    assert "got mode 0755; chmod 0700 it" in told
+    assert "rm -r" not in told
     home(base).rmdir()
     home(base).touch()
     code, told = found()

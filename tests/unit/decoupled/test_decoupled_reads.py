@@ -37,6 +37,26 @@ class Tied(Remembering):
         return nn.functional.linear(hidden, self.references[0])
 
 
+class Held(nn.Module):
+    """Reads nothing through its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+        self.references = [[*layer.parameters()] for layer in self.layers if isinstance(layer, nn.Linear)]
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        for weight, bias in self.references:
+            features = nn.functional.linear(features, weight, bias).tanh()
+        return features
+
+
+def test_a_forward_that_reads_nothing_through_its_modules_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    Training(decoupled=True, net=Held).run(4)
+    told = [r.getMessage() for r in caplog.records if "forward does not read" in r.getMessage()]
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize("net", [Remembering, Tied])
 def test_references_kept_elsewhere_are_up_to_date_from_the_first_step(
     net: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture

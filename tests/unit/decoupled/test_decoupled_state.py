@@ -74,6 +74,16 @@ def test_reading_in_every_step_is_correct_and_said_once(
     assert len([r for r in caplog.records if "updates wait for the network" in r.message]) == 1
 
 
+def test_a_learning_rate_that_is_a_tensor_may_be_changed_in_place() -> None:
+    training, plain = both(make=lambda m: torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1)))
+    for each in (training, plain):
+        for _ in range(8):
+            each.step()
+            each.optimizer.param_groups[0]["lr"].mul_(0.9)
+    assert training.is_pending
+    assert_same(training, plain)
+
+
 @pytest.mark.parametrize("scheduler_first", [True, False])
 @pytest.mark.parametrize("when", ["after", "before"])
 @pytest.mark.parametrize("ours", ["decoupled", "owned"])

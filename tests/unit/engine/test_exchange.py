@@ -1,19 +1,23 @@
 """What becomes of journeys: failures are final and reach everybody, ends are ends."""
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from crossover_ddp._engine.buckets import Backward, Bucket
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Gate
+from crossover_ddp._engine.journeys import Gate, Meter
 from crossover_ddp._engine.links import Link
 from crossover_ddp.errors import ExchangeError
 from tests.harness import in_ranks, single_process_group
 from tests.harness.oracles import error_of
 
 CPU = torch.device("cpu")
+NOTHING = torch.empty(0)
 
 
 async def fails(link: Link) -> None:
@@ -32,8 +36,8 @@ def test_a_failure_ends_all_that_is_under_way() -> None:
         await never
 
     with single_process_group():
-        waiting = Exchange.of(None).begin(waits, CPU, "what waits")
-        for trip in (Exchange.of(None).begin(fails, CPU, "it"), waiting):
+        waiting = Exchange.of(None).begin(waits, NOTHING, "what waits")
+        for trip in (Exchange.of(None).begin(fails, NOTHING, "it"), waiting):
             with pytest.raises(ExchangeError, match="ours"):
                 trip.wait()
 
@@ -43,16 +47,17 @@ def test_a_failure_of_one_rank_reaches_all_and_all_that_is_under_way_before_the_
     rank: int,
 ) -> None:
     """Rank 0 fails by its own mistake, while it waits for rank 2, which is silent, and rank 1 waits for both."""
-    Exchange.of(None).begin(gathers, CPU, "the first").wait()
+    Exchange.of(None).begin(gathers, NOTHING, "the first").wait()
     dist.barrier()
     begin_s = time.monotonic()
     if rank == 2:
         time.sleep(1)
-    trips = [Exchange.of(None).begin(gathers, CPU, f"trip {number}") for number in range(3)]
+    trips = [Exchange.of(None).begin(gathers, NOTHING, f"trip {number}") for number in range(3)]
     if rank == 0:
-        trips.append(Exchange.of(None).begin(fails, CPU, "its own"))
+        trips.append(Exchange.of(None).begin(fails, NOTHING, "its own"))
     heard = {error_of(trip.wait) for trip in trips}
     assert len(heard) == 1, "the first failure is everybody's"
+    assert heard != {"no error"}
     assert rank or "rank 0 of 3: the exchange of its own failed: 'ours'" in heard.pop()
     assert time.monotonic() - begin_s < 45
 
@@ -62,11 +67,39 @@ def test_a_closed_exchange_takes_nothing_and_leaves_its_number_to_another(rank: 
     channels = set()
     for _ in range(20):  # more than there are channels
         lane = Exchange(dist.group.WORLD)  # type: ignore[arg-type]
-        lane.begin(gathers, CPU, "it").wait()
+        lane.begin(gathers, NOTHING, "it").wait()
         channels.add(lane.network(CPU)._channel)  # type: ignore[union-attr]
         dist.barrier()
         lane.close()
         lane.close()
     assert len(channels) == 1
     with pytest.raises(ExchangeError, match="make a new one"):
-        lane.begin(gathers, CPU, "it").wait()
+        lane.begin(gathers, NOTHING, "it").wait()
+
+
+def test_backward_is_exposed_from_its_last_bucket_until_all_are_back() -> None:
+    backward, meter = Backward(), Meter()
+
+    def ends(done_s: float, begun_s: float, *, last: bool = False) -> float:
+        bucket: Any = SimpleNamespace(backward=backward, meter=meter, begun_s=begun_s, last=last)
+        Bucket.waited_for(bucket, done_s)
+        return meter.exposed_s
+
+    assert ends(1.0, 0.0) == 0.0
+    assert ends(3.0, 2.0, last=True) == 1.0
+    assert ends(3.5, 0.5) == 1.5
+    assert ends(3.2, 0.5) == 1.5
+
+
+def test_a_journey_that_cannot_start_is_not_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    with single_process_group() as group:
+        exchange, meter = Exchange.of(group), Meter()
+        place = exchange.network(CPU).place
+        with monkeypatch.context() as patch:
+            patch.setattr(place, "follow", lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                exchange.begin(gathers, NOTHING, "it", meter=meter)
+        begin_s = time.monotonic()
+        exchange.begin(gathers, NOTHING, "it", meter=meter).wait()
+        assert exchange._under_way == set()
+        assert 0 < meter.under_way_s < time.monotonic() - begin_s + 1e-3

@@ -19,7 +19,7 @@ Ends = list[BaseException | None]
 def start(way: Coroutine[Any, Any, None], place: Place | None = None) -> tuple[Trip, Ends]:
     ends: Ends = []
     trip = Trip("it", place or Place())
-    trip.start(way, lambda _, error: ends.append(error), at_once)
+    trip.start(at_once, way, at_once, lambda _, error: ends.append(error))
     return trip, ends
 
 
@@ -101,7 +101,7 @@ def test_what_is_no_exception_ends_the_journey_and_goes_on() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Trip("it", Place()).start(way(), lambda _, error: ends.append(error), at_once)
+        Trip("it", Place()).start(at_once, way(), at_once, lambda _, error: ends.append(error))
     assert isinstance(ends[0], KeyboardInterrupt)
 
 

@@ -58,7 +58,7 @@ def test_sums_have_the_bits_of_the_tree_or_the_ring_in_bounded_memory(rank: int,
         if not waits:
             gates[-1].open()
         way = functools.partial(both, flat, layout, gates[-1])
-        trips.append(exchange.begin(way, flat.device, "it"))
+        trips.append(exchange.begin(way, flat, "it"))
         most = max(most, sum(exchange.network(flat.device).sums._posted))  # type: ignore[union-attr]
         if order.random() < 0.1:
             time.sleep(0.01)  # ranks are not in step
@@ -85,7 +85,7 @@ def test_exchanges_of_one_group_keep_their_messages_apart(rank: int) -> None:
         table = tables[number]
         table[rank] = 10.0 * number + rank
         way = functools.partial(lambda table, link: link.all_gather(table, [1, 1]), table)
-        trips.append(exchanges[number].begin(way, table.device, "a table"))
+        trips.append(exchanges[number].begin(way, table, "a table"))
         time.sleep(0.2)
     for trip in trips:
         trip.wait()
@@ -112,7 +112,7 @@ def test_gathers_of_a_ring_may_begin_in_another_order_on_each_rank(rank: int) ->
         await link.all_gather(flats[owner], [1_100_000 * (each == owner) for each in range(3)])
 
     ways = [functools.partial(later, owner) for owner in range(3)]
-    trips = [exchange.begin(way, flats[0].device, "it") for way in ways]
+    trips = [exchange.begin(way, flats[0], "it") for way in ways]
     for step in range(1, 4):
         gates[(rank + step) % 3].open()
         time.sleep(0.05)
@@ -137,7 +137,7 @@ def test_a_death_on_the_ring_is_an_error_in_seconds(rank: int, gathers: bool) ->
     if rank == 2:
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
-    trip = exchange.begin(there_and_back, flat.device, "it")
+    trip = exchange.begin(there_and_back, flat, "it")
     dist.barrier()
     assert error_of(trip.wait).startswith(f"rank {rank} of 3: the exchange of it failed: ")
     assert time.monotonic() - begin_s < 45.0

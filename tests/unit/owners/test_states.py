@@ -39,10 +39,17 @@ class OtherStep(Muon):
         raise NotImplementedError
 
 
+class WrappedStep(Muon):
+    @functools.wraps(Muon.step)
+    def step(self, *arguments: object) -> None:
+        raise NotImplementedError
+
+
 def test_another_optimizer_is_refused() -> None:
     for make, message in (
         (lambda: AdamW(nn.Linear(2, 2).parameters()), r"expected a torch\.optim\.Muon, got muon=AdamW"),
         (lambda: OtherStep([nn.Parameter(torch.ones(2, 2))]), "got muon=OtherStep, which has another"),
+        (lambda: WrappedStep([nn.Parameter(torch.ones(2, 2))]), "got muon=WrappedStep, which has another"),
     ):
         with pytest.raises(TypeError, match=message):
             MuonState(make())  # type: ignore[arg-type]
@@ -118,6 +125,18 @@ def test_misuse_of_owners_is_refused_with_the_remedy(misuse: str) -> None:
     training.backward()
     with refuses(message):
         act(training)
+
+
+def test_gradients_that_are_dropped_take_a_step_of_some_optimizers_with_them() -> None:
+    training = Training("owned", optimizers=muon_and_sgd).run(1)
+    training.backward()
+    training.optimizers[0].step()
+    for optimizer in training.optimizers:
+        optimizer.zero_grad()
+    before = torch.cat([p.detach().flatten() for p in training.held])
+    training.run(1)
+    assert not torch.equal(torch.cat([p.detach().flatten() for p in training.held]), before)
+    training.state.checkpoint()
 
 
 class Talkative(SGD):

@@ -328,6 +328,35 @@ def test_a_log_that_is_a_link_is_refused_and_stays_as_it_is(
     assert state(tmp_path) == before
 
 
+def test_what_is_published_while_another_thread_leaves_goes_into_no_other_file(
+    join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of a file that was closed is that of the next one that anybody opens."""
+    segment, other, write = join(), tmp_path / "a user's", os.pwrite
+    opened: list[int] = []
+
+    def leave() -> None:
+        segment.forget()
+        opened.extend(os.open(other, os.O_RDWR | os.O_CREAT) for _ in range(10))
+
+    leaving = threading.Thread(target=leave)
+
+    def late(fd: int, raw: bytes, place: int) -> int:
+        leaving.start()
+        leaving.join(GAP_S)
+        return write(fd, raw, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", late)
+        segment.publish(started=1)
+    leaving.join()
+    for fd in opened:
+        os.close(fd)
+    assert not other.stat().st_size
+    with pytest.raises(OSError, match="Invalid argument"):  # of a process without a slot
+        segment.publish(started=2)
+
+
 # --- under way -------------------------------------------------------------------------------------------------------
 
 
