@@ -92,16 +92,13 @@ class Compression:
                     f"expected a PerPair with a row for each of {exchange.size} ranks, got {rows} rows; make a new one "
                     "for this group"
                 )
-            on_host = flat.device.type == "cpu" and exchange.sends_messages(flat.device)
-            if self._has_work and not (on_host and flat.dtype == torch.float32):
-                raise UnsupportedConfigurationError(
-                    "expected gradients on the CPU and gloo for a codec with K-FAC, of float32, got "
-                    f"device={flat.device} and dtype={flat.dtype}; pass codec=None"
+            if flat.dtype not in (_DTYPES[:1] if self._has_work else _DTYPES):
+                wanted = (
+                    "float32 for a codec with K-FAC" if self._has_work else "float32, bfloat16 or float16"
                 )
-            if flat.dtype not in _DTYPES:
                 raise UnsupportedConfigurationError(
-                    f"expected gradients of float32, bfloat16 or float16, got dtype={flat.dtype}: residuals and sums "
-                    "of a codec are float32; pass codec=None"
+                    f"expected gradients of {wanted}, got dtype={flat.dtype}: residuals and sums of a codec are "
+                    "float32; pass codec=None"
                 )
             model = self._model.enter(bucket, self._state)
             if model is not None:

@@ -219,6 +219,7 @@ class Bucket(Trip):
         super().end(error)
         self.half.reach(error, self._follow)
         if not self.deferred:
+            self._is_followed = True  # by whoever waits for the Future
             with self.place.side():
                 self.backward.complete(self.future, self.result, error)
 

@@ -18,8 +18,8 @@ for copies up, which the side stream follows; PCIe carries both directions at on
 No memory waits for an event of ours. Pinned memory is simply dropped: torch lends it again only after the copies that
 read or fill it, and gloo holds what it uses. Device memory that is copied into is free of earlier kernels: the copy
 down followed the side stream, and the thread has waited for it; so it does even if there is nothing to copy.
-What a journey was begun with belongs to another stream, and whoever began it may let go of it without waiting: torch is
-told that the side stream uses it, too.
+What a journey was begun with may be let go of by whoever began it without waiting: a journey that nobody has waited for
+has the stream that it was begun on follow when it goes, before what it holds does.
 """
 
 import copy
@@ -65,11 +65,18 @@ class Device(Place):
 
         return reached
 
+    def here(self) -> Callable[[Callable[[], None]], None]:
+        current = torch.cuda.current_stream(self.device)
+
+        def order(follow: Callable[[], None]) -> None:
+            with torch.cuda.stream(current):
+                if not torch.cuda.is_current_stream_capturing():
+                    follow()
+
+        return order
+
     def side(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream)
-
-    def keep(self, tensor: Tensor) -> None:
-        tensor.record_stream(self.stream)
 
     def mark(self) -> Callable[[], None]:
         event = self.stream.record_event()

@@ -123,13 +123,12 @@ class Exchange:
         """
         self._check_process()
         network = self.network(tensor.device)
-        network.place.keep(tensor)
         if link is None:
             link = network.link()
             if self._timeline is not None:
                 link = TracedLink(link, self._timeline, step=next(self._numbers), bucket=-1)
         trip = Trip(name, network.place, link.sent, deferred=deferred)
-        trip.meter = trip.waits = meter
+        trip.tensor, trip.meter, trip.waits = tensor, meter, meter
         self._start(trip, way(link))
         return trip
 
@@ -276,7 +275,6 @@ class Exchange:
         check_turn(backward.turn, group)
         backward.ready.append((flat.nbytes, time.monotonic()))
         place = self.network(flat.device).place
-        place.keep(flat)
         return Bucket(grad_bucket, self.equal_layout(flat), backward, place, link)
 
     def _start(self, trip: Trip, way: Coroutine[Any, Any, None], then: Begin = at_once) -> None:

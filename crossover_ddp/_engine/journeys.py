@@ -14,7 +14,7 @@ import time
 import types
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final
 
 import torch
@@ -118,6 +118,7 @@ class Milestone:
     """A place on a journey's way that the program waits for; ``waits`` counts for how long."""
 
     waits: Meter | None = None
+    _is_followed = False
 
     def __init__(self) -> None:
         self._arrived = threading.Event()
@@ -136,6 +137,7 @@ class Milestone:
         if self._error is not None:
             raise self._error.with_traceback(None)
         self._follow()
+        self._is_followed = True
 
     def reach(self, error: BaseException | None, follow: Callable[[], None]) -> None:
         """Let nobody wait any more; what comes first counts."""
@@ -153,10 +155,11 @@ class Trip(Milestone):
         sent: returns how many bytes have been sent since it was called before.
         deferred: the program goes on without it; other ranks may need it although this one ends.
 
-    ``meter``: counts what travels. ``begun_s``: when that was there, on a device, too. ``done_s``: when nothing
-    travelled any more, if it waits for something else then.
+    ``tensor``: what it was begun with, which lives as long. ``meter``: counts what travels. ``begun_s``: when that was
+    there, on a device, too. ``done_s``: when nothing travelled any more, if it waits for something else then.
     """
 
+    tensor: Tensor | None = None
     meter: Meter | None = None
     begun_s = math.inf
     done_s: float | None = None
@@ -167,6 +170,7 @@ class Trip(Milestone):
         super().__init__()
         self.name, self.place, self.deferred, self.sent = name, place, deferred, sent
         self._lock = threading.Lock()
+        self._order = place.here()
         self._is_parked = False  # nobody runs it; who makes this False does, first of all who starts it
         self._doom: BaseException | None = None
 
@@ -201,6 +205,12 @@ class Trip(Milestone):
         """Have ``error`` raised where the journey is: at once if nobody runs it, else at its next stop."""
         if self._claim(error):
             self._run()
+
+    def __del__(self) -> None:
+        """What has its memory next comes behind it, if nobody has waited for it."""
+        if not self._is_followed and self._error is None:
+            with suppress(Exception):  # of the end of a process
+                self._order(self._follow)
 
     def _claim(self, doom: BaseException | None = None) -> bool:
         with self._lock:
@@ -249,6 +259,10 @@ class Place:
         """Note, on the thread that starts a journey, what it comes after; it awaits what the result returns."""
         return at_once
 
+    def here(self) -> Callable[[Callable[[], None]], None]:
+        """Return what calls a function as if by the caller's stream, on any thread."""
+        return _nowhere
+
     def side(self) -> AbstractContextManager[object]:
         """Return what is around each piece of a way.
 
@@ -256,9 +270,6 @@ class Place:
         through.
         """
         return _AS_IT_IS
-
-    def keep(self, tensor: Tensor) -> None:
-        """Lend its memory to nobody, whoever lets go of it, before all is done that journeys have issued by then."""
 
     def mark(self) -> Callable[[], None]:
         """Return what orders its caller's work behind all that journeys have issued until now."""
@@ -288,6 +299,10 @@ def living(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
 
 
 async def at_once() -> None:
+    return None
+
+
+def _nowhere(_: Callable[[], None]) -> None:
     return None
 
 

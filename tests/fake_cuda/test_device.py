@@ -1,5 +1,6 @@
 """The device keeps the orders that CUDA promises, and only these: what a program forgets shows."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from tests.harness import spawn_script
 from tests.harness.waiting import eventually
 
+from . import late
 from .gate import held
 
 pytestmark = pytest.mark.fake_cuda
@@ -70,6 +72,27 @@ def test_a_stream_waits_for_what_the_event_held_when_it_was_told(side: torch.cud
             event.record(side)
             gate.open()
             assert eventually(here().query, 20)
+
+
+def test_a_result_whose_shape_the_host_computes_comes_in_stream_order_too() -> None:
+    """Another thread's kernels on that stream, in memory that is free again for whoever launches after them."""
+    numel, stream, ended = 20_000, here(), threading.Event()
+    ones, expected = torch.ones(numel, device="cuda"), torch.arange(numel)
+
+    def launch() -> None:
+        with torch.cuda.stream(stream):
+            while not ended.wait(1e-4):
+                torch.full((numel,), 7, device="cuda")
+
+    beside = threading.Thread(target=launch)
+    beside.start()
+    try:
+        with late(kernel_us=100):
+            found = [torch.nonzero(ones).view(-1).cpu() for _ in range(100)]
+    finally:
+        ended.set()
+        beside.join()
+    assert all(torch.equal(each, expected) for each in found)
 
 
 # --- memory

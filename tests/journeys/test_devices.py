@@ -1,13 +1,16 @@
 """What a device adds: late copies, late kernels, late collectives, and a device for each rank. On the fake one."""
 
+import contextlib
 import functools
 import gc
 import os
+import random
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,62 +18,136 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from crossover_ddp import ExchangeError, reduce_scatter_all_gather_hook
+from crossover_ddp import (
+    CrossoverState,
+    DecoupledState,
+    ExchangeError,
+    crossover_hook,
+    decoupled_hook,
+    reduce_scatter_all_gather_hook,
+)
+from crossover_ddp._engine.journeys import Trip
+from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
+from crossover_ddp.codecs import CompressedState, Half, Int8, PerPair, SIDCo, compressed_hook
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.fake_cuda import late
 from tests.harness import close_pools, in_ranks, run_ranks
-from tests.harness.training import Training, hooked
+from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.training import WAYS, Training, Way, decoupled, hooked, optimizers_of
 from tests.harness.turn import RecordingTurn
 
 pytestmark = pytest.mark.fake_cuda
 
-LATE: Mapping[str, Mapping[str, str]] = {
-    "gloo": {"FAKE_COPY_US": "3000", "FAKE_COPY_JITTER_US": "5000", "FAKE_KERNEL_JITTER_US": "300"},
-    "nccl": {"FAKE_NCCL_US": "3000", "FAKE_NCCL_JITTER_US": "5000", "FAKE_KERNEL_JITTER_US": "300"},
+LATE: Mapping[str, Mapping[str, int]] = {
+    "gloo": {"copy_us": 300, "copy_jitter_us": 2000, "kernel_jitter_us": 300},
+    "nccl": {"nccl_us": 500, "nccl_jitter_us": 3000, "kernel_jitter_us": 300},
 }
-WAYS = ("split", "crossover", "int8", "averaged", "decoupled", "owned", "kfac", "muon")
+LATENESSES = 100 if IN_CAMPAIGN else 3
+PAUSE_S = 0.003  # at most, of a thread that goes on with a bucket
+NAMED = ("split", "crossover", "int8", "averaged", "decoupled", "owned", "kfac", "muon")
+CODECS: dict[str, Callable[[], Any]] = {
+    "int8": Int8,
+    "half": Half,
+    "sidco": lambda: SIDCo(0.3),
+    "int8 and half": lambda: (Int8(), Half()),
+    "pairs": lambda: (PerPair(((Int8(), Half()), (SIDCo(0.3), Int8()))), Int8()),
+}
+CODED: dict[str, Callable[[Any, Any, Any, Any], tuple[Any, Any]]] = {
+    "crossover": lambda codec, *_: (CrossoverState(codec=codec), crossover_hook),
+    "compressed": lambda codec, *_: (CompressedState(codec), compressed_hook),
+    "decoupled": lambda codec, model, optimizers, _: decoupled(codec=codec)(model, optimizers, None),
+    "kfac": lambda codec, model, optimizers, _: (KFACState(model, optimizers[0], codec=codec), kfac_hook),
+}
+CELLS: dict[str, Way] = {
+    **{way: made for way, made in WAYS.items() if way != "elastic"},  # which goes its own pace
+    "elastic together": lambda *_: (ElasticState(sync_every=2, mode="sync"), elastic_hook),
+    "averaged late": lambda *_: (LocalSGDState(sync_every=2, delay=1), local_sgd_hook),
+    "decoupled and kfac": lambda model, optimizers, mutex: (
+        DecoupledState(optimizers[0], kfac=KFACState(model, optimizers[0]), defer="always"),
+        decoupled_hook,
+    ),
+    **{
+        f"{way} {name}": lambda *made, way=way, codec=codec: CODED[way](codec(), *made)
+        for way in CODED
+        for name, codec in CODECS.items()
+    },
+}
+# Each way on one backend, and on both the split, whose two halves all the others have.
+SHORT = {
+    "cpu": ("decoupled pairs", "kfac int8"),
+    "gloo": ("split", "compressed int8 and half", "decoupled", "kfac"),
+    "nccl": ("split", "crossover pairs", "averaged", "owned", "muon", "decoupled sidco", "kfac int8"),
+}
 
 
-def on_device(rank: int, world_size: int, way: str) -> tuple[torch.Tensor, list[bool]]:
-    """Return the parameters after training, and on which devices this process has a context then."""
-    device = f"cuda:{rank}"
-    torch.cuda.set_device(device)
+def trained(rank: int, device: str, way: str) -> torch.Tensor:
+    """Return the parameters after training; of "plain" with torch's own hook."""
     around: Any = (lambda hook: allreduce_hook) if way == "plain" else (lambda hook: hook)
     way = "split" if way == "plain" else way
-    training = Training(way, rank, device=device, mutex=RecordingTurn(), around=around).run(6)
-    contexts = [torch._C._cuda_hasPrimaryContext(each) for each in range(world_size)]  # type: ignore[attr-defined]
+    training = Training(
+        CELLS[way],
+        rank,
+        device=device,
+        mutex=RecordingTurn(),
+        around=around,
+        optimizers=functools.partial(optimizers_of, way),
+    ).run(6)
     training.close()
-    return torch.cat([p.detach().flatten() for p in training.model.parameters()]).cpu(), contexts
+    return torch.cat([p.detach().flatten() for p in training.model.parameters()]).cpu()
 
 
-# Each way on one backend, and on both the split, whose two halves all the others have.
+@contextlib.contextmanager
+def paused(seed: int) -> Iterator[None]:
+    """Let threads that go on with a bucket pause before some of the pieces."""
+    numbers, go_on = random.Random(seed), Trip.go_on
+
+    def late_on(trip: Trip) -> None:
+        time.sleep(max(0.0, numbers.uniform(-2, 1)) * PAUSE_S)
+        go_on(trip)
+
+    with mock.patch.object(Trip, "go_on", late_on):
+        yield
+
+
+def differing(rank: int, world_size: int, backend: str, way: str) -> list[int]:
+    """Return the latenesses, by number, after which the parameters are others."""
+    device = "cpu" if backend == "cpu" else f"cuda:{rank}"
+    if backend != "cpu":
+        torch.cuda.set_device(device)
+    exact = way in ("split", "crossover", "wrapped", "decoupled")
+    expected, found = trained(rank, device, "plain" if exact else way), []
+    for seed in range(1, 1 + LATENESSES):
+        with paused(world_size * seed + rank) if backend == "cpu" else late(**LATE[backend], seed=seed):
+            same = torch.equal(trained(rank, device, way), expected)
+        if not same:
+            found.append(seed)
+    return found
+
+
 @pytest.mark.parametrize(
     ("backend", "way"),
-    [
-        *(("gloo", way) for way in ("split", "int8", "decoupled", "kfac")),
-        *(("nccl", way) for way in ("split", "crossover", "averaged", "owned", "muon")),
-    ],
+    [(backend, way) for backend in SHORT for way in (CELLS if IN_CAMPAIGN else SHORT[backend])],
 )
 def test_what_is_late_changes_nothing(backend: str, way: str) -> None:
     """What is read, overwritten or freed before its copy or kernel shows as other numbers here."""
-    found = run_ranks(on_device, 2, args=(way,), backend=backend, environment=LATE[backend])
-    reference = "plain" if way in ("split", "crossover", "decoupled") else way
-    for (got, _), (expected, _) in zip(found, punctual(reference, backend), strict=True):
-        assert torch.equal(got, expected)
-
-
-@functools.cache
-def punctual(way: str, backend: str) -> list[tuple[torch.Tensor, list[bool]]]:
-    return run_ranks(on_device, 2, args=(way,), backend=backend)
+    network = "nccl" if backend == "nccl" else "gloo"
+    assert run_ranks(differing, 2, args=(backend, way), backend=network, timeout_s=600) == [[], []]
 
 
 def contexts_of_each(rank: int, world_size: int) -> dict[str, list[bool]]:
-    return {way: on_device(rank, world_size, way)[1] for way in WAYS}
+    """Return for each way on which devices this process has a context after training."""
+    torch.cuda.set_device(rank)
+    found = {}
+    for way in NAMED:
+        trained(rank, f"cuda:{rank}", way)
+        found[way] = [torch._C._cuda_hasPrimaryContext(each) for each in range(world_size)]  # type: ignore[attr-defined]
+    return found
 
 
 def test_no_thread_makes_a_context_on_another_ranks_device() -> None:
     close_pools()  # whose processes have had other devices
     _, contexts = run_ranks(contexts_of_each, 2, backend="nccl")
-    assert contexts == {way: [False, True] for way in WAYS}
+    assert contexts == {way: [False, True] for way in NAMED}
 
 
 def consolidated(rank: int, world_size: int, way: str) -> set[str]:
@@ -102,15 +179,16 @@ LATE_S = 0.1
 def overwritten(rank: int, world_size: int, way: str) -> int:
     """Train a model, drop it, and return how many numbers of what is made then somebody else has written.
 
-    Behind the fourth step go digests of the parameters, which no later step looks at.
+    Behind the eighth step go digests of the parameters, which no later step looks at, and of some ways gradients that
+    no later step waits for.
     """
     torch.cuda.set_device(rank)
     found = 0
     for _ in range(2):
-        training = Training(way, rank, device=f"cuda:{rank}", mutex=RecordingTurn()).run(3)
+        training = Training(CELLS[way], rank, device=f"cuda:{rank}").run(7)
         torch.cuda.synchronize()
         with late(nccl_us=int(LATE_S * 1e6), copy_us=int(LATE_S * 1e6)):
-            training.run(1).close()
+            training.run(1)
             del training
             gc.collect()
             made = [torch.ones(numel, device="cuda") for numel in (16, 64, 1000) for _ in range(100)]
@@ -121,7 +199,9 @@ def overwritten(rank: int, world_size: int, way: str) -> int:
     return found
 
 
-@pytest.mark.parametrize(("backend", "way"), [("nccl", "split"), ("gloo", "wrapped")])
+@pytest.mark.parametrize(
+    ("backend", "way"), [("nccl", "split"), ("nccl", "decoupled int8"), ("gloo", "wrapped")]
+)
 def test_what_nobody_waits_for_writes_over_nothing(backend: str, way: str) -> None:
     assert run_ranks(overwritten, 2, args=(way,), backend=backend) == [0, 0]
 

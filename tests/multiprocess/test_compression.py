@@ -14,8 +14,8 @@ from crossover_ddp import UnsupportedConfigurationError
 from crossover_ddp.codecs import Half, Int8, PerPair, SIDCo
 from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
-from tests.harness.inside import force_native
-from tests.multiprocess.compressed_training import CODECS, Coded
+from tests.harness.training import Training
+from tests.multiprocess.compressed_training import CODECS, Coded, way_of
 
 STEPS = 200 if IN_CAMPAIGN else 7  # of which five are deferred, one of them with two micro-batches
 TRIAL_STEPS = 34  # after which it is decided whether to defer
@@ -132,11 +132,14 @@ def test_residuals_follow_the_scale_of_the_loss(rank: int) -> None:
 
 
 @in_ranks(2)
-@force_native()
-def test_kfac_with_a_codec_is_refused(rank: int) -> None:
-    expected = "expected gradients on the CPU and gloo for a codec with K-FAC"
-    with pytest.raises(UnsupportedConfigurationError, match=expected):
-        Coded("kfac", rank, Int8()).run(4)
+def test_a_codec_with_kfac_wants_gradients_of_float32(rank: int) -> None:
+    module = nn.Linear(4, 4, dtype=torch.bfloat16)
+    ones = torch.ones(2, 4, dtype=torch.bfloat16)
+    training = Training(
+        way_of("kfac", codec=Int8()), rank, module=module, loss=lambda model, *_: model(ones).sum()
+    )
+    with pytest.raises(UnsupportedConfigurationError, match="of float32 for a codec with K-FAC, got dtype"):
+        training.run(4)
 
 
 @in_ranks(2)

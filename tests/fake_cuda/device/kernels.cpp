@@ -289,6 +289,20 @@ static Stack launch(const OperatorHandle& op, const IValue* arguments, const Kno
     enqueue(run, data.release());
     return results;
 }
+// In stream order: the memory may have been another thread's, whose kernels on this stream are yet to run.
+static void fill_in_order(const at::Tensor& out, const at::Tensor& computed) {
+    struct Fill {
+        at::Tensor to, from;
+    };
+    if (!out.defined() || !out.numel()) return;
+    enqueue(
+        [](void* data) {
+            const auto& fill = *(Fill*)data;
+            at::AutoDispatchBelowADInplaceOrView guard;
+            at::Tensor(fill.to).copy_(fill.from);
+        },
+        new Fill{over_same_memory(out), computed});
+}
 // There is no shape without the values, or a result on the host: as on a device, wait.
 static Stack compute_now(const OperatorHandle& op, const IValue* arguments, const Known& known) {
     C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
@@ -302,7 +316,7 @@ static Stack compute_now(const OperatorHandle& op, const IValue* arguments, cons
     for (size_t i = 0; i < known.aliased.size(); ++i) {
         results.push_back(known.aliased[i] ? IValue() : each_tensor(stack[i], [](const at::Tensor& computed) {
             at::Tensor out = like_on_cuda(computed);
-            if (out.defined() && out.numel()) over_same_memory(out).copy_(computed);
+            fill_in_order(out, computed);
             return out;
         }));
     }
@@ -311,7 +325,7 @@ static Stack compute_now(const OperatorHandle& op, const IValue* arguments, cons
         const at::Tensor out = arguments[i].toTensor(), computed = before[i].toTensor();
         if (out.sizes() == computed.sizes()) continue;
         out.resize_(computed.sizes());
-        if (out.numel()) over_same_memory(out).copy_(computed);
+        fill_in_order(out, computed);
     }
     return results;
 }
