@@ -374,12 +374,14 @@ def _meddled_around(story: Story, group: int, at_s: float) -> bool:
 
 def _logs_of_turns(story: Story) -> dict[tuple[int, int], int]:
     """(job, turn) → the log that it was drawn from."""
-    return {
-        (rank.job.number, claim.turn): claim.log
-        for rank in story.ranks.values()
-        for claim in rank.claims
-        if claim.log and claim.turn
-    }
+    found = {}
+    for rank in story.ranks.values():
+        # A turn that began alone had no number then: it is in the log that its rank has seen to the end.
+        last = next(iter(rank.logs)) if len(rank.logs) == 1 else 0
+        for claim in rank.claims:
+            if claim.turn and (log := claim.log or last):
+                found[rank.job.number, claim.turn] = log
+    return found
 
 
 Order = tuple[int, int, int, int]
@@ -428,7 +430,7 @@ def _turn_order(story: Story) -> Iterator[str]:
             late = _lateness(story, claim, rank, min(freed_s, claim.begins_s))
             if late:
                 yield late
-            open_before = [(b, o) for b, o in open_before if b.ends_s >= claim.wanted_s]
+            open_before = [(b, o) for b, o in open_before if _told_by(o, b) >= claim.wanted_s]
             open_before.append((claim, rank))
 
 
@@ -513,10 +515,11 @@ def _device_order(story: Story) -> Iterator[str]:
     logs = _logs_of_turns(story)
     found: dict[Order, list[tuple[int, float, Rank]]] = defaultdict(list)
     for rank in story.ranks.values():
+        begins_s = {claim.turn: claim.begins_s for claim in rank.claims}  # a log cut short later counts anew
         for turn, ends_s in rank.device_turns:
             log = logs.get((rank.job.number, turn), 0)
             if log:
-                found[_order(story, rank, log, ends_s)].append((turn, ends_s, rank))
+                found[_order(story, rank, log, begins_s.get(turn, ends_s))].append((turn, ends_s, rank))
     for turns in found.values():
         turns.sort(key=lambda each: each[0])
         for number, (turn, _, rank) in enumerate(turns):

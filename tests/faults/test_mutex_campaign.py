@@ -131,6 +131,11 @@ def second(begins_s: float, *lines: Sequence[Any]) -> Rank:
     return rank_of(1, *turn(2, 1.0, begins_s, 3.0), *lines)
 
 
+def alone(ends_s: float) -> Rank:
+    """A rank whose first turn had no number yet when it began."""
+    return rank_of(0, ["begin", 1.0, 0, 1.0, 0], ["end", ends_s, 1], ["log", 8.0, 77, "0001"])
+
+
 HELD, SHORT, LATE = first(4.0), first(2.0), second(2.5)
 FORGAVE = forgave(2.5, 1, 1.5)
 AGAIN = rank_of(1, FORGAVE, forgave(4.0, 3, 3.0))
@@ -165,6 +170,9 @@ def with_leases(lease_s: float) -> Rank:
         # A late begin, unless the rank itself was stopped.
         ([SHORT, LATE], "0.500 s after it could"),
         ([SHORT, stopped(LATE, 2.1, 2.45)], ""),
+        # A turn that began alone holds those after it, too.
+        ([alone(2.45), LATE], ""),
+        ([alone(4.0), LATE], "two holders on device 0"),
         # Patience lost too early, too late, or with nobody.
         ([HELD, rank_of(1, forgave(2.5, 1, 2.0))], "after 0.500 s of a lease of 1.0 s"),
         ([HELD, rank_of(1, forgave(3.5, 1, 1.5))], "only after 2.000 s"),
@@ -182,6 +190,14 @@ def with_leases(lease_s: float) -> Rank:
         # A turn whose end a stop kept back was not given back.
         ([stopped(SHORT, 2.01, 6.0), IMPATIENT], ""),
         ([stopped(SHORT, 2.5, 6.0), IMPATIENT], "which was given back 3.000 s before"),
+        (
+            [
+                stopped(SHORT, 2.01, 2.9),
+                rank_of(1, FORGAVE, *turn(2, 2.1, 2.5, 2.55)),
+                rank_of(2, *turn(3, 2.2, 2.9, 3.0)),
+            ],
+            "",
+        ),
         # A death frees the turn, and not before, unless it was killed before it could note the end.
         ([DEAD, second(2.001)], ""),
         ([DEAD, second(1.9)], "two holders"),
@@ -209,6 +225,9 @@ def test_where_files_were_meddled_with_turns_may_overlap_be_waited_for_and_given
     assert told(holder, rank_of(1, *turn(2, 1.5, 8.001, 8.1)), meddled_s=[1.2]) == []
     assert "0.500 s after it could" in told(holder, rank_of(1, *turn(2, 1.5, 8.5, 8.6)), meddled_s=[1.2])[0]
     assert told(GIVING_UP, meddled_s=[0.9]) == []
+    # A log cut short counts anew, while the device is still at an earlier one's turn.
+    before = rank_of(0, *turn(5, 1.0, 1.0, 2.0), ["device", 2.0, 5, 2.3])
+    assert told(before, rank_of(1, *turn(2, 2.6, 2.6, 2.8), ["device", 2.8, 2, 2.9]), meddled_s=[1.5]) == []
 
 
 def test_ranks_of_one_job_with_different_turns_are_told() -> None:
