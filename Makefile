@@ -40,7 +40,7 @@ bench: $(INSTALLED) ## the benchmarks in full; figures are ratios, printed as a 
 
 campaign: $(INSTALLED) ## hours: fault campaigns, the benchmarks in full, and the studies behind docs/measurements.md
 	@echo "campaign: three fault campaigns (about 45 minutes), seeded faults, the benchmarks in full, then the studies; keep the machine idle"
-	@$(BIN)/python -m tests.faults.mutex_campaign --events 10000 --lanes 5
+	@$(BIN)/python -m tests.faults.mutex_campaign --events 10000
 	@$(BIN)/python -m tests.faults.campaign --events 200
 	@$(BIN)/python -m tests.faults.averaging_campaign --events 1000
 	@$(BIN)/python -m tests.seeded
