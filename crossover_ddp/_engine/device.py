@@ -70,7 +70,7 @@ class Device(Place):
 
         def order(follow: Callable[[], None]) -> None:
             with torch.cuda.stream(current):
-                if not torch.cuda.is_current_stream_capturing():
+                if not torch.cuda.is_current_stream_capturing():  # an event of no capture would break it
                     follow()
 
         return order

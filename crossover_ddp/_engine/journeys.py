@@ -209,7 +209,7 @@ class Trip(Milestone):
     def __del__(self) -> None:
         """What has its memory next comes behind it, if nobody has waited for it."""
         if not self._is_followed and self._error is None:
-            with suppress(Exception):  # of the end of a process
+            with suppress(Exception):  # at the end of a process, or in a fork: nobody has that memory next
                 self._order(self._follow)
 
     def _claim(self, doom: BaseException | None = None) -> bool:

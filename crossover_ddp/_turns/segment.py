@@ -472,8 +472,9 @@ class TurnSegment:
         if self.log_file.fd < 0:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
             self.log_file.open(lambda: self._files.open_file(_LOG, flags))
-        os.write(self.log_file.fd, bytes([self.slot]))
-        turn = os.lseek(self.log_file.fd, 0, os.SEEK_CUR)
+        with no_fork:  # as in `publish`
+            os.write(self.log_file.fd, bytes([self.slot]))
+            turn = os.lseek(self.log_file.fd, 0, os.SEEK_CUR)
         if turn <= self._last_drawn:  # siblings would take it for a turn of long ago
             words = f"expected a turn after {self._last_drawn}, got {turn} from the log beside {self.path}"
             raise SegmentError(f"{words}, which was cut short under way; start the jobs again")
@@ -482,7 +483,8 @@ class TurnSegment:
 
     def write_word(self, word: int) -> None:
         """Append a word and the own slot to the log, whole; after a `draw_turn`."""
-        os.write(self.log_file.fd, bytes([word, self.slot]))
+        with no_fork:  # as in `publish`
+            os.write(self.log_file.fd, bytes([word, self.slot]))
 
     def read_log(self, start: int, stop: int) -> bytes:
         """Return the records of turns ``start + 1`` to ``stop``."""
