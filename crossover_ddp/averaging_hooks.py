@@ -437,10 +437,6 @@ def local_sgd_hook(state: LocalSGDState, bucket: dist.GradBucket) -> torch.futur
     On failure: nothing leaves the hook; see `LocalSGDState`.
 
     **Collective**: DDP calls it on all ranks in the same order. Source: see the module.
-
-    Example::
-
-        model.register_comm_hook(LocalSGDState(sync_every=8, delay=1), local_sgd_hook)
     """
     return answer_bucket(state, bucket, LocalSGDState)
 
@@ -530,10 +526,6 @@ def elastic_hook(state: ElasticState, bucket: dist.GradBucket) -> torch.futures.
 
     **Collective**: DDP calls it on all ranks in the same order. Source: EASGD (arXiv 1412.6651) and its authors' code;
     EA-wild (HPC Asia 2020), by its abstract. Rounds without a server, and the centre of a host, are our design.
-
-    Example::
-
-        model.register_comm_hook(ElasticState(sync_every=10, mode="wild"), elastic_hook)
     """
     return answer_bucket(state, bucket, ElasticState)
 

@@ -52,8 +52,7 @@ class CompressedState(CodedState):
             when it changes. Default 1.
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
         mutex: take turns with sibling jobs; the turn is given away when the last bucket is encoded. Default: no turns.
-        compare_replicas: compare the ranks' parameters after 1, 2, 4, … steps and every thousand, by eight bytes; a
-            difference raises ``ReplicasDifferError`` from ``backward()``.
+        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps, and every thousand.
 
     On failure: ``TypeError`` for what is no codec. ``UnsupportedConfigurationError`` from the first ``backward()`` for
     gradients of float64, and for a `PerPair` of another number of ranks. ``ExchangeError`` from ``backward()`` when a
@@ -113,10 +112,6 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
     On failure: as `reduce_scatter_all_gather_hook`; see also `CompressedState`. Nothing leaves the hook.
 
     **Collective**: DDP calls it on all ranks in the same order. Source: our design, see the module.
-
-    Example::
-
-        model.register_comm_hook(CompressedState(codec=Int8()), compressed_hook)
     """
     remedy = "pass codec= to that state instead, and register its own hook"
     return answered(

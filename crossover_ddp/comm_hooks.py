@@ -109,8 +109,7 @@ class CrossoverState(CodedState):
             ``crossover_ddp.codecs.Int8()``; see `CompressedState`. Default: none, gradients are those of plain DDP.
         loss_scale: for ``codec``: what the loss is multiplied by before ``backward()``, such as ``scaler.get_scale``.
         hook_state: for `crossover_wrapper`: the state of the wrapped hook.
-        compare_replicas: compare the ranks' parameters after 1, 2, 4, … steps and every thousand, by eight bytes; a
-            difference raises ``ReplicasDifferError`` from ``backward()``.
+        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps, and every thousand.
         trial: let the siblings try in some of their steps whether they are faster side by side, and take turns only if
             they are not; the gradients are the same. False, or ``CROSSOVER_TRIAL=0``, in one job: all take turns. For
             the mutex that the first state of a process makes; a mutex that is given has its own ``trial=``.
@@ -202,10 +201,6 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
 
     **Collective**: DDP calls it on all ranks in the same order. Source: after the abstract of CrossoverScheduler
     (arXiv 2103.07974); order, locking and switch points are our design.
-
-    Example::
-
-        model.register_comm_hook(CrossoverState(), crossover_hook)
     """
     return answered(
         state,

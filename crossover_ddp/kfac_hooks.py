@@ -82,8 +82,7 @@ class KFACState(HookState):
         codec: compresses gradients on their way to owners, and directions on their way back, with error feedback; one
             for both, or a pair. Factors and all else travel exact. Such as ``crossover_ddp.codecs.Int8()``. No layer is
             spread then, and the first two steps travel exact. Default: none.
-        compare_replicas: compare the ranks' parameters after 1, 2, 4, … steps and every thousand, by eight bytes; a
-            difference raises ``ReplicasDifferError`` from ``backward()``.
+        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps, and every thousand.
 
     `DecoupledState` takes a KFACState, too: ``DecoupledState(optimizer, kfac=KFACState(model, optimizer))``. Then the
     preconditioned gradient arrives, and is applied, while the next forward runs.
@@ -408,10 +407,6 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
     On failure: as `reduce_scatter_all_gather_hook`; see also `KFACState`. Nothing leaves the hook.
 
     **Collective**: DDP calls it on all ranks in the same order.
-
-    Example::
-
-        model.register_comm_hook(KFACState(model, optimizer), kfac_hook)
     """
 
     def carry(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:

@@ -128,8 +128,7 @@ class MuonState(Owning):
         mutex: take turns with sibling jobs; Newton-Schulz is compute inside the turn. Default: no turns.
         loss_scale: what the loss was multiplied by before ``backward()``, such as ``scaler.get_scale``: a power of two,
             or a function that returns one. Default 1.
-        compare_replicas: compare the ranks' parameters after 1, 2, 4, … steps and every thousand, by eight bytes; a
-            difference raises ``ReplicasDifferError`` from ``backward()``.
+        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps, and every thousand.
 
     Attributes:
         owners: rank of each matrix, in the order of ``muon.param_groups``.
@@ -449,10 +448,6 @@ def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future
     On failure: as `reduce_scatter_all_gather_hook`; see also `MuonState`. Nothing leaves the hook.
 
     **Collective**: DDP calls it on all ranks in the same order.
-
-    Example::
-
-        model.register_comm_hook(MuonState(muon), muon_hook)
     """
     remedy = "pass MuonState(muon), with mutex= to share the device"
     return answered(state, bucket, MuonState, remedy, lambda exchange: state._take(exchange, bucket))

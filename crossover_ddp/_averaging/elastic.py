@@ -56,13 +56,15 @@ class TogetherElastic(Replica):
     def act(self) -> None:
         if self.acted % self._every:
             return
-        for place, block in enumerate(self.blocks):
-            values = block.copy(dtype=wide(block.dtype))
+        pulled = [block.copy(dtype=wide(block.dtype)) for block in self.blocks]
+        for place, values in enumerate(pulled):
             trip = self._centre.begin_pull(place, values, [True] * self.exchange.size)
             self.wait(trip.wait)
-            self.check_finite(values, block.pieces(block.whole))
-            block.add(block.whole, values)
             self._counts["exchanged_bytes"] += values.nbytes
+        for block, values in zip(self.blocks, pulled, strict=True):
+            self.check_finite(values, block.pieces(block.whole))
+        for block, values in zip(self.blocks, pulled, strict=True):
+            block.add(block.whole, values)
         self.log.append(ElasticRound(self._counts["pulls"], (self.acted,) * self.exchange.size, self.acted))
         self._counts["pulls"] += 1
 

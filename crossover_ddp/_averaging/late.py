@@ -12,7 +12,7 @@ outer step, and the outer optimizer steps them by the gradient z - mean(x), each
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -219,18 +219,24 @@ class LateMeans(Replica):
         self._bytes += values.nbytes
         return _Flight(block, span, values, sent, self.begin_mean(values, owner_step=step, sent=sent))
 
-    def _land(self, fragments: Iterable[int], *, leave: bool = False) -> None:
+    def _land(self, fragments: Sequence[int], *, leave: bool = False) -> None:
         """Apply what has come back; nothing of what was applied early, by `at_rest`."""
-        for fragment in fragments:
-            for block, span, values, sent, trip in self._flights.get(fragment, ()):
-                self.wait(trip.wait)
-                if sent is None:
-                    self.check_finite(values, block.pieces(span))
-                    block.unpack(span, values)
-                else:
-                    block.add(span, self.finite_or_zero(values, sent))
-            if not leave:
-                self._flights.pop(fragment, None)
+        flights = [flight for fragment in fragments for flight in self._flights.get(fragment, ())]
+        arrived = [self._arrived(flight) for flight in flights]  # all, before any is written
+        for (block, span, _, sent, _), values in zip(flights, arrived, strict=True):
+            if sent is None:
+                block.unpack(span, values)
+            else:
+                block.add(span, values)
+        for fragment in () if leave else fragments:
+            self._flights.pop(fragment, None)
+
+    def _arrived(self, flight: _Flight) -> torch.Tensor:
+        self.wait(flight.trip.wait)
+        if flight.sent is None:
+            self.check_finite(flight.values, flight.block.pieces(flight.span))
+            return flight.values
+        return self.finite_or_zero(flight.values, flight.sent)
 
     @contextlib.contextmanager
     def at_rest(self, *, leave: bool) -> Iterator[None]:

@@ -170,10 +170,6 @@ class Int8:
         block: number of elements that share a scale.
 
     Raises ``ValueError`` if ``block`` is smaller than 1.
-
-    Example::
-
-        model.register_comm_hook(CompressedState(codec=Int8()), compressed_hook)
     """
 
     block: int = 256

@@ -171,8 +171,11 @@ class CodedLink(LinkAround):
 
     def add_own(self, flat: Tensor) -> None:
         """Add what this owner's messages to all have left out, where owners have work, to what it has made now."""
+        own = self._kept[self.rank]
+        if own.is_cuda:  # the host lets go of it before the device has read it
+            own.record_stream(torch.cuda.current_stream(own.device))
         pieces = _coded_places(flat, self.parts[self.rank])
-        for piece, kept in zip(pieces, self._views(self._kept[self.rank], self.rank), strict=True):
+        for piece, kept in zip(pieces, self._views(own, self.rank), strict=True):
             piece.add_(kept)
 
     # --- messages --------------------------------------------------------------------------------------------

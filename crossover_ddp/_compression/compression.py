@@ -55,7 +55,7 @@ class Compression:
     def __init__(
         self, codec: CodecChoice, loss_scale: float | Callable[[], float], state: Any, has_work: bool = False
     ) -> None:
-        self._codecs = codecs_of(codec)
+        self._codecs, self._dtypes = codecs_of(codec), _DTYPES[: 1 if has_work else 3]
         self._loss_scale, self._state, self._has_work = loss_scale, state, has_work
         self._scale: Scale | None = None
         self._buckets: dict[int, CodedLink] = {}
@@ -92,13 +92,10 @@ class Compression:
                     f"expected a PerPair with a row for each of {exchange.size} ranks, got {rows} rows; make a new one "
                     "for this group"
                 )
-            if flat.dtype not in (_DTYPES[:1] if self._has_work else _DTYPES):
-                wanted = (
-                    "float32 for a codec with K-FAC" if self._has_work else "float32, bfloat16 or float16"
-                )
+            if flat.dtype not in self._dtypes:
                 raise UnsupportedConfigurationError(
-                    f"expected gradients of {wanted}, got dtype={flat.dtype}: residuals and sums of a codec are "
-                    "float32; pass codec=None"
+                    f"expected gradients of {', '.join(map(str, self._dtypes))}, got dtype={flat.dtype}: residuals and "
+                    "sums of a codec are float32; pass codec=None"
                 )
             model = self._model.enter(bucket, self._state)
             if model is not None:

@@ -204,7 +204,8 @@ class Owners:
         parameters = [p for share in pending.shares for p in share.parameters]
         numbers = {self.number_of[id(p)] for p in parameters}
         if numbers <= self._dropped or all(p.grad is None for p in parameters):
-            shares, pending.shares, pending.plans = _owned(pending.shares), [], {}
+            shares, pending.shares = _owned(pending.shares), []
+            plans, pending.plans = pending.plans, {}
             pending.guard()
             for share in shares:
                 with contextlib.suppress(ExchangeError):  # final: the next backward pass tells it
@@ -212,6 +213,13 @@ class Owners:
                 # After a refused backward, which has added to it, it is no wonder.
                 if not pending.is_broken and any([is_computed_with(each) for each in share.sealed()]):
                     raise UnsupportedConfigurationError(TOUCHED)  # he may skip all steps for what he saw
+            if plans:
+                names = [type(self._partials[number].optimizer).__name__ for number in sorted(plans)]
+                raise UnsupportedConfigurationError(
+                    f"expected step() of all optimizers after each backward(), or of none, got gradients that were "
+                    f"dropped after step() of {', '.join(names)} alone, which owners take when all have stepped; step "
+                    "all of them, or make a model's state for each"
+                )
             self._skipped += 1
             if self._skipped == _SKIPPED_STEPS_TO_WARN:
                 logger.warning(
@@ -294,7 +302,7 @@ class Owners:
         for share in reversed(shares):
             share.arriving = exchange.begin(
                 share.bring_back,
-                share.bucket.flat,
+                share.packed,
                 share.made,
                 deferred=True,
                 link=share.bucket.link,

@@ -135,8 +135,7 @@ class DecoupledState(Owning):
             their owners when backward has reduced them, and directions are gathered in the next forward. The training
             is that of ``kfac_hook``, to the last bit; ``defer`` has no effect. Its own methods, such as its state dict,
             stay in use. See docs/kfac.md. Default: none.
-        compare_replicas: compare the ranks' parameters after 1, 2, 4, … steps and every thousand, by eight bytes; a
-            difference raises ``ReplicasDifferError`` from ``backward()``.
+        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps, and every thousand.
 
     With owners, gradients are NaN after ``backward()``, since only the owner has the mean: clip by `clip_grad_norm_`;
     `flush` does not fill them. Call `consolidate` on all ranks before ``optimizer.state_dict()``.
@@ -642,10 +641,6 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
     On failure: nothing leaves the hook; see `DecoupledState`.
 
     **Collective**: DDP calls it on all ranks in the same order. Source: after DeAR (arXiv 2302.12445); see the module.
-
-    Example::
-
-        model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)
     """
 
     def refused() -> None:

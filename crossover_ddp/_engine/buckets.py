@@ -114,9 +114,11 @@ class Backward:
             if is_watched := self._watching > 0:
                 self._error = self._error or error
         if error is None or is_watched:
-            future.set_result(result)
-        else:
-            future.set_exception(error)  # type: ignore[arg-type]
+            try:
+                return future.set_result(result)
+            except RuntimeError as lost:  # of a device that has failed
+                error = error or lost
+        future.set_exception(error)  # type: ignore[arg-type]
 
     def _after_ddp(self) -> None:
         # A nested backward pass (re-entrant checkpointing) may end before the last bucket: from then on
@@ -214,7 +216,7 @@ class Bucket(Trip):
 
     def end(self, error: BaseException | None) -> None:
         """Complete the Future, or leave the error to be raised after backward, if that waits for it."""
-        if self.deferred:
+        if self.deferred and error is None:
             self._on_device = self.place.reached()
         super().end(error)
         self.half.reach(error, self._follow)

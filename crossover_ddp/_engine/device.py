@@ -69,7 +69,8 @@ class Device(Place):
         current = torch.cuda.current_stream(self.device)
 
         def order(follow: Callable[[], None]) -> None:
-            with torch.cuda.stream(current):
+            # The device, too: a thread of the user's own goes back to number 0, see `adopt_thread`.
+            with torch.cuda.device(self.device), torch.cuda.stream(current):
                 if not torch.cuda.is_current_stream_capturing():  # an event of no capture would break it
                     follow()
 

@@ -116,8 +116,9 @@ class Exchange:
     ) -> Trip:
         """Begin a journey of ``tensor``, which belongs to no bucket; ``way`` makes it of its link.
 
-        ``name``: of what travels, in errors. ``deferred``: other ranks may need it although this one ends. ``link``: of
-        an earlier journey, whose messages these belong to; None draws one. ``meter``: counts what travels, and waits.
+        ``tensor``: says the device; what the journey writes of it may be let go of. ``name``: of what travels, in
+        errors. ``deferred``: other ranks may need it although this one ends. ``link``: of an earlier journey, whose
+        messages these belong to; None draws one. ``meter``: counts what travels, and waits.
 
         **Collective**: all ranks begin the same journeys in the same order.
         """
@@ -184,9 +185,10 @@ class Exchange:
         bucket.meter = bucket.waits = bucket.half.waits = meter
         meter.steps += bucket.last
         meter.is_timed = not link.in_program_order
-        self._start(bucket, journey, then)
         if bucket.last and self.size > 1 and late_buffers is not None and not self.leaves_buffers_to_ddp:
+            # Before: the next forward begins with them, and gathers arrive one after the other.
             self._send_buffers(bucket, grad_bucket, state, late=late_buffers or hands_back)
+        self._start(bucket, journey, then)
         return bucket
 
     def follow(
@@ -388,7 +390,10 @@ class Exchange:
                 if self._timeline is not None:
                     self._timeline.span("exchange", backward.ready[-1][1], done_s, step=backward.number)
                     self._timeline.span("wait", done_s, now_s, step=backward.number + 1)
-        trip.end(failure)
+        try:
+            trip.end(failure)
+        except RuntimeError as lost:
+            trip.end(self.fail(trip.name, lost))
 
     def fail(self, name: str, cause: BaseException) -> CrossoverError:
         """End all exchange of the group, as other ranks hear, too, since ``name`` will not travel, see [Note: failed].

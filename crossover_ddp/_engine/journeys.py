@@ -155,8 +155,9 @@ class Trip(Milestone):
         sent: returns how many bytes have been sent since it was called before.
         deferred: the program goes on without it; other ranks may need it although this one ends.
 
-    ``tensor``: what it was begun with, which lives as long. ``meter``: counts what travels. ``begun_s``: when that was
-    there, on a device, too. ``done_s``: when nothing travelled any more, if it waits for something else then.
+    ``tensor``: memory that it writes, which lives as long; None: a bucket's. ``meter``: counts what travels.
+    ``begun_s``: when that was there, on a device, too. ``done_s``: when nothing travelled any more, if it waits for
+    something else then.
     """
 
     tensor: Tensor | None = None
@@ -208,7 +209,8 @@ class Trip(Milestone):
 
     def __del__(self) -> None:
         """What has its memory next comes behind it, if nobody has waited for it."""
-        if not self._is_followed and self._error is None:
+        writes = self.tensor is None or self.tensor.numel()
+        if writes and not self._is_followed and self._error is None:
             with suppress(Exception):  # at the end of a process, or in a fork: nobody has that memory next
                 self._order(self._follow)
 
@@ -249,7 +251,8 @@ class Trip(Milestone):
         """Hear that a piece of the way has been issued, before another thread does."""
 
     def end(self, error: BaseException | None) -> None:
-        self.reach(error, self.place.mark())
+        """Let nobody wait any more. Raises if the device is lost, without an ``error`` only."""
+        self.reach(error, self.place.mark() if error is None else nothing)
 
 
 class Place:
@@ -261,7 +264,7 @@ class Place:
 
     def here(self) -> Callable[[Callable[[], None]], None]:
         """Return what calls a function as if by the caller's stream, on any thread."""
-        return _nowhere
+        return lambda follow: None
 
     def side(self) -> AbstractContextManager[object]:
         """Return what is around each piece of a way.
@@ -299,10 +302,6 @@ def living(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
 
 
 async def at_once() -> None:
-    return None
-
-
-def _nowhere(_: Callable[[], None]) -> None:
     return None
 
 

@@ -236,6 +236,7 @@ class Preconditioner:
         if bucket.last:
             step.end()
         bucket.keeps_turn = step.now.inverts and self.keeps_turn
+        bucket.tensor = packed.flat
         return precondition(packed, step, bucket, link)
 
     def _completed(

@@ -123,12 +123,6 @@ class Owning(HookState):
         On failure: ``ValueError`` if there is no such rank; what torch's collectives raise when a peer has died.
 
         **Collective**: all ranks, between two steps.
-
-        Example::
-
-            state.consolidate(to=0)
-            if rank == 0:
-                torch.save(optimizer.state_dict(), path)
         """
         self._finish()
         if self._kept is not None:
@@ -158,4 +152,4 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(each)
     elif is_dataclass(value) and not isinstance(value, type):
-        yield from tensors_in([getattr(value, field.name) for field in fields(value)])
+        yield from tensors_in([getattr(value, field.name, None) for field in fields(value)])

@@ -389,6 +389,8 @@ class TurnSegment:
                 self.publish(state=FREE)
                 self.ring_others()
                 self._files.remove(_BELL.format(self.slot))
+        with no_fork:  # a late publication must not go into what may be another process's from here on
+            self.slot = -1
         with contextlib.suppress(OSError):
             # Before the files are removed: of two processes that leave at once neither must take the other for a user.
             lock_slots(self.slots_file.fd, 0, SLOT_COUNT, fcntl.F_UNLCK)

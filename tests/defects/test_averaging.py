@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
+from crossover_ddp.errors import CrossoverError
 from tests.harness import in_ranks, inside, run_ranks
 from tests.harness.groups import impatient_group
 from tests.harness.oracles import error_of, heard
@@ -325,3 +326,39 @@ def test_a_mean_that_one_rank_asks_for_is_an_error(rank: int) -> None:
 
     assert error_of(train) != "no error"
     loop.close()
+
+
+class TwoTypes(nn.Module):
+    """A layer in float32, and a buffer in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("noted", torch.zeros(4, dtype=torch.bfloat16))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs)  # type: ignore[no-any-return]
+
+
+MEANS = {
+    "elastic": functools.partial(ElasticState, sync_every=2, mode="sync"),
+    "at once": functools.partial(LocalSGDState, sync_every=2),
+    "late": functools.partial(LocalSGDState, sync_every=2, delay=1),
+}
+
+
+@pytest.mark.parametrize("way", MEANS)
+@in_ranks(2)
+def test_of_a_mean_that_is_not_finite_nothing_is_taken_over(way: str) -> None:
+    """Whatever of it has come: what is of another type lies in a block of its own."""
+    loop = Loop(MEANS[way](), TwoTypes()).run(2)
+    loop.model.module.noted[0] = float("nan")
+    own = loop.values
+    with contextlib.suppress(CrossoverError):
+        for _ in range(3):
+            loop.loss()
+            assert torch.equal(loop.values, own)
+            loop.step()
+            own = loop.values
+    assert torch.equal(loop.values, own)
+    assert "expected finite parameters" in error_of(loop.loss)

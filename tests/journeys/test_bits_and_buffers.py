@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,9 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import reduce_scatter_all_gather_hook
+from crossover_ddp._ddp.module_buffers import ModuleBuffers
+from crossover_ddp._engine.links import _GlooLink
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import in_ranks, inside, run_ranks
 from tests.harness.networks import mlp
@@ -128,6 +132,44 @@ def test_our_hand_does_not_count_as_a_change_of_the_users_gradients(rank: int) -
     training.state.flush()
     product.sum().backward()
     assert factor.grad is not None
+
+
+# --- buffers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@in_ranks(2)
+def test_a_deferred_forward_waits_for_buffers_and_for_no_other_gather(rank: int, late: int) -> None:
+    """Hold the early rank's gathers until the later one's forward has begun, which has all buffers before."""
+    store, gather, copy = _get_default_store(), _GlooLink.all_gather, ModuleBuffers.copy
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+    training = Training("decoupled", rank, module=module).run(6)
+    training.state.flush()
+    dist.barrier()
+    through, begun = f"through {late}", f"begun {late}"
+
+    def held(link: Any, *what: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():  # which begins with buffers
+            store.wait([begun], timedelta(seconds=20))
+        return gather(link, *what)
+
+    def copied(buffers: ModuleBuffers, *, sends: bool) -> Any:
+        time.sleep(0.2)  # time enough for gathers, where nothing keeps them
+        return copy(buffers, sends=sends)
+
+    if rank == late:
+        training.held[0].register_hook(lambda _: store.wait([through], timedelta(seconds=20)))
+        with mock.patch.object(ModuleBuffers, "copy", copied):
+            training.step()
+        module.register_forward_pre_hook(lambda *_: store.set(begun, ""))
+    else:
+        with mock.patch.object(_GlooLink, "all_gather", held):
+            training.backward()
+            store.set(through, "")
+            training.update()
+            store.wait([begun], timedelta(seconds=20))
+    training.loss()
+    training.close()
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -26,6 +27,8 @@ from crossover_ddp import (
     decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
+from crossover_ddp._engine.device import Device
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Trip
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 from crossover_ddp.codecs import CompressedState, Half, Int8, PerPair, SIDCo, compressed_hook
@@ -141,13 +144,19 @@ def contexts_of_each(rank: int, world_size: int) -> dict[str, list[bool]]:
     for way in NAMED:
         trained(rank, f"cuda:{rank}", way)
         found[way] = [torch._C._cuda_hasPrimaryContext(each) for each in range(world_size)]  # type: ignore[attr-defined]
+    flat = torch.ones(64, device="cuda")
+    trips = [Exchange.of(None).begin(lambda link: link.all_gather(flat, [32, 32]), flat, "what is dropped")]
+    dropping = threading.Thread(target=trips.clear)  # whose device is number 0
+    dropping.start()
+    dropping.join()
+    found["dropped"] = [torch._C._cuda_hasPrimaryContext(each) for each in range(world_size)]  # type: ignore[attr-defined]
     return found
 
 
 def test_no_thread_makes_a_context_on_another_ranks_device() -> None:
     close_pools()  # whose processes have had other devices
     _, contexts = run_ranks(contexts_of_each, 2, backend="nccl")
-    assert contexts == {way: [False, True] for way in NAMED}
+    assert contexts == {way: [False, True] for way in (*NAMED, "dropped")}
 
 
 def consolidated(rank: int, world_size: int, way: str) -> set[str]:
@@ -183,15 +192,25 @@ def overwritten(rank: int, world_size: int, way: str) -> int:
     no later step waits for.
     """
     torch.cuda.set_device(rank)
-    found = 0
+    found, order = 0, Trip.__del__
+
+    def late_order(trip: Trip) -> None:
+        time.sleep(LATE_S / 2)  # as long as it holds memory, nobody else has it
+        order(trip)
+
     for _ in range(2):
-        training = Training(CELLS[way], rank, device=f"cuda:{rank}").run(7)
+        training, made = Training(CELLS[way], rank, device=f"cuda:{rank}").run(7), []
         torch.cuda.synchronize()
-        with late(nccl_us=int(LATE_S * 1e6), copy_us=int(LATE_S * 1e6)):
+        with (
+            late(nccl_us=int(LATE_S * 1e6), copy_us=int(LATE_S / 4 * 1e6)),  # of copies some come one by one
+            mock.patch.object(Trip, "__del__", late_order),
+        ):
             training.run(1)
             del training
             gc.collect()
-            made = [torch.ones(numel, device="cuda") for numel in (16, 64, 1000) for _ in range(100)]
+            for _ in range(10 if dist.get_backend() == "gloo" else 1):
+                made += [torch.ones(numel, device="cuda") for numel in (16, 64, 1000) for _ in range(10)]
+                time.sleep(LATE_S / 5)
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
@@ -200,10 +219,83 @@ def overwritten(rank: int, world_size: int, way: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("backend", "way"), [("nccl", "split"), ("nccl", "decoupled int8"), ("gloo", "wrapped")]
+    ("backend", "way"),
+    [
+        ("nccl", "split"),
+        ("nccl", "decoupled int8"),
+        *(("gloo", way) for way in ("wrapped", "owned", "decoupled and kfac")),
+    ],
 )
 def test_what_nobody_waits_for_writes_over_nothing(backend: str, way: str) -> None:
     assert run_ranks(overwritten, 2, args=(way,), backend=backend) == [0, 0]
+
+
+@in_ranks(2, backend="nccl")
+def test_factors_that_nobody_waits_for_do_not_hold_up_backward(rank: int) -> None:
+    torch.cuda.set_device(rank)
+    training = Training("kfac", rank, device=f"cuda:{rank}").run(3)
+    reached: list[torch.cuda.Event] = []
+    first = next(training.model.parameters())
+    first.register_hook(lambda _: reached.append(torch.cuda.current_stream().record_event()))
+    loss = training.loss()
+    torch.cuda.synchronize()
+    with late(nccl_us=int(LATE_S * 1e6)):
+        begin_s = time.monotonic()
+        loss.backward()
+        reached[0].synchronize()
+        assert time.monotonic() - begin_s < LATE_S
+        torch.cuda.synchronize()
+        assert time.monotonic() - begin_s > LATE_S
+    training.close()
+
+
+def drained(rank: int, world_size: int, us: int) -> torch.Tensor:
+    """Train with K-FAC and a codec, the last step exact; behind its buckets others want memory of that size."""
+    torch.cuda.set_device(rank)
+    training, made = Training(CELLS["kfac int8"], rank, device=f"cuda:{rank}").run(5), []
+
+    def others(*_: Any) -> None:
+        made.extend([torch.full((numel,), 1e6, device="cuda") for numel in sizes for _ in range(20)])
+
+    coded = training.state._compression._buckets.values()
+    sizes = {len(kept) for each in coded for kept in each._kept}
+    torch.cuda.synchronize()
+    training.state.drain()
+    with late(nccl_us=us), mock.patch.object(Exchange, "compare", others):
+        training.run(1)
+        torch.cuda.synchronize()
+    training.close()
+    return torch.cat([p.detach().flatten() for p in training.model.parameters()]).cpu()
+
+
+def test_residuals_that_a_drained_step_adds_stay_until_the_device_has_read_them() -> None:
+    punctual, late_ = (run_ranks(drained, 2, args=(us,), backend="nccl") for us in (0, 20_000))
+    assert all(map(torch.equal, punctual, late_))
+
+
+@pytest.mark.parametrize("way", ["split", "decoupled"])
+@in_ranks(2, backend="gloo")
+def test_a_device_that_fails_under_way_is_an_error(rank: int, way: str) -> None:
+    """Whatever the host asks of it is refused from then on."""
+    torch.cuda.set_device(rank)
+    training = Training(way, rank, device=f"cuda:{rank}").run(4)
+    broken, set_result = (
+        mock.Mock(side_effect=RuntimeError("device-side assert")),
+        torch.futures.Future.set_result,
+    )
+
+    def set_on_device(future: Any, result: Any) -> None:
+        is_handed_back = way == "decoupled"  # when the device was well
+        (broken if isinstance(result, torch.Tensor) and not is_handed_back else set_result)(future, result)
+
+    with (
+        mock.patch.multiple(Device, reached=broken, **({} if way == "decoupled" else {"mark": broken})),
+        mock.patch.object(torch.futures.Future, "set_result", set_on_device),
+        pytest.raises(RuntimeError, match="device-side assert"),
+    ):
+        training.run(2)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        training.run(2)
 
 
 @in_ranks(2, backend="nccl")

@@ -127,12 +127,12 @@ def test_misuse_of_owners_is_refused_with_the_remedy(misuse: str) -> None:
         act(training)
 
 
-def test_gradients_that_are_dropped_take_a_step_of_some_optimizers_with_them() -> None:
+def test_gradients_that_are_dropped_after_some_optimizers_have_stepped_are_refused_once() -> None:
     training = Training("owned", optimizers=muon_and_sgd).run(1)
     training.backward()
     training.optimizers[0].step()
-    for optimizer in training.optimizers:
-        optimizer.zero_grad()
+    with refuses(r"dropped after step\(\) of Muon alone"):
+        training.drop()
     before = torch.cat([p.detach().flatten() for p in training.held])
     training.run(1)
     assert not torch.equal(torch.cat([p.detach().flatten() for p in training.held]), before)

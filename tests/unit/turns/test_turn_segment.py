@@ -14,10 +14,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from crossover_ddp._system.shared_memory import outer_user
+from crossover_ddp._turns import segment as segments
 from crossover_ddp._turns.segment import GroupFiles, TurnSegment, no_fork
 from crossover_ddp._turns.view import look
 from crossover_ddp.errors import SegmentError
@@ -39,6 +41,21 @@ NOBODY = 65534
 
 
 # --- joining and leaving ------------------------------------------------------------------------------------------
+
+
+def test_a_late_publication_goes_into_no_slot_that_was_given_up(join: Join) -> None:
+    leaving, lock_slots, numbers = join(job=1), segments.lock_slots, []
+
+    def locked(fd: int, first: int, count: int, *how: int) -> bool:
+        if how:  # the slots are free from here on
+            with contextlib.suppress(OSError):
+                leaving.publish(returned=9)
+            numbers.append(leaving.slot)
+        return lock_slots(fd, first, count, *how)
+
+    with mock.patch.object(segments, "lock_slots", locked):
+        leaving.leave()
+    assert numbers == [-1]
 
 
 @pytest.mark.parametrize("way", ["leave", "kill"])
