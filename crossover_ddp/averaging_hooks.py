@@ -125,14 +125,15 @@ class AveragingState(HookState):
             yield
             return
         with torch.no_grad():
-            own, former = self._replica.copy(), self._mean_of
+            own, former = [(block.copy(), block.rest) for block in self._replica.blocks], self._mean_of
         try:
             self._take_mean("averaged()", leave=True)
             yield
         finally:
             self._mean_of = former
             with torch.no_grad():
-                self._replica.write(own)
+                for block, (values, rest) in zip(self._replica.blocks, own, strict=True):
+                    block.unpack(block.whole, values, rest)
 
     def plan(self) -> AveragingPlan:
         """Choose ``sync_every``, ``delay`` and ``fragments`` for this model on this link.
@@ -242,6 +243,11 @@ class AveragingState(HookState):
                 with torch.no_grad():
                     self._replica.begin()
                 self._began = True
+            elif self._replica.acted != self._steps:
+                raise UnsupportedConfigurationError(
+                    "expected a call of the DDP model before each backward(), got only its forward(): parameters are "
+                    "averaged before such a call; write model(inputs), not model.forward(inputs)"
+                )
             meter = exchange.meter_of(self)
             meter.steps += bucket.is_last()
             future = exchange.network(gradients.device).place.future()

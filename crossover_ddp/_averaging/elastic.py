@@ -38,7 +38,6 @@ class TogetherElastic(Replica):
     def begin(self) -> None:
         rate = moving_rate_for(self.exchange.size, self._given_rate)
         self._centre = Centre(self.exchange, self._start(self.exchange), rate, self.meter)
-        self._counts["exchanged_bytes"] = 0
 
     def _start(self, exchange: Exchange, device: torch.device | None = None) -> list[torch.Tensor]:
         """Return what the centre begins with, by block: rank 0's replica, or what a checkpoint says. **Collective**.
@@ -58,9 +57,7 @@ class TogetherElastic(Replica):
             return
         pulled = [block.copy(dtype=wide(block.dtype)) for block in self.blocks]
         for place, values in enumerate(pulled):
-            trip = self._centre.begin_pull(place, values, [True] * self.exchange.size)
-            self.wait(trip.wait)
-            self._counts["exchanged_bytes"] += values.nbytes
+            self.wait(self._centre.begin_pull(place, values, [True] * self.exchange.size).wait)
         for block, values in zip(self.blocks, pulled, strict=True):
             self.check_finite(values, block.pieces(block.whole))
         for block, values in zip(self.blocks, pulled, strict=True):
@@ -87,7 +84,8 @@ class TogetherElastic(Replica):
         self._loaded = kept
 
     def stats(self) -> dict[str, Any]:
-        return {**self._counts, "rounds": len(self.log)}
+        nbytes = sum(block.numel * wide(block.dtype).itemsize for block in self.blocks)
+        return {**self._counts, "exchanged_bytes": self._counts["pulls"] * nbytes, "rounds": len(self.log)}
 
 
 class OwnPaceElastic(TogetherElastic):

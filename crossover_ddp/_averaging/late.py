@@ -137,13 +137,15 @@ class OuterPart:
                 numbers[key] = float(value)
         return tensors, numbers
 
-    def load(self, tensors: dict[str, torch.Tensor], numbers: dict[str, float]) -> None:
-        """Take over what `state` returned; tensors are of the whole block."""
-        own = {key: value[slice(*self.span)] for key, value in tensors.items()}
-        self.anchor.data.copy_(own.pop("anchor"))
-        state = self._optimizer.state[self.anchor]
-        state.update({key: value.clone() for key, value in own.items()})
-        state.update({key: torch.tensor(value, dtype=torch.float32) for key, value in numbers.items()})
+    def load(self, tensors: dict[str, torch.Tensor], part: dict[str, float | None]) -> None:
+        """Take over ``part``; what is None there is in ``tensors``, which are of the whole block."""
+        own = slice(*self.span)
+        state = {
+            key: tensors[key][own].clone() if number is None else torch.tensor(number, dtype=torch.float32)
+            for key, number in part.items()
+        }
+        self.anchor.data.copy_(state.pop("anchor"))
+        self._optimizer.state[self.anchor].update(state)
 
 
 # --- what travels ----------------------------------------------------------------------------------------------------
@@ -176,15 +178,14 @@ class LateMeans(Replica):
         return self._schedule.is_local(steps)
 
     def begin(self) -> None:
-        if self._make_outer is not None:
-            for fragment in range(self._schedule.fragments):
-                made = [self._outer(block, fragment, self._make_outer) for block in self.blocks]
-                self._outers.append(made)
+        if (make := self._make_outer) is not None:
+            fragments = range(self._schedule.fragments)
+            self._outers = [[self._outer(block, each, make) for block in self.blocks] for each in fragments]
         for place, block in enumerate(self.blocks if self._loaded else ()):
             named, dtype = self._loaded["tensors"], wide(block.dtype)
             tensors = {name: block.unnamed(values, dtype) for name, values in named.items()}
-            for outers, numbers in zip(self._outers, self._loaded["numbers"], strict=True):
-                outers[place].load(tensors, numbers)
+            for outers, parts in zip(self._outers, self._loaded["parts"], strict=True):
+                outers[place].load(tensors, parts[place])
         self._loaded = {}
 
     def _outer(self, block: FlatBlock, fragment: int, make: OuterOptimizer) -> OuterPart:
@@ -224,10 +225,7 @@ class LateMeans(Replica):
         flights = [flight for fragment in fragments for flight in self._flights.get(fragment, ())]
         arrived = [self._arrived(flight) for flight in flights]  # all, before any is written
         for (block, span, _, sent, _), values in zip(flights, arrived, strict=True):
-            if sent is None:
-                block.unpack(span, values)
-            else:
-                block.add(span, values)
+            (block.unpack if sent is None else block.add)(span, values)
         for fragment in () if leave else fragments:
             self._flights.pop(fragment, None)
 
@@ -247,33 +245,36 @@ class LateMeans(Replica):
 
     def kept(self) -> dict[str, Any]:
         for flight in [flight for flights in self._flights.values() for flight in flights]:
-            self.wait(flight.trip.wait)  # the owner's step of a fragment in flight may be under way
+            self._arrived(flight)  # the owner's step of a fragment in flight may be under way
+        self.check_landed(self.acted + 1)
         if self._make_outer is None:
             return {}
         if not self._outers:
             raise UnsupportedConfigurationError(
                 "expected a state that is in use, got one whose outer optimizer is gone: it was closed; save before"
             )
-        names = sorted(self._outers[0][0].state()[0])
+        states = [[outer.state() for outer in outers] for outers in self._outers]
+        names = sorted({name for each in states for tensors, _ in each for name in tensors})
         return {
             "fragments": self._schedule.fragments,
             "tensors": {name: self._gathered(name) for name in names},
-            "numbers": [outers[0].state()[1] for outers in self._outers],
+            "parts": [[dict.fromkeys(tensors) | numbers for tensors, numbers in each] for each in states],
         }
 
     def _gathered(self, name: str) -> dict[str, torch.Tensor]:
-        """Gather what all owners keep of this name, by the tensors' names. **Collective**."""
+        """Gather what owners keep of this name, by the tensors' names: zeros where there is none. **Collective**."""
         found: dict[str, torch.Tensor] = {}
         for place, block in enumerate(self.blocks):
             whole = torch.zeros(block.numel, dtype=wide(block.dtype), device=block.device)
             for outer in [outers[place] for outers in self._outers]:
-                whole[slice(*outer.span)] = outer.state()[0][name]
-                gather(self.exchange, whole[slice(*outer.piece)], outer.layout)
+                if (own := outer.state()[0].get(name)) is not None:
+                    whole[slice(*outer.span)] = own
+                    gather(self.exchange, whole[slice(*outer.piece)], outer.layout)
             found.update(block.named(whole))
         return found
 
     def load(self, kept: dict[str, Any]) -> None:
-        if kept and set(kept) != {"fragments", "tensors", "numbers"}:
+        if kept and set(kept) != {"fragments", "tensors", "parts"}:
             raise ValueError(
                 f"expected the state of a LocalSGDState, got keys {sorted(kept)}; pass what its state_dict() returned"
             )

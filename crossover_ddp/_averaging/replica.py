@@ -47,12 +47,12 @@ class FlatBlock:
         self.entries = [*parameters, *buffers]
         first = self.entries[0].get()
         self.dtype, self.device = _real(first).dtype, first.device
-        lengths = [_flat(entry.name, entry.get()).numel() for entry in self.entries]
-        self._stops = list(accumulate(lengths))
+        self._lengths = [_flat(entry.name, entry.get()).numel() for entry in self.entries]
+        self._stops = list(accumulate(self._lengths))
         self.numel = self._stops[-1]
         self.whole = Span(0, self.numel)
-        self.parameters_numel = sum(lengths[: len(parameters)])
-        self._rest: torch.Tensor | None = None
+        self.parameters_numel = sum(self._lengths[: len(parameters)])
+        self.rest: torch.Tensor | None = None  # what `add` has rounded off
         self._kept: dict[Span, tuple[list[int], list[torch.Tensor]]] = {}
 
     def copy(
@@ -68,19 +68,12 @@ class FlatBlock:
         first, last = bisect_right(self._stops, span.start), bisect_left(self._stops, span.stop) + 1
         entries = self.entries[first:last]
         addresses = [entry.get().data_ptr() for entry in entries]
-        kept = self._kept.get(span)
-        if kept is None or kept[0] != addresses:
-            start = self._stops[first - 1] if first else 0
-            kept = self._kept[span] = addresses, self._cut(entries, start, span)
+        if (kept := self._kept.get(span)) is None or kept[0] != addresses:
+            flats = [_flat(entry.name, entry.get()) for entry in entries]
+            (start, stop), starts = span, [0, *self._stops][first:last]
+            cut = [flat[max(0, start - at) : stop - at] for flat, at in zip(flats, starts, strict=True)]
+            kept = self._kept[span] = addresses, cut
         return kept[1]
-
-    def _cut(self, entries: Sequence[FlatEntry], start: int, span: Span) -> list[torch.Tensor]:
-        found = []
-        for entry in entries:
-            flat = _flat(entry.name, entry.get())
-            found.append(flat[max(0, span.start - start) : span.stop - start])
-            start += flat.numel()
-        return found
 
     def pack(self, span: Span, values: torch.Tensor) -> None:
         """Copy ``span`` into ``values``; into wider ones, which are of all, with what `add` has kept."""
@@ -92,11 +85,12 @@ class FlatBlock:
         else:  # also from a device to the host
             for place, piece in zip(_split(values, pieces), pieces, strict=True):
                 place.copy_(piece)
-        if self._rest is not None and values.dtype != self.dtype:
-            values.add_(self._rest.to(values.device))
+        if self.rest is not None and values.dtype != self.dtype:
+            values.add_(self.rest.to(values.device))
 
-    def unpack(self, span: Span, values: torch.Tensor) -> None:
-        pieces = self.pieces(span)
+    def unpack(self, span: Span, values: torch.Tensor, rest: torch.Tensor | None = None) -> None:
+        """Replace ``span`` by ``values``; ``rest``: what `add` has kept of them, not of former ones."""
+        pieces, self.rest = self.pieces(span), rest
         if pieces:
             torch._foreach_copy_(pieces, _split(values, pieces))
 
@@ -106,34 +100,32 @@ class FlatBlock:
         if values.dtype != self.dtype:
             whole = self.copy(span, values.dtype).add_(values)
             self.unpack(span, whole)
-            self._rest = None
-            self._rest = whole.sub_(self.copy(span, values.dtype))
+            self.rest = whole.sub_(self.copy(span, values.dtype))
         elif pieces:
             torch._foreach_add_(pieces, _split(values, pieces))
 
     def named(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return a vector over the whole block by the tensors' names and in their shapes, on the host."""
-        found, start = {}, 0
-        for entry, stop in zip(self.entries, self._stops, strict=True):
-            like = _real(entry.get())
-            flat = values[start:stop].cpu()
-            found[entry.name] = flat.as_strided(like.shape, like.stride(), flat.storage_offset()).contiguous()
-            start = stop
-        return found
+        return {name: shaped.contiguous() for name, shaped in self._shaped(values.cpu())}
 
     def unnamed(self, values: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Return what `named` has made as a vector again."""
-        whole, start = torch.zeros(self.numel, dtype=dtype, device=self.device), 0
-        for entry, stop in zip(self.entries, self._stops, strict=True):
-            like, given = _real(entry.get()), values.get(entry.name)
-            if given is None or given.shape != like.shape:
+        whole = torch.zeros(self.numel, dtype=dtype, device=self.device)
+        for name, shaped in self._shaped(whole):
+            given = values.get(name)
+            if given is None or given.shape != shaped.shape:
                 raise ValueError(
-                    f"expected values of shape {tuple(like.shape)} for {entry.name}, got "
+                    f"expected values of shape {tuple(shaped.shape)} for {name}, got "
                     f"{'none' if given is None else tuple(given.shape)}; load the state of the same model"
                 )
-            whole[start:stop].as_strided(like.shape, like.stride(), start).copy_(given)
-            start = stop
+            shaped.copy_(given)
         return whole
+
+    def _shaped(self, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each tensor's name, and its part of a vector in its shape."""
+        for entry, flat in zip(self.entries, whole.split(self._lengths), strict=True):
+            like = _real(entry.get())
+            yield entry.name, flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 
 
 def blocks_of(model: DistributedDataParallel) -> list[FlatBlock]:
@@ -268,16 +260,21 @@ class Replica:
         if values.device.type == "cpu":
             self.check_finite(values, [sent])
             return values
-        while self._unread and self._unread[0][0] < self.acted:
-            at, event, told = self._unread.popleft()
-            event.synchronize()
-            if not told[0]:
-                self._refuse(at, is_guilty=not told[1])
+        self.check_landed(self.acted)
         fine = torch.stack([torch.isfinite(each).all() for each in (values, sent)])
         told = torch.empty(2, dtype=torch.bool, pin_memory=True)
         told.copy_(fine, non_blocking=True)
         self._unread.append((self.acted, torch.cuda.current_stream(values.device).record_event(), told))
         return torch.where(fine[0], values, 0)
+
+    def check_landed(self, steps: int) -> None:
+        """Refuse a late mean that was not finite, if it has come after fewer than ``steps`` steps."""
+        while self._unread and self._unread[0][0] < steps:
+            at, event, told = self._unread[0]
+            event.synchronize()
+            if not told[0]:
+                self._refuse(at, is_guilty=not told[1])
+            self._unread.popleft()
 
     def _refuse(self, steps: int, *, is_guilty: bool) -> NoReturn:
         guilty = "this rank's are among them" if is_guilty else "see the other ranks"
@@ -289,23 +286,18 @@ class Replica:
 
     def take_mean(self, beside: Sequence[torch.Tensor] = ()) -> None:
         """Replace all parameters and buffers, and tensors ``beside``, by their mean over the ranks. **Collective**."""
-        copies = self.copy()
+        self.check_landed(self.acted + 1)
+        copies = [block.copy() for block in self.blocks]
         trips = [self.begin_mean(values) for values in copies]
         for block, values, trip in zip(self.blocks, copies, trips, strict=True):
             trip.wait()
             self.check_finite(values, block.pieces(block.whole))
-        self.write(copies)
+        for block, values in zip(self.blocks, copies, strict=True):
+            block.unpack(block.whole, values)
         for tensor in map(_real, beside):
             values = tensor.flatten().clone()
             self.begin_mean(values).wait()
             tensor.copy_(values.view_as(tensor))
-
-    def copy(self) -> list[torch.Tensor]:
-        return [block.copy() for block in self.blocks]
-
-    def write(self, copies: Sequence[torch.Tensor]) -> None:
-        for block, values in zip(self.blocks, copies, strict=True):
-            block.unpack(block.whole, values)
 
     # --- what subclasses do ----------------------------------------------------------------------------------
 

@@ -1,9 +1,11 @@
 """Known defects of averaged replicas: what ranks must have in common, what is averaged, and what a checkpoint holds."""
 
 import contextlib
+import copy
 import functools
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from tests.harness import in_ranks, inside, run_ranks
 from tests.harness.groups import impatient_group
 from tests.harness.oracles import error_of, heard
 from tests.harness.training import Training
+from tests.harness.waiting import eventually
 from tests.journeys.test_bits_and_buffers import COUNTED, sent_bytes
 
 
@@ -109,6 +112,31 @@ def first_centre(rank: int, world_size: int, mode: Any) -> tuple[torch.Tensor, t
     centre = loop.state.state_dict()["kept"]["centre"]["0.running_mean"]
     loop.close()
     return centre, network[0].running_mean
+
+
+def in_bfloat16() -> nn.Module:
+    return nn.Linear(4, 40).to(torch.bfloat16)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_pull_that_averaged_applies_early_leaves_no_rest_behind() -> None:
+    """A user who evaluates in mid-training goes on with what bfloat16 has rounded off of the own parameters."""
+    state = ElasticState(1, "async", 0.3)
+    loop = Loop(state, in_bfloat16()).run(1)
+    rounds, block = state._replica._rounds, state._replica.blocks[0]
+
+    def has_rest() -> bool:
+        loop.run(1)
+        return block.rest is not None
+
+    assert eventually(has_rest)
+    loop.loss()  # does what is due
+    assert eventually(lambda: rounds._is_back)
+    before = block.rest
+    with state.averaged():
+        assert block.rest is None
+    assert block.rest is before
+    loop.close()
 
 
 @pytest.mark.defect("codecs-S12")
@@ -362,3 +390,60 @@ def test_of_a_mean_that_is_not_finite_nothing_is_taken_over(way: str) -> None:
             own = loop.values
     assert torch.equal(loop.values, own)
     assert "expected finite parameters" in error_of(loop.loss)
+
+
+# --- resumed jobs -------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A layer in bfloat16, and in float32 one number, which is its first parameter or its last."""
+
+    def __init__(self, *, is_first: bool) -> None:
+        super().__init__()
+        if is_first:
+            self.scale = nn.Parameter(torch.ones(()))
+        self.layer = nn.Linear(4, 4).to(torch.bfloat16)
+        if not is_first:
+            self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs.to(torch.bfloat16)) * self.scale
+
+
+OUTER = {
+    "nesterov": functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
+    "adam": torch.optim.Adam,
+}
+
+
+def check_resumes(make: Callable[[], Any], network: Callable[[], nn.Module], steps: int) -> None:
+    """Compare a job that goes on from a checkpoint with a new one that resumes there."""
+    loop, other = Loop(make(), network()).run(steps), Loop(make(), network())
+    saved = copy.deepcopy(loop.state.checkpoint(loop.optimizer))
+    other.state.restore(saved, other.optimizer)
+    other.steps = steps
+    ends = [each.run(9).values for each in (loop, other)]
+    loop.close()
+    other.close()
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@in_ranks(2)
+def test_a_checkpoint_before_the_first_fragment_has_left_resumes(rank: int, outer: str) -> None:
+    """The others have made their outer step by then."""
+    make = functools.partial(LocalSGDState, 8, fragments=4, outer_optimizer=OUTER[outer])
+    check_resumes(make, lambda: nn.Linear(4, 4), 7)
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("is_first", [True, False])
+@in_ranks(2)
+def test_a_checkpoint_with_fragments_of_no_element_resumes(rank: int, is_first: bool, outer: str) -> None:
+    make = functools.partial(LocalSGDState, 2, fragments=2, outer_optimizer=OUTER[outer])
+    check_resumes(make, lambda: Scaled(is_first=is_first), 5)
+
+
+@in_ranks(2)
+def test_a_checkpoint_in_bfloat16_resumes(rank: int) -> None:
+    check_resumes(lambda: ElasticState(1, "sync", 0.05), in_bfloat16, 3)

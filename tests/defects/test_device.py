@@ -1,6 +1,7 @@
 """Known defects on a CUDA device, shown on the fake one; strangers-15 stands in `tests/gpu/test_hooks_gpu.py`."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,28 @@ def test_a_mean_that_is_not_finite_is_refused_on_all_ranks_and_taken_by_none(ran
     whose = "this rank's are among them; this is rank 1" if rank else "see the other ranks; this is rank 0"
     assert f"({whose})" in told[-1]
     return len(told)
+
+
+@pytest.mark.parametrize("call", ["average", "state_dict", "checkpoint"])
+@in_ranks(2, backend="nccl")
+def test_nothing_is_saved_of_a_mean_that_is_not_finite(rank: int, call: str) -> None:
+    """Rank 1's parameters were not finite when they left, and are when the job is saved; the outer ones are not."""
+    outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)
+    training = on_device(rank, LocalSGDState(4, delay=1, outer_optimizer=outer), local_sgd_hook).run(4)
+    weight = training.model.module[0].weight
+    own = weight.detach().clone()
+    if rank:
+        with torch.no_grad():
+            weight.fill_(float("nan"))
+    training.loss()
+    with torch.no_grad():
+        weight.copy_(own)
+    training.run(2)  # in the second it lands
+    given = [training.optimizer] if call == "checkpoint" else []
+    told = error_of(lambda: getattr(training.state, call)(*given))
+    dist.barrier()
+    assert "got infinities or NaN in the mean after step 5" in told
+    assert ("this rank's are among them" if rank else "see the other ranks") in told
 
 
 @in_ranks(2, backend="nccl")

@@ -230,3 +230,84 @@ def test_the_centre_is_wide_and_pulls_half_precision(dtype: torch.dtype) -> None
     torch.testing.assert_close(network.weight.detach(), start + 0.5, atol=1e-2, rtol=0)
     centre = state.state_dict()["kept"]["centre"]["weight"]
     assert centre.dtype == (torch.float32 if dtype == torch.bfloat16 else torch.float64)
+
+
+# --- what reaches the hook ----------------------------------------------------------------------------------------
+
+
+STATES: dict[str, Callable[[], Any]] = {
+    "local": lambda: LocalSGDState(2),
+    "warm": lambda: LocalSGDState(2, warmup_steps=1),
+    "elastic": lambda: ElasticState(2, "sync"),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_forward_past_the_models_call_is_refused(kind: str) -> None:
+    """Parameters would never be averaged."""
+    state = STATES[kind]()
+    model, inputs = model_of(state), torch.randn(5, 4)
+    steps = 2 if kind == "warm" else 1
+    for _ in range(steps):
+        model.forward(inputs).sum().backward()
+    for _ in range(2):
+        with pytest.raises(UnsupportedConfigurationError, match=r"write model\(inputs\), not model\.forward"):
+            model.forward(inputs).sum().backward()
+    model(inputs).sum().backward()
+    assert state.stats()["steps"] == steps + 1
+
+
+def two_and_two(model: Any, inputs: torch.Tensor) -> None:
+    losses = [model(inputs).sum() for _ in range(2)]
+    for loss in losses:
+        loss.backward()
+
+
+def retained(model: Any, inputs: torch.Tensor) -> None:
+    loss = model(inputs).sum()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+
+
+def ahead(model: Any, inputs: torch.Tensor) -> None:
+    first = model(inputs).sum()
+    for _ in range(2):
+        second = model(inputs).sum()
+        first.backward()
+        first = second
+
+
+def accumulated(model: Any, inputs: torch.Tensor) -> None:
+    for _ in range(2):
+        model(inputs).sum().backward()
+
+
+def evaluated(model: Any, inputs: torch.Tensor) -> None:
+    loss = model(inputs).sum()
+    with torch.no_grad():
+        model(inputs)
+        model.forward(inputs)
+    loss.backward()
+
+
+def together(model: Any, inputs: torch.Tensor) -> None:
+    """Compute one loss of two forwards."""
+    (model(inputs).sum() + model(inputs).sum()).backward()
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+@pytest.mark.parametrize("loop", [two_and_two, retained, ahead, accumulated, evaluated, together])
+def test_other_loops_go_on(loop: Callable[..., None], static_graph: bool) -> None:
+    network = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))  # whose buffers no forward changes
+    state = LocalSGDState(50)
+    model = model_of(state, network, static_graph=static_graph)
+    for _ in range(4):
+        loop(model, torch.randn(5, 4))
+    assert state.stats()["steps"] >= 4
+    state.average()
+
+
+def test_a_state_that_averages_no_parameters_needs_no_call() -> None:
+    model, inputs = model_of(LocalSGDState(1)), torch.randn(5, 4)
+    for _ in range(3):
+        model.forward(inputs).sum().backward()
