@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(list(sys.argv[1:] if arguments is None else arguments))
     try:
         code: int = parsed.run(parsed)
+        if sys.stdout:  # None where it was closed
+            sys.stdout.flush()  # at exit nobody would hear of an error
     except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINE

@@ -118,21 +118,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Declare the command."""
     about = "Measure a job's compute, exposed communication and wire time; predict what would make it faster."
     parser = declare(commands, "advise", run, "what would make this job faster?", about, _EXAMPLES)
-    parser.usage = (
-        "crossover-ddp advise [--json] [--steps N] -- COMMAND | --link RATE --model MODEL --ranks N"
-    )
-    parser.add_argument(
-        "--steps", type=whole(17), default=41, metavar="N", help="end the run after about N (41)"
-    )
-    parser.add_argument(
-        "--link", type=_rate, metavar="RATE", help="of a rank's network card: 10gbit, 100mbit"
-    )
-    parser.add_argument(
-        "--model",
-        type=_model,
-        metavar="MODEL",
-        help="torchvision:NAME or timm:NAME; or its parameters of 4 bytes, 25.6M, or bytes, 102MB",
-    )
+    parser.usage = "crossover-ddp advise [--json] [--steps N] -- COMMAND | --link RATE --model M --ranks N"
+    parser.add_argument("--steps", type=whole(17), default=41, metavar="N", help="end after about N (41)")
+    parser.add_argument("--link", type=_rate, metavar="RATE", help="of a rank's card: 10gbit, 100mbit")
+    what = "torchvision:NAME or timm:NAME; or its parameters of 4 bytes, 25.6M, or bytes, 102MB"
+    parser.add_argument("--model", type=_model, metavar="MODEL", help=what)
     parser.add_argument("--ranks", type=whole(2), metavar="N")
     parser.add_argument("--json", action="store_true", help="figures and factors as JSON")
 
@@ -171,7 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
             return FINE
         words = command_words(commands[0][0]) if len(commands[0]) == 1 else commands[0]
         found = _measured(words, arguments.steps)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         say(f"crossover-ddp advise: {error}")
         return FOUND
     if arguments.json:
@@ -251,10 +241,8 @@ def _measured(words: Sequence[str], steps: int) -> Figures:
         try:
             return figures(directory)
         except ValueError as error:
-            how = (
-                f"the command ended with {code} after {job.took_s:.0f} s; its last lines:\n{job.last_lines()}"
-            )
-            raise ValueError(f"{error}\n{how}".rstrip()) from error
+            how = f"the command ended with {code} after {job.took_s:.0f} s; its last lines:"
+            raise ValueError(f"{error}\n{how}\n{job.last_lines()}".rstrip()) from error
 
 
 # --- advising -----------------------------------------------------------------------------------------------------

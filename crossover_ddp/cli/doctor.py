@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import re
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from .output import FINE, FOUND, declare
 
 _EXAMPLES = "exit codes: 0 no problem; 1 at least one; 2 wrong usage"
 _LEAST_TORCH = (2, 11)
-_ROOM_MIB, _FILES = 16, 4096
+_ROOM_MIB, _FILES, _ANSWER_S = 16, 4096, 30.0
 _MPS = "nvidia-cuda-mps-control -d"
 
 Finding = tuple[str, str, str]
@@ -30,9 +31,7 @@ Finding = tuple[str, str, str]
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
-    about = (
-        "Say what of versions, shared memory, network, limits, GPUs and variables you should fix, and how."
-    )
+    about = "Say what of versions, shared memory, network, limits, GPUs and variables to fix, and how."
     declare(commands, "doctor", run, "is this machine ready?", about, _EXAMPLES)
 
 
@@ -66,19 +65,20 @@ def _shared_memory(base: str) -> Iterator[Finding]:
         what = f"dead jobs have left files of group {os.path.basename(path).removesuffix('@.turns')}"
         yield "note", what, f"rm {path.removesuffix('.turns')}.*"
     for slot in (place.slot for place in seen.places if place.alive):
-        if slot.mode == Mode.SIDE_BY_SIDE and slot.pairs:
+        if slot.mode == Mode.SIDE_BY_SIDE and slot.pairs and slot.side_s:
             slower = 100 * (slot.turns_s / slot.side_s - 1)
             what = f"job {slot.job:x} computes side by side: its turns were {slower:.0f} % slower"
             mend = "if it waits for data: more loader workers; crossover-ddp advise says more"
             yield "note", what[:100], mend
     for path, what in seen.problems:
-        mend = "see there" if path == seen.directory else f"rm -r {path}  # while no job runs"
+        mend = "see there" if path == seen.directory else f"rm -r {shlex.quote(path)}  # while no job runs"
         yield "problem", f"{path}: {what}", mend
 
 
 def _network() -> Iterator[Finding]:
-    states = {name: Path(f"/sys/class/net/{name}/operstate").read_text() for _, name in socket.if_nameindex()}
-    up = [name for name, state in states.items() if state != "down\n"]  # of lo it is not known
+    paths = Path("/sys/class/net").glob("*/operstate")  # none where /sys is another namespace's
+    down = {path.parent.name for path in paths if path.read_text() == "down\n"}
+    up = [name for _, name in socket.if_nameindex() if name not in down]
     others = sorted({*up} - {"lo"})
     mend = f"export GLOO_SOCKET_IFNAME={others[0] if others else 'lo'}"
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -107,24 +107,24 @@ def _own_addresses(host: str) -> list[str]:
 def _files() -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _FILES:
-        what = f"{soft} open files: few for ranks, their connections and DataLoader workers"
-        yield "note", what, f"ulimit -n {_FILES}"
+        yield "note", f"{soft} open files: few for ranks, connections, data loaders", f"ulimit -n {_FILES}"
 
 
 def _gpus() -> Iterator[Finding]:
     if shutil.which("nvidia-smi") is None:
         return
     query = ["nvidia-smi", "--query-gpu=uuid,compute_mode", "--format=csv,noheader"]
-    listed = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=_ANSWER_S).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield "problem", f"nvidia-smi does not answer: {error}", "see dmesg; load the driver anew, or reboot"
+        return
     pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
     mps = os.path.exists(f"{pipes}/control")
     for uuid, _, mode in (line.partition(", ") for line in listed):
         if mode == "Prohibited" or (mode == "Exclusive_Process" and not mps):
-            yield (
-                "problem",
-                f"{uuid} has compute mode {mode}: no second job",
-                f"nvidia-smi -c DEFAULT, or {_MPS}",
-            )
+            what = f"{uuid} has compute mode {mode}: no second job"
+            yield "problem", what, f"nvidia-smi -c DEFAULT, or {_MPS}"
     if listed and not mps:
         yield "note", f"no MPS in {pipes}: NCCL's exchange does not overlap a sibling's computation", _MPS
     for name in ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT"):

@@ -9,6 +9,7 @@ comes between a look and a deed; it has one thread. Our design.
 
 import contextlib
 import ctypes
+import itertools
 import os
 import random
 import secrets
@@ -16,7 +17,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -35,21 +36,30 @@ _PR_SET_PDEATHSIG: Final = 1
 _prctl = ctypes.CDLL(None).prctl
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    while True:
-        port = random.choice(_NOT_EPHEMERAL)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            return port
+def free_ports() -> Iterator[int]:
+    """Yield ports that nobody listens on at that moment, each again only after all others."""
+    for port in itertools.cycle(random.sample(_NOT_EPHEMERAL, len(_NOT_EPHEMERAL))):
+        with contextlib.suppress(OSError):
+            with socket.socket() as probe:
+                probe.bind(("", port))
+            yield port
+
+
+def reap(others: Iterable[int]) -> None:
+    """Reap what jobs have left, as a container's process 1 must; not the ``others``, whose codes are asked for."""
+    kept, ended = {*others}, os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitid(os.P_ALL, 0, ended)) and found.si_pid not in kept:
+            os.waitpid(found.si_pid, 0)
 
 
 @contextlib.contextmanager
 def waited_for_signals() -> Iterator[frozenset[int]]:
     """Block the signals that a run hears, for ``signal.sigtimedwait``; afterwards those that came take effect.
 
-    Those that are ignored, as under nohup, stay ignored.
+    Those that are ignored, as under nohup, stay ignored; but SIGCHLD, without which children leave no exit code.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     heard = [number for number in ENDING | PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
     numbers = frozenset([signal.SIGCHLD, *heard])
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
@@ -103,11 +113,11 @@ class Job(subprocess.Popen[bytes]):
         """Send signals to the session while the command runs; kill, and what it has left, one by one."""
         running = self.poll() is None
         for number in numbers:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
                 if running:
                     os.killpg(self.pid, number)
             for pid in self.left() if number == signal.SIGKILL or not running else ():
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(OSError):
                     os.kill(pid, number)
 
     def end(self, number: int, grace_s: float = _GRACE_S) -> None:
@@ -134,8 +144,9 @@ class Job(subprocess.Popen[bytes]):
             time.sleep(TICK_S / 10)
 
     def last_lines(self) -> str:
-        """Return the end of what it has written."""
-        with self.log.open("rb") as file:
+        """Return the end of what it has written, as far as that is still there."""
+        lines = list[str]()
+        with contextlib.suppress(OSError), self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
         return "".join(f"    {line}\n" for line in lines[-_TAIL_LINES:])

@@ -59,11 +59,10 @@ def say(text: str) -> None:
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return rows below their head, in columns."""
-    widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]
-    ]
-    return "".join(f"{line.rstrip()}\n" for line in lines)
+    table = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    return "\n".join(lines) + "\n"
 
 
 def whole(least: int) -> Callable[[str], int]:

@@ -28,17 +28,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command.add_argument("model", metavar="MODEL")
     command.add_argument("--cluster", type=Path, required=True, help="JSON file of devices and bandwidths")
     command.add_argument("--microbatches", type=whole(1), required=True, help="of a step")
-    command.add_argument(
-        "--input", type=_shape, default=(2, 3, 224, 224), help="one micro-batch (2,3,224,224)"
-    )
+    command.add_argument("--input", type=_shape, default=(2, 3, 224, 224), help="a micro-batch (2,3,224,224)")
     command.add_argument("--max-stages", type=whole(1), help="default: as many as pay")
     command.add_argument("--max-replicas", type=whole(1), help="devices of one stage")
-    command.add_argument(
-        "--split", action="store_true", help="try a split backward too, for torch's schedules"
-    )
-    command.add_argument(
-        "--csv", action="store_true", help="the schedule that torch reads; one device a stage"
-    )
+    command.add_argument("--split", action="store_true", help="try a split backward, for torch's schedules")
+    command.add_argument("--csv", action="store_true", help="torch's schedule; one device a stage")
     command.add_argument("--save", type=Path, metavar="FILE", help="write the plan for Runner")
     command.add_argument("--save-profile", type=Path, metavar="FILE", help="write what was measured")
 

@@ -7,12 +7,13 @@ import secrets
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from crossover_ddp._system import environment
 
-from .jobs import ENDING, PASSED_ON, SHELLS_OFFSET, TICK_S, Job, free_port, waited_for_signals
+from .jobs import ENDING, PASSED_ON, SHELLS_OFFSET, TICK_S, Job, free_ports, reap, waited_for_signals
 from .output import USAGE, declare, say, whole
 
 _EXAMPLES = """\
@@ -22,10 +23,12 @@ examples:
 Ctrl-C (SIGTERM, SIGHUP, SIGQUIT) goes to all jobs, a second one kills them. exit codes: that of the first job that
 failed (128 + n if signal n killed it); 128 + n if signal n ended the run; 2 wrong usage: nothing was started
 """
-_QUOTED = re.compile(r"""'[^']*'|"(?:[^"$`\\]|\\.)*"|\\.""")
+_COMMENT = re.compile(r"""((?!#)(?:'[^']*'|"(?:[^"\\]|\\.)*"|\\.|[^\s'"\\])+)|#.*""")  # or a word
+_QUOTED = re.compile(r"""'[^']*'|"(?:[^"$`\\]|\\[^$`])*"|\\.|("(?:[^"\\]|\\.)*")""")  # 1: not plain
 _SHELLS = re.compile(r"[|&;<>()$`]|(?:^|\s)~")
-_PLACE = re.compile(r"(?:--(?:rdzv|master)[-_](?:endpoint|port)[ =]|\bMASTER_PORT=)(\S*[1-9]\S*)")
+_PLACE = re.compile(r"(?:--(?:rdzv|master)[-_](?:endpoint|port)[ =]|\bMASTER_PORT=)(?!(\S*:)?0'?( |$))(\S+)")
 _NODES = re.compile(r"--nnodes[ =](?!1(:1)?( |$))")
+_NOT_STARTED = 126  # as shells number it
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -60,22 +63,21 @@ def _commands(arguments: argparse.Namespace) -> list[list[str]]:
     if not found or not all(found):
         raise ValueError("expected commands after -- or in --commands FILE, got none")
     texts = [shlex.join(words) for words in found]
-    places = [place[1] for text in texts if "etcd" not in text and (place := _PLACE.search(text))]
-    if (
-        len({*places}) < len(places) and arguments.at_once > 1
-    ):  # one would serve the other's store, and end it
+    places = [place[3] for text in texts if "etcd" not in text and (place := _PLACE.search(text))]
+    if len({*places}) < len(places) and arguments.at_once > 1:  # one would end with the other's store
         raise ValueError(f"expected a rendezvous of its own for each job, got {places}; use other ports")
     return found
 
 
 def command_words(text: str) -> list[str]:
     """Cut a text as a shell would; `ValueError` for what only a shell acts on, never passed on as plain text."""
-    if syntax := _SHELLS.search(re.sub(r"(^|\s)#.*", "", _QUOTED.sub("", text))):
+    text = _COMMENT.sub(r"\1", text)
+    if syntax := _SHELLS.search(_QUOTED.sub(r"x\1", text)):
         raise ValueError(
             f"expected a command without shell syntax, got {syntax[0].strip()!r} in {text!r}: no shell runs it; put "
             "plain text in single quotes, or let a shell run it: bash -c '…'"
         )
-    return shlex.split(text, comments=True)
+    return shlex.split(text)
 
 
 class _Runner:
@@ -87,6 +89,7 @@ class _Runner:
         self._signals: list[int] = []
         self._failed: list[tuple[float, int]] = []
         self._begun = 0
+        self._free_ports = free_ports()
 
     def run(self) -> int:
         """Return the exit code once every process of every job has ended."""
@@ -99,6 +102,7 @@ class _Runner:
                     self._pass_on(came.si_signo if came else signal.SIGCHLD)
                     for number in [number for number, job in self._running.items() if job.is_over()]:
                         self._note_end(number, self._running.pop(number))
+                    reap(job.pid for job in self._running.values())
                     self._start_due()
             finally:
                 for job in self._running.values():
@@ -109,13 +113,17 @@ class _Runner:
         while self._begun < len(self._commands) and len(self._running) < self._at_once and not self._signals:
             words, self._begun = self._commands[self._begun], self._begun + 1
             log = self._logs / f"{self._begun}.log"
-            self._running[self._begun] = Job(words, self._variables(words), log)
-            say(f"{self._begun} started: {shlex.join(words)}")
+            try:
+                self._running[self._begun] = Job(words, self._variables(words), log)
+                say(f"{self._begun} started: {shlex.join(words)}")
+            except (OSError, ValueError) as error:  # ValueError: a zero byte
+                self._failed.append((time.monotonic(), _NOT_STARTED))
+                say(f"{self._begun} ended with {_NOT_STARTED}, not started: {error}")
 
     def _variables(self, words: Sequence[str]) -> dict[str, str]:
         """Return a job's environment; ports on which several nodes must agree are counted from one they know."""
         first = os.environ.get("MASTER_PORT") or (_NODES.search(shlex.join(words)) and "29500") or ""
-        port = str(int(first) + self._begun - 1 if first.isdecimal() else free_port())
+        port = str(int(first) + self._begun - 1 if first.isdecimal() else next(self._free_ports))
         own = {environment.GROUP: self._group, "MASTER_PORT": port, "PET_MASTER_PORT": port}  # torchrun's
         if timeline := os.environ.get(environment.TIMELINE):
             own[environment.TIMELINE] = os.path.join(timeline, str(self._begun))

@@ -3,13 +3,14 @@
 import argparse
 import itertools
 import json
+import operator
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
-from crossover_ddp._turns.view import Look, Member, Mode, Place, look
+from crossover_ddp._turns.view import Look, Member, Mode, look
 
 from .output import FINE, FOUND, columns, declare, say, write_json
 
@@ -38,26 +39,18 @@ class Job(NamedTuple):
         return f"{self.number:x}"[:8]
 
     @property
-    def computes(self) -> bool:
-        """Whether it is inside a turn."""
-        return any(slot.started > slot.returned for slot in self.slots)
-
-    @property
-    def queues(self) -> bool:
-        """Whether it waits for siblings' turns to end."""
-        return not self.computes and any(slot.queued > slot.started for slot in self.slots)
-
-    @property
-    def mode(self) -> int:
-        """Return how it computes beside its siblings."""
-        return int(max(slot.mode for slot in self.slots))
+    def state(self) -> str:
+        """Return where it is in the order of turns."""
+        if any(slot.started > slot.returned for slot in self.slots):
+            return "computes"
+        return "queues" if any(slot.queued > slot.started for slot in self.slots) else "between turns"
 
 
 _FIGURES: Final[Mapping[str, Callable[[Job], float]]] = {
     "turns_total": lambda job: max(slot.turns for slot in job.slots),
-    "computes": lambda job: job.alive and job.computes,
-    "queues": lambda job: job.alive and job.queues,
-    "side_by_side": lambda job: job.mode == Mode.SIDE_BY_SIDE,
+    "computes": lambda job: job.alive and job.state == "computes",
+    "queues": lambda job: job.alive and job.state == "queues",
+    "side_by_side": lambda job: max(slot.mode for slot in job.slots) == Mode.SIDE_BY_SIDE,
     "alive": lambda job: job.alive,
     "processes": lambda job: len(job.slots),
     "lease_seconds": lambda job: max(slot.lease_s for slot in job.slots),
@@ -70,9 +63,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     about = "Show the jobs of this user that take turns, and who holds the turn, over one second."
     parser = declare(commands, "status", run, "who holds the turn, who queues?", about, _EXAMPLES)
     parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
-    parser.add_argument(
-        "--prometheus", action="store_true", help="figures as Prometheus reads them, of this moment"
-    )
+    parser.add_argument("--prometheus", action="store_true", help="figures of this moment, for Prometheus")
 
 
 def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
@@ -123,17 +114,13 @@ def exposition(seen: Look) -> str:
         for job in _jobs(seen):
             labels = {"group": job.group, "device": job.device, "job": job.name}
             # Printable text has the escapes of JSON there.
-            said = ",".join(
-                f"{label}={json.dumps(value, ensure_ascii=False)}" for label, value in labels.items()
-            )
+            said = ",".join(f"{key}={json.dumps(text, ensure_ascii=False)}" for key, text in labels.items())
             lines.append(f"crossover_{name}{{{said}}} {float(figure(job))!r}")
     return "\n".join(lines) + "\n"
 
 
 def _jobs(seen: Look) -> Iterator[Job]:
-    def whose(place: Place) -> tuple[str, str, int]:
-        return place.group, place.device, place.slot.job
-
+    whose = operator.attrgetter("group", "device", "slot.job")
     for (group, device, number), found in itertools.groupby(sorted(seen.places, key=whose), whose):
         places = [*found]
         places = [each for each in places if each.alive] or places
@@ -143,8 +130,7 @@ def _jobs(seen: Look) -> Iterator[Job]:
 
 def _state(job: Job) -> str:
     lead = max(job.slots, key=lambda slot: slot.mode)
-    if job.mode == Mode.SIDE_BY_SIDE:
-        slower = f": turns were {100 * (lead.turns_s / lead.side_s - 1):.0f} % slower" if lead.pairs else ""
-        return f"side by side{slower}"
-    trying = ", trial" if job.mode in (Mode.TRYING_TURNS, Mode.TRYING_SIDE_BY_SIDE) else ""
-    return f"{'computes' if job.computes else 'queues' if job.queues else 'between turns'}{trying}"
+    if lead.mode != Mode.SIDE_BY_SIDE:
+        return job.state + (", trial" if lead.mode in (Mode.TRYING_TURNS, Mode.TRYING_SIDE_BY_SIDE) else "")
+    slower = 100 * (lead.turns_s / lead.side_s - 1) if lead.pairs and lead.side_s else None
+    return "side by side" if slower is None else f"side by side: turns were {slower:.0f} % slower"

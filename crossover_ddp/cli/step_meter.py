@@ -21,27 +21,27 @@ from typing import Any
 
 WARM_UP_STEPS = 5
 BLOCK_STEPS = 6
+_PATIENCE = 2 * BLOCK_STEPS  # backwards of other models, after which one of them is measured
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _DDP = "torch.nn.parallel.distributed"
 
 
 class _Meter:
-    """Counts the steps of this process: those of its first model, with what other models send meanwhile."""
+    """Counts the steps of one model of this process, with what other models send meanwhile."""
 
     def __init__(self) -> None:
         self._model: Any = None
-        self._step, self._apart = -WARM_UP_STEPS, False
-        self._held: list[Any] = []
-        self._sent: list[Any] = []
+        self._others = _PATIENCE  # so the first model is measured at once
+        self._step, self._apart = 0, False
         self._block_s: float | None = None
+        self._held, self._sent = list[Any](), list[Any]()
         self._sums = dict.fromkeys(("met_s", "wire_s", "bytes"), 0.0)
 
     def exchange(self, model, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations
         """Send one bucket, now or at the end of backward; its Future holds the mean of all ranks."""
         from torch.futures import Future
 
-        self._model = self._model or model
-        buffer, last = bucket.buffer(), model is self._model and bucket.is_last()
+        buffer = bucket.buffer()
         self._sums["bytes"] += buffer.numel() * buffer.itemsize
         if not self._apart:
             self._send(buffer, model.process_group)
@@ -49,8 +49,8 @@ class _Meter:
         else:
             future = Future(devices=[buffer.device] if buffer.device.type != "cpu" else None)
             self._held.append((buffer, model.process_group, future))
-        if last:
-            self._end_step(buffer.device, model.process_group)
+        if bucket.is_last():
+            self._end_backward(model, buffer.device)
         return future
 
     def _send(self, buffer: Any, group: Any) -> None:
@@ -58,29 +58,36 @@ class _Meter:
 
         self._sent.append(dist.all_reduce(buffer.div_(group.size()), group=group, async_op=True).get_future())
 
-    def _end_step(self, device: Any, group: Any) -> None:
+    def _end_backward(self, model: Any, device: Any) -> None:
+        if self._held:  # DDP waits for them at the end of each model's backward
+            self._send_held(device, model.process_group)
+        self._others = 0 if model is self._model else self._others + 1
+        if self._others > _PATIENCE:
+            self._model, self._others, self._step = model, 0, -WARM_UP_STEPS
+            self._apart, self._block_s = False, None
+        if model is self._model:
+            if self._step % BLOCK_STEPS == BLOCK_STEPS - 1:
+                for sent in self._sent:
+                    sent.wait()
+                self._end_block(_now_s(device), model.process_group.size())
+            self._step, self._sent = self._step + 1, []
+
+    def _send_held(self, device: Any, group: Any) -> None:
         import torch
         import torch.distributed as dist
 
-        ends = self._step % BLOCK_STEPS == BLOCK_STEPS - 1
-        if self._apart:
-            begin_s = _now_s(device)
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
-            met_s = _now_s(device)
-            for buffer, its_group, _ in self._held:
-                self._send(buffer, its_group)
-        if self._apart or ends:
-            for sent in self._sent:
-                sent.wait()
-            now_s = _now_s(device)
-            if self._apart:
-                self._sums["met_s"] += met_s - begin_s
-                self._sums["wire_s"] += now_s - met_s
-                for buffer, _, future in self._held:
-                    future.set_result(buffer)
-            if ends:
-                self._end_block(now_s, group.size())
-        self._step, self._sent, self._held = self._step + 1, [], []
+        begin_s = _now_s(device)
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        met_s = _now_s(device)
+        for buffer, its_group, _ in self._held:
+            self._send(buffer, its_group)
+        for sent in self._sent:
+            sent.wait()
+        self._sums["met_s"] += met_s - begin_s
+        self._sums["wire_s"] += _now_s(device) - met_s
+        for buffer, _, future in self._held:
+            future.set_result(buffer)
+        self._held = []
 
     def _end_block(self, now_s: float, ranks: int) -> None:
         if self._block_s is not None:
@@ -112,9 +119,14 @@ def _watch(ddp: Any) -> None:
         made(self, *args, **options)
         if not self._comm_hooks:  # mixed precision has one of its own
             register(self, self, meter.exchange)
+        self._is_made = True
 
-    ddp.__init__ = made_and_measured
-    ddp.register_comm_hook = ddp._register_builtin_comm_hook = lambda *args, **options: None
+    def register_own(self: Any, *args: Any, **options: Any) -> None:
+        if not hasattr(self, "_is_made"):
+            register(self, *args, **options)
+
+    ddp.__init__, ddp.register_comm_hook = made_and_measured, register_own
+    ddp._register_builtin_comm_hook = lambda *args, **options: None
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -19,9 +19,7 @@ exit codes: 0 fine; 1 no spans, or files that cannot be read; 2 wrong usage
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
-    about = (
-        "Write what ranks recorded with CROSSOVER_TIMELINE=DIR, in and below the directories, into one trace."
-    )
+    about = "Write what ranks recorded with CROSSOVER_TIMELINE=DIR, in and below directories, into one trace."
     parser = declare(commands, "timeline", run, "who computed, who communicated when?", about, _EXAMPLES)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="where ranks have recorded")
     parser.add_argument("-o", "--trace", type=Path, default="trace.json", metavar="FILE", help="(trace.json)")
@@ -45,7 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"crossover-ddp timeline: {error}")
         return USAGE
     jobs = len({each[0]["args"]["job"] for each in found if each})
-    sys.stdout.write(
-        f"{jobs} jobs, {len(found)} recordings, {spans:,} spans: {arguments.trace} (open it at https://ui.perfetto.dev)\n"
-    )
+    what = f"{jobs} jobs, {len(found)} recordings, {spans:,} spans"
+    sys.stdout.write(f"{what}: {arguments.trace} (open it at https://ui.perfetto.dev)\n")
     return code if spans else FOUND

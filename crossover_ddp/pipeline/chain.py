@@ -30,6 +30,8 @@ def gradient_sizes(name: str) -> list[int]:
         made = named_model(name, "a size such as 102MB")
     models = [made] if isinstance(made, nn.Module) else [*made]
     trained = [each for each in nn.ModuleList(models).parameters() if each.requires_grad]
+    if not trained:
+        raise ValueError(f"expected a model with parameters that are trained, got {name!r}")
     return [each.numel() * each.element_size() for each in trained]
 
 
@@ -40,9 +42,7 @@ def named_chain(name: str, shape: Sequence[int]) -> tuple[list[NamedLayer], torc
     if not isinstance(model, nn.Module):
         return [(str(place), layer) for place, layer in enumerate(model)], sample
     layers = list(_children(model, ""))
-    head = next(
-        (place for place, (_, layer) in enumerate(layers) if isinstance(layer, nn.Linear)), len(layers)
-    )
+    head = next((at for at, (_, layer) in enumerate(layers) if isinstance(layer, nn.Linear)), len(layers))
     # As many models do in their forward.
     flattened = [*layers[:head], ("flatten", nn.Flatten()), *layers[head:]]
     for chain in (layers, flattened):

@@ -126,6 +126,27 @@ def test_numbers_without_sense_are_refused(words: list[str], capsys: pytest.Capt
     assert "expected a" in capsys.readouterr().err
 
 
+def frozen() -> nn.Module:
+    return nn.Sequential(nn.ReLU())
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (
+            ["--link", "1gbit", "--model", f"{__name__}:frozen", "--ranks", "2"],
+            "expected a model with parameters that are trained",
+        ),
+        (["--", "true", "x" * 200_000], "Argument list too long"),
+    ],
+)
+def test_what_cannot_be_advised_on_says_why(
+    words: list[str], what: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["advise", *words]) == 1
+    assert what in capfd.readouterr().err
+
+
 # --- measuring ----------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +212,74 @@ def test_a_measured_job_trains_as_plain_ddp_and_records_each_block(tmp_path: Pat
         assert (each["bytes"], each["ranks"]) == (4 * (64 + 8) * 4, 2)
         assert (each["wire_s"] > 0) == (each["met_s"] > 0) == each["apart"]
         assert each["met_s"] + each["wire_s"] < each["step_s"]
+
+
+class Gan(DistributedDataParallel):
+    """As `Measured`: what is watched stays so."""
+
+
+class Successor(DistributedDataParallel):
+    """As `Measured`."""
+
+
+def recorded(directory: Path) -> list[dict[str, Any]]:
+    """Return the blocks of this rank."""
+    return [json.loads(line) for line in (directory / f"rank-{os.getpid()}.jsonl").read_text().splitlines()]
+
+
+@in_ranks(2, timeout_s=30.0)
+def test_two_models_with_backwards_of_their_own_train_on(tmp_path: Path, rank: int) -> None:
+    """DDP waits for each model's buckets at the end of that model's backward; steps are those of the first."""
+    step_meter._HERE = str(tmp_path)
+    step_meter._watch(Gan)
+    sums = []
+    for kind in (Gan, DistributedDataParallel):
+        torch.manual_seed(1)
+        models = [kind(nn.Linear(8, 8)), kind(nn.Linear(8, 8))]
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        for step in range(STEPS):
+            for model in models:
+                model(torch.full((2, 8), rank + step / STEPS)).square().mean().backward()
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter -= 0.01 * parameter.grad
+                    parameter.grad = None
+        sums.append(sum(parameter.detach().double().sum().item() for parameter in parameters))
+    assert sums[0] == sums[1]
+    assert [block["apart"] for block in recorded(tmp_path)] == [False, True, False, True]
+    assert {block["bytes"] for block in recorded(tmp_path)} == {2 * (64 + 8) * 4}
+
+
+@in_ranks(2, timeout_s=30.0)
+def test_a_model_is_measured_that_trains_after_another(tmp_path: Path, rank: int) -> None:
+    """The first one stops in a block in which buckets are held back."""
+    step_meter._HERE = str(tmp_path)
+    step_meter._watch(Successor)
+    first_steps = step_meter.WARM_UP_STEPS + step_meter.BLOCK_STEPS + 2
+    for width, steps in ((8, first_steps), (4, step_meter._PATIENCE + STEPS)):
+        model = Successor(nn.Linear(width, width))
+        for _ in range(steps):
+            model(torch.ones(2, width)).mean().backward()
+    assert [block["apart"] for block in recorded(tmp_path)] == [False, False, True, False, True]
+    assert [block["bytes"] for block in recorded(tmp_path)] == [4 * (64 + 8)] + 4 * [4 * (16 + 4)]
+
+
+class MixedPrecision:
+    """Registers a hook in its constructor, as DDP does with ``mixed_precision=``."""
+
+    def __init__(self) -> None:
+        self._comm_hooks: list[tuple[object, object]] = []
+        self.register_comm_hook("state", "casts gradients")
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        self._comm_hooks.append((state, hook))
+
+
+def test_ddps_own_hook_stays_and_the_scripts_is_left_out() -> None:
+    step_meter._watch(MixedPrecision)
+    model = MixedPrecision()
+    model.register_comm_hook("state", "the script's")
+    assert model._comm_hooks == [("state", "casts gradients")]
 
 
 # --- a command ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """How ``crossover-ddp`` behaves as a command."""
 
+import os
 import re
 import subprocess
 import sys
@@ -50,6 +51,16 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     command = f"{sys.executable} -m crossover_ddp.cli --help | head -n 1"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout[:5], done.stderr) == ("usage", "")
+
+
+def test_a_reader_that_was_never_there_is_no_error() -> None:
+    """What a pipe's buffer can hold is written at the end, and not when Python exits."""
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    command = [sys.executable, "-m", "crossover_ddp.cli", "doctor"]
+    done = subprocess.run(command, cwd=ROOT, stdout=ours, stderr=subprocess.PIPE, text=True)
+    os.close(ours)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

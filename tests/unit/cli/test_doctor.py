@@ -104,6 +104,8 @@ def test_what_dead_jobs_have_left_is_removed_by_the_line_that_is_shown(base: Pat
     (home(base) / "shopping list").touch()
     code, told = found()
     assert (code, "not a file of turns" in told) == (1, True)
+    assert os.system(re.findall("→ (.*)", told)[0]) == 0
+    assert found() == WELL
 
 
 def test_jobs_that_are_faster_side_by_side_are_named(base: Path, found: Found) -> None:
@@ -113,6 +115,8 @@ def test_jobs_that_are_faster_side_by_side_are_named(base: Path, found: Found) -
     assert (code, told.split()[0]) == (0, "note")
     assert "job a computes side by side: its turns were 7 % slower" in told
     assert "more loader workers" in told
+    segment.publish(side_s=0.0)
+    assert found() == WELL
     segment.leave()
 
 
@@ -124,6 +128,27 @@ def test_gloo_needs_a_host_name_of_this_machine(found: Found, monkeypatch: pytes
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
         code, told = found()
         assert (code, f"host name {host} resolves to no address" in told) == (1, True)
+
+
+def test_an_interface_of_which_sys_says_nothing_is_taken_as_up(
+    found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under another network namespace's /sys."""
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "nosuch0")])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    assert found() == WELL
+
+
+def test_a_driver_that_does_not_answer_is_a_problem(
+    found: Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (program := tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 1000\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"{tmp_path}/{name}")
+    monkeypatch.setattr(doctor, "_ANSWER_S", 0.1)
+    code, told = found()
+    assert (code, "nvidia-smi does not answer" in told) == (1, True)
 
 
 @pytest.mark.parametrize(

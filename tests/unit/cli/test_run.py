@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
 from crossover_ddp import cli
+from crossover_ddp.cli import jobs
 from crossover_ddp.cli import run as cli_run
-from tests.harness.waiting import eventually
+from tests.harness.waiting import eventually, state
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = [sys.executable, "-m", "crossover_ddp.cli", "run"]
@@ -140,6 +142,52 @@ def test_a_killed_runner_takes_its_jobs_along(runs: Runs) -> None:
     assert eventually(lambda: not run.processes())
 
 
+@pytest.mark.parametrize("trouble", ["its log is a directory", "too long an argument"])
+def test_a_job_that_cannot_start_fails_alone(trouble: str, runs: Runs, tmp_path: Path) -> None:
+    (logs := tmp_path / "crossover-run").mkdir()
+    if "log" in trouble:
+        (logs / "2.log").mkdir()
+    (tmp_path / "sweep.txt").write_text(f"true {'x' * 200_000 if 'long' in trouble else ''}\n")
+    job = f"{UP}; until [ -e {tmp_path}/told ]; do sleep 0.02; done; echo done"
+    run = runs(job, options="--commands sweep.txt").up(1)
+    (tmp_path / "told").touch()
+    assert run.code() == 126
+    assert run.log(1) == "done\n"
+    assert "\n2 ended with 126, not started: " in run.shown
+
+
+def test_a_log_that_is_gone_is_no_error_of_the_run(runs: Runs, tmp_path: Path) -> None:
+    job = f"until [ -e {tmp_path}/removed ]; do sleep 0.02; done; sleep 0.5; touch {tmp_path}/done"
+    assert runs(job, f"rm crossover-run/2.log; touch {tmp_path}/removed; exit 3").code() == 3
+    assert (tmp_path / "done").exists()
+
+
+def began_by(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command become what such a process is."""
+    goes_on = "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    text = f"import ctypes, os, signal, sys; {code}; {goes_on}"
+    monkeypatch.setattr(sys.modules[__name__], "COMMAND", [sys.executable, "-c", text, *COMMAND[1:]])
+
+
+def test_orphans_are_reaped_as_process_1_of_a_container_must(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began_by("ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)", monkeypatch)  # PR_SET_CHILD_SUBREAPER
+    leaves = f"(bash -c 'echo $$ >{tmp_path}/orphan' &); until [ -s {tmp_path}/orphan ]; do sleep 0.02; done"
+    run = runs(f"{leaves}; {UP}; until [ -e {tmp_path}/told ]; do sleep 0.02; done; exit 5").up(1)
+    orphan = int((tmp_path / "orphan").read_text())
+    assert eventually(lambda: state(orphan) == "X")
+    (tmp_path / "told").touch()
+    assert run.code() == 5, "no job's code is reaped"
+
+
+def test_exit_codes_arrive_although_the_caller_ignores_sigchld(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began_by("signal.signal(signal.SIGCHLD, signal.SIG_IGN)", monkeypatch)
+    assert runs("exit 3").code() == 3
+
+
 # --- signals -------------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +257,18 @@ def test_siblings_have_one_group_and_ports_of_their_own(runs: Runs, monkeypatch:
     assert variables(runs("env; : --nnodes 2", "env"), 1, "MASTER_PORT") == ["29500"]
 
 
+def test_ports_are_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs.socket, "socket", MagicMock())  # all are free
+    monkeypatch.setattr(jobs, "_NOT_EPHEMERAL", range(20, 30))
+    assert sorted(itertools.islice(jobs.free_ports(), 10)) == [*range(20, 30)]
+
+
+def test_a_port_that_is_chosen_at_the_start_is_no_common_one(runs: Runs, tmp_path: Path) -> None:
+    words = "true --rdzv-endpoint 127.0.0.1:0 '--rdzv-endpoint=[::1]:0' --master-port 0\n"
+    (tmp_path / "sweep.txt").write_text(words * 2)
+    assert runs(options="--commands sweep.txt").code() == 0
+
+
 def test_each_job_has_a_timeline_directory_of_its_own(runs: Runs) -> None:
     run = runs("env", "env", CROSSOVER_TIMELINE="/x")
     assert variables(run, 2, "CROSSOVER_TIMELINE") == ["/x/1", "/x/2"]
@@ -229,6 +289,10 @@ def test_commands_come_from_files_with_variables_of_their_own(runs: Runs, tmp_pa
         (["--", "a | b"], "without shell syntax, got '|'"),
         (["--", 'a "$HOME"'], "without shell syntax, got '$'"),
         (["--", "python t.py ~/data"], "without shell syntax, got '~'"),
+        (["--", "a \"it's $HOME\" 'b'"], "without shell syntax, got '$'"),
+        (["--", 'a "b # $c"'], "without shell syntax, got '$'"),
+        (["--", r'a "\$b"'], "without shell syntax, got '$'"),
+        (["--", "a 'b'#c; d"], "without shell syntax, got ';'"),
         (["--", "a 'b"], "No closing quotation"),
         (["--", "MASTER_PORT=7 true", "--", "MASTER_PORT=7 true"], "a rendezvous of its own"),
         (["--commands", "/nowhere"], "/nowhere"),
@@ -256,3 +320,17 @@ def test_nothing_is_started_if_anything_is_wrong(
 )
 def test_plain_text_is_no_shell_syntax(text: str) -> None:
     assert cli_run.command_words(text) == shlex.split(text, comments=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a x#1 --lr 2", ["a", "x#1", "--lr", "2"]),
+        ("a 'x'#1 b # c", ["a", "x#1", "b"]),
+        (r"a \ #1 '#' \# b", ["a", " #1", "#", "#", "b"]),
+        ('a "b # c" #d', ["a", "b # c"]),
+        ("a #'b", ["a"]),
+    ],
+)
+def test_a_comment_begins_where_a_word_does(text: str, words: list[str]) -> None:
+    assert cli_run.command_words(text) == words

@@ -96,6 +96,8 @@ def test_what_a_trial_has_found_is_shown(join: Join, run: Run) -> None:
     assert "side by side " in run()[1]
     segment.publish(turns_s=0.0107, side_s=0.01, pairs=2)
     assert "side by side: turns were 7 % slower" in run()[1]
+    segment.publish(side_s=0.0)
+    assert "side by side " in run()[1]
 
 
 def scraped(text: str) -> dict[tuple[str, str, str], float]:
