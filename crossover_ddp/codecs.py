@@ -90,14 +90,6 @@ class CompressedState(CodedState):
     def __repr__(self) -> str:
         return f"CompressedState(codec={self.codec!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what lives in this process only, as torch's own hook states do."""
-        logger.warning("process_group, mutex and residuals are not pickled; the copy uses the default group")
-        return {"codec": self.codec, "loss_scale": self._loss_scale}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["codec"], loss_scale=state["loss_scale"])  # type: ignore[misc]
-
 
 def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket over the ranks, coded on the way to owners and on the way back.

@@ -168,19 +168,8 @@ class CrossoverState(CodedState):
         return {**super().said(bucket), environment.GROUP: siblings}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what lives in this process only, as torch's own hook states do."""
-        logger.warning(
-            "process_group, mutex and residuals are not pickled; the copy uses the default group and its own mutex"
-        )
-        return {
-            "hook_state": self.hook_state,
-            "codec": self.codec,
-            "loss_scale": self._loss_scale,
-            "compare_replicas": self.compare_replicas,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        """See `CodedState`."""
+        return {**super().__getstate__(), "hook_state": self.hook_state}
 
 
 def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

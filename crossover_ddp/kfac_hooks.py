@@ -11,7 +11,7 @@ everybody. Placement after SPD-KFAC (arXiv 2107.06533), local factors after DP-K
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -19,27 +19,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from crossover_ddp._compression.codec import CodecChoice
+from crossover_ddp._compression.codec import CodecChoice, in_words
 from crossover_ddp._compression.compression import Compression
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._engine.buckets import Bucket, Turn
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.journeys import nothing
-from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.states import Agreement, HookState, told_by_all
+from crossover_ddp._kfac import settings
 from crossover_ddp._kfac.factors import WeightSharing
-from crossover_ddp._kfac.journeys import Hyper, Hypers, Packed
+from crossover_ddp._kfac.journeys import Hyper, Hypers
 from crossover_ddp._kfac.layers import find_layers, group_of, unwrapped
 from crossover_ddp._kfac.preconditioner import Preconditioner, learning_rates, listed
-from crossover_ddp._kfac.settings import (
-    agree,
-    check_any,
-    check_choices,
-    check_parameters,
-    layer_costs,
-    warn_of_adaptive,
-    warn_of_large,
-)
 
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex
@@ -130,7 +121,7 @@ class KFACState(HookState):
         first = hypers.at(0)  # says what is wrong with them
         choices: dict[str, str] = {"solver": solver, "weight_sharing": weight_sharing, "factors": factors}
         choices["accumulated"] = accumulated
-        check_choices(choices)
+        settings.check_choices(choices)
         arguments = {**dict(zip(hypers._fields, first, strict=False)), **choices, "pi": pi}
         if not isinstance(max_factor_dim, int) or max_factor_dim < 1:
             raise ValueError(
@@ -150,26 +141,23 @@ class KFACState(HookState):
         self.agreement = Agreement()
         group = resolve_group(self.process_group)
         layers, self.passing = find_layers(model, skip, max_factor_dim)
-        check_parameters(layers, model)
+        settings.check_parameters(layers, model)
         # No codec for rows of a layer; in the eigenbasis nobody has measured a gain.
         spread_steps = first.inverse_steps if codec is None and solver == "inverse" else None
-        agreed = agree(layer_costs(model, layers, group.size(), spread_steps), layers, group, arguments)
-        check_any(layers, self.passing)
-
-        def rates() -> dict[int, float]:
-            return learning_rates(self.optimizer, layers)
-
+        costs = settings.layer_costs(model, layers, group.size(), spread_steps)
+        costs = settings.agree(costs, layers, group, arguments)
+        settings.check_any(layers, self.passing)
         if kl_clip is not None:
-            rates()  # says what is wrong with them
+            learning_rates(optimizer, layers)  # says what is wrong with them
         if group.rank() == 0:
-            warn_of_large(self.passing)
-            warn_of_adaptive(optimizer, layers)
+            settings.warn_of_large(self.passing)
+            settings.warn_of_adaptive(optimizer, layers)
         self._flush: Callable[[], None] = nothing  # alone nothing is under way between steps
         self._is_deferred = False
         self._preconditioner = Preconditioner(
             model=weakref.ref(unwrapped(model)),
             treated=layers,
-            costs=agreed,
+            costs=costs,
             hypers=hypers,
             group=group,
             solver=solver,
@@ -179,7 +167,7 @@ class KFACState(HookState):
             local=factors == "local",
             keeps_turn=mutex is not None,
             loss_scale=loss_scale if callable(loss_scale) else lambda: float(loss_scale),
-            rates=rates,
+            rates=lambda: learning_rates(self.optimizer, layers),
         )
         scale = self._preconditioner.loss_scale
         self._compression = None if codec is None else Compression(codec, scale, self, has_work=True)
@@ -187,7 +175,7 @@ class KFACState(HookState):
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return what all ranks must have in common when training begins or goes on."""
-        return {"codec": self.codec, "steps of KFACState": self._preconditioner.steps}
+        return {"codec": in_words(self.codec), "steps of KFACState": self._preconditioner.steps}
 
     # --- for users -------------------------------------------------------------------------------------------
 
@@ -302,6 +290,14 @@ class KFACState(HookState):
                 f"expected the state of layers {expected} with solver={owned.solver!r}, got {got} with "
                 f"solver={state['solver']!r}; make the model and KFACState as they were when it was saved"
             )
+        for layer in owned.treated:  # on all ranks alike, before anything is changed
+            shape, saved = layer.shape, state["layers"][layer.name]
+            for factor, dim in ((saved["a"], shape.a_dim), (saved["g"], shape.g_dim)):
+                if factor is not None and (*factor.shape,) != (shape.groups, dim, dim):
+                    raise ValueError(
+                        f"expected a factor of shape {(shape.groups, dim, dim)} for layer {layer.name!r}, got "
+                        f"{(*factor.shape,)}; load the state of the same model"
+                    )
         same = state["world_size"] == owned.world_size
         owned.close()
         owned.begin(state["owners"] if same else [*self.owners.values()], state["steps"])
@@ -373,14 +369,8 @@ class KFACState(HookState):
 
         ``before`` is called when what another backward pass has left is ended; it may refuse the bucket.
         """
-
-        @functools.cache
-        def pack() -> Packed:
-            return self._preconditioner.pack(bucket)  # when all else has been checked
-
-        def way(taken: Bucket, link: Link) -> Coroutine[Any, Any, None]:
-            return self._preconditioner.way(pack(), taken, link)
-
+        pack = functools.cache(lambda: self._preconditioner.pack(bucket))  # when all else has been checked
+        way = functools.partial(self._preconditioner.way, pack)
         self._preconditioner.enter(bucket, exchange.meter_of(state))
         coded = None if self._compression is None else self._compression.around(bucket, exchange, pack)
         try:

@@ -48,7 +48,7 @@ from crossover_ddp._owners.muon import (
     settings_of,
     take_step,
 )
-from crossover_ddp._owners.optimizer import SPANS, check_not_intercepted, intercept, stripped
+from crossover_ddp._owners.optimizer import SPANS, check_not_intercepted, check_unhooked, intercept, stripped
 from crossover_ddp._owners.packing import Item, Packing, Place, packing
 
 from .errors import UnsupportedConfigurationError
@@ -247,8 +247,9 @@ class MuonState(Owning):
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return what all ranks must have in common."""
+        names = (*settings_of(self.muon.param_groups[0]), "lr", "weight_decay", "adjust_lr_fn")
         settings = [
-            {name: value for name, value in each.items() if name != "params"}
+            {name: v.tolist() if isinstance(v, Tensor) else v for name, v in each.items() if name in names}
             for each in self.muon.param_groups
         ]
         return {"matrices": [tuple(matrix.shape) for matrix in self._owner_of], "settings": settings}
@@ -307,8 +308,8 @@ class MuonState(Owning):
 
     def _pack(self, grad_bucket: dist.GradBucket, flat: Tensor, round_: _Round) -> _Packed:
         contents = [(p, span) for p, _, span in contents_of(grad_bucket, flat)]
-        owned = [(p, span) for p, span in contents if p in self._owner_of]
-        passing = tuple([span for p, span in contents if p not in self._owner_of])
+        owned = [(p, span) for p, span in contents if p in round_.settings]
+        passing = tuple([span for p, span in contents if p not in round_.settings])
         norm_numel = _NORM_BYTES // flat.itemsize
         items = []
         for matrix, _ in owned:
@@ -368,7 +369,7 @@ class MuonState(Owning):
         if self._is_closed or (self._waiting is None and kept.only_makes_state(self.muon)):
             return original()
         round_, self._waiting = self._waiting, None
-        gradients = {matrix: matrix.grad for matrix in self._owner_of if matrix.grad is not None}
+        gradients = {matrix: matrix.grad for matrix, _ in self._in_groups() if matrix.grad is not None}
         if gradients:
             self._check(round_, gradients)
         try:
@@ -394,6 +395,7 @@ class MuonState(Owning):
         return result
 
     def _check(self, round_: _Round | None, matrices: Iterable[Tensor]) -> None:
+        check_unhooked(self.muon)
         missing = [matrix for matrix in matrices if round_ is None or matrix not in round_.directions]
         if round_ is None or missing:
             raise UnsupportedConfigurationError(
@@ -473,12 +475,8 @@ def muon_parameters(
         matrices, others = muon_parameters(model)
         muon, adamw = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others)
     """
-    having = [
-        module for module in model.modules() if any(p.ndim == 2 for p in module.parameters(recurse=False))
-    ]
-    apart: list[nn.Module] = [
-        module for module in having if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    ]
+    having = [m for m in model.modules() if any(p.ndim == 2 for p in m.parameters(recurse=False))]
+    apart: list[nn.Module] = [m for m in having if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     apart += [head] if head is not None else having[-1:]
     kept = {id(p) for module in apart for p in module.parameters()}
     parameters = [*model.parameters()]
@@ -509,8 +507,7 @@ def _check_optimizer(muon: object) -> None:
             f"expected torch.optim.Muon's own step, got muon={type(muon).__name__}, which has another; pass a "
             "torch.optim.Muon"
         )
-    parameters = [parameter for group in muon.param_groups for parameter in group["params"]]
-    if any(parameter.is_complex() for parameter in parameters):
+    if any(parameter.is_complex() for group in muon.param_groups for parameter in group["params"]):
         raise UnsupportedConfigurationError(
             "expected real matrices, got complex ones, which torch.optim.Muon does not support; give them to another "
             "optimizer"

@@ -151,8 +151,6 @@ _LARGEST: Final = 127
 # Of a float32 scale; then the product with a code has at most 23 bits and is exact.
 _DROPPED_BITS: Final = 8
 _SMALLEST_SCALE: Final = 1e-36
-
-
 # The largest float32 over 127, rounded down to as many bits: with a larger one 127 would stand for infinity.
 _LARGEST_SCALE: Final = float.fromhex("0x1.0204p+121")
 
@@ -298,6 +296,15 @@ class PerPair:
         """Return what all pairs send with."""
         ranks = range(len(self.codecs))
         return [self.between(sender, owner) for sender in ranks for owner in ranks]
+
+
+def in_words(codec: object) -> object:
+    """Return what ranks compare of ``codec``; one of a user's own may not say what it is."""
+    if isinstance(codec, (tuple, PerPair)):
+        return [in_words(each) for each in (codec.codecs if isinstance(codec, PerPair) else codec)]
+    if type(codec).__repr__ is object.__repr__:
+        return type(codec).__qualname__, getattr(codec, "__dict__", {})
+    return codec
 
 
 # For both halves of an exchange, or a pair: push to owners, pull from owners.

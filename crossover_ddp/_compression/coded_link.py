@@ -160,7 +160,8 @@ class CodedLink(LinkAround):
         for owner, part in enumerate(self.parts):
             factor = of_owner if owner == self.rank else 1
             for run, piece in zip(part.coded, self._views(self._kept[owner], owner), strict=True):
-                whole = run.parameter, piece.new_zeros(run.parameter.numel())
+                numel = run.parameter.numel() * (2 if run.parameter.is_complex() else 1)
+                whole = run.parameter, piece.new_zeros(numel)
                 _, residual = found.setdefault(id(run.parameter), whole)
                 residual[run.begin : run.begin + len(piece)] = piece * factor
         return [*found.values()]
@@ -214,11 +215,11 @@ class CodedLink(LinkAround):
             if owner != self.rank:
                 self._unload(owner)
 
-    def sent_bytes(self, kind: str, flat: Tensor) -> tuple[int, int]:
-        """Return what this rank sends in the half of this kind, and would if it were exact."""
+    def sent_bytes(self, flat: Tensor) -> tuple[int, int]:
+        """Return what this rank sends in both halves, and would if it were exact."""
         exact = flat.numel() * flat.itemsize * (self.size - 1) // self.size
         to_owners, to_all = len(self._outgoing.tensor), (self.size - 1) * self._gather.layout[self.rank]
-        return to_owners if kind == "reduce_scatter" else to_all, exact
+        return to_owners + to_all, 2 * exact
 
     def _mean(self, exact: Tensor) -> Tensor:
         """Return the mean over the ranks of what is coded, and write that of the rest to ``exact``."""
@@ -274,9 +275,8 @@ class CodedLink(LinkAround):
         if kept is None:
             _copy(self._views(out, owner), pieces)
             return
-        for piece, residual, place in zip(
-            pieces, self._views(kept, owner), self._views(out, owner), strict=True
-        ):
+        views = self._views(kept, owner), self._views(out, owner)
+        for piece, residual, place in zip(pieces, *views, strict=True):
             torch.add(piece, residual, out=place)
 
     def _collect_own(self, exact: Tensor) -> None:

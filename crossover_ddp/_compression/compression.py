@@ -9,6 +9,7 @@ adds what it has kept of these parameters to its gradients, those of an owner as
 exchange divides by that. So do loaded residuals. Ranks need not exchange anything for that, and nothing is lost.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -25,9 +26,11 @@ from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.states import Agreement, HookState, told_by_all
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .codec import CodecChoice, Scratch, codecs_of
+from .codec import CodecChoice, Scratch, codecs_of, in_words
 from .coded_link import CodedLink, DrainedLink, Part, parts_of
 from .planning import CANDIDATES, AnyCodec, CodecPlan, plan_from
+
+logger = logging.getLogger(__name__)
 
 _WRAPPINGS: Final = ("module", "_orig_mod")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -131,9 +134,8 @@ class Compression:
                 leaves_unused=self._leaves_unused,
             )
         known.encode(flat, link)
-        for kind in ("reduce_scatter", "all_gather"):
-            sent, exact = known.sent_bytes(kind, flat)
-            self._sent_bytes, self._exact_bytes = self._sent_bytes + sent, self._exact_bytes + exact
+        sent, exact = known.sent_bytes(flat)
+        self._sent_bytes, self._exact_bytes = self._sent_bytes + sent, self._exact_bytes + exact
         return known
 
     def _begin_step(self) -> None:
@@ -249,6 +251,15 @@ class CodedState(HookState):
         self.compression = None if codec is None else Compression(codec, loss_scale, self)
         self.agreement = Agreement()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what lives in this process only, as torch's own hook states do."""
+        logger.warning("process_group, mutex and residuals are not pickled; the copy has the default ones")
+        kept = {"codec": self.codec, "loss_scale": self._loss_scale}
+        return {**kept, "compare_replicas": self.compare_replicas}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
     def stats(self) -> dict[str, Any]:
         """See `HookState`."""
         coded = None if self.compression is None else self.compression.stats()
@@ -256,7 +267,7 @@ class CodedState(HookState):
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return what all ranks must have in common."""
-        return {"codec": self.codec}
+        return {"codec": in_words(self.codec)}
 
     def _carry(self, bucket: dist.GradBucket, exchange: Exchange, turn: Turn | None) -> GradientFuture:
         """Begin the split of ``bucket``, with the codec if there is one, in its hook."""
@@ -292,6 +303,11 @@ class CodedState(HookState):
         None}``; with another number of ranks the sum of residuals is divided by the new number.
         """
         if self.compression is not None:
+            if not {"residuals", "loss_scale"} <= {*state}:
+                raise ValueError(
+                    f"expected a state dict with 'residuals' and 'loss_scale', got keys {sorted(state)}; pass what "
+                    "state_dict() returned, or {'residuals': {}, 'loss_scale': None}"
+                )
             self.compression.load(state["residuals"], state["loss_scale"])
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:

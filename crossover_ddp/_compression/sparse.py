@@ -75,10 +75,8 @@ class SIDCo:
         least = max(_SAMPLE_NUMEL, int(_SAMPLE_SENT / self.rate))
         sample = values[:: min(_SAMPLE_EVERY, max(1, values.numel() // least))].abs()
         wanted = max(1, round(self.rate * sample.numel()))
-        # Above 0, or zeros would be sent.
-        return max(
-            float(torch.topk(sample, wanted, sorted=False).values.amin()), torch.finfo(values.dtype).tiny
-        )
+        reached = float(torch.topk(sample, wanted, sorted=False).values.amin())
+        return max(reached, torch.finfo(values.dtype).tiny)  # above 0, or zeros would be sent
 
 
 class Threshold(SIDCo):

@@ -40,7 +40,7 @@ from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.kept import Kept, tensors_in
-from crossover_ddp._owners.optimizer import Group, PartialOptimizer, StepPlan, Update, copy_on
+from crossover_ddp._owners.optimizer import Group, PartialOptimizer, StepPlan, Update, check_unhooked, copy_on
 from crossover_ddp._owners.packing import Item, Packing, packing
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
@@ -245,12 +245,7 @@ class Owners:
                 )
             return original()
         check_not_scaled(partial.optimizer, TOUCHED)
-        if partial.is_watched():
-            raise UnsupportedConfigurationError(
-                "expected no step hooks with owners='layers', got some (register_step_pre_hook, "
-                "register_step_post_hook, a profiler's): parameters are not all updated when step() returns; remove "
-                "them, or use owners=None"
-            )
+        check_unhooked(partial.optimizer)
         if number in plans:
             raise UnsupportedConfigurationError(
                 f"expected step() of all optimizers once after each backward(), got a second one of "

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from crossover_ddp._compression.codec import in_words
 from crossover_ddp._compression.compression import Compression
 from crossover_ddp._compression.planning import AnyCodec
 from crossover_ddp._ddp.checks import (
@@ -182,7 +183,12 @@ class DecoupledState(Owning):
             )
         self.codec = codec
         self.agreement = Agreement()
-        self._settings = {"codec": codec, "defer": defer, "owners": owners, "kfac": kfac is not None}
+        self._settings = {
+            "codec": in_words(codec),
+            "defer": defer,
+            "owners": owners,
+            "kfac": kfac is not None,
+        }
         self._compression = None if codec is None else Compression(codec, loss_scale, self)
         if self.agreement.disabled:
             kfac = owners = None

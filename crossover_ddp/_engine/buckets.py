@@ -140,6 +140,12 @@ class Backward:
         if self.turn is not None:
             self.turn.release()
 
+    def refuse(self, grad_bucket: dist.GradBucket) -> None:
+        """Hear that a bucket is not exchanged; the last one ends the step's compute, and the wait for its sums."""
+        if grad_bucket.is_last():
+            self.end_compute()
+            self.gathers.open()
+
 
 class Bucket(Trip):
     """A bucket of DDP on its way.
@@ -292,6 +298,7 @@ class TurnLink(LinkAround):
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         """End the turn if owners' work, which is done, was part of it."""
         if self._bucket.keeps_turn:
+            self._bucket.keeps_turn = False  # K-FAC gathers twice where it makes solvers
             self._bucket.backward.end_compute()
             self._half_way()
         await super().all_gather(flat, layout)

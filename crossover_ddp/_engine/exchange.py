@@ -178,9 +178,7 @@ class Exchange:
                 bucket.future.set_result(bucket.result)
             journey = way(bucket, link)
         except Exception:
-            if grad_bucket.is_last():  # it ends the step's compute, too
-                backward.end_compute()
-                backward.gathers.open()
+            backward.refuse(grad_bucket)
             raise
         bucket.meter = bucket.waits = bucket.half.waits = meter
         meter.steps += bucket.last
@@ -218,7 +216,7 @@ class Exchange:
             yield
         except Exception:
             if self._entered == entered:  # refused before it was carried: ranks count alike
-                self._enter(grad_bucket)
+                self._enter(grad_bucket).refuse(grad_bucket)
                 self.network(grad_bucket.buffer().device).link()
             raise
         self.compare(grad_bucket, state, wanted)

@@ -330,11 +330,8 @@ class FactorCapture:
             return
         self._looked_beside = True
         uses = _uses(tensors_in(output))
-        found = [
-            self._layers[index].name
-            for index, n in self._calls.items()
-            if uses[self._layers[index].weight] > n
-        ]
+        layers = self._layers
+        found = [layers[index].name for index, n in self._calls.items() if uses[layers[index].weight] > n]
         if found:
             logger.warning(_USED_BESIDE, ", ".join(found))
 

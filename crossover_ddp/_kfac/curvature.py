@@ -183,15 +183,8 @@ class Curvature:
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Take back what :meth:`state_dict` gave. Raises ``ValueError`` if it is of another layer's shape."""
+        """Take back what :meth:`state_dict` gave."""
         factors = state["a"], state["g"]
-        for factor, dim in zip(factors, (self.shape.a_dim, self.shape.g_dim), strict=True):
-            expected = (self.shape.groups, dim, dim)
-            if factor is not None and tuple(factor.shape) != expected:
-                raise ValueError(
-                    f"expected a factor of shape {expected}, got {tuple(factor.shape)}; "
-                    "load the state of the same model"
-                )
         self._a, self._g = (None if factor is None else factor.to(device, copy=True) for factor in factors)
         self.solver, self._spread = None, None
         if state["solver"] is not None:

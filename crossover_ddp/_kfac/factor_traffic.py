@@ -175,8 +175,8 @@ class FactorTraffic:
         local: whether owners take their own factors, and none travels.
 
     Attributes:
-        trails: whether the factors of the step that is under way leave behind its gradients.
         meter: counts what travels.
+        late: groups that leave behind gradients of later steps.
         arrived: opened when all factors that have left so far are in the running means.
     """
 
@@ -186,9 +186,8 @@ class FactorTraffic:
     local: bool
 
     def __post_init__(self) -> None:
-        self.trails = False
         self.meter: Meter | None = None
-        self._late: list[list[Factor]] = []
+        self.late: list[list[Factor]] = []
         self._late_decay = 0.0
         self.arrived = Gate()
         self.arrived.open()
@@ -211,13 +210,13 @@ class FactorTraffic:
         """Keep a step's factors, by layer, which leave in so many groups at most, see [Note: late factors]."""
         sizes = [sum(factor.triangle_numel for factor in of_layer) for of_layer in taken]
         groups_of = in_equal_groups(sizes, groups)
-        self._late = [[factor for place in group for factor in taken[place]] for group in groups_of]
+        self.late = [[factor for place in group for factor in taken[place]] for group in groups_of]
         self._late_decay = decay
 
     def leave(self, after: Gate | None = None, *, all_groups: bool = False) -> None:
         """Send the next group of late factors, or all that are left, ``after`` a gate was opened."""
-        while self._late:
-            self.send(self._late.pop(0), self._late_decay, after)
+        while self.late:
+            self.send(self.late.pop(0), self._late_decay, after)
             if not all_groups:
                 return
 
@@ -230,7 +229,7 @@ class FactorTraffic:
 
     @property
     def nbytes(self) -> int:
-        return sum(factor.nbytes for group in self._late for factor in group)
+        return sum(factor.nbytes for group in self.late for factor in group)
 
     @torch.no_grad()
     def send(self, factors: Sequence[Factor], decay: float, after: Gate | None = None) -> None:

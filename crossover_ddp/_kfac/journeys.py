@@ -14,7 +14,7 @@ the hook's thread, `work` between the halves, `bring_back` wherever the bucket's
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,23 +87,21 @@ class Hypers(NamedTuple):
 
     def at(self, step: int) -> HyperNow:
         """Return their values in ``step``; raise ``ValueError`` for one that makes no sense."""
-        damping, decay, kl_clip, every, inverts_every = (
-            value(step) if callable(value) else value for value in self
-        )
+        given: list[Any] = [value(step) if callable(value) else value for value in self]
+        damping, decay, kl_clip, every, inverts_every = given
         for name, period in (("factor_update_steps", every), ("inv_update_steps", inverts_every)):
             if not isinstance(period, int) or period < 1:
                 raise ValueError(
                     f"expected a whole number of steps, 1 or more, got {name}={period!r}; 1 means every step"
                 )
-        assert damping is not None and decay is not None and every is not None and inverts_every is not None
         if not 0 < damping < math.inf:
             raise ValueError(f"expected damping > 0, got damping={damping}; 0.001 is usual")
         if not 0 <= decay < 1:
             raise ValueError(f"expected 0 <= factor_decay < 1, got factor_decay={decay}; 0.95 is usual")
         if kl_clip is not None and not kl_clip > 0:
             raise ValueError(f"expected kl_clip > 0, got kl_clip={kl_clip}; pass None for no clip")
-        takes, inverts = step % int(every) == 0, step % int(inverts_every) == 0
-        return HyperNow(damping, decay, kl_clip, int(every), int(inverts_every), takes, inverts)
+        takes, inverts = step % every == 0, step % inverts_every == 0
+        return HyperNow(damping, decay, kl_clip, every, inverts_every, takes, inverts)
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self._asdict().items())
@@ -157,10 +155,6 @@ class Step:
     clip: Gate = field(default_factory=Gate)
     scale: Tensor | None = None
     is_refused: bool = False
-
-    def expect(self) -> None:
-        self.worked.expect()
-        self.written.expect()
 
     def end(self) -> None:
         """Expect no more buckets. May be called again."""
@@ -361,8 +355,9 @@ class Packed:
                 place.zero_() if own is None else own.pack(place)
         await link.all_gather(flat, counts)
         for each, place in places:
-            shape, curvature = each.layer.shape, each.curvature
-            each.solver = SpreadSolver.unpack(place, shape) if curvature is None else curvature.spread()
+            own = None if each.curvature is None else each.curvature.spread()
+            is_same = own is not None and own.root.dtype == flat.dtype  # else as the others have it
+            each.solver = own if is_same else SpreadSolver.unpack(place, each.layer.shape)
 
     def work(self, layer: Whole | Rows, now: HyperNow) -> Tensor | None:
         """Precondition what of a layer is this rank's; return its term of the KL clip's sum, if any."""

@@ -91,10 +91,8 @@ class Preconditioner:
         self.rank, self.world_size = self.group.rank(), self.group.size()
         self.inverse_steps = self.hypers.at(0).inverse_steps
         self._waiting = WaitingDirections(self.treated)
-        parts = [
-            (index, each) for index, layer in enumerate(self.treated) for each in layer.parameters.values()
-        ]
-        self._layer_of = {id(parameter): index for index, parameter in parts}
+        layers = enumerate(self.treated)
+        self._layer_of = {id(each): index for index, layer in layers for each in layer.parameters.values()}
         self.begin(place(self.costs, self.world_size, self.inverse_steps))
 
     def begin(self, owners: Sequence[int], steps: int = 0) -> None:
@@ -119,7 +117,8 @@ class Preconditioner:
         self.traffic = FactorTraffic(self.layers, self.capture, self.group, self.local)
         self.free: dict[int, Tensor] = {}
         self._step: Step | None = None
-        self._is_refused = self._model_seen = self._closed = False
+        self._is_refused = self._closed = False
+        self._known: set[int] = set()  # the model's parameters
         self._prepare_step()
 
     def curvature(self, layer: Layer) -> Curvature:
@@ -135,17 +134,21 @@ class Preconditioner:
     def close(self) -> None:
         """Take no factors and make no solvers from now on."""
         self._closed = True
-        self.traffic.trails = False
+        self.traffic.late.clear()
         self.capture.close()
 
     # --- a step ----------------------------------------------------------------------------------------------
 
     def _prepare_step(self, after: Gate | None = None) -> None:
         """Capture what the next step needs; send what it builds on ``after`` the former one's gradients."""
-        now, traffic = self._now(), self.traffic
+        self._error: Exception | None = None
+        try:
+            now = self._now()
+        except Exception as error:  # of a function that knows no further step; there may be none
+            self._error, self.capture.active = error, False
+            return
         self.capture.active = now.takes_factors and not environment.is_set(environment.DISABLE)
-        traffic.trails = now.takes_factors and not now.inverts and traffic.can_trail
-        traffic.leave(after, all_groups=now.takes_factors or now.inverts)
+        self.traffic.leave(after, all_groups=now.takes_factors or now.inverts)
 
     def _now(self) -> HyperNow:
         now = self.hypers.at(self.steps)
@@ -178,7 +181,7 @@ class Preconditioner:
         if ended is not None:
             after = ended.written
             self._waiting.wait({self._layer_of[parameter] for parameter in ended.waiting})
-            if ended.now.takes_factors and self.traffic.trails:
+            if ended.taken:
                 self.traffic.hold(ended.taken, min(ended.now.factor_steps, _MOST_GROUPS), ended.now.decay)
         self._is_refused = False
         self.steps += 1
@@ -186,6 +189,8 @@ class Preconditioner:
         self._prepare_step(after)
 
     def _begin(self, device: torch.device) -> Step:
+        if self._error is not None:
+            raise self._error
         now = self._now()
         rates = {} if now.kl_clip is None else self.rates()
         step = Step(now, rates, self.loss_scale(), device)
@@ -211,7 +216,7 @@ class Preconditioner:
             self._check_whole(step)
         if step.now.takes_factors and layers:
             taken = [traffic.taken(layer.owned) for layer in layers]
-            if traffic.trails:
+            if traffic.can_trail and not step.now.inverts:
                 step.taken += taken
             else:
                 traffic.send([factor for of_layer in taken for factor in of_layer], step.now.decay)
@@ -228,11 +233,12 @@ class Preconditioner:
             elsewhere=elsewhere,
         )
 
-    def way(self, packed: Packed, bucket: Bucket, link: Link) -> Coroutine[Any, Any, None]:
-        """Return the journey of what was packed; nothing raises any more."""
-        step = self._step
+    def way(self, pack: Callable[[], Packed], bucket: Bucket, link: Link) -> Coroutine[Any, Any, None]:
+        """Return the journey of what ``pack`` returns; nothing else raises any more."""
+        packed, step = pack(), self._step
         assert step is not None
-        step.expect()
+        step.worked.expect()
+        step.written.expect()
         if bucket.last:
             step.end()
         bucket.keeps_turn = step.now.inverts and self.keeps_turn
@@ -254,7 +260,8 @@ class Preconditioner:
             if all(id(each) in step.waiting for each in self.treated[index].parameters.values()):
                 complete.append(self._bucket_layer(step, self.layers[index]))
                 begun.remove(index)
-        return complete, tuple(passing), [step.whole.setdefault(index, Gate()) for index in sorted(begun)]
+        waits = () if step.is_refused else sorted(begun)  # a refused step writes nothing, and opens no gate
+        return complete, tuple(passing), [step.whole.setdefault(index, Gate()) for index in waits]
 
     def _bucket_layer(self, step: Step, owned: OwnedLayer) -> Whole | Rows:
         parts = owned.layer.parameters.values()
@@ -267,16 +274,16 @@ class Preconditioner:
         return kind(owned, gradients, lr, bias_lr, step.whole.get(owned.index))
 
     def _check_known(self, bucket: dist.GradBucket, contents: Sequence[Content]) -> None:
-        network = self.model()
-        if network is None or bucket.index() or self._model_seen:
+        given = {id(content.parameter) for content in contents}
+        if bucket.index() or given <= self._known:
             return
-        known = {id(parameter) for parameter in network.parameters()}
-        if any(id(content.parameter) not in known for content in contents):
+        network = self.model()
+        self._known = {*map(id, () if network is None else network.parameters())}
+        if not given <= self._known:
             raise UnsupportedConfigurationError(
                 "expected the hook on the model that KFACState was made of, got a bucket with other parameters; "
                 "make a KFACState for each model"
             )
-        self._model_seen = True
 
     def _check_whole(self, step: Step) -> None:
         """Refuse a layer of which only a part has come: neither a plain gradient nor a direction would be exchanged."""

@@ -302,6 +302,16 @@ def check_not_intercepted(optimizer: Optimizer) -> None:
         )
 
 
+def check_unhooked(optimizer: Optimizer) -> None:
+    """Refuse hooks of a step that owners take."""
+    if PartialOptimizer(optimizer).is_watched():
+        raise UnsupportedConfigurationError(
+            "expected no step hooks where parameters have owners, got some (register_step_pre_hook, "
+            "register_step_post_hook, a profiler's): parameters are not updated when torch calls them; remove them "
+            "and act after step(), or use a DecoupledState with owners=None"
+        )
+
+
 def intercept(
     optimizer: Optimizer,
     *,

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import CrossoverState, crossover_hook
-from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, compressed_hook
+from crossover_ddp.codecs import CompressedState, Half, Int8, PerPair, SIDCo, compressed_hook
 from tests.harness import in_ranks
 from tests.harness.oracles import error_of, heard
 from tests.multiprocess.compressed_training import Coded
+from tests.multiprocess.identity_codec import Identity
 
 STEPS = 6
 
@@ -87,6 +89,64 @@ def test_ranks_with_other_codecs_are_told(rank: int, name: str, choices: list[An
     assert "Int8(block=256)" in message
 
 
+class Mine:
+    """A codec of a user's own that does not say what it is."""
+
+    multiple = 1
+    nbytes, encode, add_decoded = Identity.nbytes, Identity.encode, Identity.add_decoded
+
+    def __init__(self, note: int = 0) -> None:
+        self.note = note
+
+
+def other_than_rank_0s(rank: int, *arguments: Any) -> Mine:
+    """Return a codec that prints otherwise than that of rank 0."""
+    made, told = [Mine(*arguments) for _ in range(4)], [None, None]
+    dist.all_gather_object(told, repr(made[0]))
+    return next(each for each in made if rank == 0 or repr(each) != told[0])
+
+
+@pytest.mark.parametrize("name", ["compressed", "crossover", "decoupled", "kfac"])
+@in_ranks(2)
+def test_a_codec_of_a_users_own_needs_no_repr(rank: int, name: str) -> None:
+    one = other_than_rank_0s(rank)
+    choices = [one] if name == "kfac" else [one, (Int8(), one), (PerPair(((one, None), (None, one))), Int8())]
+    for codec in choices:
+        Coded(name, rank, codec).run(2)
+    message = error_of(lambda: Coded(name, rank, other_than_rank_0s(rank, rank)).run(2))
+    assert message.startswith("expected the same codec on all ranks, got codec by rank {0: ")
+    assert "'note': 0" in message and "'note': 1" in message
+
+
+@in_ranks(2)
+def test_complex_matrices_keep_their_residuals(rank: int) -> None:
+    state = CompressedState(SIDCo(0.05))
+    model = compressed(state, nn.Linear(6, 6, dtype=torch.complex64))
+
+    def walked(step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        inputs = torch.randn(4, 6, dtype=torch.complex64, generator=generator)
+        model.zero_grad()
+        model(inputs).real.sum().backward()
+        return model.module.weight.grad.clone()  # type: ignore[no-any-return]
+
+    with_codec = sum(walked(step) for step in range(4))
+    (kept,) = state.state_dict()["residuals"].values()
+    assert kept.numel() == 2 * 6 * 6 and kept.any()
+    state.drain()
+    with_codec += walked(4)
+    state.checkpoint(())
+    model = compressed(CompressedState(None), nn.Linear(6, 6, dtype=torch.complex64))
+    exact = sum(walked(step) for step in range(5))
+    assert float((with_codec - exact).abs().max()) < 1e-3
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_state_dict_of_nothing_is_refused_by_what_was_expected() -> None:
+    with pytest.raises(ValueError, match=r"'residuals' and 'loss_scale', got keys \[\]; "):
+        CompressedState(Int8()).load_state_dict({})
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -134,12 +194,12 @@ def test_loaded_residuals_arrive_or_are_refused(rank: int, prefix: str) -> None:
 @in_ranks(2)
 def test_a_copy_keeps_the_loss_scale(rank: int, kind: type) -> None:
     """A user's copied or pickled state scales residuals by the loss's scale, as the original does."""
-    state = kind(codec=Int8(), loss_scale=1024.0)
+    state = kind(codec=Int8(), loss_scale=1024.0, compare_replicas=False)
     for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
         model = DistributedDataParallel(Weights())
         model.register_comm_hook(copied, crossover_hook if kind is CrossoverState else compressed_hook)
         walk(model, rank, 0)
-        assert copied.state_dict()["loss_scale"] == 1024.0
+        assert copied.state_dict()["loss_scale"] == 1024.0 and not copied.compare_replicas
         if kind is CrossoverState:
             copied.close()
 

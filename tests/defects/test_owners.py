@@ -243,3 +243,17 @@ def test_muon_gets_hidden_matrices_only() -> None:
     net[4].weight = net[0].weight
     assert len(muon_parameters(net)[0]) == 2
     assert len(muon_parameters(net, head=net[3])[0]) == 1
+
+
+@in_ranks(2)
+def test_muons_compare_numbers_and_nothing_that_is_each_ranks_own(rank: int) -> None:
+    training = harness.Training("muon", rank)
+    for group in training.optimizers[0].param_groups:
+        group["lr"] = torch.tensor(
+            0.02, requires_grad=bool(rank)
+        )  # on devices of their own they print otherwise, too
+        group["note"] = object()
+    training.run(2)
+    training = harness.Training("muon", rank)
+    training.optimizers[0].param_groups[0]["weight_decay"] = 0.1 * rank
+    assert error_of(training.step).startswith("expected the same settings on all ranks")

@@ -23,9 +23,9 @@ def test_late_factors_train_the_same(rank: int) -> None:
     leave = FactorTraffic.leave
 
     def count(traffic: FactorTraffic, after: Any = None, *, all_groups: bool = False) -> None:
-        before = sum(map(len, traffic._late))
+        before = sum(map(len, traffic.late))
         leave(traffic, after, all_groups=all_groups)
-        counts.append(before - sum(map(len, traffic._late)))
+        counts.append(before - sum(map(len, traffic.late)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FactorTraffic, "leave", count)
@@ -77,3 +77,14 @@ def test_groups_hold_everything_in_order_and_not_much_more_than_their_share(
     assert len(groups) <= count or not sizes
     for group in groups:
         assert sum(sizes[place] for place in group) <= sum(sizes) / count + max(sizes)
+
+
+@in_ranks(2)
+def test_after_close_no_factors_leave_any_more(rank: int) -> None:
+    made = Training(rank, **OPTIONS)
+    made.run(5)
+    assert made.kfac.memory_usage()["buffers"] > 0
+    made.kfac.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FactorTraffic, "send", None)
+        made.run(4)

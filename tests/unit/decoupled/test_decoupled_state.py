@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
+from crossover_ddp import DecoupledState, KFACState, UnsupportedConfigurationError, decoupled_hook
 from crossover_ddp.codecs import Int8
 from tests.harness import training as harness
 from tests.harness.networks import blow
@@ -37,6 +37,29 @@ def training() -> Iterator[Training]:
     # A test that spoiled the gradients hears of it once more.
     with contextlib.suppress(UnsupportedConfigurationError):
         made.state.close()
+
+
+# Who waits for sums that nobody ends hears no signal.
+@pytest.mark.timeout(60, method="thread")
+@pytest.mark.parametrize("preconditioned", [False, True])
+def test_a_loop_goes_on_after_its_last_bucket_was_refused_before_it_travelled(preconditioned: bool) -> None:
+    module = harness.mlp(6, 6, 6, 6, seed=3)
+    first, *others = module.parameters()
+    optimizer = torch.optim.SGD(others, lr=0.1)
+    kfac = KFACState(module, optimizer, kl_clip=None, damping=1.0) if preconditioned else None
+    state = DecoupledState(optimizer, defer="always", kfac=kfac)
+    model = harness.hooked(module, decoupled_hook, state, find_unused_parameters=True)
+    with refused(match=r"got 1 that are not in it \(0\.weight\)"):
+        model(inputs(0)).square().mean().backward()
+    optimizer.add_param_group({"params": [first]})
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        losses.append(loss := model(inputs(0)).square().mean())
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    state.close()
 
 
 LOOKS: dict[str, Callable[[Training], object]] = {

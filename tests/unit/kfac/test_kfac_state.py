@@ -184,6 +184,44 @@ def test_rough_steps_leave_no_number_that_is_none(solver: str) -> None:
     state.close()
 
 
+def test_a_second_model_with_the_same_state_is_refused() -> None:
+    training, second = Training(), DistributedDataParallel(mlp(6, 8, 4))
+    training.step()
+    second.register_comm_hook(training.kfac, kfac_hook)
+    with pytest.raises(UnsupportedConfigurationError, match="make a KFACState for each model"):
+        second(torch.ones(2, 6)).sum().backward()
+    training.step(1)
+
+
+# One that is never complete would be waited for where no signal is heard.
+@pytest.mark.timeout(60, method="thread")
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_behind_a_refused_bucket_no_layer_of_two_buckets_is_waited_for(decoupled: bool) -> None:
+    training = Training(mlp(6, 40, 40, 40), decoupled=decoupled, ddp={"bucket_cap_mb": 1e-4})
+    for step in range(3):
+        training.step(step)
+    *others, weight, _ = training.held
+    for each in others:
+        each.grad = None
+    assert weight.grad is not None
+    with pytest.raises(UnsupportedConfigurationError, match=r"gradients that were cleared"):
+        training.model(torch.ones(5, 6)).sum().backward()
+    training.step(3)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_a_schedule_may_end_with_the_last_step(decoupled: bool) -> None:
+    schedule = [0.3, 0.2, 0.1]
+    options: dict[str, Any] = {"damping": lambda step: schedule[step], "decoupled": decoupled}
+    training, resumed = Training(**options), Training(**options)
+    for step in range(3):
+        training.step(step)
+    resumed.kfac.load_state_dict(training.kfac.state_dict())
+    for each in (training, resumed):
+        with pytest.raises(IndexError):
+            each.backward(3)
+
+
 def test_factors_that_were_lost_some_steps_ago_are_an_error_all_the_same() -> None:
     traffic = KFACState(nn.Linear(2, 2), kl_clip=None)._preconditioner.traffic
     traffic.hold([[Factor(traffic.layers[0], dim=2)] * 2], groups=1, decay=0.9)

@@ -1,5 +1,6 @@
 """Owners by `DecoupledState` and by `MuonState` in a job of one rank: refusals, skipped steps, ends."""
 
+import contextlib
 import copy
 import functools
 import math
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW, Muon
+from torch.optim import optimizer as optimizer_module
 
 from crossover_ddp._owners import muon as muon_in_halves
 from crossover_ddp._owners.muon import check_torch
@@ -172,6 +174,30 @@ def test_an_optimizer_that_cannot_run_on_one_parameter_alone_is_refused(
 
 
 # --- Muon ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_hooks_of_muons_step_are_refused(everywhere: bool, kind: str) -> None:
+    training = Training("muon").run(1)
+    place = optimizer_module if everywhere else training.optimizer
+    register = getattr(place, f"register_{'optimizer_' * everywhere}step_{kind}_hook")
+    handle = register(lambda *_: None)
+    training.backward()
+    with contextlib.closing(contextlib.ExitStack()) as stack, refuses("expected no step hooks"):
+        stack.callback(handle.remove)
+        training.optimizer.step()
+    training.drop()
+    training.run(1)
+
+
+def test_a_matrix_that_is_taken_out_of_muon_is_averaged_as_any_other_parameter() -> None:
+    ours, plain = Training("muon"), Training(None, optimizers=muon_and_sgd)
+    for each in (ours, plain):
+        muon, sgd = each.run(2).optimizers
+        sgd.add_param_group({"params": [muon.param_groups[0]["params"].pop()]})
+        each.run(3)
+    assert same(ours, plain)
 
 
 def test_the_owners_settings_may_not_change_before_the_step() -> None:
