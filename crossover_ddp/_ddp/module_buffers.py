@@ -10,7 +10,8 @@ anything comes between, such as a second forward before backward or a skipped ba
 broadcasts as ever, so nothing has to be foreseen.
 
 Different from plain DDP: between two steps the other ranks have rank 0's buffers already, and what is changed on rank 0
-alone after the step's last bucket (by hand, or by a checkpointed segment without parameters) travels one step later.
+alone after the step's last bucket (by hand, or by a checkpointed segment without parameters) travels one step later,
+and a buffer that another rank has changed by then stays as it is there.
 
 All ranks must do this, or none. The model's settings decide, and whether the model was found among all objects; the
 latter may differ between ranks. So they agree on it once for each model and state, together with the size.
@@ -57,31 +58,29 @@ class BufferCopy:
         model = self._model()
         if model is not None and model.require_forward_param_sync:
             model.require_forward_param_sync = False
-            self._versions = self._count_changes()
+            self._versions = [tensor._version for tensor in self._tensors]
 
     def unpack(self) -> None:
-        """Wait for the values and copy them in, unless somebody has changed the buffers since `claim`."""
+        """Wait for the values and copy them in, but not where somebody has changed a buffer since `claim`."""
         if self._versions is None:
             return
         self.wait()
-        if self._sends or self._versions != self._count_changes():
-            return
         stops = itertools.accumulate(tensor.nbytes for tensor in self._tensors)
-        values = [
-            self.flat[stop - tensor.nbytes : stop].view(tensor.dtype).view(tensor.shape)
-            for tensor, stop in zip(self._tensors, stops, strict=True)
-        ]
+        values = {
+            tensor: self.flat[stop - tensor.nbytes : stop].view(tensor.dtype).view(tensor.shape)
+            for tensor, stop, version in zip(self._tensors, stops, self._versions, strict=True)
+            if tensor._version == version and not self._sends
+        }
+        if not values:
+            return
         # Autograd may have saved buffers, and must not see a new version, as with DDP's own broadcast.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._tensors)):
-            torch._foreach_copy_(self._tensors, values)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter((*values,)):
+            torch._foreach_copy_([*values], [*values.values()])
 
     def claim_and_unpack(self) -> None:
         """Do both, at the end of backward."""
         self.claim()
         self.unpack()
-
-    def _count_changes(self) -> list[int]:
-        return [tensor._version for tensor in self._tensors]
 
 
 class ModuleBuffers:

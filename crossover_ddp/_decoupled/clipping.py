@@ -54,7 +54,7 @@ def clip(
             f"expected a finite norm of the gradients, got norm={norm.item()} for norm_type={norm_type}; "
             "look for the step that blew up, or pass error_if_nonfinite=False"
         )
-    if not shares:
+    if pending.shares is not shares:  # whole by now; a signal's handler may have read
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for share in shares:

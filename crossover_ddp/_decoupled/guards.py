@@ -86,8 +86,7 @@ class _Guard:
     __slots__ = ("call", "count", "guarded", "hook", "module", "plain")
 
     def __init__(self, module: nn.Module, hook: OwnHook | None) -> None:
-        self.module = module
-        self.hook = hook
+        self.module, self.hook = module, hook
         self.plain: dict[str, Entry] = module._parameters
         self.guarded: GuardedParameters | None = None
         self.count = len(self.plain)
@@ -118,8 +117,7 @@ class _Guard:
             variables["_forward_pre_hooks"].pop(key, None)
         if variables["_parameters"] is not guarded:
             return
-        now, then = dict.values(guarded), self.plain.values()
-        if [*map(id, now)] != [*map(id, then)] or guarded.keys() != self.plain.keys():
+        if [(n, id(p)) for n, p in dict.items(guarded)] != [(n, id(p)) for n, p in self.plain.items()]:
             # Only then: a thread that saves may be going through it.
             self.plain.clear()
             self.plain.update(dict.items(guarded))
@@ -160,7 +158,8 @@ class Guards:
         """See every read from now on."""
         if self.are_up:
             return
-        if not all([guard.is_as_before for guard in self._guards]):
+        ids = [*map(id, self.network.modules())]
+        if ids != self._ids or not all([guard.is_as_before for guard in self._guards]):
             self._scan()
         self.are_up = True
         for guard in self._guards:
@@ -187,6 +186,7 @@ class Guards:
         """Look at all modules: there may be new ones, or some may have been compiled since."""
         self._regions.close()
         modules = [*self.network.named_modules()]
+        self._ids = [id(module) for _, module in modules]
         scripted = [name or "the model" for name, m in modules if isinstance(m, torch.jit.ScriptModule)]
         if scripted:
             raise UnsupportedConfigurationError(

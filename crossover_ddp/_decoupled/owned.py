@@ -120,7 +120,7 @@ class Owners:
         self._packings: dict[tuple[int, ...], Packing] = {}
         self._dropped: set[int] = set()
         self._skipped = 0
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     def memory_usage(self) -> dict[str, int]:
         """Return bytes: "state" of the optimizers, "buffers" of what is under way."""
@@ -284,8 +284,8 @@ class Owners:
                         self._partials[number].apply(plan, updates)
                     for parameter, _ in own:
                         share.pieces[id(parameter)].copy_(parameter)
-                except Exception as error:
-                    self._failure = error
+                except BaseException as error:  # Ctrl-C, too, after which a notebook goes on
+                    self._failure, self._pending.is_broken = error, True
                     exchange.fail(share.made, error)  # other ranks wait for it
                     raise
                 for _, gradient in own:
@@ -295,6 +295,7 @@ class Owners:
         self._skipped = 0
         # Forward needs first what backward has made last.
         for share in reversed(shares):
+            share.told = [p for p in share.parameters if self.number_of[id(p)] in plans]
             share.arriving = exchange.begin(
                 share.bring_back,
                 share.packed,

@@ -85,7 +85,7 @@ class Share:
             mean is copied into them then; DDP allows nothing else.
 
     ``step``: what ``optimizer.step()`` has left to do for it. ``arriving``: what that waits for.
-    ``pending``: its update is still to come. The seals: gradients and parameters as nobody else has changed them.
+    ``pending``: its update is still to come; listeners hear of ``told``. The seals: what nobody else has changed since.
     """
 
     changed: ClassVar[str] = CHANGED
@@ -96,13 +96,14 @@ class Share:
     factor: torch.Tensor | None = None
     step: Callable[["Share"], None] = lambda _: None
     pending: bool = False
+    told: list[torch.Tensor] = field(init=False)
     arriving: Trip = field(init=False)
     gradient_seal: Seal = field(init=False)
     parameter_seal: Seal | None = None
     _separate: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.arriving = self.bucket
+        self.arriving, self.told = self.bucket, self.parameters
         self.gradient_seal = Seal([self.bucket.result])
 
     def collect(self) -> None:
@@ -188,7 +189,8 @@ class Pending:
     ``shares``: the buckets that ``step()`` has not taken. ``stale``: by the parameter's id, those whose updates are
     still to come. ``known``: ids of the model's parameters. ``plans``: by number, of the optimizers that have stepped,
     until all have. ``is_settled``: DDP's buckets stay as they are from now on. ``steps``: how many were deferred.
-    ``seen``: ids of parameters that forward has read through guards; while ``recording``, reads extend it.
+    ``seen``: ids of parameters that forward has read through guards. ``recording``: the thread of a forward whose reads
+    extend it, when that ends; 0: none.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], *, withheld: bool = False) -> None:
@@ -200,20 +202,17 @@ class Pending:
         self.known: set[int] = set()
         self.shares: list[Share] = []
         self.plans: dict[int, StepPlan] = {}
-        self.is_open = self.is_broken = self.is_settled = False
-        self.in_forward = self.recording = self._has_recorded = False
+        self.is_open = self.is_broken = self.is_settled = self.in_forward = False
+        self.recording, self._read = 0, set[int]()
         self.why_whole: str | None = BEGINS  # the last step's gradients, if they were
         self.steps = self._backwards = 0
         self._shape: tuple[object, ...] = ()
-        self._last_index = -1
-        self._withheld = withheld
-        self._always_checked = environment.is_set(environment.CHECK)
+        self._withheld, self._always_checked = withheld, environment.is_set(environment.CHECK)
         # Told of parameters that are new, see `DecoupledState.on_update`.
         self.listeners: OrderedDict[int, Callable[[Sequence[torch.Tensor]], object]] = OrderedDict()
         self._blind: set[int] = set()  # threads
         self._unseen: list[Share] = []  # of which it is not known that forward reads all through guards
-        self._all_seen = False  # as the last step was deferred
-        self._warned_of_unseen = False
+        self._all_seen = self._has_recorded = self._warned_of_unseen = False  # the first: in the last step
         self._early_reads = _Often(
             "parameters are read between optimizer.step() and the next forward (a moving average, "
             "model.zero_grad() instead of optimizer.zero_grad(), ...): correct, but updates wait for the network"
@@ -232,10 +231,8 @@ class Pending:
 
     def begin_with(self, bucket: dist.GradBucket) -> None:
         """Note the next bucket; a new backward pass, which may begin with it, ends what the one before has left."""
-        # DDP goes through its buckets in order; the backward before may have ended at any of them.
-        begins = not self.is_open or bucket.index() <= self._last_index
-        self._last_index, self.is_open = bucket.index(), not bucket.is_last()
-        if begins:
+        self.is_open = True
+        if bucket.index() == 0:  # DDP goes through its buckets in order
             for share in self.shares:
                 share.bucket.drop()
             self.shares, self.is_broken = [], False
@@ -254,12 +251,16 @@ class Pending:
         self.guard()
 
     def note_gradients(self) -> None:
-        """Wait for gradients and note them, so that changes show; see [Note: changes that no counter sees]."""
+        """Note what DDP has written, which is through; see [Note: changes that no counter sees]."""
         for share in self.shares:
-            share.bucket.wait()
-            share.land()
-            share.gradient_seal = Seal(share.sealed(), bits=True)
-            share.parameter_seal = Seal(share.parameters, bits=True)
+            if share.views is not None:
+                share.note_separate()
+            if self.is_checked:
+                share.bucket.wait()
+                share.land()
+                share.gradient_seal = Seal(share.sealed(), bits=True)
+                share.parameter_seal = Seal(share.parameters, bits=True)
+        self.is_open = False
 
     # --- before step() ---------------------------------------------------------------------------------------
 
@@ -305,8 +306,8 @@ class Pending:
         """Collect the step's gradients; refuse what would not give the result of plain DDP."""
         if self.is_open or self.is_broken:
             raise UnsupportedConfigurationError(
-                "expected a whole backward() before step() and clip_grad_norm_(), got one that ended with an "
-                "exception; call them after the next backward()"
+                "expected a whole backward() before step() and clip_grad_norm_(), got one, or a step(), that "
+                "ended with an exception; call them after the next backward()"
             )
         if not self.shares:
             return
@@ -322,20 +323,17 @@ class Pending:
     def parameters(self, number: int | None = None) -> list[torch.Tensor]:
         """Return all parameters of one optimizer, or of all of them, past the guards of their groups."""
         chosen = self.optimizers if number is None else self.optimizers[number : number + 1]
-        groups = [group for each in chosen for group in each.param_groups]
-        return [p for group in groups for p in list.__iter__(group["params"])]
+        return [p for each in chosen for group in each.param_groups for p in list.__iter__(group["params"])]
 
     def defer(self, step: Callable[[Share], None]) -> None:
         """Have ``step`` done for each bucket that has been collected, when somebody needs its parameters."""
         with self.lock:
             checked = self.is_checked
             self.steps, self.why_whole = self.steps + 1, None
-            self._unseen = []
+            self._unseen = [s for s in self.shares if not self.seen.issuperset(id(p) for p, _ in s.updates)]
             for share in self.shares:
                 share.step, share.pending = step, True
                 share.parameter_seal = Seal([update.parameter for update in share.updates], bits=checked)
-                if not self.seen.issuperset(id(update.parameter) for update in share.updates):
-                    self._unseen.append(share)
                 for parameter in share.parameters:
                     self.stale[id(parameter)] = share
             self._all_seen = not self._unseen
@@ -356,14 +354,16 @@ class Pending:
 
     def forward_begins(self, *, may_record: bool) -> None:
         """Note that forward begins to compute; of several per step the last one counts."""
-        self.recording = may_record and not self._all_seen
+        self.recording = threading.get_ident() if may_record and not self._all_seen else 0
+        self._read = set()
         if self.recording and not self._has_recorded:
             self.guard()
 
     def forward_ends(self) -> None:
         """Note that forward has computed, and leave nothing open that backward would write into."""
-        self._has_recorded |= self.recording
-        self.recording = False
+        self._has_recorded |= self.recording > 0
+        self.seen |= self._read
+        self.recording = 0
         self.update_all()
         self.make_whole()
         self.guard()
@@ -389,8 +389,8 @@ class Pending:
                     self.make_whole()
         for parameter in parameters:
             if parameter is not None:
-                if self.recording:
-                    self.seen.add(id(parameter))
+                if self.recording == threading.get_ident():
+                    self._read.add(id(parameter))
                 if (share := self.stale.get(id(parameter))) is not None:
                     with self.lock:
                         if share.pending and not self.in_forward:
@@ -441,11 +441,11 @@ class Pending:
         if share in self._unseen:
             self._unseen.remove(share)
         self.guard()
-        self.tell(share.parameters)
+        self.tell(share.told)
 
     def tell(self, parameters: Sequence[torch.Tensor]) -> None:
         """Say that a step has updated ``parameters``."""
-        if self.listeners:
+        if self.listeners and parameters:
             with torch.no_grad():
                 for listener in [*self.listeners.values()]:
                     listener(parameters)

@@ -36,6 +36,7 @@ from crossover_ddp._ddp.checks import (
     check_copyable,
     check_forward,
     flat_gradients,
+    is_joined,
     names_of,
     needed_model_of,
     resolve_group,
@@ -169,10 +170,8 @@ class DecoupledState(Owning):
         if defer not in ("auto", "always"):
             raise ValueError(f"expected defer='auto' or 'always', got defer={defer!r}; see DecoupledState")
         optimizers = _checked(optimizer, owners)
-        self.process_group = process_group
-        self.compare_replicas = compare_replicas
-        self.optimizer = optimizer
-        self.mutex = mutex
+        self.process_group, self.compare_replicas = process_group, compare_replicas
+        self.optimizer, self.mutex = optimizer, mutex
         if kfac is not None and not hasattr(kfac, "defer"):
             raise TypeError(f"expected a KFACState, got kfac={type(kfac).__name__}; see DecoupledState")
         if sum(each is not None for each in (codec, owners, kfac)) > 1:
@@ -321,7 +320,8 @@ class DecoupledState(Owning):
             pending.make_whole()
             return nn.utils.clip_grad_norm_(pending.parameters(), max_norm, norm_type, error_if_nonfinite)
         group = resolve_group(self.process_group)
-        return clip(pending, group, max_norm, float(norm_type), error_if_nonfinite)
+        with pending.lock:  # a thread that saves would make gradients whole, and take the shares away
+            return clip(pending, group, max_norm, float(norm_type), error_if_nonfinite)
 
     def drain(self) -> None:
         """Let the next step travel exact, residuals included; see `CompressedState.drain`. **Collective**."""
@@ -343,11 +343,10 @@ class DecoupledState(Owning):
         """Return why the last step was not deferred; None if it was."""
         if self.agreement.disabled or self._closed:
             return "CROSSOVER_DISABLE=1 is set" if self.agreement.disabled else "close() was called"
-        if self._trial is not None and not self._trial.defers:
-            if self._trial.is_over:
-                return "the trial has found steps faster that are not deferred"
-            return "some steps are not, while a trial finds out what is faster"
-        return self._pending.why_whole
+        if self._trial is None or self._trial.defers:
+            return self._pending.why_whole
+        found = "the trial has found steps faster that are not deferred"
+        return found if self._trial.is_over else "some steps are not, while a trial finds out what is faster"
 
     def _finish(self) -> None:
         self.flush()
@@ -424,19 +423,15 @@ class DecoupledState(Owning):
         if self._trial is not None and not self._trial.defers:
             # The exchange gives the turn away, and takes the next one before backward ends.
             taken = self._carry(exchange, bucket, self._turn, hands_back=False)
-            self._has_turn = True
+            self._has_turn, pending.is_open = True, not bucket.is_last()
         else:
             share = self._share(exchange, bucket)
             taken = share.bucket
             pending.shares.append(share)
             if bucket.is_last():
                 model = self._model()
-                for each in pending.shares:
-                    if each.views is not None:
-                        after_backward(each.note_separate)
                 pending.end(rebuilt_after=2 if model is not None and model.static_graph else 1)
-                if pending.is_checked:
-                    after_backward(pending.note_gradients)
+                pending.is_open = after_backward(pending.note_gradients)  # without views DDP still copies
         if bucket.is_last():
             self._buffers = taken.buffers
             if self._trial is not None and pending.is_settled:
@@ -446,6 +441,13 @@ class DecoupledState(Owning):
     def _begin_with(self, bucket: dist.GradBucket) -> None:
         """Note the next bucket, and look at each parameter once in its life."""
         self._pending.begin_with(bucket)
+        goes_past = bucket.index() == 0 and self._buffers is not None and not self._pending.in_forward
+        # Of a graph that is kept DDP exchanges nothing again; in Join it answers for a rank without forward.
+        if goes_past and not is_joined(cast(DistributedDataParallel, self._model())):
+            raise UnsupportedConfigurationError(
+                "expected a call of the DDP model before backward(), got one of its forward() past its hooks, and so "
+                "without rank 0's buffers; call model(...), not model.forward(...)"
+            )
         if not self._pending.known.issuperset(map(id, bucket.parameters())):
             self._check(bucket)
         if bucket.is_last():
@@ -455,12 +457,9 @@ class DecoupledState(Owning):
         """Send a bucket on its way that backward does not wait for."""
         if self._owners is not None:
             return self._owners.send(bucket, state=self, turn=self._turn, copies=self._copies)
-        taken = self._carry(
-            exchange, bucket, self._turn, hands_back=True
-        )  # K-FAC's first one finds the model
-        contents = contents_of(bucket, taken.flat) if self._copies else ()
-        views = {id(each.parameter): each.gradient for each in contents}
-        return Share(taken, bucket.parameters(), views if self._copies else None)
+        taken = self._carry(exchange, bucket, self._turn, hands_back=True)
+        contents = contents_of(bucket, taken.flat) if self._copies else ()  # K-FAC has found the model
+        return Share(taken, bucket.parameters(), {id(p): g for p, g, _ in contents} if self._copies else None)
 
     @property
     def _copies(self) -> bool:
@@ -534,11 +533,8 @@ class DecoupledState(Owning):
             self._owners.before_forward(self._model())
         pending.check_stepped()
         pending.in_forward = True
-        if compiled or not pending.is_settled:
-            self.flush()
-        else:
-            pending.update_unseen()
-            pending.make_whole()  # nobody has stepped, and forward's own reads are no early looks
+        (pending.update_all if compiled or not pending.is_settled else pending.update_unseen)()
+        pending.make_whole()  # nobody has stepped, and forward's own reads are no early looks
         pending.forward_begins(may_record=torch.is_grad_enabled() and not compiled)
         self._unpack_buffers()
         if torch.is_grad_enabled():
@@ -601,9 +597,8 @@ class DecoupledState(Owning):
         check_not_scaled(partial.optimizer, CHANGED)
         if not pending.is_settled or partial.is_watched():
             # DDP may still rebuild its buckets, or somebody wants to see the parameters after this step.
-            pending.why_whole = (
-                "a hook of the optimizer's step sees parameters" if pending.is_settled else BEGINS
-            )
+            watched = "a hook of the optimizer's step sees parameters"
+            pending.why_whole = watched if pending.is_settled else BEGINS
             pending.make_whole()
             return original()
         with pending.unwatched():

@@ -282,8 +282,10 @@ class GuardedList(list[torch.Tensor]):
         return super().__getitem__(index)
 
     def __add__(self, other: Any) -> Any:
-        self._look()
-        return super().__add__(other)
+        return self.copy() + other
+
+    def __radd__(self, other: Any) -> Any:  # list.__add__ would read around ``__iter__``
+        return other + self.copy()
 
     def copy(self) -> list[torch.Tensor]:
         """Make a plain list."""

@@ -22,9 +22,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from crossover_ddp import DecoupledState, UnsupportedConfigurationError
 from tests.harness import Job, in_ranks, inside, run_jobs
+from tests.harness import training as harness
 from tests.harness.groups import impatient_group
 from tests.harness.networks import mlp
-from tests.harness.training import CountsPerGroup
+from tests.harness.training import CountsPerGroup, decoupled
 from tests.harness.turn import RecordingTurn
 from tests.unit.decoupled.decoupled_training import Training, assert_same, both, inputs, network
 
@@ -85,6 +86,51 @@ def test_a_thread_that_saves_during_step_loses_no_step() -> None:
     assert group.saver.ident is not None, "nobody looked at the group"
     group.saver.join()
     assert_same(training, plain.run(6))
+
+
+def test_a_thread_that_looks_before_the_last_bucket_is_sent_takes_no_bucket_away() -> None:
+    training, plain = both()
+    training.run()
+
+    def look() -> None:
+        looker = threading.Thread(target=lambda: [*training.optimizer.param_groups[0]["params"]])
+        looker.start()
+        looker.join(60)
+
+    with inside.before_last_bucket(look):
+        training.step()
+    assert_same(training, plain.run(6))
+
+
+@pytest.mark.parametrize(("reader", "where"), [("thread", torch), ("signal's handler", dist)])
+def test_gradients_that_somebody_reads_while_they_are_clipped_are_clipped(
+    reader: str, where: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, plain = (Training(decoupled=True).run() for _ in range(2))
+    saver = threading.Thread(target=training.model.module.state_dict)
+    name = "clamp" if where is torch else "all_reduce"  # the last of what `clip` does, and what takes time
+    original = getattr(where, name)
+
+    def read_meanwhile(*args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        if reader == "thread" and saver.ident is None:
+            saver.start()
+            saver.join(timeout=0.3)  # it may have to wait for the end of clipping
+        elif reader != "thread":
+            training.model.module.state_dict()
+        return result
+
+    training.backward()
+    plain.backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, read_meanwhile)
+        norm = training.state.clip_grad_norm_(0.01)
+    assert torch.equal(norm, plain.state.clip_grad_norm_(0.01))
+    if reader == "thread":
+        saver.join(60)
+    training.update()
+    plain.update()
+    assert_same(training, plain)
 
 
 class Stopping(torch.optim.SGD):
@@ -345,6 +391,21 @@ def test_who_listens_is_told_of_steps_alone_and_until_the_handle_is_removed() ->
     training.step()
     training.state.flush()
     assert len(heard) == len(training.held)
+
+
+def test_who_listens_hears_of_a_parameter_once_in_a_step_of_several_optimizers() -> None:
+    """All are in one bucket; in each second step one of the optimizers has no gradients."""
+
+    def two(model: nn.Module) -> list[torch.optim.Optimizer]:
+        one, other, head = model.module.branches[0], model.module.branches[1], model.module.head
+        return [torch.optim.SGD([*one.parameters(), *head.parameters()]), torch.optim.SGD(other.parameters())]
+
+    ddp = {"find_unused_parameters": True, "bucket_cap_mb": 25}
+    training = harness.Training(decoupled(owners="layers"), module=Branches(), optimizers=two, **ddp)
+    heard = Counter[Tensor]()
+    training.state.on_update(heard.update)
+    training.run(8).state.flush()
+    assert [heard[parameter] for parameter in training.held] == [8] * 6
 
 
 COMPILED: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -184,6 +184,31 @@ def test_after_a_failed_step_of_owners_the_next_backward_names_the_cause() -> No
         training.backward()
 
 
+class Stopped(torch.optim.SGD):
+    """Is stopped by Ctrl-C when so many more parts of a step have begun."""
+
+    left = 0
+
+    def step(self, closure: Any = None) -> Any:
+        if any(group["params"] for group in self.param_groups):
+            Stopped.left -= 1
+            if Stopped.left == 0:
+                raise KeyboardInterrupt
+        return super().step(closure)
+
+
+def test_after_ctrl_c_in_a_step_of_owners_no_other_step_is_taken() -> None:
+    training = owned(make=lambda m: Stopped(m.parameters(), lr=0.1)).run(3)
+    training.backward()
+    Stopped.left = 2
+    with pytest.raises(KeyboardInterrupt):
+        training.optimizer.step()
+    with pytest.raises(UnsupportedConfigurationError, match="ended with an exception"):
+        training.optimizer.step()
+    with pytest.raises(UnsupportedConfigurationError, match="KeyboardInterrupt"):
+        training.backward()
+
+
 @pytest.mark.defect("decoupled-14")
 @in_ranks(2, timeout_s=90)
 def test_other_ranks_hear_of_an_owner_that_failed_before_the_groups_timeout(rank: int) -> None:

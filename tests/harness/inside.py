@@ -61,6 +61,20 @@ def refuse_bucket(
 
 
 @contextlib.contextmanager
+def before_last_bucket(do: Callable[[], object]) -> Iterator[None]:
+    """Have something done in the hook of each last bucket, before it is sent."""
+    original = Exchange.carry
+
+    def carry(self: Exchange, bucket: dist.GradBucket, *args: Any, **options: Any) -> Any:
+        if bucket.is_last():
+            do()
+        return original(self, bucket, *args, **options)
+
+    with mock.patch.object(Exchange, "carry", carry):
+        yield
+
+
+@contextlib.contextmanager
 def break_engine(error: Exception) -> Iterator[None]:
     """Let no hook reach its group's engine: what a mistake of our own would look like."""
     with mock.patch.object(Exchange, "of", mock.Mock(side_effect=error)):

@@ -1,5 +1,6 @@
 """Buffers travel behind the gradients: DDP broadcasts nothing in forward, on all ranks or on none."""
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -8,7 +9,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import CrossoverState, crossover_wrapper, reduce_scatter_all_gather_hook
+from crossover_ddp import (
+    CrossoverState,
+    UnsupportedConfigurationError,
+    crossover_wrapper,
+    reduce_scatter_all_gather_hook,
+)
 from tests.harness import in_ranks
 from tests.harness.training import WIDTH, Training, batch
 
@@ -27,7 +33,7 @@ def wrapped_split(*_: Any) -> tuple[Any, Any]:
     return CrossoverState(), crossover_wrapper(reduce_scatter_all_gather_hook)
 
 
-def training_of(hook: str, rank: int, module: nn.Module | None = None) -> Training:
+def training_of(hook: str | None, rank: int, module: nn.Module | None = None) -> Training:
     torch.manual_seed(3)
     layers = (nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4), nn.BatchNorm1d(4))
     way = wrapped_split if hook == "wrapped split" else hook
@@ -78,6 +84,87 @@ def test_buffers_changed_on_all_ranks_between_two_steps_stay_changed(rank: int, 
         assert seen > 800
     training.close()
     return seen
+
+
+@in_ranks(2)
+def test_a_buffer_changed_between_steps_keeps_no_other_from_rank_0(rank: int) -> None:
+    """A counter of steps, which all ranks change after each of them, beside statistics."""
+    found = []
+    for hook in ("decoupled", None):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8))
+        module.register_buffer("updates", torch.zeros(()))
+        training, means = Training(hook, rank, module=module), list[torch.Tensor]()
+        module[1].register_forward_pre_hook(
+            lambda norm, _, means=means: means.append(norm.running_mean.clone())
+        )
+        for _ in range(STEPS):
+            training.step()
+            module.updates.add_(1)
+        training.model(batch(rank, 0))
+        assert module.updates == STEPS
+        found.append(means)
+        training.close()
+    assert all(map(torch.equal, *found))
+
+
+def kept(training: Training) -> None:
+    loss = training.loss()
+    for _ in range(2):  # DDP exchanges the first gradients only
+        loss.backward(retain_graph=True)
+        if training.state is not None:
+            training.state.flush()  # before gradients are changed
+    training.drop()
+    training.step()
+
+
+def two_losses(training: Training) -> None:
+    for loss in [training.loss(step) for step in (0, 1)]:
+        loss.backward()
+        if training.state is not None:
+            training.state.flush()
+    training.drop()
+    training.step()
+
+
+def accumulated(training: Training) -> None:
+    with training.model.no_sync():
+        training.backward()
+    training.backward()
+    training.step()
+
+
+def evaluated(training: Training) -> None:
+    training.step()
+    training.model.eval()(batch(0, 0))
+    training.model.train()
+
+
+@pytest.mark.parametrize("loop", [kept, two_losses, accumulated, evaluated])
+@in_ranks(2)
+def test_statistics_are_those_of_plain_ddp_whatever_comes_between_steps(
+    rank: int, loop: Callable[[Training], None]
+) -> None:
+    found = []
+    for hook in ("decoupled", None):
+        torch.manual_seed(3)
+        training = training_of(hook, rank)
+        for _ in range(STEPS):
+            loop(training)
+        training.model.eval()(batch(0, 0))
+        found.append(training.weights())
+        training.close()
+    assert all(map(torch.allclose, *found))
+
+
+@in_ranks(2)
+def test_a_forward_that_goes_past_ddps_hooks_is_refused(rank: int) -> None:
+    """Nobody would copy rank 0's buffers in, and DDP broadcasts none."""
+    training = training_of("decoupled", rank).run(STEPS)
+    with pytest.raises(UnsupportedConfigurationError, match=r"not model\.forward"):
+        training.model.forward(batch(rank, 0)).sum().backward()
+    training.drop()
+    training.run(2).close()
 
 
 @in_ranks(2)

@@ -72,6 +72,51 @@ def test_references_kept_elsewhere_are_up_to_date_from_the_first_step(
     assert_same(training, plain)
 
 
+class Watched(Remembering):
+    """Has ``meanwhile`` done in the middle of forward, behind the reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].register_forward_pre_hook(lambda *_: self.meanwhile())
+        self.meanwhile: Callable[[], object] = lambda: None
+
+
+@pytest.mark.parametrize("reads", ["in another thread", "after a forward that raised"])
+def test_what_somebody_else_reads_is_not_taken_for_forwards_own_reads(reads: str) -> None:
+    training, plain = (each.run(1) for each in both(net=Watched))
+    module = training.model.module
+
+    def in_a_thread() -> None:
+        saver = threading.Thread(target=module.state_dict)
+        saver.start()
+        saver.join(60)
+
+    def fail() -> None:
+        raise ArithmeticError
+
+    if reads == "in another thread":
+        module.meanwhile = in_a_thread
+    else:
+        module.meanwhile = fail
+        with pytest.raises(ArithmeticError):
+            training.loss()
+        module.state_dict()
+        module.meanwhile = lambda: None
+    assert [training.step() for _ in range(6)] == [plain.step() for _ in range(6)]
+    assert_same(training, plain)
+
+
+def test_a_module_that_takes_another_ones_place_is_guarded() -> None:
+    training, plain = (each.run() for each in both())
+    for each in (training, plain):
+        net, new = each.model.module, nn.Linear(6, 6)
+        new.weight, new.bias = net[2].weight, net[2].bias
+        net[2] = new
+    assert [training.step() for _ in range(6)] == [plain.step() for _ in range(6)]
+    assert training.is_pending
+    assert_same(training, plain)
+
+
 def test_what_is_read_through_its_module_is_still_deferred_into_forward() -> None:
     """Only the buckets of what is read past the guards come before forward."""
     training = Training(decoupled=True, net=Remembering).run()
@@ -106,6 +151,7 @@ WAYS: dict[str, Callable[[Training], list[Any]]] = {
     "the model": lambda t: list(t.model.parameters()),
     "the optimizer": lambda t: [p for group in t.optimizer.param_groups for p in group["params"]],
     "the optimizer's list": lambda t: t.optimizer.param_groups[0]["params"] + [],
+    "a sum of lists": lambda t: sum((group["params"] for group in t.optimizer.param_groups), []),  # noqa: RUF017
     "a copy": lambda t: t.optimizer.param_groups[0]["params"].copy(),
     "backwards": lambda t: [*reversed(t.optimizer.param_groups[0]["params"])],
 }
