@@ -82,7 +82,7 @@ class DeviceCluster(Document):
 
     def _check_matrix(self, what: str, matrix: Any) -> None:
         count = len(self.names)
-        for place, row in enumerate(matrix):
+        for place, row in enumerate(matrix or [()]):
             source = self.names[min(place, count - 1)]
             if len(row) != count or len(matrix) != count:
                 raise ValueError(

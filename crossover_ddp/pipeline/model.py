@@ -15,8 +15,6 @@ BACKWARD: Final = "B"
 INPUT_GRADIENT: Final = "I"
 WEIGHT_GRADIENT: Final = "W"
 EXCHANGE: Final = "G"
-PARAMETER_COPIES: Final = 4.0
-"""Parameters, gradients, and the two moments of Adam."""
 
 
 class Stage(NamedTuple):
@@ -99,9 +97,7 @@ class StagedChain:
         self._forward_s = [sum(layer.forward_s for layer in each) for each in layers]
         self._backward_s = [sum(layer.backward_s for layer in each) for each in layers]
         self.stored_bytes = [sum(layer.stored_bytes for layer in each) for each in layers]
-        self.state_bytes = [
-            PARAMETER_COPIES * sum(layer.parameter_bytes for layer in each) for each in layers
-        ]
+        self.state_bytes = [sum(layer.state_bytes for layer in each) for each in layers]
         self._sent_bytes = [each[-1].activation_bytes for each in layers]
         self.exchanges = [self._exchange(stage) for stage in range(len(layers))]
         self._hops: dict[tuple[int, int, int], Hop | None] = {}

@@ -23,7 +23,7 @@ import networkx
 import torch
 
 from .cluster import DeviceCluster
-from .model import PARAMETER_COPIES, Stage, ring_cost
+from .model import Stage, ring_cost
 from .profile import Profile
 
 CAPS: Final = (1.1, 1.25)
@@ -56,7 +56,7 @@ class Partitioner:
             name: torch.tensor(
                 [0.0, *[getattr(layer, name) for layer in profile.layers]], dtype=torch.float64
             ).cumsum(0)
-            for name in ("forward_s", "backward_s", "parameter_bytes", "stored_bytes")
+            for name in ("forward_s", "backward_s", "parameter_bytes", "state_bytes", "stored_bytes")
         }
         self._sent = [layer.activation_bytes for layer in profile.layers]
         self._tabulate_runs()
@@ -143,7 +143,7 @@ class Partitioner:
         # Without parameters nothing is exchanged, even where there is no link.
         exchange = (sums["parameter_bytes"] * self._ring[runs]).nan_to_num(nan=0.0, posinf=_INF)
         exposed = (exchange + self._ring_s[runs] - sums["backward_s"] / speed).clamp(min=0)
-        room = self._memory[runs] - PARAMETER_COPIES * sums["parameter_bytes"]
+        room = self._memory[runs] - sums["state_bytes"]
         # A stage that stores nothing still must have room for its parameters.
         fits = torch.where(room < 0, 0.0, room / sums["stored_bytes"].clamp(min=1e-9)).floor()
         return self._share[runs] * once + exposed, once, fits

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from .cluster import DeviceCluster
 from .documents import Document
-from .model import PARAMETER_COPIES, Action, Stage, StagedChain
+from .model import Action, Stage, StagedChain
 from .partition import CAPS, Partitioner, balanced, device_orders
 from .profile import Profile
 from .schedule import bands, best_order, depths, gpipe, interleaved, one_forward_one_backward
@@ -134,7 +134,7 @@ def plan_pipeline(
 
     Args:
         profile: of the layers, for one micro-batch.
-        cluster: the devices; a parameter takes its size four times of their memory, as with Adam.
+        cluster: the devices; a trained parameter takes four times its size of memory, a frozen one its size.
         microbatches: of a step, M.
         max_stages: default the least of layers, devices and 2 M.
         max_replicas: of a stage; default the least of devices and M.
@@ -173,7 +173,7 @@ def plan_pipeline(
         cluster.names,
         tuple([layer.name for layer in profile.layers]),
         tuple([(profile.layers[s.stop - 1].shape, profile.layers[s.stop - 1].dtype) for s in chain.stages]),
-        tuple(sorted(step.spans, key=lambda span: (span.begin_s, span.device, span.action))),
+        tuple(sorted(step.spans, key=lambda span: (span.begin_s, span.device))),  # as they began
         chain.split,
     )
 
@@ -186,7 +186,7 @@ def _check_layers(profile: Profile, cluster: DeviceCluster, stages: int) -> None
         )
     most = max(cluster.memory_bytes)
     for layer in profile.layers:
-        needed = PARAMETER_COPIES * layer.parameter_bytes + layer.stored_bytes
+        needed = layer.state_bytes + layer.stored_bytes
         if needed > most:
             raise ValueError(
                 f"expected layers that fit on a device, got layer {layer.name!r} with {needed:.3g} bytes and at most "

@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from .documents import Document
 
-_COSTS = ("forward_s", "backward_s", "activation_bytes", "parameter_bytes", "stored_bytes")
+_COSTS = ("forward_s", "backward_s", "activation_bytes", "parameter_bytes", "stored_bytes", "frozen_bytes")
+_COPIES: Final = 4.0  # parameters, gradients, and the two moments of Adam
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,11 @@ class LayerProfile:
         forward_s: seconds of forward.
         backward_s: seconds of backward, gradients of input and parameters.
         activation_bytes: size of the output, which travels to the next stage; its gradient has the same size.
-        parameter_bytes: size of the parameters, hence of their gradients.
+        parameter_bytes: size of the trained parameters, hence of their gradients.
         stored_bytes: what forward keeps for backward.
         shape: of the output, for the runner; empty if unknown.
         dtype: of the output, such as ``float32``.
+        frozen_bytes: size of frozen parameters and of buffers.
     """
 
     name: str
@@ -38,6 +40,12 @@ class LayerProfile:
     stored_bytes: float = 0.0
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
+    frozen_bytes: float = 0.0
+
+    @property
+    def state_bytes(self) -> float:
+        """What it takes of a memory at all times."""
+        return _COPIES * self.parameter_bytes + self.frozen_bytes
 
     def __post_init__(self) -> None:
         for cost in _COSTS:
@@ -151,15 +159,17 @@ def _measured(
         for buffer, value in buffers:
             buffer.copy_(value)
     forward_s, backward_s = (median(column) for column in zip(*times[1:] or times, strict=True))
+    held = [(each.nbytes, each.requires_grad) for each in (*layer.parameters(), *layer.buffers())]
     layer_profile = LayerProfile(
         name,
         forward_s,
         backward_s,
-        output.numel() * output.element_size(),
-        sum(p.numel() * p.element_size() for p in layer.parameters() if p.requires_grad),
+        output.nbytes,
+        sum(size for size, trained in held if trained),
         stored,
         tuple(output.shape),
         str(output.dtype).removeprefix("torch."),
+        sum(size for size, trained in held if not trained),
     )
     return layer_profile, output.detach()
 

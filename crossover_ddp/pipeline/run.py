@@ -145,9 +145,7 @@ class PipelineRunner:
         run = _StepRun(self, _micros("x", x, self.plan.microbatches), _micros("y", y, self.plan.microbatches))
         for model in self._replicated:
             for parameter in model.parameters():
-                if (
-                    parameter.grad is not None
-                ):  # each replica has its part of it, since `_summing_hook` adds them up
+                if parameter.grad is not None:  # a part for each replica: `_summing_hook` adds them up
                     parameter.grad.div_(model.process_group.size())
         for number, band in enumerate(self._bands):
             with contextlib.nullcontext() if self._turns is None else self._turns.band(number):

@@ -98,18 +98,11 @@ class _Play:
         self._chain, self._given, self._tasks = chain, given, chain.tasks
         self._left = len(self._tasks)
         self._needs = [task.needs for task in self._tasks]
+        actions = [task.action for task in self._tasks]
+        urgency = [_URGENCY[each.kind] if priority is None else priority[each] for each in actions]
         # What is smallest is taken first.
-        self._keys = [
-            (
-                _URGENCY[task.action.kind] if priority is None else priority[task.action],
-                task.action.micro,
-                place,
-            )
-            for place, task in enumerate(self._tasks)
-        ]
-        self._limits = [
-            limits[task.action.stage] if task.action.kind == FORWARD else math.inf for task in self._tasks
-        ]
+        self._keys = [(urgency[place], each.micro, place) for place, each in enumerate(actions)]
+        self._limits = [limits[each.stage] if each.kind == FORWARD else math.inf for each in actions]
         self._ready: dict[int, list[tuple[float, int, int]]] = defaultdict(list)
         self._busy: set[int] = set()
         self._woken: set[int] = set()

@@ -112,18 +112,15 @@ class LabRun:
         deadline_s = self.begin_s + timeout_s
         for job in self._jobs:
             self._start(job)
-        while self._note_ends():
+        while running := self._note_ends():
+            self._raise_for_failed()  # who has ended is not among those that are waited for
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise RunTimeoutError(self._late(timeout_s))
             if watch:
                 watch()
-            running = [rank.process for rank in self.ranks if rank.running()]
-            self._raise_for_failed()  # who has ended is not among those that are waited for
-            if running:  # the last one may have ended since it was looked at
-                left_s = deadline_s - time.monotonic()
-                wait_any(running, min(left_s, _WATCH_S) if watch else left_s)
-            self._raise_for_failed()
-            if time.monotonic() >= deadline_s and self._note_ends():
-                raise RunTimeoutError(self._late(timeout_s))
-        self._raise_for_failed()  # the last one may have ended badly since it was looked at
+            wait_any(running, min(left_s, _WATCH_S) if watch else left_s)
+        self._raise_for_failed()
 
     def _start(self, job: Job) -> None:
         directory = self._directory / job.name
@@ -145,13 +142,13 @@ class LabRun:
                 )
             self.ranks.append(_LaunchedRank(job.name, rank, process, log))
 
-    def _note_ends(self) -> bool:
-        """Note which jobs are done; say whether a rank is still running."""
-        running = {rank.job for rank in self.ranks if rank.running()}
+    def _note_ends(self) -> list[Child]:
+        """Note which jobs are done; return what still runs."""
+        running = [rank for rank in self.ranks if rank.running()]
         for rank in self.ranks:
-            if rank.job not in running:
+            if all(rank.job != each.job for each in running):
                 self.job_end_s.setdefault(rank.job, time.monotonic())
-        return bool(running)
+        return [rank.process for rank in running]
 
     def _raise_for_failed(self) -> None:
         if not any(rank.failed() for rank in self.ranks):

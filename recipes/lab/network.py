@@ -31,7 +31,7 @@ from typing import Final
 NAMESPACE_DIRECTORY: Final = Path("/run/netns")
 INTERFACE: Final = "eth0"
 _PREFIX: Final = "crossover-lab"
-_NAME: Final = re.compile(rf"{_PREFIX}-(?P<pid>\d+)-(?P<start>\d+)-(?P<serial>\d+)-(node\d+|switch)")
+_NAME: Final = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-(\d+)-(\d+)-(?:node\d+|switch)")
 # What TCP hands to the link at once (GSO): limits (two jumbo frames, the kernel's own), and the
 # time that it may take to pass.
 _PACKET_BYTES: Final = (20 * 1024, 64 * 1024)
@@ -58,8 +58,9 @@ class LabError(RuntimeError):
 
 @dataclass(frozen=True)
 class LabId:
-    """Names one lab: the process that made it (number and start time) and a serial number."""
+    """Names one lab: the process that made it (PID namespace, number and start time) and a serial number."""
 
+    pid_namespace: int
     pid: int
     start_ticks: int
     serial: int
@@ -69,22 +70,27 @@ class LabId:
         """The id of this process's ``serial``-th lab."""
         start_ticks = _start_ticks(os.getpid())
         assert start_ticks is not None, "a running process has a start time"
-        return cls(os.getpid(), start_ticks, serial)
+        return cls(_pid_namespace(), os.getpid(), start_ticks, serial)
 
     @classmethod
     def parse(cls, text: str) -> "LabId | None":
         """The id in a namespace's name or in ``CROSSOVER_LAB``; None if it is not ours."""
         match = _NAME.fullmatch(text) or _NAME.fullmatch(f"{text}-node0")
-        if match is None:
-            return None
-        return cls(int(match["pid"]), int(match["start"]), int(match["serial"]))
+        return cls(*map(int, match.groups())) if match else None
 
     def __str__(self) -> str:
-        return f"{_PREFIX}-{self.pid}-{self.start_ticks}-{self.serial}"
+        return f"{_PREFIX}-{self.pid_namespace}-{self.pid}-{self.start_ticks}-{self.serial}"
 
     def alive(self) -> bool:
-        """Whether the process that made the lab still runs (and is not a later one of its number)."""
-        return _start_ticks(self.pid) == self.start_ticks
+        """Whether the process that made the lab still runs (and is not a later one of its number).
+
+        In another PID namespace, a container's, it cannot be seen, and counts as running.
+        """
+        return self.pid_namespace != _pid_namespace() or _start_ticks(self.pid) == self.start_ticks
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _start_ticks(pid: int) -> int | None:
@@ -182,7 +188,7 @@ class Network:
         # The bucket must hold one packet (of a connection made before a change, too), and what
         # flows while a timer is late.
         burst = _PACKET_BYTES[1] + _HEADROOM_BYTES + round(rate_mbit * 1e6 / 8 * _LATE_TIMER_S)
-        for node in range(self.nodes if self.nodes > 1 else 0):
+        for node in range(self.nodes):
             _run("ip", "-n", self.namespace(node), "link", "set", INTERFACE, *packet)
             shape = ["tbf", "rate", rate, "burst", str(burst), "limit", str(_LIMIT_BYTES)]
             _run("tc", "-n", self.namespace(node), "qdisc", "replace", "dev", INTERFACE, "root", *shape)
@@ -212,7 +218,7 @@ class Network:
             self._add_namespace(self.namespace(node))
         if self.nodes == 2:
             self._link(self.namespace(0), INTERFACE, self.namespace(1), INTERFACE)
-        elif self.nodes > 2:
+        else:
             self._build_switch()
         for node, core in zip(range(self.nodes), cores, strict=True):
             self._configure(node, core)
@@ -243,11 +249,10 @@ class Network:
 
     def _configure(self, node: int, core: int | None) -> None:
         namespace = self.namespace(node)
-        if self.nodes > 1:
-            _run("ip", "-n", namespace, "addr", "add", f"{self.address(node)}/24", "dev", INTERFACE)
-            _run("ip", "-n", namespace, "link", "set", INTERFACE, "up")
+        _run("ip", "-n", namespace, "addr", "add", f"{self.address(node)}/24", "dev", INTERFACE)
+        _run("ip", "-n", namespace, "link", "set", INTERFACE, "up")
         writes = [f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in _SYSCTLS.items()]
-        if core is not None and self.nodes > 1:
+        if core is not None:
             mask = _cpu_mask(core)
             # Forbidden in an unprivileged user namespace; the figures then stay right in sum.
             writes.append(f"echo {mask} > /sys/class/net/{INTERFACE}/queues/rx-0/rps_cpus || :")

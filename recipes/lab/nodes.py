@@ -40,7 +40,7 @@ class Cluster:
     """Emulate ``nodes`` machines behind links of ``rate_mbit``.
 
     Args:
-        nodes: 2 to 4 (1 without a link).
+        nodes: 1 to 4; a single one has no link, so it is never shaped.
         rate_mbit: rate of each node's egress in 10**6 bit/s, headers included.
         mtu: largest packet on the links, in bytes.
         ranks_per_node: of each job, 1 to 8; rank r is on node r // ranks_per_node.
@@ -65,6 +65,7 @@ class Cluster:
         shaped: bool = True,
     ) -> None:
         _check(nodes, rate_mbit, mtu, pin, ranks_per_node)
+        shaped = shaped and nodes > 1
         self.nodes = nodes
         self.ranks_per_node = ranks_per_node
         self.mtu = mtu

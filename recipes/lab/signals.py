@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Final
 
@@ -48,19 +48,11 @@ def undisturbed() -> Iterator[None]:
         replaced = {n: each for n, each in handlers.items() if each not in (signal.SIG_IGN, None)}
     for number in replaced:
         signal.signal(number, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in replaced.items():
-            signal.signal(number, handler)
-        _raise_all(sorted({*came}))
-
-
-def _raise_all(numbers: list[int]) -> None:
-    """Raise signals; each takes effect even if the handler of the one before raises."""
-    try:
-        for number in numbers[:1]:
-            signal.raise_signal(number)
-    finally:
-        if numbers[1:]:
-            _raise_all(numbers[1:])
+    with ExitStack() as effects:  # each signal has its own even if the handler of the one before raises
+        try:
+            yield
+        finally:
+            for number, handler in replaced.items():
+                signal.signal(number, handler)
+            for each in sorted({*came}, reverse=True):
+                effects.callback(signal.raise_signal, each)

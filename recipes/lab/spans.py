@@ -1,7 +1,6 @@
 """Spans that ranks have recorded, shares of devices' time, and hand-overs; all times on one clock, in seconds."""
 
 import math
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -105,24 +104,15 @@ def handovers_s(spans: Iterable[TimelineSpan], job: str) -> list[float]:
     Only turns that the job really waited for count: those where a sibling's last computation on the
     same device ended while the job's "wait" lasted.
     """
-    waits: list[TimelineSpan] = []
-    computed: dict[str, list[TimelineSpan]] = defaultdict(list)
-    for span in spans:
-        if span.kind == "wait" and span.job == job:
-            waits.append(span)
-        elif span.kind == "compute":
-            computed[span.device].append(span)
-    for each in computed.values():
-        each.sort(key=lambda span: span.end_s)
-    ends_s = {device: [span.end_s for span in each] for device, each in computed.items()}
+    released_s: dict[str, float] = {}
     found = []
-    for wait in waits:
-        place = bisect_right(ends_s.get(wait.device, []), wait.end_s) - 1
-        while place >= 0 and (giver := computed[wait.device][place]).end_s > wait.begin_s:
-            if giver.job != job:
-                found.append(wait.end_s - giver.end_s)
-                break
-            place -= 1
+    for span in sorted(spans, key=lambda span: (span.end_s, span.kind)):
+        if span.kind == "compute" and span.job != job:
+            released_s[span.device] = span.end_s
+        elif (
+            span.kind == "wait" and span.job == job and released_s.get(span.device, -math.inf) > span.begin_s
+        ):
+            found.append(span.end_s - released_s[span.device])
     return found
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import lab
 from lab import Cluster, Job, JobFailedError, LabError, RunTimeoutError, command, network, nodes
 from lab.network import NAMESPACE_DIRECTORY, LabId
 from lab.nodes import RUN_FILE
+from tests.faults.lanes import UNSHARE, why_no_container
 from tests.harness._preloaded import ForkedScript
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.waiting import eventually, gone
@@ -133,6 +135,16 @@ def test_goodput_is_the_rate(rate_mbit: float) -> None:
     assert 0.85 < figures["goodput_per_rate"] < 1.02
     assert figures["latency_ms"] < 50
     assert figures["dropped_packets"] == 0
+
+
+def test_a_link_is_measured_in_a_time_that_grows_with_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(cluster: Cluster, jobs: Sequence[Job], timeout_s: float, *, out: str) -> None:
+        raise LabError(timeout_s)
+
+    monkeypatch.setattr(Cluster, "run", run)
+    with pytest.raises(LabError) as caught:
+        lab.measure(Cluster(), duration_s=60.0)
+    assert caught.value.args[0] > 8 * 60.0
 
 
 @pytest.mark.parametrize("faster_mbit", [pytest.param(800, marks=needs_root)])
@@ -307,12 +319,43 @@ def test_cleaning_spares_running_labs_and_what_is_not_a_labs(nodes: int) -> None
         subprocess.run(["ip", "netns", "del", foreign], check=True, timeout=60)
 
 
+# A lab with one process, told on its stdin to say whether that lives.
+CONTAINED = """
+import sys
+from lab import Cluster
+with Cluster(shaped=False) as cluster:
+    process = cluster.popen(0, ["sleep", "300"])
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print(process.poll())
+"""
+WHY_NO_CONTAINER = why_no_container("users")
+
+
+@pytest.mark.skipif(bool(WHY_NO_CONTAINER), reason=WHY_NO_CONTAINER or "there is one")
+def test_cleaning_spares_a_container_s_lab_whose_process_it_cannot_see() -> None:
+    command = ["unshare", *UNSHARE["users"], "--kill-child", sys.executable, "-c", CONTAINED]
+    environment, pipe = {**os.environ, "PYTHONPATH": str(RECIPES)}, subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as container:
+        try:
+            assert container.stdout is not None
+            assert container.stdout.readline() == "ready\n"
+            labs = {owner for owner, _ in nodes.marked_labs()}
+            assert any(owner.pid_namespace != LabId.of_this_process(0).pid_namespace for owner in labs)
+            lab.clean()
+            assert container.communicate("go on\n", timeout=60) == ("None\n", None)
+        finally:
+            container.kill()
+
+
 def test_only_living_labs_namespaces_are_known_by_name() -> None:
     own = LabId.of_this_process(7)
     assert own.alive()
     assert LabId.parse(str(own)) == LabId.parse(f"{own}-node3") == LabId.parse(f"{own}-switch") == own
-    assert not LabId(os.getpid(), own.start_ticks + 1, 0).alive()  # its number has been given again
-    assert LabId.parse("crossover-lab-1-2-3-node0x") is None
+    later = replace(own, start_ticks=own.start_ticks + 1)
+    assert not later.alive()  # its number has been given again
+    assert replace(later, pid_namespace=1).alive()  # as far as can be seen from here
+    assert LabId.parse("crossover-lab-1-2-3-4-node0x") is None
     with pytest.raises(ValueError, match="expected a lab's namespace, got name='default'"):
         network.delete_namespace("default")
 
@@ -325,6 +368,13 @@ def test_without_root_it_is_said_what_would_help(monkeypatch: pytest.MonkeyPatch
     ):
         pass
     assert command.main(["link"]) == 1
+
+
+def test_a_single_node_is_not_shaped(tmp_path: Path) -> None:
+    words = ["run", "--nodes", "1", "--out", str(tmp_path), "--json", "--job", "a: true"]
+    assert command.main(words) == 0
+    told = json.loads((tmp_path / RUN_FILE).read_text())
+    assert (told["nodes"], told["rate_mbit"], told["sent_bytes"]) == (1, None, [0])
 
 
 def test_an_unshaped_cluster_has_no_rate() -> None:

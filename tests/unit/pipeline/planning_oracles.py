@@ -15,7 +15,12 @@ def random_instance(
     """Return a chain and a cluster with costs of one magnitude; with ``memory`` some stages do not fit."""
     costs = ((0.5, 2), (1, 4), (0, 2), (0, 3), (0, 2))
     profile = Profile(
-        tuple([LayerProfile(f"l{k}", *[dice.uniform(*each) for each in costs]) for k in range(layers)])
+        tuple(
+            [
+                LayerProfile(f"l{k}", *[dice.uniform(*each) for each in costs], frozen_bytes=k % 3)
+                for k in range(layers)
+            ]
+        )
     )
     rates = tuple([tuple([10 ** dice.uniform(-0.5, 1) for _ in range(devices)]) for _ in range(devices)])
     rooms = tuple([dice.uniform(20, 60) for _ in range(devices)]) if memory else ()
@@ -50,8 +55,9 @@ def _bottleneck(
         layers = profile.layers[edges[stage] : edges[stage + 1]]
         share = math.ceil(microbatches / len(run))
         parameters = sum(layer.parameter_bytes for layer in layers)
+        frozen = sum(layer.frozen_bytes for layer in layers)
         stored = min(len(runs) - stage, share) * sum(layer.stored_bytes for layer in layers)
-        if any(4 * parameters + stored > cluster.memory_bytes[device] for device in run):
+        if any(4 * parameters + frozen + stored > cluster.memory_bytes[device] for device in run):
             return math.inf
         speed = min(cluster.speed[device] for device in run)
         backward_s = sum(layer.backward_s for layer in layers) / speed

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -218,6 +218,22 @@ def test_bands_hold_each_action_once_and_need_no_later_band(seed: int) -> None:
         assert all(number[need] <= number[Action(stage, kind, micro)] for need in needs)
 
 
+COSTS = st.sampled_from((0.0, 1.0))
+
+
+@given(st.lists(st.tuples(COSTS, COSTS), min_size=2, max_size=4), st.integers(1, 2))
+@example([(1.0, 1.0), (0.0, 1.0)], 1)
+@settings(max_examples=20, deadline=None)
+def test_the_bands_of_a_plan_are_its_orders_also_where_layers_take_no_time(
+    costs: list[tuple[float, float]], devices: int
+) -> None:
+    layers = [LayerProfile(f"l{k}", *each, 0.0, 0.0) for k, each in enumerate(costs)]
+    plan = plan_pipeline(Profile(tuple(layers)), flat(devices), microbatches=2)
+    cut = plan.bands()
+    for device, actions in plan.orders.items():
+        assert [action for band in cut[device] for action in band] == actions
+
+
 def test_orders_are_shorter_than_the_known_one_and_not_far_from_what_no_order_beats() -> None:
     over_known, over_bound = [], []
     for seed in range(INSTANCES):
@@ -330,6 +346,15 @@ def test_a_profile_is_measured_and_leaves_layers_and_random_numbers_alone(tmp_pa
     assert Profile.load(tmp_path / "profile.json") == profile
 
 
+def test_frozen_parameters_and_buffers_are_measured_apart() -> None:
+    layers = [nn.Linear(8, 16), nn.BatchNorm1d(16)]
+    layers[0].weight.requires_grad_(False)
+    one, two = Profile.measure(layers, torch.randn(3, 8), repeats=1).layers
+    assert (one.parameter_bytes, one.frozen_bytes) == (4 * 16, 4 * 128)
+    assert (two.parameter_bytes, two.frozen_bytes) == (4 * 32, 4 * 32 + 8)
+    assert one.state_bytes == 4 * 64 + 512
+
+
 class Two(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, x
@@ -368,6 +393,7 @@ GOOD = {"devices": 2, "bandwidth_gbit": [[0, 1], [1, 0]]}
             r"none of the links of \['2'\]",
         ),
         ({"latency_us": -1}, "expected latency_s >= 0"),
+        ({"latency_us": []}, "expected 2 values of latency_s for device '0', got 0"),
         ({"devices": [{"name": "a"}, {"name": "a"}]}, "expected devices with different names"),
         ({"devices": [{"speed": 0}, {}]}, "expected speed > 0"),
         ({"devices": [{"sped": 1}, {}]}, "expected name, node, speed, memory_gib of a device"),
@@ -421,6 +447,15 @@ def test_what_cannot_be_planned_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         plan_pipeline(profile, cluster, **{"microbatches": 2, **options})
+
+
+def test_frozen_parameters_take_memory_once() -> None:
+    layers = [replace(layer, frozen_bytes=45.0) for layer in even(2).layers]
+    plan = plan_pipeline(Profile(tuple(layers)), flat(2, **SMALL), microbatches=2)
+    assert [len(stage.devices) for stage in plan.stages] == [1, 1]
+    large = Profile((replace(layers[0], frozen_bytes=100.0),))
+    with pytest.raises(ValueError, match="that fit on a device, got layer 'l0' with 101 bytes"):
+        plan_pipeline(large, flat(1, memory_bytes=(60.0,)), microbatches=2)
 
 
 def test_no_plan_uses_a_link_that_is_missing() -> None:
