@@ -138,6 +138,7 @@ class CrossoverState(CodedState):
     ) -> None:
         super().__init__(codec, loss_scale, process_group, compare_replicas)
         self.hook_state = hook_state
+        self._trial = trial
         self.turn: Turn = mutex if mutex is not None else JobTurn(trial)
 
     @property
@@ -169,7 +170,7 @@ class CrossoverState(CodedState):
 
     def __getstate__(self) -> dict[str, Any]:
         """See `CodedState`."""
-        return {**super().__getstate__(), "hook_state": self.hook_state}
+        return {**super().__getstate__(), "hook_state": self.hook_state, "trial": self._trial}
 
 
 def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -22,10 +22,10 @@ from torch.distributed import ProcessGroup
 
 from crossover_ddp._system import environment
 from crossover_ddp._turns.channel import patience_limit_s
-from crossover_ddp._turns.joining import NotJoinedError, join
+from crossover_ddp._turns.joining import NotJoinedError, join, leave
 from crossover_ddp._turns.rules import Lease, Patience
 from crossover_ddp._turns.turns import Counters, Turns
-from crossover_ddp.errors import CrossoverError
+from crossover_ddp.errors import CrossoverError, TurnError
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,12 @@ class GPUMutex:
             if (living := mutex()) is not None:
                 living._give_up(error)
 
-        self._turns = Turns(membership, self._lease, self._patience, self._counters, trial, failed)
+        try:
+            self._turns = Turns(membership, self._lease, self._patience, self._counters, trial, failed)
+        except RuntimeError as error:  # peers, which have joined, hear at once that no grants will come
+            leave(membership)
+            problem = TurnError(f"expected a thread for turns, got: {error}; raise ulimit -u")
+            raise NotJoinedError(problem, agreed=False) from error
         self._finalizer = weakref.finalize(self, self._turns.close)
         logger.info("takes turns on %s with the jobs of group %r (job %x)", self.device, self.name, self.job)
 

@@ -88,17 +88,20 @@ class Timeline:
 
     def flush(self) -> None:
         """Write what is waiting."""
+        if os.getpid() != self._pid:  # a fork, where locks may be held for ever
+            return
         with self._write_lock:
             with self._lock:
                 spans, self._waiting = self._waiting, []
-            if spans and os.getpid() == self._pid:
+            if spans:
                 self._append("".join(event for span in spans for event in self._events(span)))
 
     def close(self) -> None:
         """Write what is waiting and record nothing more. May be called again."""
-        with self._lock:
-            self._closed = True
-        self.flush()
+        if os.getpid() == self._pid:  # as in `flush`
+            with self._lock:
+                self._closed = True
+            self.flush()
         atexit.unregister(self.close)
 
     def _begin_file(self, who: dict[str, Detail | None]) -> None:
@@ -128,20 +131,16 @@ class Timeline:
             ends_s.append(end_s)
             yield self._metadata("thread_name", thread, {"name": title})
         ends_s[lane] = end_s
-        times = {
-            "ts": round((begin_s + self._wall_s) * _MICROSECONDS, 3),
-            "dur": round((end_s - begin_s) * _MICROSECONDS, 3),
-        }
-        where = {"pid": self._device_id, "tid": thread, **times}
+        ts, dur = (round(each_s * _MICROSECONDS, 3) for each_s in (begin_s + self._wall_s, end_s - begin_s))
+        where = {"pid": self._device_id, "tid": thread, "ts": ts, "dur": dur}
         yield _line({"ph": "X", "name": _title(kind, detail), "cat": kind, **where, "args": detail})
 
     def _append(self, text: str) -> None:
         try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode=0o666)
-            try:
-                os.write(descriptor, text.encode())
-            finally:
-                os.close(descriptor)
+            with open(self.path, "ab", buffering=0) as file:  # a fork writes no buffer of ours once more
+                rest = text.encode()
+                while rest:  # a full disk takes a part, and refuses the next one
+                    rest = rest[file.write(rest) :]
         except OSError as error:
             self._give_up(error)
 

@@ -5,8 +5,8 @@ Every job has such a store, and all its ranks reach it, whatever the backend of 
 host's name resolves to. The lead rank writes a grant without waiting, under one key for all. Each other rank
 has a thread that asks for a grant as soon as the rank wants a turn; the store answers when it is there. So a grant
 travels while the last bucket is still being gathered, and needs no place in the order of the job's collectives. The
-first of the other ranks removes grants of long ago. Other stores than torch's ``TCPStore`` poll, or keep every key for
-ever. With these, rank 0 opens a ``TCPStore`` beside the group's store.
+first of the other ranks removes grants of long ago, or the lead rank if that one has left. Other stores than torch's
+``TCPStore`` poll, or keep every key for ever. With these, rank 0 opens a ``TCPStore`` beside the group's store.
 
 [Note: one life of a store]
 A store may outlive the group: after ``destroy_process_group``, or when torchrun starts ranks again, the next life finds
@@ -44,6 +44,7 @@ from .rules import Grant, Mode
 UNKNOWN_TIMEOUT_S = 600.0  # the shorter one of torch's defaults (NCCL 10 minutes, gloo 30)
 _PATIENCE_SHARE = 0.25
 _KEPT = 1024  # grants; a rank that is so many turns behind has left, or will not catch up
+_LOOK = 64  # turns between two looks of the lead rank at whether grants are removed
 _END_TIMEOUT_S = 1.0
 _ALL, _NOT_ALL = "all", "not all"
 _END = Grant(0, ())
@@ -199,7 +200,12 @@ class TurnChannel:
     def send(self, grant: Grant) -> None:
         """Lead rank: send ``grant`` to all, itself included, without waiting for them."""
         if self.size > 1:
-            self._connected().set(f"grant/{self._sent}", json.dumps(grant))
+            store, old = self._connected(), self._sent - _KEPT - _LOOK
+            store.set(f"grant/{self._sent}", json.dumps(grant))
+            # Seldom, since it waits for the store's answer: the rank that removes grants may have left.
+            if not self._sent % _LOOK and old > 0 and store.check([f"grant/{old - 1}"]):
+                for number in range(old - _LOOK, old):
+                    store.delete_key(f"grant/{number}")
         self._sent += 1
         self._arrive(grant)
 
@@ -263,7 +269,6 @@ class TurnChannel:
 
     def _listen(self, store: dist.Store, on_grant: Callable[[], None]) -> None:
         """Ask for grants one after the other, so that they have arrived when they are needed."""
-        removes = self.rank == (0 if self.lead else 1)  # the first of those that listen
         try:
             while self._asks.get() and not self._ended:
                 turn, after, mode = json.loads(store.get(f"grant/{self._received}"))
@@ -271,7 +276,7 @@ class TurnChannel:
                     return self.interrupt("the job's lead rank takes no more turns")
                 self._arrive(Grant(turn, tuple((job, last) for job, last in after), Mode(mode)))
                 on_grant()
-                if removes and self._received > _KEPT:
+                if self._received > _KEPT and self.rank == (0 if self.lead else 1):  # the first listener
                     store.delete_key(f"grant/{self._received - _KEPT - 1}")
         except Exception as error:  # the store's process has ended, mostly with the job; `receive` raises it
             self.interrupt(f"the job's store failed ({type(error).__name__}: {error}); turns need it")

@@ -100,10 +100,10 @@ def join(
                     trial=trial,
                 )
                 segment.join(member)
+                _look_for_other_leads(segment, machines[lead])
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
             _agree(channel, (problem,))  # every slot is there before the first turn is drawn
-            _look_for_other_leads(segment, machines[lead])
             taken.pop_all()
             return Membership(job, channel.rank == lead, segment, order, channel)
     except NotJoinedError:

@@ -60,6 +60,12 @@ _RETRY_S = 1e-3
 _SLOT_PATIENCE_S = 5.0  # a process that removes the files holds all slots, on a busy machine for long
 _CLOSED: Final = -1  # a number that every system call refuses
 _LONGEST_WAIT_S = 3600.0
+_REMEDIES: Final = {
+    errno.EMFILE: "let the process have more files (ulimit -n)",
+    errno.ENFILE: "let the machine have more files (sysctl fs.file-max)",
+    errno.ENOSPC: "make room there",
+    errno.EACCES: "let this user read and write there, or remove it while no job runs",
+}
 _BELL_BYTES = 1 << 16  # all that a pipe holds: one read silences it
 
 no_fork: Final = threading.RLock()
@@ -184,18 +190,13 @@ class GroupFiles(OpenFile):
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENXIO):  # no file; a bell without a reader
                 raise
-            found = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
-            words = (
-                f"expected a file of turns at {self.path(suffix)}, got {found}; remove it while no job runs"
-            )
-            raise SegmentError(words) from error
+            raise self.refused(suffix, error) from error
 
-    def no_room(self, suffix: str, error: OSError) -> SegmentError:
-        """Return the error of a file that cannot be made."""
-        words = (
-            f"cannot make {self.path(suffix)}: {error.strerror}; free some of {os.path.dirname(self._path)}"
-        )
-        return SegmentError(words)
+    def refused(self, suffix: str, error: OSError) -> SegmentError:
+        """Return the error of a file that cannot be opened or made."""
+        found = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        remedy = _REMEDIES.get(error.errno or 0, "remove it while no job runs")
+        return SegmentError(f"expected a file of turns at {self.path(suffix)}, got {found}; {remedy}")
 
     def remove(self, suffix: str) -> None:
         """Remove a file, if it is still there."""
@@ -223,7 +224,7 @@ class Bells:
             files.remove(suffix)
             os.mkfifo(f"{files.stem}{suffix}", 0o600, dir_fd=files.fd)
         except OSError as error:
-            raise files.no_room(suffix, error) from error
+            raise files.refused(suffix, error) from error
         # Open for writing too, or its poll would report a hang-up whenever no sibling holds it.
         self.own.open(lambda: files.open_file(suffix, os.O_RDWR))
 
@@ -336,7 +337,7 @@ class TurnSegment:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._remove_if_unused()
-            raise self._files.no_room(_SLOTS, error) from error
+            raise self._files.refused(_SLOTS, error) from error
         read_slots(self.slots_file.fd, self.path)
 
     def join(self, member: Member) -> None:
@@ -469,11 +470,14 @@ class TurnSegment:
         except FileNotFoundError:
             return 0
 
-    def draw_turn(self) -> int:
-        """Append the own slot to the log; its place there is the turn's number, from 1."""
+    def _open_log(self) -> None:
         if self.log_file.fd < 0:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
             self.log_file.open(lambda: self._files.open_file(_LOG, flags))
+
+    def draw_turn(self) -> int:
+        """Append the own slot to the log; its place there is the turn's number, from 1."""
+        self._open_log()
         with no_fork:  # as in `publish`
             os.write(self.log_file.fd, bytes([self.slot]))
             turn = os.lseek(self.log_file.fd, 0, os.SEEK_CUR)
@@ -490,6 +494,7 @@ class TurnSegment:
 
     def read_log(self, start: int, stop: int) -> bytes:
         """Return the records of turns ``start + 1`` to ``stop``."""
+        self._open_log()
         records = os.pread(self.log_file.fd, stop - start, start)
         if len(records) != stop - start:
             raise SegmentError(f"expected {stop} turns, got the log beside {self.path} cut short under way")

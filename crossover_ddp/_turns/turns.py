@@ -18,6 +18,7 @@ sibling: it never waits inside its turn. That takes waits away and adds none, so
 import contextlib
 import functools
 import logging
+import math
 import os
 import queue
 import statistics
@@ -31,6 +32,7 @@ import torch
 
 from .joining import Membership, leave
 from .rules import Grant, Lease, Member, Mode, Patience, Trial, TurnLog, blockers
+from .segment import no_fork
 
 logger = logging.getLogger(__name__)
 
@@ -109,9 +111,8 @@ class _Turn:
         self.awaited = threading.Event()
         """Set when it has begun, or never will."""
         self.given_up = False
-        self.over = False
-        self.lent = False
-        """Whether it was published as given back before it was over."""
+        self.returned = False
+        """Whether it was given back, perhaps before it was over."""
         self.looks: Looks | None = None
 
 
@@ -152,7 +153,7 @@ class Turns:
         self._log = TurnLog(self._trial)
         self._requested = 0  # turns drawn for an `acquire` that is still to come
         self._unnumbered: deque[_Turn] = deque()  # turns begun whose grants have not come
-        self._warned_of: set[object] = set()
+        self._warned_of: set[bool] = set()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="crossover-turn", daemon=True)
         if not membership.is_lead:
@@ -248,7 +249,8 @@ class Turns:
             self._segment.bells.ring_own()
             self._channel.interrupt()
         self._jobs.put(None)
-        if threading.current_thread() is not self._thread:
+        # Python's collector may close a mutex inside of `no_fork`, without which the thread cannot end.
+        if threading.current_thread() is not self._thread and not no_fork._is_owned():  # type: ignore[attr-defined]
             self._thread.join(_CLOSE_TIMEOUT_S)
             if self._thread.is_alive():  # the device does not come to the end
                 self._leave()
@@ -280,7 +282,7 @@ class Turns:
     def _next_job(self) -> Callable[[], None] | None:
         while True:
             turn = self._current
-            if turn is None or not (self._lends and self.shared and turn.number) or turn.lent:
+            if turn is None or not (self._lends and self.shared and turn.number) or turn.returned:
                 return self._jobs.get()
             turn.looks = turn.looks or Looks()
             try:
@@ -294,10 +296,7 @@ class Turns:
         members = self._segment.members()
         wanted = any(each.job != self.membership.job and each.queued > each.started for each in members)
         if wanted and (self._order is None or self._order.is_done(turn.streams)):
-            with self._lock:
-                turn.lent = not turn.over
-            if turn.lent:
-                self._publish_end(turn)
+            self._give_back(turn)
 
     def _leave(self) -> None:
         with self._lock:
@@ -332,25 +331,27 @@ class Turns:
         if end is not None and self._order is not None:
             self._order.wait(end)
         self.counters.held_s += time.monotonic() - turn.began_s
-        with self._lock:
-            turn.over = True
-        if not turn.lent:
-            self._publish_end(turn)
+        self._give_back(turn)
 
-    def _publish_end(self, turn: _Turn) -> None:
-        if self._lease.note(time.monotonic() - turn.began_s):
-            self._segment.publish(lease_s=self._lease.seconds)
-        if turn.number is not None:
-            self._segment.publish_returned(turn.number)
+    def _give_back(self, turn: _Turn) -> None:
+        """Publish a turn that is over, or lent, as given back; with `_give_number`, if that comes later."""
+        with self._lock:
+            if turn.returned:
+                return
+            turn.returned = True
+            if self._lease.note(time.monotonic() - turn.began_s):
+                self._segment.publish(lease_s=self._lease.seconds)
+            if turn.number is not None:
+                self._segment.publish_returned(turn.number)
 
     def _give_number(self, turn: _Turn, number: int) -> None:
         self.counters.turn = number
         with self._lock:
-            turn.number, over = number, turn.over
-        if over:
-            self._segment.publish_returned(number)
-        else:
-            self._segment.publish(started=number)
+            turn.number = number
+            if turn.returned:
+                self._segment.publish_returned(number)
+            else:
+                self._segment.publish(started=number)
 
     # --- drawing -------------------------------------------------------------------------------------------
 
@@ -359,22 +360,27 @@ class Turns:
         self._requested += 1
 
     def _claim(self) -> None:
-        if self._requested:
-            self._requested -= 1
-        else:
-            self._draw()
+        if not self._requested:
+            self._request()
+        self._requested -= 1
 
     def _draw(self) -> None:
         """Append, look, read, in this order: the model finds overlaps in others. Other ranks ask for the grant."""
         if not self.membership.is_lead:
             return self._channel.ask()
-        segment, mode_before = self._segment, self._trial.mode
-        turn = segment.draw_turn()
-        members = segment.members(in_order=True)
-        self._trial.look(members)
-        self._log.read(segment.read_log(self._log.read_numel, turn - 1))
+        mode_before = self._trial.mode
+        if not self._log.read_numel:  # a log of days is read for seconds, and siblings wait for who has drawn
+            self._look_and_read(self._segment.drawn())
+        turn = self._segment.draw_turn()
+        members = self._look_and_read(turn - 1)
         self._channel.send(self._log.grant(turn, self.membership.job, members))
         self._try(mode_before)
+
+    def _look_and_read(self, last: int) -> Sequence[Member]:
+        members = self._segment.members(in_order=True)
+        self._trial.look(members)
+        self._log.read(self._segment.read_log(self._log.read_numel, last))
+        return members
 
     def _try(self, mode_before: Mode) -> None:
         """Do the job's part in the trial; see [Note: trial of turns] in `rules`."""
@@ -432,25 +438,21 @@ class Turns:
         self._claim()
         self._number_begun(wait=True)
         grant = self._grant()
-        waited, seen = self._until_free(grant, turn)
-        if waited:
-            self.counters.hand_over(since_s, self._given_back_ns(grant, seen))
+        last, seen = dict(grant.after), self._until_free(grant, turn)
+        past = (each for each in seen if last.get(each.job, math.inf) <= each.returned)
+        self.counters.hand_over(since_s, max((each.returned_at_ns for each in past), default=0))
         self.counters.waited_s += time.monotonic() - since_s
-        self.counters.turn = turn.number = grant.turn
         self._patience.started()
         if self._closing:
             return
-        self._segment.publish(started=grant.turn)
+        self._give_number(turn, grant.turn)
         self._begin(turn)
         with self._lock:
             self._wanted.discard(turn)
         turn.awaited.set()
 
-    def _until_free(self, grant: Grant, turn: _Turn) -> tuple[bool, Sequence[Member]]:
-        """Block until no sibling's turn comes before ``grant`` on this device.
-
-        Returns whether that took any waiting, and who is there then.
-        """
+    def _until_free(self, grant: Grant, turn: _Turn) -> Sequence[Member]:
+        """Block until no sibling's turn comes before ``grant``; return who is there then, nobody without a wait."""
         segment, waited, members = self._segment, False, list[Member]()
         while not (self._closing or turn.given_up):
             members = segment.members()
@@ -463,32 +465,18 @@ class Turns:
                 segment.publish(queued=grant.turn)
             waited = True
             segment.bells.wait([blocker.member.process for blocker in waiting], left_s)
-        return waited, members
-
-    def _given_back_ns(self, grant: Grant, members: Sequence[Member]) -> int:
-        """Return when the last turn before ``grant`` was given back, by its owner's monotonic clock; 0 if none was."""
-        needed = dict(grant.after)
-        before = (each for each in members if each.job != self.membership.job)
-        return max(
-            (each.returned_at_ns for each in before if 0 < needed.get(each.job, 0) <= each.returned),
-            default=0,
-        )
+        return members if waited else ()
 
     def _warn_of_lost_patience(self) -> None:
         for lost in self._patience.lost:
-            kept = f"a sibling on {self._segment.device} kept its turn for"
-            words = f"{kept} longer than its lease of {lost.lease_s:.1f} s"
+            kept, limit = "longer than", ""
             if at_limit := lost.waited_s < lost.lease_s:
-                words = (
-                    f"{kept} {lost.waited_s:.1f} s, which is less than its lease of {lost.lease_s:.1f} s, but siblings "
-                    "may cost this job a quarter of its process group's timeout at most"
-                )
-            self._warn_once(at_limit, f"{words}; going on beside it (said once)")
-
-    def _warn_once(self, cause: object, words: str) -> None:
-        if cause not in self._warned_of:
-            self._warned_of.add(cause)
-            logger.warning("%s", words)
+                kept = f"{lost.waited_s:.1f} s, which is less than"
+                limit = ", but siblings may cost this job a quarter of its process group's timeout at most"
+            if at_limit not in self._warned_of:
+                self._warned_of.add(at_limit)
+                words = "a sibling on %s kept its turn for %s its lease of %.1f s%s; going on beside it (said once)"
+                logger.warning(words, self._segment.device, kept, lost.lease_s, limit)
 
 
 def _raise(error: Exception) -> None:

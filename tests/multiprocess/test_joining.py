@@ -23,11 +23,16 @@ from crossover_ddp import (
     reduce_scatter_all_gather_hook,
 )
 from crossover_ddp._turns import channel as turn_channel
+from crossover_ddp._turns import joining
 from crossover_ddp._turns.segment import SLOT_COUNT, TurnSegment, lock_slots
+from crossover_ddp._turns.turns import Turns
+from crossover_ddp.errors import TurnError
+from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import Job, in_ranks, inside, run_jobs
 from tests.harness.groups import new_group
 from tests.harness.oracles import heard
 from tests.harness.training import WIDTH, Training, same
+from tests.unit.turns.mutexes import membership_of
 
 STEPS = 5
 TIMEOUT_S = 90.0
@@ -201,6 +206,32 @@ def test_a_store_that_one_rank_does_not_reach_and_a_rank_that_comes_too_late(
         assert [len(each) for each in said] == [1, 1]
     else:
         assert "expected all 2 ranks to join within" in stats["disabled_because"]
+
+
+@in_ranks(2)
+def test_a_rank_without_a_thread_for_its_turns_tells_its_peers(rank: int) -> None:
+    """They would wait for its grants for half the group's timeout."""
+    device, message = (
+        f"device{rank}",
+        "expected a thread for turns, got: can't start new thread; raise ulimit -u",
+    )
+    for is_lead in (True, False):
+        dist.barrier()
+        if (rank == 0) == is_lead:
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(TurnError, match=message):
+                patch.setattr(Turns, "__init__", _fails(RuntimeError("can't start new thread")))
+                GPUMutex(device=device)
+            assert joining._places == set()
+        else:
+            mutex = GPUMutex(device=device)
+            channel = membership_of(mutex).channel
+            if is_lead:
+                channel.ask()
+                with pytest.raises(TurnError, match="the job's lead rank takes no more turns"):
+                    channel.receive()
+            with mutex:
+                pass
+            mutex.close()
 
 
 # --- one process, one job -----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 from crossover_ddp import cli
 from crossover_ddp._timeline import record
 from crossover_ddp._timeline.record import Timeline
+from crossover_ddp._timeline.trace import events
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -133,14 +134,31 @@ def test_a_process_that_forgets_to_close_loses_nothing_and_its_forked_child_repe
     tmp_path: Path,
 ) -> None:
     script = (
-        "import os, sys; from crossover_ddp._timeline.record import Timeline\n"
+        "import os, signal, sys; from crossover_ddp._timeline.record import Timeline\n"
         "timeline = Timeline(sys.argv[1], rank=0, device='d'); timeline.span('compute', 0, 1)\n"
-        "child = os.fork()\n"
-        "if child: os.waitpid(child, 0)\n"
+        "timeline._lock.acquire(); timeline._write_lock.acquire(); child = os.fork()\n"  # as another thread might
+        "if not child: signal.alarm(20); sys.exit()\n"
+        "timeline._lock.release(); timeline._write_lock.release(); sys.exit(os.waitpid(child, 0)[1])\n"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60)
     (path,) = tmp_path.iterdir()
     assert [span["cat"] for span in _spans(path)] == ["compute"]
+
+
+def test_a_disk_that_is_full_for_a_moment_costs_the_rest_of_the_recording_alone(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from resource import *; from crossover_ddp._timeline.record import Timeline\n"
+        "timeline = Timeline(sys.argv[1], rank=0, device='d')\n"
+        "def write(): timeline.span('compute', 0, 1); timeline.flush()\n"
+        "write(); soft, hard = getrlimit(RLIMIT_FSIZE)\n"
+        "setrlimit(RLIMIT_FSIZE, (os.stat(timeline.path).st_size + 9, hard)); write()\n"
+        "setrlimit(RLIMIT_FSIZE, (soft, hard)); write()\n"
+    )
+    words = [sys.executable, "-c", script, str(tmp_path)]
+    told = subprocess.run(words, check=True, timeout=60, capture_output=True, text=True).stderr
+    (path,) = tmp_path.iterdir()
+    assert [event["ph"] for event in events(path)].count("X") == 1
+    assert told.count("no timeline is recorded") == 1
 
 
 def test_unwritable_directory_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp import CrossoverState, ExchangeError, GPUMutex, comm_hooks
+from crossover_ddp.codecs import Int8
 from crossover_ddp.comm_hooks import JobTurn
 from tests.harness import single_process_group
 from tests.harness.groups import new_group
@@ -57,8 +58,17 @@ def test_a_wrong_group_name_is_raised_by_the_first_backward(monkeypatch: pytest.
 
 
 def test_a_pickled_state_leaves_the_process_behind() -> None:
-    copy = pickle.loads(pickle.dumps(CrossoverState(hook_state={"rank": 4})))
-    assert copy.hook_state == {"rank": 4}
+    arguments = {
+        "hook_state": {"rank": 4},
+        "codec": Int8(),
+        "loss_scale": 2.0,
+        "compare_replicas": False,
+        "trial": False,
+    }
+    state = CrossoverState(**arguments)
+    copy = pickle.loads(pickle.dumps(state))
+    assert state.__getstate__() == copy.__getstate__() == arguments
+    assert not copy.turn._trial
     assert copy.mutex is None
     assert copy.process_group is None
 

@@ -76,6 +76,41 @@ def test_a_turn_begun_alone_is_waited_for_and_waits_like_any_other(
         sibling.release()
 
 
+def test_a_turn_that_was_lent_is_given_back_under_the_number_that_it_gets_later(
+    make: Make, threads: ThreadPoolExecutor
+) -> None:
+    mutex, sibling = make(trial=True), make(trial=True)
+    mutex.acquire()
+    acquire_in(threads, sibling).result(SOON_S)  # nobody computes
+    mutex.request()
+    mutex.acquire()
+    sibling.release()
+    assert eventually(lambda: mutex.stats()["turn"] == 3)
+    mutex.release()
+    acquire_in(threads, sibling).result(SOON_S)
+    assert sibling.stats()["leases_expired"] == 0
+
+
+def test_a_late_job_has_read_the_log_before_it_draws(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Siblings wait for who has drawn, and a log of days is read for seconds."""
+    mutex, read, draw = make(), list[int](), turn_segment.TurnSegment.draw_turn
+    for _ in range(5):
+        with mutex:
+            pass
+    assert eventually(lambda: mutex.stats()["turn"] == 5)
+    late = make()
+
+    def drawing(segment: turn_segment.TurnSegment) -> int:
+        assert late._turns is not None
+        read.append(late._turns._log.read_numel)
+        return draw(segment)
+
+    monkeypatch.setattr(turn_segment.TurnSegment, "draw_turn", drawing)
+    with late:
+        assert late.stats()["turn"] == 6
+    assert read == [5]
+
+
 def test_an_exception_and_a_pause_give_the_turn_away(make: Make, threads: ThreadPoolExecutor) -> None:
     mutex, sibling = make(), make()
     with contextlib.suppress(ZeroDivisionError), mutex:
@@ -188,6 +223,21 @@ def test_a_forgotten_mutex_leaves(group: str) -> None:
     del mutex
     gc.collect()
     assert not files_of(group)
+
+
+def test_a_mutex_that_is_collected_where_no_fork_may_be_does_not_wait_for_its_thread(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread needs that lock to end."""
+    mutex = make()
+    assert mutex._turns is not None
+    thread, joined = mutex._turns._thread, list[float]()
+    with monkeypatch.context() as patch, turn_segment.no_fork:
+        patch.setattr(thread, "join", joined.append)
+        mutex.close()
+    assert joined == []
+    thread.join(SOON_S)
+    assert not thread.is_alive()
 
 
 def test_a_forked_child_cannot_give_its_parents_turn_away_and_may_join_itself(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -97,6 +98,28 @@ def test_a_store_that_ends_is_told_to_whoever_wants_a_turn(make: Make) -> None:
     gc.collect()
     with pytest.raises(TurnError, match="the job's store failed"):
         receive(other)
+
+
+@pytest.mark.parametrize("store", ["TCPStore"], indirect=True)
+def test_grants_are_removed_by_a_rank_that_listens_and_by_the_lead_rank_when_that_has_left(
+    make: Make,
+) -> None:
+    """The lead rank seldom waits for the store as long as another one does its work."""
+    lead, other = make()
+    other.listen(lambda: None)
+    lead._store = store = mock.Mock(wraps=lead._store)
+    count, looks = 2 * turn_channel._KEPT, 2 * turn_channel._KEPT // turn_channel._LOOK
+    for turn in range(count):
+        lead.send(Grant(turn + 1, ()))
+        assert receive(other).turn == turn + 1
+    assert (store.check.call_count <= looks, store.delete_key.call_count) == (True, 0)
+    other.close()
+    kept = store.num_keys()
+    for turn in range(count):
+        lead.send(Grant(count + turn + 1, ()))
+    assert store.num_keys() <= kept + 3 * turn_channel._LOOK
+    assert store.check.call_count <= 2 * looks
+    assert store.delete_key.call_count <= count
 
 
 # --- how long collectives wait, read from the group itself in whatever way it was made ------------------------------

@@ -30,6 +30,8 @@ TWO_ON_ONE = (0, 0, 1)
 TWO = (PLAIN, PLAIN)
 SLOTS = (TWO_ON_ONE, PLAIN)
 THREE = (PLAIN, PLAIN, PLAIN)
+ALONE = ((0,), (0, 1))
+"""A job of one rank beside one of two."""
 TWO_JOIN_ONE_DEVICE = (PLAIN, (0,), (0,))
 OVERLAPPING = (PLAIN, (1, 2))
 INSIDE = (PLAIN, (1,))
@@ -84,6 +86,7 @@ WORLDS = {
     "side-by-side-and-back": Rules(TWO, (1, 1), words=(SIDE, BACK)),
     "side-by-side-a-death": Rules(TWO, (1, 1), words=(SIDE,), deaths=1),
     "side-by-side-a-stop": Rules(TWO, (1, 1), words=(SIDE,), stops=1),
+    "going-on-lent": Rules(ALONE, (3, 2), loans=2, goes_on=True),
     "two-loans": Rules(TWO, (2, 2), loans=2),
     "a-loan-a-death-side-by-side": Rules(TWO, (1, 1), loans=1, words=(SIDE,), deaths=1),
     "a-loan-a-stop": Rules(TWO, (2, 2), loans=1, stops=1),
@@ -200,6 +203,10 @@ WRONG = {
     "an-earlier-owners-turns": (SLOT_REUSED._replace(turn_log=OwnersMixedUp), DEADLOCK),
     "the-first-turn-missed": (Rules(TWO, (2, 2), turn_log=FirstTurnMissed), OVERLAP),
     "no-wait-where-turns-pay": (Rules(TWO, (2, 2), words=(BACK,), turn_log=NotWaitingWhereTurnsPay), OVERLAP),
+    "nothing-given-back-after-going-on": (
+        Rules(ALONE, (3, 1), loans=1, goes_on=True, goes_on_lent=False),
+        DEADLOCK,
+    ),
     "forgives-for-good": (STOP._replace(patience=ForgivesForGood), OVERLAP),
     "forgives-all-slots": (Rules(SLOTS, (2, 2), hurries=1, patience=ForgivesJobsNotSlots), OVERLAP),
     "a-lease-for-each-turn": (STOP._replace(patience=ForgivesOneTurnOnly), SECOND_LEASE),

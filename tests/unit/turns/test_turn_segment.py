@@ -5,6 +5,7 @@ processes are used where one of them has to die.
 """
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -251,6 +252,26 @@ def test_a_thread_that_forks_in_its_own_gap_does_not_wait_for_itself(join: Join,
     owned: Any = no_fork
     assert not owned._is_owned()
     assert jobs(segment) == [1]
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENOSPC, "make room"),
+        (errno.EACCES, "let this user"),
+        (errno.EISDIR, "remove it"),
+    ],
+)
+def test_a_file_that_does_not_open_is_named_with_the_right_remedy(
+    number: int, remedy: str, tmp_path: Path
+) -> None:
+    files = GroupFiles("jobs", str(tmp_path))
+    refused = mock.patch.object(segments.os, "open", side_effect=OSError(number, os.strerror(number)))
+    message = rf"expected a file of turns at .*jobs@\.log, got {os.strerror(number)}; .*{remedy}"
+    with refused, pytest.raises(SegmentError, match=message):
+        files.open_file(".log", os.O_RDWR)
+    files.close()
 
 
 # --- what others have put there is refused by name and stays as it is ------------------------------------------------

@@ -3,9 +3,9 @@
 Each rank repeats *take a turn, meet the own job's ranks in a collective inside it (DDP's buffer broadcast), compute,
 give back, exchange with the own job's ranks*. Moves are as fine as what can happen between processes: join, append to
 the log (turns, and words of the trial at any moment), look at the members, read the log, start, pass a collective, give
-back, give back early and compute on, leave, die, stop, go on, lose patience. What a rank decides is decided by
-production's own `TurnLog`, `Trial`, `blockers` and `Patience`; the model adds who is where, and what nobody can decide:
-deaths, stops, and time, of which it knows only that a lease ends.
+back, give back early and compute on, draw inside a turn and take that number, leave, die, stop, go on, lose patience.
+What a rank decides is decided by production's own `TurnLog`, `Trial`, `blockers` and `Patience`; the model adds who is
+where, and what nobody can decide: deaths, stops, and time, of which it knows only that a lease ends.
 
 What must hold, checked without those functions: a turn that is not drawn side by side starts on a device when every
 earlier turn has been given back there (perhaps early, by a rank that computes on), or its rank is dead, or the starting
@@ -134,12 +134,16 @@ class Rules(NamedTuple):
     """What lead ranks write into the log, in this order and at any moment."""
     loans: int = 0
     """How many turns may be published as given back before they are over."""
+    goes_on: bool = False
+    """Whether a job of one rank may draw inside a turn, whose number that turn then has if it lasts."""
     early_draw: bool = True
     draw_steps: tuple[str, ...] = ("append", "look", "read")
     waits_for: Callable[[Grant, int, Sequence[Member]], list[Blocker]] = blockers
     patience: type[Patience] = Patience
     turn_log: type[TurnLog] = TurnLog
     mutex_per_device: bool = False
+    goes_on_lent: bool = True
+    """Whether such a number counts as given back if the turn had been before."""
     alone: bool = True
     """Whether a rank that sees no sibling on its device begins without its number."""
 
@@ -266,7 +270,8 @@ class Model:
     def _may_draw(self, j: int, job: Job) -> bool:
         """Once a round; early draws come as soon as the lead rank has given the turn before back."""
         lead, drawn = job.ranks[0], len(job.grants)
-        if lead.place < 0 or lead.stopped or drawn == self.rules.rounds[j] or lead.round < drawn:
+        inside = self.rules.goes_on and len(job.ranks) == 1 and lead.place % PLACES_PER_ROUND >= INSIDE
+        if lead.place < 0 or lead.stopped or drawn == self.rules.rounds[j] or lead.round + inside < drawn:
             return False
         due = lead.round > drawn or lead.place % PLACES_PER_ROUND >= QUEUE  # perhaps begun without its number
         return due or (self.rules.early_draw and drawn > 0)
@@ -321,8 +326,19 @@ class Model:
             lent = with_rank(state, j, r, rank._replace(returned=turn, lent=True))
             yield lent._replace(loans=state.loans + 1)
         if place == MET and rank.place >= 0:
-            returned = rank.returned if rank.unnumbered else job.grants[rank.round].turn
+            known = rank.unnumbered or rank.lent
+            returned = rank.returned if known else job.grants[rank.round].turn
             yield with_rank(state, j, r, rank._replace(place=rank.place + 1, returned=returned, lent=False))
+            if self.rules.goes_on and not rank.unnumbered and len(job.grants) > rank.round + 1:
+                yield self._go_on(state, j, r)
+
+    def _go_on(self, state: State, j: int, r: int) -> State:
+        """Let the turn that a rank is in have the number that was drawn meanwhile."""
+        rank = state.jobs[j].ranks[r]
+        turn = state.jobs[j].grants[rank.round + 1].turn
+        returned = turn if rank.lent and self.rules.goes_on_lent else rank.returned
+        place = rank.place + PLACES_PER_ROUND
+        return with_rank(state, j, r, rank._replace(place=place, started=turn, returned=returned))
 
     def _pass_collectives(self, state: State, before: State | None = None) -> State:
         """Let every rank pass the collective at which all ranks of its job have arrived; jobs as ``before`` have.
