@@ -89,8 +89,8 @@ def test_a_thread_that_saves_during_step_loses_no_step() -> None:
 
 
 def test_a_thread_that_looks_before_the_last_bucket_is_sent_takes_no_bucket_away() -> None:
-    training, plain = both()
-    training.run()
+    """Gradients would be clipped by the norm of those in the last bucket."""
+    training, other = (Training(decoupled=True).run() for _ in range(2))
 
     def look() -> None:
         looker = threading.Thread(target=lambda: [*training.optimizer.param_groups[0]["params"]])
@@ -98,8 +98,13 @@ def test_a_thread_that_looks_before_the_last_bucket_is_sent_takes_no_bucket_away
         looker.join(60)
 
     with inside.before_last_bucket(look):
-        training.step()
-    assert_same(training, plain.run(6))
+        training.backward()
+    other.backward()
+    assert torch.equal(*(each.state.clip_grad_norm_(0.01) for each in (training, other)))
+    for each in (training, other):
+        each.update()
+    assert training.is_pending
+    assert_same(training, other)
 
 
 @pytest.mark.parametrize(("reader", "where"), [("thread", torch), ("signal's handler", dist)])

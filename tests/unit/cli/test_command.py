@@ -58,7 +58,8 @@ def test_a_reader_that_was_never_there_is_no_error() -> None:
     theirs, ours = os.pipe()
     os.close(theirs)
     command = [sys.executable, "-m", "crossover_ddp.cli", "doctor"]
-    done = subprocess.run(command, cwd=ROOT, stdout=ours, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=ours, stderr=subprocess.PIPE, text=True)
     os.close(ours)
     assert (done.returncode, done.stderr) == (0, "")
 
