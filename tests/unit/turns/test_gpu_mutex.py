@@ -79,7 +79,7 @@ def test_a_turn_begun_alone_is_waited_for_and_waits_like_any_other(
 def test_a_turn_that_was_lent_is_given_back_under_the_number_that_it_gets_later(
     make: Make, threads: ThreadPoolExecutor
 ) -> None:
-    mutex, sibling = make(trial=True), make(trial=True)
+    mutex, sibling = make(trial=True, lease=SOON_S / 2), make(trial=True)
     mutex.acquire()
     acquire_in(threads, sibling).result(SOON_S)  # nobody computes
     mutex.request()
