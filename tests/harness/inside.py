@@ -12,12 +12,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from crossover_ddp import DecoupledState, GPUMutex, kfac_hooks
+from crossover_ddp import DecoupledState, GPUMutex
 from crossover_ddp._averaging import shared_centre
 from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP, Trial
 from crossover_ddp._engine import links
 from crossover_ddp._engine.device import Device, Native
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._kfac import settings
 from crossover_ddp._turns import channel
 from crossover_ddp._turns.segment import TurnSegment
 
@@ -120,7 +121,7 @@ def pretend_times(state: DecoupledState, *, deferred_s: float, whole_s: float) -
 @contextlib.contextmanager
 def kfac_of_no_layer() -> Iterator[None]:
     """Let `KFACState` take a model of which it treats no layer, which a user is not allowed."""
-    with mock.patch.object(kfac_hooks, "check_any"):
+    with mock.patch.object(settings, "check_any"):
         yield
 
 
