@@ -244,8 +244,9 @@ class Rank:
     def _note_begin(self, mutex: GPUMutex, wanted_s: float) -> None:
         """Note the turn; 0 where it has begun alone on its device, without its number."""
         if mutex.holding:
-            log_fd = _log_fd(mutex)
-            inode = os.fstat(log_fd).st_ino if log_fd >= 0 else 0
+            inode = 0
+            with contextlib.suppress(OSError):  # the turn thread closes it where turns have failed
+                inode = os.fstat(_log_fd(mutex)).st_ino
             self._book.note("begin", mutex._counters.turn if mutex.shared else 0, wanted_s, inode)
 
     def _compute(self, mutex: GPUMutex | None) -> None:
