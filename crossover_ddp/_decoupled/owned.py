@@ -216,9 +216,9 @@ class Owners:
             if plans:
                 names = [type(self._partials[number].optimizer).__name__ for number in sorted(plans)]
                 raise UnsupportedConfigurationError(
-                    f"expected step() of all optimizers after each backward(), or of none, got gradients that were "
-                    f"dropped after step() of {', '.join(names)} alone, which owners take when all have stepped; step "
-                    "all of them, or make a model's state for each"
+                    "expected step() of all optimizers after each backward(), or of none, got gradients that were "
+                    f"dropped after step() of {', '.join(names)} alone: owners update when all have stepped, so that "
+                    "step is lost; call step() of all of them, or pass owners=None"
                 )
             self._skipped += 1
             if self._skipped == _SKIPPED_STEPS_TO_WARN:

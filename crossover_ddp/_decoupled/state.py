@@ -56,6 +56,7 @@ from crossover_ddp._owners.optimizer import (
     check_separable,
     guard_groups,
     intercept,
+    is_watched,
 )
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
@@ -595,7 +596,7 @@ class DecoupledState(Owning):
             pending.why_whole = "parameters or gradients are looked at between backward() and step()"
             return original()
         check_not_scaled(partial.optimizer, CHANGED)
-        if not pending.is_settled or partial.is_watched():
+        if not pending.is_settled or is_watched(partial.optimizer):
             # DDP may still rebuild its buckets, or somebody wants to see the parameters after this step.
             watched = "a hook of the optimizer's step sees parameters"
             pending.why_whole = watched if pending.is_settled else BEGINS

@@ -390,7 +390,7 @@ class Exchange:
                     self._timeline.span("wait", done_s, now_s, step=backward.number + 1)
         try:
             trip.end(failure)
-        except RuntimeError as lost:
+        except RuntimeError as lost:  # the device
             trip.end(self.fail(trip.name, lost))
 
     def fail(self, name: str, cause: BaseException) -> CrossoverError:

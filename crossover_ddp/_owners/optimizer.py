@@ -91,14 +91,6 @@ class PartialOptimizer:
         _take_over(after, plan.attributes, vars(self.optimizer))
         return plan
 
-    def is_watched(self) -> bool:
-        """Tell whether somebody has registered hooks that expect a whole step."""
-        return any(
-            getattr(optimizer_module, f"_global_optimizer_{when}_hooks", None)
-            or getattr(self.optimizer, f"_optimizer_step_{when}_hooks", None)
-            for when in ("pre", "post")
-        )
-
     def apply(self, plan: StepPlan, updates: Iterable[Update]) -> None:
         """Update these parameters as ``plan`` says; their ``.grad`` is left as it was."""
         used: dict[int, Group] = {}
@@ -304,9 +296,18 @@ def check_not_intercepted(optimizer: Optimizer) -> None:
         )
 
 
+def is_watched(optimizer: Optimizer) -> bool:
+    """Tell whether somebody has registered hooks that expect a whole step."""
+    return any(
+        getattr(optimizer_module, f"_global_optimizer_{when}_hooks", None)
+        or getattr(optimizer, f"_optimizer_step_{when}_hooks", None)
+        for when in ("pre", "post")
+    )
+
+
 def check_unhooked(optimizer: Optimizer) -> None:
     """Refuse hooks of a step that owners take."""
-    if PartialOptimizer(optimizer).is_watched():
+    if is_watched(optimizer):
         raise UnsupportedConfigurationError(
             "expected no step hooks where parameters have owners, got some (register_step_pre_hook, "
             "register_step_post_hook, a profiler's): parameters are not updated when torch calls them; remove them "
