@@ -124,8 +124,8 @@ class DecoupledState(Owning):
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
         mutex: take turns with sibling jobs: the turn is given away when backward's compute is done, and taken before
             the next forward's. Default: no turns.
-        defer: "auto": try in some of the first thirty steps whether deferring is worth it, and keep what is faster for
-            this model on this link; see `deferring`. "always": do not try. The results are the same either way.
+        defer: "auto": try in the first thirty to ninety steps whether deferring is worth it, and keep what is faster
+            for this model on this link; see `deferring`. "always": do not try. The results are the same either way.
         codec: compresses both halves, with error feedback; one for both, or a pair: to owners, to all. Such as
             ``crossover_ddp.codecs.Int8()``; see `CompressedState`. Parameters are then not those of plain DDP, but the
             same on all ranks to the last bit. Default: none.

@@ -1,20 +1,24 @@
 """Is deferring worth it? Steps of both kinds by the host's clock. Our design.
 
-[Note: trial of deferring] Deferring costs processor time, and gains only what would otherwise be waited for: nothing on
-a fast link, little where buckets are few. Which it is shows only in training. So when buckets have settled, some steps
-are deferred and some are not, in turns, and all ranks keep what was faster for the slowest of them. What is not
-deferred goes the way of the split hook: the additions are those of a deferred step, so that results are the same to the
-last bit, whatever is chosen. What counts is the number of backward passes, which is the same on all ranks, whatever
-else one of them does.
+[Note: trial of deferring] Deferring costs processor time, and gains only what would otherwise be waited for: nothing
+on a fast link, little where buckets are few. Which it is shows only in training. So when buckets have settled, some
+steps are deferred and some are not, in turns, and all ranks keep what was faster for the slowest of them, as soon as
+that is plain. Deferring must gain something, for it costs processor time in what is not measured, too. What is not
+deferred goes the way of the split hook: the additions are those of a deferred step, so that results are the same to
+the last bit, whatever is chosen. What counts is the number of backward passes, which is the same on all ranks,
+whatever else one of them does.
 """
 
 import logging
+import math
+import statistics
 import time
 from typing import Final
 
 import torch
 
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._system.comparing import LAST_PAIR, is_faster
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +26,8 @@ WARM_UP: Final = 6
 """Backward passes on settled buckets before the trial: the first ones record and check."""
 BLOCK: Final = 5
 """Backward passes of one kind in a row. The first of them still ends the former kind, and is not counted."""
-BLOCKS: Final = 4
-"""Deferred, not deferred, and so again: one of each kind may contain something else, such as an evaluation."""
-END: Final = WARM_UP + BLOCK * BLOCKS
-_WORTH_IT: Final = 0.99
-"""Not deferring must take less than this part of the time: where both are alike, defer."""
+END: Final = WARM_UP + 2 * BLOCK * LAST_PAIR
+"""Backward passes until it is over; about a third of them where the difference is plain."""
 
 
 class Trial:
@@ -40,12 +41,12 @@ class Trial:
     def __init__(self) -> None:
         self.defers, self.is_over = True, False
         self._count, self._begin_s = 0, 0.0
-        self._step_s: list[float] = []
+        self._step_s: tuple[list[float], list[float]] = [], []  # deferred, and not: of each block
 
     def backward_ended(self, exchange: Exchange, device: torch.device) -> None:
         """Note the end of a backward pass on settled buckets, whose gradients are on ``device``.
 
-        **Collective** at the end of the trial.
+        **Collective** after each pair of blocks.
         """
         if self.is_over:
             return
@@ -55,14 +56,19 @@ class Trial:
                 torch.cuda.synchronize(device)
             now_s = self._clock()
             if place:
-                self._step_s.append((now_s - self._begin_s) / place)
+                self._step_s[block % 2].append((now_s - self._begin_s) / place)
             self._begin_s = now_s
         self._count += 1
-        if self._count < END:
-            self.defers = max(0, self._count - WARM_UP) // BLOCK % 2 == 0
+        block, place = divmod(self._count - WARM_UP, BLOCK)
+        self.defers = block < 0 or block % 2 == 0
+        if place or not self.defers or block <= 0:
             return
-        own = min(self._step_s[::2]), min(self._step_s[1::2])
-        deferred_s, whole_s = map(max, zip(*exchange.gather_numbers(own, device), strict=True))
-        self.defers, self.is_over = whole_s > _WORTH_IT * deferred_s, True
+        # Of two the one without an evaluation in it.
+        numbers = exchange.gather_numbers([*map(statistics.median_low, self._step_s)], device)
+        deferred_s, whole_s = map(max, zip(*numbers, strict=True))
+        faster = is_faster(math.log(whole_s / deferred_s), block // 2)
+        if faster is None:
+            return
+        self.defers, self.is_over = faster, True
         text = "decoupled: a step takes %.4f s deferred and %.4f s not deferred; from now on steps are %sdeferred"
         logger.info(text, deferred_s, whole_s, "" if self.defers else "not ")

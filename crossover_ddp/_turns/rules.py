@@ -48,6 +48,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
+from crossover_ddp._system.comparing import HYSTERESIS, LAST_PAIR, PLAIN, is_faster
+
 DEFAULT_LEASE_S = 5.0
 LONGEST_LEASE_S = 60.0
 _LEASE_TURNS = 4.0
@@ -59,16 +61,10 @@ UNCOUNTED: Final = 1
 """The first of them still ends the former kind."""
 WARM_UP: Final = 16
 """Steps of each job before the trial: the first ones compile and measure."""
-LAST_PAIR: Final = 8
-"""After so many blocks of each kind any difference decides."""
 REST: Final = 200
 """Steps of each job from one trial to the next, where siblings come and go."""
 REPEAT: Final = 4000
 """Steps of each job from one trial to the next."""
-PLAIN: Final[Mapping[int, float]] = {2: 0.40, 3: 0.20, 4: 0.10, 6: 0.05}
-"""After so many blocks of each kind so large a difference decides, as the logarithm of a ratio of times."""
-HYSTERESIS: Final = math.log(1.02)
-"""What stands is left for what is faster by so much."""
 _LONGEST_BLOCK: Final = 8
 """A block ends after so many times its turns, too: somebody is stopped, or does not train."""
 
@@ -464,10 +460,6 @@ def verdict(votes: Sequence[Vote], standing: Word | None, *, last: bool = False)
         return Word.TAKE_TURNS if last else None
     gain = statistics.fmean(math.log(each.turns_s / each.side_s) for each in votes)
     pairs = min(each.pairs for each in votes)
-    if last or pairs >= LAST_PAIR:
-        needed = -HYSTERESIS if standing is Word.SIDE_BY_SIDE else HYSTERESIS
-        return Word.SIDE_BY_SIDE if gain > needed else Word.TAKE_TURNS
-    plain = min((each for count, each in PLAIN.items() if pairs >= count), default=math.inf)
-    if abs(gain) < plain:
-        return None
-    return Word.SIDE_BY_SIDE if gain > 0 else Word.TAKE_TURNS
+    needed = -HYSTERESIS if standing is Word.SIDE_BY_SIDE else HYSTERESIS
+    faster = is_faster(gain, LAST_PAIR if last else pairs, needed)
+    return None if faster is None else Word.SIDE_BY_SIDE if faster else Word.TAKE_TURNS

@@ -77,8 +77,8 @@ def every(steps: int) -> Limit:
 
 
 PLAIN = Way("--hook none")
-# Deferring is tried for the first 32 steps, and buckets of a sixteenth of these models suit it.
-DECOUPLED = Way("--hook decoupled --bucket-cap-mb 0.15", warm_up=34)
+# Deferring is tried for at most 88 steps, and buckets of a sixteenth of these models suit it.
+DECOUPLED = Way("--hook decoupled --bucket-cap-mb 0.15", warm_up=90)
 # torch's PowerSGD makes collectives in callbacks, where those of several buckets mix on gloo.
 POWERSGD = Way("--hook powersgd --bucket-cap-mb 1000")
 
@@ -169,7 +169,7 @@ CLAIMS: Mapping[str, Claim] = {
             "sgd": PLAIN,
             "kfac": Way("--hook kfac-alike", script="studies/peer.py"),
             "kfac, decoupled": Way(
-                "--hook kfac-decoupled --bucket-cap-mb 0.15", warm_up=34, script="studies/peer.py"
+                "--hook kfac-decoupled --bucket-cap-mb 0.15", warm_up=90, script="studies/peer.py"
             ),
         },
         presets=("convnet", "vit"),

@@ -14,16 +14,18 @@ import torch.distributed as dist
 
 from crossover_ddp import DecoupledState, GPUMutex
 from crossover_ddp._averaging import shared_centre
-from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP, Trial
+from crossover_ddp._decoupled.trial import BLOCK, WARM_UP, Trial
 from crossover_ddp._engine import links
 from crossover_ddp._engine.device import Device, Native
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._kfac import settings
+from crossover_ddp._system.comparing import PLAIN
 from crossover_ddp._turns import channel
 from crossover_ddp._turns.segment import TurnSegment
 
-TRIAL: Final = (WARM_UP, BLOCK, END)
-"""Backward passes of a trial of deferring: before it, of one kind in a row, to its end."""
+TRIAL: Final = (WARM_UP, BLOCK, WARM_UP + 2 * BLOCK * min(PLAIN))
+"""Backward passes of a trial of deferring: before it, of one kind in a row, to its end where
+the difference is plain."""
 
 
 @contextlib.contextmanager

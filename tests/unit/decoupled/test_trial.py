@@ -6,7 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-from crossover_ddp._decoupled.trial import BLOCK, BLOCKS, END, WARM_UP, Trial
+from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP, Trial
+from crossover_ddp._system.comparing import LAST_PAIR
 
 
 class World:
@@ -40,28 +41,29 @@ class World:
 
 
 @pytest.mark.parametrize(
-    ("deferred_s", "whole_s", "others", "defers"),
+    ("deferred_s", "whole_s", "others", "pairs", "defers"),
     [
-        (1.0, 2.0, [], True),
-        (2.0, 1.0, [], False),
-        (1.0, 1.0, [], True),
-        (1.0, 2.0, [[3.0, 2.5]], False),
+        (1.0, 2.0, [], 2, True),
+        (2.0, 1.0, [], 2, False),
+        (1.0, 1.25, [], 3, True),
+        (1.0, 1.03, [], LAST_PAIR, True),
+        (1.0, 1.01, [], LAST_PAIR, False),  # it costs what is not measured, too
+        (1.0, 2.0, [[3.0, 2.5]], 4, False),
     ],
 )
-def test_after_blocks_of_both_ways_the_faster_one_of_the_slowest_rank_is_kept(
-    deferred_s: float, whole_s: float, others: list[list[float]], defers: bool
+def test_after_blocks_of_both_ways_the_plainly_faster_one_of_the_slowest_rank_is_kept(
+    deferred_s: float, whole_s: float, others: list[list[float]], pairs: int, defers: bool
 ) -> None:
-    world = World(deferred_s, whole_s, others).run(END - 1)
+    end = WARM_UP + 2 * BLOCK * pairs
+    world = World(deferred_s, whole_s, others).run(end - 1)
     assert not world.trial.is_over
     world.run(1 + 3 * BLOCK)
-    assert world.trial.is_over and world.asked == 1
-    blocks = [world.modes[WARM_UP + BLOCK * i : WARM_UP + BLOCK * (i + 1)] for i in range(BLOCKS)]
+    assert world.trial.is_over and world.asked == pairs
+    blocks = [world.modes[WARM_UP + BLOCK * i : WARM_UP + BLOCK * (i + 1)] for i in range(2 * pairs)]
     assert all(world.modes[:WARM_UP])
-    assert blocks == [[i % 2 == 0] * BLOCK for i in range(BLOCKS)]
-    assert set(world.modes[END:]) == {defers}
-    assert len(world.settled_at) == 2 * BLOCKS, (
-        "the device is waited for only at the ends of what is measured"
-    )
+    assert blocks == [[i % 2 == 0] * BLOCK for i in range(2 * pairs)]
+    assert set(world.modes[end:]) == {defers}
+    assert len(world.settled_at) == 4 * pairs, "the device is waited for only at the ends of what is measured"
 
 
 @pytest.mark.parametrize("place", range(END))
