@@ -42,7 +42,7 @@ from crossover_ddp._ddp.checks import (
     wants_buffers_broadcast,
 )
 from crossover_ddp._ddp.compiled import OwnHook
-from crossover_ddp._engine.buckets import check_turn, split
+from crossover_ddp._engine.buckets import split
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.states import Agreement, HookState, compare
@@ -262,7 +262,6 @@ class AveragingState(HookState):
         return future
 
     def _adopt(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> None:
-        check_turn(self.mutex, group)
         check_group(bucket, group)
         model = _model_behind(bucket, self)
         check_forward(model, "parameters are averaged before it")

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from crossover_ddp._compression.codec import CodecChoice
 from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._ddp.checks import resolve_group
+from crossover_ddp._ddp.groups import on_destruction
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
 from crossover_ddp._engine.buckets import Turn, after_backward, split
-from crossover_ddp._engine.exchange import Exchange, answered, on_destruction
+from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._system import environment
 from crossover_ddp._system.cuda_driver import MPS_ENABLED, cuda_driver
 
@@ -229,7 +230,7 @@ def crossover_wrapper(hook: Hook) -> Hook:
                     f"expected codec=None for crossover_wrapper, got codec={state.codec!r}: the wrapped hook decides "
                     "what travels; leave codec out, or register crossover_hook"
                 )
-            compare = functools.partial(exchange.compare, bucket, state, state.compare_replicas)
+            compare = functools.partial(exchange.compare, bucket, state)
             # Not before backward has ended: any thread may issue the other hook's collectives.
             if not after_backward(compare):
                 compare()
@@ -278,7 +279,6 @@ class JobTurn:
         self._trial = trial
         self.device: torch.device | None = None
         self.mutex: GPUMutex | None = None
-        self.ranks = None  # the job's, as `_turn_of` sees to
 
     @property
     def shared(self) -> bool:

@@ -26,7 +26,8 @@ from typing import Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._engine.exchange import Exchange, on_destruction
+from crossover_ddp._ddp.groups import on_destruction
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Meter, Trip
 from crossover_ddp._engine.links import Layout, Link, all_finite, parts, tree_sum
 from crossover_ddp.errors import ExchangeError

@@ -1,1 +1,1 @@
-"""What is known of torch's DistributedDataParallel: what it hands to a hook, and the model behind that."""
+"""What is known of torch's DistributedDataParallel: what it hands to a hook, the model behind that, and its group."""

@@ -15,7 +15,7 @@ import gc
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -54,6 +54,28 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "pass the group that DDP was given"
         )
     return group
+
+
+def check_rank(to: int | None, group: dist.ProcessGroup) -> None:
+    """Refuse a rank that ``group`` does not have."""
+    if to is not None and not 0 <= to < group.size():
+        raise ValueError(f"expected 0 <= to < {group.size()}, got to={to}; pass a rank of the group, or None")
+
+
+def check_turn(ranks: Sequence[int] | None, process_group: dist.ProcessGroup) -> None:
+    """Raise unless a mutex's ranks (None: any) are those of the group: whoever else takes its turns waits for ours.
+
+    They are ranks of the default group, none for a mutex of this process alone.
+    """
+    if ranks is None:
+        return
+    own, theirs = sorted(dist.get_process_group_ranks(process_group)), sorted(ranks)
+    if own != theirs and (theirs or len(own) > 1):
+        raise UnsupportedConfigurationError(
+            f"expected a mutex of the ranks {own}, which train this model, got one of "
+            f"{theirs or 'this process alone'}: a turn belongs to all its ranks; leave mutex= out, or make it with "
+            "GPUMutex(process_group=…) of the model's group"
+        )
 
 
 def flat_gradients(bucket: dist.GradBucket) -> torch.Tensor:
@@ -112,6 +134,20 @@ def check_forward(model: DistributedDataParallel, why: str) -> None:
         raise UnsupportedConfigurationError(
             f"expected DistributedDataParallel, got replicate(), which never calls forward of the DDP model inside: "
             f"{why}; wrap the model in DistributedDataParallel"
+        )
+
+
+def check_optimized(model: DistributedDataParallel, optimizers: Sequence[Any]) -> None:
+    """Refuse to leave out optimizers of parameters that are trained."""
+    groups = [group for each in optimizers for group in each.param_groups]
+    known = {id(p) for group in groups for p in list.__iter__(group["params"])}  # past the guards of groups
+    trained = [p for _, p in named_parameters_of(model.module) if p is not None and p.requires_grad]
+    unknown = [p for p in trained if id(p) not in known]
+    if unknown:
+        names = names_of(unknown, model.module)
+        raise UnsupportedConfigurationError(
+            f"expected the optimizers of all trained parameters, got none of {len(unknown)} of them ({names}); pass "
+            "optimizer=, all of the model's, or optimizer=() to leave them out"
         )
 
 
@@ -188,6 +224,7 @@ def registered_model(state: object) -> DistributedDataParallel:
             f"expected a DDP model whose hook has this {type(state).__name__}, got none; call "
             "model.register_comm_hook(state, hook) before, and gc.freeze() after the first backward()"
         )
+    check_forward(model, "its parameters have no names")
     return model
 
 

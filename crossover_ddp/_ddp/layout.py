@@ -1,6 +1,6 @@
 """How a flat buffer is cut into consecutive parts, one per rank. Pure: no tensors, no processes."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,6 +15,13 @@ class Span(NamedTuple):
     def numel(self) -> int:
         """Number of elements."""
         return self.stop - self.start
+
+
+@cache
+def equal_lengths(numel: int, parts: int, multiple: int = 1) -> tuple[int, ...]:
+    """Return the elements of each part if all are equal, and multiples; the last one has what is left over, too."""
+    share = numel // parts // multiple * multiple
+    return (*(share,) * (parts - 1), numel - share * (parts - 1))
 
 
 @lru_cache(maxsize=256)

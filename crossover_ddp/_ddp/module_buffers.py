@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .checks import is_joined, model_of, wants_buffers_broadcast
+from .digests import Digests
 
 _NEEDED = ("require_forward_param_sync", "parameters_to_ignore", "_join_config")
 
@@ -126,6 +127,14 @@ class ModuleBuffers:
         # Looked for anew, as DDP does: a module may have replaced one.
         found = [buffer for name, buffer in module.named_buffers() if name not in self._ignored]
         return sorted(found, key=lambda buffer: -buffer.itemsize)
+
+
+class BehindBuckets:
+    """What of a model travels behind its last bucket; ``buffers`` by the state that its hook was registered with."""
+
+    def __init__(self) -> None:
+        self.digests = Digests()
+        self.buffers: dict[weakref.ref[Any] | None, ModuleBuffers] = {}
 
 
 def _broadcasts(model: DistributedDataParallel) -> bool:

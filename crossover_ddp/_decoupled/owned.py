@@ -209,7 +209,7 @@ class Owners:
             pending.guard()
             for share in shares:
                 with contextlib.suppress(ExchangeError):  # final: the next backward pass tells it
-                    share.bucket.wait_for_sum()  # its memory goes
+                    share.bucket.own_sum.wait()  # its memory goes
                 # After a refused backward, which has added to it, it is no wonder.
                 if not pending.is_broken and any([is_computed_with(each) for each in share.sealed()]):
                     raise UnsupportedConfigurationError(TOUCHED)  # he may skip all steps for what he saw
@@ -274,7 +274,7 @@ class Owners:
     def _update(self, shares: list["OwnedShare"], plans: dict[int, StepPlan]) -> None:
         """Take the step for what this rank owns, as the sums arrive; send what comes of it to the others."""
         exchange = Exchange.of(self._group)
-        self._take_turn(shares[0].bucket.wait_for_sum)
+        self._take_turn(shares[0].bucket.own_sum.wait)
         with as_in_step(shares[0].bucket.flat.device.type), self._pending.unwatched():
             for share in shares:
                 try:
@@ -352,7 +352,7 @@ class OwnedShare(Share):
 
     def own_pieces(self) -> Iterator[torch.Tensor]:
         """Yield the mean gradients that this rank owns."""
-        self.bucket.wait_for_sum()
+        self.bucket.own_sum.wait()
         for parameter, _ in self.updates:
             if id(parameter) in self.own:
                 yield self.pieces[id(parameter)]

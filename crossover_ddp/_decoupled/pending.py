@@ -25,8 +25,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import names_of
+from crossover_ddp._ddp.digests import fingerprint
 from crossover_ddp._engine.buckets import Bucket
-from crossover_ddp._engine.digest import fingerprint
 from crossover_ddp._engine.journeys import Trip
 from crossover_ddp._engine.links import parts
 from crossover_ddp._owners.optimizer import StepPlan, Update
@@ -164,7 +164,7 @@ class Share:
 
     def own_pieces(self) -> Iterator[torch.Tensor]:
         """Yield the part of the mean that this rank owns, without gradients that are not applied."""
-        self.bucket.wait_for_sum()
+        self.bucket.own_sum.wait()
         flat, layout, rank = self.bucket.flat, self.bucket.layout, self.bucket.link.rank
         own, start = parts(flat, layout)[rank], sum(layout[:rank])
         for update in self.updates:

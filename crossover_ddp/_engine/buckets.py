@@ -11,8 +11,8 @@ does carry the exception.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,12 +20,12 @@ from torch.autograd import Variable
 
 from crossover_ddp._ddp.module_buffers import BufferCopy
 from crossover_ddp._timeline.record import Timeline
-from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
+from crossover_ddp.errors import ExchangeError
 
-from .journeys import Gate, GradientFuture, Milestone, Place, Trip, nothing
+from .journeys import Gate, GradientFuture, Milestone, Place, Trip, Way, nothing
 from .links import Layout, Link, LinkAround
 
-BucketWay = Callable[["Bucket", Link], Coroutine[Any, Any, None]]
+BucketWay = Callable[["Bucket", Link], Way]
 
 _STEPS_KEPT: Final = 16
 
@@ -33,13 +33,9 @@ _STEPS_KEPT: Final = 16
 class Turn(Protocol):
     """What a mutex offers to the engine. No method raises.
 
-    ``ranks``: those of the default group that take the turn together, empty for this process alone; None: any.
     ``shared``: whether a sibling was on this rank's device when the turn began. ``mode``: how the job computes beside
     its siblings, for a timeline.
     """
-
-    @property
-    def ranks(self) -> Sequence[int] | None: ...
 
     @property
     def shared(self) -> bool: ...
@@ -61,19 +57,6 @@ class Turn(Protocol):
 
         Where nobody shares the device it may still be busy with them.
         """
-
-
-def check_turn(turn: Turn | None, process_group: dist.ProcessGroup | None) -> None:
-    """Raise unless the ranks of the group take the turn together, and no others: these would wait for ours."""
-    if turn is None or turn.ranks is None or process_group is None:
-        return
-    own, theirs = sorted(dist.get_process_group_ranks(process_group)), sorted(turn.ranks)
-    if own != theirs and (theirs or len(own) > 1):
-        raise UnsupportedConfigurationError(
-            f"expected a mutex of the ranks {own}, which train this model, got one of "
-            f"{theirs or 'this process alone'}: a turn belongs to all its ranks; leave mutex= out, or make it with "
-            "GPUMutex(process_group=…) of the model's group"
-        )
 
 
 class Backward:
@@ -152,7 +135,7 @@ class Bucket(Trip):
 
     ``flat``: its buffer, with a version counter of its own: what is changed through the gradients shows in theirs.
     ``layout``: of equal parts. ``keeps_turn``: its way says, in the hook, that owners' work after the reduce-scatter is
-    part of the turn. ``half``: reached with the own part of the sums. ``buffers``: the model's, behind the last bucket.
+    part of the turn. ``own_sum``: reached with the own part. ``buffers``: the model's, behind the last bucket.
     """
 
     buffers: BufferCopy | None = None
@@ -166,7 +149,7 @@ class Bucket(Trip):
         self.result = grad_bucket.buffer()
         self.flat, self.layout = self.result.data, layout
         self.backward, self.link = backward, link
-        self.future, self.half = place.future(), Milestone()
+        self.future, self.own_sum = place.future(), Milestone()
         self._on_device: Callable[[], None] = nothing
 
     async def summed(self) -> bool:
@@ -174,7 +157,7 @@ class Bucket(Trip):
 
         The last bucket opens the gate and goes first: sums end in the order of buckets, so all are there with its own.
         """
-        self.half.reach(None, self.place.mark())
+        self.own_sum.reach(None, self.place.mark())
         gathers = self.backward.gathers
         await (gathers.passed_first() if self.last else gathers)
         return not self._is_dropped
@@ -196,15 +179,11 @@ class Bucket(Trip):
         if on_host:
             self._on_device()
 
-    def wait_for_sum(self) -> None:
-        """Block until the own part of the mean is there; on a device order what the caller does behind it."""
-        self.half.wait()
-
     def drop(self) -> None:
         """Let its memory be used by the next backward pass: nobody is going to wait for it, on no rank."""
         self._is_dropped = self.link.in_program_order and not self.backward.is_whole
         if self._is_dropped:
-            self.wait_for_sum()
+            self.own_sum.wait()
         else:
             self.wait()
 
@@ -225,7 +204,7 @@ class Bucket(Trip):
         if self.deferred and error is None:
             self._on_device = self.place.reached()
         super().end(error)
-        self.half.reach(error, self._follow)
+        self.own_sum.reach(error, self._follow)
         if not self.deferred:
             self._is_followed = True  # by whoever waits for the Future
             with self.place.side():

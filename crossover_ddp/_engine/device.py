@@ -37,6 +37,7 @@ from crossover_ddp._system.cuda_driver import adopt_thread
 from .journeys import Begin, GradientFuture, Place, Station, at_once, living, stop_all
 from .links import Alone, Gloo, Layout, Link, LinkAround, parts
 
+Pair = tuple[Tensor, Tensor]  # where to, where from
 # Torch 2.14 gave them new names, and warns of the old ones.
 _REDUCE_SCATTER: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ALL_GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -163,10 +164,6 @@ class Native(Alone):
 def _wait(work: Any) -> None:
     """Have the current stream (on a CPU this thread) wait; ``work`` is None where this process is no rank."""
     work.wait()
-
-
-Pair = tuple[Tensor, Tensor]
-"""Where to, where from."""
 
 
 class Staged(Gloo):

@@ -5,7 +5,6 @@ final for the group: it is thrown into every journey of this rank, and the conne
 hear of it.
 """
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -13,18 +12,27 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from crossover_ddp._ddp.checks import CAPTURED, PYTHON_REDUCER, check_group, flat_gradients, resolve_group
-from crossover_ddp._ddp.module_buffers import ModuleBuffers
+from crossover_ddp._ddp.checks import (
+    CAPTURED,
+    PYTHON_REDUCER,
+    check_group,
+    check_turn,
+    flat_gradients,
+    resolve_group,
+)
+from crossover_ddp._ddp.digests import COMPARED_EVERY
+from crossover_ddp._ddp.groups import let_collectives_go, on_destruction
+from crossover_ddp._ddp.layout import equal_lengths
+from crossover_ddp._ddp.module_buffers import BehindBuckets, ModuleBuffers
 from crossover_ddp.errors import CrossoverError, ExchangeError, UnsupportedConfigurationError
 
 from .buckets import (
@@ -36,32 +44,22 @@ from .buckets import (
     TurnLink,
     after_backward,
     behind,
-    check_turn,
 )
 from .device import Device, Native, Staged
-from .digest import COMPARED_EVERY, Digests
-from .journeys import Begin, GradientFuture, Meter, Place, Trip, at_once
-from .links import Alone, Gloo, Layout, Link, equal_lengths
+from .journeys import Begin, GradientFuture, Meter, Place, Trip, Way, at_once
+from .links import Alone, Gloo, Layout, Link
 from .spans import TracedLink, timeline_of
-from .states import TOLD_AFTER, Agreement, HookState, let_collectives_go, line, told
+from .states import HookState, line, told, told_by_all
 
 _log = logging.getLogger(__name__)
 
-Way = Callable[[Link], Coroutine[Any, Any, None]]
 Around = Callable[[Link], Link]
 Network = Alone | Gloo
 
 _END_S: Final = 0.5
 _NEEDED_BY_OTHERS_S: Final = 30.0
+_TOLD_AFTER: Final = 100  # steps, before the line of the log
 _DESTROYED: Final = "the process group was destroyed; make a new one"
-
-
-class _Model:
-    """What of a model travels behind its last bucket; ``buffers`` by the state that its hook was registered with."""
-
-    def __init__(self) -> None:
-        self.digests = Digests()
-        self.buffers: dict[weakref.ref[Any] | None, ModuleBuffers] = {}
 
 
 class Exchange:
@@ -106,7 +104,7 @@ class Exchange:
 
     def begin(
         self,
-        way: Way,
+        way: Callable[[Link], Way],
         tensor: Tensor,
         name: str,
         *,
@@ -180,7 +178,7 @@ class Exchange:
         except Exception:
             backward.refuse(grad_bucket)
             raise
-        bucket.meter = bucket.waits = bucket.half.waits = meter
+        bucket.meter = bucket.waits = bucket.own_sum.waits = meter
         meter.steps += bucket.last
         meter.is_timed = not link.in_program_order
         if bucket.last and self.size > 1 and late_buffers is not None and not self.leaves_buffers_to_ddp:
@@ -205,39 +203,36 @@ class Exchange:
         self._enter(grad_bucket, turn)
         return future
 
-    @contextlib.contextmanager
-    def comparing(self, grad_bucket: dist.GradBucket, state: object, wanted: bool | None) -> Iterator[None]:
-        """Where a hook sends a bucket, or refuses it; behind a step's last one parameters are compared. **Collective**.
-
-        ``wanted``: whether parameters must be the same on all ranks, see [Note: digests]; None: ask the environment.
-        """
+    def answer(self, grad_bucket: dist.GradBucket, carry: "Carry", state: object) -> GradientFuture:
+        """Return what ``carry`` does in a hook; behind a step's last bucket parameters are compared. **Collective**."""
         entered = self._entered
         try:
-            yield
+            future = carry(self)
         except Exception:
             if self._entered == entered:  # refused before it was carried: ranks count alike
                 self._enter(grad_bucket).refuse(grad_bucket)
                 self.network(grad_bucket.buffer().device).link()
             raise
-        self.compare(grad_bucket, state, wanted)
+        self.compare(grad_bucket, state)
+        return future
 
-    def compare(self, grad_bucket: dist.GradBucket, state: object, wanted: bool | None) -> None:
+    def compare(self, grad_bucket: dist.GradBucket, state: object) -> None:
         group = self._group()
         if self.size == 1 or group is None or not grad_bucket.is_last():
             return
         digests = self._model_of(grad_bucket).digests
         step = digests.steps = digests.steps + 1
         if digests.look is not None:
-            look, digests.look = functools.partial(digests.look, group), None
+            look, digests.look = functools.partial(digests.look, functools.partial(told_by_all, group)), None
             if not after_backward(look):
                 look()
         if step & (step - 1) == 0 or step % COMPARED_EVERY == 0:
-            digests.send(grad_bucket, group, state, self.begin, wanted=wanted)
+            digests.send(grad_bucket, group, state, self.begin)
 
     def meter_of(self, state: object) -> Meter:
         """Return what counts for a hook with or without a state; rank 0 says once what its first steps did."""
         meter = state.meter if isinstance(state, HookState) else self.meter
-        if meter.steps == TOLD_AFTER and not meter.is_told:
+        if meter.steps == _TOLD_AFTER and not meter.is_told:
             meter.is_told = True
             if self.rank == 0:
                 name, said = "split", told(meter)
@@ -246,15 +241,15 @@ class Exchange:
                 _log.info("%s: %s", name, line(said))
         return meter
 
-    def _model_of(self, last: dist.GradBucket) -> _Model:
+    def _model_of(self, last: dist.GradBucket) -> BehindBuckets:
         """Return the model of a last bucket, into which DDP may have put other parameters just now."""
         parameters = last.parameters()
         if (found := self._models.get(parameters[0])) is None:
             known = (self._models[each] for each in parameters if each in self._models)
-            found = next(known, None) or _Model()
+            found = next(known, None) or BehindBuckets()
             for each in parameters:
                 self._models[each] = found
-        return cast(_Model, found)
+        return cast(BehindBuckets, found)
 
     def _enter(self, grad_bucket: dist.GradBucket, turn: Turn | None = None) -> Backward:
         self._check_process()
@@ -272,12 +267,11 @@ class Exchange:
             flat_gradients(grad_bucket)  # its parameters do not change their kind
             check_group(grad_bucket, group)
             self._checked[grad_bucket.parameters()[0]] = True
-        check_turn(backward.turn, group)
         backward.ready.append((flat.nbytes, time.monotonic()))
         place = self.network(flat.device).place
         return Bucket(grad_bucket, self.equal_layout(flat), backward, place, link)
 
-    def _start(self, trip: Trip, way: Coroutine[Any, Any, None], then: Begin = at_once) -> None:
+    def _start(self, trip: Trip, way: Way, then: Begin = at_once) -> None:
         try:
             begin = trip.place.follow()
         except BaseException:
@@ -443,27 +437,15 @@ class Exchange:
         return all([network.close(timeout_s) for network in list(self._networks.values())])
 
 
-def on_destruction(
-    process_group: dist.ProcessGroup, end: Callable[[], Any], *, at_exit: bool = True
-) -> Callable[[], object]:
-    """Call ``end`` in ``destroy_process_group``, or else at exit if ``at_exit``; return what takes that back.
-
-    A group object that a DDP model has used is never collected (torch 2.15), so its end cannot be seen. But
-    torch's registry holds the only handle of the group's store, and drops it when the group is destroyed.
-    """
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        finalizer = weakref.finalize(_get_process_group_store(process_group), end)
-        finalizer.atexit = at_exit
-        return finalizer.detach
-    return lambda: None
+Carry = Callable[[Exchange], GradientFuture]
 
 
 def answered(
     state: Any,
     bucket: dist.GradBucket | tuple[Tensor, ...],
-    kind: type | None,
+    kind: type[HookState] | None,
     remedy: str,
-    carry: Callable[[Exchange], GradientFuture],
+    carry: Carry,
     *,
     compares: bool = True,
     plain: Callable[[Any, dist.GradBucket], GradientFuture] = allreduce_hook,
@@ -480,32 +462,31 @@ def answered(
         kind: of the hook's states; others, such as another hook's, are refused. None: ``state`` is the process group.
         remedy: what to do with those instead.
         carry: begins the exchange.
-        compares: whether ``compare_replicas`` of the state holds from this bucket on, see `Exchange.comparing`.
+        compares: whether ``compare_replicas`` of the state holds from this bucket on, see `Exchange.answer`.
         plain: answers instead with ``CROSSOVER_DISABLE=1``.
         refused: called first if anything raises.
     """
     if isinstance(bucket, tuple):
         raise UnsupportedConfigurationError(PYTHON_REDUCER)
     try:
-        group, wanted = state, None
+        group = state
         if kind is not None:
             if not isinstance(state, kind):
                 raise UnsupportedConfigurationError(
                     f"expected a {kind.__name__}, got state={type(state).__name__}; {remedy}"
                 )
-            group, wanted = state.process_group, getattr(state, "compare_replicas", None)  # type: ignore[attr-defined]
-            agreement: Agreement = state.agreement  # type: ignore[attr-defined]
+            group, agreement = state.process_group, state.agreement
             if not agreement.made:
+                mutex = state.mutex  # type: ignore[attr-defined]
+                if mutex is not None and not agreement.disabled:
+                    check_turn(mutex.ranks, resolve_group(group))
                 agreement.make(resolve_group(group), lambda: state.said(bucket))  # type: ignore[attr-defined]
             if agreement.disabled:
                 return plain(group, bucket)
         if bucket.buffer().is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedConfigurationError(CAPTURED)
         exchange = Exchange.of(group)
-        if not compares:
-            return carry(exchange)
-        with exchange.comparing(bucket, state, wanted):
-            return carry(exchange)
+        return exchange.answer(bucket, carry, state) if compares else carry(exchange)
     except Exception as error:
         if refused is not None:
             refused()

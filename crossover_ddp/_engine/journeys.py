@@ -234,18 +234,15 @@ class Trip(Milestone):
                     return
                 raise  # Ctrl-C, on the training thread
             self.launched()
-            if self._park():
+            with self._lock:
+                is_parked = self._is_parked = self._doom is None
+            if is_parked:
                 try:
                     stop(self.go_on)
                     return
                 except Exception as error:  # its thread has ended, so that nobody will
                     if not self._claim(error):
                         return
-
-    def _park(self) -> bool:
-        with self._lock:
-            self._is_parked = self._doom is None
-            return self._is_parked
 
     def launched(self) -> None:
         """Hear that a piece of the way has been issued, before another thread does."""

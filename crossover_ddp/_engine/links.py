@@ -121,13 +121,6 @@ def parts(flat: Tensor, layout: Layout) -> list[Tensor]:
     return list(flat.split(list(layout)))
 
 
-@functools.cache
-def equal_lengths(numel: int, parts: int, multiple: int = 1) -> tuple[int, ...]:
-    """Return the elements of each part if all are equal, and multiples; the last one has what is left over, too."""
-    share = numel // parts // multiple * multiple
-    return (*(share,) * (parts - 1), numel - share * (parts - 1))
-
-
 def all_finite(values: Tensor) -> bool | Tensor:
     """Tell whether no value is infinite or NaN; of a device's values by a tensor, so that the host need not wait."""
     if values.device.type != "cpu":

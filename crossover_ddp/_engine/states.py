@@ -11,21 +11,19 @@ import contextlib
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import (
-    check_forward,
-    named_parameters_of,
-    names_of,
+    check_optimized,
+    check_rank,
     registered_model,
     resolve_group,
 )
+from crossover_ddp._ddp.groups import let_collectives_go
 from crossover_ddp._system import environment
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
@@ -37,11 +35,7 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 Said = TypeVar("Said")
 
 _PATIENCE_S: Final = 10.0
-_LET_GO_S: Final = 0.1
 _LONGEST: Final = 300
-TOLD_AFTER: Final = 100
-"""Steps before the line of the log."""
-IN_BACKWARD: Final = "gradients are whole when backward() ends"
 
 
 class Agreement:
@@ -93,16 +87,6 @@ def told_by_all(group: dist.ProcessGroup, said: Said) -> list[Said]:
             "gone, or checkpoint(), load_state_dict() or drain() was not called on all of them: restart the job"
         ) from error
     return everyone
-
-
-def let_collectives_go(process_group: dist.ProcessGroup | None) -> None:
-    """Wait a moment after collectives of a group (None: one of gloo's, which may be gone): the process may end now.
-
-    gloo's threads let go of a collective a moment after it, and abort a process that ends by then
-    (https://github.com/pytorch/pytorch/pull/179291). Nothing tells when they have; other backends need no wait.
-    """
-    if process_group is None or "gloo" in dist.get_backend(process_group):
-        time.sleep(_LET_GO_S)
 
 
 class HookState:
@@ -165,9 +149,9 @@ class HookState:
                 torch.save(saved, path)
         """
         group, given = resolve_group(self.process_group), self.optimizer if optimizer is None else optimizer
-        model, optimizers = _model_of(self), _sequence(given)
+        model, optimizers = registered_model(self), _sequence(given)
         if optimizer is None:
-            _check_known(model, optimizers)
+            check_optimized(model, optimizers)
         check_rank(to, group)
         if group.size() > 1:
             with _telling_who_waits():
@@ -201,7 +185,8 @@ class HookState:
             model.register_comm_hook(state, hook)
             state.restore(torch.load(path), optimizer)
         """
-        model, optimizers = _model_of(self), _sequence(self.optimizer if optimizer is None else optimizer)
+        given = self.optimizer if optimizer is None else optimizer
+        model, optimizers = registered_model(self), _sequence(given)
         if not {"model", "optimizer"} <= {*checkpoint}:
             raise ValueError(
                 f"expected a dictionary with the keys 'model', 'optimizer' and 'hook', got keys {sorted(checkpoint)}; "
@@ -258,7 +243,7 @@ def told(
     mutex: Any = None,
     codec: object = None,
     coded: Mapping[str, Any] | None = None,
-    not_deferred: str | None = IN_BACKWARD,
+    not_deferred: str | None = "gradients are whole when backward() ends",
 ) -> dict[str, Any]:
     """Return what all states tell, by the keys of docs/choosing.md.
 
@@ -313,34 +298,8 @@ def line(stats: Mapping[str, Any]) -> str:
 # --- checkpoints ---
 
 
-def check_rank(to: int | None, group: dist.ProcessGroup) -> None:
-    """Refuse a rank that ``group`` does not have."""
-    if to is not None and not 0 <= to < group.size():
-        raise ValueError(f"expected 0 <= to < {group.size()}, got to={to}; pass a rank of the group, or None")
-
-
 def _sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else () if value is None else (value,)
-
-
-def _model_of(state: HookState) -> DistributedDataParallel:
-    model = registered_model(state)
-    check_forward(model, "its parameters have no names")
-    return model
-
-
-def _check_known(model: DistributedDataParallel, optimizers: Sequence[Any]) -> None:
-    """Refuse to leave out optimizers of which the state knows nothing."""
-    groups = [group for each in optimizers for group in each.param_groups]
-    known = {id(p) for group in groups for p in list.__iter__(group["params"])}  # past the guards of groups
-    trained = [p for _, p in named_parameters_of(model.module) if p is not None and p.requires_grad]
-    unknown = [p for p in trained if id(p) not in known]
-    if unknown:
-        names = names_of(unknown, model.module)
-        raise UnsupportedConfigurationError(
-            f"expected the optimizers of all trained parameters, got none of {len(unknown)} of them ({names}); pass "
-            "optimizer=, all of the model's, or optimizer=() to leave them out"
-        )
 
 
 @contextlib.contextmanager

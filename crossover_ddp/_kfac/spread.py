@@ -24,8 +24,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from crossover_ddp._ddp.layout import Span, spans_of
-from crossover_ddp._engine.links import equal_lengths
+from crossover_ddp._ddp.layout import Span, equal_lengths, spans_of
 
 from .factors import pack_triangle, triangle_numel, unpack_triangle
 from .layers import LayerShape

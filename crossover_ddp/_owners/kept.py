@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.serialization import default_restore_location
 
-from crossover_ddp._ddp.checks import resolve_group
+from crossover_ddp._ddp.checks import check_rank, resolve_group
+from crossover_ddp._ddp.groups import let_collectives_go
 from crossover_ddp._engine.journeys import nothing
-from crossover_ddp._engine.states import HookState, check_rank, let_collectives_go
+from crossover_ddp._engine.states import HookState
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 

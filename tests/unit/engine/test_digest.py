@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crossover_ddp._engine.digest import fingerprint
+from crossover_ddp._ddp.digests import fingerprint
 
 KINDS = "bool int8 float8_e4m3fn float16 float32 float64 complex32"
 

@@ -9,24 +9,22 @@ ranks send as often, whatever each of them was told.
 
 import weakref
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._ddp.checks import is_joined, model_of, named_parameters_of
 from crossover_ddp._system import environment
 from crossover_ddp.errors import ReplicasDifferError
 
-from .journeys import Trip, nothing
-from .states import told_by_all
+from .checks import is_joined, model_of, named_parameters_of
 
 COMPARED_EVERY: Final = 1000
 _NAMED: Final = 3
-Begin = Callable[..., Trip]
-Look = Callable[[dist.ProcessGroup], None]
+Tell = Callable[[Any], list[Any]]
+"""Tells all ranks something; returns by rank what they tell."""
 
 
 class Digests:
@@ -35,23 +33,20 @@ class Digests:
     steps = 0
     # One that `gc.freeze` hides is looked for once.
     _ddp: Callable[[], DistributedDataParallel | None] | None = None
-    look: Look | None = None  # at digests that nobody has looked at
+    look: Callable[[Tell], None] | None = None  # at digests that nobody has looked at
 
     def send(
-        self,
-        bucket: dist.GradBucket,
-        group: dist.ProcessGroup,
-        state: object,
-        begin: Begin,
-        *,
-        wanted: bool | None,
+        self, bucket: dist.GradBucket, group: dist.ProcessGroup, state: object, begin: Callable[..., Any]
     ) -> None:
-        """Send some, in the hook of a last bucket; ``look`` then raises a difference, on all ranks of ``group``."""
-        if wanted is None:
+        """Send some, in the hook of a last bucket; ``look`` then raises a difference, on all ranks of ``group``.
+
+        ``state``: says whether parameters are compared, or the environment does. ``begin``: see `Exchange.begin`.
+        """
+        if (wanted := getattr(state, "compare_replicas", None)) is None:
             wanted = environment.is_set(environment.COMPARE_REPLICAS, default="1")
         if self._ddp is None:
             found = model_of(bucket, state=state)
-            self._ddp = nothing if found is None else weakref.ref(found)
+            self._ddp = (lambda: None) if found is None else weakref.ref(found)
         parameters = _compared(self._ddp()) if wanted else {}
         step, device, names, layout = self.steps, bucket.buffer().device, [*parameters], [1] * group.size()
         table = torch.zeros(group.size(), dtype=torch.int64, device=device)
@@ -64,18 +59,17 @@ class Digests:
         name = f"the digests of step {step}"
         trip = begin(lambda link: link.all_gather(table, layout), table, name, deferred=True)
 
-        def look(group: dist.ProcessGroup) -> None:  # keeps no parameter and no group
+        def look(tell: Tell) -> None:  # keeps no parameter and no group
             trip.wait()
             digests = table.tolist()
             if 0 not in digests and len({*digests}) > 1:
-                _compare_each(step, dict(zip(names, sums.tolist(), strict=True)), group)
+                _compare_each(step, tell(dict(zip(names, sums.tolist(), strict=True))))
 
         self.look = look
 
 
-def _compare_each(step: int, own: dict[str, int], group: dist.ProcessGroup) -> None:
+def _compare_each(step: int, everyone: list[dict[str, int]]) -> None:
     """Raise on all ranks, with the names of the parameters whose sums of bits differ."""
-    everyone = told_by_all(group, own)
     names = dict.fromkeys(name for each in everyone for name in each)
     differing = [name for name in names if len({each.get(name) for each in everyone}) > 1]
     ranks: dict[object, list[int]] = {}

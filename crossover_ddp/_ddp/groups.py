@@ -1,0 +1,56 @@
+"""Process groups, as far as torch keeps it private: when one ends, when its collectives have, a name for its job."""
+
+import contextlib
+import logging
+import secrets
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+_log = logging.getLogger(__name__)
+
+_JOB_KEY: Final = "crossover-timeline-job"
+_LET_GO_S: Final = 0.1
+
+
+def on_destruction(
+    process_group: dist.ProcessGroup, end: Callable[[], Any], *, at_exit: bool = True
+) -> Callable[[], object]:
+    """Call ``end`` in ``destroy_process_group``, or else at exit if ``at_exit``; return what takes that back.
+
+    A group object that a DDP model has used is never collected (torch 2.15), so its end cannot be seen. But
+    torch's registry holds the only handle of the group's store, and drops it when the group is destroyed.
+    """
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        finalizer = weakref.finalize(_get_process_group_store(process_group), end)
+        finalizer.atexit = at_exit
+        return finalizer.detach
+    return lambda: None
+
+
+def let_collectives_go(process_group: dist.ProcessGroup | None) -> None:
+    """Wait a moment after collectives of a group (None: one of gloo's, which may be gone): the process may end now.
+
+    gloo's threads let go of a collective a moment after it, and abort a process that ends by then
+    (https://github.com/pytorch/pytorch/pull/179291). Nothing tells when they have; other backends need no wait.
+    """
+    if process_group is None or "gloo" in dist.get_backend(process_group):
+        time.sleep(_LET_GO_S)
+
+
+def job_name(process_group: dist.ProcessGroup) -> str | None:
+    """Return a name that no other job has, which the first rank to come chooses; waits for no other rank.
+
+    None where the store cannot do that; a timeline's job is then called after its directory.
+    """
+    try:
+        store = _get_process_group_store(process_group)
+        name: bytes = store.compare_set(_JOB_KEY, "", secrets.token_hex(4))
+    except (RuntimeError, KeyError, NotImplementedError) as error:
+        _log.warning("the timeline does not know its job, so it is called after its directory: %s", error)
+        return None
+    return name.decode()
