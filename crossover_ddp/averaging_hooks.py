@@ -1,25 +1,22 @@
 """Hooks for replicas that do not wait for each other: register one with ``ddp_model.register_comm_hook``.
 
-For links that take longer for a step's gradients than the step computes. Parameters are averaged now and then, and
-the exchange runs while training goes on. After local SGD (arXiv 1805.09767), DaSGD (arXiv 2006.00441), DiLoCo
-(arXiv 2311.08105), EASGD (arXiv 1412.6651) and EA-wild (HPC Asia 2020). What they do on DDP's reducer is our design.
+For links that take longer for a step's gradients than the step computes. Parameters are averaged now and then, while
+training goes on. After local SGD (arXiv 1805.09767), DaSGD (arXiv 2006.00441), DiLoCo (arXiv 2311.08105), EASGD
+(arXiv 1412.6651) and EA-wild (HPC Asia 2020). What they do on DDP's reducer is our design.
 
-[Note: the way around the reducer] The hook hands each bucket back at once with this rank's own gradients. So DDP never
-waits, and neither does ``optimizer.step()``. What is exchanged are parameters and buffers, from a hook before the
-model's forward: there the training thread is between two steps, whatever the optimizer did or skipped.
+[Note: the way around the reducer] The hook hands each bucket back at once with this rank's own gradients, so DDP never
+waits. What is exchanged are parameters and buffers, from a hook before the model's forward: there the training thread
+is between two steps, whatever the optimizer did or skipped.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import contextlib
-import functools
-import hashlib
 import logging
-import statistics
+import math
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import torch
@@ -30,22 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp._averaging.centre import ElasticRound, moving_rate_for
 from crossover_ddp._averaging.elastic import OwnPaceElastic, TogetherElastic, WildElastic
 from crossover_ddp._averaging.late import LateMeans, OuterOptimizer, Schedule
-from crossover_ddp._averaging.replica import FlatBlock, Replica, blocks_of
-from crossover_ddp._ddp.checks import (
-    OnlyModel,
-    check_forward,
-    check_group,
-    check_not_joined,
-    flat_gradients,
-    needed_model_of,
-    resolve_group,
-    wants_buffers_broadcast,
-)
+from crossover_ddp._averaging.replica import blocks_of
+from crossover_ddp._ddp import checks
 from crossover_ddp._ddp.compiled import OwnHook
-from crossover_ddp._engine.buckets import split
+from crossover_ddp._engine.buckets import StepRecord, split
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.journeys import GradientFuture
-from crossover_ddp._engine.states import Agreement, HookState, compare
+from crossover_ddp._engine.states import Agreement, HookState, check_keys, compare
 from crossover_ddp._owners.kept import tensors_in
 from crossover_ddp._system import environment
 from crossover_ddp._tuning.link_probe import recorded_by_all
@@ -61,42 +49,36 @@ logger = logging.getLogger(__name__)
 _WITHOUT_DATA: Final = "a rank without data has no forward in which it could average"
 _OWN: Final = "crossover_ddp."
 _KFAC: Final = "crossover_ddp._kfac"
-_STEPS_KEPT: Final = 20
+Rule = LateMeans | TogetherElastic
+_STEPS_KEPT: Final = 16
+_REMEDY: Final = "register the hook of that state, or make another one"
 
 
 class AveragingState(HookState):
-    """A model whose parameters are averaged between steps; `LocalSGDState` and `ElasticState` say how.
-
-    See [Note: the clock] in ``_averaging/late.py``.
-    """
+    """A model whose parameters are averaged between steps, by [Note: the clock] in ``_averaging/late.py``."""
 
     def __init__(
-        self, replica: Replica, process_group: dist.ProcessGroup | None, mutex: GPUMutex | None
+        self, replica: Rule, process_group: dist.ProcessGroup | None, mutex: GPUMutex | None
     ) -> None:
-        self.process_group = process_group
-        self.mutex = mutex
-        self.agreement = Agreement()
-        self._replica = replica
-        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
-        self._only = OnlyModel()
-        self._hooks = contextlib.ExitStack()
+        self.process_group, self.mutex, self.agreement = process_group, mutex, Agreement()
+        self._replica, self._only, self._hooks = replica, checks.OnlyModel(), contextlib.ExitStack()
         self._steps = 0
         self._mean_of: int | None = None
         self._is_told = self._began = self._is_closed = False
         self._failure: Exception | None = None
         self._begin_s: float | None = None  # of a step's compute
-        self._computed_s: deque[float] = deque(maxlen=_STEPS_KEPT)
+        self._records: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
 
     def average(self) -> None:
         """Replace every rank's parameters and floating-point buffers by their mean over the ranks.
 
-        What is in flight is applied first. Call it between two steps: at the end of training, or before a checkpoint
-        of which training shall go on to the last bit. Integer buffers stay each rank's own.
+        What is in flight is applied first. Integer buffers stay each rank's own. Call it at the end of training, or
+        before a checkpoint of which training shall go on to the last bit.
 
         On failure: ``ExchangeError`` when a peer dies or the group's timeout passes;
         ``UnsupportedConfigurationError`` if the mean is not finite, or before the first ``backward()``.
 
-        **Collective**: all ranks, after as many steps.
+        **Collective**: all ranks, between two steps, after as many.
         """
         if self._is_known():
             self._take_mean("average()", leave=False)
@@ -113,8 +95,8 @@ class AveragingState(HookState):
     def averaged(self) -> Iterator[None]:
         """Let the model hold the mean during the block, for evaluation or a checkpoint, and its own values after it.
 
-        Training goes on as if the block had not been there. It takes a copy of the parameters. Failures are those of
-        `average`. **Collective**: all ranks enter it, after as many steps.
+        Training goes on as if the block had not been there. It takes a copy of the parameters. As `average` it fails,
+        and is **collective**.
 
         Example::
 
@@ -124,46 +106,36 @@ class AveragingState(HookState):
         if not self._is_known():
             yield
             return
-        with torch.no_grad():
-            own, former = [(block.copy(), block.rest) for block in self._replica.blocks], self._mean_of
+        own = [(block.copy(block.whole), block.rest) for block in self._replica.blocks]
+        former = self._mean_of
         try:
             self._take_mean("averaged()", leave=True)
             yield
         finally:
             self._mean_of = former
-            with torch.no_grad():
-                for block, (values, rest) in zip(self._replica.blocks, own, strict=True):
-                    block.unpack(block.whole, values, rest)
+            for block, (values, rest) in zip(self._replica.blocks, own, strict=True):
+                block.unpack(block.whole, values, rest)
 
     def plan(self) -> AveragingPlan:
-        """Choose ``sync_every``, ``delay`` and ``fragments`` for this model on this link.
+        """Choose ``sync_every``, ``delay`` and ``fragments`` for this model on this link; the same on all ranks.
 
         From the steps so far and a few probes of the link, five megabytes in all: the shortest interval for which no
         step waits. What longer ones cost in convergence is not in it.
-
-        Returns:
-            Rank 0's plan, the same on all ranks.
 
         On failure: ``UnsupportedConfigurationError`` on a GPU, where the host's clock does not tell when kernels run,
         with one rank, and before two steps were made. ``ValueError`` if 4096 steps are too short for one exchange.
 
         **Collective**: all ranks, between two steps, with nothing else on the wire.
         """
-        blocks, group = self._replica.blocks, resolve_group(self.process_group)
-        if group.size() == 1 or any(block.device.type != "cpu" for block in blocks):
-            raise UnsupportedConfigurationError(
-                "expected several ranks with a model on the CPU to plan for, got one rank, or a device whose kernels "
-                "the host's clock does not see; measure C and M with `crossover-ddp advise`"
-            )
-        own_s = statistics.median(self._computed_s) if self._computed_s else None
-        known_s, link = recorded_by_all(group, own_s, "train some steps first")
+        blocks, group = self._replica.blocks, checks.resolve_group(self.process_group)
+        works, link = recorded_by_all(group, self._records.steps)
         size_bytes = sum(block.numel * block.dtype.itemsize for block in blocks)
-        return plan_averaging(max(known_s), size_bytes, link)
+        return plan_averaging(max(work.compute_s for work in works), size_bytes, link)
 
     def stats(self) -> dict[str, Any]:
-        """Return what all states tell, and counters of this rank: exchanges, their bytes, "waited_s". Not collective.
+        """Return what all states tell, see docs/choosing.md, and this rank's exchanges, their bytes, and "waited_s".
 
-        The table is in docs/choosing.md.
+        Not collective.
         """
         common = self._told(not_deferred="gradients stay on their rank, or are averaged in backward()")
         return {**common, "steps": self._steps, "waited_s": self.meter.exposed_s, **self._replica.stats()}
@@ -171,10 +143,8 @@ class AveragingState(HookState):
     def state_dict(self) -> dict[str, Any]:
         """Return the clock, and what is kept beside the model, by the parameters' names, on the host.
 
-        The same on all ranks, so that any rank can save it, and any number of ranks resume from it. Exchanges in
-        flight are not in it: save inside of `averaged`, or after `average`, where the parameters contain them.
-
-        **Collective**: all ranks, between two steps.
+        The same on all ranks, and for any number of ranks. Exchanges in flight are not in it: save inside of `averaged`
+        or after `average`, where the parameters contain them. **Collective**: all ranks, between two steps.
         """
         self._catch_up()
         if self._mean_of != self._steps and self._replica.stats().get("in_flight"):
@@ -189,14 +159,10 @@ class AveragingState(HookState):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was called; on all ranks, before the first ``backward()``. Not collective.
 
-        A rank that has not loaded what the others have is refused at the next ``backward()``, on all ranks. Raises
-        ``ValueError`` for the state of another model or of other arguments.
+        A rank that has not is refused at the next ``backward()``, on all ranks. Raises ``ValueError`` for the state of
+        another model or of other arguments.
         """
-        if set(state) != {"steps", "kept"} or not isinstance(state["steps"], int):
-            raise ValueError(
-                f"expected a state dict with 'steps' and 'kept', got keys {sorted(state)}; pass what state_dict() "
-                "returned"
-            )
+        check_keys(state, {"steps", "kept"}, "a state dict with 'steps' and 'kept'")
         if self._began:
             raise ValueError(
                 f"expected a state that has not trained yet, got one after {self._steps} steps; make a new state and "
@@ -223,20 +189,17 @@ class AveragingState(HookState):
         logger.warning("a copied model trains without its averaging state; register a new one")
         return object, ()
 
-    # --- the hook --------------------------------------------------------------------------------------------
-
-    def _answer(self, bucket: dist.GradBucket, exchange: Exchange) -> GradientFuture:
+    def _carry(self, bucket: dist.GradBucket, exchange: Exchange) -> GradientFuture:
         """Answer ``bucket``; raises what makes local steps impossible."""
         if self._is_closed:
             return exchange.carry(bucket, split, state=self).future
-        self._raise_failure()
         self._enter(bucket)
         gradients = bucket.buffer()
-        if self._replica.is_local(self._steps):
+        if self._steps >= self._replica.local_from:
             if not self._began:
                 self._replica.acted = self._steps
-                model = self._model()
-                if model is not None and wants_buffers_broadcast(model):
+                model = self._only.model()
+                if model is not None and checks.wants_buffers_broadcast(model):
                     # They are averaged with the parameters. torch 2.14 has this as a property.
                     model.broadcast_buffers = False
                     self._hooks.callback(self._broadcast_again)
@@ -248,8 +211,7 @@ class AveragingState(HookState):
                     "expected a call of the DDP model before each backward(), got only its forward(): parameters are "
                     "averaged before such a call; write model(inputs), not model.forward(inputs)"
                 )
-            meter = exchange.meter_of(self)
-            meter.steps += bucket.is_last()
+            exchange.meter_of(self).steps += bucket.is_last()
             future = exchange.network(gradients.device).place.future()
             future.set_result(gradients)
         else:
@@ -257,19 +219,17 @@ class AveragingState(HookState):
         if bucket.is_last():
             self._steps += 1
             if self._begin_s is not None:
-                self._computed_s.append(time.monotonic() - self._begin_s)
+                self._records.append(((0, time.monotonic() - self._begin_s),))
             self._begin_s = None
         return future
 
-    def _adopt(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> None:
-        check_group(bucket, group)
-        model = _model_behind(bucket, self)
-        check_forward(model, "parameters are averaged before it")
-        if self._replica.has_local_steps:
-            _check_waits_for_nobody(model)
-        check_not_joined(model, _WITHOUT_DATA)
+    def _adopt(self, bucket: dist.GradBucket) -> None:
+        model = checks.needed_model_of(bucket, state=self)
+        _check_model(model, self, is_local=self._replica.local_from < math.inf)
+        checks.check_forward(model, "parameters are averaged before it")
+        checks.check_not_joined(model, _WITHOUT_DATA)
+        group = checks.resolve_group(self.process_group)
         self._replica.adopt(blocks_of(model), group, self.mutex, self.meter)
-        self._model = weakref.ref(model)
         before = OwnHook(torch.compiler.disable(self._before_forward))
         self._hooks.callback(model.register_forward_pre_hook(before, prepend=True).remove)
         self._hooks.callback(model.module.register_state_dict_pre_hook(OwnHook(self._tell_apart)).remove)
@@ -279,19 +239,19 @@ class AveragingState(HookState):
         """Return what all ranks must have in common."""
         if self._is_closed:
             return {}
-        self._raise_failure()
         self._enter(bucket)
-        return {"steps": self._steps, **self._replica.settings, "model": _digest_of(self._replica.blocks)}
+        blocks = self._replica.blocks
+        named = [(each.name, *each.get().shape, block.dtype) for block in blocks for each in block.entries]
+        return {"steps": self._steps, **self._replica.settings, "model": named}
 
     def _enter(self, bucket: dist.GradBucket) -> None:
-        """Make sure that ``bucket`` is of the state's model."""
+        """Make sure that ``bucket`` is of the state's model, and nothing has failed before."""
+        self._raise_failure()
         if bucket.parameters()[0] not in self._only.names:  # once for each bucket
-            flat_gradients(bucket)
+            Exchange.of(self.process_group).check(bucket)
             self._only.enter(bucket, self)
         if not self._replica.blocks:
-            self._adopt(bucket, resolve_group(self.process_group))
-
-    # --- between two steps -----------------------------------------------------------------------------------
+            self._adopt(bucket)
 
     def _before_forward(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not self._is_closed:
@@ -305,8 +265,8 @@ class AveragingState(HookState):
         if self._replica.acted == self._steps:
             return
         if self._began:
-            if (model := self._model()) is not None:
-                check_not_joined(model, _WITHOUT_DATA)
+            if (model := self._only.model()) is not None:
+                checks.check_not_joined(model, _WITHOUT_DATA)
             with self._noting_failure(), torch.no_grad():
                 while self._replica.acted < self._steps:
                     self._replica.acted += 1
@@ -349,7 +309,7 @@ class AveragingState(HookState):
             self._mean_of = self._steps
 
     def _broadcast_again(self) -> None:
-        if (model := self._model()) is not None:
+        if (model := self._only.model()) is not None:
             model.broadcast_buffers = True
 
     def _tell_apart(self, *_: Any) -> None:
@@ -370,21 +330,18 @@ class LocalSGDState(AveragingState):
     The training loop stays as it is. ``sync_every`` alone is local SGD, with ``warmup_steps`` post-local SGD. With
     ``delay`` no step waits: after step k + delay parameters get mean - snapshot of step k, so that steps in between are
     kept. ``outer_optimizer`` makes it DiLoCo, with ``fragments`` and ``delay`` streaming DiLoCo. ``sync_every=1`` is
-    the split hook itself, and has plain DDP's gradients.
-
-    A step is a backward pass that reaches the hook: one for several under ``no_sync()``. Whether the optimizer steps,
-    or a GradScaler skips it on one rank alone, does not matter.
+    the split hook itself, and has plain DDP's gradients. A step is a backward pass that reaches the hook: one for
+    several under ``no_sync()``, and also if a GradScaler skips the optimizer's on one rank alone.
 
     Args:
         sync_every: steps from one exchange of an element to the next.
-        delay: steps from the snapshot to the correction; less than ``sync_every``.
+        delay: steps from the snapshot to the correction; less than ``sync_every``. Default 0.
         fragments: equal slices of the flat parameters, which leave at different steps; the memory for snapshots is
-            two copies of what is in flight (one with ``delay=0``).
-        warmup_steps: steps at the beginning whose gradients are averaged as by DDP.
+            two copies of what is in flight (one with ``delay=0``). Default 1.
+        warmup_steps: steps at the beginning whose gradients are averaged as by DDP. Default 0.
         outer_optimizer: makes an optimizer of a list of tensors, such as ``functools.partial(torch.optim.SGD,
             lr=0.7, momentum=0.9, nesterov=True)``. It steps the common parameters by their distance to the mean, each
-            owner its part, in float32 also for half precision, which else travels as it is. It must treat elements by
-            themselves.
+            owner its part, in float32 also for half precision, and must treat elements by themselves. Default: none.
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
         mutex: with ``delay=0``: give the turn to a sibling while parameters, or gradients in warm-up, travel.
 
@@ -416,11 +373,7 @@ class LocalSGDState(AveragingState):
         mutex: GPUMutex | None = None,
     ) -> None:
         schedule = Schedule(sync_every, delay, fragments, warmup_steps)
-        if mutex is not None and delay:
-            raise ValueError(
-                f"expected delay=0 with a mutex, got delay={delay}: no step waits for an exchange then, so there is no "
-                "time to give away; leave mutex out, or pass delay=0"
-            )
+        _check_waits(mutex, "delay=0", f"delay={delay}")
         if outer_optimizer is not None and sync_every == 1:
             raise ValueError(
                 "expected sync_every >= 2 with an outer optimizer, got sync_every=1: every step averages the gradients "
@@ -439,11 +392,12 @@ def local_sgd_hook(state: LocalSGDState, bucket: dist.GradBucket) -> torch.futur
     Returns:
         A future that is complete already; in warm-up steps, and with ``sync_every=1``, that of the split hook.
 
-    On failure: nothing leaves the hook; see `LocalSGDState`.
-
-    **Collective**: DDP calls it on all ranks in the same order. Source: see the module.
+    On failure: nothing leaves the hook; see `LocalSGDState`. **Collective**: DDP calls it on all ranks in the same
+    order. Source: see the module.
     """
-    return answer_bucket(state, bucket, LocalSGDState)
+    return answered(
+        state, bucket, LocalSGDState, _REMEDY, lambda exchange: state._carry(bucket, exchange), compares=False
+    )
 
 
 class ElasticState(AveragingState):
@@ -454,8 +408,8 @@ class ElasticState(AveragingState):
 
     * ``"sync"``: EASGD. All ranks pull in the same step, and wait for each other.
     * ``"async"``: EASGD, where nobody waits. A thread of each rank goes through rounds with those of the others, over
-      what each rank has offered last; the pull is applied between two steps when it has come. A rank that is three
-      times slower delays nobody, and its pulls are not lost.
+      what each rank has offered last; the pull is applied between two steps when it has come. A slow rank delays
+      nobody, and its pulls are not lost.
     * ``"wild"``: ranks of one host pull a centre in shared memory, at the same time and without a lock; hosts pull
       their centres together as in "async". EA-wild.
 
@@ -465,8 +419,7 @@ class ElasticState(AveragingState):
     Args:
         sync_every: steps between two pulls of a rank; more in "async" while the network needs longer.
         mode: see above.
-        moving_rate: α. Default: 0.9 / ranks, as EASGD's authors have it. Greater ones swing; from 2 / (ranks + 1) on
-            they are refused.
+        moving_rate: α. Default: 0.9 / ranks, as EASGD's authors have it; refused from 2 / (ranks + 1) on.
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
         mutex: with mode="sync": give the turn to a sibling while parameters travel.
 
@@ -476,8 +429,8 @@ class ElasticState(AveragingState):
     whose parameters are not finite offers nothing, with a warning; in "sync" all ranks raise.
 
     **Collective**: every rank registers the hook, with the same arguments. In "async" and "wild" ranks may make
-    different numbers of steps between two calls of `average`; the last steps must end with one. It gives the mean of
-    the ranks, which is what to evaluate; the centre is in `state_dict`.
+    different numbers of steps between two calls of `average`, with which the last steps must end: what to evaluate is
+    the ranks' mean. The centre is in `state_dict`.
 
     Example::
 
@@ -498,12 +451,8 @@ class ElasticState(AveragingState):
         if mode not in rules:
             raise ValueError(f"expected mode='sync', 'async' or 'wild', got mode={mode!r}; see ElasticState")
         Schedule(sync_every)  # says what is wrong with it
-        moving_rate_for(resolve_group(process_group).size(), moving_rate)
-        if mutex is not None and mode != "sync":
-            raise ValueError(
-                f"expected mode='sync' with a mutex, got mode={mode!r}: no step waits for an exchange then, so there "
-                "is no time to give away; leave mutex out, or pass mode='sync'"
-            )
+        moving_rate_for(checks.resolve_group(process_group).size(), moving_rate)
+        _check_waits(mutex, "mode='sync'", f"mode={mode!r}")
         self.mode = mode
         self._rule = rules[mode](sync_every, moving_rate)
         super().__init__(self._rule, process_group, mutex)
@@ -527,32 +476,26 @@ def elastic_hook(state: ElasticState, bucket: dist.GradBucket) -> torch.futures.
     Returns:
         A future that is complete already.
 
-    On failure: nothing leaves the hook; see `ElasticState`.
-
-    **Collective**: DDP calls it on all ranks in the same order. Source: EASGD (arXiv 1412.6651) and its authors' code;
-    EA-wild (HPC Asia 2020), by its abstract. Rounds without a server, and the centre of a host, are our design.
+    On failure: nothing leaves the hook; see `ElasticState`. **Collective**: DDP calls it on all ranks in the same
+    order. Source: EASGD (arXiv 1412.6651) and its authors' code; EA-wild (HPC Asia 2020), by its abstract. Rounds
+    without a server, and the centre of a host, are our design.
     """
-    return answer_bucket(state, bucket, ElasticState)
+    return answered(
+        state, bucket, ElasticState, _REMEDY, lambda exchange: state._carry(bucket, exchange), compares=False
+    )
 
 
-# --- what both hooks do ------------------------------------------------------------------------------------------
+def _check_waits(mutex: GPUMutex | None, wanted: str, got: str) -> None:
+    """Refuse a mutex where nobody waits."""
+    if mutex is not None and got != wanted:
+        raise ValueError(
+            f"expected {wanted} with a mutex, got {got}: no step waits for an exchange then, so there is no time to "
+            f"give away; leave mutex out, or pass {wanted}"
+        )
 
 
-def answer_bucket(
-    state: AveragingState, bucket: dist.GradBucket, kind: type[AveragingState]
-) -> torch.futures.Future[torch.Tensor]:
-    """Answer for both hooks, whose state is of ``kind``."""
-    remedy = "register the hook of that state, or make another one"
-    carry = functools.partial(AveragingState._answer, state, bucket)
-    return answered(state, bucket, kind, remedy, carry, compares=False)
-
-
-# --- what cannot train without waiting -----------------------------------------------------------------------------
-
-
-def _model_behind(bucket: dist.GradBucket, state: object) -> DistributedDataParallel:
-    """Return the model that ``state`` was registered with, by itself."""
-    model = needed_model_of(bucket, state=state)
+def _check_model(model: DistributedDataParallel, state: object, *, is_local: bool) -> None:
+    """Refuse a hook inside of another one, and, with local steps, what makes ranks wait for each other in each."""
     for hook, registered in getattr(model, "_comm_hooks", ()):
         if registered is not state or not getattr(hook, "__module__", _OWN).startswith(_OWN):
             raise UnsupportedConfigurationError(
@@ -560,11 +503,8 @@ def _model_behind(bucket: dist.GradBucket, state: object) -> DistributedDataPara
                 "local steps send no gradients, so a wrapper has nothing to compress and no turn to give away; "
                 "register it directly (and pass mutex= for turns)"
             )
-    return model
-
-
-def _check_waits_for_nobody(model: DistributedDataParallel) -> None:
-    """Refuse what makes ranks wait for each other in every step."""
+    if not is_local:
+        return
     if model.find_unused_parameters:
         raise UnsupportedConfigurationError(
             "expected find_unused_parameters=False, got True: DDP would exchange a map of used parameters in every "
@@ -583,10 +523,3 @@ def _check_waits_for_nobody(model: DistributedDataParallel) -> None:
                 f"expected a model without K-FAC, got a KFACState that watches module '{name}': it preconditions the "
                 "mean gradient, which a local step does not have; register kfac_hook instead, or make no KFACState"
             )
-
-
-def _digest_of(blocks: Sequence[FlatBlock]) -> str:
-    """Return a short text that differs where names, shapes or dtypes do."""
-    entries = [(entry, str(block.dtype)) for block in blocks for entry in block.entries]
-    said = [(entry.name, tuple(entry.get().shape), dtype) for entry, dtype in entries]
-    return f"{len(said)} tensors, {hashlib.sha256(repr(said).encode()).hexdigest()[:12]}"

@@ -1,24 +1,22 @@
 """Compression as a stage of both halves: codecs for any state, and `compressed_hook` for a state with nothing else.
 
 Each rank sends its coded gradient straight to the owner of each part; the owner adds the decoded values in float32, in
-the order of ranks, encodes the mean and sends it to all. So a gradient is rounded once on its way to the owner and the
-mean once on its way back, whatever the number of ranks. What a message does not hold is added to the next gradient of
-the same parameter ("error feedback"). Parameters of one dimension travel exact. Our design; codecs name their papers.
+the order of ranks, encodes the mean and sends it to all. So there are two roundings, whatever the number of ranks. What
+a message does not hold is added to the next gradient of the same parameter ("error feedback"). Parameters of one
+dimension travel exact. Our design; codecs name their papers.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._compression.codec import Codec, CodecChoice, Half, Int8, PerPair
+from crossover_ddp._compression.codec import Codec, CodecChoice, Half, Int8, PerPair, SIDCo, Threshold
 from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._compression.planning import CodecPlan
-from crossover_ddp._compression.sparse import SIDCo, Threshold
 from crossover_ddp._engine.exchange import answered
 
 from .gpu_mutex import GPUMutex
@@ -41,8 +39,8 @@ logger = logging.getLogger(__name__)
 class CompressedState(CodedState):
     """State of `compressed_hook`: gradients travel coded in both halves, and what is left out is sent later.
 
-    The gradients are not those of plain DDP, but the same on all ranks to the last bit. With one rank they are its own.
-    The first step, while DDP arranges its buckets, travels exact.
+    The gradients are not those of plain DDP, but the same on all ranks to the last bit; with one rank they are its own.
+    The first step, after which DDP rebuilds its buckets, travels exact.
 
     Args:
         codec: for both halves, such as ``Int8()``; a pair encodes to owners with the first, which may be a `PerPair`,
@@ -80,13 +78,6 @@ class CompressedState(CodedState):
         self.mutex = mutex
         logger.info("%r", self)
 
-    def stats(self) -> dict[str, Any]:
-        """Return what all states tell, and with a codec "sent_bytes" and "residual_bytes". Not collective.
-
-        These bytes and "rate" are those of the coded steps, over an exact exchange's. The table is in docs/choosing.md.
-        """
-        return {**({} if self.compression is None else self.compression.stats()), **super().stats()}
-
     def __repr__(self) -> str:
         return f"CompressedState(codec={self.codec!r})"
 
@@ -102,7 +93,6 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
         A Future of the bucket's own buffer, completed by a thread of this package's own.
 
     On failure: as `reduce_scatter_all_gather_hook`; see also `CompressedState`. Nothing leaves the hook.
-
     **Collective**: DDP calls it on all ranks in the same order. Source: our design, see the module.
     """
     remedy = "pass codec= to that state instead, and register its own hook"

@@ -4,12 +4,11 @@
 δ: what one loses the other gains. The distance of the ranks' mean to the centre shrinks by 1 - α(n + 1) if n ranks
 pull, so α must be less than 2 / (n + 1). After EASGD (arXiv 1412.6651, and its authors' mpiT).
 
-[Note: rounds] All ranks' threads go through the same rounds. A round begins with a table: who offers, how many steps
-that rank has done, who wants to hold, and how often each rank offers. Those that offer pull and are pulled; the others'
-threads send their parts of the centre. So a slow rank delays nobody: its thread is there although its training is not.
-A thread joins the next round when it has an offer, or at the latest when the fastest rank should have one. A pull that
-a slow rank has not collected yet waits for it, and the rank offers nothing meanwhile: nothing is counted twice, and
-nothing is lost. Our design.
+[Note: rounds] All ranks' threads go through the same rounds. A round begins with a table: who offers, after how many
+steps, and who wants to hold. Those that offer pull and are pulled; the others' threads send their parts of the centre.
+So a slow rank delays nobody. A thread joins the next round when it has an offer, or after a pause that each round with
+an offer halves and each one without doubles, on all ranks alike. A pull that a slow rank has not collected yet waits
+for it, and the rank offers nothing meanwhile: nothing is counted twice, and nothing is lost. Our design.
 
 [Note: holding] Threads end on all ranks behind the same table: that in which every rank wants to hold. Until then
 rounds go on, so that a rank that has ended its steps early serves the slower ones.
@@ -18,7 +17,6 @@ rounds go on, so that a rank that has ended its steps early serves the slower on
 import contextlib
 import functools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
@@ -32,13 +30,13 @@ from crossover_ddp._engine.journeys import Meter, Trip
 from crossover_ddp._engine.links import Layout, Link, all_finite, parts, tree_sum
 from crossover_ddp.errors import ExchangeError
 
-from .replica import gather
+from .replica import KEPT
 
 MOVING: Final = 0.9
 """β of EASGD: by default the ranks' rates add up to it."""
-_FIRST_PACE_S: Final = 0.05
-_FIRST_INTERVAL_S: Final = 0.2
-_LONGEST_PACE_S: Final = 5.0
+_SHORTEST_PAUSE_S: Final = 1e-3
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 5.0
 ROUNDS_KEPT: Final = 100_000
 _JOIN_TIMEOUT_S: Final = 5.0
 
@@ -68,22 +66,22 @@ async def pull(
     A rank that does not pull, see ``pulls``, has no ``values`` and sends its part of the ``centre`` alone.
     """
     is_pulling = pulls[link.rank]
+    own_layout = layout if is_pulling else [0] * link.size
     coming = [len(centre) * each for each in pulls]
     incoming = centre.new_empty(sum(coming))
-    await link.all_to_all(values, layout if is_pulling else [0] * link.size, incoming, coming)
+    await link.all_to_all(values, own_layout, incoming, coming)
     if is_pulling:  # some links have written there
         parts(incoming, coming)[link.rank].copy_(parts(values, layout)[link.rank])
     await link.compute()
     former = _move(centre, incoming.view(sum(pulls), len(centre)), rate)
     del incoming  # before there is memory for the whole centre
-    coming_back = layout if is_pulling else [0] * link.size
-    whole = centre.new_empty(sum(coming_back))
+    whole = centre.new_empty(sum(own_layout))
     if is_pulling:
         parts(whole, layout)[link.rank].copy_(former)
     if all(pulls):
         await link.all_gather(whole, layout)
     else:  # nothing for who stays away
-        await link.all_to_all(former.repeat(sum(pulls)), coming, whole, coming_back)
+        await link.all_to_all(former.repeat(sum(pulls)), coming, whole, own_layout)
     if is_pulling:
         values.sub_(whole).mul_(-rate)
 
@@ -100,18 +98,13 @@ def _move(centre: torch.Tensor, addends: torch.Tensor, rate: float) -> torch.Ten
 
 
 class Centre:
-    """The centre of each block in float32 (or wider), of which this rank has its part.
-
-    It begins with the vectors ``start``, the same on all ranks; own parts are copied out of them. ``rate``: α.
-    """
+    """This rank's parts of each block's centre, which begins as ``start`` on all ranks, in float32 or wider; rate α."""
 
     def __init__(self, exchange: Exchange, start: Sequence[torch.Tensor], rate: float, meter: Meter) -> None:
         self._exchange, self._rate, self._meter = exchange, rate, meter
         self._layouts = [exchange.equal_layout(vector) for vector in start]
-        self._own = [
-            parts(vector, layout)[exchange.rank].clone()
-            for vector, layout in zip(start, self._layouts, strict=True)
-        ]
+        cut = [parts(vector, layout) for vector, layout in zip(start, self._layouts, strict=True)]
+        self._own = [each[exchange.rank].clone() for each in cut]
 
     def begin_pull(self, place: int, values: torch.Tensor, pulls: Sequence[bool]) -> Trip:
         """Begin `pull` of the block in this place. **Collective**."""
@@ -125,7 +118,8 @@ class Centre:
         for part, layout in zip(self._own, self._layouts, strict=True):
             whole = part.new_zeros(sum(layout))
             parts(whole, layout)[self._exchange.rank].copy_(part)
-            found.append(gather(self._exchange, whole, layout))
+            self._exchange.gather(whole, layout, KEPT)
+            found.append(whole)
         return found
 
 
@@ -133,11 +127,7 @@ class Centre:
 
 
 class ElasticRound(NamedTuple):
-    """One round as one rank saw it.
-
-    ``offered``: by rank, after how many steps it offered what went into this round; None if it took no part.
-    ``collected``: after how many steps this rank collected its pull; None if it took no part, or has not yet.
-    """
+    """One round as one rank saw it, see `ElasticState.rounds`; what is None took no part, or was not collected yet."""
 
     number: int
     offered: tuple[int | None, ...]
@@ -145,23 +135,17 @@ class ElasticRound(NamedTuple):
 
 
 class Rounds:
-    """See [Note: rounds]. All methods are called on the training thread and none waits, but `held` and `close`.
+    """See [Note: rounds]. Methods are called on the training thread; none waits, but `held` and `close`.
 
     They have an `Exchange` of their own: their thread begins journeys at moments that differ from rank to rank, and
-    links must be drawn in one order. If it fails, the group's connections are closed all the same.
+    links must be drawn in one order. If it fails, the group's connections are closed all the same, the thread ends, and
+    every later call raises what ended it. **Collective**.
 
-    ``group`` exchanges host memory by messages. ``start`` is what the centre of each block begins with, the same on all
-    ranks, which keep their parts of it; with none nothing but tables travels. ``meter`` counts what travels.
-
-    On failure: the thread ends, and every later call raises what ended it. **Collective**.
+    ``group`` exchanges host memory by messages. ``start``: of each block's `Centre`; with none tables alone travel.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        start: Sequence[torch.Tensor],
-        rate: float,
-        meter: Meter,
+        self, group: dist.ProcessGroup, start: Sequence[torch.Tensor], rate: float, meter: Meter
     ) -> None:
         # What is registered first comes last: after the exchange's own end.
         self._forget = [on_destruction(group, self._join)]
@@ -171,13 +155,13 @@ class Rounds:
         self.log: deque[ElasticRound] = deque(maxlen=ROUNDS_KEPT)
         self._vectors = [torch.empty_like(vector) for vector in start]
         self._changed = threading.Condition()
-        self._offer: int | None = None
-        self._is_taken = self._is_back = False  # what was offered is in a round; its pull is there
+        self._offer: int | None = None  # after how many steps it was made
+        self._is_taken = False  # it is in a round
+        self._back: int | None = None  # the round whose pull is there
         self._wants_hold = False
-        self._number = self._pulled = 0  # of rounds; the one whose pull is there
+        self._number = 0  # of rounds
         self._failure: Exception | None = None  # or what says that the group was destroyed
-        self._pace_s, self._interval_s = _FIRST_PACE_S, _FIRST_INTERVAL_S
-        self._offered_s: float | None = None
+        self._pause_s = _FIRST_PAUSE_S
         self._start()
 
     def _start(self) -> None:
@@ -187,21 +171,15 @@ class Rounds:
     # --- the training thread ---------------------------------------------------------------------------------
 
     def offer(self, steps: int, fill: Callable[[Sequence[torch.Tensor]], bool]) -> bool:
-        """Offer vectors that ``fill`` writes, unless a former offer is still in a round; tell whether they were taken.
+        """Offer what ``fill`` writes, unless a former offer is still in a round; tell whether it was asked.
 
         ``fill`` writes a vector for each block, and returns whether they are fit to be sent.
         """
         with self._changed:
             self.check()
-            if self._is_taken or self._is_back:
+            if self._is_taken or self._back is not None:
                 return False
-            if not fill(self._vectors):
-                self._offer = None
-                return True
-            now_s = time.monotonic()
-            if self._offered_s is not None:
-                self._interval_s = now_s - self._offered_s
-            self._offered_s, self._offer = now_s, steps
+            self._offer = steps if fill(self._vectors) else None
             self._changed.notify_all()
             return True
 
@@ -210,16 +188,15 @@ class Rounds:
     ) -> bool:
         """Let ``apply`` add the pull that has come, if one has; ``leave`` it there for another time."""
         self.check()
-        is_back = self._is_back  # nobody but this thread takes it back
-        if is_back:
-            apply(self._vectors)
-        if is_back and not leave:
+        if (number := self._back) is None:  # nobody but this thread takes it back
+            return False
+        apply(self._vectors)
+        if not leave:
             with self._changed:
-                self._is_back = False
-                place = self._pulled - self.log[0].number
-                if place >= 0:
+                self._back = None
+                if (place := number - self.log[0].number) >= 0:
                     self.log[place] = self.log[place]._replace(collected=steps)
-        return is_back
+        return True
 
     def check(self) -> None:
         """Raise what has ended the rounds, if anything has."""
@@ -228,10 +205,7 @@ class Rounds:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Let the rounds of all ranks stand still during the block; what is in no round yet is taken back.
-
-        **Collective**: it begins when all ranks hold, or raises what has ended the rounds.
-        """
+        """Let rounds stand still during the block, when all ranks hold; take back what is in none. **Collective**."""
         self._hold()
         self.check()
         self._offer = None
@@ -257,11 +231,12 @@ class Rounds:
 
     def _tell(self) -> None:
         """Begin no round any more."""
+        why = "the state was closed, or the process group destroyed; call it before"
+        self._fail(ExchangeError(f"expected rounds that run, got ended ones: {why}"))
+
+    def _fail(self, error: Exception) -> None:
         with self._changed:
-            self._failure = self._failure or ExchangeError(
-                "expected rounds that run, got ended ones: the state was closed, or the process group destroyed; call "
-                "it before"
-            )
+            self._failure = self._failure or error
             self._changed.notify_all()
 
     def _join(self, timeout_s: float | None = _JOIN_TIMEOUT_S) -> None:
@@ -274,21 +249,19 @@ class Rounds:
         torch.get_num_threads()  # see `_system.worker`
         try:
             with torch.no_grad():
-                while self._await_next() and not self._go():
+                while not (self._ends() or self._go()):
                     pass
         except Exception as error:  # whatever it is, the training thread raises it
-            with self._changed:
-                self._failure = self._failure or error
-                self._changed.notify_all()
+            self._fail(error)
 
-    def _await_next(self) -> bool:
-        """Wait for an offer or for the pace; return False when the rounds are over."""
+    def _ends(self) -> bool:
+        """Wait for an offer or for the pause to end; tell whether the rounds are over."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._failure is not None or self._offer is not None or self._wants_hold,
-                timeout=self._pace_s,
+                self._pause_s,
             )
-            return self._failure is None
+            return self._failure is not None
 
     def _go(self) -> bool:
         """Go through a round; tell whether all ranks hold after it."""
@@ -296,10 +269,12 @@ class Rounds:
             steps, holds = self._offer, self._wants_hold
             if steps is not None:
                 self._is_taken, self._offer = True, None
-        own = [-1.0 if steps is None else float(steps), float(holds), self._interval_s]
+        own = [-1.0 if steps is None else float(steps), float(holds)]
         table = self._exchange.gather_numbers(own, torch.device("cpu"))
-        offered = tuple([None if numbers[0] < 0 else int(numbers[0]) for numbers in table])
+        offered = tuple([None if number < 0 else int(number) for number, _ in table])
         pulls = [each is not None for each in offered]
+        factor = 0.5 if any(pulls) else 2.0
+        self._pause_s = min(max(_SHORTEST_PAUSE_S, factor * self._pause_s), _LONGEST_PAUSE_S)
         if any(pulls):
             # One block after the other, so that only one centre is under way.
             for place, vector in enumerate(self._vectors):
@@ -309,9 +284,6 @@ class Rounds:
             with self._changed:
                 self.log.append(ElasticRound(self._number, offered))
                 if steps is not None:
-                    self._is_back, self._is_taken, self._pulled = True, False, self._number
+                    self._back, self._is_taken = self._number, False
                 self._number += 1
-            self._pace_s = min(max(min(numbers[2] for numbers in table), 1e-3), _LONGEST_PACE_S)
-        else:
-            self._pace_s = min(2 * self._pace_s, _LONGEST_PACE_S)
-        return all([numbers[1] for numbers in table])
+        return all([holds for _, holds in table])

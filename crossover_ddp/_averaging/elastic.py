@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import all_finite
+from crossover_ddp._engine.states import check_keys
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .centre import ROUNDS_KEPT, Centre, ElasticRound, Rounds, moving_rate_for
-from .replica import Replica, from_first_rank, wide
+from .replica import FlatBlock, FlatEntry, Flight, Replica, from_first_rank, wide
 from .shared_centre import pull_shared, share
 
 logger = logging.getLogger(__name__)
@@ -26,13 +27,14 @@ class TogetherElastic(Replica):
     """Synchronous EASGD: every ``sync_every`` steps all ranks pull, and wait for it."""
 
     mode = "sync"
+    counted: tuple[str, ...] = ("pulls",)
     _centre: Centre
+    _loaded: dict[str, Any] | None = None
 
     def __init__(self, sync_every: int, moving_rate: float | None) -> None:
         self._every, self._given_rate = sync_every, moving_rate
         self.settings = {"mode": self.mode, "sync_every": sync_every, "moving_rate": moving_rate}
-        self._loaded: dict[str, Any] | None = None
-        self._counts: dict[str, int] = {"pulls": 0}
+        self._counts = dict.fromkeys(self.counted, 0)
         self.log: deque[ElasticRound] = deque(maxlen=ROUNDS_KEPT)
 
     def begin(self) -> None:
@@ -46,7 +48,7 @@ class TogetherElastic(Replica):
         """
         own = []
         for block in self.blocks:
-            values = block.copy(dtype=wide(block.dtype), device=device)
+            values = block.copy(block.whole, wide(block.dtype), device)
             if self._loaded is not None:
                 values.copy_(block.unnamed(self._loaded["centre"], values.dtype))
             own.append(values)
@@ -55,32 +57,26 @@ class TogetherElastic(Replica):
     def act(self) -> None:
         if self.acted % self._every:
             return
-        pulled = [block.copy(dtype=wide(block.dtype)) for block in self.blocks]
-        for place, values in enumerate(pulled):
-            self.wait(self._centre.begin_pull(place, values, [True] * self.exchange.size).wait)
-        for block, values in zip(self.blocks, pulled, strict=True):
-            self.check_finite(values, block.pieces(block.whole))
-        for block, values in zip(self.blocks, pulled, strict=True):
-            block.add(block.whole, values)
-        self.log.append(ElasticRound(self._counts["pulls"], (self.acted,) * self.exchange.size, self.acted))
+        ranks, flights = self.exchange.size, []
+        for place, block in enumerate(self.blocks):
+            values = block.copy(block.whole, wide(block.dtype))
+            trip = self._centre.begin_pull(place, values, [True] * ranks)
+            flights.append(Flight(block, block.whole, values, trip, adds=True))
+        self.land(flights)
+        self.log.append(ElasticRound(self._counts["pulls"], (self.acted,) * ranks, self.acted))
         self._counts["pulls"] += 1
 
-    # --- what is kept ----------------------------------------------------------------------------------------
-
     def kept(self) -> dict[str, Any]:
-        return self._named(self._centre.gathered())
+        blocks = zip(self.blocks, self._whole_centre(), strict=True)
+        return {
+            "centre": {name: each for block, whole in blocks for name, each in block.named(whole).items()}
+        }
 
-    def _named(self, centre: Sequence[torch.Tensor]) -> dict[str, Any]:
-        found: dict[str, torch.Tensor] = {}
-        for block, values in zip(self.blocks, centre, strict=True):
-            found.update(block.named(values))
-        return {"centre": found}
+    def _whole_centre(self) -> Sequence[torch.Tensor]:
+        return self._centre.gathered()
 
     def load(self, kept: dict[str, Any]) -> None:
-        if set(kept) != {"centre"}:
-            raise ValueError(
-                f"expected a state with the key 'centre', got keys {sorted(kept)}; pass the state of an ElasticState"
-            )
+        check_keys(kept, {"centre"}, "the state of an ElasticState")
         self._loaded = kept
 
     def stats(self) -> dict[str, Any]:
@@ -92,34 +88,27 @@ class OwnPaceElastic(TogetherElastic):
     """Asynchronous EASGD without a server, see [Note: rounds] in ``centre.py``."""
 
     mode = "async"
-    steps_together = False
+    counted = "pulls", "offers", "not_finite"
+    steps_together = _is_due = False
     _rounds: Rounds
-
-    def __init__(self, sync_every: int, moving_rate: float | None) -> None:
-        super().__init__(sync_every, moving_rate)
-        self._counts |= {"offers": 0, "not_finite": 0}
-        self._is_due = False
-        self._made: dist.ProcessGroup | None = None
+    _pulled: Sequence[FlatBlock] = ()  # in rounds
+    _made: dist.ProcessGroup | None = None
 
     def begin(self) -> None:
         group = self._host_group()
         rate = moving_rate_for(group.size(), self._given_rate)
         self._rounds = Rounds(group, self._start(Exchange.of(group), _HOST_MEMORY), rate, self.meter)
-        self.log, self._centre = self._rounds.log, self._rounds.centre
+        self.log, self._centre, self._pulled = self._rounds.log, self._rounds.centre, self.blocks
 
     def _host_group(self) -> dist.ProcessGroup:
         """Return a group of the model's ranks that exchanges host memory by messages. **Collective**."""
-        group = self.group
-        if "cpu:gloo" in str(dist.get_backend_config(group)):
-            return group
-        made = dist.new_group(
-            dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
-        )
+        if "cpu:gloo" in str(dist.get_backend_config(self.group)):
+            return self.group
+        ranks = dist.get_process_group_ranks(self.group)
+        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)
         self._made = made
         return made
-
-    # --- between two steps -----------------------------------------------------------------------------------
 
     def act(self) -> None:
         self._counts["pulls"] += self._rounds.collect(self.acted, self._apply)
@@ -129,7 +118,7 @@ class OwnPaceElastic(TogetherElastic):
             self._counts["offers"] += 1
 
     def _fill(self, vectors: Sequence[torch.Tensor]) -> bool:
-        for block, vector in zip(self.blocks, vectors, strict=True):
+        for block, vector in zip(self._pulled, vectors, strict=True):
             block.pack(block.whole, vector)
         return self._is_fit(vectors)
 
@@ -146,7 +135,7 @@ class OwnPaceElastic(TogetherElastic):
         return False
 
     def _apply(self, pulls: Sequence[torch.Tensor]) -> None:
-        for block, values in zip(self.blocks, pulls, strict=True):
+        for block, values in zip(self._pulled, pulls, strict=True):
             block.add(block.whole, values.to(block.device))
 
     @contextlib.contextmanager
@@ -191,6 +180,8 @@ class WildElastic(OwnPaceElastic):
         self._shared, leaders, mates = share(group, start)
         self._first, hosts = mates.index(group.rank()) / len(mates), len(leaders)
         self._offers = hosts > 1 and group.rank() in leaders
+        if hosts > 1:
+            self._pulled = [FlatBlock([FlatEntry("centre", each.detach)], []) for each in self._shared]
         self._rounds = Rounds(group, start if hosts > 1 else (), moving_rate_for(hosts, None), self.meter)
         self.log = self._rounds.log
         self._counts |= {"own_pulls": 0, "hosts": hosts}
@@ -205,29 +196,15 @@ class WildElastic(OwnPaceElastic):
                 pull_shared(centre, each, self._rate, self._first)
             self._counts["own_pulls"] += 1
 
-    # What travels between hosts is the centre.
+    # In flight is nothing for parameters: what is pulled in rounds is the centre.
+    kept, at_rest = TogetherElastic.kept, TogetherElastic.at_rest
 
-    def _fill(self, vectors: Sequence[torch.Tensor]) -> bool:
-        for vector, centre in zip(vectors, self._shared, strict=True):
-            vector.copy_(centre)
-        return True
-
-    def _apply(self, pulls: Sequence[torch.Tensor]) -> None:
-        for centre, values in zip(self._shared, pulls, strict=True):
-            centre.add_(values)
-
-    @contextlib.contextmanager
-    def at_rest(self, *, leave: bool) -> Iterator[None]:
-        """See `Replica`: what is in flight changes the centre, not the parameters."""
-        yield
-
-    def kept(self) -> dict[str, Any]:
-        """See `Replica`: the centre of rank 0's host, when nobody writes to it any more."""
+    def _whole_centre(self) -> Sequence[torch.Tensor]:
+        """Return the centre of rank 0's host, when nobody writes to it any more."""
         self.exchange.gather_numbers([0.0], self.blocks[0].device)
         pairs = zip(self._shared, self.blocks, strict=True)
-        copies = [vector.to(block.device, copy=True) for vector, block in pairs]
-        return self._named([from_first_rank(self.exchange, copy) for copy in copies])
+        return [from_first_rank(self.exchange, vector.to(block.device, copy=True)) for vector, block in pairs]
 
     def close(self) -> None:
         super().close()
-        self._shared = ()
+        self._shared = self._pulled = ()

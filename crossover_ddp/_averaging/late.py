@@ -3,38 +3,37 @@
 [Note: delta rule] A rank sends s, its parameters after step k, and adds mean(s) - s to what it has after step k + d.
 With d = 0 that is the mean itself. After CoCoD-SGD and DaSGD (arXiv 2006.00441); fragments after streaming DiLoCo.
 
-[Note: the clock] What counts is the number of backward passes that reached the hook, which is the same on all ranks.
-``optimizer.step()`` does not count: a GradScaler skips it on one rank alone. What is due after n of them happens before
-the next training forward: then the update of the n-th is in the parameters.
+[Note: the clock] What counts are the backward passes that reached the hook, as many on all ranks; not
+``optimizer.step()``, which a GradScaler skips on one rank alone. What is due after n of them happens before the next
+training forward: then the update of the n-th is in the parameters.
 
 [Note: outer steps] After DiLoCo (arXiv 2311.08105, and the code of its followers): z are the parameters after the last
 outer step, and the outer optimizer steps them by the gradient z - mean(x), each owner its part.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.layout import Span
-from crossover_ddp._engine.journeys import Trip
-from crossover_ddp._engine.links import Layout, all_finite
+from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.links import all_finite
+from crossover_ddp._engine.states import check_keys
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .replica import FlatBlock, Replica, gather, wide
+from .replica import KEPT, FlatBlock, Flight, Replica, wide
 
 OuterOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
 
 
-# --- when: pure ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Schedule:
-    """Which fragments leave and come back after how many backward passes; the fields are ``LocalSGDState``'s."""
+    """Which fragments leave and come back after how many backward passes; the fields are ``LocalSGDState``'s. Pure."""
 
     sync_every: int
     delay: int = 0
@@ -46,14 +45,12 @@ class Schedule:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(
-                    f"expected an integer {name} >= {least}, got {name}={value!r}; pass a number as LocalSGDState "
-                    "describes it"
+                    f"expected an integer {name} >= {least}, got {name}={value!r}; see LocalSGDState"
                 )
         if self.sync_every < self.delay + 1:
             raise ValueError(
-                f"expected sync_every >= delay + 1, got sync_every={self.sync_every} and delay={self.delay}: with two "
-                "exchanges of one element in flight corrections are counted twice; "
-                f"pass sync_every={self.delay + 1} or more"
+                f"expected sync_every >= delay + 1, got sync_every={self.sync_every} and delay={self.delay}: of two "
+                f"exchanges of an element in flight both would count; pass sync_every={self.delay + 1} or more"
             )
         if self.sync_every == 1 and self.fragments > 1:
             raise ValueError(
@@ -61,29 +58,23 @@ class Schedule:
                 "gradients then, and no parameters"
             )
 
-    def is_local(self, steps: int) -> bool:
-        """Whether the step after ``steps`` of them uses this rank's gradients alone."""
-        return self.sync_every > 1 and steps >= self.warmup_steps
+    @property
+    def local_from(self) -> float:
+        """Number of steps after which steps use this rank's gradients alone."""
+        return self.warmup_steps if self.sync_every > 1 else math.inf
 
-    def leaving(self, steps: int) -> tuple[int, ...]:
-        local = steps - self.warmup_steps
-        if local <= 0 or self.sync_every == 1:
-            return ()
-        return tuple([f for f in range(self.fragments) if (local - self._offset(f)) % self.sync_every == 0])
+    def leaving(self, steps: int) -> list[int]:
+        every, local = self.sync_every, steps - self.local_from
+        if local <= 0:
+            return []
+        return [f for f in range(self.fragments) if (local - f * every // self.fragments) % every == 0]
 
-    def arriving(self, steps: int) -> tuple[int, ...]:
+    def arriving(self, steps: int) -> list[int]:
         return self.leaving(steps - self.delay)
 
-    def _offset(self, fragment: int) -> int:
-        return fragment * self.sync_every // self.fragments
-
-
-def fragment_span(numel: int, fragment: int, fragments: int) -> Span:
-    """Return the slice of a flat vector; slices differ by one element at most."""
-    return Span(numel * fragment // fragments, numel * (fragment + 1) // fragments)
-
-
-# --- the outer optimizer ---------------------------------------------------------------------------------------------
+    def span(self, numel: int, fragment: int) -> Span:
+        """Return the slice of a flat vector; slices differ by one element at most."""
+        return Span(numel * fragment // self.fragments, numel * (fragment + 1) // self.fragments)
 
 
 def described(make: OuterOptimizer) -> str:
@@ -105,12 +96,13 @@ class OuterPart:
     Buffers in it are averaged and not stepped.
     """
 
-    def __init__(
-        self, block: FlatBlock, piece: Span, layout: Layout, rank: int, make: OuterOptimizer
-    ) -> None:
-        self.piece, self.layout = piece, layout
-        start = piece.start + sum(layout[:rank])
-        self.span = Span(start, max(start, min(start + layout[rank], block.parameters_numel)))
+    def __init__(self, block: FlatBlock, piece: Span, exchange: Exchange, make: OuterOptimizer) -> None:
+        self.piece = piece
+        # Cut by the wire's dtype, which is the block's.
+        flat = torch.empty(piece.numel, dtype=block.dtype, device=block.device)
+        self.layout, rank = exchange.equal_layout(flat), exchange.rank
+        start = piece.start + sum(self.layout[:rank])
+        self.span = Span(start, max(start, min(start + self.layout[rank], block.parameters_numel)))
         self.anchor = torch.nn.Parameter(block.copy(self.span, wide(block.dtype)))
         """z."""
         self._optimizer = make([self.anchor])
@@ -148,39 +140,24 @@ class OuterPart:
         self._optimizer.state[self.anchor].update(state)
 
 
-# --- what travels ----------------------------------------------------------------------------------------------------
-
-
-class _Flight(NamedTuple):
-    """A slice on its way: ``values`` come back as the mean, or as its difference from what was ``sent``."""
-
-    block: FlatBlock
-    span: Span
-    values: torch.Tensor
-    sent: torch.Tensor | None
-    trip: Trip
-
-
 class LateMeans(Replica):
     """The rule of ``LocalSGDState``."""
 
     def __init__(self, schedule: Schedule, outer_optimizer: OuterOptimizer | None) -> None:
         outer = None if outer_optimizer is None else described(outer_optimizer)
         self.settings = {**asdict(schedule), "outer_optimizer": outer}
-        self.has_local_steps = schedule.sync_every > 1
+        self.local_from = schedule.local_from
         self._schedule, self._make_outer = schedule, outer_optimizer
         self._outers: list[list[OuterPart]] = []  # by fragment, and in it by block
-        self._flights: dict[int, list[_Flight]] = {}
+        self._flights: dict[int, list[Flight]] = {}
         self._loaded: dict[str, Any] = {}
         self._exchanges = self._bytes = self._peak_bytes = 0
 
-    def is_local(self, steps: int) -> bool:
-        return self._schedule.is_local(steps)
-
     def begin(self) -> None:
         if (make := self._make_outer) is not None:
-            fragments = range(self._schedule.fragments)
-            self._outers = [[self._outer(block, each, make) for block in self.blocks] for each in fragments]
+            for each in range(self._schedule.fragments):
+                pieces = [(block, self._schedule.span(block.numel, each)) for block in self.blocks]
+                self._outers.append([OuterPart(*piece, self.exchange, make) for piece in pieces])
         for place, block in enumerate(self.blocks if self._loaded else ()):
             named, dtype = self._loaded["tensors"], wide(block.dtype)
             tensors = {name: block.unnamed(values, dtype) for name, values in named.items()}
@@ -188,64 +165,41 @@ class LateMeans(Replica):
                 outers[place].load(tensors, parts[place])
         self._loaded = {}
 
-    def _outer(self, block: FlatBlock, fragment: int, make: OuterOptimizer) -> OuterPart:
-        span = fragment_span(block.numel, fragment, self._schedule.fragments)
-        # Cut by the wire's dtype, which is the block's.
-        layout = self.exchange.equal_layout(torch.empty(span.numel, dtype=block.dtype, device=block.device))
-        return OuterPart(block, span, layout, self.exchange.rank, make)
-
-    # --- between two steps -----------------------------------------------------------------------------------
-
     def act(self) -> None:
         arriving, leaving = self._schedule.arriving(self.acted), self._schedule.leaving(self.acted)
-        if self._schedule.delay:
+        is_late = self._schedule.delay > 0
+        if is_late:
             self._land(arriving)
         for fragment in leaving:
-            sent = [self._send(fragment, place) for place in range(len(self.blocks))]
-            self._flights[fragment] = [flight for flight in sent if flight is not None]
+            flights = self._flights[fragment] = []
+            for place, block in enumerate(self.blocks):
+                span = self._schedule.span(block.numel, fragment)
+                if span.start < span.stop:
+                    step = self._outers[fragment][place].step if self._outers else None
+                    flights.append(self.send(block, span, step, late=is_late))
             self._exchanges += 1
-            flying = [flight.values.nbytes for flights in self._flights.values() for flight in flights]
-            self._peak_bytes = max(self._peak_bytes, sum(flying) * (2 if self._schedule.delay else 1))
-        if not self._schedule.delay:
+            self._bytes += sum(flight.values.nbytes for flight in flights)
+            flying = sum(flight.values.nbytes for flight in self._flying())
+            self._peak_bytes = max(self._peak_bytes, flying * (2 if is_late else 1))
+        if not is_late:
             self._land(leaving)
 
-    def _send(self, fragment: int, place: int) -> _Flight | None:
-        block = self.blocks[place]
-        span = fragment_span(block.numel, fragment, self._schedule.fragments)
-        if span.start == span.stop:
-            return None
-        values = block.copy(span)
-        sent = values.clone() if self._schedule.delay else None
-        step = self._outers[fragment][place].step if self._outers else None
-        self._bytes += values.nbytes
-        return _Flight(block, span, values, sent, self.begin_mean(values, owner_step=step, sent=sent))
+    def _flying(self) -> list[Flight]:
+        return [flight for flights in self._flights.values() for flight in flights]
 
-    def _land(self, fragments: Sequence[int], *, leave: bool = False) -> None:
-        """Apply what has come back; nothing of what was applied early, by `at_rest`."""
-        flights = [flight for fragment in fragments for flight in self._flights.get(fragment, ())]
-        arrived = [self._arrived(flight) for flight in flights]  # all, before any is written
-        for (block, span, _, sent, _), values in zip(flights, arrived, strict=True):
-            (block.unpack if sent is None else block.add)(span, values)
-        for fragment in () if leave else fragments:
-            self._flights.pop(fragment, None)
-
-    def _arrived(self, flight: _Flight) -> torch.Tensor:
-        self.wait(flight.trip.wait)
-        if flight.sent is None:
-            self.check_finite(flight.values, flight.block.pieces(flight.span))
-            return flight.values
-        return self.finite_or_zero(flight.values, flight.sent)
+    def _land(self, fragments: list[int]) -> None:
+        self.land([flight for fragment in fragments for flight in self._flights.pop(fragment, ())])
 
     @contextlib.contextmanager
     def at_rest(self, *, leave: bool) -> Iterator[None]:
-        self._land(list(self._flights), leave=leave)
+        self.land(self._flying())
+        if not leave:
+            self._flights.clear()
         yield
 
-    # --- what is kept ----------------------------------------------------------------------------------------
-
     def kept(self) -> dict[str, Any]:
-        for flight in [flight for flights in self._flights.values() for flight in flights]:
-            self._arrived(flight)  # the owner's step of a fragment in flight may be under way
+        for flight in self._flying():
+            self.arrived(flight)  # the owner's step of a fragment in flight may be under way
         self.check_landed(self.acted + 1)
         if self._make_outer is None:
             return {}
@@ -269,15 +223,13 @@ class LateMeans(Replica):
             for outer in [outers[place] for outers in self._outers]:
                 if (own := outer.state()[0].get(name)) is not None:
                     whole[slice(*outer.span)] = own
-                    gather(self.exchange, whole[slice(*outer.piece)], outer.layout)
+                    self.exchange.gather(whole[slice(*outer.piece)], outer.layout, KEPT)
             found.update(block.named(whole))
         return found
 
     def load(self, kept: dict[str, Any]) -> None:
-        if kept and set(kept) != {"fragments", "tensors", "parts"}:
-            raise ValueError(
-                f"expected the state of a LocalSGDState, got keys {sorted(kept)}; pass what its state_dict() returned"
-            )
+        if kept:
+            check_keys(kept, {"fragments", "tensors", "parts"}, "the state of a LocalSGDState")
         has = bool(kept)
         if has != (self._make_outer is not None):
             raise ValueError(

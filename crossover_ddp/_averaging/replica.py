@@ -1,6 +1,7 @@
 """One rank's model as flat vectors, without moving it, and what travels of them outside of a backward pass."""
 
 import contextlib
+import functools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,17 +10,18 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from crossover_ddp._ddp.contents import is_dense
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Turn
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Meter, Trip
-from crossover_ddp._engine.links import Layout, Link, all_finite
+from crossover_ddp._engine.links import Link, all_finite
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 OwnPart = Callable[[torch.Tensor], None]
+KEPT: Final = "what owners keep"
 _WIDE: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -36,50 +38,37 @@ class FlatEntry(NamedTuple):
 
 
 class FlatBlock:
-    """Parameters, then buffers, of one dtype on one device: their elements one behind the other, as they lie in memory.
-
-    [Note: kept views] The training thread asks for the same slices again and again, and making views of a dozen small
-    tensors takes longer than copying them. So the views are kept, and made anew where a tensor has got other memory:
-    as long as a view is kept, no other tensor can lie at the same address.
-    """
+    """Parameters, then buffers, of one dtype on one device: their elements one behind the other as in memory."""
 
     def __init__(self, parameters: Sequence[FlatEntry], buffers: Sequence[FlatEntry]) -> None:
         self.entries = [*parameters, *buffers]
-        first = self.entries[0].get()
-        self.dtype, self.device = _real(first).dtype, first.device
-        self._lengths = [_flat(entry.name, entry.get()).numel() for entry in self.entries]
+        flats = [*map(_flat, self.entries)]
+        self.dtype, self.device = flats[0].dtype, flats[0].device
+        self._lengths = [flat.numel() for flat in flats]
         self._stops = list(accumulate(self._lengths))
         self.numel = self._stops[-1]
         self.whole = Span(0, self.numel)
         self.parameters_numel = sum(self._lengths[: len(parameters)])
         self.rest: torch.Tensor | None = None  # what `add` has rounded off
-        self._kept: dict[Span, tuple[list[int], list[torch.Tensor]]] = {}
 
     def copy(
-        self, span: Span | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
+        self, span: Span, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> torch.Tensor:
-        start, stop = span = self.whole if span is None else span
-        values = torch.empty(stop - start, dtype=dtype or self.dtype, device=device or self.device)
+        values = torch.empty(span.stop - span.start, dtype=dtype or self.dtype, device=device or self.device)
         self.pack(span, values)
         return values
 
     def pieces(self, span: Span) -> list[torch.Tensor]:
-        """Return the model's own memory of ``span``, as flat pieces; see [Note: kept views]."""
+        """Return the model's own memory of ``span``, as flat pieces."""
         first, last = bisect_right(self._stops, span.start), bisect_left(self._stops, span.stop) + 1
-        entries = self.entries[first:last]
-        addresses = [entry.get().data_ptr() for entry in entries]
-        if (kept := self._kept.get(span)) is None or kept[0] != addresses:
-            flats = [_flat(entry.name, entry.get()) for entry in entries]
-            (start, stop), starts = span, [0, *self._stops][first:last]
-            cut = [flat[max(0, start - at) : stop - at] for flat, at in zip(flats, starts, strict=True)]
-            kept = self._kept[span] = addresses, cut
-        return kept[1]
+        flats = zip(map(_flat, self.entries[first:last]), [0, *self._stops][first:last], strict=True)
+        return [flat[max(0, span.start - at) : span.stop - at] for flat, at in flats]
 
     def pack(self, span: Span, values: torch.Tensor) -> None:
         """Copy ``span`` into ``values``; into wider ones, which are of all, with what `add` has kept."""
         pieces = self.pieces(span)
         if not pieces:
-            return  # nothing between two tensors
+            return  # an owner's part without parameters
         if (values.dtype, values.device) == (self.dtype, self.device):
             torch.cat(pieces, out=values)
         else:  # also from a device to the host
@@ -91,18 +80,17 @@ class FlatBlock:
     def unpack(self, span: Span, values: torch.Tensor, rest: torch.Tensor | None = None) -> None:
         """Replace ``span`` by ``values``; ``rest``: what `add` has kept of them, not of former ones."""
         pieces, self.rest = self.pieces(span), rest
-        if pieces:
-            torch._foreach_copy_(pieces, _split(values, pieces))
+        torch._foreach_copy_(pieces, _split(values, pieces))
 
     def add(self, span: Span, values: torch.Tensor) -> None:
         """Add ``values`` to ``span``; of wider ones what the block's dtype does not hold is kept for later."""
-        pieces = self.pieces(span)
-        if values.dtype != self.dtype:
+        if values.dtype == self.dtype:
+            pieces = self.pieces(span)
+            torch._foreach_add_(pieces, _split(values, pieces))
+        else:
             whole = self.copy(span, values.dtype).add_(values)
             self.unpack(span, whole)
             self.rest = whole.sub_(self.copy(span, values.dtype))
-        elif pieces:
-            torch._foreach_add_(pieces, _split(values, pieces))
 
     def named(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return a vector over the whole block by the tensors' names and in their shapes, on the host."""
@@ -131,45 +119,38 @@ class FlatBlock:
 def blocks_of(model: DistributedDataParallel) -> list[FlatBlock]:
     """Return all trainable parameters and floating-point buffers, a block for each dtype and device.
 
-    Those that DDP was told to ignore are left out, and so are frozen parameters, which no step changes, integers, and
-    buffers with infinities, such as an attention mask, which have no mean.
+    Left out are those that DDP was told to ignore, and buffers with infinities, such as a mask, which have no mean.
     """
-    ignored = set(getattr(model, "parameters_to_ignore", ()))
+    network, ignored = model.module, set(getattr(model, "parameters_to_ignore", ()))
     # Of each dtype and device the parameters, and the buffers.
     found: dict[Any, tuple[list[FlatEntry], list[FlatEntry]]] = defaultdict(lambda: ([], []))
-    for name, parameter in model.module.named_parameters():
-        if parameter.requires_grad and name not in ignored:
-            found[_key(parameter)][0].append(FlatEntry(name, parameter.detach))
-    for name, buffer in model.module.named_buffers():
-        counts = buffer.is_floating_point() or buffer.is_complex()
-        if name not in ignored and counts and bool(buffer.isfinite().all()):
-            found[_key(buffer)][1].append(FlatEntry(name, _buffer_of(model.module, name)))
+
+    def note(kind: int, name: str, get: Callable[[], torch.Tensor]) -> None:
+        real = _real(get())
+        if name not in ignored and real.numel():
+            found[real.dtype, real.device][kind].append(FlatEntry(name, get))
+
+    for name, parameter in network.named_parameters():
+        if parameter.requires_grad:
+            note(0, name, parameter.detach)
+    for name, buffer in network.named_buffers():
+        if (buffer.is_floating_point() or buffer.is_complex()) and bool(buffer.isfinite().all()):
+            note(1, name, functools.partial(network.get_buffer, name))
     return [FlatBlock(*entries) for entries in found.values()]
-
-
-def _key(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
-    return _real(tensor.detach()).dtype, tensor.device
-
-
-def _buffer_of(network: nn.Module, name: str) -> Callable[[], torch.Tensor]:
-    return lambda: network.get_buffer(name).detach()
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _flat(entry: FlatEntry) -> torch.Tensor:
     """Return the tensor's memory as a vector: its elements may lie in another order than that of its dimensions."""
-    real = _real(tensor)
-    expected = 1
-    for stride, size in sorted(zip(real.stride(), real.shape, strict=True)):
-        if size != 1 and stride != expected:
-            raise UnsupportedConfigurationError(
-                f"expected tensors without gaps, got {name} of shape {tuple(real.shape)} with strides {real.stride()}; "
-                "make it contiguous before the model is wrapped"
-            )
-        expected *= size
+    real = _real(entry.get().detach())
+    if not (real.is_contiguous() or is_dense(real)):
+        raise UnsupportedConfigurationError(
+            f"expected tensors without gaps, got {entry.name} of shape {tuple(real.shape)} with strides "
+            f"{real.stride()}; make it contiguous before the model is wrapped"
+        )
     return real.as_strided((real.numel(),), (1,))
 
 
@@ -177,49 +158,59 @@ def _split(values: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch.T
     return list(values.split([piece.numel() for piece in pieces]))
 
 
-# --- what travels -------------------------------------------------------------------------------------------------
-
-
-def gather(exchange: Exchange, values: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return ``values`` with each owner's part on all ranks. **Collective**."""
-    exchange.begin(lambda link: link.all_gather(values, layout), values, "what owners keep").wait()
+def from_first_rank(exchange: Exchange, values: torch.Tensor) -> torch.Tensor:
+    """Return ``values`` as rank 0 has them. **Collective**."""
+    exchange.gather(values, [values.numel()] + [0] * (exchange.size - 1), KEPT)
     return values
 
 
-def from_first_rank(exchange: Exchange, values: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` as rank 0 has them. **Collective**."""
-    return gather(exchange, values, [values.numel()] + [0] * (exchange.size - 1))
+class Flight(NamedTuple):
+    """A slice on its way: ``values`` come back, to be added to it if ``adds``, else in its place.
+
+    ``sent``: what has left, if the program has gone on meanwhile.
+    """
+
+    block: FlatBlock
+    span: Span
+    values: torch.Tensor
+    trip: Trip
+    adds: bool
+    sent: torch.Tensor | None = None
 
 
 class Replica:
     """The model of one rank, the ranks with which it is averaged, and what happens to it between two steps.
 
-    All methods run on the training thread. Subclasses have ``settings``: arguments that must be the same on all ranks.
-    ``steps_together``: all ranks call for a mean after as many steps. ``has_local_steps``: any step, however late, uses
-    this rank's gradients alone. ``acted``: the backward passes whose update is done, and what was due after it, or is
-    being done. ``blocks``: none before the model is known.
+    All methods run on the training thread. ``settings``: arguments that must be the same on all ranks.
+    ``steps_together``: all ranks call for a mean after as many steps. ``local_from``: number of steps after which steps
+    use this rank's gradients alone. ``acted``: the backward passes whose update is done, and what was due after it, or
+    is being done. ``blocks``: none before the model is known.
+
+    The rules that derive from it have ``begin``, for the first local step, when parameters are the same on all ranks;
+    ``act``, which does what is due after the ``acted`` passes; ``kept``, which returns what is kept beside the
+    parameters; ``load``, which has ``begin`` take it over; ``stats``. ``begin`` and ``kept`` are collective.
     """
 
     settings: Mapping[str, object]
-    steps_together = has_local_steps = True
+    steps_together = True
+    local_from: float = 0
     acted = 0
     blocks: Sequence[FlatBlock] = ()
 
     def adopt(
         self, blocks: Sequence[FlatBlock], group: dist.ProcessGroup, turn: Turn | None, meter: Meter
     ) -> None:
-        """Take a model; ``turn`` is given away while training waits, ``meter`` counts what travels, and how long."""
+        """Take a model; ``turn`` is given away while training waits, ``meter`` counts what travels."""
         self.blocks, self.group, self._turn, self.meter = blocks, group, turn, meter
         self.exchange = Exchange.of(group)
         self._unread: deque[tuple[int, torch.cuda.Event, torch.Tensor]] = deque()
 
     def begin_mean(
-        self, values: torch.Tensor, *, owner_step: OwnPart | None = None, sent: torch.Tensor | None = None
+        self, values: torch.Tensor, owner_step: OwnPart | None = None, sent: torch.Tensor | None = None
     ) -> Trip:
-        """Begin to replace ``values``, in use until then, by their mean over the ranks. **Collective**.
+        """Begin to replace ``values`` by their mean over ranks less ``sent``, see [Note: delta rule]. **Collective**.
 
-        ``owner_step`` changes the own part of the mean in place, before it goes to all; ``sent`` is taken off the
-        result, see [Note: delta rule] in ``late.py``, and others may need it longer.
+        ``owner_step`` changes the own part of the mean in place, before it goes to all.
         """
         layout = self.exchange.equal_layout(values)
 
@@ -236,29 +227,39 @@ class Replica:
             late_mean, values, "parameters", deferred=sent is not None, meter=self.meter
         )
 
-    def wait(self, wait: Callable[[], object]) -> None:
-        """Call ``wait``, which waits for an exchange; a sibling may compute meanwhile."""
-        if (turn := self._turn) is not None:
+    def send(
+        self, block: FlatBlock, span: Span, owner_step: OwnPart | None = None, *, late: bool = False
+    ) -> Flight:
+        """Send a copy of ``span`` on its way, see `begin_mean`; ``late``: training goes on meanwhile."""
+        values = block.copy(span)
+        sent = values.clone() if late else None
+        return Flight(block, span, values, self.begin_mean(values, owner_step, sent), late, sent)
+
+    def land(self, flights: Sequence[Flight], *, gives_turn: bool = True) -> None:
+        """Apply what comes back when all of it has come; a sibling may compute until then if ``gives_turn``."""
+        turn = self._turn if flights and gives_turn else None
+        if turn is not None:
             turn.release()
         try:
-            wait()
+            arrived = [self.arrived(flight) for flight in flights]  # all, before any is written
         finally:
             if turn is not None:
                 turn.request()
                 turn.acquire()
+        for flight, values in zip(flights, arrived, strict=True):
+            (flight.block.add if flight.adds else flight.block.unpack)(flight.span, values)
 
-    def check_finite(self, values: torch.Tensor, own: Sequence[torch.Tensor]) -> None:
-        """Refuse a mean that is not finite, before it is written anywhere; ``own`` is what this rank has sent."""
-        if not all_finite(values):
-            self._refuse(self.acted, is_guilty=not all(map(all_finite, own)))
+    def arrived(self, flight: Flight) -> torch.Tensor:
+        """Wait for what comes back, and return it; refuse what is not finite, before it is written anywhere.
 
-    def finite_or_zero(self, values: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
-        """Return what may be added of a late mean; see `check_finite`.
-
-        On a device the host does not wait for it: what is not finite becomes zeros, and is refused at a later step.
+        What comes late on a device becomes zeros then, and a later step refuses it: the host does not wait for it.
         """
-        if values.device.type == "cpu":
-            self.check_finite(values, [sent])
+        flight.trip.wait()
+        values, sent = flight.values, flight.sent
+        if sent is None or values.device.type == "cpu":
+            if not all_finite(values):
+                own = flight.block.pieces(flight.span) if sent is None else [sent]
+                self._refuse(self.acted, is_guilty=not all(map(all_finite, own)))
             return values
         self.check_landed(self.acted)
         fine = torch.stack([torch.isfinite(each).all() for each in (values, sent)])
@@ -287,50 +288,19 @@ class Replica:
     def take_mean(self, beside: Sequence[torch.Tensor] = ()) -> None:
         """Replace all parameters and buffers, and tensors ``beside``, by their mean over the ranks. **Collective**."""
         self.check_landed(self.acted + 1)
-        copies = [block.copy() for block in self.blocks]
-        trips = [self.begin_mean(values) for values in copies]
-        for block, values, trip in zip(self.blocks, copies, trips, strict=True):
-            trip.wait()
-            self.check_finite(values, block.pieces(block.whole))
-        for block, values in zip(self.blocks, copies, strict=True):
-            block.unpack(block.whole, values)
+        self.land([self.send(block, block.whole) for block in self.blocks], gives_turn=False)
         for tensor in map(_real, beside):
             values = tensor.flatten().clone()
             self.begin_mean(values).wait()
             tensor.copy_(values.view_as(tensor))
 
-    # --- what subclasses do ----------------------------------------------------------------------------------
-
-    def is_local(self, steps: int) -> bool:
-        """Tell whether the step after ``steps`` of them uses this rank's gradients alone."""
-        return True
-
-    def begin(self) -> None:
-        """The first local step begins; the parameters are the same on all ranks. **Collective**."""
-        raise NotImplementedError
-
-    def act(self) -> None:
-        """Do what is due after the ``acted`` passes."""
-        raise NotImplementedError
-
     @contextlib.contextmanager
     def at_rest(self, *, leave: bool) -> Iterator[None]:
-        """Apply what is in flight, and let nothing more be exchanged during the block. **Collective**.
+        """Apply what is in flight, and let nothing be exchanged during the block. **Collective**.
 
-        ``leave`` it to be applied once more when it is due: the caller puts the parameters back.
+        ``leave`` it to be applied again when it is due: the caller puts the parameters back.
         """
         yield
-
-    def kept(self) -> dict[str, Any]:
-        """Return what is kept beside the parameters, by name. **Collective**."""
-        raise NotImplementedError
-
-    def load(self, kept: dict[str, Any]) -> None:
-        """Take it over when the first local step begins."""
-        raise NotImplementedError
-
-    def stats(self) -> dict[str, Any]:
-        raise NotImplementedError
 
     def close(self) -> None:
         """End threads, let memory go."""

@@ -1,12 +1,12 @@
 """Compression of all buckets of one model: when it begins, and what becomes of residuals when buckets change.
 
-[Note: exact steps] The first step travels exact: DDP puts all parameters into one bucket then, and rebuilds its buckets
-after it. With work of owners between the halves, as in K-FAC, so do the first two: then DDP's buckets stay as they are,
-also with ``static_graph``. So does the step after `drain`, which leaves no residuals.
+[Note: exact steps] The first step travels exact: after it DDP rebuilds its buckets. With work of owners between the
+halves, as in K-FAC, so do the first two: then buckets stay as they are, also with ``static_graph``. So does the step
+after `drain`, which leaves no residuals.
 
 [Note: residuals aside] In an exact step, and when DDP hands over a bucket of other parameters than before, each rank
 adds what it has kept of these parameters to its gradients, those of an owner as often as there are ranks, since the
-exchange divides by that. So do loaded residuals. Ranks need not exchange anything for that, and nothing is lost.
+exchange divides by that. So do loaded residuals. Ranks exchange nothing for that, and nothing is lost.
 """
 
 import logging
@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from crossover_ddp._ddp.checks import OnlyModel, resolve_group
+from crossover_ddp._ddp.checks import HIDDEN, OnlyModel, resolve_group
 from crossover_ddp._ddp.contents import Run, contents_of
 from crossover_ddp._engine.buckets import Turn, split
 from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.links import Link
-from crossover_ddp._engine.states import Agreement, HookState, told_by_all
+from crossover_ddp._engine.states import Agreement, HookState, check_keys, told_by_all
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .codec import CodecChoice, Scratch, codecs_of, in_words
-from .coded_link import CodedLink, DrainedLink, Part, parts_of
+from .coded_link import CodedLink, Part, parts_of
 from .planning import CANDIDATES, AnyCodec, CodecPlan, plan_from
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 _WRAPPINGS: Final = ("module", "_orig_mod")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
+LossScale = float | Callable[[], float]
 Scale = float | torch.Tensor
 
 
@@ -51,13 +52,11 @@ class Packed(Protocol):
 class Compression:
     """The residuals of one model on this rank, and its buckets' messages.
 
-    ``state``, that the hook is registered with, tells apart models that wrap one module. ``has_work``: owners make
-    something of the mean, and something else travels in the place of buckets.
+    ``state``: that the hook is registered with. ``has_work``: owners make something of the mean, and something else
+    travels in the place of buckets.
     """
 
-    def __init__(
-        self, codec: CodecChoice, loss_scale: float | Callable[[], float], state: Any, has_work: bool = False
-    ) -> None:
+    def __init__(self, codec: CodecChoice, loss_scale: LossScale, state: Any, has_work: bool = False) -> None:
         self._codecs, self._dtypes = codecs_of(codec), _DTYPES[: 1 if has_work else 3]
         self._loss_scale, self._state, self._has_work = loss_scale, state, has_work
         self._scale: Scale | None = None
@@ -71,39 +70,20 @@ class Compression:
         self._is_new_step = True
         self._sent_bytes = self._exact_bytes = self.steps = 0
 
-    # --- in a hook -------------------------------------------------------------------------------------------
-
     def around(
         self, bucket: dist.GradBucket, exchange: Exchange, pack: Callable[[], Packed] | None = None
     ) -> Around:
-        """Return what makes the link that ``bucket`` travels on, in its hook; it is encoded then.
-
-        ``pack`` returns what travels in the bucket's place.
-        """
+        """Return what encodes ``bucket``, or what ``pack`` has in its place, and makes the link that it travels on."""
         return lambda link: self._coded(link, bucket, exchange, None if pack is None else pack())
 
     def _coded(self, link: Link, bucket: dist.GradBucket, exchange: Exchange, packed: Packed | None) -> Link:
         # With a version counter of its own: decoded values are no change that somebody has made.
         flat = bucket.buffer().data if packed is None else packed.flat
-        parameters = bucket.parameters()
-        known = self._buckets.get(bucket.index())
+        parameters, known = bucket.parameters(), self._buckets.get(bucket.index())
         if known is not None and [*map(id, known.parameters)] != [*map(id, parameters)]:
             known = None
         if known is None:
-            if (rows := len(self._codecs[0].codecs)) not in (1, exchange.size):
-                raise UnsupportedConfigurationError(
-                    f"expected a PerPair with a row for each of {exchange.size} ranks, got {rows} rows; make a new one "
-                    "for this group"
-                )
-            if flat.dtype not in self._dtypes:
-                raise UnsupportedConfigurationError(
-                    f"expected gradients of {', '.join(map(str, self._dtypes))}, got dtype={flat.dtype}: residuals and "
-                    "sums of a codec are float32; pass codec=None"
-                )
-            model = self._model.enter(bucket, self._state)
-            if model is not None:
-                self._forget()
-                self._leaves_unused = model.find_unused_parameters
+            self._enter(bucket, flat.dtype, exchange.size)
         if self._is_new_step:
             self._begin_step()
         is_exact, self._is_new_step = self._exact_left > 0, bucket.is_last()
@@ -121,22 +101,31 @@ class Compression:
             parts = parts_of(runs, exchange.equal_layout(flat))
         self._add_aside(flat, parts)
         if is_exact:
-            return DrainedLink(link, known) if known is not None and self._has_work else link
+            return known.drained(link) if known is not None and self._has_work else link
         if known is None:
-            known = self._buckets[bucket.index()] = CodedLink(
-                link,
-                self._codecs,
-                parameters,
-                parts,
-                flat.device,
-                self._scratch,
-                has_work=self._has_work,
-                leaves_unused=self._leaves_unused,
-            )
+            options = self._has_work, self._leaves_unused
+            known = CodedLink(link, self._codecs, parameters, parts, flat.device, self._scratch, *options)
+            self._buckets[bucket.index()] = known
         known.encode(flat, link)
         sent, exact = known.sent_bytes(flat)
         self._sent_bytes, self._exact_bytes = self._sent_bytes + sent, self._exact_bytes + exact
         return known
+
+    def _enter(self, bucket: dist.GradBucket, dtype: torch.dtype, ranks: int) -> None:
+        """Begin anew with another model; refuse what cannot be encoded."""
+        if (rows := len(self._codecs[0].codecs)) not in (1, ranks):
+            raise UnsupportedConfigurationError(
+                f"expected a PerPair with a row for each of {ranks} ranks, got {rows} rows; make a new one for this "
+                "group"
+            )
+        if dtype not in self._dtypes:
+            raise UnsupportedConfigurationError(
+                f"expected gradients of {', '.join(map(str, self._dtypes))}, got dtype={dtype}: residuals and sums of "
+                "a codec are float32; pass codec=None"
+            )
+        if (model := self._model.enter(bucket, self._state)) is not None:
+            self._forget()
+            self._leaves_unused = model.find_unused_parameters
 
     def _begin_step(self) -> None:
         """Let residuals follow the loss's scale, and what was loaded go to its parameters."""
@@ -169,14 +158,14 @@ class Compression:
     def _put_aside(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take apart all buckets that have one of ``parameters``."""
         wanted = set(map(id, parameters))
-        for index, each in list(self._buckets.items()):
+        for index, each in [*self._buckets.items()]:
             if not wanted.isdisjoint(map(id, each.parameters)):
                 self._aside.update(each.kept())
                 del self._buckets[index]
 
     def _add_aside(self, flat: torch.Tensor, parts: Sequence[Part]) -> None:
         """Add to the gradients what is kept of them outside of any bucket."""
-        for parameter, residual in list(self._aside.items()):
+        for parameter, residual in [*self._aside.items()]:
             runs = [run for part in parts for run in part.coded if run.parameter is parameter]
             pieces = [flat[run.span.start : run.span.stop] for run in runs]
             if self._leaves_unused and not any([bool(piece.any()) for piece in pieces]):
@@ -185,8 +174,6 @@ class Compression:
                 piece.add_(residual[run.begin : run.begin + len(piece)].to(piece.device))
             if runs:
                 del self._aside[parameter]
-
-    # --- between steps ---------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         self._exact_left = max(1, self._exact_left)
@@ -198,19 +185,16 @@ class Compression:
         return not self._buckets and not any(bool(each.any()) for each in self._aside.values())
 
     def state(self) -> dict[str, Any]:
-        """Return the loss's scale, and a copy of this rank's residuals on the host, by name, flat."""
+        """Return the loss's scale, and a copy of this rank's residuals, by name, flat, on the host."""
         kept = [*self._aside.items(), *(pair for each in self._buckets.values() for pair in each.kept())]
         if not all(self._model.names.get(parameter) for parameter, _ in kept):
-            raise UnsupportedConfigurationError(
-                "expected a DDP model that Python's collector knows, got parameters without a name; "
-                "call gc.freeze() after the first backward(), not before"
-            )
+            raise UnsupportedConfigurationError(HIDDEN)
         named = {name: residual.clone() for name, residual in self._loaded.items()}
         named |= {self._model.names[parameter]: residual.cpu().clone() for parameter, residual in kept}
         return {"residuals": named, "loss_scale": None if self._scale is None else float(self._scale)}
 
     def load(self, residuals: Mapping[str, torch.Tensor], scale: float | None) -> None:
-        """Begin with ``residuals`` in place of what there is; the next step travels exact."""
+        """Begin with ``residuals``; the next step travels exact."""
         self._forget()
         self._loaded = {name: residual.detach().float().clone() for name, residual in residuals.items()}
         self._scale = scale
@@ -235,19 +219,17 @@ class Compression:
 
 
 class CodedState(HookState):
-    """What states with ``codec=`` whose buckets travel by the split have in common; see `CompressedState`."""
+    """A state with ``codec=`` whose buckets travel by the split; see `CompressedState`."""
 
     def __init__(
         self,
-        codec: CodecChoice | None,
-        loss_scale: float | Callable[[], float],
+        codec: AnyCodec,
+        loss_scale: LossScale,
         process_group: dist.ProcessGroup | None,
         compare_replicas: bool,
     ) -> None:
-        self.process_group = process_group
-        self.compare_replicas = compare_replicas
-        self.codec = codec
-        self._loss_scale = loss_scale
+        self.process_group, self.compare_replicas = process_group, compare_replicas
+        self.codec, self._loss_scale = codec, loss_scale
         self.compression = None if codec is None else Compression(codec, loss_scale, self)
         self.agreement = Agreement()
 
@@ -261,9 +243,12 @@ class CodedState(HookState):
         self.__init__(**state)  # type: ignore[misc]
 
     def stats(self) -> dict[str, Any]:
-        """See `HookState`."""
+        """Return what all states tell, and with a codec "sent_bytes" and "residual_bytes". Not collective.
+
+        "rate": bytes of coded steps over an exact exchange's. The table is in docs/choosing.md.
+        """
         coded = None if self.compression is None else self.compression.stats()
-        return self._told(codec=self.codec, coded=coded)
+        return {**(coded or {}), **self._told(codec=self.codec, coded=coded)}
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return what all ranks must have in common."""
@@ -275,9 +260,9 @@ class CodedState(HookState):
         return exchange.carry(bucket, split, turn=turn, state=self, around=way).future
 
     def drain(self) -> None:
-        """Let the next step travel exact, residuals included: a checkpoint after it needs none of them.
+        """Let the next step travel exact, residuals included: after it there are none. Does nothing without a codec.
 
-        **Collective**: all ranks must call it between the same two steps. Does nothing without a codec.
+        **Collective**: all ranks must call it between the same two steps.
         """
         if self.compression is not None:
             self.compression.drain()
@@ -289,8 +274,7 @@ class CodedState(HookState):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals by the parameters' names, on the host. Not collective; different on each rank.
 
-        Right after `checkpoint` they are the same on all ranks, and any number of ranks may go on with them. After
-        `drain` and a step there are none.
+        Right after `checkpoint` they are the same on all ranks, and any number of ranks may go on with them.
         """
         if self.compression is None:
             return {"residuals": {}, "loss_scale": None}
@@ -303,11 +287,7 @@ class CodedState(HookState):
         None}``; with another number of ranks the sum of residuals is divided by the new number.
         """
         if self.compression is not None:
-            if not {"residuals", "loss_scale"} <= {*state}:
-                raise ValueError(
-                    f"expected a state dict with 'residuals' and 'loss_scale', got keys {sorted(state)}; pass what "
-                    "state_dict() returned, or {'residuals': {}, 'loss_scale': None}"
-                )
+            check_keys(state, {"residuals", "loss_scale"}, "a state dict with 'residuals' and 'loss_scale'")
             self.compression.load(state["residuals"], state["loss_scale"])
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
@@ -322,22 +302,19 @@ class CodedState(HookState):
         Returns:
             Rank 0's choice, the same on all ranks, with the predicted seconds per step of each candidate.
 
-        On failure: ``UnsupportedConfigurationError``, on all ranks, with one rank, on a GPU, whose work the host's
-        clock does not time, with a codec of your own, whose processor time is not known, or as long as some rank has
-        recorded no step. ``ValueError`` for a `PerPair` among the candidates.
-
-        **Collective**: all ranks of the job, between two steps.
+        On failure: ``UnsupportedConfigurationError`` on all ranks with one rank, on a GPU, whose work the host's clock
+        does not time, with a codec of your own, whose processor time is not known, or as long as some rank has recorded
+        no step. ``ValueError`` for a `PerPair` among them. **Collective**: all ranks, between two steps.
         """
         return plan_from(resolve_group(self.process_group), self.codec, candidates)
 
 
-def _now(loss_scale: float | Callable[[], float]) -> Scale:
-    """Return the loss's scale of this moment; a GradScaler's on a device as it lies there.
+def _now(loss_scale: LossScale) -> Scale:
+    """Return the loss's scale of this moment; a GradScaler's as it lies on its device.
 
     ``GradScaler.get_scale`` itself makes the host wait for all that the device has yet to do.
     """
-    scaler = getattr(loss_scale, "__self__", None)
-    if isinstance(scaler, torch.amp.GradScaler):
+    if isinstance(scaler := getattr(loss_scale, "__self__", None), torch.amp.GradScaler):
         kept = getattr(scaler, "_scale", None)
         if isinstance(kept, torch.Tensor) and kept.device.type != "cpu":
             return kept.clone()  # it is changed in place

@@ -7,14 +7,12 @@ from typing import Final
 
 import torch.distributed as dist
 
-from crossover_ddp._engine.buckets import StepRecord
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._tuning.link_probe import recorded_by_all
-from crossover_ddp._tuning.model import EXACT, BucketTimes, CodecCost, Workload, weakest_codec
+from crossover_ddp._tuning.model import EXACT, CodecCost, weakest_codec
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .codec import Codec, CodecChoice, Half, Int8, PerPair, Whole, codecs_of
-from .sparse import SIDCo, Threshold
+from .codec import Codec, CodecChoice, Half, Int8, PerPair, SIDCo, Threshold, Whole, codecs_of
 
 AnyCodec = CodecChoice | None
 
@@ -48,39 +46,18 @@ class CodecPlan:
     options: tuple[tuple[AnyCodec, float, float], ...]
 
 
-def workload_of_records(records: Sequence[StepRecord]) -> Workload | None:
-    """Return the medians of recorded steps; None without any."""
-    if not records:
-        return None
-    buckets = [
-        BucketTimes(size_bytes, statistics.median(each[place][1] for each in records))
-        for place, (size_bytes, _) in enumerate(records[-1])
-    ]
-    # No record tells the end of forward: all is "backward", whose buckets are ready at their moments.
-    return Workload(0.0, max(bucket.ready_s for bucket in buckets), tuple(buckets))
-
-
 def plan_from(group: dist.ProcessGroup, present: AnyCodec, candidates: Sequence[AnyCodec]) -> CodecPlan:
     """Return rank 0's plan on all ranks; the encoding of ``present``, the recorded steps' codec, is taken away again.
 
     **Collective**: all ranks, between two steps.
     """
-    exchange = Exchange.of(group)
-    if (devices := exchange.devices) - {"cpu"}:
-        raise UnsupportedConfigurationError(
-            f"expected CPU devices to plan for, got {sorted(devices)}, whose kernels the host's clock does not time; "
-            "begin with codec=Int8()"
-        )
     if any(isinstance(each, tuple) and isinstance(each[0], PerPair) for each in candidates):
         raise ValueError(
             "expected candidates that suit all pairs of ranks, got a PerPair among them; pass its codecs, and make the "
             "table by hand where links differ"
         )
-    if group.size() == 1:
-        raise UnsupportedConfigurationError("expected at least two ranks to plan for, got 1; pass codec=None")
     bare_cost, *costs = [cost_of(codec, group.size()) for codec in (present, *candidates)]
-    work = workload_of_records(exchange.records.steps)
-    works, link = recorded_by_all(group, work, "train some ten steps before, with settled buckets")
+    works, link = recorded_by_all(group, Exchange.of(group).records.steps)
     bare = works[0].encoded(-bare_cost.hook_s)
     place, predicted = weakest_codec(bare, link, costs)
     total = sum(bucket.size_bytes for bucket in bare.buckets)

@@ -31,6 +31,10 @@ PYTHON_REDUCER: Final = (
     "expected a bucket of DDP's C++ reducer, got a (gradient, parameter) tuple; "
     "set torch._dynamo.config.optimize_ddp to another value than 'python_reducer'"
 )
+HIDDEN: Final = (
+    "expected the DDP model of these gradients among all objects that Python's collector knows, got none; "
+    "call gc.freeze() after the first backward(), not before"
+)
 CAPTURED: Final = (
     "expected backward outside of a CUDA graph, got a hook that is called while a graph is captured: a replay would "
     "exchange nothing and take no turn, for no hook runs then; capture forward and backward of the model's parts "
@@ -209,10 +213,7 @@ def needed_model_of(bucket: dist.GradBucket, *, state: object) -> DistributedDat
     """Return the DDP model of a hook that needs it, see `model_of`; raises if ``gc.freeze()`` has hidden it."""
     model = model_of(bucket, state=state)
     if model is None:
-        raise UnsupportedConfigurationError(
-            "expected the DDP model of these gradients among all objects that Python's collector knows, got none; "
-            "call gc.freeze() after the first backward(), not before"
-        )
+        raise UnsupportedConfigurationError(HIDDEN)
     return model
 
 
@@ -234,7 +235,7 @@ class OnlyModel:
     def __init__(self) -> None:
         self.names: Any = WeakTensorKeyDictionary()
         """By parameter; "" as long as ``gc.freeze()`` hides the model."""
-        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
+        self.model: Callable[[], DistributedDataParallel | None] = lambda: None
 
     def enter(self, bucket: dist.GradBucket, state: object) -> DistributedDataParallel | None:
         """Return the model behind ``bucket`` if the state has not seen it before; refuse a second one."""
@@ -252,13 +253,13 @@ class OnlyModel:
         for parameter in parameters:
             self.names[parameter] = ""
         if model is not None:
-            self._model = weakref.ref(model)
+            self.model = weakref.ref(model)
             for name, parameter in model.module.named_parameters():
                 self.names[parameter] = name
         return model
 
     def _is_another(self, model: DistributedDataParallel | None) -> bool:
-        return model is not None and self._model() not in (None, model)
+        return model is not None and self.model() not in (None, model)
 
 
 def _holders(

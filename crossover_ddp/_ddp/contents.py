@@ -63,11 +63,16 @@ def view_of(part: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
-    if parameter.is_contiguous():
+    if parameter.is_contiguous() or is_dense(parameter):
         return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()  # DDP takes the contiguous order
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Tell whether elements lie one behind the other, in any order, without gaps or overlaps."""
     expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size != 1 and stride != expected:  # with gaps, or overlapping: DDP takes the contiguous order
-            return torch.empty(parameter.shape, device="meta").stride()
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
         expected *= size
-    return parameter.stride()
+    return True

@@ -262,14 +262,19 @@ class Exchange:
 
     def _bucket(self, grad_bucket: dist.GradBucket, link: Link, backward: Backward) -> Bucket:
         """Return the bucket; raise what makes its exchange impossible."""
-        flat, group = grad_bucket.buffer(), self._group()
+        flat = grad_bucket.buffer()
+        self.check(grad_bucket)
+        backward.ready.append((flat.nbytes, time.monotonic()))
+        place = self.network(flat.device).place
+        return Bucket(grad_bucket, self.equal_layout(flat), backward, place, link)
+
+    def check(self, grad_bucket: dist.GradBucket) -> None:
+        """Refuse a bucket that the group cannot exchange."""
+        group = self._group()
         if group is not None and grad_bucket.parameters()[0] not in self._checked:
             flat_gradients(grad_bucket)  # its parameters do not change their kind
             check_group(grad_bucket, group)
             self._checked[grad_bucket.parameters()[0]] = True
-        backward.ready.append((flat.nbytes, time.monotonic()))
-        place = self.network(flat.device).place
-        return Bucket(grad_bucket, self.equal_layout(flat), backward, place, link)
 
     def _start(self, trip: Trip, way: Way, then: Begin = at_once) -> None:
         try:
@@ -321,9 +326,12 @@ class Exchange:
         """
         flat = torch.zeros(self.size, len(numbers), dtype=torch.float64, device=device)
         flat[self.rank] = torch.tensor(numbers, dtype=flat.dtype)
-        layout = [len(numbers)] * self.size
-        self.begin(lambda link: link.all_gather(flat.flatten(), layout), flat, "a table of numbers").wait()
+        self.gather(flat.flatten(), [len(numbers)] * self.size, "a table of numbers")
         return flat.tolist()
+
+    def gather(self, flat: Tensor, layout: Layout, name: str) -> None:
+        """Copy each rank's part of ``flat`` to all, and wait for it. **Collective**."""
+        self.begin(lambda link: link.all_gather(flat, layout), flat, name).wait()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -187,11 +187,12 @@ class HookState:
         """
         given = self.optimizer if optimizer is None else optimizer
         model, optimizers = registered_model(self), _sequence(given)
-        if not {"model", "optimizer"} <= {*checkpoint}:
-            raise ValueError(
-                f"expected a dictionary with the keys 'model', 'optimizer' and 'hook', got keys {sorted(checkpoint)}; "
-                "pass what checkpoint() returned, on rank to= if it was called with that"
-            )
+        check_keys(
+            checkpoint,
+            {"model", "optimizer"},
+            "a dictionary with the keys 'model', 'optimizer' and 'hook'",
+            "pass what checkpoint() returned, on rank to= if it was called with that",
+        )
         states = _sequence(checkpoint["optimizer"])
         if len(states) != len(optimizers):
             raise ValueError(
@@ -296,6 +297,17 @@ def line(stats: Mapping[str, Any]) -> str:
 
 
 # --- checkpoints ---
+
+
+def check_keys(
+    given: Mapping[str, Any],
+    needed: set[str],
+    expected: str,
+    remedy: str = "pass what state_dict() returned",
+) -> None:
+    """Refuse another dictionary than one with the keys ``needed``."""
+    if not needed <= {*given}:
+        raise ValueError(f"expected {expected}, got keys {sorted(given)}; {remedy}")
 
 
 def _sequence(value: Any) -> Sequence[Any]:

@@ -2,18 +2,18 @@
 
 import statistics
 import time
-from typing import Final, TypeVar
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from crossover_ddp._engine import links as journeys
+from crossover_ddp._engine.buckets import StepRecord
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.states import told_by_all
-from crossover_ddp._tuning.model import Link
+from crossover_ddp._tuning.model import Link, Workload, workload_of_records
 from crossover_ddp.errors import UnsupportedConfigurationError
-
-Record = TypeVar("Record")
 
 _SIZES_BYTES: Final = (16 * 1024, 64 * 1024, 256 * 1024, 512 * 1024)
 _REPEATS: Final = 3
@@ -34,20 +34,25 @@ def measure_link(process_group: dist.ProcessGroup) -> Link:
     return Link.fitted(samples)
 
 
-def recorded_by_all(
-    group: dist.ProcessGroup, record: Record | None, remedy: str
-) -> tuple[list[Record], Link]:
+def recorded_by_all(group: dist.ProcessGroup, steps: Sequence[StepRecord]) -> tuple[list[Workload], Link]:
     """Return what each rank has recorded and the link as rank 0 measures it: of these all ranks make the same plan.
 
-    **Collective**: as `measure_link`. Raises ``UnsupportedConfigurationError`` on all ranks, with ``remedy``, as long
-    as one has nothing.
+    **Collective**: as `measure_link`. Raises ``UnsupportedConfigurationError`` on all ranks, with one rank, on a GPU,
+    and as long as one has recorded no step.
     """
-    records = told_by_all(group, record)
-    known = [each for each in records if each is not None]
-    if len(known) < len(records):
-        found = [each is not None for each in records]
-        raise UnsupportedConfigurationError(f"expected recorded steps on all ranks, got {found}; {remedy}")
-    return known, told_by_all(group, measure_link(group))[0]
+    if group.size() == 1 or Exchange.of(group).devices - {"cpu"}:
+        raise UnsupportedConfigurationError(
+            f"expected at least two ranks with a model on the CPU to plan for, got {group.size()}, or a device whose "
+            "kernels the host's clock does not see; measure C and M with `crossover-ddp advise`"
+        )
+    told = told_by_all(group, workload_of_records(steps))
+    works = [each for each in told if each is not None]
+    if len(works) < len(told):
+        raise UnsupportedConfigurationError(
+            f"expected recorded steps on all ranks, got {[each is not None for each in told]}; train some ten steps "
+            "before, with settled buckets"
+        )
+    return works, told_by_all(group, measure_link(group))[0]
 
 
 def _timed(engine: Exchange, tensor: torch.Tensor) -> float:

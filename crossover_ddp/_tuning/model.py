@@ -5,6 +5,7 @@ is α + β·m, the common model.
 """
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -67,6 +68,18 @@ class Workload:
             filled += bucket.size_bytes
             buckets.append(bucket._replace(ready_s=max(0.0, bucket.ready_s + hook_s * filled)))
         return Workload(self.forward_s, max(0.0, self.backward_s + hook_s * filled), tuple(buckets))
+
+
+def workload_of_records(records: Sequence[Sequence[tuple[int, float]]]) -> Workload | None:
+    """Return the medians of recorded steps; None without any."""
+    if not records:
+        return None
+    buckets = [
+        BucketTimes(size_bytes, statistics.median(each[place][1] for each in records))
+        for place, (size_bytes, _) in enumerate(records[-1])
+    ]
+    # No record tells the end of forward: all is "backward", whose buckets are ready at their moments.
+    return Workload(0.0, max(bucket.ready_s for bucket in buckets), tuple(buckets))
 
 
 def all_reduce_step_s(work: Workload, link: Link) -> float:

@@ -131,7 +131,7 @@ def test_a_pull_that_averaged_applies_early_leaves_no_rest_behind() -> None:
 
     assert eventually(has_rest)
     loop.loss()  # does what is due
-    assert eventually(lambda: rounds._is_back)
+    assert eventually(lambda: rounds._back is not None)
     before = block.rest
     with state.averaged():
         assert block.rest is None

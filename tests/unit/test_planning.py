@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._compression.planning import cost_of, workload_of_records
+from crossover_ddp._compression.planning import cost_of
 from crossover_ddp._engine.buckets import StepRecords
 from crossover_ddp._tuning.model import (
     EXACT,
@@ -15,6 +15,7 @@ from crossover_ddp._tuning.model import (
     all_reduce_step_s,
     coded_step_s,
     weakest_codec,
+    workload_of_records,
 )
 from crossover_ddp.codecs import Half, Int8, PerPair, SIDCo
 

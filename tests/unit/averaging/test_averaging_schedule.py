@@ -1,12 +1,13 @@
 """When fragments leave and come back, and which intervals suit a link."""
 
+import math
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._averaging.late import Schedule, fragment_span
+from crossover_ddp._averaging.late import Schedule
 from crossover_ddp._tuning.model import AveragingPlan, Link, plan_averaging
 
 
@@ -50,15 +51,16 @@ def test_fragments_are_spread_over_the_interval(schedule: Schedule) -> None:
 
 @given(st.integers(0, 1000), st.integers(1, 40))
 def test_slices_cover_the_vector(numel: int, fragments: int) -> None:
-    spans = [fragment_span(numel, fragment, fragments) for fragment in range(fragments)]
+    spans = [Schedule(2, 0, fragments).span(numel, fragment) for fragment in range(fragments)]
     assert spans[0].start == 0 and spans[-1].stop == numel
     assert all(left.stop == right.start for left, right in pairwise(spans))
     assert max(span.numel for span in spans) - min(span.numel for span in spans) <= 1
 
 
 def test_every_step_and_warm_up_are_not_local() -> None:
-    assert not any(Schedule(1).is_local(steps) or Schedule(1).leaving(steps) for steps in range(5))
-    assert [Schedule(2, warmup_steps=3).is_local(steps) for steps in range(5)] == [False] * 3 + [True] * 2
+    assert Schedule(1).local_from == math.inf
+    assert not any(Schedule(1).leaving(steps) for steps in range(5))
+    assert Schedule(2, warmup_steps=3).local_from == 3
 
 
 @pytest.mark.parametrize(

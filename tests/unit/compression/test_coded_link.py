@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from crossover_ddp._compression.codec import CodecChoice, Scratch, codecs_of
-from crossover_ddp._compression.coded_link import CodedLink, DrainedLink, parts_of
+from crossover_ddp._compression.coded_link import CodedLink, parts_of
 from crossover_ddp._ddp.contents import Run
 from crossover_ddp._ddp.layout import spans_of
 from crossover_ddp._engine.links import LinkAround
@@ -111,7 +111,7 @@ class Ranks:
             way: LinkAround = coded
             if drained:  # ranks' residuals are in the gradients
                 flat.add_(kept[rank])
-                way = DrainedLink(link, coded)
+                coded.drained(link)
             else:
                 coded.encode(flat, link)
             own = await way.reduce_scatter(flat, self.layout)
