@@ -48,9 +48,6 @@ logger = logging.getLogger(__name__)
 
 _WITHOUT_DATA: Final = "a rank without data has no forward in which it could average"
 _OWN: Final = "crossover_ddp."
-_KFAC: Final = "crossover_ddp._kfac"
-Rule = LateMeans | TogetherElastic
-_STEPS_KEPT: Final = 16
 _REMEDY: Final = "register the hook of that state, or make another one"
 
 
@@ -58,16 +55,16 @@ class AveragingState(HookState):
     """A model whose parameters are averaged between steps, by [Note: the clock] in ``_averaging/late.py``."""
 
     def __init__(
-        self, replica: Rule, process_group: dist.ProcessGroup | None, mutex: GPUMutex | None
+        self, rule: LateMeans | TogetherElastic, group: dist.ProcessGroup | None, mutex: GPUMutex | None
     ) -> None:
-        self.process_group, self.mutex, self.agreement = process_group, mutex, Agreement()
-        self._replica, self._only, self._hooks = replica, checks.OnlyModel(), contextlib.ExitStack()
+        self.process_group, self.mutex, self.agreement = group, mutex, Agreement()
+        self._replica, self._only, self._hooks = rule, checks.OnlyModel(), contextlib.ExitStack()
         self._steps = 0
         self._mean_of: int | None = None
         self._is_told = self._began = self._is_closed = False
         self._failure: Exception | None = None
         self._begin_s: float | None = None  # of a step's compute
-        self._records: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
+        self._records: deque[StepRecord] = deque(maxlen=16)
 
     def average(self) -> None:
         """Replace every rank's parameters and floating-point buffers by their mean over the ranks.
@@ -75,10 +72,8 @@ class AveragingState(HookState):
         What is in flight is applied first. Integer buffers stay each rank's own. Call it at the end of training, or
         before a checkpoint of which training shall go on to the last bit.
 
-        On failure: ``ExchangeError`` when a peer dies or the group's timeout passes;
-        ``UnsupportedConfigurationError`` if the mean is not finite, or before the first ``backward()``.
-
-        **Collective**: all ranks, between two steps, after as many.
+        On failure: ``ExchangeError`` when a peer dies or the group's timeout passes; ``UnsupportedConfigurationError``
+        if the mean is not finite, or before the first ``backward()``. **Collective**: all ranks, after as many steps.
         """
         if self._is_known():
             self._take_mean("average()", leave=False)
@@ -124,7 +119,6 @@ class AveragingState(HookState):
 
         On failure: ``UnsupportedConfigurationError`` on a GPU, where the host's clock does not tell when kernels run,
         with one rank, and before two steps were made. ``ValueError`` if 4096 steps are too short for one exchange.
-
         **Collective**: all ranks, between two steps, with nothing else on the wire.
         """
         blocks, group = self._replica.blocks, checks.resolve_group(self.process_group)
@@ -133,10 +127,7 @@ class AveragingState(HookState):
         return plan_averaging(max(work.compute_s for work in works), size_bytes, link)
 
     def stats(self) -> dict[str, Any]:
-        """Return what all states tell, see docs/choosing.md, and this rank's exchanges, their bytes, and "waited_s".
-
-        Not collective.
-        """
+        """Return what all states tell, see docs/choosing.md, this rank's exchanges, and "waited_s". Not collective."""
         common = self._told(not_deferred="gradients stay on their rank, or are averaged in backward()")
         return {**common, "steps": self._steps, "waited_s": self.meter.exposed_s, **self._replica.stats()}
 
@@ -185,7 +176,7 @@ class AveragingState(HookState):
                 self._replica.close()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Stay behind when the model is copied or pickled, as its hook does: it acts for one model only."""
+        """Stay behind when the model is copied or pickled, as its hook does."""
         logger.warning("a copied model trains without its averaging state; register a new one")
         return object, ()
 
@@ -246,7 +237,8 @@ class AveragingState(HookState):
 
     def _enter(self, bucket: dist.GradBucket) -> None:
         """Make sure that ``bucket`` is of the state's model, and nothing has failed before."""
-        self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
         if bucket.parameters()[0] not in self._only.names:  # once for each bucket
             Exchange.of(self.process_group).check(bucket)
             self._only.enter(bucket, self)
@@ -261,7 +253,8 @@ class AveragingState(HookState):
 
     def _catch_up(self) -> None:
         """Do what is due after the steps so far; raise what has failed before."""
-        self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
         if self._replica.acted == self._steps:
             return
         if self._began:
@@ -281,10 +274,6 @@ class AveragingState(HookState):
         except Exception as error:
             self._failure = error
             raise
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     def _is_known(self) -> bool:
         """Tell whether there is a model; False if nothing differs, since every step was a plain all-reduce."""
@@ -351,7 +340,6 @@ class LocalSGDState(AveragingState):
     On failure: ``ValueError`` for arguments. ``UnsupportedConfigurationError`` from the first ``backward()`` for models
     that would wait in every step (``find_unused_parameters``, SyncBatchNorm), and on all ranks before a step if
     parameters are not finite. ``ExchangeError`` before a step when a peer has died, in bounded time: restart the job.
-
     **Collective**: every rank registers the hook, with the same arguments, and makes as many steps.
     ``CROSSOVER_DISABLE=1``, set before, makes it a plain all-reduce.
 
@@ -376,8 +364,7 @@ class LocalSGDState(AveragingState):
         _check_waits(mutex, "delay=0", f"delay={delay}")
         if outer_optimizer is not None and sync_every == 1:
             raise ValueError(
-                "expected sync_every >= 2 with an outer optimizer, got sync_every=1: every step averages the gradients "
-                "then, and replicas never differ; leave outer_optimizer out"
+                "expected sync_every >= 2 with an outer optimizer, got sync_every=1: replicas never differ; drop it"
             )
         super().__init__(LateMeans(schedule, outer_optimizer), process_group, mutex)
 
@@ -427,7 +414,6 @@ class ElasticState(AveragingState):
     that would wait in every step (see `LocalSGDState`). ``ExchangeError`` before a step when a peer has died or has
     been silent for the group's timeout: until then the others train on, and nobody trains alone for longer. A rank
     whose parameters are not finite offers nothing, with a warning; in "sync" all ranks raise.
-
     **Collective**: every rank registers the hook, with the same arguments. In "async" and "wild" ranks may make
     different numbers of steps between two calls of `average`, with which the last steps must end: what to evaluate is
     the ranks' mean. The centre is in `state_dict`.
@@ -458,10 +444,10 @@ class ElasticState(AveragingState):
         super().__init__(self._rule, process_group, mutex)
 
     def rounds(self) -> list[ElasticRound]:
-        """Return the rounds (in mode "wild" those of the hosts) as this rank saw them, for a replay.
+        """Return the rounds (in mode "wild" those of the hosts) as this rank saw them, for a replay. Not collective.
 
-        ``offered`` has for each rank the number of steps after which it offered what went into the round, or None;
-        ``collected`` the number after which this rank applied its pull. Not collective.
+        ``offered``: by rank, after how many steps it offered what went into the round, or None; ``collected``: after
+        how many this rank applied its pull.
         """
         return [*self._rule.log]
 
@@ -518,7 +504,7 @@ def _check_model(model: DistributedDataParallel, state: object, *, is_local: boo
             )
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         functions = [getattr(hook, "func", hook) for hook in hooks]  # an `OwnHook` is a partial
-        if any(str(getattr(each, "__module__", "")).startswith(_KFAC) for each in functions):
+        if any(str(getattr(each, "__module__", "")).startswith("crossover_ddp._kfac") for each in functions):
             raise UnsupportedConfigurationError(
                 f"expected a model without K-FAC, got a KFACState that watches module '{name}': it preconditions the "
                 "mean gradient, which a local step does not have; register kfac_hook instead, or make no KFACState"

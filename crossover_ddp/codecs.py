@@ -55,10 +55,8 @@ class CompressedState(CodedState):
     On failure: ``TypeError`` for what is no codec. ``UnsupportedConfigurationError`` from the first ``backward()`` for
     gradients of float64, and for a `PerPair` of another number of ranks. ``ExchangeError`` from ``backward()`` when a
     peer dies. A gradient with Inf or NaN makes its owner's part of the bucket NaN on all ranks, for GradScaler to find;
-    residuals stay finite.
-
-    **Collective**: all ranks make the state with the same arguments and register the hook; all call `drain` before the
-    same step. ``CROSSOVER_DISABLE=1``, set before, makes the hook a plain all-reduce.
+    residuals stay finite. **Collective**: all ranks make the state with the same arguments and register the hook; all
+    call `drain` before the same step. ``CROSSOVER_DISABLE=1``, set before, makes the hook a plain all-reduce.
 
     Example::
 

@@ -32,18 +32,15 @@ from crossover_ddp.errors import ExchangeError
 
 from .replica import KEPT
 
-MOVING: Final = 0.9
-"""β of EASGD: by default the ranks' rates add up to it."""
 _SHORTEST_PAUSE_S: Final = 1e-3
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 5.0
 ROUNDS_KEPT: Final = 100_000
-_JOIN_TIMEOUT_S: Final = 5.0
 
 
 def moving_rate_for(ranks: int, given: float | None) -> float:
     """Return α; refuse one with which the centre and the ranks' mean swing ever more widely."""
-    rate = MOVING / ranks if given is None else given
+    rate = 0.9 / ranks if given is None else given  # by default they add up to β of EASGD
     if not 0 < rate < 2 / (ranks + 1):
         raise ValueError(
             f"expected 0 < moving_rate < 2 / (ranks + 1) = {2 / (ranks + 1):.4g}, got moving_rate={rate}: beyond it "
@@ -53,18 +50,9 @@ def moving_rate_for(ranks: int, given: float | None) -> float:
 
 
 async def pull(
-    values: torch.Tensor,
-    layout: Layout,
-    link: Link,
-    *,
-    centre: torch.Tensor,
-    rate: float,
-    pulls: Sequence[bool],
+    values: torch.Tensor, layout: Layout, centre: torch.Tensor, rate: float, pulls: Sequence[bool], link: Link
 ) -> None:
-    """Replace ``values`` by what pulls them towards the centre, and pull the centre; see [Note: elastic pull].
-
-    A rank that does not pull, see ``pulls``, has no ``values`` and sends its part of the ``centre`` alone.
-    """
+    """Replace ``values``, of ranks that pull, by what pulls them; pull the centre. See [Note: elastic pull]."""
     is_pulling = pulls[link.rank]
     own_layout = layout if is_pulling else [0] * link.size
     coming = [len(centre) * each for each in pulls]
@@ -108,8 +96,7 @@ class Centre:
 
     def begin_pull(self, place: int, values: torch.Tensor, pulls: Sequence[bool]) -> Trip:
         """Begin `pull` of the block in this place. **Collective**."""
-        layout, centre = self._layouts[place], self._own[place]
-        way = functools.partial(pull, values, layout, centre=centre, rate=self._rate, pulls=pulls)
+        way = functools.partial(pull, values, self._layouts[place], self._own[place], self._rate, pulls)
         return self._exchange.begin(way, values, "parameters", meter=self._meter)
 
     def gathered(self) -> list[torch.Tensor]:
@@ -121,9 +108,6 @@ class Centre:
             self._exchange.gather(whole, layout, KEPT)
             found.append(whole)
         return found
-
-
-# --- rounds on a thread of their own: training offers its parameters, and collects the pull when it is there ----------
 
 
 class ElasticRound(NamedTuple):
@@ -168,13 +152,8 @@ class Rounds:
         self._thread = threading.Thread(target=self._run, name="crossover-rounds", daemon=True)
         self._thread.start()
 
-    # --- the training thread ---------------------------------------------------------------------------------
-
     def offer(self, steps: int, fill: Callable[[Sequence[torch.Tensor]], bool]) -> bool:
-        """Offer what ``fill`` writes, unless a former offer is still in a round; tell whether it was asked.
-
-        ``fill`` writes a vector for each block, and returns whether they are fit to be sent.
-        """
+        """Offer the vectors that ``fill`` writes, if it finds them fit; False: a former offer is under way."""
         with self._changed:
             self.check()
             if self._is_taken or self._back is not None:
@@ -239,11 +218,9 @@ class Rounds:
             self._failure = self._failure or error
             self._changed.notify_all()
 
-    def _join(self, timeout_s: float | None = _JOIN_TIMEOUT_S) -> None:
+    def _join(self, timeout_s: float | None = 5.0) -> None:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
-
-    # --- the thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         torch.get_num_threads()  # see `_system.worker`

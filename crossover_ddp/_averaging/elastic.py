@@ -42,11 +42,8 @@ class TogetherElastic(Replica):
         self._centre = Centre(self.exchange, self._start(self.exchange), rate, self.meter)
 
     def _start(self, exchange: Exchange, device: torch.device | None = None) -> list[torch.Tensor]:
-        """Return what the centre begins with, by block: rank 0's replica, or what a checkpoint says. **Collective**.
-
-        Buffers differ by now, since each rank has had a forward. ``device``: where it lies, if not with the model.
-        """
-        own = []
+        """Return what the centre begins with, by block, on ``device`` or with the model. **Collective**."""
+        own = []  # rank 0's replica counts, or what a checkpoint says: each rank has had a forward, so buffers differ
         for block in self.blocks:
             values = block.copy(block.whole, wide(block.dtype), device)
             if self._loaded is not None:
@@ -67,10 +64,8 @@ class TogetherElastic(Replica):
         self._counts["pulls"] += 1
 
     def kept(self) -> dict[str, Any]:
-        blocks = zip(self.blocks, self._whole_centre(), strict=True)
-        return {
-            "centre": {name: each for block, whole in blocks for name, each in block.named(whole).items()}
-        }
+        named = [block.named(whole) for block, whole in zip(self.blocks, self._whole_centre(), strict=True)]
+        return {"centre": {name: each for found in named for name, each in found.items()}}
 
     def _whole_centre(self) -> Sequence[torch.Tensor]:
         return self._centre.gathered()

@@ -91,10 +91,7 @@ def described(make: OuterOptimizer) -> str:
 
 
 class OuterPart:
-    """What one owner keeps of one slice of a block: z and the optimizer's state, over the parameters in its part.
-
-    Buffers in it are averaged and not stepped.
-    """
+    """What one owner keeps of a slice of a block: z and the optimizer's state of its parameters, not of buffers."""
 
     def __init__(self, block: FlatBlock, piece: Span, exchange: Exchange, make: OuterOptimizer) -> None:
         self.piece = piece

@@ -165,10 +165,7 @@ def from_first_rank(exchange: Exchange, values: torch.Tensor) -> torch.Tensor:
 
 
 class Flight(NamedTuple):
-    """A slice on its way: ``values`` come back, to be added to it if ``adds``, else in its place.
-
-    ``sent``: what has left, if the program has gone on meanwhile.
-    """
+    """A slice on its way: ``values`` come back, added if ``adds``, else in its place; ``sent`` if they come late."""
 
     block: FlatBlock
     span: Span
@@ -208,10 +205,7 @@ class Replica:
     def begin_mean(
         self, values: torch.Tensor, owner_step: OwnPart | None = None, sent: torch.Tensor | None = None
     ) -> Trip:
-        """Begin to replace ``values`` by their mean over ranks less ``sent``, see [Note: delta rule]. **Collective**.
-
-        ``owner_step`` changes the own part of the mean in place, before it goes to all.
-        """
+        """Begin to replace ``values`` by the ranks' mean less ``sent``, see [Note: delta rule]. **Collective**."""
         layout = self.exchange.equal_layout(values)
 
         async def late_mean(link: Link) -> None:
@@ -296,10 +290,7 @@ class Replica:
 
     @contextlib.contextmanager
     def at_rest(self, *, leave: bool) -> Iterator[None]:
-        """Apply what is in flight, and let nothing be exchanged during the block. **Collective**.
-
-        ``leave`` it to be applied again when it is due: the caller puts the parameters back.
-        """
+        """Apply what is in flight, which ``leave`` does again when it is due; exchange nothing more. **Collective**."""
         yield
 
     def close(self) -> None:

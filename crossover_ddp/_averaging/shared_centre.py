@@ -28,16 +28,12 @@ _ALIGNMENT: Final = 64
 _CHUNKS: Final = 64
 _SMALLEST_CHUNK: Final = 1 << 8
 _LARGEST_CHUNK: Final = 1 << 16
-_NET_NAMESPACE: Final = "/proc/self/ns/net"
 
 
 def pull_shared(
     centre: torch.Tensor, pieces: Sequence[torch.Tensor], moving_rate: float, first: float
 ) -> None:
-    """Pull parameters and centre together, see [Note: elastic pull] in ``centre.py`` and [Note: no lock].
-
-    ``pieces`` are the parameters' own memory, in the order of the centre; ``first``: see `chunks_from`.
-    """
+    """Pull the centre and ``pieces``, the parameters' memory, together, see [Note: elastic pull], [Note: no lock]."""
     for start, values in chunks_from(first, pieces):
         there = centre[start : start + values.numel()]
         delta = torch.sub(values.to(there.device, there.dtype), there).mul_(moving_rate)
@@ -97,9 +93,7 @@ def share(
             problem = None
         except OSError as error:
             problem = problem or error
-        failed = [
-            other for other, has_failed in enumerate(told_by_all(group, problem is not None)) if has_failed
-        ]
+        failed = [each for each, fails in enumerate(told_by_all(group, problem is not None)) if fails]
     if failed:
         raise SegmentError(
             f"expected a shared centre on every host, got none on ranks {failed}: {problem or 'see there'}; use "
@@ -110,6 +104,6 @@ def share(
 
 def _host() -> str:
     try:
-        return f"{machine()} {os.readlink(_NET_NAMESPACE)}"
+        return f"{machine()} {os.readlink('/proc/self/ns/net')}"
     except OSError:  # no /proc
         return machine()

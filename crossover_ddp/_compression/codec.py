@@ -53,8 +53,7 @@ def tiles(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...
 class Scratch(threading.local):
     """Floats that a thread may use until it takes again: the kernel takes longer to map new ones than to write them."""
 
-    def __init__(self) -> None:
-        self._floats = torch.empty(0)
+    _floats = torch.empty(0)
 
     def take(self, numel: int, device: torch.device) -> torch.Tensor:
         """Return ``numel`` float32 that hold anything."""

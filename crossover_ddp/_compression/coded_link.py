@@ -5,9 +5,8 @@ message to all does not hold, in units of the mean, or of what it makes of the m
 what all ranks apply = mean of gradients + mean of what ranks had kept + what the owner had kept − the same of what is
 kept now. An owner does not send to itself: its own addend enters the sum exact.
 
-[Note: without a look] By a backend's own collectives all of this is launched by the hook's thread, while the device is
-still at earlier work. So nothing here reads a value on the host: messages have one size, and what is not finite, or not
-in use, shows in tensors.
+[Note: without a look] Nothing here reads a value on the host, which launches all of this while the device is still at
+earlier work: messages have one size, and what is not finite, or not in use, shows in tensors.
 """
 
 import math
@@ -93,8 +92,8 @@ class CodedLink(LinkAround):
     Whole gradients are encoded, added in float32, and divided then. After `reduce_scatter` own parts are what all ranks
     will decode; where owners have work they are the mean until `all_gather`.
 
-    ``scratch``: memory for a moment, of all buckets. ``has_work``: owners send something else than the mean.
-    ``leaves_unused``: a parameter whose gradients are all zero may have none.
+    ``scratch``: memory for a moment. ``has_work``: owners send something else than the mean. ``leaves_unused``: a
+    parameter whose gradients are all zero may have none.
     """
 
     _is_exact = False
@@ -155,10 +154,8 @@ class CodedLink(LinkAround):
         return sum(kept.nbytes for kept in self._kept)
 
     def kept(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each coded parameter with its whole residual, flat, in units of this rank's gradient.
-
-        An owner's residual, of a mean, counts as often as there are ranks. Of something else it is left out.
-        """
+        """Return each coded parameter with its whole residual, flat, in units of this rank's gradient."""
+        # An owner's, of a mean, counts as often as there are ranks; of something else it is left out.
         of_owner = 0 if self._has_work else len(self.parts)
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for owner, part in enumerate(self.parts):
@@ -180,10 +177,7 @@ class CodedLink(LinkAround):
         return self
 
     def encode(self, flat: Tensor, link: Link) -> None:
-        """Write the messages to the owners, of ``flat``, which later holds what they send back; ``link`` carries both.
-
-        On the hook's thread, when the last step's messages are decoded.
-        """
+        """Write the messages to the owners, of ``flat``, which will hold what they send back; ``link`` carries both."""
         self._flat, self._link = flat, link
         for owner, message in self._sent.items():
             self._encode(self._pieces(owner), owner, message, self._borrowed(owner))

@@ -11,7 +11,7 @@ exchange divides by that. So do loaded residuals. Ranks exchange nothing for tha
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -32,28 +32,16 @@ from .planning import CANDIDATES, AnyCodec, CodecPlan, plan_from
 
 logger = logging.getLogger(__name__)
 
-_WRAPPINGS: Final = ("module", "_orig_mod")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 LossScale = float | Callable[[], float]
 Scale = float | torch.Tensor
 
 
-class Packed(Protocol):
-    """What travels in a bucket's place: ``layout`` is the number of elements of each rank's part of ``flat``."""
-
-    flat: torch.Tensor
-    layout: tuple[int, ...]
-
-    def runs(self) -> Sequence[Run]:
-        """List where in it parameters travel."""
-
-
 class Compression:
-    """The residuals of one model on this rank, and its buckets' messages.
+    """One model's residuals on this rank, and its buckets' messages; ``state``: that the hook is registered with.
 
-    ``state``: that the hook is registered with. ``has_work``: owners make something of the mean, and something else
-    travels in the place of buckets.
+    ``has_work``: owners make something of the mean, and something else travels in the place of buckets.
     """
 
     def __init__(self, codec: CodecChoice, loss_scale: LossScale, state: Any, has_work: bool = False) -> None:
@@ -71,12 +59,12 @@ class Compression:
         self._sent_bytes = self._exact_bytes = self.steps = 0
 
     def around(
-        self, bucket: dist.GradBucket, exchange: Exchange, pack: Callable[[], Packed] | None = None
+        self, bucket: dist.GradBucket, exchange: Exchange, pack: Callable[[], Any] | None = None
     ) -> Around:
-        """Return what encodes ``bucket``, or what ``pack`` has in its place, and makes the link that it travels on."""
+        """Return what encodes ``bucket``, or ``flat``, ``layout`` and ``runs()`` of ``pack()``, and makes its link."""
         return lambda link: self._coded(link, bucket, exchange, None if pack is None else pack())
 
-    def _coded(self, link: Link, bucket: dist.GradBucket, exchange: Exchange, packed: Packed | None) -> Link:
+    def _coded(self, link: Link, bucket: dist.GradBucket, exchange: Exchange, packed: Any) -> Link:
         # With a version counter of its own: decoded values are no change that somebody has made.
         flat = bucket.buffer().data if packed is None else packed.flat
         parameters, known = bucket.parameters(), self._buckets.get(bucket.index())
@@ -115,8 +103,7 @@ class Compression:
         """Begin anew with another model; refuse what cannot be encoded."""
         if (rows := len(self._codecs[0].codecs)) not in (1, ranks):
             raise UnsupportedConfigurationError(
-                f"expected a PerPair with a row for each of {ranks} ranks, got {rows} rows; make a new one for this "
-                "group"
+                f"expected a PerPair with a row for each of {ranks} ranks, got {rows} rows; make one for this group"
             )
         if dtype not in self._dtypes:
             raise UnsupportedConfigurationError(
@@ -222,13 +209,9 @@ class CodedState(HookState):
     """A state with ``codec=`` whose buckets travel by the split; see `CompressedState`."""
 
     def __init__(
-        self,
-        codec: AnyCodec,
-        loss_scale: LossScale,
-        process_group: dist.ProcessGroup | None,
-        compare_replicas: bool,
+        self, codec: AnyCodec, loss_scale: LossScale, group: dist.ProcessGroup | None, compares: bool
     ) -> None:
-        self.process_group, self.compare_replicas = process_group, compare_replicas
+        self.process_group, self.compare_replicas = group, compares
         self.codec, self._loss_scale = codec, loss_scale
         self.compression = None if codec is None else Compression(codec, loss_scale, self)
         self.agreement = Agreement()
@@ -243,10 +226,7 @@ class CodedState(HookState):
         self.__init__(**state)  # type: ignore[misc]
 
     def stats(self) -> dict[str, Any]:
-        """Return what all states tell, and with a codec "sent_bytes" and "residual_bytes". Not collective.
-
-        "rate": bytes of coded steps over an exact exchange's. The table is in docs/choosing.md.
-        """
+        """Return what all states tell, see docs/choosing.md, and "sent_bytes" and "residual_bytes". Not collective."""
         coded = None if self.compression is None else self.compression.stats()
         return {**(coded or {}), **self._told(codec=self.codec, coded=coded)}
 
@@ -293,14 +273,12 @@ class CodedState(HookState):
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
         """Choose the weakest codec that hides as much as any: from the steps so far and a few probes of the link.
 
-        Train some ten steps first, best without a codec. Then make a new DDP model with a state of ``plan.codec``.
+        Train some ten steps first, best without a codec. Then make a new DDP model with a state of ``plan.codec``: rank
+        0's choice, the same on all ranks. ``plan.options`` has the predicted seconds per step of each candidate.
 
         Args:
             candidates: the weakest first; None: no codec. Default: none, ``Half()``, ``Int8()``, ``SIDCo(0.05)``,
                 ``SIDCo(0.01)``.
-
-        Returns:
-            Rank 0's choice, the same on all ranks, with the predicted seconds per step of each candidate.
 
         On failure: ``UnsupportedConfigurationError`` on all ranks with one rank, on a GPU, whose work the host's clock
         does not time, with a codec of your own, whose processor time is not known, or as long as some rank has recorded
@@ -310,10 +288,7 @@ class CodedState(HookState):
 
 
 def _now(loss_scale: LossScale) -> Scale:
-    """Return the loss's scale of this moment; a GradScaler's as it lies on its device.
-
-    ``GradScaler.get_scale`` itself makes the host wait for all that the device has yet to do.
-    """
+    """Return the loss's scale now; a GradScaler's as it lies on its device, for which the host need not wait."""
     if isinstance(scaler := getattr(loss_scale, "__self__", None), torch.amp.GradScaler):
         kept = getattr(scaler, "_scale", None)
         if isinstance(kept, torch.Tensor) and kept.device.type != "cpu":
@@ -323,4 +298,4 @@ def _now(loss_scale: LossScale) -> Scale:
 
 def _plain(name: str) -> str:
     """Return a parameter's name without what DDP and torch.compile put in."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPINGS)
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))

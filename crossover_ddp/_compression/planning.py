@@ -18,8 +18,7 @@ AnyCodec = CodecChoice | None
 
 CANDIDATES: Final[tuple[AnyCodec, ...]] = (None, Half(), Int8(), SIDCo(0.05), SIDCo(0.01))
 _NUMEL: Final = 1 << 20
-# Of processor time for each byte of float32, encoding and decoding, copies in and out included; of a core that took
-# what docs/measurements.md says ("Codecs").
+# Of processor time for each byte of float32, encoding and decoding, copies included: docs/measurements.md, "Codecs".
 _SECONDS: Final[Mapping[type, tuple[float, float]]] = {
     Whole: (0.2e-9, 0.1e-9),
     Half: (0.45e-9, 0.15e-9),
@@ -47,10 +46,7 @@ class CodecPlan:
 
 
 def plan_from(group: dist.ProcessGroup, present: AnyCodec, candidates: Sequence[AnyCodec]) -> CodecPlan:
-    """Return rank 0's plan on all ranks; the encoding of ``present``, the recorded steps' codec, is taken away again.
-
-    **Collective**: all ranks, between two steps.
-    """
+    """Return rank 0's plan on all ranks, from steps that were recorded with ``present``. **Collective**."""
     if any(isinstance(each, tuple) and isinstance(each[0], PerPair) for each in candidates):
         raise ValueError(
             "expected candidates that suit all pairs of ranks, got a PerPair among them; pass its codecs, and make the "
@@ -75,11 +71,8 @@ def cost_of(codec: AnyCodec, world_size: int) -> CodecCost:
     push_rate, push_encode_s, push_decode_s = (statistics.mean(each) for each in there)
     pull_rate, pull_encode_s, pull_decode_s = _half_of(pull)
     others = 1 - 1 / world_size
-    return CodecCost(
-        (push_rate + pull_rate) / 2,
-        others * push_encode_s,
-        others * push_decode_s + pull_encode_s / world_size + pull_decode_s,
-    )
+    worker_s = others * push_decode_s + pull_encode_s / world_size + pull_decode_s
+    return CodecCost((push_rate + pull_rate) / 2, others * push_encode_s, worker_s)
 
 
 def _half_of(codec: Codec) -> tuple[float, float, float]:
