@@ -122,7 +122,7 @@ class AveragingState(HookState):
         **Collective**: all ranks, between two steps, with nothing else on the wire.
         """
         blocks, group = self._replica.blocks, checks.resolve_group(self.process_group)
-        works, link = recorded_by_all(group, self._records.steps)
+        works, link = recorded_by_all(group, self._records)
         size_bytes = sum(block.numel * block.dtype.itemsize for block in blocks)
         return plan_averaging(max(work.compute_s for work in works), size_bytes, link)
 
