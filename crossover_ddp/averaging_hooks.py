@@ -33,7 +33,7 @@ from crossover_ddp._ddp.compiled import OwnHook
 from crossover_ddp._engine.buckets import StepRecord, split
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.journeys import GradientFuture
-from crossover_ddp._engine.states import Agreement, HookState, check_keys, compare
+from crossover_ddp._engine.states import Agreement, HookState, compare
 from crossover_ddp._owners.kept import tensors_in
 from crossover_ddp._system import environment
 from crossover_ddp._tuning.link_probe import recorded_by_all
@@ -153,7 +153,7 @@ class AveragingState(HookState):
         A rank that has not is refused at the next ``backward()``, on all ranks. Raises ``ValueError`` for the state of
         another model or of other arguments.
         """
-        check_keys(state, {"steps", "kept"}, "a state dict with 'steps' and 'kept'")
+        checks.check_keys(state, {"steps", "kept"}, "a state dict with 'steps' and 'kept'")
         if self._began:
             raise ValueError(
                 f"expected a state that has not trained yet, got one after {self._steps} steps; make a new state and "

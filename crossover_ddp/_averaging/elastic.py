@@ -9,9 +9,9 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from crossover_ddp._ddp.checks import check_keys
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import all_finite
-from crossover_ddp._engine.states import check_keys
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .centre import ROUNDS_KEPT, Centre, ElasticRound, Rounds, moving_rate_for

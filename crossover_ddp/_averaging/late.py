@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from crossover_ddp._ddp.checks import check_keys
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import all_finite
-from crossover_ddp._engine.states import check_keys
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .replica import KEPT, FlatBlock, Flight, Replica, wide

@@ -15,7 +15,7 @@ import gc
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -58,6 +58,14 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "pass the group that DDP was given"
         )
     return group
+
+
+def check_keys(
+    given: Mapping[str, Any], needed: set[str], expected: str, remedy: str = "pass what state_dict() returned"
+) -> None:
+    """Refuse another dictionary than one with the keys ``needed``."""
+    if not needed <= {*given}:
+        raise ValueError(f"expected {expected}, got keys {sorted(given)}; {remedy}")
 
 
 def check_rank(to: int | None, group: dist.ProcessGroup) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import (
+    check_keys,
     check_optimized,
     check_rank,
     registered_model,
@@ -297,17 +298,6 @@ def line(stats: Mapping[str, Any]) -> str:
 
 
 # --- checkpoints ---
-
-
-def check_keys(
-    given: Mapping[str, Any],
-    needed: set[str],
-    expected: str,
-    remedy: str = "pass what state_dict() returned",
-) -> None:
-    """Refuse another dictionary than one with the keys ``needed``."""
-    if not needed <= {*given}:
-        raise ValueError(f"expected {expected}, got keys {sorted(given)}; {remedy}")
 
 
 def _sequence(value: Any) -> Sequence[Any]:
