@@ -4,6 +4,7 @@ Digits are scikit-learn's (1,797 scans of handwritten digits), the text is the l
 ships inside Python as ``pydoc``'s help topics, and ``ImageFolder`` reads a directory of your own.
 """
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -127,6 +128,7 @@ class Text:
         return window[:-1], window[1:]
 
 
+@functools.cache
 def _tokens(vocabulary: int) -> torch.Tensor:
     """Number the words by how often they occur; number 0 stands for all the rare ones."""
     from pydoc_data.topics import topics

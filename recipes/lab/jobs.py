@@ -66,7 +66,6 @@ class RunResult:
     directory: Path
     begin_s: float
     end_s: float
-    job_end_s: Mapping[str, float]
     sent_bytes: Sequence[int]
     dropped: int
 
@@ -98,7 +97,7 @@ def _how_it_ended(returncode: int | None) -> str:
 
 
 class LabRun:
-    """One run: which ranks run, which jobs are done."""
+    """One run, and its ranks."""
 
     def __init__(self, cluster: "Cluster", jobs: Sequence[Job], directory: Path) -> None:
         self._cluster = cluster
@@ -106,13 +105,12 @@ class LabRun:
         self._jobs = jobs
         self.ranks: list[_LaunchedRank] = []
         self.begin_s = time.monotonic()
-        self.job_end_s: dict[str, float] = {}
 
     def until_done(self, timeout_s: float, watch: Callable[[], None] | None) -> None:
         deadline_s = self.begin_s + timeout_s
         for job in self._jobs:
             self._start(job)
-        while running := self._note_ends():
+        while running := self._running():
             self._raise_for_failed()  # who has ended is not among those that are waited for
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
@@ -142,13 +140,8 @@ class LabRun:
                 )
             self.ranks.append(_LaunchedRank(job.name, rank, process, log))
 
-    def _note_ends(self) -> list[Child]:
-        """Note which jobs are done; return what still runs."""
-        running = [rank for rank in self.ranks if rank.running()]
-        for rank in self.ranks:
-            if all(rank.job != each.job for each in running):
-                self.job_end_s.setdefault(rank.job, time.monotonic())
-        return [rank.process for rank in running]
+    def _running(self) -> list[Child]:
+        return [rank.process for rank in self.ranks if rank.running()]
 
     def _raise_for_failed(self) -> None:
         if not any(rank.failed() for rank in self.ranks):
@@ -157,7 +150,7 @@ class LabRun:
         # wait a moment, so that the one with the real reason is among those shown.
         deadline_s = time.monotonic() + _AFTERMATH_S
         while (left_s := deadline_s - time.monotonic()) > 0:
-            running = [rank.process for rank in self.ranks if rank.running()]
+            running = self._running()
             if not running:
                 break
             wait_any(running, left_s)

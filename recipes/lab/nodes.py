@@ -225,7 +225,6 @@ class Cluster:
             directory=directory,
             begin_s=attempt.begin_s,
             end_s=end_s,
-            job_end_s=attempt.job_end_s,
             sent_bytes=[now - then for now, then in zip(self.sent_bytes(), sent_before, strict=True)],
             dropped=self.dropped() - dropped_before,
         )

@@ -1,7 +1,8 @@
 """What a run says, worked out from made-up step logs and spans: shares of devices, hand-overs, figures, the picture."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lab
-from crossover_ddp._timeline.record import Timeline
 from lab import command
 from lab.analysis import MeteredStep, bound, job_figures, rate_for
-from lab.nodes import RUN_FILE
 from lab.picture import draw, middle_window
 from lab.spans import TimelineSpan, handovers_s, occupancy
 
@@ -22,15 +21,15 @@ def span(job: str, kind: str, begin_s: float, end_s: float, *, rank: int = 0) ->
     return TimelineSpan(job, rank, f"device{rank}", kind, begin_s, end_s)
 
 
-def siblings(turns: int = 10, *, ranks: int = 2) -> list[TimelineSpan]:
+def siblings(turns: int = 10) -> list[TimelineSpan]:
     """Two jobs that alternate: 1 s of computation, 0.5 s of exchange, then waiting for the other's end."""
-    spans = []
-    for turn in range(2 * turns):
-        for rank in range(ranks):
-            job, begin_s = "ab"[turn % 2], float(turn)
-            spans.append(span(job, "compute", begin_s, begin_s + 0.999, rank=rank))
-            spans.append(span(job, "exchange", begin_s + 0.999, begin_s + 1.5, rank=rank))
-            spans.append(span(job, "wait", begin_s + 1.5, begin_s + 2, rank=rank))
+    parts = {"compute": (0.0, 0.999), "exchange": (0.999, 1.5), "wait": (1.5, 2.0)}
+    spans = [
+        span("ab"[turn % 2], kind, turn + begin_s, turn + end_s, rank=rank)
+        for turn in range(2 * turns)
+        for rank in range(2)
+        for kind, (begin_s, end_s) in parts.items()
+    ]
     return sorted(spans, key=lambda each: each.begin_s)
 
 
@@ -48,11 +47,10 @@ intervals = st.lists(
 def steps(
     lengths_s: Sequence[float], *, busy_s: float | None = None, wire_bytes: int | None = None
 ) -> list[MeteredStep]:
-    log, begin_s = [], 0.0
-    for number, length_s in enumerate(lengths_s):
-        log.append(MeteredStep(number, begin_s, begin_s + length_s, busy_s, wire_bytes, 0.0))
-        begin_s += length_s
-    return log
+    ends_s = [0.0, *accumulate(lengths_s)]
+    return [
+        MeteredStep(number, *times, busy_s, wire_bytes, 0.0) for number, times in enumerate(pairwise(ends_s))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -69,17 +67,24 @@ def test_bound_of_two_equal_jobs(busy_s: float, step_s: float, wire_s: float, ex
     assert bound([(busy_s, step_s, wire_s)] * 2) == pytest.approx(expected)
 
 
-def test_bound_refuses_what_it_cannot_mean() -> None:
-    for alone in ([], [(1.0, 0.0, 1.0)], [(1.0, float("nan"), 1.0)]):
-        with pytest.raises(ValueError, match=r"expected \(C, T1, M\) with T1 > 0"):
-            bound(alone)
-
-
 def test_rate_makes_the_wire_take_the_share_of_the_computation_asked_for() -> None:
-    rate_mbit = rate_for(0.5, compute_s=0.2, wire_bytes=1e6)
-    assert 1e6 * 8 / (rate_mbit * 1e6) == pytest.approx(0.1)
-    with pytest.raises(ValueError, match=r"expected a ratio, computation and traffic > 0, got ratio=0\.5"):
-        rate_for(0.5, compute_s=0.0, wire_bytes=1e6)
+    assert rate_for(0.5, compute_s=0.2, wire_bytes=1e6) == pytest.approx(80)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: bound([]), r"expected \(C, T1, M\) with T1 > 0"),
+        (lambda: bound([(1.0, 0.0, 1.0)]), r"expected \(C, T1, M\) with T1 > 0"),
+        (lambda: bound([(1.0, float("nan"), 1.0)]), r"expected \(C, T1, M\) with T1 > 0"),
+        (lambda: rate_for(0.5, 0.0, 1e6), r"expected a ratio, computation and traffic > 0, got ratio=0\.5"),
+        (lambda: lab.load_run(Path("nowhere")), "expected a run of the lab with lab.json"),
+        (lambda: draw([], Path("x.svg")), "expected spans, got none"),
+    ],
+)
+def test_what_cannot_be_worked_out_is_refused(made: Callable[[], object], message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        made()
 
 
 def test_figures_of_a_job_alone() -> None:
@@ -94,9 +99,7 @@ def test_figures_of_a_job_alone() -> None:
     assert figures.exposed_s == pytest.approx(0.5)
     assert figures.wire_s == pytest.approx(0.5)
     assert figures.makespan_s == pytest.approx(32)
-    record = figures.as_json()
-    assert {"C_s", "N_s", "M_s", "wire_bytes_per_step", "turns", "handover"} <= record.keys()
-    json.dumps(record)
+    assert {"C_s", "N_s", "M_s", "wire_bytes_per_step", "turns", "handover"} <= figures.as_json().keys()
 
 
 def test_beside_a_sibling_computation_comes_from_spans_and_wire_bytes_are_unknown() -> None:
@@ -110,57 +113,31 @@ def test_beside_a_sibling_computation_comes_from_spans_and_wire_bytes_are_unknow
     assert figures.handover.median_s == pytest.approx(0.001)
 
 
-def write_run(directory: Path, spans: Sequence[TimelineSpan]) -> Path:
-    """Write what the lab and its ranks would have written."""
-    for job in "ab":
-        (directory / job / "timeline").mkdir(parents=True)
-        for rank in (0, 1):
-            timeline = Timeline(directory / job / "timeline", rank=rank, device=f"device{rank}", job=job)
-            for each in (each for each in spans if (each.job, each.rank) == (job, rank)):
-                timeline.span(each.kind, each.begin_s, each.end_s, bucket=1)
-            timeline.close()
-            with timeline.path.open("a") as file:
-                file.write('{"ph": "X", "name": "cut o')
-            record = {"event": "step", "loss": 1.5, "lr": 0.1, "begin_s": 0.0, "end_s": 2.0, "cpu_s": 1.0}
-            record |= {"core_busy_s": None, "wire_bytes": 7}
-            log = [{"event": "start"}, *(record | {"step": i} for i in range(5)), {"event": "end"}]
-            (directory / job / f"rank{rank}.jsonl").write_text("\n".join(map(json.dumps, log)))
-    description = {"nodes": 2, "rate_mbit": 200.0, "mtu": 9000, "devices": ["device0", "device1"]}
-    description |= {"jobs": {"a": {}, "b": {}}, "begin_s": 0.0, "end_s": 20.0, "sent_bytes": [250_000_000, 0]}
-    (directory / RUN_FILE).write_text(json.dumps(description | {"dropped": 0}))
-    return directory
-
-
-def test_a_run_is_read_back(tmp_path: Path) -> None:
-    spans = siblings()
-    run = lab.load_run(write_run(tmp_path, spans))
-    assert len(run.spans) == len(spans)
-    result = run.as_json()
+def test_a_run_says_how_busy_links_and_devices_were_and_is_drawn(tmp_path: Path) -> None:
+    record = {"nodes": 2, "rate_mbit": 200.0, "mtu": 9000, "devices": ["device0"], "dropped": 0}
+    record |= {"jobs": {"a": {}, "b": {}}, "begin_s": 0.0, "end_s": 20.0, "sent_bytes": [250_000_000, 0]}
+    run = lab.Run(tmp_path, {job: {0: steps([2.0] * 5)} for job in "ab"}, siblings(), record)
+    result = json.loads(json.dumps(run.as_json()))
     assert result["jobs"]["a"]["turns"] == 10
     assert result["jobs"]["a"]["steps"] == 5
     assert result["links"][0]["utilisation"] == pytest.approx(0.5)
     assert result["devices"]["device0"]["one"] == pytest.approx(0.999, abs=2e-3)
-    json.dumps(result)
-    path = lab.draw_run(run)
-    assert path == tmp_path / "timeline.png"
-    assert path.read_bytes().startswith(b"\x89PNG")
+    assert lab.draw_run(run).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"expected a run of the lab with lab.json"):
-        lab.load_run(tmp_path)
+# Writes what train.py would, up to where it is killed.
+STEPS = """
+import json, os
+path = os.path.join(os.environ["CROSSOVER_LAB_DIR"], "rank" + os.environ["RANK"] + ".jsonl")
+counted = dict(event="step", core_busy_s=0.5, wire_bytes=0)
+with open(path, "w") as log:
+    log.writelines(json.dumps(dict(counted, step=i, begin_s=i, end_s=i + 1)) + chr(10) for i in range(9))
+    log.write("{")
+"""
 
 
 def test_command_line_from_job_to_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = (
-        "import json, os\n"
-        "path = os.path.join(os.environ['CROSSOVER_LAB_DIR'], 'rank' + os.environ['RANK'] + '.jsonl')\n"
-        "counted = dict(event='step', core_busy_s=0.5, wire_bytes=0)\n"
-        "steps = [dict(counted, step=i, begin_s=i, end_s=i + 1) for i in range(9)]\n"
-        "open(path, 'w').write(chr(10).join(map(json.dumps, steps)))\n"
-    )
-    job = f'python -c "{script}"'
-    jobs = ["--job", f"a: {job}", "--job", f"b: {job}"]
+    jobs = [word for name in "ab" for word in ("--job", f"{name}: python -c '{STEPS}'")]
     arguments = ["run", "--unshaped", "--out", str(tmp_path), *jobs]
     assert command.main([*arguments, "--json", "--sequential"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -170,6 +147,8 @@ def test_command_line_from_job_to_result(tmp_path: Path, capsys: pytest.CaptureF
     assert result["one_after_the_other"] == {"makespan_s": 18.0, "bound": 2.0}
     assert command.main(arguments) == 0
     assert "a" in capsys.readouterr().out
+    assert command.main(["run", "--unshaped", "--job", "python train.py"]) == 1
+    assert "expected a job as 'name: command'" in capsys.readouterr().err
 
 
 def test_rates_are_read() -> None:
@@ -178,14 +157,6 @@ def test_rates_are_read() -> None:
     for text in ("", "fast", "200 mbyte", "-5mbit"):
         with pytest.raises(SystemExit):
             command.parse_arguments(["link", "--rate", text])
-
-
-def test_a_job_without_a_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["run", "--unshaped", "--job", "python train.py"]) == 1
-    assert "expected a job as 'name: command'" in capsys.readouterr().err
-
-
-# --- spans and the picture ------------------------------------------------------------
 
 
 def test_a_handover_counts_only_when_the_job_had_to_wait_for_the_sibling() -> None:
@@ -198,18 +169,10 @@ def test_a_handover_counts_only_when_the_job_had_to_wait_for_the_sibling() -> No
     assert handovers_s([given_back, waited], "b") == []
 
 
-def test_occupancy() -> None:
-    spans = [
-        span("a", "compute", 0, 4),
-        span("b", "compute", 3, 6),
-        span("a", "exchange", 4, 10),
-        span("b", "exchange", 6, 9),
-        span("b", "exchange", 2, 3),
-    ]
-    # Both are active from 2 to 9.
-    shares = occupancy(spans, "device0")
-    assert shares == pytest.approx({"idle": 3 / 7, "one": 3 / 7, "several": 1 / 7})
-    assert occupancy(spans, "device0", window_s=(0, 2)) == pytest.approx({"idle": 0, "one": 1, "several": 0})
+def test_shares_are_of_the_time_in_which_all_jobs_were_active() -> None:
+    active = [span("b", "exchange", 2, 3), span("a", "compute", 0, 4), span("b", "compute", 3, 6)]
+    spans = [*active, span("a", "exchange", 4, 10), span("b", "exchange", 6, 9)]
+    assert occupancy(spans, "device0") == pytest.approx({"idle": 3 / 7, "one": 3 / 7, "several": 1 / 7})
     assert occupancy(spans, "device9") == {"idle": 1.0, "one": 0.0, "several": 0.0}
 
 
@@ -224,19 +187,10 @@ def test_shares_are_of_who_computes_in_each_second(spans: list[TimelineSpan]) ->
     assert shares == pytest.approx(dict(zip(("idle", "one", "several"), counted, strict=True)))
 
 
-def test_ranks_of_one_job_on_one_device_are_not_several_jobs() -> None:
-    ranks = [TimelineSpan("a", rank, "gpu", "compute", 0, 4) for rank in (0, 1)]
-    assert occupancy(ranks, "gpu") == {"idle": 0.0, "one": 1.0, "several": 0.0}
-
-
 def test_a_long_run_without_siblings_is_quick() -> None:
     """Quadratic work in it would take minutes, and the test's time limit is one."""
-    alone = [each for turn in range(20_000) for each in _turn("a", float(turn))]
+    alone = [each for each in siblings(10_000) if each.job == "a"]
     assert handovers_s([span("b", "compute", 0.0, 0.5), *alone], "a") == []
-
-
-def _turn(job: str, begin_s: float) -> list[TimelineSpan]:
-    return [span(job, "compute", begin_s + 1, begin_s + 1.5), span(job, "wait", begin_s + 1.9, begin_s + 2)]
 
 
 def test_names_and_shares_are_written_in_the_picture_of_the_middle(tmp_path: Path) -> None:
@@ -248,5 +202,3 @@ def test_names_and_shares_are_written_in_the_picture_of_the_middle(tmp_path: Pat
     ElementTree.parse(path)
     assert middle_window(siblings(100), steps=8) == (92.0, 108.0)
     assert middle_window(siblings(3), steps=8) == (0.0, 7.0)
-    with pytest.raises(ValueError, match="expected spans, got none"):
-        draw([], path)

@@ -10,9 +10,8 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from tests.harness import run_ranks, spawn_script
+from tests.harness import run_ranks
 from tests.harness.groups import free_port
-from tests.recipes import RECIPES
 
 WORLD = 2
 # BatchNorm, so that buffers are broadcast; several buckets; dropout, so that random state matters.
@@ -25,6 +24,7 @@ GPT = [
     *("--model", "gpt", "--model-option", "dim=32", "--vocabulary", "512", "--context", "32"),
     *("--batch-size", "8", "--optimizer", "adamw", "--lr", "0.01", "--eval-every", "0"),
 ]
+SMALL_GPT = [*GPT, "--model-option", "depth=1"]
 
 Record = dict[str, Any]
 
@@ -64,13 +64,14 @@ def parameters_of(logs: Sequence[Sequence[Record]]) -> str:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> list[list[Record]]:
-    """Ten steps of the small convolutional net with plain DDP."""
-    return train_ranks([*CONVNET, "--steps", "10"], tmp_path_factory.mktemp("reference") / "log")
+    """Ten steps of the small convolutional net with plain DDP, and an evaluation."""
+    arguments = [*CONVNET, "--steps", "10", "--eval-every", "1"]
+    return train_ranks(arguments, tmp_path_factory.mktemp("reference") / "log")
 
 
-def test_log_has_a_start_each_step_and_an_end(reference: list[list[Record]]) -> None:
+def test_log_has_a_start_each_step_an_evaluation_and_an_end(reference: list[list[Record]]) -> None:
     for rank, log in enumerate(reference):
-        start, *steps, end = log
+        start, *steps, evaluation, end = log
         assert start["event"] == "start"
         assert (start["rank"], start["world_size"]) == (rank, WORLD)
         assert start["arguments"]["model"] == "timm:resnet18"
@@ -79,61 +80,46 @@ def test_log_has_a_start_each_step_and_an_end(reference: list[list[Record]]) -> 
         times = [time for each in steps for time in (each["begin_s"], each["end_s"])]
         assert times == sorted(times)
         assert all(each["cpu_s"] > 0 for each in steps)
+        assert {**evaluation, "at_s": 0} == {**reference[0][-2], "at_s": 0}
+        right = evaluation["accuracy"] * 360  # of all test images, each once
+        assert (evaluation["event"], right) == ("eval", pytest.approx(round(right)))
         assert (end["event"], end["steps"]) == ("end", 10)
     assert losses(reference[0]) != losses(reference[1]), "ranks see different images"
     assert parameters_of(reference)
 
 
-def test_plain_and_decoupled_runs_resume_each_other_from_checkpoints_in_between(
-    reference: list[list[Record]], tmp_path: Path
-) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    arguments = [*CONVNET, "--steps", "10", "--checkpoint", str(checkpoint), "--checkpoint-every", "3"]
-    begun = train_ranks([*arguments, "--hook", "decoupled", "--stop-after", "6"], tmp_path / "begun")
-    resumed = train_ranks([*arguments, "--resume"], tmp_path / "resumed")
-    assert losses(begun[0]) + losses(resumed[0]) == losses(reference[0])
-    assert parameters_of(resumed) == parameters_of(reference)
-    assert list(tmp_path.glob("checkpoint*")) == [checkpoint]
-
-
-HOOKS = {
+RESUMED = {
+    "decoupled": [*CONVNET, "--steps", "10"],  # only the run that is stopped has the hook
     # Factors and solvers in some steps only; a checkpoint lies between two of each.
     "kfac": [
-        *(*CONVNET, "--hook", "kfac", "--damping", "0.03", "--kl-clip", "0.01"),
+        *(*CONVNET, "--hook", "kfac", "--damping", "0.03", "--kl-clip", "0.01", "--steps", "10"),
         *("--factor-update-steps", "2", "--inv-update-steps", "4"),
     ],
-    "muon": [*GPT, "--model-option", "depth=1", "--hook", "muon", "--optimizer", "muon"],
-    "local_sgd": [*CONVNET, "--hook", "local_sgd", "--sync-every", "4", "--delay", "1", "--fragments", "4"],
-    "elastic": [*CONVNET, "--hook", "elastic", "--sync-every", "2", "--elastic-mode", "async"],
+    "muon": [*SMALL_GPT, "--hook", "muon", "--optimizer", "muon", "--steps", "10"],
+    "local_sgd": [*CONVNET, "--hook", "local_sgd", "--delay", "1", "--fragments", "4", "--steps", "10"],
+    "elastic": [*CONVNET, "--hook", "elastic", "--elastic-mode", "sync", "--steps", "10"],
+    "adamw": [*SMALL_GPT, "--context", "128", "--batch-size", "50", "--epochs", "2"],
 }
+AVERAGED = ("local_sgd", "elastic")  # a checkpoint of replicas is one of their averages
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-def test_a_job_goes_on_from_its_checkpoint(hook: str, reference: list[list[Record]], tmp_path: Path) -> None:
-    arguments = [*HOOKS[hook], "--steps", "10"]
-    saved = [*arguments, "--checkpoint", str(tmp_path / "checkpoint"), "--resume"]
-    begun = train_ranks([*saved, "--stop-after", "3"], tmp_path / "begun")
-    resumed = train_ranks(saved, tmp_path / "resumed")
-    assert parameters_of(begun) != parameters_of(resumed)
-    found = losses(begun[0]) + losses(resumed[0])
-    assert len(found) == 10
-    if hook != "muon":  # of the same weights
-        assert found[0] == losses(reference[0])[0] and found != losses(reference[0])
-    if hook in ("kfac", "muon"):  # a checkpoint of replicas is one of their averages
-        whole = train_ranks(arguments, tmp_path / "whole")
-        assert found == losses(whole[0])
-        assert parameters_of(resumed) == parameters_of(whole)
-
-
-def test_resume_across_epochs_with_adamw(tmp_path: Path) -> None:
-    small = [*GPT, "--model-option", "depth=1", "--vocabulary", "64", "--batch-size", "100"]
-    arguments = [*small, "--epochs", "2", "--checkpoint", str(tmp_path / "checkpoint")]
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_job_goes_on_from_its_checkpoint(name: str, reference: list[list[Record]], tmp_path: Path) -> None:
+    """One with epochs is stopped in its second."""
+    arguments = RESUMED[name]
+    stopped = ["--hook", "decoupled", "--checkpoint-every", "3"] if name == "decoupled" else []
     whole = train_ranks(arguments, tmp_path / "whole")
-    per_epoch = len(losses(whole[0])) // 2
-    train_ranks([*arguments, "--stop-after", str(per_epoch + 2)], tmp_path / "begun")
-    resumed = train_ranks([*arguments, "--resume"], tmp_path / "resumed")
-    assert losses(resumed[1]) == losses(whole[1])[per_epoch + 2 :]
-    assert parameters_of(resumed) == parameters_of(whole)
+    assert (losses(whole[0]) == losses(reference[0])) == (name == "decoupled")
+    steps = len(losses(whole[0])) * 7 // 10
+    saved = [*arguments, "--checkpoint", str(tmp_path / "checkpoint"), "--resume"]
+    begun = train_ranks([*saved, *stopped, "--stop-after", str(steps)], tmp_path / "begun")
+    resumed = train_ranks(saved, tmp_path / "resumed")
+    for expected, before, after in zip(whole, begun, resumed, strict=True):
+        found, exact = losses(before) + losses(after), steps if name in AVERAGED else None
+        assert (len(losses(before)), len(found)) == (steps, len(losses(expected)))
+        assert found[:exact] == losses(expected)[:exact]
+    assert name in AVERAGED or parameters_of(resumed) == parameters_of(whole)
+    assert [*tmp_path.glob("checkpoint*")] == [tmp_path / "checkpoint"]
 
 
 def test_losses_fall_also_in_parts_of_batches_and_in_half_precision(tmp_path: Path) -> None:
@@ -149,49 +135,18 @@ def test_losses_fall_also_in_parts_of_batches_and_in_half_precision(tmp_path: Pa
         assert losses(half[rank]) == pytest.approx(found, rel=0.02)
 
 
-def test_evaluation_covers_every_test_image_once(tmp_path: Path) -> None:
-    arguments = [*CONVNET, "--steps", "2", "--eval-every", "1", "--batch-size", "32"]
-    both = train_ranks(arguments, tmp_path / "both")
-    evaluations = [[each for each in log if each["event"] == "eval"] for log in both]
-    assert [len(each) for each in evaluations] == [1, 1]
-    first, second = evaluations[0][0], evaluations[1][0]
-    assert (first["accuracy"], first["loss"]) == (second["accuracy"], second["loss"])
-    assert first["accuracy"] * 360 == pytest.approx(round(first["accuracy"] * 360))
-
-
-@pytest.fixture(scope="module")
-def image_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of PNG files: the first 80 zeros, ones and twos, one fourth of them for validation."""
+def test_image_folder_trains_and_does_not_depend_on_workers(tmp_path: Path) -> None:
+    """With the first zeros, ones and twos in PNG files, one fourth of them for validation."""
     digits = load_digits()
-    directory = tmp_path_factory.mktemp("images")
     chosen = [index for index in range(len(digits.target)) if digits.target[index] < 3][:80]
     for number, index in enumerate(chosen):
-        folder = directory / ("val" if number % 4 == 0 else "train") / str(digits.target[index])
+        folder = tmp_path / ("val" if number % 4 == 0 else "train") / str(digits.target[index])
         folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((digits.images[index] * 15).astype("uint8")).resize((40, 48)).save(
-            folder / f"{index}.png"
-        )
-    return directory
-
-
-def test_image_folder_trains_and_does_not_depend_on_workers(image_directory: Path, tmp_path: Path) -> None:
-    arguments = [*CONVNET, "--channels", "3", "--data-dir", str(image_directory), "--epochs", "1"]
+        image = Image.fromarray((digits.images[index] * 15).astype("uint8"))
+        image.resize((40, 48)).save(folder / f"{index}.png")
+    arguments = [*CONVNET, "--channels", "3", "--data-dir", str(tmp_path), "--epochs", "1"]
     alone = train_ranks([*arguments, "--eval-every", "1"], tmp_path / "alone")
     helped = train_ranks([*arguments, "--workers", "1"], tmp_path / "helped")
     assert [each["event"] for each in alone[0]] == ["start", *["step"] * 3, "eval", "end"]
     assert losses(helped[0]) == losses(alone[0])
     assert parameters_of(helped) == parameters_of(alone)
-
-
-def test_script_runs_as_torchrun_would_start_it(tmp_path: Path) -> None:
-    log = tmp_path / "lab"
-    arguments = [*GPT, "--steps", "12", "--log-every", "5", "--deterministic", "--device", "cpu"]
-    environment = {"CROSSOVER_LAB_DIR": str(log)}
-    with spawn_script(
-        RECIPES / "train.py", WORLD, args=arguments, environment=environment, forked=True
-    ) as ranks:
-        first, second = ranks.wait(timeout_s=60)
-    said = [line.split(":")[0] for line in first.splitlines()[:3]]
-    assert said == ["step 0 of 12", "step 5 of 12", "step 10 of 12"]
-    assert "step" not in second
-    assert [read_log(log / f"rank{rank}.jsonl")[-1]["steps"] for rank in range(WORLD)] == [12, 12]
