@@ -1,13 +1,16 @@
 """What the ranks of all foreign loops share: the document's blocks, a small training, and a watch on each run."""
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from crossover_ddp import DecoupledState, GPUMutex, decoupled_hook
 from crossover_ddp.comm_hooks import _mutexes
@@ -33,9 +36,10 @@ def network() -> nn.Sequential:
     return mlp(*[WIDTH] * 4, seed=3, tanh_last=True)
 
 
-def samples() -> TensorDataset:
+def batches(size: int = 4) -> DataLoader[Any]:
     """32 samples: of batches of 4, each of two ranks has four."""
-    return TensorDataset(torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(0)))
+    data = TensorDataset(torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(0)))
+    return DataLoader(data, batch_size=size)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -46,70 +50,70 @@ def square(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, loss: Any = square) -> None:
+    """An epoch of somebody's own."""
+    for (inputs,) in loader:
+        loss(model(inputs + dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module) -> None:
     model.eval()(torch.ones(1, WIDTH))
 
 
+@dataclass
 class Run:
-    """A block in which ``model`` is trained.
+    """What was seen of a training."""
 
-    Afterwards ``weights`` are the model's, ``error`` says what has ended it, ``turns`` how many were taken, and
-    ``has_left`` whether all mutexes were closed by then. The weights' digest is printed, which ranks must share.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.error = ""
-        self.deferred = 0
-        """How often a decoupled model had updates to make when a forward began."""
-        self._model = model
-        self._forwards: list[tuple[bool, bool]] = []
-        self._former = list(_mutexes.values())
-        self._found: list[GPUMutex] = []
-
-    def __enter__(self) -> "Run":
-        self._handle = nn.modules.module.register_module_forward_pre_hook(self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self._handle.remove()
-        self.error = "" if error is None else f"{type(error).__name__}: {error}"
-        self.weights = [value.detach().clone() for value in self._model.state_dict().values()]
-        self.turns = sum(mutex.stats()["turns"] for mutex in self._mutexes())
-        self.has_left = all(mutex.disabled_because == "closed" for mutex in self._mutexes())
-        for mutex in self._mutexes():
-            mutex.close()
-        if error is None:
-            print(f"\nweights {digest(self.weights)}", flush=True)
-        return isinstance(error, Exception)  # some runs must be refused
+    weights: list[torch.Tensor] = field(default_factory=list)
+    turns: int = 0
+    has_left: bool = False
+    """Whether all mutexes were closed at its end."""
+    state: DecoupledState | None = None
+    forwards: list[tuple[bool, bool]] = field(default_factory=list)
+    """Of each whether it was in training, and whether it was inside a turn."""
 
     def inside_turns(self, *, training: bool) -> list[bool]:
-        """Tell of each forward in training, or in evaluation, whether it ran inside a turn."""
-        return [holding for trains, holding in self._forwards if trains == training]
+        return [holding for trains, holding in self.forwards if trains == training]
+
+    def hook(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        """Let the model train decoupled."""
+        self.state = DecoupledState(optimizer, defer="always")
+        model.register_comm_hook(self.state, decoupled_hook)
+
+    @property
+    def deferred(self) -> int:
+        assert self.state is not None
+        return int(self.state.stats()["steps_deferred"])
 
     def assert_like(self, other: "Run", **tolerance: float) -> None:
-        """Both runs went well, and their weights are the same, bit for bit if nothing else is said."""
-        assert self.error == other.error == ""
+        """Weights are the same, bit for bit if nothing else is said."""
         assert self.weights
         torch.testing.assert_close(self.weights, other.weights, **(tolerance or {"rtol": 0, "atol": 0}))
 
-    def hook(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> DecoupledState:
-        """Let the model train decoupled."""
-        state = DecoupledState(optimizer, defer="always")
-        model.register_comm_hook(state, decoupled_hook)
-        model.register_forward_pre_hook(lambda *_: self._count(state))
-        return state
 
-    def _count(self, state: DecoupledState) -> None:
-        self.deferred += bool(state.stats()["deferred"])
+@contextlib.contextmanager
+def watched(model: nn.Module, run: Run | None = None) -> Iterator[Run]:
+    """Watch a block in which a model is trained; print its digest, which ranks must share."""
+    run, former, found = run or Run(), [*_mutexes.values()], list[GPUMutex]()
 
-    def _mutexes(self) -> list[GPUMutex]:
-        """Return the mutexes of this run, also those whose process group is gone."""
-        self._found += [mutex for mutex in _mutexes.values() if mutex not in [*self._former, *self._found]]
-        return self._found
+    def mutexes() -> list[GPUMutex]:
+        """Return those of this run, also if their process group is gone."""
+        found.extend(mutex for mutex in _mutexes.values() if mutex not in [*former, *found])
+        return found
 
-    def _note(self, module: nn.Module, _: Any) -> None:
-        if module is self._model:
-            self._forwards.append((module.training, any(mutex.holding for mutex in self._mutexes())))
+    def note(module: nn.Module, _: Any) -> None:
+        if module is model:
+            run.forwards.append((module.training, any(mutex.holding for mutex in mutexes())))
+
+    handle = nn.modules.module.register_module_forward_pre_hook(note)
+    yield run
+    handle.remove()
+    run.weights = [value.detach().clone() for value in model.state_dict().values()]
+    run.turns = sum(mutex.stats()["turns"] for mutex in mutexes())
+    run.has_left = all(mutex.disabled_because == "closed" for mutex in mutexes())
+    for mutex in mutexes():
+        mutex.close()
+    print(f"\nweights {digest(run.weights)}", flush=True)

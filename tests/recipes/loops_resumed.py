@@ -1,17 +1,9 @@
-"""One rank of somebody's loop that is killed in the middle of an epoch, or goes on: the diffs of docs/loops.md.
-
-    loops_resumed.py LOOP PHASE DIRECTORY
-
-LOOP is the name of a function below. "killed": trains to the end, with plain DDP, too, where the hook has its bits, and
-then again, until this process is killed in the second epoch. "resumed": goes on from what the second run has saved.
-Writes DIRECTORY/PHASE-RANK.pt: the losses of each run, by its name.
-"""
+"""Loops that are killed in the middle of an epoch, or go on: the diffs of docs/loops.md; see loops_worker.py."""
 
 import argparse
 import os
 import signal
-import sys
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,47 +14,43 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
-from crossover_ddp import DecoupledState, LocalSGDState, local_sgd_hook
+from crossover_ddp import LocalSGDState, local_sgd_hook
 from tests.harness import documents
 from tests.harness.waiting import eventually
-from tests.recipes.loops_common import diffs, network, samples, sgd, shown, square
+from tests.recipes.loops_common import Run, batches, diffs, network, sgd, shown, square, train, watched
 
 STEPS = 4  # of each rank in an epoch
 KILLED_IN = STEPS + 2
 
 
-class Loss:
-    """Notes the losses of a run, and kills all processes when the one of step ``killed_in`` is known to all."""
+@dataclass
+class Job:
+    """A training: "plain" without the hook, "whole", "killed" in its second epoch, or that one "resumed"."""
 
-    def __init__(self, directory: Path, killed_in: int | None) -> None:
-        self.values: list[float] = []
-        self._directory, self._killed_in = directory, killed_in
+    name: str
+    directory: Path
+    losses: list[float] = field(default_factory=list)
 
-    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+    def loss(self, output: torch.Tensor) -> torch.Tensor:
+        """Note the loss, and kill this process when that of step `KILLED_IN` is known to all."""
         loss = square(output)
-        self.values.append(loss.item())
-        if len(self.values) == self._killed_in:
-            (self._directory / f"killed-{os.environ['RANK']}").touch()
-            assert eventually(lambda: len([*self._directory.glob("killed-*")]) == 2)
+        self.losses.append(loss.item())
+        if self.name == "killed" and len(self.losses) == KILLED_IN:
+            (self.directory / f"killed-{os.environ['RANK']}").touch()
+            assert eventually(lambda: len([*self.directory.glob("killed-*")]) == 2)
             os.kill(os.getpid(), signal.SIGKILL)
         return loss
 
+    @property
+    def resume(self) -> bool:
+        return self.name == "resumed"
 
-Train = Callable[[Loss, Path, bool, bool], None]
-"""Takes the loss function, where to save, whether to resume from there, and whether to train with the hook."""
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, loss: Loss) -> None:
-    for (inputs,) in loader:
-        loss(model(inputs + dist.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def batches() -> DataLoader[Any]:
-    return DataLoader(samples(), batch_size=32 // STEPS)
+    def run(self, heading: str, names: dict[str, Any]) -> None:
+        """Run what the document's diff under a heading leads to, or starts from."""
+        (diff,) = diffs(heading)
+        own = {"resume": self.resume, "path": self.directory, "first_epoch": int(self.resume)}
+        shown(documents.before(diff) if self.name == "plain" else documents.after(diff), {**own, **names})
 
 
 IMAGENET = """
@@ -75,7 +63,7 @@ def main_worker(args):
             optimizer.load_state_dict(checkpoint['optimizer'])
             scheduler.load_state_dict(checkpoint['scheduler'])
     for epoch in range(args.start_epoch, 3):
-        train(model, optimizer, loader, loss)
+        train(model, optimizer, loader)
 
         scheduler.step()
 
@@ -91,7 +79,7 @@ main_worker(args)
 """
 
 
-def imagenet(loss: Loss, directory: Path, resume: bool, hooked: bool) -> None:
+def imagenet(job: Job) -> None:
     """In the order of main.py, with its names."""
     model = DistributedDataParallel(network())
     optimizer = sgd(model)
@@ -99,16 +87,15 @@ def imagenet(loss: Loss, directory: Path, resume: bool, hooked: bool) -> None:
         3, delay=1, outer_optimizer=partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
     )
     model.register_comm_hook(state, local_sgd_hook)
-    path, rank = directory / "checkpoint.pth.tar", dist.get_rank()
+    path, rank = job.directory / "checkpoint.pth.tar", dist.get_rank()
     names = {
-        "args": argparse.Namespace(resume=resume, path=path, start_epoch=0, rank=rank),
+        "args": argparse.Namespace(resume=job.resume, path=path, start_epoch=0, rank=rank),
         "model": model,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5),
         "state": state,
-        "loader": batches(),
-        "train": train,
-        "loss": loss,
+        "loader": batches(8),
+        "train": partial(train, loss=job.loss),
         "save_checkpoint": torch.save,
         "torch": torch,
         "os": os,
@@ -126,6 +113,7 @@ def main(start_epoch):
     try:
         for epoch in range(start_epoch, 3):
             train_one_epoch(epoch)
+            validate(task.get_trainable_module())
             scheduler.step(epoch + 1)
             if saver is not None:
                 saver.save_checkpoint(epoch)
@@ -136,123 +124,99 @@ main(start_epoch)
 """
 
 
-def timm(loss: Loss, directory: Path, resume: bool, hooked: bool) -> None:
-    """``--opt muon`` under owners, saved and resumed by timm's own functions."""
+def timm(job: Job) -> None:
+    (diff,) = diffs("timm's Muon")
+    run_timm(job, "" if job.name == "plain" else diff)
+
+
+def run_timm(job: Job, diff: str) -> Run:
+    """Train with ``--opt muon`` in timm's own task, saved and resumed by timm's own functions."""
     from timm.models import VisionTransformer, resume_checkpoint
     from timm.optim import create_optimizer_v2
     from timm.scheduler import create_scheduler_v2
+    from timm.task import ClassificationTask
     from timm.utils import CheckpointSaver
 
     torch.manual_seed(3)
     shape = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 4}
     vit = VisionTransformer(**shape)
+    task = ClassificationTask(vit, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
     optimizer = create_optimizer_v2(vit, opt="muon", lr=0.01)
-    last, start_epoch = directory / "last.pth.tar", 0
-    if resume:
-        start_epoch = resume_checkpoint(vit, str(last), optimizer, weights_only=False)
-    model = DistributedDataParallel(vit, **DecoupledState.ddp_options(vit))
+    start_epoch, directory = 0, str(job.directory)
+    if job.resume:
+        start_epoch = resume_checkpoint(vit, f"{directory}/last.pth.tar", optimizer, weights_only=False)
 
     def train_one_epoch(epoch: int) -> None:
         for step in range(STEPS):
             torch.manual_seed(100 * epoch + 10 * step + dist.get_rank())
-            loss(model(torch.randn(2, 3, 8, 8))).backward()
+            job.loss(task.get_trainable_module()(torch.randn(2, 3, 8, 8))).backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    saver = CheckpointSaver(model, optimizer, checkpoint_dir=str(directory)) if dist.get_rank() == 0 else None
+    def validate(model: nn.Module) -> None:
+        with torch.inference_mode():
+            model.eval()(torch.ones(1, 3, 8, 8))
+        model.train()
+
     names = {
         "start_epoch": start_epoch,
         "train_one_epoch": train_one_epoch,
+        "validate": validate,
         "scheduler": create_scheduler_v2(optimizer, "cosine", num_epochs=3)[0],
-        "saver": saver,
+        "saver": None if dist.get_rank() else CheckpointSaver(vit, optimizer, checkpoint_dir=directory),
         "optimizer": optimizer,
-        "task": SimpleNamespace(prepare_distributed=lambda _: model, get_trainable_module=lambda: model),
+        "task": SimpleNamespace(
+            prepare_distributed=lambda _: task.prepare_distributed(broadcast_buffers=True),
+            get_trainable_module=task.get_trainable_module,
+        ),
     }
-    (diff,) = diffs("timm's Muon")
-    shown(documents.patched(TIMM, diff) if hooked else TIMM, names)
+    with watched(vit) as run:
+        shown(documents.patched(TIMM, diff), names)
+    return run
 
 
-def lightning(loss: Loss, directory: Path, resume: bool, hooked: bool) -> None:
+def lightning(job: Job) -> None:
     import pytorch_lightning
 
     from tests.recipes.loops_lightning import Module
 
-    class Noting(Module):
-        def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-            return loss(self.network(batch[0]))
-
     (diff,) = diffs("Lightning's checkpoints")
     source = documents.after(diff)
-    path = None
-    if resume:
-        (path,) = directory.rglob("*.ckpt")
+    if job.resume:
         source = source.replace("val_loader)", "val_loader, ckpt_path=path)")
-    options = {"default_root_dir": directory, "enable_progress_bar": False}
-    loader = DataLoader(samples(), batch_size=4)
+    options = {"default_root_dir": job.directory, "enable_progress_bar": False}
+    loader, path = batches(), next(job.directory.rglob("*.ckpt"), None)
     with patch.object(pytorch_lightning, "Trainer", partial(pytorch_lightning.Trainer, **options)):
-        shown(source, {"model": Noting(), "train_loader": loader, "val_loader": loader, "path": path})
+        shown(source, {"model": Module(job.loss), "train_loader": loader, "val_loader": loader, "path": path})
 
 
-def accelerate(loss: Loss, directory: Path, resume: bool, hooked: bool) -> None:
+def accelerate(job: Job) -> None:
     model = network()
-    names = {
-        "model": model,
-        "optimizer": sgd(model),
-        "loader": DataLoader(samples(), batch_size=4),
-        "loss_function": loss,
-        "resume": resume,
-        "path": directory,
-        "first_epoch": int(resume),
-    }
-    (diff,) = diffs("Accelerate's save_state")
-    shown(documents.after(diff), names)
+    names = {"model": model, "optimizer": sgd(model), "loader": batches(), "loss_function": job.loss}
+    job.run("Accelerate's save_state", names)
 
 
-def distributed_checkpoint(loss: Loss, directory: Path, resume: bool, hooked: bool) -> None:
+def distributed_checkpoint(job: Job) -> None:
     model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
-    names = {
-        "model": model,
-        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
-        "loader": batches(),
-        "train": partial(train, loss=loss),
-        "resume": resume,
-        "path": directory,
-        "first_epoch": int(resume),
-    }
-    (diff,) = diffs("torch.distributed.checkpoint")
-    shown(documents.after(diff) if hooked else documents.before(diff), names)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    names = {"model": model, "optimizer": optimizer, "loader": batches(8)}
+    job.run("torch.distributed.checkpoint", {**names, "train": partial(train, loss=job.loss)})
 
 
-LOOPS: dict[str, Train] = {
-    each.__name__: each for each in (imagenet, timm, lightning, accelerate, distributed_checkpoint)
-}
+LOOPS = {each.__name__: each for each in (imagenet, timm, lightning, accelerate, distributed_checkpoint)}
 WITH_PLAIN = ("timm", "distributed_checkpoint")
 OWN_GROUP = ("accelerate",)  # made by the loop itself
 
 
-def main(loop: str, phase: str, directory: Path) -> None:
-    losses = {}
-
-    def run(name: str, where: str, *, resume: bool = False, killed_in: int | None = None) -> None:
-        (directory / where).mkdir(exist_ok=True)
-        loss = Loss(directory / where, killed_in)
-        LOOPS[loop](loss, directory / where, resume, name != "plain")
-        losses[name] = loss.values
-        torch.save(losses, directory / f"{phase}-{os.environ['RANK']}.pt")
-
-    if loop not in OWN_GROUP:
+def run(loop: str, phase: str, directory: Path) -> None:
+    """Train in a phase; write the losses of each job, by its name, to DIRECTORY/PHASE-RANK.pt."""
+    if loop not in OWN_GROUP and not dist.is_initialized():
         dist.init_process_group("gloo")
-    if phase == "resumed":
-        run("resumed", "killed", resume=True)
-    else:
-        if loop in WITH_PLAIN:
-            run("plain", "plain")
-        run("whole", "whole")
-        run("killed", "killed", killed_in=KILLED_IN)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    losses = {}
+    first = ["plain", "whole", "killed"] if loop in WITH_PLAIN else ["whole", "killed"]
+    for name in ["resumed"] if phase == "resumed" else first:
+        job = Job(name, directory / ("killed" if name == "resumed" else name))
+        job.directory.mkdir(exist_ok=True)
+        LOOPS[loop](job)
+        losses[name] = job.losses
+        torch.save(losses, directory / f"{phase}-{os.environ['RANK']}.pt")

@@ -1,13 +1,15 @@
-"""One rank of a foreign training loop: run the diffs of docs/loops.md without and with their lines.
+"""One rank of a foreign training loop: the diffs of docs/loops.md.
 
-    loops_worker.py LOOP
+    loops_worker.py LOOP PHASE DIRECTORY
 
-LOOP is the name of a function below, which says what its runs must have in common.
+LOOP is the name of a function below, which runs it without and with the document's lines and says what its runs must
+have in common, or of one in `loops_resumed`, which has the phases "killed" and "resumed", or of both.
 """
 
 import functools
 import os
 import sys
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,11 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
-from crossover_ddp import DecoupledState, decoupled_hook
+from crossover_ddp import decoupled_hook
 from tests.harness import documents
-from tests.recipes.loops_common import Run, diffs, evaluate, network, samples, sgd, shown, square
+from tests.recipes import loops_resumed
+from tests.recipes.loops_common import (
+    Run,
+    batches,
+    diffs,
+    evaluate,
+    network,
+    sgd,
+    shown,
+    square,
+    train,
+    watched,
+)
 
 
 def takes_turns(hooked: Run, plain: Run) -> None:
@@ -37,11 +50,10 @@ def accelerate() -> None:
 
     def train(source: str, **ddp: Any) -> Run:
         model = network()
-        loader = DataLoader(samples(), batch_size=4)
-        names = {"model": model, "loader": loader, "loss_function": square, "evaluate": evaluate}
+        names = {"model": model, "loader": batches(), "loss_function": square, "evaluate": evaluate}
         kwargs = [DistributedDataParallelKwargs(**ddp)]
         made = functools.partial(accelerator, kwargs_handlers=kwargs) if ddp else accelerator
-        with Run(model) as run, patch.object(accelerate, "Accelerator", made):
+        with watched(model) as run, patch.object(accelerate, "Accelerator", made):
             shown(source, {"optimizer": sgd(model), "hook": run.hook, **names})
         return run
 
@@ -62,54 +74,21 @@ def trainer() -> None:
 
     words = torch.randint(32, (16, 6), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": each, "labels": each} for each in words]
-    arguments = transformers.TrainingArguments(
-        output_dir=os.getcwd(),
-        num_train_epochs=2,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=0.01,
-        eval_strategy="epoch",
-        save_strategy="epoch",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        attention_dropout=0.1,
-    )
-
-    class Decoupled(transformers.Trainer):  # type: ignore[misc]
-        hooked = False
-
-        def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self.hooked:
-                assert isinstance(model, DistributedDataParallel)
-                model.register_comm_hook(DecoupledState(self.optimizer.optimizer), decoupled_hook)
-                self.hooked = True
-            return super().training_step(model, *args, **kwargs)
+    options = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    options |= {"eval_strategy": "epoch", "save_strategy": "epoch", "report_to": "none", "disable_tqdm": True}
+    arguments = transformers.TrainingArguments(os.getcwd(), learning_rate=0.01, **options)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(num_hidden_layers=1, attention_dropout=0.1, **sizes)
 
     def train(source: str) -> Run:
         torch.manual_seed(3)
         model = transformers.LlamaForCausalLM(config)
-        names = {
-            "model": model,
-            "arguments": arguments,
-            "train_set": data,
-            "eval_set": data,
-            "Decoupled": Decoupled,
-        }
-        with Run(model) as run:
-            shown(source, names)
+        with watched(model) as run:
+            shown(source, {"model": model, "arguments": arguments, "train_set": data, "eval_set": data})
         return run
 
     (diff,) = diffs("Hugging Face Trainer")
     takes_turns(train(documents.after(diff)), train(documents.before(diff)))
-    refused = train(documents.before(diff).replace("Trainer(", "Decoupled("))
-    assert "gradient_as_bucket_view=False and find_unused_parameters=True" in refused.error
 
 
 def lightning() -> None:
@@ -135,14 +114,8 @@ def compiled(backend: str = "aot_eager") -> None:
 
     dist.init_process_group("gloo")
 
-    def train(model: nn.Module) -> None:
-        optimizer = sgd(model)
-        for (inputs,) in DataLoader(samples(), batch_size=8):
-            square(model(inputs + dist.get_rank())).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    names = {"torch": torch, "DistributedDataParallel": DistributedDataParallel, "train": train}
+    names = {"torch": torch, "DistributedDataParallel": DistributedDataParallel}
+    names |= {"train": lambda model: train(model, sgd(model), batches(8))}
     with patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
         for diff in diffs("torch.compile"):  # inside of DDP, and outside
             runs, graphs = [], []
@@ -150,7 +123,7 @@ def compiled(backend: str = "aot_eager") -> None:
                 model = _Compiled()
                 torch._dynamo.reset()
                 counters.clear()
-                with Run(model) as run:
+                with watched(model) as run:
                     shown(source, {**names, "model": model})
                 runs.append(run)
                 graphs.append(counters["stats"]["unique_graphs"])
@@ -164,53 +137,25 @@ def inductor() -> None:
     compiled("inductor")
 
 
-def timm_task() -> None:
+def timm() -> None:
     """The line behind timm's own ``prepare_distributed``, in a loop of timm's parts."""
-    import timm
-    from timm.optim import create_optimizer_v2
-    from timm.scheduler import create_scheduler_v2
-    from timm.task import ClassificationTask
-
     dist.init_process_group("gloo")
-
-    def validate(model: nn.Module) -> None:
-        with torch.inference_mode():
-            model.eval()(torch.ones(1, 3, 32, 32))
-        model.train()
-
-    def train(lines: list[str]) -> Run:
-        torch.manual_seed(3)
-        model = timm.create_model("resnet10t", num_classes=2)
-        task = ClassificationTask(model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
-        names = {"task": task.prepare_distributed(broadcast_buffers=True), "validate": validate}
-        optimizer = create_optimizer_v2(model, opt="momentum", lr=0.01)
-        scheduler, _ = create_scheduler_v2(optimizer, "cosine", num_epochs=2)
-        with Run(model) as run:
-            shown("\n".join(text.strip() for text in lines), names)
-            for epoch in range(2):
-                for step in range(2):
-                    torch.manual_seed(10 * epoch + step + 100 * dist.get_rank())
-                    task(torch.randn(2, 3, 32, 32), torch.randint(2, (2,)))["loss"].backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                names["validate"](task.get_trainable_module())
-                scheduler.step(epoch + 1)
-        return run
-
-    plain, hooked, pausing = map(train, ([], *(documents.added(diff) for diff in diffs("timm")[:2])))
-    for run in (hooked, pausing):
+    job = loops_resumed.Job("", Path.cwd())
+    plain, hooked, pausing = (loops_resumed.run_timm(job, diff) for diff in ("", *diffs("timm")[:2]))
+    for run, inside in ((hooked, 11), (pausing, 9)):
         run.assert_like(plain)
-        assert run.turns == 4
-    assert sum(hooked.inside_turns(training=True)) == 3
-    assert all(hooked.inside_turns(training=False))
-    assert sum(pausing.inside_turns(training=True)) == 2
-    assert pausing.inside_turns(training=False) and not any(pausing.inside_turns(training=False))
+        assert (run.turns, sum(run.inside_turns(training=True))) == (12, inside)
+        assert run.inside_turns(training=False) == [run is hooked] * 3
 
 
-LOOPS = (accelerate, trainer, lightning, compiled, inductor, timm_task)
+LOOPS = {each.__name__: each for each in (accelerate, trainer, lightning, compiled, inductor, timm)}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {each.__name__: each for each in LOOPS}[sys.argv[1]]()
+    name, phase, directory = sys.argv[1:]
+    if name in LOOPS and phase != "resumed":
+        LOOPS[name]()
+    if name in loops_resumed.LOOPS:
+        loops_resumed.run(name, phase, Path(directory))
     if dist.is_initialized():
         dist.destroy_process_group()
