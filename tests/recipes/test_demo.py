@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -25,18 +26,18 @@ from demo_figures import (
 SMALL = ("--image-size", "16", "--batch-size", "32")
 
 
-def log(*, begin_s: float = 10.0, losses: tuple[float, ...] = (2.0, 1.0), digest: str = "d") -> list[Any]:
+def log(begin_s: float = 10.0) -> list[Any]:
     """The log of a rank whose steps take one second each."""
     steps = [
-        {"event": "step", "step": i, "loss": loss, "begin_s": begin_s + i, "end_s": begin_s + i + 1}
-        for i, loss in enumerate(losses)
+        {"event": "step", "step": i, "loss": 2.0 - i, "begin_s": begin_s + i, "end_s": begin_s + i + 1}
+        for i in range(2)
     ]
-    end = [{"event": "eval", "accuracy": 0.9}, {"event": "end", "parameters_sha256": digest}]
+    end = [{"event": "eval", "accuracy": 0.9}, {"event": "end", "parameters_sha256": "d"}]
     return [{"event": "start", "at_s": begin_s - 7}, *steps, *end]
 
 
-def outcome(begin_s: float, end_s: float, losses: tuple[float, ...] = (2.0, 1.0)) -> Outcome:
-    return Outcome(begin_s, end_s, [losses, losses], ["d", "d"], 0.9)
+def outcome(begin_s: float, end_s: float) -> Outcome:
+    return Outcome(begin_s, end_s, [(2.0, 1.0)], ["d"], 0.9)
 
 
 def summary(crossover_s: float, unmanaged_s: float = 20.0) -> dict[str, Any]:
@@ -51,37 +52,26 @@ def summary(crossover_s: float, unmanaged_s: float = 20.0) -> dict[str, Any]:
 
 
 def test_outcome_leaves_out_start_up_and_evaluation() -> None:
-    found = outcome_of([log(begin_s=10.0), log(begin_s=10.5)])
-    assert (found.begin_s, found.end_s, found.length_s) == (10.0, 12.5, 2.5)
-    assert (found.losses, found.accuracy) == ([[2.0, 1.0], [2.0, 1.0]], 0.9)
-
-    unfinished = log()[:-1]
+    found = outcome_of([log(10.0), log(10.5)])
+    assert found == Outcome(10.0, 12.5, [[2.0, 1.0], [2.0, 1.0]], ["d", "d"], 0.9)
     with pytest.raises(ValueError, match="expected steps, an evaluation and an end"):
-        outcome_of([unfinished, unfinished])
+        outcome_of([log()[:-1]])
 
 
-def test_differences_name_job_rank_and_step() -> None:
-    expected = {"a": outcome(0, 1), "b": outcome(0, 1)}
-    assert differences(expected, expected) == []
-    got = {**expected, "b": Outcome(0, 1, [(2.0, 1.0), (2.0, math.nextafter(1.0, 2))], ["d", "e"], 0.9)}
-    assert differences(expected, got) == [
-        "job b, rank 1: other losses from step 1 on",
-        "job b: other parameters at the end",
-    ]
-    assert differences(expected, {**expected, "a": outcome(0, 1, (2.0,))})[0].endswith("from step 1 on")
-    diverged = {"a": outcome(0, 1, (2.0, float("nan")))}
-    assert differences(diverged, {"a": outcome(0, 1, (2.0, float("nan")))}) == []
-    assert differences(diverged, {"a": outcome(0, 1, (2.0, 1.0))})
-
-
-def test_summary_compares_with_one_after_the_other_and_with_the_bound() -> None:
-    figures = summary(crossover_s=16.0)
-    assert figures["variants"][AFTER]["makespan_s"] == 20
-    assert figures["variants"][AFTER]["speed_up"] == 1
-    assert figures["variants"][CROSSOVER]["speed_up"] == pytest.approx(1.25)
-    assert figures["bound"] == pytest.approx(2 * 0.1 / (2 * 0.08))
-    assert figures["over_unmanaged"] == pytest.approx(20 / 16)
-    assert figures["identical"]
+@pytest.mark.parametrize(
+    ("second", "digest", "said"),
+    [
+        ((2.0, float("nan")), "d", []),
+        ((2.0, 1.0), "d", ["job a, rank 1: other losses from step 1 on"]),
+        ((2.0,), "d", ["job a, rank 1: other losses from step 1 on"]),
+        ((math.nextafter(2.0, 3), float("nan")), "d", ["job a, rank 1: other losses from step 0 on"]),
+        ((2.0, float("nan")), "e", ["job a: other parameters at the end"]),
+    ],
+)
+def test_differences_name_job_rank_and_step(second: tuple[float, ...], digest: str, said: list[str]) -> None:
+    expected = Outcome(0, 1, [(2.0, 1.0), (2.0, float("nan"))], ["d", "d"], 0.9)
+    got = Outcome(0, 1, [(2.0, 1.0), second], ["d", digest], 0.9)
+    assert differences({"a": expected}, {"a": got}) == said
 
 
 @pytest.mark.parametrize(
@@ -131,30 +121,18 @@ def test_all_of_the_demo(
     assert all(set(each["accuracy"]) == {"a", "b"} for each in figures["variants"].values())
     assert (tmp_path / "timeline.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
-    if is_shaped:
-        assert figures["rate_mbit"] > 0
-        assert figures["bound"] >= 1
-        assert figures["crossover_run"]["jobs"]["a"]["turns"] > 0
-        assert "at best (bound S)" in printed
-    else:
-        assert figures["rate_mbit"] is None
-        assert "no wire time to fill" in printed
+    assert (figures["rate_mbit"] is not None) == is_shaped
+    assert figures["bound"] >= 1
+    assert figures["crossover_run"]["jobs"]["a"]["turns"] > 0
+    assert ("at best (bound S)" if is_shaped else "no wire time to fill") in printed
 
 
-@pytest.mark.parametrize("reason", [None, "it needs root"])
-def test_who_has_no_network_is_told_what_to_expect(reason: str | None) -> None:
-    console = Console(width=200)
-    with console.capture() as captured:
-        demo.introduce(console, demo.parse_arguments([]), reason)
-    said = captured.get()
-    assert "up to 100 steps each" in said
-    assert ("No network is emulated: it needs root." in said) == (reason is not None)
-    assert ("no speed-up" in said) == (reason is not None)
-
-
-@pytest.mark.usefixtures("forked_lab")
 def test_a_failing_job_is_reported_in_its_own_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo.main(["--out", str(tmp_path), "--unshaped", "--batch-size", "0"]) == 1
-    assert "expected batch_size >= 1, got batch_size=0" in capsys.readouterr().out
+    with mock.patch.object(lab.Cluster, "run", side_effect=lab.JobFailedError("my own words")):
+        assert demo.main(["--out", str(tmp_path), "--unshaped", "--steps", "5"]) == 1
+    said = capsys.readouterr().out
+    assert "my own words" in said
+    assert "No network is emulated: --unshaped was given." in said
+    assert "no speed-up" in said

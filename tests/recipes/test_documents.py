@@ -23,7 +23,6 @@ PROGRAMS = ("make", "python", "torchrun", "crossover-ddp", "accelerate", "tests/
 TINY = "--steps 2 --image-size 32 --batch-size 4 --model-option 'channels=(8,8,16,16)'"
 # By the beginning of the command, what makes it short; of two arguments the last one wins.
 SHORTER = {
-    "crossover-ddp doctor": "",
     "crossover-ddp status": "",
     f"torchrun --nproc-per-node 2 {TRAIN} --model timm:resnet18 --hook crossover": TINY,
     f"torchrun --nproc-per-node 2 {TRAIN} --preset gpt": "--steps 2 --model-option depth=1",
@@ -82,14 +81,8 @@ def missing(command: str) -> str | None:
 
 
 def test_commands_name_what_is_there() -> None:
-    gone = [
-        f"torchrun {TRAIN} --hook no",
-        "make nothing",
-        "python recipes/no.py",
-        "crossover-ddp no",
-        "python -m tests.no",
-    ]
-    assert all(map(missing, gone))
+    gone = ["make nothing", "python recipes/no.py", "crossover-ddp no", "python -m tests.no"]
+    assert all(map(missing, [*gone, f"torchrun {TRAIN} --hook no"]))
     assert {command: found for command in sorted(FOUND) if (found := missing(command))} == {}
 
 
@@ -101,6 +94,5 @@ def test_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if words[0] == "crossover-ddp":
         assert cli.main(words[1:]) in (0, 1)
         return
-    # What torchrun itself would do: tests/recipes/test_train.py::test_script_runs_as_torchrun_would_start_it.
     for log in train_ranks(words[4:], tmp_path / "log"):
         assert log[-1]["event"] == "end"
