@@ -22,29 +22,20 @@ from crossover_ddp.codecs import Half, Int8, PerPair, SIDCo
 
 def work(size_mb: float = 8.0, compute_s: float = 0.3, buckets: int = 8) -> Workload:
     """Equal buckets, ready at even distances."""
-    ready = [
-        BucketTimes(round(size_mb * 1e6 / buckets), compute_s * (each + 1) / buckets)
-        for each in range(buckets)
-    ]
+    size = round(size_mb * 1e6 / buckets)
+    ready = [BucketTimes(size, compute_s * (each + 1) / buckets) for each in range(buckets)]
     return Workload(0.0, compute_s, tuple(ready))
 
 
-def test_a_link_is_fitted_to_what_was_measured() -> None:
-    link = Link.fitted((size, 0.002 + 1e-8 * size) for size in (10_000, 100_000, 1_000_000))
-    assert link.alpha_s == pytest.approx(0.002)
-    assert link.beta_s == pytest.approx(1e-8)
+POINTS = st.tuples(st.integers(1, 10**8), st.floats(0, 1))
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 10**8), st.floats(0, 1)), min_size=2, unique_by=lambda point: point[0])
-)
-def test_a_fitted_link_never_pays_back(points: list[tuple[float, float]]) -> None:
+@given(st.lists(POINTS, min_size=2, unique_by=lambda point: point[0]))
+def test_a_link_is_fitted_to_what_was_measured_and_never_pays_back(points: list[tuple[float, float]]) -> None:
     link = Link.fitted(points)
-    assert link.alpha_s >= 0
-    assert link.beta_s >= 0
-
-
-# --- codecs -----------------------------------------------------------------------------------------------------------
+    assert min(link.alpha_s, link.beta_s) >= 0
+    link = Link.fitted((size, 0.002 + 1e-8 * size) for size, _ in points)
+    assert (link.alpha_s, link.beta_s) == (pytest.approx(0.002, rel=1e-3), pytest.approx(1e-8, rel=1e-3))
 
 
 HALF = CodecCost(0.5, 0.1e-9, 0.2e-9)
@@ -56,10 +47,6 @@ COSTS = (EXACT, HALF, INT8, SPARSE)
 def link(mbit: float) -> Link:
     """Return a link of two ranks: half of the bytes in each direction and half."""
     return Link(0.0, 8 / (mbit * 1e6) / 2)
-
-
-def test_without_a_codec_the_prediction_is_that_of_the_exchange() -> None:
-    assert coded_step_s(work(), link(200), EXACT) == pytest.approx(all_reduce_step_s(work(), link(200)))
 
 
 @given(
@@ -75,6 +62,7 @@ def test_a_step_takes_at_least_its_compute_and_its_wire(
     job, cost = work(size_mb, compute_s, buckets), CodecCost(rate, 1e-9, 1e-9)
     total = sum(bucket.size_bytes for bucket in job.buckets)
     step_s = coded_step_s(job, link(mbit), cost)
+    assert coded_step_s(job, link(mbit), EXACT) == pytest.approx(all_reduce_step_s(job, link(mbit)))
     assert step_s >= (compute_s + 2e-9 * total) * (1 - 1e-9)
     assert step_s >= 2 * link(mbit).beta_s * rate * total
     assert step_s >= coded_step_s(job, link(mbit), CodecCost(rate, 0.5e-9, 0.5e-9)) - 1e-12

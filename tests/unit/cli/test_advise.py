@@ -29,28 +29,19 @@ def of(compute_s: float, exposed_s: float, wire_s: float) -> Figures:
     return Figures(compute_s, exposed_s, wire_s, 4e6, 2)
 
 
-# --- figures in, advice out ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("found", "bounds", "what"),
     [
         (of(1.0, 0.04, 0.5), [1.04] * 4, "do not bother: communication costs only 3.8%"),
         (of(1.0, 0.08, 1.0), [1.08] * 4, "do not bother: none of these"),
         (of(1.0, 0.5, 1.0), [1.5] * 4, "crossover (two sibling jobs): 1.41× expected, 1.50× at best"),
-        (
-            of(1.0, 2.0, 2.5),
-            [1.2, 1.2, 1.895, 3.0],
-            "crossover (two sibling jobs): 1.13×",
-        ),  # the wire is the limit
+        (of(1.0, 2.0, 2.5), [1.2, 1.2, 1.895, 3.0], "crossover (two sibling jobs): 1.13×"),  # the wire limits
         (of(0.2, 2.0, 2.2), [1.0, 1.0, 1.886, 3.445], "a codec, Int8(): 3.10× expected"),
         (of(1.0, 1.3, 2.2), [1.045, 1.045, 1.605, 2.3], "a codec, Int8(): 2.07×"),
         (of(1.0, 0.2, 1.8), [1.0, 1.0, 1.0, 1.2], "a codec, Int8(): 1.08×"),  # M beyond C + N is noise
     ],
 )
-def test_bounds_follow_from_c_n_and_m_and_the_verdict_keeps_the_training_where_that_pays(
-    found: Figures, bounds: list[float], what: str
-) -> None:
+def test_bounds_and_verdict_follow_from_c_n_and_m(found: Figures, bounds: list[float], what: str) -> None:
     assert [way.bound(found) for way in WAYS] == pytest.approx(bounds, rel=1e-3)
     assert DECOUPLED.expected(found) == pytest.approx(0.86 * bounds[1], rel=1e-3)
     assert verdict(found).startswith(what)
@@ -69,19 +60,16 @@ def test_bytes_and_link_are_advised_on_without_a_run(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == shown
 
 
-def at_best(table: str) -> list[list[float]]:
-    """Return M/C and the bounds of decoupled training, fp16, Int8 and siblings in rows that the command has shown."""
-    rows = [re.findall(r"^[\d.]+|(?<=\()[\d.]+", line) for line in table.splitlines()[4:]]
-    return [[float(cell) for cell in (ratio, *single, pair)] for ratio, pair, *single in rows]
-
-
 def test_the_rows_of_the_document_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """M/C and the bounds, at best, of siblings, decoupled training, fp16 and Int8."""
     text = (ROOT / "docs" / "choosing.md").read_text()
     written = re.findall(r"^\| ([\d.]+)" + r" \| ([\d.]+)" * 4 + r" \|", text, re.MULTILINE)
     assert len(written) == 7
     assert cli.main(["advise", "--link", "10gbit", "--model", "102MB", "--ranks", "8"]) == 0
-    for shown, row in zip(at_best(capsys.readouterr().out), written, strict=True):
-        assert shown == pytest.approx([*map(float, row)], abs=0.006)
+    rows = capsys.readouterr().out.splitlines()[4:]
+    for row, (ratio, *single, pair) in zip(rows, written, strict=True):
+        cells = re.findall(r"^[\d.]+|(?<=\()[\d.]+", row)
+        assert [*map(float, cells)] == pytest.approx([*map(float, (ratio, pair, *single))], abs=0.006)
 
 
 def even() -> list[nn.Module]:
@@ -97,7 +85,7 @@ def even() -> list[nn.Module]:
         (f"{__name__}:gone", 1, "expected a size such as 102MB, timm:NAME, torchvision:NAME or module:"),
     ],
 )
-def test_models_of_libraries_are_built_without_numbers(
+def test_models_of_libraries_are_built(
     model: str, code: int, what: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip(model.partition(":")[0], reason="torchvision and timm are in the extra 'recipes'")
@@ -105,53 +93,37 @@ def test_models_of_libraries_are_built_without_numbers(
     assert what in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        [],
-        ["--link", "1gbit"],
-        ["--link", "1gbit", "--model", "1M", "--ranks", "2", "--", "true"],
-        ["--"],
-    ],
-)
-def test_neither_or_both_is_wrong_usage(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["advise", *words]) == 2
-    assert "expected -- COMMAND, or --link, --model and --ranks, got" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["--link", "10"], ["--link", "0gbit"], ["--model", "x"], ["--ranks", "1"]])
-def test_numbers_without_sense_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["advise", *words])
-    assert "expected a" in capsys.readouterr().err
-
-
 def frozen() -> nn.Module:
     return nn.Sequential(nn.ReLU())
 
 
+NEITHER_OR_BOTH = "expected -- COMMAND, or --link, --model and --ranks, got"
+
+
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "code", "what"),
     [
-        (
-            ["--link", "1gbit", "--model", f"{__name__}:frozen", "--ranks", "2"],
-            "expected a model with parameters that are trained",
-        ),
-        (["--", "true", "x" * 200_000], "Argument list too long"),
+        ("", 2, NEITHER_OR_BOTH),
+        ("--", 2, NEITHER_OR_BOTH),
+        ("--link 1gbit", 2, NEITHER_OR_BOTH),
+        ("--link 1gbit --model 1M --ranks 2 -- true", 2, NEITHER_OR_BOTH),
+        *((words, 2, "expected a") for words in ("--link 10", "--link 0gbit", "--model x", "--ranks 1")),
+        (f"--link 1gbit --model {__name__}:frozen --ranks 2", 1, "a model with parameters that are trained"),
+        (f"-- true {'x' * 200_000}", 1, "Argument list too long"),
     ],
 )
 def test_what_cannot_be_advised_on_says_why(
-    words: list[str], what: str, capfd: pytest.CaptureFixture[str]
+    words: str, code: int, what: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["advise", *words]) == 1
-    assert what in capfd.readouterr().err
-
-
-# --- measuring ----------------------------------------------------------------------------------------------------
+    try:
+        found = cli.main(["advise", *words.split()])
+    except SystemExit as error:  # of wrong usage
+        found = error.code
+    assert (found, what in capfd.readouterr().err) == (code, True)
 
 
 def block(
-    *, apart: bool, step_s: float, met_s: float = 0.0, wire_s: float = 0.0, ranks: int = 2
+    apart: bool, step_s: float, met_s: float = 0.0, wire_s: float = 0.0, ranks: int = 2
 ) -> dict[str, Any]:
     return {"apart": apart, "ranks": ranks, "step_s": step_s, "met_s": met_s, "wire_s": wire_s, "bytes": 4e6}
 
@@ -164,19 +136,17 @@ def record(directory: Path, *ranks: list[dict[str, Any]]) -> Path:
 
 
 def test_the_slowest_rank_computes_c_and_waits_are_nobodys(tmp_path: Path) -> None:
-    early = [block(apart=False, step_s=2.0), block(apart=True, step_s=2.7, met_s=0.5, wire_s=1.2)]
-    late = [block(apart=False, step_s=2.0), block(apart=True, step_s=2.7, met_s=0.1, wire_s=1.1)]
-    assert figures(record(tmp_path, early, late)) == Figures(
-        pytest.approx(1.5), pytest.approx(0.5), 1.1, 4e6, 2
-    )
+    early = [block(False, 2.0), block(True, 2.7, met_s=0.5, wire_s=1.2)]
+    late = [block(False, 2.0), block(True, 2.7, met_s=0.1, wire_s=1.1)]
+    assert figures(record(tmp_path, early, late)) == pytest.approx(Figures(1.5, 0.5, 1.1, 4e6, 2))
 
 
 @pytest.mark.parametrize(
     ("blocks", "what"),
     [
         ([], "DistributedDataParallel"),
-        ([block(apart=False, step_s=1.0)], "17 steps"),
-        ([block(apart=kind, step_s=1.0, ranks=1) for kind in (False, True)], "at least two ranks"),
+        ([block(False, 1.0)], "17 steps"),
+        ([block(apart, 1.0, ranks=1) for apart in (False, True)], "at least two ranks"),
     ],
 )
 def test_what_does_not_suffice_says_why(blocks: list[dict[str, Any]], what: str, tmp_path: Path) -> None:
@@ -184,42 +154,12 @@ def test_what_does_not_suffice_says_why(blocks: list[dict[str, Any]], what: str,
         figures(record(tmp_path, blocks))
 
 
-class Measured(DistributedDataParallel):
-    """A class of its own, so that other tests have DDP as it is."""
-
-
-@in_ranks(2)
-def test_a_measured_job_trains_as_plain_ddp_and_records_each_block(tmp_path: Path, rank: int) -> None:
-    """A model that was measured, and one that was not, after the same steps."""
-    step_meter._HERE = str(tmp_path)
-    step_meter._watch(Measured)
-    sums = []
-    for kind in (Measured, DistributedDataParallel):
-        torch.manual_seed(1)
-        model = kind(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), bucket_cap_mb=0.0005)
-        if kind is Measured:
-            model.register_comm_hook(None, lambda state, bucket: None)  # left out
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for step in range(STEPS):
-            model(torch.full((2, 8), rank + step / STEPS)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        sums.append(sum(parameter.detach().double().sum().item() for parameter in model.parameters()))
-    assert sums[0] == sums[1]
-    blocks = [json.loads(line) for line in (tmp_path / f"rank-{os.getpid()}.jsonl").read_text().splitlines()]
-    assert [each["apart"] for each in blocks] == [False, True, False, True]
-    for each in blocks:
-        assert (each["bytes"], each["ranks"]) == (4 * (64 + 8) * 4, 2)
-        assert (each["wire_s"] > 0) == (each["met_s"] > 0) == each["apart"]
-        assert each["met_s"] + each["wire_s"] < each["step_s"]
-
-
-class Gan(DistributedDataParallel):
-    """As `Measured`: what is watched stays so."""
-
-
-class Successor(DistributedDataParallel):
-    """As `Measured`."""
+def watched(directory: Path) -> type[DistributedDataParallel]:
+    """Return a class that is measured, so that other tests have DDP as it is."""
+    step_meter._HERE = str(directory)
+    kind = type("Watched", (DistributedDataParallel,), {})
+    step_meter._watch(kind)
+    return kind
 
 
 def recorded(directory: Path) -> list[dict[str, Any]]:
@@ -227,37 +167,41 @@ def recorded(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / f"rank-{os.getpid()}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @in_ranks(2, timeout_s=30.0)
-def test_two_models_with_backwards_of_their_own_train_on(tmp_path: Path, rank: int) -> None:
-    """DDP waits for each model's buckets at the end of that model's backward; steps are those of the first."""
-    step_meter._HERE = str(tmp_path)
-    step_meter._watch(Gan)
+def test_a_measured_job_trains_as_plain_ddp(tmp_path: Path, rank: int, count: int) -> None:
+    """Also two models, whose buckets DDP waits for at the end of each one's backward; steps are the first one's."""
     sums = []
-    for kind in (Gan, DistributedDataParallel):
+    for kind in (watched(tmp_path), DistributedDataParallel):
         torch.manual_seed(1)
-        models = [kind(nn.Linear(8, 8)), kind(nn.Linear(8, 8))]
-        parameters = [parameter for model in models for parameter in model.parameters()]
+        nets = [nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]) for _ in range(count)]
+        models = [kind(net, bucket_cap_mb=0.0005) for net in nets]
+        if kind is not DistributedDataParallel:
+            models[0].register_comm_hook(None, lambda state, bucket: None)  # left out
+        parameters = [parameter for net in nets for parameter in net.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.01)
         for step in range(STEPS):
             for model in models:
                 model(torch.full((2, 8), rank + step / STEPS)).square().mean().backward()
-            with torch.no_grad():
-                for parameter in parameters:
-                    parameter -= 0.01 * parameter.grad
-                    parameter.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
         sums.append(sum(parameter.detach().double().sum().item() for parameter in parameters))
     assert sums[0] == sums[1]
-    assert [block["apart"] for block in recorded(tmp_path)] == [False, True, False, True]
-    assert {block["bytes"] for block in recorded(tmp_path)} == {2 * (64 + 8) * 4}
+    blocks = recorded(tmp_path)
+    assert [each["apart"] for each in blocks] == [False, True, False, True]
+    for each in blocks:
+        assert (each["bytes"], each["ranks"]) == (count * 4 * (64 + 8) * 4, 2)
+        assert (each["wire_s"] > 0) == (each["met_s"] > 0) == each["apart"]
+        assert each["met_s"] + each["wire_s"] < each["step_s"]
 
 
 @in_ranks(2, timeout_s=30.0)
 def test_a_model_is_measured_that_trains_after_another(tmp_path: Path, rank: int) -> None:
     """The first one stops in a block in which buckets are held back."""
-    step_meter._HERE = str(tmp_path)
-    step_meter._watch(Successor)
+    kind = watched(tmp_path)
     first_steps = step_meter.WARM_UP_STEPS + step_meter.BLOCK_STEPS + 2
     for width, steps in ((8, first_steps), (4, step_meter._PATIENCE + STEPS)):
-        model = Successor(nn.Linear(width, width))
+        model = kind(nn.Linear(width, width))
         for _ in range(steps):
             model(torch.ones(2, width)).mean().backward()
     assert [block["apart"] for block in recorded(tmp_path)] == [False, False, True, False, True]
@@ -282,9 +226,6 @@ def test_ddps_own_hook_stays_and_the_scripts_is_left_out() -> None:
     assert model._comm_hooks == [("state", "casts gradients")]
 
 
-# --- a command ----------------------------------------------------------------------------------------------------
-
-
 def test_a_command_that_fails_shows_its_last_words(capfd: pytest.CaptureFixture[str]) -> None:
     script = "import sys; print('all is well'); sys.exit('no such data set')"
     assert cli.main(["advise", "--", sys.executable, "-c", script]) == 1
@@ -307,7 +248,7 @@ def test_a_sitecustomize_of_the_users_own_is_run_too(tmp_path: Path) -> None:
 STUBBORN = """
 import pathlib, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"], start_new_session=True)
+child = subprocess.Popen(["sleep", "99"], start_new_session=True)
 pathlib.Path(sys.argv[1]).write_text(str(child.pid))
 time.sleep(99)
 """

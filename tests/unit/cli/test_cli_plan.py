@@ -65,9 +65,7 @@ def test_an_importable_chain_is_measured(files: Path, capsys: pytest.CaptureFixt
     assert [layer.shape for layer in Profile.load(found).layers] == [(2, 8), (2, 8), (2, 4)]
 
 
-def test_the_function_of_the_document_makes_a_chain_of_a_transformer(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transformer_is_a_chain_as_documented(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timm = pytest.importorskip("timm", reason="timm is in the extra 'recipes'")
     source = documents.blocks((ROOT / "docs" / "pipeline.md").read_text(), "python")[-1]
     names: dict[str, Any] = {"__name__": "myvit"}

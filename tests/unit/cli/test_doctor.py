@@ -8,23 +8,28 @@ import resource
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from crossover_ddp._turns.rules import Mode
 from crossover_ddp.cli import doctor
-from tests.unit.turns.joined_segments import Process, home, join_at
+from tests.unit.turns.mutexes import home, join_at
+
+Found = Callable[[], tuple[int, str]]
+WELL = (0, "nothing to fix\n")
 
 
-@pytest.fixture(autouse=True)
-def _all_is_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Make this machine one that needs no mending."""
+@pytest.fixture
+def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Make this machine one that needs no mending; return how to change it."""
     for name in (*os.environ,):
         if name.startswith(("CROSSOVER_", "GLOO_", "CUDA_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (10_000, 10_000))
     monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
+    return monkeypatch
 
 
 @pytest.fixture
@@ -33,79 +38,101 @@ def base(tmp_path: Path) -> Path:
     return base
 
 
-Found = Callable[[], tuple[int, str]]
-WELL = (0, "nothing to fix\n")
-
-
 @pytest.fixture
-def found(base: Path, capsys: pytest.CaptureFixture[str]) -> Found:
+def found(patch: pytest.MonkeyPatch, base: Path, capsys: pytest.CaptureFixture[str]) -> Found:
     """Return the exit code and what is printed."""
     return lambda: (doctor.run(argparse.Namespace(), base=str(base)), capsys.readouterr().out)
 
 
-def test_where_all_is_well_there_is_nothing_to_mend(base: Path, found: Found) -> None:
-    assert found() == WELL
-    segment = join_at(base)
-    assert found() == WELL
-    segment.leave()
+def with_result(module: object, name: str, result: object) -> Callable[[pytest.MonkeyPatch, Path], None]:
+    return lambda patch, base: patch.setattr(module, name, lambda _: result)
+
+
+def at_host(name: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
+    def change(patch: pytest.MonkeyPatch, _: Path) -> None:
+        patch.delenv("GLOO_SOCKET_IFNAME")
+        patch.setattr(socket, "gethostname", lambda: name)
+
+    return change
+
+
+def with_gpu(driver: str, mps: bool = False, **variables: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
+    """Put a driver's program onto the path that does what it is told."""
+
+    def change(patch: pytest.MonkeyPatch, base: Path) -> None:
+        (program := base.parent / "nvidia-smi").write_text(f"#!/bin/sh\n{driver}\n")
+        program.chmod(0o755)
+        (pipe := base.parent / "mps").mkdir()
+        if mps:
+            (pipe / "control").touch()
+        here = {"PATH": f"{base.parent}:{os.environ['PATH']}", "CUDA_MPS_PIPE_DIRECTORY": str(pipe)}
+        for name, value in {**here, **variables}.items():
+            patch.setenv(name, value)
+        patch.setattr(doctor.shutil, "which", lambda name: f"{base.parent}/{name}")
+        patch.setattr(doctor, "_ANSWER_S", 0.1 if "sleep" in driver else 30.0)
+
+    return change
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "state", "mend"),
+    ("change", "code", "told"),
     [
-        ("CROSSOVER_GROUP", "a/b", "problem", "1-64 letters"),
-        ("CROSSOVER_GRUOP", "a", "note", "unset CROSSOVER_GRUOP"),
-        ("CROSSOVER_DISABLE", "1", "note", "unset CROSSOVER_DISABLE"),
-        ("CROSSOVER_TIMELINE", "/dev/full", "problem", "name another directory"),
-        ("GLOO_SOCKET_IFNAME", "lo,nosuch0", "problem", "export GLOO_SOCKET_IFNAME="),
+        *(
+            (lambda patch, base, name=name, value=value: patch.setenv(name, value), code, f"→ {mend}")
+            for name, value, code, mend in (
+                ("CROSSOVER_GROUP", "a/b", 1, "1-64 letters"),
+                ("CROSSOVER_GRUOP", "a", 0, "unset CROSSOVER_GRUOP"),
+                ("CROSSOVER_DISABLE", "1", 0, "unset CROSSOVER_DISABLE"),
+                ("CROSSOVER_TIMELINE", "/dev/full", 1, "name another directory"),
+                ("GLOO_SOCKET_IFNAME", "lo,nosuch0", 1, "export GLOO_SOCKET_IFNAME="),
+            )
+        ),
+        (with_result(importlib.metadata, "version", "2.9.1+cu128"), 1, "pip install 'torch>=2.11'"),
+        (with_result(resource, "getrlimit", (1024, 4096)), 0, "ulimit -n 4096"),
+        (lambda patch, base: base.rmdir(), 1, "mount -t tmpfs"),
+        (lambda patch, base: home(base).mkdir(0o755), 1, "got mode 0755; chmod 0700 it"),
+        (lambda patch, base: home(base).touch(), 1, "to be a directory of this user"),
+        (at_host("localhost"), 0, ""),  # one machine will do
+        # Addresses and names of documentation: nobody has them.
+        (at_host("192.0.2.1"), 1, "host name 192.0.2.1 resolves to no address"),
+        (at_host("no-such-host.invalid"), 1, "host name no-such-host.invalid resolves to no address"),
+        (with_gpu("exec sleep 1000"), 1, "nvidia-smi does not answer"),
+        (with_gpu("echo 'GPU-1, Default'"), 0, "no MPS in"),
+        (with_gpu("echo 'GPU-1, Default'", mps=True), 0, "nothing to fix"),
+        (with_gpu("echo 'GPU-1, Exclusive_Process'"), 1, "no second job"),
+        (with_gpu("echo 'GPU-1, Exclusive_Process'", mps=True), 0, "nothing to fix"),
+        (with_gpu("echo 'GPU-1, Prohibited'", mps=True), 1, "compute mode Prohibited"),
+        (with_gpu("echo 'GPU-1, Default'", True, CUDA_LAUNCH_BLOCKING="1"), 1, "unset CUDA_LAUNCH_BLOCKING"),
     ],
 )
-def test_variables_that_mislead_are_named(
-    name: str, value: str, state: str, mend: str, found: Found, monkeypatch: pytest.MonkeyPatch
+def test_what_is_amiss_is_named_with_a_remedy(
+    change: Callable[..., Any], code: int, told: str, found: Found, patch: pytest.MonkeyPatch, base: Path
 ) -> None:
-    monkeypatch.setenv(name, value)
-    code, told = found()
-    assert (code, told.split()[0]) == (int(state == "problem"), state)
-    assert f"→ {mend}" in told
+    change(patch, base)
+    got, said = found()
+    assert (got, told in said) == (code, True)
+    assert said.startswith("problem") == (code == 1)
 
 
-def test_versions_and_limits(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.metadata, "version", lambda _: "2.9.1+cu128")
-        code, told = found()
-        assert (code, "pip install 'torch>=2.11'" in told) == (1, True)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    code, told = found()
-    assert (code, "ulimit -n 4096" in told) == (0, True)
-
-
-def test_shared_memory_that_cannot_serve(base: Path, found: Found) -> None:
-    base.rmdir()
-    assert "mount -t tmpfs" in found()[1]
-    base.mkdir()
-    home(base).mkdir(0o755)
-    told = found()[1]
-    assert "got mode 0755; chmod 0700 it" in told
-    assert "rm -r" not in told
-    home(base).rmdir()
-    home(base).touch()
-    code, told = found()
-    assert (code, f"{home(base)} to be a directory of this user" in told) == (1, True)
+def test_an_interface_of_which_sys_says_nothing_is_up(found: Found, patch: pytest.MonkeyPatch) -> None:
+    """Under another network namespace's /sys."""
+    patch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "nosuch0")])
+    patch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    assert found() == WELL
 
 
 def test_what_dead_jobs_have_left_is_removed_by_the_line_that_is_shown(base: Path, found: Found) -> None:
-    with Process(base, job=2) as sibling:
-        sibling.call("draw_turn")
-        sibling.kill()
-    code, told = found()
-    assert (code, told.split()[0]) == (0, "note")
-    assert os.system(re.findall("→ (.*)", told)[0]) == 0
     assert found() == WELL
-    (home(base) / "shopping list").touch()
-    code, told = found()
-    assert (code, "not a file of turns" in told) == (1, True)
-    assert os.system(re.findall("→ (.*)", told)[0]) == 0
+    sibling = join_at(base, job=2)
+    sibling.draw_turn()
     assert found() == WELL
+    sibling.forget()
+    for code, what in (0, "note"), (1, "not a file of turns"):
+        got, told = found()
+        assert (got, what in told) == (code, True)
+        assert os.system(re.findall("→ (.*)", told)[0]) == 0
+        assert found() == WELL
+        (home(base) / "shopping list").touch()
 
 
 def test_jobs_that_are_faster_side_by_side_are_named(base: Path, found: Found) -> None:
@@ -118,61 +145,3 @@ def test_jobs_that_are_faster_side_by_side_are_named(base: Path, found: Found) -
     segment.publish(side_s=0.0)
     assert found() == WELL
     segment.leave()
-
-
-def test_gloo_needs_a_host_name_of_this_machine(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    assert found()[0] == 0, "one machine will do"
-    for host in ("192.0.2.1", "no-such-host.invalid"):  # of documentation: nobody has it
-        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-        code, told = found()
-        assert (code, f"host name {host} resolves to no address" in told) == (1, True)
-
-
-def test_an_interface_of_which_sys_says_nothing_is_taken_as_up(
-    found: Found, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under another network namespace's /sys."""
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "nosuch0")])
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    assert found() == WELL
-
-
-def test_a_driver_that_does_not_answer_is_a_problem(
-    found: Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (program := tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 1000\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"{tmp_path}/{name}")
-    monkeypatch.setattr(doctor, "_ANSWER_S", 0.1)
-    code, told = found()
-    assert (code, "nvidia-smi does not answer" in told) == (1, True)
-
-
-@pytest.mark.parametrize(
-    ("mode", "mps", "code", "what"),
-    [
-        ("Default", False, 0, "no MPS in"),
-        ("Default", True, 0, "nothing to fix"),
-        ("Exclusive_Process", False, 1, "no second job"),
-        ("Exclusive_Process", True, 0, "nothing to fix"),
-        ("Prohibited", True, 1, "compute mode Prohibited"),
-    ],
-)
-def test_gpus_and_mps(
-    mode: str, mps: bool, code: int, what: str, found: Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (program := tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho 'GPU-1, {mode}'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"{tmp_path}/{name}")
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "mps"))
-    (tmp_path / "mps").mkdir()
-    if mps:
-        (tmp_path / "mps" / "control").touch()
-    got, told = found()
-    assert (got, what in told) == (code, True)
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    assert "unset CUDA_LAUNCH_BLOCKING" in found()[1]

@@ -1,21 +1,12 @@
 """The turns of a step in bands, with real mutexes of jobs of one rank each."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from crossover_ddp.gpu_mutex import GPUMutex
 from crossover_ddp.pipeline.run import BandTurns
-from tests.harness.groups import new_group
+from tests.unit.turns.mutexes import Make
 
 BANDS = 8
-
-
-@pytest.fixture
-def mutex() -> Iterator[GPUMutex]:
-    mutex = GPUMutex(new_group(), device="dev0", lease=20.0)
-    yield mutex
-    mutex.close()
 
 
 def step(turns: BandTurns, mutex: GPUMutex) -> list[bool]:
@@ -27,24 +18,16 @@ def step(turns: BandTurns, mutex: GPUMutex) -> list[bool]:
     return found
 
 
-def test_each_band_is_a_turn_and_the_first_step_leaves_as_many_as_the_job_s_number_says(
-    mutex: GPUMutex,
-) -> None:
+def test_each_band_is_a_turn_and_the_first_step_leaves_some(make: Make) -> None:
+    """As many as the job's number says."""
+    mutex = make()
     mutex.job = 2 * (3 * BANDS + 5) + 1
     turns = BandTurns(mutex, BANDS)
-    assert step(turns, mutex) == [True] * BANDS
-    assert mutex.stats()["turns"] == BANDS + 5
-    assert step(turns, mutex) == [True] * BANDS
-    assert mutex.stats()["turns"] == 2 * BANDS + 5
-
-
-def test_without_turns_a_step_goes_on(mutex: GPUMutex) -> None:
-    mutex.close()
-    assert step(BandTurns(mutex, BANDS), mutex) == [False] * BANDS
-
-
-def test_a_band_that_fails_gives_its_turn_back(mutex: GPUMutex) -> None:
-    turns = BandTurns(mutex, BANDS)
+    for steps in (1, 2):
+        assert step(turns, mutex) == [True] * BANDS
+        assert mutex.stats()["turns"] == steps * BANDS + 5
     with pytest.raises(RuntimeError, match="broken"), turns.band(0):
         raise RuntimeError("broken")
     assert not mutex.holding
+    mutex.close()
+    assert step(turns, mutex) == [False] * BANDS, "without turns a step goes on"

@@ -1,9 +1,7 @@
 """Planning of pipelines: parts against oracles, properties of steps, and what is refused."""
 
 import itertools
-import json
 import math
-import os
 import random
 import statistics
 from dataclasses import replace
@@ -20,21 +18,13 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.pipeline import Action, Cluster, LayerProfile, Plan, Profile, Runner, Stage, plan_pipeline
 from crossover_ddp.pipeline import plan as planning
 from crossover_ddp.pipeline.model import EXCHANGE, StagedChain
-from crossover_ddp.pipeline.partition import (
-    Partitioner,
-    balanced,
-    greedy_path,
-    minimum_cut_order,
-)
+from crossover_ddp.pipeline.partition import Partitioner, balanced, greedy_path, minimum_cut_order
 from crossover_ddp.pipeline.schedule import bands, best_order, gpipe, interleaved, one_forward_one_backward
 from crossover_ddp.pipeline.simulate import list_schedule, simulate
-from tests.unit.pipeline.planning_oracles import (
-    exhaustive_bottleneck,
-    random_instance,
-)
+from tests.harness.campaign import IN_CAMPAIGN
+from tests.unit.pipeline.planning_oracles import exhaustive_bottleneck, random_instance
 
-CAMPAIGN = bool(os.environ.get("CROSSOVER_CAMPAIGN"))
-INSTANCES = 300 if CAMPAIGN else 60
+INSTANCES = 300 if IN_CAMPAIGN else 60
 SEEDS = st.integers(0, 10**6)
 
 
@@ -54,19 +44,18 @@ def chain_of(profile: Profile, cluster: Cluster, microbatches: int, **options: A
 def random_chain(seed: int, split: bool = False) -> StagedChain:
     """Return random stages with random replicas, some of which do not have room for all micro-batches."""
     dice = random.Random(seed)
-    profile, cluster = random_instance(
-        dice, layers=dice.randint(2, 6), devices=dice.randint(2, 5), memory=True
-    )
-    count = dice.randint(1, min(len(profile), len(cluster)))
+    sizes = {"layers": dice.randint(2, 6), "devices": dice.randint(2, 5)}
+    profile, cluster = random_instance(dice, **sizes, memory=True)
+    count = dice.randint(1, min(sizes.values()))
     devices = dice.sample(range(len(cluster)), len(cluster))
-    edges = [0, *sorted(dice.sample(range(1, len(profile)), count - 1)), len(profile)]
-    places = [0, *sorted(dice.sample(range(1, len(cluster)), count - 1)), len(cluster)]
-    stages = [Stage(edges[k], edges[k + 1], tuple(devices[places[k] : places[k + 1]])) for k in range(count)]
+    edges, places = (
+        itertools.pairwise([0, *sorted(dice.sample(range(1, size), count - 1)), size])
+        for size in sizes.values()
+    )
+    runs = zip(edges, places, strict=True)
+    stages = [Stage(*layers, tuple(devices[slice(*place)])) for layers, place in runs]
     small = [replace(layer, parameter_bytes=layer.parameter_bytes / 4) for layer in profile.layers]
     return StagedChain(Profile(tuple(small)), cluster, stages, dice.randint(4, 7), split=split)
-
-
-# --- the dynamic programme -------------------------------------------------------------------------------------------
 
 
 def test_the_programme_equals_exhaustive_search() -> None:
@@ -87,8 +76,7 @@ def test_the_programme_equals_exhaustive_search() -> None:
             value, stages = found[count]
             assert value == pytest.approx(expected, rel=1e-9)
             assert len(stages) == count
-            runs = [device for stage in stages for device in stage.devices]
-            assert "".join(map(str, runs)) in "".join(map(str, order))
+            assert "".join(str(each) for s in stages for each in s.devices) in "".join(map(str, order))
             assert [s.start for s in stages] == [0, *[s.stop for s in stages[:-1]]]
     assert infeasible > 10, "memory must matter in some instances"
 
@@ -96,13 +84,9 @@ def test_the_programme_equals_exhaustive_search() -> None:
 def test_balanced_cuts_have_the_least_largest_run() -> None:
     times = [3, 1, 4, 1, 5, 9, 2, 6]
     profile = Profile(tuple(LayerProfile(str(k), float(t), 0.0, 0, 0) for k, t in enumerate(times)))
-    for count, largest in ((1, 31), (2, 17), (3, 14), (4, 9), (8, 9)):
-        cuts = balanced(profile, count)
-        assert len(cuts) == count
-        assert max(sum(times[a:b]) for a, b in cuts) == largest
-
-
-# --- device orders ---------------------------------------------------------------------------------------------------
+    cuts = {count: balanced(profile, count) for count in (1, 2, 3, 4, 8)}
+    assert [len(each) for each in cuts.values()] == [*cuts]
+    assert [max(sum(times[a:b]) for a, b in each) for each in cuts.values()] == [31, 17, 14, 9, 9]
 
 
 def fast_between(count: int, *fast: set[int]) -> Cluster:
@@ -118,18 +102,13 @@ def test_orders_keep_together_what_is_fast() -> None:
     assert greedy_path(fast_between(4, {0, 3}, {3, 1}, {1, 2})) in ([0, 3, 1, 2], [2, 1, 3, 0])
 
 
-# --- orders and the simulator ----------------------------------------------------------------------------------------
-
-
 def test_known_orders_take_the_known_times() -> None:
     chain = chain_of(even(4), flat(4), 6)
-    ideal = (6 + 4 - 1) * 3.0
-    assert simulate(chain, gpipe(chain)).step_s == ideal
-    step = simulate(chain, one_forward_one_backward(chain))
-    assert step.step_s == ideal
+    fill, step = simulate(chain, gpipe(chain)), simulate(chain, one_forward_one_backward(chain))
+    assert fill.step_s == step.step_s == (6 + 4 - 1) * 3.0
     assert list(map(str, step.orders[3]))[:4] == ["3F0", "3B0", "3F1", "3B1"]
-    assert max(step.peak_bytes.values()) == 4.0  # micro-batches in flight on the first device
-    assert max(simulate(chain, gpipe(chain)).peak_bytes.values()) == 6.0
+    # Micro-batches in flight on the first device.
+    assert [max(each.peak_bytes.values()) for each in (fill, step)] == [6.0, 4.0]
 
 
 def test_interleaving_shortens_the_bubble() -> None:
@@ -224,9 +203,7 @@ COSTS = st.sampled_from((0.0, 1.0))
 @given(st.lists(st.tuples(COSTS, COSTS), min_size=2, max_size=4), st.integers(1, 2))
 @example([(1.0, 1.0), (0.0, 1.0)], 1)
 @settings(max_examples=20, deadline=None)
-def test_the_bands_of_a_plan_are_its_orders_also_where_layers_take_no_time(
-    costs: list[tuple[float, float]], devices: int
-) -> None:
+def test_bands_are_orders_where_layers_take_no_time(costs: list[tuple[float, float]], devices: int) -> None:
     layers = [LayerProfile(f"l{k}", *each, 0.0, 0.0) for k, each in enumerate(costs)]
     plan = plan_pipeline(Profile(tuple(layers)), flat(devices), microbatches=2)
     cut = plan.bands()
@@ -249,10 +226,7 @@ def test_orders_are_shorter_than_the_known_one_and_not_far_from_what_no_order_be
     assert statistics.median(over_bound) <= 1.25, over_bound
 
 
-# --- plans -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(6 if CAMPAIGN else 2))
+@pytest.mark.parametrize("seed", range(6 if IN_CAMPAIGN else 2))
 def test_a_plan_is_no_longer_than_what_a_baseline_can_run(seed: int) -> None:
     dice = random.Random(seed)
     profile, cluster = random_instance(dice, layers=8, devices=4)
@@ -283,7 +257,7 @@ def test_a_split_backward_is_tried_where_it_can_run() -> None:
 
 def test_plans_near_the_best_of_all_device_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     ratios = []
-    for seed in range(100 if CAMPAIGN else 4):
+    for seed in range(100 if IN_CAMPAIGN else 4):
         dice = random.Random(seed)
         profile, cluster = random_instance(dice, layers=dice.randint(2, 8), devices=dice.randint(2, 4))
         found = plan_pipeline(profile, cluster, microbatches=4)
@@ -294,11 +268,16 @@ def test_plans_near_the_best_of_all_device_orders(monkeypatch: pytest.MonkeyPatc
     assert max(ratios) <= 1.10
 
 
-def test_slow_devices_get_less_and_useless_ones_nothing() -> None:
+def test_slow_devices_get_less_and_useless_ones_and_missing_links_nothing() -> None:
     plan = plan_pipeline(even(8), flat(2, speed=(3.0, 1.0)), microbatches=8, max_replicas=1)
     assert {stage.devices[0]: stage.stop - stage.start for stage in plan.stages} == {0: 6, 1: 2}
     alone = plan_pipeline(even(2, size=1e9), flat(2), microbatches=2, max_replicas=1)
     assert len(alone.stages) == 1
+    rates = ((0, 1, 0), (1, 0, 1), (0, 1, 0))
+    plan = plan_pipeline(even(6, size=0.1, parameters=1.0), Cluster(rates), microbatches=4)
+    assert plan.step_s < math.inf
+    pairs = itertools.pairwise(stage.devices for stage in plan.stages)
+    assert all({one[0], two[0]} != {0, 2} for one, two in pairs)
 
 
 def test_a_plan_is_saved_printed_and_exported(tmp_path: Path) -> None:
@@ -309,10 +288,8 @@ def test_a_plan_is_saved_printed_and_exported(tmp_path: Path) -> None:
     assert loaded.bands() == plan.bands()
     assert str(plan).startswith("2 stages, 4 micro-batches")
     assert "1F1B" in str(plan)
-    rows = [row.split(",") for row in plan.csv().splitlines()]
-    assert sorted(text for row in rows for text in row) == sorted(
-        f"{s}{k}{m}" for s in (0, 1) for k in "FB" for m in range(4)
-    )
+    actions = sorted(f"{s}{k}{m}" for s in (0, 1) for k in "FB" for m in range(4))
+    assert sorted(text for row in plan.csv().splitlines() for text in row.split(",")) == actions
     assert [name for names in plan.module_names() for name in names] == ["l0", "l1", "l2", "l3"]
     replicated = plan_pipeline(even(2), flat(2), microbatches=4, max_stages=1)
     assert len(replicated.stages[0].devices) == 2
@@ -320,23 +297,26 @@ def test_a_plan_is_saved_printed_and_exported(tmp_path: Path) -> None:
         replicated.csv()
     with pytest.raises(ValueError, match="expected a plan, got another document"):
         Plan.from_json({"stages": []})
-
-
-# --- profile and cluster ---------------------------------------------------------------------------------------------
+    with pytest.raises(UnsupportedConfigurationError, match="expected a default process group on gloo"):
+        Runner(plan, [nn.Linear(2, 2)] * 4, nn.functional.cross_entropy)
 
 
 def test_a_profile_is_measured_and_leaves_layers_and_random_numbers_alone(tmp_path: Path) -> None:
+    """Frozen parameters and buffers are measured apart."""
     rest = [nn.BatchNorm1d(4), nn.Dropout(0.5)]
     layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 4, bias=False), *rest)
     layers[0].weight.grad = torch.ones(16, 8)
+    layers[0].bias.requires_grad_(False)
     before, sample = {n: b.clone() for n, b in layers.named_buffers()}, torch.randn(3, 8)
     state = torch.get_rng_state()
     profile = Profile.measure(layers, sample, repeats=2)
     assert all(torch.equal(before[name], buffer) for name, buffer in layers.named_buffers())
     assert torch.equal(torch.get_rng_state(), state)
-    one, two, three, *_ = profile.layers
-    assert [one.parameter_bytes, two.parameter_bytes, three.parameter_bytes] == [4 * 144, 0, 4 * 64]
+    one, two, three, four, _ = profile.layers
+    assert [each.parameter_bytes for each in (one, two, three, four)] == [4 * 128, 0, 4 * 64, 4 * 8]
+    assert [each.frozen_bytes for each in (one, two, three, four)] == [4 * 16, 0, 0, 4 * 8 + 8]
     assert [each.activation_bytes for each in (one, two, three)] == [192, 192, 48]
+    assert one.state_bytes == 4 * 4 * 128 + 4 * 16
     assert one.stored_bytes >= 3 * 8 * 4
     assert all(each.forward_s > 0 and each.backward_s > 0 for each in profile.layers)
     assert (three.shape, three.dtype) == ((3, 4), "float32")
@@ -344,15 +324,6 @@ def test_a_profile_is_measured_and_leaves_layers_and_random_numbers_alone(tmp_pa
     assert layers[2].weight.grad is None
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
-
-
-def test_frozen_parameters_and_buffers_are_measured_apart() -> None:
-    layers = [nn.Linear(8, 16), nn.BatchNorm1d(16)]
-    layers[0].weight.requires_grad_(False)
-    one, two = Profile.measure(layers, torch.randn(3, 8), repeats=1).layers
-    assert (one.parameter_bytes, one.frozen_bytes) == (4 * 16, 4 * 128)
-    assert (two.parameter_bytes, two.frozen_bytes) == (4 * 32, 4 * 32 + 8)
-    assert one.state_bytes == 4 * 64 + 512
 
 
 class Two(nn.Module):
@@ -366,7 +337,6 @@ class Two(nn.Module):
         (Two(), "expected a list of layers or an nn.Sequential, got Two; a model that is not a chain"),
         ([nn.Linear(4, 4), Two()], "expected a layer that returns one tensor, got tuple of layer '1'"),
         ([nn.Linear(4, 4), nn.Bilinear(4, 4, 4)], "got layer '1', which refuses shape=.*skip connections"),
-        ([nn.Linear(5, 4)], "got layer '0', which refuses"),
         ([], "expected at least one layer"),
         ([("x", nn.Identity()), ("x", nn.Identity())], "expected at least one layer and different names"),
     ],
@@ -383,17 +353,12 @@ GOOD = {"devices": 2, "bandwidth_gbit": [[0, 1], [1, 0]]}
     ("wrong", "message"),
     [
         ({"bandwidth_gbit": [[0, -1], [1, 0]]}, "expected bandwidth >= 0 from device '0' to '1', got"),
-        ({"bandwidth_gbit": [[0, None], [1, 0]]}, "from device '0' to '1', got bandwidth=None"),
         ({"bandwidth_gbit": [[0, 1], [1]]}, "expected 2 values of bandwidth for device '1', got 1"),
         ({"bandwidth_gbit": "fast"}, "expected a number or a matrix, got 'fast'"),
         ({"bandwidth": 1}, "expected the keys devices, bandwidth_gbit"),
         ({"devices": 3}, "expected names of 2 devices, got 3"),
-        (
-            {"devices": 3, "bandwidth_gbit": [[0, 1, 0], [1, 0, 0], [0, 5, 0]]},
-            r"none of the links of \['2'\]",
-        ),
+        ({"devices": 3, "bandwidth_gbit": [[0, 1, 0], [1, 0, 0], [0, 5, 0]]}, r"the links of \['2'\]"),
         ({"latency_us": -1}, "expected latency_s >= 0"),
-        ({"latency_us": []}, "expected 2 values of latency_s for device '0', got 0"),
         ({"devices": [{"name": "a"}, {"name": "a"}]}, "expected devices with different names"),
         ({"devices": [{"speed": 0}, {}]}, "expected speed > 0"),
         ({"devices": [{"sped": 1}, {}]}, "expected name, node, speed, memory_gib of a device"),
@@ -422,7 +387,6 @@ def test_a_cluster_is_read_and_written(tmp_path: Path) -> None:
     assert cluster.memory_bytes == (2**31, math.inf, math.inf)
     cluster.save(tmp_path / "c.json")
     assert Cluster.load(tmp_path / "c.json") == cluster
-    json.loads((tmp_path / "c.json").read_text())
 
 
 SMALL = {"memory_bytes": (50.0, 60.0)}
@@ -431,12 +395,7 @@ SMALL = {"memory_bytes": (50.0, 60.0)}
 @pytest.mark.parametrize(
     ("profile", "cluster", "options", "message"),
     [
-        (
-            even(2, parameters=100.0),
-            flat(2, **SMALL),
-            {},
-            "that fit on a device, got layer 'l0' with 401 bytes",
-        ),
+        (even(2, parameters=100.0), flat(2, **SMALL), {}, "on a device, got layer 'l0' with 401 bytes"),
         (even(4, parameters=10.0), flat(2, **SMALL), {}, "expected stages that fit in memory, got none"),
         (even(2), flat(3), {"max_stages": 3}, "at least as many layers as stages, got max_stages=3 for 2"),
         (even(2), flat(3), {"microbatches": 0}, "expected microbatches >= 1, got microbatches=0"),
@@ -456,18 +415,3 @@ def test_frozen_parameters_take_memory_once() -> None:
     large = Profile((replace(layers[0], frozen_bytes=100.0),))
     with pytest.raises(ValueError, match="that fit on a device, got layer 'l0' with 101 bytes"):
         plan_pipeline(large, flat(1, memory_bytes=(60.0,)), microbatches=2)
-
-
-def test_no_plan_uses_a_link_that_is_missing() -> None:
-    rates = ((0, 1, 0), (1, 0, 1), (0, 1, 0))
-    plan = plan_pipeline(even(6, size=0.1, parameters=1.0), Cluster(rates), microbatches=4)
-    assert plan.step_s < math.inf
-    used = [stage.devices for stage in plan.stages]
-    assert all({one[0], two[0]} != {0, 2} for one, two in itertools.pairwise(used))
-
-
-def test_a_process_group_is_needed_to_run() -> None:
-    layers = [nn.Linear(2, 2) for _ in range(4)]
-    plan = plan_pipeline(even(), flat(1), microbatches=1)
-    with pytest.raises(UnsupportedConfigurationError, match="expected a default process group on gloo"):
-        Runner(plan, layers, nn.functional.cross_entropy)

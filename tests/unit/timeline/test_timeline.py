@@ -1,7 +1,6 @@
 """The recorder of spans: what is in the file, that it never disturbs the job; and the command that merges files."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -16,6 +15,9 @@ from crossover_ddp import cli
 from crossover_ddp._timeline import record
 from crossover_ddp._timeline.record import Timeline
 from crossover_ddp._timeline.trace import events
+from tests.harness.oracles import heard
+
+SPAN = ("compute", 0.0, 1.0)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -28,14 +30,9 @@ def _spans(path: Path) -> list[dict[str, Any]]:
     return [line for line in _lines(path) if line["ph"] == "X"]
 
 
-SPAN = ("compute", 0.0, 1.0)
-
-
-def recorded(
-    directory: Path, *spans: tuple[str, float, float], rank: int = 0, device: str = "d", job: str = "a"
-) -> Path:
+def recorded(directory: Path, *spans: tuple[str, float, float], **whose: Any) -> Path:
     """Record spans, each a kind and two times; return the file."""
-    timeline = Timeline(directory, rank=rank, device=device, job=job)
+    timeline = Timeline(directory, **{"rank": 0, "device": "d", "job": "a", **whose})
     for span in spans:
         timeline.span(*span)
     timeline.close()
@@ -50,25 +47,20 @@ def test_header_then_spans(tmp_path: Path) -> None:
     assert timeline.path.name == f"rank3-{os.getpid()}.json"
     whose, device, *lanes = (line for line in _lines(timeline.path) if line["ph"] == "M")
     who = whose["args"]
-    assert (whose["name"], who["job"], who["rank"], who["device"]) == (
-        "recording",
-        "5ca1ab1e",
-        3,
-        "node0/device0",
-    )
+    assert whose["name"] == "recording"
+    assert (who["job"], who["rank"], who["device"]) == ("5ca1ab1e", 3, "node0/device0")
     assert (device["name"], device["args"]) == ("process_name", {"name": "node0/device0"})
     names = {lane["tid"]: lane["args"]["name"] for lane in lanes}
-    assert sorted(names.values()) == ["5ca1ab1e · rank 3 · reduce-scatter", "5ca1ab1e · rank 3 · turns"]
-    compute, half = _spans(timeline.path)
-    assert names[half["tid"]].endswith("reduce-scatter")
-    assert (compute["cat"], half["cat"], half["name"]) == (
-        "compute",
-        "reduce_scatter",
-        "reduce-scatter of bucket 1",
-    )
-    assert (compute["args"], half["args"]) == ({}, {"bucket": 1, "bytes": 4096, "dtype": "float32"})
-    assert (compute["dur"], half["dur"]) == (1.5e6, 0.25e6)
-    assert compute["ts"] / 1e6 - who["wall_s"] == pytest.approx(1.0, abs=1e-5)
+    spans = [
+        (names[each["tid"]], *(each[key] for key in ("cat", "name", "args", "dur")))
+        for each in _spans(timeline.path)
+    ]
+    who_and_lane, args = "5ca1ab1e · rank 3", {"bucket": 1, "bytes": 4096, "dtype": "float32"}
+    assert spans == [
+        (f"{who_and_lane} · turns", "compute", "compute", {}, 1.5e6),
+        (f"{who_and_lane} · reduce-scatter", "reduce_scatter", "reduce-scatter of bucket 1", args, 0.25e6),
+    ]
+    assert _spans(timeline.path)[0]["ts"] / 1e6 - who["wall_s"] == pytest.approx(1.0, abs=1e-5)
     assert who["wall_s"] == pytest.approx(time.time() - time.monotonic(), abs=1.0)
 
 
@@ -95,10 +87,9 @@ def test_it_is_written_a_second_after_the_last_time_and_at_the_end(tmp_path: Pat
     now_s = time.monotonic()
     timeline.span("compute", now_s, now_s + record._FLUSH_S / 2)
     assert _spans(timeline.path) == []
-    timeline.span("compute", now_s, now_s + record._FLUSH_S)
-    assert len(_spans(timeline.path)) == 2
-    timeline.span("compute", now_s, now_s + record._FLUSH_S)
-    assert len(_spans(timeline.path)) == 2
+    for _ in range(2):
+        timeline.span("compute", now_s, now_s + record._FLUSH_S)
+        assert len(_spans(timeline.path)) == 2
     for _ in range(2):
         timeline.close()
         timeline.span("compute", now_s, now_s + 2 * record._FLUSH_S)
@@ -106,7 +97,7 @@ def test_it_is_written_a_second_after_the_last_time_and_at_the_end(tmp_path: Pat
 
 
 def test_every_recorder_has_a_file_and_a_header_of_its_own(tmp_path: Path) -> None:
-    # As with two states in one process, or a process that has the number of one long gone.
+    """As with two states in one process, or a process that has the number of one long gone."""
     kinds, name = [f"kind{place}" for place in range(3)], f"rank0-{os.getpid()}"
     paths = [recorded(tmp_path, (kind, 0, 1)) for kind in kinds]
     assert [path.name for path in paths] == [f"{name}.json", f"{name}-2.json", f"{name}-3.json"]
@@ -118,58 +109,54 @@ def test_threads_lose_and_mix_nothing(tmp_path: Path) -> None:
 
     def record(thread: int) -> None:
         for index in range(1000):
-            timeline.span("compute", index, index + 1, thread=thread)
+            timeline.span("compute", index, index + 1, thread=thread, index=index)
 
     with ThreadPoolExecutor(4) as threads:
         [*threads.map(record, range(4))]
     timeline.close()
-    spans = _spans(timeline.path)
-    wall_s = _lines(timeline.path)[0]["args"]["wall_s"]
+    spans = [span["args"] for span in _spans(timeline.path)]
     for number in range(4):
-        begins_s = [round(span["ts"] / 1e6 - wall_s) for span in spans if span["args"]["thread"] == number]
-        assert begins_s == list(range(1000))
+        assert [each["index"] for each in spans if each["thread"] == number] == [*range(1000)]
 
 
-def test_a_process_that_forgets_to_close_loses_nothing_and_its_forked_child_repeats_nothing(
-    tmp_path: Path,
-) -> None:
-    script = (
-        "import os, signal, sys; from crossover_ddp._timeline.record import Timeline\n"
-        "timeline = Timeline(sys.argv[1], rank=0, device='d'); timeline.span('compute', 0, 1)\n"
-        "timeline._lock.acquire(); timeline._write_lock.acquire(); child = os.fork()\n"  # as another thread might
-        "if not child: signal.alarm(20); sys.exit()\n"
-        "timeline._lock.release(); timeline._write_lock.release(); sys.exit(os.waitpid(child, 0)[1])\n"
+def script(directory: Path, *lines: str) -> str:
+    """Run a script that makes a timeline there, with lines of its own; return what it says."""
+    made = "from crossover_ddp._timeline.record import Timeline; import os, resource as r, signal, sys"
+    text = "\n".join([made, "timeline = Timeline(sys.argv[1], rank=0, device='d')", *lines])
+    words = [sys.executable, "-c", text, str(directory)]
+    return subprocess.run(words, check=True, timeout=60, capture_output=True, text=True).stderr
+
+
+def test_who_forgets_to_close_loses_nothing_and_a_forked_child_repeats_nothing(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        "timeline.span('compute', 0, 1)",
+        "timeline._lock.acquire(); timeline._write_lock.acquire(); child = os.fork()",  # as another thread might
+        "if not child: signal.alarm(20); sys.exit()",
+        "timeline._lock.release(); timeline._write_lock.release(); sys.exit(os.waitpid(child, 0)[1])",
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60)
     (path,) = tmp_path.iterdir()
     assert [span["cat"] for span in _spans(path)] == ["compute"]
 
 
 def test_a_disk_that_is_full_for_a_moment_costs_the_rest_of_the_recording_alone(tmp_path: Path) -> None:
-    script = (
-        "import os, sys; from resource import *; from crossover_ddp._timeline.record import Timeline\n"
-        "timeline = Timeline(sys.argv[1], rank=0, device='d')\n"
-        "def write(): timeline.span('compute', 0, 1); timeline.flush()\n"
-        "write(); soft, hard = getrlimit(RLIMIT_FSIZE)\n"
-        "setrlimit(RLIMIT_FSIZE, (os.stat(timeline.path).st_size + 9, hard)); write()\n"
-        "setrlimit(RLIMIT_FSIZE, (soft, hard)); write()\n"
+    told = script(
+        tmp_path,
+        "def write(): timeline.span('compute', 0, 1); timeline.flush()",
+        "write(); soft, hard = r.getrlimit(r.RLIMIT_FSIZE)",
+        "r.setrlimit(r.RLIMIT_FSIZE, (os.stat(timeline.path).st_size + 9, hard)); write()",
+        "r.setrlimit(r.RLIMIT_FSIZE, (soft, hard)); write()",
     )
-    words = [sys.executable, "-c", script, str(tmp_path)]
-    told = subprocess.run(words, check=True, timeout=60, capture_output=True, text=True).stderr
     (path,) = tmp_path.iterdir()
     assert [event["ph"] for event in events(path)].count("X") == 1
     assert told.count("no timeline is recorded") == 1
 
 
-def test_unwritable_directory_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_directory_costs_one_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with caplog.at_level(logging.WARNING):
+    with heard() as told:
         recorded(tmp_path / "file" / "below", SPAN)
-    assert len(caplog.records) == 1
-    assert "no timeline is recorded" in caplog.text
-
-
-# --- the command --------------------------------------------------------------------------------------------------
+    assert ["no timeline is recorded" in each for each in told] == [True]
 
 
 def test_recordings_of_all_jobs_become_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

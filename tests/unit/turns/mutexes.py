@@ -1,7 +1,11 @@
-"""What the tests of the mutex share: mutexes that are closed at the end, and threads to wait in."""
+"""What the tests of turns share: mutexes that are closed at the end, threads to wait in, and segments that are joined.
+
+Two segments of one process are as those of two: locks and bells belong to open files; `forget` is what a death is.
+"""
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +17,8 @@ import pytest
 
 from crossover_ddp._turns import joining
 from crossover_ddp._turns.joining import Membership
+from crossover_ddp._turns.rules import Member
+from crossover_ddp._turns.segment import TurnSegment
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness.groups import files_of, new_group
 
@@ -21,6 +27,7 @@ LEASE_S = 300.0  # longer than any test: a turn that overlaps another one was no
 SOON_S = 60.0  # far less than the lease, and enough on a busy machine
 
 Make = Callable[..., GPUMutex]
+Join = Callable[..., TurnSegment]
 
 
 class Nowhere(set[Any]):
@@ -99,3 +106,48 @@ def held_up(threads: ThreadPoolExecutor, mutex: GPUMutex) -> "Iterator[Future[fl
     assert blocks(waiting)
     yield waiting
     waiting.result(SOON_S)
+
+
+def join_at(base: object, *, job: int = 1, group: str = "jobs", device: str = DEVICE) -> TurnSegment:
+    segment = TurnSegment(group, device, base=str(base))
+    segment.join(Member(job=job, lead=5, world_size=1, lease_s=1.0))
+    return segment
+
+
+@pytest.fixture
+def join(tmp_path: Path) -> Iterator[Join]:
+    """Join segments below the test's directory; all leave at the end."""
+    joined: list[TurnSegment] = []
+
+    def joining(**arguments: Any) -> TurnSegment:
+        joined.append(join_at(tmp_path, **arguments))
+        return joined[-1]
+
+    yield joining
+    for segment in joined:
+        segment.leave()
+
+
+def member(segment: TurnSegment, job: int) -> Member:
+    return next(found for found in segment.members() if found.job == job)
+
+
+def jobs(segment: TurnSegment) -> list[int]:
+    return sorted(found.job for found in segment.members())
+
+
+def files(base: Path) -> list[str]:
+    return sorted(path.name for path in base.rglob("*") if not path.is_dir())
+
+
+def state(base: Path) -> list[tuple[object, ...]]:
+    """Return all that a change of any file would change."""
+    return [
+        (path, found.st_ino, found.st_mode, found.st_uid, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        for path in sorted([base, *base.rglob("*")])
+        for found in [path.lstat()]
+    ]
+
+
+def home(base: Path) -> Path:
+    return base / f"crossover_ddp-{os.geteuid()}"

@@ -10,11 +10,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from crossover_ddp._system import environment
+from crossover_ddp._turns import joining
 from crossover_ddp._turns import segment as turn_segment
+from crossover_ddp._turns.device_order import DeviceOrder, order_on
+from crossover_ddp.errors import SegmentError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import (
@@ -25,11 +31,10 @@ from tests.unit.turns.mutexes import (
     blocks,
     files_of,
     held_up,
+    membership_of,
     segment_of,
     warnings,
 )
-
-# --- taking turns -------------------------------------------------------------------------------------------------
 
 
 def test_shared_tells_of_siblings_when_the_turn_began(make: Make) -> None:
@@ -55,13 +60,12 @@ def test_calls_without_effect(make: Make) -> None:
     with pytest.warns(FutureWarning, match="has no effect"):
         mutex.acquire(ahead=True)
     assert mutex.holding
-    mutex.release()
-    mutex.release()
-    assert mutex.stats()["turns"] == 1
-    assert not mutex.holding
+    for _ in range(2):
+        mutex.release()
+    assert (mutex.stats()["turns"], mutex.holding) == (1, False)
 
 
-def test_a_turn_begun_alone_is_waited_for_and_waits_like_any_other(
+def test_a_turn_begun_alone_is_waited_for_and_waits_like_any_other_and_errors_and_pauses_give_it_away(
     make: Make, threads: ThreadPoolExecutor
 ) -> None:
     """To ask inside a turn is for the next one: to wait for that would wait for siblings that wait for us."""
@@ -72,11 +76,18 @@ def test_a_turn_begun_alone_is_waited_for_and_waits_like_any_other(
         mutex.request()
         acquire_in(threads, mutex).result(SOON_S)
         mutex.release()
-    with held_up(threads, mutex):
+    with held_up(threads, mutex), contextlib.suppress(ZeroDivisionError), sibling:
+        raise ZeroDivisionError
+    waiting = acquire_in(threads, sibling)
+    assert blocks(waiting)
+    with mutex.paused():
+        assert not mutex.holding
+        waiting.result(SOON_S)
         sibling.release()
+    assert mutex.holding
 
 
-def test_a_turn_that_was_lent_is_given_back_under_the_number_that_it_gets_later(
+def test_a_turn_that_was_lent_is_given_back_under_its_later_number(
     make: Make, threads: ThreadPoolExecutor
 ) -> None:
     mutex, sibling = make(trial=True, lease=SOON_S / 2), make(trial=True)
@@ -111,23 +122,6 @@ def test_a_late_job_has_read_the_log_before_it_draws(make: Make, monkeypatch: py
     assert read == [5]
 
 
-def test_an_exception_and_a_pause_give_the_turn_away(make: Make, threads: ThreadPoolExecutor) -> None:
-    mutex, sibling = make(), make()
-    with contextlib.suppress(ZeroDivisionError), mutex:
-        raise ZeroDivisionError
-    mutex.acquire()
-    waiting = acquire_in(threads, sibling)
-    assert blocks(waiting)
-    with mutex.paused():
-        assert not mutex.holding
-        waiting.result(SOON_S)
-        sibling.release()
-    assert mutex.holding
-
-
-# --- leases -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lease", [0, -1, -0.1, math.nan, datetime.timedelta(0)])
 def test_a_lease_must_be_positive(lease: object, make: Make) -> None:
     with pytest.raises(ValueError, match=r"expected a lease > 0 seconds, got lease=.*; leave it out"):
@@ -148,15 +142,6 @@ def test_a_turn_that_does_not_end_costs_its_lease_once(
     (warning,) = warnings(caplog)
     assert "longer than its lease of 0.3 s" in warning
 
-    stuck.release()  # late, but back: from now on both wait for each other again
-    stuck.acquire()
-    with held_up(threads, mutex):
-        stuck.release()
-    assert mutex.stats()["leases_expired"] == 1
-
-
-# --- arguments and environment ------------------------------------------------------------------------------------
-
 
 def test_arguments_win_over_the_environment(make: Make, group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CROSSOVER_GROUP", f"{group}-environment")
@@ -166,9 +151,9 @@ def test_arguments_win_over_the_environment(make: Make, group: str, monkeypatch:
     taken = make(None, device=None)
     assert (taken.name, taken.device) == (f"{group}-environment", "dev-environment")
     monkeypatch.delenv("CROSSOVER_DEVICE")
-    names = {make(device=device).device for device in ("cpu", torch.device("cpu"))}
-    assert len(names) == 1
-    assert names.pop().startswith("cpu-")
+    name, same = (make(device=device).device for device in ("cpu", torch.device("cpu")))
+    assert name == same
+    assert str(name).startswith("cpu-")
     monkeypatch.delenv("CROSSOVER_GROUP")
     monkeypatch.setenv("CROSSOVER_DISABLE", "1")
     assert GPUMutex().name == "default"
@@ -182,17 +167,20 @@ def test_turns_can_be_switched_off(
     mutex = make()
     assert (mutex.disabled_because == "CROSSOVER_DISABLE is set") == disabled
     assert bool(files_of(group)) != disabled
+    if disabled:
+        takes_no_turns(mutex)
     with mutex:
         assert mutex.holding != disabled
-        with mutex.paused():
-            mutex.request()
-        assert not mutex.shared
-    mutex.acquire()
-    assert mutex.stats()["turns"] == 0 or not disabled
-    assert isinstance(repr(mutex), str)
 
 
-# --- leaving ------------------------------------------------------------------------------------------------------
+def takes_no_turns(mutex: GPUMutex) -> None:
+    with mutex, mutex.paused():
+        mutex.request()
+        assert not mutex.holding
+    assert not mutex.shared
+    reason = mutex.disabled_because
+    assert [mutex.stats()[key] for key in ("turns", "siblings", "disabled_because")] == [0, 0, reason]
+    assert str(reason) in repr(mutex)
 
 
 def test_closing_ends_the_own_wait_gives_the_turn_back_and_leaves_nothing(
@@ -202,12 +190,8 @@ def test_closing_ends_the_own_wait_gives_the_turn_back_and_leaves_nothing(
     holder.acquire()
     with held_up(threads, mutex):
         mutex.close()  # from another thread
-    with mutex, mutex.paused():
-        assert not mutex.holding
-        mutex.request()
-    assert not mutex.shared
-    assert [mutex.stats()[key] for key in ("turns", "siblings", "disabled_because")] == [0, 0, "closed"]
-    assert "closed" in repr(mutex)
+    takes_no_turns(mutex)
+    assert mutex.disabled_because == "closed"
     with held_up(threads, sibling):
         holder.close()
     holder.close()
@@ -217,15 +201,12 @@ def test_closing_ends_the_own_wait_gives_the_turn_back_and_leaves_nothing(
 
 
 def test_a_forgotten_mutex_leaves(group: str) -> None:
-    mutex = GPUMutex(group, device=DEVICE)
-    mutex.acquire()
-    assert files_of(group)
-    del mutex
+    GPUMutex(group, device=DEVICE).acquire()
     gc.collect()
     assert not files_of(group)
 
 
-def test_a_mutex_that_is_collected_where_no_fork_may_be_does_not_wait_for_its_thread(
+def test_where_no_fork_may_be_closing_waits_for_no_thread(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread needs that lock to end."""
@@ -240,28 +221,21 @@ def test_a_mutex_that_is_collected_where_no_fork_may_be_does_not_wait_for_its_th
     assert not thread.is_alive()
 
 
-def test_a_forked_child_cannot_give_its_parents_turn_away_and_may_join_itself(
-    make: Make, threads: ThreadPoolExecutor
-) -> None:
+def test_a_forked_child_leaves_its_parents_turn_and_may_join(make: Make, threads: ThreadPoolExecutor) -> None:
     mutex, sibling = make(), make()
     mutex.acquire()
-    child = os.fork()
-    if child == 0:
+    if not (child := os.fork()):
         code = 1
         try:
             mutex.release()
             mutex.close()
-            own = make()
-            code = own.stats()["siblings"] != 2
-            own.close()
+            with contextlib.closing(make()) as own:
+                code = own.stats()["siblings"] != 2
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     with held_up(threads, sibling):
         mutex.release()
-
-
-# --- giving up ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -279,8 +253,8 @@ def test_a_mutex_whose_files_break_gives_up_with_one_warning(
 ) -> None:
     mutex, descriptors = make(), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        mutex.acquire()
-        mutex.release()
+        with mutex:
+            pass
     if holding:
         mutex.acquire()
     assert eventually(lambda: mutex.stats()["turn"] == 3 + holding)
@@ -291,18 +265,13 @@ def test_a_mutex_whose_files_break_gives_up_with_one_warning(
         mutex.acquire()
         mutex.release()
     assert time.monotonic() - begin_s < SOON_S
-    assert eventually(lambda: mutex.disabled_because is not None)
-    assert not mutex.holding
-    assert not mutex.shared
-    assert "Error" in str(mutex.stats()["disabled_because"])
+    assert eventually(lambda: "Error" in str(mutex.stats()["disabled_because"]))
+    assert (mutex.holding, mutex.shared) == (False, False)
     mutex.close()
     (warning,) = warnings(caplog)
     assert "trains on without" in warning
     assert not files_of(group)
     assert len(os.listdir("/proc/self/fd")) < descriptors
-
-
-# --- telling ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ahead_ns", [0, 10**14, -(10**14)])
@@ -335,9 +304,62 @@ def test_threads_of_a_job_do_not_break_its_mutex(make: Make, threads: ThreadPool
 
     asking = threads.submit(ask)
     for _ in range(200):
-        mutex.acquire()
-        mutex.release()
+        with mutex:
+            pass
     mutex.close()
     over.set()
     asking.result(SOON_S)
     assert mutex.stats()["turns"] == 200
+
+
+class Order(DeviceOrder):
+    """Of a device that has done a turn when the test says so; real ones are in tests/gpu."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda", 0))
+        self.over = threading.Event()
+        self.over.set()
+        self.check_usable = lambda: None
+        self.streams = lambda: ()
+        self.mark = lambda streams=(): self.over  # type: ignore[assignment,return-value]
+
+    def wait(self, end: Any) -> None:
+        assert end.wait(SOON_S)
+
+
+def test_siblings_and_who_leaves_wait_for_the_device_and_who_cannot_say_so_ends_its_turns(
+    make: Make, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "order_on", lambda device: Order())
+    first, second, leaving = make(), make(), make()
+
+    def end_a_turn(mutex: Any) -> threading.Event:
+        """Give a turn back that the device has not done; return what ends it."""
+        order: Any = membership_of(mutex).order
+        order.over.clear()
+        with mutex:
+            pass
+        over: threading.Event = order.over
+        return over
+
+    over = end_a_turn(first)
+    with held_up(threads, second):
+        over.set()
+    second.release()
+    over = end_a_turn(leaving)
+    closing = threads.submit(leaving.close)
+    assert not eventually(lambda: second.stats()["siblings"] == 1, 0.1), "it left before the device had ended"
+    over.set()
+    closing.result(SOON_S)
+    assert second.stats()["siblings"] == 1
+    over = end_a_turn(first)
+    error = SegmentError("expected the segment to stay, got it removed under way")
+    monkeypatch.setattr(membership_of(first).segment, "publish_returned", mock.Mock(side_effect=error))
+    over.set()
+    assert eventually(lambda: "removed under way" in str(first.disabled_because))
+
+
+def test_the_choice_of_an_order_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.DEVICE_ORDER, "events")
+    with pytest.warns(FutureWarning, match="ordered on the host; unset it"):
+        assert order_on(torch.device("cpu")) is None

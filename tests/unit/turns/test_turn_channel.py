@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from crossover_ddp._turns import channel as turn_channel
 from crossover_ddp._turns.channel import (
@@ -25,18 +26,22 @@ from crossover_ddp._turns.channel import (
 )
 from crossover_ddp._turns.rules import Grant
 from crossover_ddp.errors import TurnError
+from tests.harness import single_process_group
 
 SOON_S = 60.0
 Make = Callable[..., list[TurnChannel]]
 
 
-@pytest.fixture(params=["TCPStore", "HashStore", "FileStore"])
+STORES: dict[str, Callable[[object], dist.Store]] = {
+    "TCPStore": lambda path: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+    "HashStore": lambda path: dist.HashStore(),
+    "FileStore": lambda path: dist.FileStore(f"{path}/store", 1),
+}
+
+
+@pytest.fixture(params=STORES)
 def store(request: pytest.FixtureRequest, tmp_path: object) -> dist.Store:
-    if request.param == "TCPStore":
-        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    if request.param == "HashStore":
-        return dist.HashStore()
-    return dist.FileStore(f"{tmp_path}/store", 1)
+    return STORES[request.param](tmp_path)
 
 
 @pytest.fixture
@@ -71,27 +76,24 @@ def test_all_ranks_gather_the_same_answers_and_hear_of_grants_in_order(make: Mak
             answers = [*threads.map(lambda channel: channel.gather([channel.rank, number]), channels)]  # noqa: B023
             assert answers == [[[rank, number] for rank in range(3)]] * 3
     grants = [Grant(turn, ((1 << 61, turn - 1),)) for turn in range(1, 7)]
-    for grant in grants[:3]:  # whether or not somebody listens yet
+    for grant in grants:
         lead.send(grant)
-    for other in others:
-        other.listen(lambda: None)
-    for grant in grants[3:]:
-        lead.send(grant)
+        if grant.turn == 3:  # whether or not somebody listens yet
+            for other in others:
+                other.listen(lambda: None)
     assert [[receive(other) for _ in grants] for other in others] == [grants] * 2
 
 
-def test_nobody_waits_longer_than_half_the_groups_timeout(
+@pytest.mark.parametrize("store", ["HashStore"], indirect=True)  # where the channel has made the server
+def test_a_store_that_ends_and_a_lead_rank_that_is_silent_are_told(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turn_channel, "group_timeout_s", lambda group: 0.4)
-    _, other = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(turn_channel, "group_timeout_s", lambda group: 0.4)
+        _, other = make()
     other.listen(lambda: None)
     with pytest.raises(TurnError, match="expected the job's next turn from its lead rank within 0 s"):
         receive(other)
-
-
-@pytest.mark.parametrize("store", ["HashStore"], indirect=True)  # where the channel has made the server
-def test_a_store_that_ends_is_told_to_whoever_wants_a_turn(make: Make) -> None:
     _, other = make()
     other.listen(lambda: None)
     turn_channel._servers.clear()
@@ -101,9 +103,7 @@ def test_a_store_that_ends_is_told_to_whoever_wants_a_turn(make: Make) -> None:
 
 
 @pytest.mark.parametrize("store", ["TCPStore"], indirect=True)
-def test_grants_are_removed_by_a_rank_that_listens_and_by_the_lead_rank_when_that_has_left(
-    make: Make,
-) -> None:
+def test_grants_are_removed_by_who_listens_and_else_by_the_lead_rank(make: Make) -> None:
     """The lead rank seldom waits for the store as long as another one does its work."""
     lead, other = make()
     other.listen(lambda: None)
@@ -120,28 +120,6 @@ def test_grants_are_removed_by_a_rank_that_listens_and_by_the_lead_rank_when_tha
     assert store.num_keys() <= kept + 3 * turn_channel._LOOK
     assert store.check.call_count <= 2 * looks
     assert store.delete_key.call_count <= count
-
-
-# --- how long collectives wait, read from the group itself in whatever way it was made ------------------------------
-
-
-@pytest.fixture(params=[dist.DebugLevel.OFF, dist.DebugLevel.DETAIL])  # with which backends are wrapped
-def world(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
-    timeout = datetime.timedelta(seconds=77)
-    dist.set_debug_level(request.param)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-    dist.set_debug_level(dist.DebugLevel.OFF)
-
-
-def test_a_real_group_tells_its_timeout_and_one_process_is_bound_by_leases_alone(
-    world: dist.ProcessGroup,
-) -> None:
-    assert group_timeout_s(world) == 77.0
-    assert group_timeout_s(dist.new_group([0], timeout=datetime.timedelta(seconds=33))) == 33.0
-    assert patience_limit_s(world) == patience_limit_s(None) == math.inf
 
 
 def two_ranks(**backends: Any) -> Any:
@@ -176,3 +154,15 @@ LONG, SHORT = (backend(datetime.timedelta(seconds=seconds)) for seconds in (1800
 def test_the_shortest_timeout_counts_and_patience_is_a_quarter_of_it(group: Any, expected_s: float) -> None:
     assert group_timeout_s(group) == expected_s
     assert patience_limit_s(group) == expected_s / 4
+
+
+@pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.DETAIL])  # which wraps backends
+def test_a_real_group_tells_its_timeout_and_one_process_has_none(level: dist.DebugLevel) -> None:
+    dist.set_debug_level(level)
+    try:
+        with single_process_group() as world:
+            assert group_timeout_s(world) == default_pg_timeout.total_seconds()
+            assert group_timeout_s(dist.new_group([0], timeout=datetime.timedelta(seconds=33))) == 33.0
+            assert patience_limit_s(world) == patience_limit_s(None) == math.inf
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)

@@ -4,21 +4,11 @@ The largest worlds are for the campaign. For each of them a smaller one stays th
 29 wrong decisions these worlds found all that the large ones found.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from crossover_ddp._turns.rules import (
-    Blocker,
-    Grant,
-    Lost,
-    Member,
-    Mode,
-    Patience,
-    TurnLog,
-    Word,
-    blockers,
-)
+from crossover_ddp._turns.rules import Blocker, Grant, Lost, Member, Mode, Patience, TurnLog, Word, blockers
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.unit.turns.turn_model import Model, Rules, Violation
 
@@ -98,21 +88,14 @@ def test_no_interleaving_breaks_a_promise(world: str) -> None:
     assert Model({**WORLDS, **LARGE}[world]).explore() > 1000
 
 
-# --- one wrong decision each ------------------------------------------------------------------------------------------
+def waits_for_others(by: int) -> Callable[..., list[Blocker]]:
+    """Wait for so many turns too many."""
 
+    def waits_for(grant: Grant, own_job: int, members: Sequence[Member]) -> list[Blocker]:
+        after = tuple((job, turn + by) for job, turn in grant.after)
+        return blockers(grant._replace(after=after), own_job, members)
 
-def waits_for_nobody(grant: Grant, own_job: int, members: Sequence[Member]) -> list[Blocker]:
-    return []
-
-
-def waits_for_one_turn_too_few(grant: Grant, own_job: int, members: Sequence[Member]) -> list[Blocker]:
-    after = tuple((job, turn - 1) for job, turn in grant.after)
-    return blockers(grant._replace(after=after), own_job, members)
-
-
-def waits_for_one_turn_too_many(grant: Grant, own_job: int, members: Sequence[Member]) -> list[Blocker]:
-    after = tuple((job, turn + 1) for job, turn in grant.after)
-    return blockers(grant._replace(after=after), own_job, members)
+    return waits_for
 
 
 def waits_for_started_turns_only(grant: Grant, own_job: int, members: Sequence[Member]) -> list[Blocker]:
@@ -184,29 +167,22 @@ class ForgivesOneTurnOnly(Patience):
 
 
 OVERLAP, DEADLOCK, SECOND_LEASE = "before job . has given back", "deadlock", "waits for a second lease"
-STOP, SLOT_REUSED = Rules(TWO, (2, 2), stops=1), Rules(THREE, (1, 1, 1), late_jobs=1)
-
-
+BOTH, STOP = Rules(TWO, (2, 2)), Rules(TWO, (2, 2), stops=1)
+SLOT_REUSED, GOING_ON = Rules(THREE, (1, 1, 1), late_jobs=1), Rules(ALONE, (3, 1), loans=1, goes_on=True)
 WRONG = {
-    "a-mutex-per-device": (Rules(TWO, (2, 2), mutex_per_device=True), DEADLOCK),
+    "a-mutex-per-device": (BOTH._replace(mutex_per_device=True), DEADLOCK),
     "a-mutex-per-device-ring": (Rules(RING, (1, 1, 1), mutex_per_device=True), DEADLOCK),
-    "overlapping-too-few": (Rules(OVERLAPPING, (2, 2), waits_for=waits_for_one_turn_too_few), OVERLAP),
-    "no-wait": (Rules(TWO, (2, 2), waits_for=waits_for_nobody), OVERLAP),
-    "one-turn-too-few": (Rules(TWO, (2, 2), waits_for=waits_for_one_turn_too_few), OVERLAP),
-    "one-turn-too-many": (Rules(TWO, (2, 2), waits_for=waits_for_one_turn_too_many), DEADLOCK),
-    "started-turns-only": (Rules(TWO, (2, 2), waits_for=waits_for_started_turns_only), OVERLAP),
-    "reads-before-it-appends": (Rules(TWO, (2, 2), draw_steps=("read", "append", "look")), OVERLAP),
-    "looks-before-it-appends": (
-        Rules(TWO, (2, 2), late_jobs=1, draw_steps=("look", "append", "read")),
-        OVERLAP,
-    ),
+    "overlapping-too-few": (Rules(OVERLAPPING, (2, 2), waits_for=waits_for_others(-1)), OVERLAP),
+    "no-wait": (BOTH._replace(waits_for=lambda *_: []), OVERLAP),
+    "one-turn-too-few": (BOTH._replace(waits_for=waits_for_others(-1)), OVERLAP),
+    "one-turn-too-many": (BOTH._replace(waits_for=waits_for_others(1)), DEADLOCK),
+    "started-turns-only": (BOTH._replace(waits_for=waits_for_started_turns_only), OVERLAP),
+    "reads-before-it-appends": (BOTH._replace(draw_steps=("read", "append", "look")), OVERLAP),
+    "looks-before-it-appends": (BOTH._replace(late_jobs=1, draw_steps=("look", "append", "read")), OVERLAP),
     "an-earlier-owners-turns": (SLOT_REUSED._replace(turn_log=OwnersMixedUp), DEADLOCK),
-    "the-first-turn-missed": (Rules(TWO, (2, 2), turn_log=FirstTurnMissed), OVERLAP),
-    "no-wait-where-turns-pay": (Rules(TWO, (2, 2), words=(BACK,), turn_log=NotWaitingWhereTurnsPay), OVERLAP),
-    "nothing-given-back-after-going-on": (
-        Rules(ALONE, (3, 1), loans=1, goes_on=True, goes_on_lent=False),
-        DEADLOCK,
-    ),
+    "the-first-turn-missed": (BOTH._replace(turn_log=FirstTurnMissed), OVERLAP),
+    "no-wait-where-turns-pay": (BOTH._replace(words=(BACK,), turn_log=NotWaitingWhereTurnsPay), OVERLAP),
+    "nothing-given-back-after-going-on": (GOING_ON._replace(goes_on_lent=False), DEADLOCK),
     "forgives-for-good": (STOP._replace(patience=ForgivesForGood), OVERLAP),
     "forgives-all-slots": (Rules(SLOTS, (2, 2), hurries=1, patience=ForgivesJobsNotSlots), OVERLAP),
     "a-lease-for-each-turn": (STOP._replace(patience=ForgivesOneTurnOnly), SECOND_LEASE),

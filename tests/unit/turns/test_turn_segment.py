@@ -1,47 +1,45 @@
-"""The home of turns in shared memory: slots, bells, forks, and what others have put there; see also the campaign.
-
-Two segments of one process behave as two processes do, since locks and bells belong to open files; real
-processes are used where one of them has to die.
-"""
+"""The home of turns in shared memory: slots, bells, forks, what others have put there, and who looks at it."""
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import stat
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from crossover_ddp._system.shared_memory import outer_user
 from crossover_ddp._turns import segment as segments
-from crossover_ddp._turns.segment import GroupFiles, TurnSegment, no_fork
-from crossover_ddp._turns.view import look
-from crossover_ddp.errors import SegmentError
-from tests.unit.turns.joined_segments import (
-    DEVICE,
-    Join,
-    Process,
-    context,
-    files,
-    home,
-    jobs,
-    join_at,
-    member,
+from crossover_ddp._turns import view as segment_view
+from crossover_ddp._turns.segment import (
+    FILE_BYTES,
+    JOINED,
+    SLOT_BYTES,
+    SLOT_COUNT,
+    GroupFiles,
+    TurnSegment,
+    no_fork,
 )
+from crossover_ddp._turns.view import look
+from crossover_ddp.cli.status import rows
+from crossover_ddp.errors import SegmentError
+from tests.harness import in_ranks
+from tests.unit.turns.mutexes import DEVICE, Join, files, home, jobs, join_at, member, state
 
+REST = SLOT_BYTES - 8  # of a slot behind its state
 AT_ONCE_S = 60.0  # far less than the waits that would go on, and enough on a busy machine
-GAP_S = 1.0  # how long a gap is held open: far longer than a fork takes, also on a busy machine
+GAP_S = 0.3  # how long a gap is held open: far longer than a fork takes, also on a busy machine
 NOBODY = 65534
-
-
-# --- joining and leaving ------------------------------------------------------------------------------------------
 
 
 def test_a_late_publication_goes_into_no_slot_that_was_given_up(join: Join) -> None:
@@ -59,21 +57,16 @@ def test_a_late_publication_goes_into_no_slot_that_was_given_up(join: Join) -> N
     assert numbers == [-1]
 
 
-@pytest.mark.parametrize("way", ["leave", "kill"])
-def test_a_slot_is_used_again_with_another_incarnation(way: str, join: Join, tmp_path: Path) -> None:
-    staying = join(job=1)
-    with Process(tmp_path, job=2) as sibling:
-        before = member(staying, 2)
-        sibling.call("publish_returned", 9)
-        getattr(sibling, way)()
-    deadline_s = time.monotonic() + 2.0  # the kernel may drop a lock a moment after its owner's bell
-    while (segment := join(job=3)).slot != sibling.slot and time.monotonic() < deadline_s:
-        segment.leave()
-    assert jobs(staying) == [1, 3]
-    after = member(staying, 3)
-    assert after.slot == before.slot
-    assert after.incarnation != before.incarnation
-    assert after.returned == 0, "what the earlier owner gave back is not the new owner's"
+def test_a_slot_is_used_again_with_another_incarnation(join: Join) -> None:
+    staying, used = join(job=1), []
+    for job, end in enumerate((TurnSegment.forget, TurnSegment.leave, TurnSegment.leave), 2):
+        segment = join(job=job)
+        used.append(member(staying, job))
+        segment.publish_returned(9)
+        end(segment)
+    assert jobs(staying) == [1]
+    assert [len({each.slot for each in used}), len({each.incarnation for each in used})] == [1, 3]
+    assert not any(each.returned for each in used), "what an earlier owner gave back is not the new owner's"
 
 
 def test_files_and_directory_are_private(join: Join, tmp_path: Path) -> None:
@@ -99,9 +92,6 @@ def test_invalid_group_names_are_refused(name: str, tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-# --- bells --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize(
     "ring",
@@ -112,9 +102,7 @@ def test_invalid_group_names_are_refused(name: str, tmp_path: Path) -> None:
         lambda join, giving, waiting: join(job=3),
     ],
 )
-def test_a_bell_ends_a_wait_rung_before_it_or_meanwhile(
-    ring: Callable[..., object], before: bool, join: Join
-) -> None:
+def test_a_bell_ends_a_wait(ring: Callable[..., object], before: bool, join: Join) -> None:
     giving, waiting = join(job=1), join(job=2)
     waiting.bells.wait([], 0.0)
     watched = [member(waiting, 1).process]
@@ -139,55 +127,27 @@ def test_a_full_bell_blocks_nobody(join: Join) -> None:
     assert member(deaf, 1).returned == 1
 
 
-# --- joining races with leaving -----------------------------------------------------------------------------------
-
-
-def _come_and_go(orders: "Connection[Any, Any]", base: str, job: int, rounds: int) -> None:
-    try:
-        for _ in range(rounds):
-            segment = join_at(base, job=job)
-            turn = segment.draw_turn()
-            # A log that another one has removed and made anew would not hold what was drawn.
-            assert segment.read_log(turn - 1, turn) == bytes([segment.slot])
-            assert segment.drawn() >= turn
-            assert job in jobs(segment)
-            assert not segment.slots_file.is_removed()
-            segment.leave()
-        orders.send("")
-    except BaseException as error:
-        orders.send(f"{type(error).__name__}: {error}")
-
-
-def test_joining_races_with_the_last_one_leaving(tmp_path: Path) -> None:
-    pipes = [context.Pipe() for _ in range(4)]
-    processes = [
-        context.Process(target=_come_and_go, args=(theirs, str(tmp_path), job, 150))
-        for job, (_, theirs) in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
-    problems = [orders.recv() for orders, _ in pipes]
-    for process in processes:
-        process.join(60.0)
-    assert problems == [""] * len(pipes)
+@in_ranks(4)
+def test_joining_races_with_the_last_one_leaving(rank: int, tmp_path: Path) -> None:
+    for _ in range(150):
+        segment = join_at(tmp_path, job=rank)
+        turn = segment.draw_turn()
+        # A log that another one has removed and made anew would not hold what was drawn.
+        assert segment.read_log(turn - 1, turn) == bytes([segment.slot])
+        assert segment.drawn() >= turn
+        assert rank in jobs(segment)
+        assert not segment.slots_file.is_removed()
+        segment.leave()
+    dist.barrier()
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("user", "uid_map", "outside"),
-    [
-        (0, "         0          0 4294967295\n", 0),
-        (0, "0 1000 1\n", 1000),
-        (33, "0 1000 1\n1 100000 65536\n", 100032),
-        (65534, "0 1000 1\n", 65534),
-        (5, "", 5),
-    ],
-)
-def test_users_of_containers_are_known_by_their_number_outside(user: int, uid_map: str, outside: int) -> None:
-    assert outer_user(user, uid_map) == outside
-
-
-# --- forks: a child holds no lock and no bell of its parent ------------------------------------------------------
+def test_users_of_containers_are_known_by_their_number_outside() -> None:
+    assert outer_user(0, "         0          0 4294967295\n") == 0
+    assert outer_user(0, "0 1000 1\n") == 1000
+    assert outer_user(33, "0 1000 1\n1 100000 65536\n") == 100032
+    assert outer_user(65534, "0 1000 1\n") == 65534
+    assert outer_user(5, "") == 5
 
 
 def _held_by_fork(below: Path) -> list[str]:
@@ -195,11 +155,8 @@ def _held_by_fork(below: Path) -> list[str]:
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
-        links = []
         try:
-            for fd in os.listdir("/proc/self/fd"):
-                with contextlib.suppress(OSError):  # of the listing itself
-                    links.append(os.readlink(f"/proc/self/fd/{fd}"))
+            links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
             os.write(writable, json.dumps([link for link in links if link.startswith(str(below))]).encode())
         finally:
             os._exit(0)
@@ -211,9 +168,7 @@ def _held_by_fork(below: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("way", [".turns", ".bell", "leave", "forget"])
-def test_a_fork_while_a_segment_is_joined_or_closed_holds_nothing(
-    way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_fork_meanwhile_holds_nothing(way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     entered, joined, opened, closed = threading.Event(), list[TurnSegment](), GroupFiles.open_file, os.close
 
     def gap() -> None:
@@ -246,45 +201,22 @@ def test_a_fork_while_a_segment_is_joined_or_closed_holds_nothing(
 
 def test_a_thread_that_forks_in_its_own_gap_does_not_wait_for_itself(join: Join, tmp_path: Path) -> None:
     """As in a signal's handler, or in a finalizer."""
-    segment = join(job=1)
+    segment, owned = join(job=1), cast(Any, no_fork)
     with no_fork:
         assert _held_by_fork(tmp_path) == []
-    owned: Any = no_fork
     assert not owned._is_owned()
     assert jobs(segment) == [1]
 
 
-@pytest.mark.parametrize(
-    ("number", "remedy"),
-    [
-        (errno.EMFILE, "ulimit -n"),
-        (errno.ENOSPC, "make room"),
-        (errno.EACCES, "let this user"),
-        (errno.EISDIR, "remove it"),
-    ],
-)
-def test_a_file_that_does_not_open_is_named_with_the_right_remedy(
-    number: int, remedy: str, tmp_path: Path
-) -> None:
+def test_a_file_that_does_not_open_is_named_with_the_remedy(tmp_path: Path) -> None:
     files = GroupFiles("jobs", str(tmp_path))
-    refused = mock.patch.object(segments.os, "open", side_effect=OSError(number, os.strerror(number)))
-    message = rf"expected a file of turns at .*jobs@\.log, got {os.strerror(number)}; .*{remedy}"
-    with refused, pytest.raises(SegmentError, match=message):
-        files.open_file(".log", os.O_RDWR)
+    remedies = {errno.EMFILE: "ulimit -n", errno.ENOSPC: "make room", errno.EACCES: "let this user"}
+    for number, remedy in remedies.items():
+        refused = mock.patch.object(segments.os, "open", side_effect=OSError(number, os.strerror(number)))
+        message = rf"expected a file of turns at .*jobs@\.log, got {os.strerror(number)}; .*{remedy}"
+        with refused, pytest.raises(SegmentError, match=message):
+            files.open_file(".log", os.O_RDWR)
     files.close()
-
-
-# --- what others have put there is refused by name and stays as it is ------------------------------------------------
-
-
-def state(base: Path) -> dict[Path, tuple[object, ...]]:
-    """Return all that a change of any file would change."""
-    paths = {path: path.lstat() for path in base.rglob("*")}
-    return {
-        path: (found.st_ino, found.st_mode, found.st_uid, found.st_size, found.st_mtime_ns)
-        + ((path.read_bytes(),) if stat.S_ISREG(found.st_mode) else ())
-        for path, found in paths.items()
-    }
 
 
 @pytest.fixture
@@ -296,77 +228,58 @@ def leftover(tmp_path: Path) -> Path:
     return Path(segment.path)
 
 
-def _symbolic_link(path: Path) -> None:
+def _link(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
     path.symlink_to(path.with_name("elsewhere"))
 
 
+SIZE = r"slots of \d+ bytes.*; remove it", "expected slots of"
+
+
 @pytest.mark.parametrize(
-    ("meddle", "message", "problem"),
+    ("what", "meddle", "message", "problem"),
     [
-        (lambda path: os.truncate(path, 100), r"slots of \d+ bytes.*; remove it", "expected slots of"),
-        (lambda path: os.truncate(path, 1 << 20), r"slots of \d+ bytes.*; remove it", "expected slots of"),
+        (".turns", lambda path: os.truncate(path, 100), *SIZE),
+        (".turns", lambda path: os.truncate(path, 1 << 20), *SIZE),
         # As an earlier version wrote.
         (
-            lambda path: path.write_bytes((b"XDDPTURN" * 8).ljust(path.stat().st_size)),
-            "another version of crossover_ddp.*; remove it",
+            ".turns",
+            lambda path: path.write_bytes(b"XDDPTURN".ljust(path.stat().st_size)),
             "another version",
+            "",
         ),
-        (_symbolic_link, "got a symbolic link; remove it", "symbolic links"),
-        (lambda path: (path.unlink(), path.mkdir(0o700)), "got Is a directory; remove it", "directory"),
+        (".turns", _link, "got a symbolic link; remove it", "symbolic links"),
+        (".turns", lambda path: (path.unlink(), path.mkdir(0o700)), "Is a directory; remove it", "directory"),
+        ("", lambda path: path.chmod(0o755), "got mode 0755; chmod 0700 it", ""),
+        ("", _link, "a directory of this user, got .*; if it is a symbolic link or a file", ""),
+        ("", lambda path: (path.rename(f"{path}-old"), path.touch(0o600)), "a directory of this user", ""),
+        # Only root can give files to another user.
+        *[("", lambda path: os.chown(path, NOBODY, NOBODY), "got owner 65534", "")] * (os.geteuid() == 0),
     ],
 )
-def test_a_segment_that_is_not_ours_is_refused_seen_and_stays_as_it_is(
-    meddle: Callable[[Path], object], message: str, problem: str, leftover: Path, tmp_path: Path
+def test_what_is_not_ours_is_refused_by_name_seen_and_stays_as_it_is(
+    what: str, meddle: Callable[[Path], object], message: str, problem: str, leftover: Path, tmp_path: Path
 ) -> None:
-    meddle(leftover)
+    path = leftover if what else leftover.parent
+    meddle(path)
     before = state(tmp_path)
     with pytest.raises(SegmentError, match=message) as caught:
         TurnSegment("jobs", DEVICE, base=str(tmp_path))
-    assert str(leftover) in str(caught.value)
+    assert str(path) in str(caught.value)
     seen = look(str(tmp_path))
     assert seen.places == seen.abandoned == ()
     assert any(problem in what for _, what in seen.problems)
     assert state(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("meddle", "message"),
-    [
-        pytest.param(
-            lambda path: os.chown(path, NOBODY, NOBODY),
-            "got owner 65534",
-            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user"),
-        ),
-        (lambda path: path.chmod(0o755), "got mode 0755; chmod 0700 it"),
-        (_symbolic_link, "to be a directory of this user, got .*; if it is a symbolic link or a file"),
-        (lambda path: (path.rename(f"{path}-old"), path.touch(0o600)), "to be a directory of this user"),
-    ],
-)
-def test_a_directory_that_is_not_ours_is_refused_and_stays_as_it_is(
-    meddle: Callable[[Path], object], message: str, leftover: Path, tmp_path: Path
-) -> None:
-    meddle(leftover.parent)
-    before = state(tmp_path)
-    with pytest.raises(SegmentError, match=message) as caught:
-        TurnSegment("jobs", DEVICE, base=str(tmp_path))
-    assert str(home(tmp_path)) in str(caught.value)
-    assert len(look(str(tmp_path)).problems) == 1
-    assert state(tmp_path) == before
-
-
-def test_a_log_that_is_a_link_is_refused_and_stays_as_it_is(
-    leftover: Path, join: Join, tmp_path: Path
-) -> None:
+def test_a_log_that_is_a_link_is_refused(leftover: Path, join: Join) -> None:
     segment = join()
-    _symbolic_link(leftover.with_suffix(".log"))
-    before = state(tmp_path)
+    _link(leftover.with_suffix(".log"))
     with pytest.raises(SegmentError, match=r"@\.log, got a symbolic link"):
         segment.draw_turn()
-    assert state(tmp_path) == before
 
 
-def test_what_is_published_while_another_thread_leaves_goes_into_no_other_file(
+def test_what_is_published_late_goes_into_no_other_file(
     join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of a file that was closed is that of the next one that anybody opens."""
@@ -395,9 +308,6 @@ def test_what_is_published_while_another_thread_leaves_goes_into_no_other_file(
         segment.publish(started=2)
 
 
-# --- under way -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("suffix", ["turns", "log", "*.bell", "*"])
 def test_files_removed_under_way_are_noticed(suffix: str, join: Join, tmp_path: Path) -> None:
     """Or a job that comes later would make new ones, and neither would see the other."""
@@ -423,3 +333,76 @@ def test_no_turn_is_drawn_from_a_log_that_was_cut_short(kept: int, join: Join) -
     for segment in (late, first):
         with pytest.raises(SegmentError, match=r"expected a turn after 5, got .* cut short"):
             segment.draw_turn()
+
+
+def jobs_seen(base: Path) -> list[int]:
+    return [place.slot.job for place in look(str(base)).places]
+
+
+def test_what_goes_meanwhile_is_no_problem(
+    join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join(job=1)
+    leaving, tested, listed = join(job=2), segment_view.slots_are_locked, os.listdir
+    monkeypatch.setattr(segment_view, "slots_are_locked", lambda *what: (leaving.leave(), tested(*what))[1])
+    monkeypatch.setattr(os, "listdir", lambda fd: [*listed(fd), "ghost@.turns"])
+    assert jobs_seen(tmp_path) == [1]
+    seen = look(str(tmp_path))
+    assert (len(seen.places), seen.abandoned, seen.problems) == (1, (), ())
+
+
+def test_looking_writes_nothing_takes_no_lock_and_opens_nothing_for_good(
+    join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join(job=1)
+    join(job=2).draw_turn()
+    before, descriptors = state(tmp_path), len(os.listdir("/proc/self/fd"))
+    asked, opened = fcntl.fcntl, os.open
+
+    def ask(fd: int, command: int, argument: bytes = b"") -> Any:
+        assert command == fcntl.F_OFD_GETLK
+        return asked(fd, command, argument)
+
+    def open_for_looking(path: Any, flags: int, *arguments: Any, **more: Any) -> int:
+        assert not flags & (os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_WRONLY)
+        return opened(path, flags, *arguments, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "fcntl", ask)
+        patched.setattr(os, "open", open_for_looking)
+        assert jobs_seen(tmp_path) == [1, 2]
+    assert (state(tmp_path), len(os.listdir("/proc/self/fd"))) == (before, descriptors)
+
+
+@pytest.mark.parametrize(
+    ("meddle", "message"),
+    [
+        (lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "seek"),
+        (lambda path: path.rename(path.with_name("foreign.turns")), "not a file of turns"),
+    ],
+)
+def test_what_is_no_segment_is_a_problem(
+    meddle: Callable[[Path], object], message: str, leftover: Path, tmp_path: Path
+) -> None:
+    meddle(leftover)
+    seen = look(str(tmp_path))
+    assert seen.places == seen.abandoned == ()
+    assert any(message in what for _, what in seen.problems)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(st.integers(0, SLOT_COUNT - 1), st.binary(min_size=REST, max_size=REST), max_size=6),
+    st.integers(0, 2 * FILE_BYTES),
+)
+def test_arbitrary_contents_never_raise(tmp_path: Path, slots: dict[int, bytes], cut: int) -> None:
+    """All the way to the terminal."""
+    home(tmp_path).mkdir(0o700, exist_ok=True)
+    raw = bytearray(FILE_BYTES)
+    for index, rest in slots.items():
+        raw[index * SLOT_BYTES : (index + 1) * SLOT_BYTES] = JOINED.to_bytes(8, "little") + rest
+    (home(tmp_path) / "jobs@.turns").write_bytes(raw[:cut])
+    seen = look(str(tmp_path))
+    found = json.dumps([*rows(seen, seen)])
+    if cut >= FILE_BYTES:
+        assert found.count("gone") >= bool(slots)

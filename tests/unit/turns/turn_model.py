@@ -14,13 +14,12 @@ rank of that job on the device has moved; and a state without a further move is 
 ended.
 """
 
-import contextlib
 import gc
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from crossover_ddp._turns.rules import (
     Blocker,
@@ -167,14 +166,8 @@ def with_rank(state: State, j: int, r: int, rank: Rank) -> State:
     return with_job(state, j, Job((*ranks[:r], rank, *ranks[r + 1 :]), *others))
 
 
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Spare the collector hundreds of thousands of states, none of which is in a cycle."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+def with_changed(state: State, j: int, r: int, **changes: Any) -> State:
+    return with_rank(state, j, r, state.jobs[j].ranks[r]._replace(**changes))
 
 
 class Model:
@@ -201,8 +194,6 @@ class Model:
             for r in range(len(self.rules.jobs[j])):
                 state = self._join(state, j, r)
         return self._pass_collectives(state)
-
-    # --- what a rank sees and decides: production's functions ---------------------------------------------------
 
     def _members(self, state: State, device: int | None) -> tuple[Member, ...]:
         """Return who is seen on a device; None: on all devices."""
@@ -265,8 +256,6 @@ class Model:
         log.read(records)
         return log.grant(turn, j, seen)
 
-    # --- moves ----------------------------------------------------------------------------------------------------
-
     def _may_draw(self, j: int, job: Job) -> bool:
         """Once a round; early draws come as soon as the lead rank has given the turn before back."""
         lead, drawn = job.ranks[0], len(job.grants)
@@ -300,7 +289,7 @@ class Model:
                 if (
                     doomed and 0 <= rank.place != self._ends[j]
                 ):  # its collectives fail: sooner or later it ends
-                    yield with_rank(state, j, r, rank._replace(place=DEAD))
+                    yield with_changed(state, j, r, place=DEAD)
                 yield from self._step(state, j, r)
 
     def _step(self, state: State, j: int, r: int) -> Iterator[State]:
@@ -317,18 +306,17 @@ class Model:
                     yield self._start(state, j, r)
             elif rank.place != self._ends[j] and (alone or self._is_side_by_side(job, rank)):
                 unnumbered = (*rank.unnumbered, rank.round)
-                yield with_rank(state, j, r, rank._replace(place=rank.place + 1, unnumbered=unnumbered))
+                yield with_changed(state, j, r, place=rank.place + 1, unnumbered=unnumbered)
         elif place == EXCHANGE and rank.place + 1 == self._ends[j]:
             if job.passes(rank.place):  # to leave frees a slot, which siblings see
-                yield with_rank(state, j, r, rank._replace(place=rank.place + 1))
+                yield with_changed(state, j, r, place=rank.place + 1)
         elif place in (INSIDE, MET) and state.loans < self.rules.loans and not (rank.lent or rank.unnumbered):
-            turn = job.grants[rank.round].turn
-            lent = with_rank(state, j, r, rank._replace(returned=turn, lent=True))
+            lent = with_changed(state, j, r, returned=job.grants[rank.round].turn, lent=True)
             yield lent._replace(loans=state.loans + 1)
         if place == MET and rank.place >= 0:
             known = rank.unnumbered or rank.lent
             returned = rank.returned if known else job.grants[rank.round].turn
-            yield with_rank(state, j, r, rank._replace(place=rank.place + 1, returned=returned, lent=False))
+            yield with_changed(state, j, r, place=rank.place + 1, returned=returned, lent=False)
             if self.rules.goes_on and not rank.unnumbered and len(job.grants) > rank.round + 1:
                 yield self._go_on(state, j, r)
 
@@ -338,7 +326,7 @@ class Model:
         turn = state.jobs[j].grants[rank.round + 1].turn
         returned = turn if rank.lent and self.rules.goes_on_lent else rank.returned
         place = rank.place + PLACES_PER_ROUND
-        return with_rank(state, j, r, rank._replace(place=place, started=turn, returned=returned))
+        return with_changed(state, j, r, place=place, started=turn, returned=returned)
 
     def _pass_collectives(self, state: State, before: State | None = None) -> State:
         """Let every rank pass the collective at which all ranks of its job have arrived; jobs as ``before`` have.
@@ -356,10 +344,8 @@ class Model:
                 and job.passes(rank.place)
                 for rank in job.ranks
             ]
-            if any(ready):
-                ranks = zip(job.ranks, ready, strict=True)
-                passed = tuple(rank._replace(place=rank.place + go_on) for rank, go_on in ranks)
-                state = with_job(state, j, job._replace(ranks=passed))
+            for r in itertools.compress(range(len(job.ranks)), ready):
+                state = with_changed(state, j, r, place=job.ranks[r].place + 1)
         return state
 
     def _join(self, state: State, j: int, r: int) -> State:
@@ -375,15 +361,13 @@ class Model:
         turn = state.jobs[j].grants[number].turn
         inside = number == rank.round and rank.place % PLACES_PER_ROUND >= INSIDE
         returned = rank.returned if inside else turn
-        return with_rank(
-            state, j, r, rank._replace(unnumbered=tuple(unnumbered), started=turn, returned=returned)
-        )
+        return with_changed(state, j, r, unnumbered=tuple(unnumbered), started=turn, returned=returned)
 
     def _start(self, state: State, j: int, r: int) -> State:
         rank = state.jobs[j].ranks[r]
         grant = state.jobs[j].grants[rank.round]
         self._check_start(state, j, r, grant)
-        return with_rank(state, j, r, rank._replace(place=rank.place + 1, started=grant.turn))
+        return with_changed(state, j, r, place=rank.place + 1, started=grant.turn)
 
     def accidents(self, state: State) -> Iterator[State]:
         """Deaths, stops and continues."""
@@ -392,12 +376,11 @@ class Model:
                 if not 0 <= rank.place != self._ends[j]:
                     continue
                 if state.deaths < self.rules.deaths:
-                    yield with_rank(state, j, r, rank._replace(place=DEAD))._replace(deaths=state.deaths + 1)
+                    yield with_changed(state, j, r, place=DEAD)._replace(deaths=state.deaths + 1)
                 if rank.stopped:
-                    yield with_rank(state, j, r, rank._replace(stopped=False))
+                    yield with_changed(state, j, r, stopped=False)
                 elif state.stops < self.rules.stops:
-                    stopped = with_rank(state, j, r, rank._replace(stopped=True))
-                    yield stopped._replace(stops=state.stops + 1)
+                    yield with_changed(state, j, r, stopped=True)._replace(stops=state.stops + 1)
 
     def impatience(self, state: State) -> Iterator[State]:
         """A lease may end, or a rank's own limit, while a rank of the other job is stopped; now and then without."""
@@ -409,11 +392,10 @@ class Model:
                 for lost, passed in self._decision(state, j, r)[1]:
                     stopped = any(each.stopped for k, _ in lost for each in state.jobs[k].ranks)
                     if stopped or state.hurries < self.rules.hurries:
-                        note = self._note(state, j, r, lost)
-                        impatient = with_rank(state, j, r, rank._replace(passed=passed, lost=note))
+                        impatient = with_changed(
+                            state, j, r, passed=passed, lost=self._note(state, j, r, lost)
+                        )
                         yield impatient._replace(hurries=state.hurries + (not stopped))
-
-    # --- what must hold -------------------------------------------------------------------------------------------
 
     def _stages(self, state: State, k: int, device: int) -> tuple[int, ...]:
         return tuple(
@@ -466,24 +448,27 @@ class Model:
 
     def explore(self) -> int:
         """Visit every reachable state; raise `Violation` on a broken promise; return how many there are."""
-        first = self.first_state()
-        seen, stack = {first}, [first]
-        with without_collection():
-            self._visit(seen, stack)
+        stack = [self.first_state()]
+        seen = {*stack}
+        gc.disable()  # of hundreds of thousands of states none is in a cycle
+        try:
+            while stack:
+                state = stack.pop()
+                for successor in self._successors(state):
+                    if successor not in seen and self._is_new(state, successor):
+                        seen.add(successor)
+                        stack.append(successor)
+        finally:
+            gc.enable()
         return len(seen)
 
-    def _visit(self, seen: set[State], stack: list[State]) -> None:
-        while stack:
-            state = stack.pop()
-            onward = [*self.progress(state), *self.impatience(state)]
-            finished = (
-                job.unhealthy or all(rank.place == self._ends[j] for rank in job.ranks)
-                for j, job in enumerate(state.jobs)
-            )
-            if not onward and not all(finished):
-                raise Violation(f"deadlock: {state}")
-            for move in itertools.chain(onward, self.accidents(state)):
-                successor = self._pass_collectives(move, state)
-                if successor not in seen and self._is_new(state, successor):
-                    seen.add(successor)
-                    stack.append(successor)
+    def _successors(self, state: State) -> Iterator[State]:
+        onward = [*self.progress(state), *self.impatience(state)]
+        finished = (
+            job.unhealthy or all(rank.place == self._ends[j] for rank in job.ranks)
+            for j, job in enumerate(state.jobs)
+        )
+        if not onward and not all(finished):
+            raise Violation(f"deadlock: {state}")
+        for move in itertools.chain(onward, self.accidents(state)):
+            yield self._pass_collectives(move, state)
