@@ -286,9 +286,7 @@ class Model:
             for r, rank in enumerate(job.ranks):
                 if rank.stopped or rank.place == DEAD:
                     continue
-                if (
-                    doomed and 0 <= rank.place != self._ends[j]
-                ):  # its collectives fail: sooner or later it ends
+                if doomed and 0 <= rank.place != self._ends[j]:  # its collectives fail, and it ends
                     yield with_changed(state, j, r, place=DEAD)
                 yield from self._step(state, j, r)
 
