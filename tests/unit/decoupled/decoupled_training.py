@@ -12,17 +12,10 @@ from tests.harness.networks import mlp
 from tests.harness.training import STEPS, batch, same
 from tests.harness.training import decoupled as way_of
 
-__all__ = ["STEPS", "Training", "assert_same", "both", "inputs", "network", "sgd"]
+__all__ = ["STEPS", "Training", "assert_same", "both", "inputs", "network"]
 
 inputs = functools.partial(batch, 0)
-
-
-def network() -> nn.Sequential:
-    return mlp(6, 6, 6, 6, seed=3, tanh_last=True)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+network = functools.partial(mlp, 6, 6, 6, 6, seed=3, tanh_last=True)
 
 
 class Training(harness.Training):
@@ -32,13 +25,13 @@ class Training(harness.Training):
         self,
         *,
         decoupled: bool,
-        make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+        make: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         net: Callable[[], nn.Module] = network,
         ddp: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        way = way_of(**options) if decoupled else None
-        super().__init__(way, module=net(), optimizers=lambda model: [make(model)], **(ddp or {}))
+        way, optimizers = way_of(**options) if decoupled else None, make and (lambda model: [make(model)])
+        super().__init__(way, module=net(), optimizers=optimizers, **(ddp or {}))
 
 
 def both(**settings: Any) -> tuple[Training, Training]:

@@ -1,8 +1,7 @@
 """Under torch.compile, decoupled training makes as many graphs as plain DDP, and has its weights."""
 
-import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -10,28 +9,12 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from crossover_ddp._ddp.compiled import uncompiled
-from crossover_ddp._decoupled.guards import called_by_compiled_code
 from crossover_ddp._decoupled.trial import END
 from tests.harness import training as harness
-from tests.unit.decoupled.decoupled_training import assert_same, inputs, network
+from tests.unit.decoupled.decoupled_training import assert_same, inputs
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
-
-# Of a module and torch.compile: what takes the module's place.
-Compiled = Callable[[Any, Any], Any]
 STEPS = 8
-
-
-class Net(nn.Module):
-    """A network in a file of its own: dynamo does not compile those of torch when they are the outermost."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = network()
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.layers(features)
-        return hidden * 1.0
 
 
 class Block(nn.Module):
@@ -44,7 +27,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """A stack whose blocks are compiled one by one, as many large models are."""
+    """A stack whose blocks may be compiled one by one, as those of many large models are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,51 +42,25 @@ class Blocks(nn.Module):
         return features
 
 
-def itself(module: Any, compiled: Any) -> Any:
-    return compiled(module)
-
-
-def by_method(module: Any, compiled: Any) -> Any:
-    module.compile(backend=compiled.keywords["backend"])
+def compiled(module: Any, way: str, counter: Any) -> Any:
+    """Return what takes the module's place."""
+    if way == "by method":
+        module.compile(backend=counter)
+    elif way == "by forward":
+        module.forward = torch.compile(module.forward, backend=counter)
+    else:
+        called = (lambda features: module(features) + 1.0) if way == "around" else module
+        return torch.compile(called, backend=counter)
     return module
 
 
-def by_forward(module: Any, compiled: Any) -> Any:
-    module.forward = compiled(module.forward)
-    return module
-
-
-def around(module: Any, compiled: Any) -> Any:
-    return compiled(lambda features: module(features) + 1.0)
-
-
-def each_block(compile_block: Compiled) -> Compiled:
-    def blocks(net: Any, compiled: Any) -> Any:
-        net.blocks = nn.ModuleList(compile_block(block, compiled) for block in net.blocks)
-        return net
-
-    return blocks
-
-
-class Way(NamedTuple):
-    """A network, and what is compiled before and after DDP is put around it."""
-
-    net: Callable[[], nn.Module] = Net
-    inner: Compiled = lambda module, compiled: module
-    outer: Compiled = lambda module, compiled: module
-
-
-NOTHING, BLOCKS = Way(), Way(Blocks)
-WAYS = {
-    "the network": Way(inner=itself),
-    "the network's method": Way(inner=by_method),
-    "the network's forward": Way(inner=by_forward),
-    "the model": Way(outer=itself),
-    "the model's method": Way(outer=by_method),
-    "a function around it": Way(outer=around),
-    "each block": Way(Blocks, inner=each_block(itself)),
-    "each block's method": Way(Blocks, inner=each_block(by_method)),
-}
+# What is compiled, and how.
+NOTHING, BLOCKS, MODEL = ("", ""), ("blocks", "by method"), ("model", "itself")
+WAYS = [
+    *(("network", how) for how in ("itself", "by method", "by forward")),
+    *(MODEL, ("model", "by method"), ("model", "around")),
+    *(BLOCKS, ("blocks", "itself")),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -114,70 +71,76 @@ def _fresh_dynamo() -> Iterator[None]:
 
 
 class Trained(harness.Training):
-    """A compiled model that is trained, step by step."""
+    """A compiled model that is trained, step by step, in fresh graphs."""
 
-    def __init__(self, way: Way, *, decoupled: bool, defer: str = "always") -> None:
-        self.counter = CompileCounter()
-        compiled = functools.partial(torch.compile, backend=self.counter)
+    def __init__(self, way: tuple[str, str], *, decoupled: bool, defer: str = "always") -> None:
+        torch._dynamo.reset()
+        self.counter, (place, how), net = CompileCounter(), way, Blocks()
+        if place == "blocks":
+            net.blocks = nn.ModuleList(compiled(block, how, self.counter) for block in net.blocks)
         super().__init__(
             harness.decoupled(defer=defer) if decoupled else None,
-            module=way.inner(way.net(), compiled),
+            module=compiled(net, how, self.counter) if place == "network" else net,
             loss=lambda model, rank, step: self.called(inputs(step)).square().mean(),
             # torch's own optimizer of compiled DDP models asks for buckets of a megabyte at least.
             bucket_cap_mb=1,
         )
-        self.called = way.outer(self.model, compiled)
+        self.called = compiled(self.model, how, self.counter) if place == "model" else self.model
         self.graphs: list[int] = []
         self.deferred = 0
-        self.between: Callable[[Trained], object] = lambda _: None
+        self.between: Callable[[], object] = lambda: None
 
     def update(self) -> None:
         self.optimizer.step()
         self.deferred += self.is_pending
         self.drop()
-        self.between(self)
+        self.between()
         self.steps += 1
         self.graphs.append(self.counter.frame_count)
 
 
-def assert_ends_are_same(one: Trained, other: Trained) -> None:
-    assert_same(one, other)
-    one.close()
-    other.close()
-
-
 @pytest.mark.parametrize(
-    ("way", "defer"), [*((way, "always") for way in WAYS), ("the network", "auto"), ("each block", "auto")]
+    ("way", "defer"),
+    [*((way, "always") for way in WAYS), (WAYS[0], "auto"), (BLOCKS, "auto")],
 )
-def test_there_are_as_many_graphs_as_without_the_hook_whether_steps_are_deferred_or_not(
-    way: str, defer: str
-) -> None:
+def test_as_many_graphs_as_without_the_hook_deferred_or_not(way: tuple[str, str], defer: str) -> None:
     steps = STEPS + (END if defer == "auto" else 0)
-    plain = Trained(WAYS[way], decoupled=False).run(steps)
-    torch._dynamo.reset()
-    decoupled = Trained(WAYS[way], decoupled=True, defer=defer).run(steps)
+    plain = Trained(way, decoupled=False).run(steps)
+    decoupled = Trained(way, decoupled=True, defer=defer).run(steps)
     assert decoupled.graphs == plain.graphs
     assert decoupled.deferred == STEPS - 2 if defer == "always" else 0 < decoupled.deferred < steps
-    assert_ends_are_same(decoupled, plain)
+    assert_same(decoupled, plain)
+    decoupled.close()
 
 
-@pytest.mark.parametrize("way", ["the model", "each block's method"])
-def test_who_looks_between_step_and_forward_sees_the_update_and_makes_no_graph(way: str) -> None:
-    found = []
+def weights(trained: Trained) -> Callable[[], torch.Tensor]:
+    return lambda: torch.stack([value.double().sum() for value in trained.weights()])
+
+
+def evaluation(trained: Trained) -> Callable[[], torch.Tensor]:
+    """Evaluate another compiled copy of the network."""
+    apart = torch.compile(trained.model.module, backend="eager")
+    return lambda: apart(inputs(99)).detach()
+
+
+@pytest.mark.parametrize(("way", "look"), [(MODEL, weights), (BLOCKS, weights), (NOTHING, evaluation)])
+def test_who_looks_between_step_and_forward_sees_the_update_and_makes_no_graph(
+    way: tuple[str, str], look: Callable[[Trained], Callable[[], torch.Tensor]]
+) -> None:
+    graphs, found = [], []
     for decoupled in (True, False):
-        torch._dynamo.reset()
-        trained, seen = Trained(WAYS[way], decoupled=decoupled), []
-        trained.between = lambda each, seen=seen: seen.append(  # type: ignore[misc]
-            torch.stack([value.double().sum() for value in each.weights()])
-        )
-        found.append((trained.run(STEPS).graphs, torch.stack(seen)))
-        trained.close()
-    assert found[0][0] == found[1][0]
-    assert torch.equal(found[0][1], found[1][1])
+        trained, seen = Trained(way, decoupled=decoupled), []
+        looked = look(trained)
+        trained.between = lambda seen=seen, looked=looked: seen.append(looked())  # type: ignore[misc]
+        trained.run(STEPS).close()
+        graphs.append(trained.graphs)
+        found.append(torch.stack(seen))
+    assert graphs[0] == graphs[1]
+    assert torch.equal(*found)
 
 
 def test_blocks_compiled_one_by_one_are_updated_one_by_one() -> None:
-    trained = Trained(WAYS["each block's method"], decoupled=True).run(6)
+    trained = Trained(BLOCKS, decoupled=True).run(6)
     pending: list[int] = []
     for block in (trained.model.module.first, *trained.model.module.blocks):
         block.register_forward_hook(uncompiled(lambda *_: pending.append(trained.state.stats()["deferred"])))
@@ -187,9 +150,8 @@ def test_blocks_compiled_one_by_one_are_updated_one_by_one() -> None:
 
 
 def test_a_module_compiled_during_training_is_noticed() -> None:
-    plain, decoupled = (Trained(BLOCKS, decoupled=decoupled) for decoupled in (False, True))
-    graphs = []
-    for trained in (plain, decoupled):
+    graphs, trainings = [], [Trained(NOTHING, decoupled=decoupled) for decoupled in (True, False)]
+    for trained in trainings:
         torch._dynamo.reset()
         trained.run(5)
         counter = CompileCounter()
@@ -198,20 +160,8 @@ def test_a_module_compiled_during_training_is_noticed() -> None:
         trained.run(5)
         graphs.append(counter.frame_count)
     assert graphs[0] == graphs[1]
-    assert_ends_are_same(decoupled, plain)
-
-
-def test_a_network_compiled_apart_reads_what_is_up_to_date() -> None:
-    """An evaluation through another compiled copy of the network, between step and forward."""
-    found = []
-    for decoupled in (False, True):
-        torch._dynamo.reset()
-        trained, outputs = Trained(NOTHING, decoupled=decoupled), []
-        apart = torch.compile(trained.model.module, backend="eager")
-        trained.between = lambda _, outputs=outputs, apart=apart: outputs.append(apart(inputs(99)).detach())  # type: ignore[misc]
-        trained.run(STEPS).close()
-        found.append(torch.stack(outputs))
-    assert torch.equal(*found)
+    assert_same(*trainings)
+    trainings[0].close()
 
 
 def test_a_whole_step_that_is_compiled_is_that_of_plain_ddp() -> None:
@@ -226,18 +176,5 @@ def test_a_whole_step_that_is_compiled_is_that_of_plain_ddp() -> None:
 
     for number in range(STEPS):
         step(inputs(number))
-    assert_ends_are_same(trained, plain)
-
-
-def test_a_call_from_compiled_code_is_told_from_one_that_is_kept_out() -> None:
-    told: list[bool] = []
-    note = uncompiled(lambda: told.append(called_by_compiled_code()))
-
-    def calls(features: torch.Tensor) -> torch.Tensor:
-        note()
-        return features + 1
-
-    calls(torch.ones(1))
-    torch.compile(calls, backend="eager")(torch.ones(1))
-    uncompiled(calls)(torch.ones(1))
-    assert told == [False, True, False]
+    assert_same(trained, plain)
+    trained.close()

@@ -1,6 +1,6 @@
 """K-FAC in decoupled training: what cannot work together is refused with the remedy."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,88 +8,57 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import GPUMutex, UnsupportedConfigurationError
+from crossover_ddp import UnsupportedConfigurationError
 from crossover_ddp.codecs import Int8
 from crossover_ddp.comm_hooks import DecoupledState
 from crossover_ddp.kfac_hooks import kfac_hook
+from tests.harness.turn import RecordingTurn
 from tests.multiprocess.kfac_training import WIDTH, Training
 
 pytestmark = pytest.mark.usefixtures("process_group")
-
-
-def refuses(match: str, kind: type[Exception] = UnsupportedConfigurationError) -> Any:
-    return pytest.raises(kind, match=match)
-
-
-@pytest.fixture
-def mutex() -> Iterator[GPUMutex]:
-    made = GPUMutex("kfac-decoupled-refused", device="cpu0")
-    yield made
-    made.close()
-
-
-def twice(made: Training, _: Any) -> None:
-    DecoupledState(made.optimizer, kfac=made.kfac)
-    DecoupledState(torch.optim.SGD(made.model.parameters(), lr=0.1), kfac=made.kfac)
-
-
-REFUSED: dict[str, tuple[Callable[[Training, GPUMutex], Any], Any]] = {
-    "codec": (
-        lambda made, _: DecoupledState(made.optimizer, kfac=made.kfac, codec=Int8()),
-        refuses("one of codec=, owners= and kfac= at most, got codec=Int8"),
+NEW = "a new KFACState without a codec for each DecoupledState, got one "
+# What DecoupledState is given beside the optimizer and K-FAC.
+REFUSED: list[tuple[Callable[[Training], dict[str, Any]], type[Exception], str]] = [
+    (lambda _: {"codec": Int8()}, UnsupportedConfigurationError, "owners= and kfac= at most, got codec=Int8"),
+    (lambda _: {"owners": "layers"}, UnsupportedConfigurationError, "got codec=None, owners='layers' and"),
+    (lambda _: {"kfac": Training(codec=Int8()).kfac}, UnsupportedConfigurationError, NEW + "with a codec"),
+    (lambda made: {"kfac": made.optimizer}, TypeError, "expected a KFACState, got kfac=SGD"),
+    (
+        lambda _: {"mutex": RecordingTurn()},
+        ValueError,
+        r"expected one mutex, got mutex=.* and a KFACState with mutex=None",
     ),
-    "owners": (
-        lambda made, _: DecoupledState(made.optimizer, kfac=made.kfac, owners="layers"),
-        refuses("at most, got codec=None, owners='layers' and"),
+    (
+        lambda _: {"process_group": dist.new_group([0])},
+        ValueError,
+        "expected one process group, got a KFACState of another, of 1 ranks",
     ),
-    "twice": (
-        twice,
-        refuses("a new KFACState without a codec for each DecoupledState, got one that is part"),
-    ),
-    "its own codec": (
-        lambda made, _: DecoupledState(made.optimizer, kfac=Training(codec=Int8()).kfac),
-        refuses("a new KFACState without a codec for each DecoupledState, got one with a codec"),
-    ),
-    "no K-FAC": (
-        lambda made, _: DecoupledState(made.optimizer, kfac=made.optimizer),  # type: ignore[arg-type]
-        refuses("expected a KFACState, got kfac=SGD", TypeError),
-    ),
-    "another mutex": (
-        lambda made, mutex: DecoupledState(made.optimizer, mutex=mutex, kfac=made.kfac),
-        refuses(r"expected one mutex, got mutex=.* and a KFACState with mutex=None", ValueError),
-    ),
-    "another group": (
-        lambda made, _: DecoupledState(made.optimizer, dist.new_group([0]), kfac=made.kfac),
-        refuses("expected one process group, got a KFACState of another, of 1 ranks", ValueError),
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(("options", "kind", "message"), REFUSED)
 def test_what_cannot_be_combined_is_refused_and_leaves_the_optimizer_alone(
-    name: str, mutex: GPUMutex
+    options: Callable[[Training], dict[str, Any]], kind: type[Exception], message: str
 ) -> None:
-    made, (make, refused) = Training(), REFUSED[name]
-    with refused:
-        make(made, mutex)
-    if name != "twice":
-        DecoupledState(made.optimizer, kfac=made.kfac)
+    made = Training()
+    with pytest.raises(kind, match=message):
+        DecoupledState(made.optimizer, **{"kfac": made.kfac} | options(made))
+    DecoupledState(made.optimizer, kfac=made.kfac)
+    with pytest.raises(UnsupportedConfigurationError, match=NEW + "that is part"):
+        DecoupledState(torch.optim.SGD(made.model.parameters(), lr=0.1), kfac=made.kfac)
 
 
-def test_its_own_hook_is_refused() -> None:
-    made = Training(decoupled=True).run(3)
-    other = DistributedDataParallel(made.model.module)
-    other.register_comm_hook(made.kfac, kfac_hook)
-    with refuses("expected decoupled_hook for a KFACState"):
-        other(torch.ones(5, WIDTH)).sum().backward()
-
-
-def test_the_states_of_both_go_on_together() -> None:
+def test_the_states_of_both_go_on_together_and_its_own_hook_is_refused() -> None:
     made = Training(decoupled=True).run(4)
     assert made.state.stats()["deferred"], "the last update waits for the next forward"
     saved = made.kfac.state_dict()
     assert not made.state.stats()["deferred"]
     assert saved["steps"] == 4
+    other = DistributedDataParallel(made.model.module)
+    other.register_comm_hook(made.kfac, kfac_hook)
+    with pytest.raises(UnsupportedConfigurationError, match="expected decoupled_hook for a KFACState"):
+        other(torch.ones(5, WIDTH)).sum().backward()
+    made.drop()
     made.kfac.load_state_dict(saved)
     made.state.close()
     made.kfac.close()

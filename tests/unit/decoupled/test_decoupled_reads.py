@@ -1,72 +1,63 @@
-"""No parameter is read or updated in another state than with plain DDP, however a model or a script gets at it."""
+"""No parameter is read or updated in another state than with plain DDP, however a model or a script gets at it.
+
+Every way of reading one through a module is seen; copies and leavers are not.
+"""
 
 import contextlib
+import copy
+import io
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import timm.utils
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector, parametrizations
 
-from tests.unit.decoupled.decoupled_training import STEPS, Training, assert_same, both, inputs, network
+from tests.harness.networks import mlp
+from tests.unit.decoupled.decoupled_training import Training, assert_same, both, inputs, network
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
 
 class Remembering(nn.Module):
-    """Reads the first layer's weight past the dictionary that holds it; the rest as usual."""
+    """Reads some layers' parameters past the dictionaries that hold them; the rest as usual."""
 
-    def __init__(self) -> None:
+    def __init__(self, *past: int) -> None:
         super().__init__()
         self.layers = network()
-        self.references = [self.layers[0].weight]
+        self.references = {place: [*self.layers[place].parameters()] for place in past}
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        hidden = features @ self.references[0].t() + self.layers[0].bias
-        for layer in self.layers[1:]:
-            hidden = layer(hidden)
-        return hidden  # type: ignore[no-any-return]
-
-
-class Tied(Remembering):
-    """Uses only what it holds itself, and has no parameters of its own."""
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = super().forward(features)
-        return nn.functional.linear(hidden, self.references[0])
-
-
-class Held(nn.Module):
-    """Reads nothing through its modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = network()
-        self.references = [[*layer.parameters()] for layer in self.layers if isinstance(layer, nn.Linear)]
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        for weight, bias in self.references:
-            features = nn.functional.linear(features, weight, bias).tanh()
+        for place, layer in enumerate(self.layers):
+            held = self.references.get(place)
+            features = layer(features) if held is None else nn.functional.linear(features, *held)
         return features
 
 
 def test_a_forward_that_reads_nothing_through_its_modules_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    Training(decoupled=True, net=Held).run(4)
+    Training(decoupled=True, net=lambda: Remembering(0, 2, 4)).run(4)
     told = [r.getMessage() for r in caplog.records if "forward does not read" in r.getMessage()]
     assert len(told) == 1
 
 
-@pytest.mark.parametrize("net", [Remembering, Tied])
-def test_references_kept_elsewhere_are_up_to_date_from_the_first_step(
-    net: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
-) -> None:
-    training, plain = both(net=net)
+def test_references_kept_elsewhere_are_up_to_date_from_step_one(caplog: pytest.LogCaptureFixture) -> None:
+    training, plain = both(net=lambda: Remembering(0))
     assert [training.step() for _ in range(10)] == [plain.step() for _ in range(10)]
     assert training.is_pending
     told = [r.getMessage() for r in caplog.records if "does not read" in r.message]
     assert len(told) == 1
-    assert "1 parameters (layers.0.weight)" in told[0]
+    assert "2 parameters (layers.0.bias, layers.0.weight)" in told[0]
+    pending: list[int] = []
+    training.model.module.layers[1].register_forward_pre_hook(
+        lambda *_: pending.append(training.state.stats()["deferred"])
+    )
+    for each in (training, plain):
+        each.step()
+    assert pending[0] >= 1, "what is read through its module is still deferred into forward"
     with torch.no_grad():  # past DDP
         assert torch.equal(*(each.model.module.eval()(inputs(9)) for each in (training, plain)))
     assert_same(training, plain)
@@ -76,7 +67,7 @@ class Watched(Remembering):
     """Has ``meanwhile`` done in the middle of forward, behind the reference."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(0)
         self.layers[1].register_forward_pre_hook(lambda *_: self.meanwhile())
         self.meanwhile: Callable[[], object] = lambda: None
 
@@ -86,19 +77,16 @@ def test_what_somebody_else_reads_is_not_taken_for_forwards_own_reads(reads: str
     training, plain = (each.run(1) for each in both(net=Watched))
     module = training.model.module
 
-    def in_a_thread() -> None:
+    def save_in_a_thread() -> None:
         saver = threading.Thread(target=module.state_dict)
         saver.start()
         saver.join(60)
 
-    def fail() -> None:
-        raise ArithmeticError
-
     if reads == "in another thread":
-        module.meanwhile = in_a_thread
+        module.meanwhile = save_in_a_thread
     else:
-        module.meanwhile = fail
-        with pytest.raises(ArithmeticError):
+        module.meanwhile = lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError):
             training.loss()
         module.state_dict()
         module.meanwhile = lambda: None
@@ -117,54 +105,21 @@ def test_a_module_that_takes_another_ones_place_is_guarded() -> None:
     assert_same(training, plain)
 
 
-def test_what_is_read_through_its_module_is_still_deferred_into_forward() -> None:
-    """Only the buckets of what is read past the guards come before forward."""
-    training = Training(decoupled=True, net=Remembering).run()
-    pending: list[int] = []
-    training.model.module.layers[1].register_forward_pre_hook(
-        lambda *_: pending.append(training.state.stats()["deferred"])
-    )
-    training.backward()
-    assert pending[0] >= 1
-
-
-def test_guards_are_down_from_the_last_update_on() -> None:
-    training = Training(decoupled=True).run(4)
-    last = [module for module in training.model.modules() if isinstance(module, nn.Linear)][-1]
-    are_plain: list[bool] = []
-    last.register_forward_hook(lambda *_: are_plain.append(type(vars(last)["_parameters"]) is dict))
-    training.run(2)
-    assert are_plain == [True, True]
-
-
 class First(nn.Module):
     def forward(self, several: tuple[torch.Tensor, Any]) -> torch.Tensor:
         return several[0]
 
 
 def test_nobody_is_told_of_references_where_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
-    Training(decoupled=True, net=lambda: nn.Sequential(nn.LSTM(6, 6), First(), nn.Linear(6, 6))).run(8)
+    def net() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.LSTM(6, 6), First(), parametrizations.weight_norm(nn.Linear(6, 6)))
+
+    training, plain = (each.run(8) for each in both(net=net))
+    assert training.is_pending
     assert "does not read" not in caplog.text
-
-
-WAYS: dict[str, Callable[[Training], list[Any]]] = {
-    "the model": lambda t: list(t.model.parameters()),
-    "the optimizer": lambda t: [p for group in t.optimizer.param_groups for p in group["params"]],
-    "the optimizer's list": lambda t: t.optimizer.param_groups[0]["params"] + [],
-    "a sum of lists": lambda t: sum((group["params"] for group in t.optimizer.param_groups), []),  # noqa: RUF017
-    "a copy": lambda t: t.optimizer.param_groups[0]["params"].copy(),
-    "backwards": lambda t: [*reversed(t.optimizer.param_groups[0]["params"])],
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_parameters_clamped_after_step_through_model_or_optimizer_are_those_of_plain_ddp(way: str) -> None:
-    training, plain = both()
-    for each in (training, plain):
-        for _ in range(STEPS):
-            each.step()
-            for parameter in WAYS[way](each):
-                parameter.data.clamp_(-0.1, 0.1)
+    assert torch.equal(*(each.model.module[2].weight for each in (training, plain)))
+    assert training.is_pending
     assert_same(training, plain)
 
 
@@ -196,3 +151,132 @@ def test_a_thread_that_saves_applies_no_update_twice(monkeypatch: pytest.MonkeyP
         saver.join(60)
     assert both_are_in.broken
     assert_same(training, plain)
+
+
+class Pending(Training):
+    """All parameters of a network are to be updated, each in a bucket of its own; tells which of them were."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(decoupled=True, net=lambda: network)
+        self.network = network
+        self.names = [name for name, _ in network.named_parameters()]
+        self.run(4)
+        self.pend()
+
+    def pend(self) -> None:
+        """Have all parameters to be updated again."""
+        self.backward()
+        self.before = [parameter.detach().clone() for parameter in self.held]
+        self.update()
+        assert self.is_pending
+
+    def updated(self) -> list[str]:
+        pairs = zip(self.names, self.held, self.before, strict=True)
+        return [name for name, now, before in pairs if not torch.equal(now, before)]
+
+
+@pytest.fixture
+def pending() -> Pending:
+    return Pending(mlp(6, 32, 32, seed=3))
+
+
+ALL = ["0.weight", "0.bias", "2.weight", "2.bias"]
+SPARE = mlp(6, 32, 32, seed=4).state_dict()
+READS: dict[str, tuple[Callable[[Any], object], list[str]]] = {
+    "forward": (lambda m: m(torch.ones(1, 6)), ALL),
+    "forward without gradients": (lambda m: torch.no_grad()(m)(torch.ones(1, 6)), ALL),
+    "evaluation": (lambda m: m.eval()(torch.ones(1, 6)), ALL),
+    "a compiled module": (lambda m: torch.compile(m, backend="eager")(torch.ones(1, 6)), ALL),
+    "one module": (lambda m: m[2](torch.ones(1, 32)), ALL[2:]),
+    "state_dict": (lambda m: m.state_dict(), ALL),
+    "state_dict of a module": (lambda m: m[0].state_dict(), ALL[:2]),
+    "parameters": (lambda m: list(m.parameters()), ALL),
+    "named_parameters": (lambda m: list(m.named_parameters()), ALL),
+    "an attribute": (lambda m: m[0].weight, ALL[:1]),
+    "get_parameter": (lambda m: m.get_parameter("2.bias"), ALL[3:]),
+    "as a vector": (lambda m: parameters_to_vector(m.parameters()), ALL),
+    "deep copy": (copy.deepcopy, ALL),
+    "pickle": (pickle.dumps, ALL),
+    "torch.save": (lambda m: torch.save(m, io.BytesIO()), ALL),
+    "load_state_dict": (lambda m: m.load_state_dict(SPARE), ALL),
+    "a dictionary of them": (lambda m: dict(m[0]._parameters), ALL[:2]),
+    "their values": (lambda m: list(m[0]._parameters.values()), ALL[:2]),
+    "one by name": (lambda m: m[0]._parameters.get("bias"), ALL[1:2]),
+    "representation": (repr, [ALL[1], ALL[3]]),
+    "removal": (lambda m: m[0]._parameters.pop("bias"), ALL[1:2]),
+    "functional_call": (lambda m: torch.func.functional_call(m, {}, torch.ones(1, 6)), ALL),
+    "moving average": (lambda m: timm.utils.ModelEmaV3(m), ALL),
+    # These read no parameter.
+    "training mode": (lambda m: m.train().eval(), []),
+    "a missing name": (lambda m: m[0]._parameters.get("missing"), []),
+    "buffers": (lambda m: list(m.buffers()), []),
+    "names": (lambda m: [*m[0]._parameters, "weight" in m[0]._parameters], []),
+}
+
+
+@pytest.mark.parametrize("way", READS)
+def test_reading_brings_up_to_date_what_is_read(way: str, pending: Pending) -> None:
+    read, names = READS[way]
+    read(pending.network)
+    assert pending.updated() == names
+    assert pending.is_pending == (names != ALL)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_is_an_ordinary_module(copied: Callable[[nn.Module], nn.Module], pending: Pending) -> None:
+    twin = copied(pending.network)
+    pending.pend()
+    twin(torch.ones(1, 6))
+    assert pending.updated() == []
+    assert all(type(module._parameters) is dict for module in twin.modules())
+
+
+def test_a_module_looks_as_before_when_guards_are_down_with_what_was_set_meanwhile(pending: Pending) -> None:
+    module: Any = pending.network.get_submodule("0")
+    pending.state.flush()
+    plain, hooks = vars(module)["_parameters"], dict(module._forward_pre_hooks)
+    for _ in range(2):
+        pending.pend()
+        assert vars(module)["_parameters"] is not plain
+        assert len(module._forward_pre_hooks) == 1 + len(hooks)
+        pending.state.flush()
+        assert vars(module)["_parameters"] is plain, "dynamo guards on what the dictionary is"
+        assert dict(module._forward_pre_hooks) == hooks
+    pending.pend()
+    module.register_parameter("late", nn.Parameter(torch.ones(1)))
+    module.weight = weight = nn.Parameter(torch.ones(32, 6))
+    del module.bias
+    pending.state.close()
+    assert type(module._parameters) is dict
+    assert list(module._parameters) == ["weight", "late"]
+    assert module.weight is weight
+    assert not module._forward_pre_hooks
+
+
+def test_a_parameter_that_moves_to_a_new_module_is_guarded_there(pending: Pending) -> None:
+    pending.state.flush()
+    module: Any = pending.network.get_submodule("0")
+    inner = nn.ParameterList([module.weight])
+    del module.weight
+    # As parametrizations have it.
+    module.__class__ = type("Moved", (nn.Linear,), {"weight": property(lambda self: self.inner[0])})
+    module.inner = inner
+    pending.pend()
+    assert module.weight is pending.held[0]
+    assert pending.updated() == ALL[:1]
+
+
+def test_replays_of_a_cuda_graph_read_what_is_up_to_date() -> None:
+    """``torch.cuda.make_graphed_callables`` puts a function in the place of forward that asks no module."""
+    network = mlp(6, 32, 32, seed=3)
+    held, read = list(network.parameters()), []
+
+    def replay(features: torch.Tensor) -> torch.Tensor:
+        read.append([parameter.detach().clone() for parameter in held])
+        return features @ held[0].t() @ held[2].t() + held[3] + held[1].sum()
+
+    replay.__module__ = "torch.cuda.graphs"
+    network.forward = replay  # type: ignore[method-assign]
+    pending = Pending(network)
+    network(torch.ones(1, 6))
+    assert not any(map(torch.equal, read[-1], pending.before))

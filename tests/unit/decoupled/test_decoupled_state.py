@@ -19,7 +19,7 @@ from crossover_ddp import DecoupledState, KFACState, UnsupportedConfigurationErr
 from crossover_ddp.codecs import Int8
 from tests.harness import training as harness
 from tests.harness.networks import blow
-from tests.unit.decoupled.decoupled_training import STEPS, Training, assert_same, both, inputs, sgd
+from tests.unit.decoupled.decoupled_training import STEPS, Training, assert_same, both, inputs
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 refused = functools.partial(pytest.raises, UnsupportedConfigurationError)
@@ -87,9 +87,7 @@ def test_step_changes_nothing_until_somebody_looks(look: str, training: Training
     assert all(map(torch.equal, training.held, plain.run().weights()))
 
 
-def test_reading_in_every_step_is_correct_and_said_once(
-    training: Training, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reading_in_every_step_is_said_once(training: Training, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(8):
             training.step()
@@ -97,76 +95,39 @@ def test_reading_in_every_step_is_correct_and_said_once(
     assert len([r for r in caplog.records if "updates wait for the network" in r.message]) == 1
 
 
-def test_a_learning_rate_that_is_a_tensor_may_be_changed_in_place() -> None:
-    training, plain = both(make=lambda m: torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1)))
-    for each in (training, plain):
-        for _ in range(8):
-            each.step()
-            each.optimizer.param_groups[0]["lr"].mul_(0.9)
-    assert training.is_pending
-    assert_same(training, plain)
-
-
 @pytest.mark.parametrize("scheduler_first", [True, False])
 @pytest.mark.parametrize("when", ["after", "before"])
 @pytest.mark.parametrize("ours", ["decoupled", "owned"])
-def test_schedulers_work_wherever_they_are_made_and_stepped(
-    ours: str, scheduler_first: bool, when: str
-) -> None:
+def test_schedulers_work_wherever_they_are_stepped(ours: str, scheduler_first: bool, when: str) -> None:
     cycle = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=20)
-    trained = []
-    for way in (ours, None):
-        each = harness.Training(way, schedule=cycle if scheduler_first else None)
+    trained = [harness.Training(way, schedule=cycle if scheduler_first else None) for way in (ours, None)]
+    for each in trained:
         scheduler = each.schedulers.pop() if scheduler_first else cycle(each.optimizer)
         with warnings.catch_warnings():
             # Stepping it before is what torch warns of in any case; stepping it after must not warn.
             warnings.simplefilter("ignore" if when == "before" else "error")
+            acts = (scheduler.step, each.update) if when == "before" else (each.update, scheduler.step)
             for _ in range(8):
                 each.backward()
-                if when == "before":
-                    scheduler.step()
-                each.update()
-                if when == "after":
-                    scheduler.step()
-        trained.append(each)
+                for act in acts:
+                    act()
     assert_same(*trained)
-
-
-def test_a_closure_is_called_once_and_its_step_is_deferred(training: Training, plain: Training) -> None:
-    for each in (training, plain):
-        each.run()
-        calls: list[float] = []
-
-        def closure(each: Training = each, calls: list[float] = calls) -> float:
-            each.drop()
-            calls.append(each.backward())
-            return calls[-1]
-
-        for _ in range(3):
-            with torch.no_grad():  # the closure needs gradients whatever the caller has set
-                assert each.optimizer.step(closure) == calls[-1]
-        assert len(calls) == 3
-    assert training.is_pending
-    assert_same(training, plain)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
-def test_clipping_by_the_state_is_torchs_and_may_be_repeated(
-    norm_type: float, max_norm: float, training: Training, plain: Training
-) -> None:
+def test_clipping_by_the_state_is_torchs_and_may_be_repeated(norm_type: float, max_norm: float) -> None:
+    training, plain = both()
     for _ in range(STEPS):
-        for factor in (1.0, 0.1):
-            for each in (training, plain):
-                if factor == 1.0:
-                    each.backward()
-            got = training.state.clip_grad_norm_(factor * max_norm, norm_type)
-            expected = clip_grad_norm_(plain.model.parameters(), factor * max_norm, norm_type)
+        training.backward()
+        plain.backward()
+        for most in (max_norm, 0.1 * max_norm):
+            got = training.state.clip_grad_norm_(most, norm_type)
+            expected = clip_grad_norm_(plain.model.parameters(), most, norm_type)
             assert torch.allclose(got, expected, rtol=1e-5)
-        for each in (training, plain):
-            each.update()
-    for a, b in zip(training.weights(), plain.weights(), strict=True):
-        assert torch.allclose(a, b, rtol=1e-6, atol=1e-8)
+        training.update()
+        plain.update()
+    torch.testing.assert_close(training.weights(), plain.weights(), rtol=1e-6, atol=1e-8)
 
 
 CHANGES: dict[str, Callable[[list[nn.Parameter]], object]] = {
@@ -185,26 +146,31 @@ WAYS: dict[str, Callable[[Training], list[nn.Parameter]]] = {
     "the optimizer by number": lambda t: [
         group["params"][i] for group in t.optimizer.param_groups for i in range(len(group["params"]))
     ],
+    "the optimizer's list": lambda t: t.optimizer.param_groups[0]["params"] + [],
+    "a sum of lists": lambda t: sum((group["params"] for group in t.optimizer.param_groups), []),  # noqa: RUF017
+    "a copy": lambda t: t.optimizer.param_groups[0]["params"].copy(),
+    "backwards": lambda t: [*reversed(t.optimizer.param_groups[0]["params"])],
     FLUSHED: lambda t: (t.state and t.state.flush(), t.held)[1],
 }
 
 
 @pytest.mark.parametrize("settled", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_gradients_changed_through_tensors_taken_earlier_are_refused(
-    change: str, settled: bool, training: Training
-) -> None:
+def test_changes_through_old_tensors_are_refused(change: str, settled: bool, training: Training) -> None:
     training.run(4 if settled else 0).backward()
     CHANGES[change](training.held)
     with refused(match=r"flush\(\)"):
         training.optimizer.step()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["the model", "the network", "the optimizer", "the optimizer by number", FLUSHED]
+)
 @pytest.mark.parametrize("change", CHANGES)
-def test_gradients_changed_in_a_way_that_is_seen_are_those_of_plain_ddp(
-    change: str, way: str, training: Training, plain: Training, caplog: pytest.LogCaptureFixture
+def test_changes_in_a_way_that_is_seen_are_those_of_plain_ddp(
+    change: str, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    training, plain = both()
     for each in (training, plain):
         for _ in range(STEPS):
             each.backward()
@@ -221,16 +187,21 @@ def clamp(parameters: list[nn.Parameter]) -> None:
         parameter.data.clamp_(-0.1, 0.1)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_clamped_parameters_are_those_of_plain_ddp(way: str, training: Training, plain: Training) -> None:
+    for each in (training, plain):
+        for _ in range(STEPS):
+            each.step()
+            clamp(WAYS[way](each))
+    assert_same(training, plain)
+
+
 # Done between step() and the next forward to tensors taken earlier, after so many steps; `.data` counts no version.
 SPOILED: dict[str, tuple[Callable[[list[Any], list[Any]], object], int, str]] = {
     "gradients": (lambda held, gradients: gradients[0].zero_(), STEPS, "changed in place"),
     "gradients' data": (lambda held, gradients: gradients[0].data.mul_(0.5), 3, "got gradients that were"),
     "parameters": (lambda held, gradients: held[0].add_(1.0), STEPS, "parameters that nobody writes"),
-    "parameters' data": (
-        lambda held, gradients: clamp(held),
-        2,
-        r"data\.clamp_.*state\.flush\(\) after step",
-    ),
+    "parameters' data": (lambda held, _: clamp(held), 2, r"data\.clamp_.*state\.flush\(\) after step"),
 }
 
 
@@ -247,9 +218,7 @@ def test_what_is_changed_before_its_update_is_refused(spoiled: str, training: Tr
 
 
 @pytest.mark.parametrize(("check", "refuses"), [("", False), ("0", False), ("1", True)])
-def test_later_steps_are_checked_on_request(
-    check: str, refuses: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_steps_are_checked_if_asked(check: str, refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CROSSOVER_CHECK", check)
     training, plain = (each.run(8) for each in both())
     assert training.is_pending
@@ -284,6 +253,24 @@ def written(each: Training) -> None:
         for parameter in each.held:
             parameter.mul_(0.9)
     each.update()
+
+
+def by_closure(each: Training) -> None:
+    calls: list[float] = []
+
+    def closure() -> float:
+        each.drop()
+        calls.append(each.backward())
+        return calls[-1]
+
+    with torch.no_grad():  # the closure needs gradients whatever the caller has set
+        assert each.optimizer.step(closure) == calls[-1]
+    assert len(calls) == 1
+
+
+def rate_in_place(each: Training) -> None:
+    each.step()
+    each.optimizer.param_groups[0]["lr"].mul_(0.9)
 
 
 def under_autocast(each: Training) -> None:
@@ -325,24 +312,26 @@ class NewState(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    mean = self.state[parameter].get("mean")
-                    if mean is not None:
-                        mean.mul_(0.5)
-                    self.state[parameter]["mean"] = parameter.grad + (0.0 if mean is None else mean)
-                    parameter.add_(self.state[parameter]["mean"], alpha=-group["lr"])
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            mean = self.state[parameter].get("mean", torch.zeros(()))
+            self.state[parameter]["mean"] = mean.mul_(0.5) + parameter.grad
+            parameter.add_(self.state[parameter]["mean"], alpha=-0.05)
 
 
 Loop = Callable[[Training], None]
-LOOPS: list[tuple[Loop, Callable[[nn.Module], torch.optim.Optimizer]]] = [
-    *((loop, sgd) for loop in (accumulated, never_zeroed, dropped, written, in_a_lookahead)),
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+DEFERRED: list[tuple[Loop, Make | None]] = [
+    *((loop, None) for loop in (accumulated, never_zeroed, dropped, written, by_closure)),
+    (rate_in_place, lambda model: torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))),
+]
+LOOPS: list[tuple[Loop, Make | None]] = [
+    *DEFERRED,
+    (in_a_lookahead, None),
     (under_autocast, lambda model: torch.optim.Adafactor(model.parameters(), lr=0.05)),
     *(
         (functools.partial(scaled, unscale=unscale), make)
         for unscale in (True, False)
-        for make in (sgd, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
+        for make in (None, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
     ),
     *(
         (
@@ -356,14 +345,12 @@ LOOPS: list[tuple[Loop, Callable[[nn.Module], torch.optim.Optimizer]]] = [
 
 
 @pytest.mark.parametrize(("loop", "make"), LOOPS)
-def test_what_loops_do_is_as_with_plain_ddp(
-    loop: Loop, make: Callable[[nn.Module], torch.optim.Optimizer]
-) -> None:
+def test_what_loops_do_is_as_with_plain_ddp(loop: Loop, make: Make | None) -> None:
     training, plain = both(make=make)
     for each in (training, plain):
         for _ in range(10):
             loop(each)
-    if loop in (accumulated, never_zeroed, dropped, written):
+    if (loop, make) in DEFERRED:
         assert training.is_pending == (loop is not dropped), "who touches gradients makes them whole"
     assert_same(training, plain)
 
@@ -383,8 +370,7 @@ def test_hooks_of_the_optimizer_see_whole_steps(kind: str, training: Training, p
 
 
 def test_an_exception_in_backward_is_followed_by_a_refused_step(training: Training) -> None:
-    training.run()
-    training.model.module[2].register_forward_hook(lambda m, a, out: blow(out))
+    training.run().model.module[2].register_forward_hook(lambda m, a, out: blow(out))
     with pytest.raises(ArithmeticError):
         training.backward()
     with refused(match="ended with an exception"):
@@ -395,6 +381,9 @@ def test_a_copied_model_and_after_close_the_optimizer_are_ordinary(
     training: Training, plain: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
     training.run(3)
+    training.state.load_state_dict({"forward_order": ["0.weight"]})  # of version 0.1
+    with pytest.raises(ValueError, match="expected a state dict of a DecoupledState"):
+        training.state.load_state_dict({"order": []})
     for twin in (copy.deepcopy(training.model), copy.deepcopy(training.model.module)):
         assert not training.is_pending
         twin(inputs(0)).sum().backward()
@@ -407,12 +396,6 @@ def test_a_copied_model_and_after_close_the_optimizer_are_ordinary(
     training.run(STEPS)
     assert_same(training, plain.run(STEPS + 3))
     DecoupledState(training.optimizer).close()
-
-
-def test_another_hooks_state_dict_is_refused_and_one_of_version_0_1_is_read(training: Training) -> None:
-    training.state.load_state_dict({"forward_order": ["0.weight"]})
-    with pytest.raises(ValueError, match="expected a state dict of a DecoupledState"):
-        training.state.load_state_dict({"order": []})
 
 
 def test_without_the_state_ddp_goes_on_after_an_error(training: Training, plain: Training) -> None:
@@ -428,40 +411,34 @@ def test_without_the_state_ddp_goes_on_after_an_error(training: Training, plain:
     assert_same(training, plain)
 
 
-# --- what cannot be done is refused, and leaves nothing half done -------------------------------------------------
+class Embedded(nn.Module):
+    """Has sparse gradients, and reads no features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3, sparse=True)
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        return self.embedding(torch.tensor([1]))  # type: ignore[no-any-return]
 
 
-def second_model() -> harness.Training:
-    first = Training(decoupled=True)
-    first.backward()
-    second = harness.Training(lambda *_: (first.state, decoupled_hook))
-    vars(second)["first"] = first  # still there
-    return second
+def some(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(model.parameters())[:4], lr=0.1)
 
 
-NO_VIEWS = {"gradient_as_bucket_view": False, "find_unused_parameters": True}
-REFUSED: dict[str, tuple[Callable[[], harness.Training], str]] = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no views that can be made": (
-        lambda: Training(decoupled=True, ddp=NO_VIEWS),
+        {"ddp": {"gradient_as_bucket_view": False, "find_unused_parameters": True}},
         r"gradient_as_bucket_view=False and find_unused",
     ),
-    "parameters without an optimizer": (
-        lambda: Training(decoupled=True, make=lambda m: torch.optim.SGD(list(m.parameters())[:4], lr=0.1)),
-        r"got 2 that are not in it \(4.*parameter group",
-    ),
-    "sparse gradients": (
-        lambda: harness.Training(
-            "decoupled", module=nn.Embedding(4, 3, sparse=True), loss=lambda m, *_: m(torch.tensor([1])).sum()
-        ),
-        "sparse=False",
-    ),
+    "parameters without an optimizer": ({"make": some}, r"got 2 that are not in it \(4.*parameter group"),
+    "sparse gradients": ({"net": Embedded}, "sparse=False"),
     "a scripted module": (
-        lambda: Training(decoupled=True, net=lambda: nn.Sequential(torch.jit.script(nn.Linear(6, 6)))),
+        {"net": lambda: nn.Sequential(torch.jit.script(nn.Linear(6, 6)))},
         r"got 0 made by torch\.jit",
     ),
-    "a second model": (second_model, "one model for each DecoupledState"),
     "a codec, which would round the parameters that owners send": (
-        lambda: Training(decoupled=True, owners="layers", codec=Int8()),
+        {"owners": "layers", "codec": Int8()},
         r"owners='layers' and kfac=None.*use one of them",
     ),
 }
@@ -469,16 +446,19 @@ REFUSED: dict[str, tuple[Callable[[], harness.Training], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_decoupled_is_refused(name: str) -> None:
-    make, message = REFUSED[name]
+    options, message = REFUSED[name]
     with refused(match=message):
-        make().backward()
+        Training(decoupled=True, **options).backward()
 
 
-def test_strangers_in_the_optimizer_are_refused_when_they_have_gradients() -> None:
+def test_a_second_model_and_gradients_of_strangers_are_refused() -> None:
     stranger = nn.Parameter(torch.ones(2))
-    training = Training(
-        decoupled=True, make=lambda model: torch.optim.SGD([*model.parameters(), stranger], lr=0.1)
-    )
+    training = Training(decoupled=True, make=lambda m: torch.optim.SGD([*m.parameters(), stranger], lr=0.1))
+    training.backward()
+    second = harness.Training(lambda *_: (training.state, decoupled_hook))
+    with refused(match="one model for each DecoupledState"):
+        second.backward()
+    training.drop()
     (training.loss() + stranger.sum()).backward()
     with refused(match="gradients of 1 other parameters"):
         training.optimizer.step()
