@@ -1,63 +1,65 @@
-"""What the hooks record is what layers' inputs and their outputs' gradients make up by definition in float64."""
+"""What the hooks record is what layers' inputs and their outputs' gradients make up by definition in float64.
+
+Only what ends up in the step's gradient forms factors, whatever else a training loop does with the model.
+"""
 
 import copy
 import gc
+import importlib.util
+import itertools
 import pickle
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from crossover_ddp._kfac.capture import FactorCapture
-from crossover_ddp._kfac.factors import WeightSharing
-from crossover_ddp._kfac.layers import Layer, LayerShape, find_layers
+from crossover_ddp._kfac.factors import Columns, WeightSharing, multiplied
+from crossover_ddp._kfac.layers import LayerShape, find_layers
 from tests.multiprocess.kfac_oracle import RankRun
 
 pytestmark = pytest.mark.torch_version
-
-
-class Captured(NamedTuple):
-    """Both factors of one layer in a step: [groups, a_dim, a_dim] and [groups, g_dim, g_dim], or their columns."""
-
-    a: Tensor
-    g: Tensor
+assert_close = torch.testing.assert_close
+# By a layer's name: A of [groups, a_dim, a_dim] and G of [groups, g_dim, g_dim], or their columns.
+Factors = dict[str, tuple[Any, Any]]
 
 
 class Net(nn.Module):
-    """A convolution, an in-place activation, a layer used ``uses`` times on tokens, and a head."""
+    """A convolution, an activation, a layer used ``uses`` times on tokens, the first ``outside`` of a checkpoint."""
 
-    def __init__(self, uses: int = 1, reentrant: bool | None = None) -> None:
+    def __init__(self, uses: int, reentrant: bool | None, outside: int, inplace: bool) -> None:
         super().__init__()
         self.conv = nn.Conv2d(2, 4, 3, stride=2, padding=1)
-        self.act = nn.ReLU(inplace=True)
+        self.act = nn.ReLU(inplace)
         self.token = nn.Linear(4, 4)
         self.head = nn.Linear(4, 3, bias=False)
-        self.uses = uses
-        self.reentrant = reentrant
+        self.uses, self.reentrant, self.outside, self.inplace = uses, reentrant, outside, inplace
 
-    def tokens(self, x: Tensor) -> Tensor:
-        for _ in range(self.uses):
+    def tokens(self, x: Tensor, uses: int) -> Tensor:
+        for _ in range(uses):
             # In place on what the layer returned: the gradient recorded is that before it.
-            x = self.token(x).sin_()
+            x = self.token(x).sin_() if self.inplace else self.token(x).sin()
         return x
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.act(self.conv(x)).flatten(2).mT
-        kept = self.reentrant is None
-        x = self.tokens(x) if kept else checkpoint(self.tokens, x, use_reentrant=self.reentrant)
-        return self.head(x.mean(1))
+        x = self.tokens(self.act(self.conv(x)).flatten(2).mT, self.outside)
+        inside = x, self.uses - self.outside
+        if self.reentrant is None:
+            x = self.tokens(*inside)
+        else:
+            x = checkpoint(self.tokens, *inside, use_reentrant=self.reentrant)
+        return self.head(x.mean(1))  # type: ignore[no-any-return]
 
 
-def net(uses: int = 1, reentrant: bool | None = None) -> Net:
+def net(uses: int = 1, reentrant: bool | None = None, outside: int = 0, inplace: bool = True) -> Net:
     torch.manual_seed(0)
-    return Net(uses, reentrant).double()
+    return Net(uses, reentrant, outside, inplace).double()
 
 
 def batch(size: int = 6, seed: int = 0) -> Tensor:
@@ -69,59 +71,31 @@ def loss_of(output: Tensor) -> Tensor:
     return output.exp().sum(-1).mean()
 
 
-def defined(
-    model: nn.Module,
-    x: Tensor,
-    sharing: WeightSharing = "expand",
-    loss: Callable[[Tensor], Tensor] = loss_of,
-) -> dict[str, Captured]:
-    """Return the factors of every layer."""
-    run = RankRun(copy.deepcopy(model), x, loss)
-    return {name: Captured(*run.factors(name, sharing)) for name in run.layers}
+def expected(
+    uses: int = 1, x: Tensor | None = None, loss: Callable[[Tensor], Tensor] = loss_of, model: Any = None
+) -> Factors:
+    """Return the factors of every layer by their definition."""
+    run = RankRun(model or net(uses, inplace=False), batch() if x is None else x, loss)
+    return {name: run.factors(name, "expand") for name in run.layers}
 
 
-class OutOfPlace(Net):
-    def tokens(self, x: Tensor) -> Tensor:
-        for _ in range(self.uses):
-            x = self.token(x).sin()
-        return x
-
-
-def expected_of(model: Net, x: Tensor, *options: Any, **named: Any) -> dict[str, Captured]:
-    plain = OutOfPlace(model.uses).double()
-    plain.load_state_dict(model.state_dict())
-    plain.act = nn.ReLU()
-    return defined(plain, x, *options, **named)
-
-
-@dataclass
 class Recorded:
     """A model with its capture."""
 
-    model: nn.Module
-    layers: list[Layer]
-    capture: FactorCapture
+    def __init__(self, model: nn.Module, sharing: WeightSharing = "expand", **options: Any) -> None:
+        self.model = model
+        self.layers, _ = find_layers(model)
+        self.capture = FactorCapture(self.layers, sharing=sharing, model=model, **options)
 
-    def taken(self) -> dict[str, Captured | None]:
-        """Take the factors of all layers by name; None: it was not called, or no gradient came."""
-        found: dict[str, Captured | None] = {}
-        for index, layer in enumerate(self.layers):
-            a, g = self.capture.take(index)
-            found[layer.name] = None if a is None or g is None else Captured(a, g)  # type: ignore[arg-type]
-        return found
+    def backward(self, *parts: Tensor) -> None:
+        """Accumulate the mean gradient over micro-batches, by default over one."""
+        parts = parts or (batch(),)
+        for part in parts:
+            (loss_of(self.model(part)) / len(parts)).backward()
 
-
-def recorded(model: nn.Module, sharing: WeightSharing = "expand", **options: object) -> Recorded:
-    layers, _ = find_layers(model)
-    return Recorded(model, layers, FactorCapture(layers, sharing=sharing, model=model, **options))  # type: ignore[arg-type]
-
-
-def assert_same(got: dict[str, Captured | None], expected: dict[str, Captured]) -> None:
-    assert got.keys() == expected.keys()
-    for name, captured in got.items():
-        assert captured is not None, name
-        torch.testing.assert_close(captured.a, expected[name].a, msg=lambda m, n=name: f"A of {n}: {m}")
-        torch.testing.assert_close(captured.g, expected[name].g, msg=lambda m, n=name: f"G of {n}: {m}")
+    def taken(self) -> Factors:
+        """Take the factors of all layers; each is None where it was not called, or no gradient came."""
+        return {layer.name: self.capture.take(index) for index, layer in enumerate(self.layers)}
 
 
 @pytest.mark.parametrize(
@@ -129,35 +103,31 @@ def assert_same(got: dict[str, Captured | None], expected: dict[str, Captured]) 
     [("expand", 1, "mean"), ("expand", 2, "sum"), ("reduce", 2, "mean"), ("kfac-pytorch", 2, "mean")],
 )
 def test_four_micro_batches_are_one_large_batch(sharing: WeightSharing, uses: int, accumulated: str) -> None:
-    large = recorded(net(uses), sharing)
-    loss_of(large.model(batch(8))).backward()
-    small = recorded(net(uses), sharing, accumulated=accumulated)
+    large, small = Recorded(net(uses), sharing), Recorded(net(uses), sharing, accumulated=accumulated)
+    large.backward(batch(8))
     for part in batch(8).chunk(4):
         (loss_of(small.model(part)) / (4 if accumulated == "mean" else 1)).backward()
     assert small.capture.micro_batches == 4
-    expected = {name: captured for name, captured in large.taken().items() if captured}
-    assert_same(small.taken(), expected)
+    assert_close(small.taken(), large.taken())
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize(("uses", "outside", "micro_batches"), [(1, 0, 1), (2, 0, 3), (2, 1, 1)])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_counts_every_call_once(reentrant: bool, uses: int, micro_batches: int) -> None:
-    run = recorded(net(uses, reentrant))
-    for part in batch().chunk(micro_batches):
-        (loss_of(run.model(part)) / micro_batches).backward()
+def test_checkpointed_calls_count_once(reentrant: bool, uses: int, outside: int, micro_batches: int) -> None:
+    run = Recorded(net(uses, reentrant, outside))
+    run.backward(*batch().chunk(micro_batches))
     assert run.capture.micro_batches == micro_batches
-    assert_same(run.taken(), expected_of(net(uses), batch()))
+    assert_close(run.taken(), expected(uses))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_of_the_whole_model(reentrant: bool) -> None:
-    run = recorded(net())
+    run = Recorded(net())
     for part in batch().chunk(2):
         output = checkpoint(run.model, part.requires_grad_(), use_reentrant=reentrant)
         (loss_of(output) / 2).backward()
     assert run.capture.micro_batches == 2
-    assert_same(run.taken(), expected_of(net(), batch()))
+    assert_close(run.taken(), expected())
 
 
 def test_losses_are_scaled_back_by_the_scale_of_their_backward_read_once() -> None:
@@ -168,49 +138,26 @@ def test_losses_are_scaled_back_by_the_scale_of_their_backward_read_once() -> No
         reads.append(scale)
         return scale
 
-    run = recorded(net(), loss_scale=read)
+    run = Recorded(net(), loss_scale=read)
     for next_scale, part in zip((1024.0, 2.0), batch().chunk(2), strict=True):
         loss = loss_of(run.model(part)) / 2
         scale = next_scale
         (scale * loss).backward()
     assert reads == [1024.0, 2.0]
-    assert_same(run.taken(), expected_of(net(), batch()))
-
-
-def test_evaluation_captures_nothing() -> None:
-    run = recorded(net())
-    with torch.no_grad():
-        run.model(batch())
-    run.model.eval()
-    loss_of(run.model(batch())).backward()
-    run.model.train()
-    run.capture.active = False
-    loss_of(run.model(batch())).backward()
-    run.capture.active = True
-    run.model(batch())  # and no backward
-    assert run.capture.micro_batches == 0
-    assert set(run.taken().values()) == {None}
+    assert_close(run.taken(), expected())
 
 
 def test_what_another_hook_makes_of_the_output_is_not_the_layers() -> None:
     model = net()
     model.head.register_forward_hook(lambda module, args, output: output * 3)
-    run = recorded(model)
+    run = Recorded(model)
     loss_of(model(batch()) / 3).backward()
-    assert_same(run.taken(), expected_of(net(), batch()))
-
-
-def test_copies_of_the_model_add_nothing() -> None:
-    run = recorded(net())
-    loss_of(run.model(batch())).backward()
-    for other in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))):
-        loss_of(other(batch(seed=1))).backward()
-    assert_same(run.taken(), expected_of(net(), batch()))
+    assert_close(run.taken(), expected())
 
 
 def test_nobody_is_kept_alive() -> None:
-    run = recorded(net())
-    loss_of(run.model(batch())).backward()
+    run = Recorded(net())
+    run.backward()
     model, capture = weakref.ref(run.model), weakref.ref(run.capture)
     kept = run.model
     del run
@@ -223,13 +170,186 @@ def test_nobody_is_kept_alive() -> None:
 
 
 def test_closing_removes_the_hooks() -> None:
-    run = recorded(net())
+    run = Recorded(net())
     loss = loss_of(run.model(batch()))
     run.capture.close()
     run.capture.close()
     loss.backward()
-    assert set(run.taken().values()) == {None}
+    assert set(run.taken().values()) == {(None, None)}
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.model.modules())
+
+
+def attack(model: nn.Module, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    for _ in range(2):
+        torch.autograd.grad(loss_of(model(x)) * 1000, x)
+
+
+def given_up(model: nn.Module, x: Tensor, *, to_none: bool = True) -> None:
+    (1000 * loss_of(model(x * 2))).backward()
+    model.zero_grad(set_to_none=to_none)
+
+
+def functional_gradient(model: nn.Module, x: Tensor) -> None:
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return loss_of(torch.func.functional_call(model, parameters, (x,)))
+
+    torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+
+
+def evaluated(model: nn.Module, x: Tensor) -> None:
+    with torch.no_grad():
+        model(x)
+    loss_of(model.eval()(x)).backward()
+    model.train()
+
+
+BEFORE: dict[str, Callable[[Any, Tensor], object]] = {
+    "attack": attack,
+    "attack on weights": lambda m, x: torch.autograd.grad(loss_of(m(x)) * 1000, list(m.parameters())),
+    "functional gradient": functional_gradient,
+    "forward alone": lambda m, x: loss_of(m(x * 7)).item(),
+    "forward that is kept": lambda m, x: loss_of(m(x * 7)),
+    "given up": given_up,
+    "given up by zeros": lambda m, x: given_up(m, x, to_none=False),
+    "attack, then given up": lambda m, x: (attack(m, x), given_up(m, x), attack(m, x)),
+    "deep copy": lambda m, x: loss_of(copy.deepcopy(m)(x)).backward(),
+    "pickled copy": lambda m, x: loss_of(pickle.loads(pickle.dumps(m))(x)).backward(),
+    "evaluation": evaluated,
+}
+
+
+@pytest.mark.parametrize(("before", "reentrant"), [*((each, None) for each in BEFORE), ("attack", False)])
+def test_what_is_not_the_steps_leaves_no_trace(before: str, reentrant: bool | None) -> None:
+    run = Recorded(net(2, reentrant))
+    kept = BEFORE[before](run.model, batch(seed=1))
+    run.backward()
+    assert run.capture.micro_batches == 1
+    assert_close(run.taken(), expected(2))
+    del kept
+
+
+def test_a_layer_whose_gradient_alone_is_cleared_keeps_the_others() -> None:
+    run, parts = Recorded(net()), batch(8).chunk(2)
+    for part in parts:
+        run.model.head.weight.grad = None  # type: ignore[union-attr]
+        (loss_of(run.model(part)) / 2).backward()
+    taken, both = run.taken(), expected(1, batch(8))
+    assert_close([taken[name] for name in ("conv", "token")], [both[name] for name in ("conv", "token")])
+    assert_close(taken["head"][0], expected(1, parts[1])["head"][0])
+
+
+def test_clipping_between_micro_batches_drops_nothing() -> None:
+    run = Recorded(net())
+    for part in batch(8).chunk(2):
+        (loss_of(run.model(part)) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+    assert_close(run.taken(), expected(1, batch(8)))
+
+
+def test_the_inner_gradient_of_a_penalty_is_not_counted() -> None:
+    """The outer backward is: its G is that of the whole loss, the penalty's curvature included."""
+    run, x = Recorded(net()), batch().requires_grad_()
+
+    def penalised(output: Tensor) -> Tensor:
+        (inner,) = torch.autograd.grad(loss_of(output), x, create_graph=True)
+        return loss_of(output) + inner.square().sum()
+
+    penalised(run.model(x)).backward()
+    assert_close(run.taken(), expected(1, x, penalised))
+
+
+def test_a_penalty_before_the_first_loss_is_the_same_micro_batch() -> None:
+    """As a critic's loop has it: the penalty's forward and inner gradient first, one backward of all."""
+    run, x = Recorded(net()), batch(seed=3).requires_grad_()
+    (inner,) = torch.autograd.grad(loss_of(run.model(x)), x, create_graph=True)
+    (loss_of(run.model(batch())) + 0 * inner.sum()).backward()
+    assert run.capture.micro_batches == 1
+    assert_close([g for _, g in run.taken().values()], [g for _, g in expected().values()])
+
+
+def test_two_losses_of_one_forward_are_one_micro_batch() -> None:
+    run = Recorded(net())
+    output = run.model(batch())
+    loss_of(output).backward(retain_graph=True)
+    loss_of(output).backward()
+    assert run.capture.micro_batches == 1
+    assert_close(run.taken(), {name: (a, 2 * g) for name, (a, g) in expected().items()})
+
+
+@pytest.mark.parametrize("before", [attack, given_up])
+def test_columns_are_given_up_like_factors(before: Callable[..., None]) -> None:
+    run = Recorded(net(2))
+    # Of the second layer one too few for both calls.
+    run.capture._rooms = [(most, most) for most in (54, 107, 6)]
+    run.capture.begin_step()
+    before(run.model, batch(seed=1))
+    run.backward()
+    taken = run.taken()
+    forms = [[isinstance(factor, Columns) for factor in each] for each in taken.values()]
+    assert forms == [[True, True], [False, False], [True, True]]
+    assert_close({name: tuple(map(multiplied, each)) for name, each in taken.items()}, expected(2))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_picture_without_a_batch_whose_output_changes_in_place(inplace: bool) -> None:
+    """A convolution of one picture returns a view; what is done to it in place must not lose the hook."""
+    torch.manual_seed(0)
+    conv, picture = nn.Conv2d(2, 3, 3).double(), torch.randn(2, 5, 5, dtype=torch.float64)
+    run = Recorded(nn.Sequential(conv, nn.ReLU(inplace=inplace), nn.Flatten(0)))
+    run.model(picture).exp().sum().backward()
+    _, g = run.taken()["0"]
+    run.capture.close()
+    output = conv(picture)
+    (gradient,) = torch.autograd.grad(output.relu().exp().sum(), output)
+    assert_close(g[0], gradient.flatten(1) @ gradient.flatten(1).T)
+
+
+def test_waiting_calls_keep_no_more_than_their_inputs() -> None:
+    """A layer unrolled over many steps of time does not hold a factor for each of them until backward."""
+    cell = nn.Linear(64, 64).double()
+    run, hidden = Recorded(cell), torch.randn(2, 64, dtype=torch.float64)
+    for _ in range(5):
+        hidden = cell(hidden).tanh()
+    calls = [call.make_a for call in run.capture._sums[0].open]
+    held = [make_a.__self__.source for make_a in calls if hasattr(make_a, "__self__")]
+    assert [columns.numel() for columns in held] == [2 * 64] * 4
+    del hidden  # abandoned, and gone with its graph
+    gc.collect()
+    assert not run.capture._sums[0].open
+
+
+def test_two_modules_of_one_layer_are_summed() -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+    second.weight, second.bias = first.weight, first.bias
+    x = torch.randn(4, 3, dtype=torch.float64)
+    twins, twice = nn.Sequential(first, nn.Tanh(), second), nn.Sequential(first, nn.Tanh(), first)
+    run = Recorded(twins)
+    run.backward(x)
+    assert_close(run.taken(), expected(x=x, model=twice))
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("late", [False, True])
+def test_zeroed_gradients_take_all_micro_batches_along(late: bool, to_none: bool, bucket_view: bool) -> None:
+    """From the second step on the gradients may be views of the buckets."""
+    model = DistributedDataParallel(net(), gradient_as_bucket_view=bucket_view)
+    run = Recorded(model)
+    for seed in range(3):
+        run.capture.begin_step()
+        model.zero_grad(set_to_none=to_none)
+        with model.no_sync():
+            run.backward(batch(seed=9), batch(seed=10))
+            # As many loops have it: between forward and backward.
+            output = model(batch(8, seed)[:4]) if late else None
+            model.zero_grad(set_to_none=to_none)
+            (loss_of(model(batch(8, seed)[:4]) if output is None else output) / 2).backward()
+        (loss_of(model(batch(8, seed)[4:])) / 2).backward()
+        assert run.capture.micro_batches == 2
+        assert_close(run.taken(), expected(1, batch(8, seed)))
 
 
 class Zoo(nn.Module):
@@ -294,26 +414,67 @@ def test_layers_are_skipped_by_patterns_or_names_any_of_a_shared_one() -> None:
         assert sum(layer.name.startswith("block.") for layer in layers) == left
 
 
-def test_two_modules_of_one_layer_are_summed() -> None:
-    torch.manual_seed(0)
-    first, second = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
-    second.weight, second.bias = first.weight, first.bias
-    x = torch.randn(4, 3, dtype=torch.float64)
-    one = recorded(nn.Sequential(first, nn.Tanh(), second))
-    loss_of(one.model(x)).backward()
-    same = recorded(nn.Sequential(copy.deepcopy(first), nn.Tanh()))
-    loss_of(same.model[0](same.model(x))).backward()  # type: ignore[index]
-    expected = {name: captured for name, captured in same.taken().items() if captured}
-    assert_same(one.taken(), expected)
+# Into how many graphs a compiled model falls where layers are captured: what docs/kfac.md says of it.
+LAYERS = 4
+CALLS = 5
+MOST = 2 * LAYERS + 2
+ALIKE, DIFFERENT = (4,) * (LAYERS + 1), (4, 5, 6, 7, 8)
 
 
-def test_names_are_those_of_the_model_inside(process_group: dist.ProcessGroup) -> None:
-    model = net()
-    for wrapped in (
-        DistributedDataParallel(model, process_group=process_group),
-        torch.compile(model, backend="eager"),
-    ):
-        layers, others = find_layers(wrapped)
-        assert [layer.name for layer in layers] == ["conv", "token", "head"]
-        assert layers[0].weight is model.conv.weight
-        assert others == {}
+@pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Where tqdm is installed torch's compiler uses it, and it starts a thread for good.
+    if importlib.util.find_spec("tqdm"):
+        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Stack(nn.Sequential):
+    """Four layers with something before, between and behind them; a loop over them would be one cut."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__(*(nn.Linear(*pair) for pair in itertools.pairwise(widths)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[1](self[0](x.sin()).tanh() * 2).tanh() * 2
+        return self[3](self[2](x).tanh() * 2).exp()  # type: ignore[no-any-return]
+
+
+def graphs_by_call(widths: Sequence[int], *, skip: Sequence[str] = (), way: str = "outside") -> list[int]:
+    """Return how many graphs there were after each call; factors are taken in every second step."""
+    counter, model, counts = CompileCounter(), Stack(widths), []
+    capture = FactorCapture(find_layers(model, skip)[0], sharing="expand", model=model)
+    called: Any = DistributedDataParallel(model) if way == "ddp" else model
+    if way == "in place":
+        called.compile(backend=counter)
+    else:
+        called = torch.compile(called, backend=counter)
+    for call in range(CALLS):
+        capture.begin_step()
+        capture.active = call % 2 == 0
+        called(torch.randn(3, widths[0])).sum().backward()
+        counts.append(counter.frame_count)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("way", "widths"), [("outside", ALIKE), ("outside", DIFFERENT), ("in place", ALIKE), ("ddp", ALIKE)]
+)
+@pytest.mark.usefixtures("process_group", "fresh_compiler")
+def test_the_graph_is_cut_around_each_captured_layer_and_made_once(way: str, widths: Sequence[int]) -> None:
+    counts = graphs_by_call(widths, way=way)
+    # What is before, between and behind the layers; some compilers make one of a layer's own code, too, and parts
+    # that have the same code may share one.
+    assert 2 <= counts[0] <= MOST
+    settled = counts if widths is ALIKE and way != "ddp" else counts[1:]
+    assert len(set(settled)) == 1, "nothing is compiled again, whether a step takes factors or not"
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_layers_that_are_skipped_are_not_cut_out() -> None:
+    some = graphs_by_call(DIFFERENT, skip=["0", "1", "2"])
+    assert 2 <= some[-1] <= 4
+    torch._dynamo.reset()
+    assert graphs_by_call(ALIKE, skip=["*"]) == [1] * CALLS

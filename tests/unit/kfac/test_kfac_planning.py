@@ -19,9 +19,7 @@ def test_columns_travel_where_those_of_all_ranks_are_fewer_numbers(dim: int, wor
 
 
 @given(data=st.data(), dims=st.lists(st.integers(1, 3), min_size=1, max_size=12))
-def test_names_break_ties_so_the_order_of_layers_does_not_matter(
-    data: st.DataObject, dims: list[int]
-) -> None:
+def test_names_break_ties_so_order_of_layers_does_not_matter(data: st.DataObject, dims: list[int]) -> None:
     layers = [layer(f"l{number:02}", dim) for number, dim in enumerate(dims)]
     shuffled = data.draw(st.permutations(layers))
     one, other = place(layers, 3, 1), place(shuffled, 3, 1)

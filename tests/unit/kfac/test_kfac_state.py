@@ -23,10 +23,14 @@ from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess import kfac_training
-from tests.multiprocess.kfac_training import LR, mlp
+from tests.multiprocess.kfac_training import LR, mlp, same
 
 pytestmark = pytest.mark.usefixtures("process_group")
 ROUGH_STEPS = 1000 if IN_CAMPAIGN else 80
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.float().square().mean()
 
 
 class Training(kfac_training.Training):
@@ -36,16 +40,22 @@ class Training(kfac_training.Training):
         options = {"inv_update_steps": 1, "ddp": {"bucket_cap_mb": 25}} | options
         super().__init__(0, network or mlp(6, 8, 4), **options)
 
-    def backward(self, seed: int = 0, loss: Callable[[Tensor], Tensor] | None = None) -> dict[str, Tensor]:  # type: ignore[override]
+    def output(self, seed: int = 0) -> Tensor:
+        output: Tensor = self.model(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)))
+        return output
+
+    def backward(self, seed: int = 0, loss: Callable[[Tensor], Tensor] = mean_square) -> dict[str, Tensor]:  # type: ignore[override]
         self.optimizer.zero_grad()
-        output = self.model(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)))
-        (output.square().mean() if loss is None else loss(output)).backward()
+        loss(self.output(seed)).backward()
         return self.gradients()
 
     def step(self, seed: int = 0) -> dict[str, Tensor]:  # type: ignore[override]
         gradients = self.backward(seed)
         self.optimizer.step()
         return gradients
+
+    def solvers(self) -> list[Any]:
+        return [layer["solver"] for layer in self.kfac.state_dict()["layers"].values()]
 
 
 @pytest.mark.parametrize(
@@ -63,10 +73,7 @@ class Training(kfac_training.Training):
         ({"accumulated": "max"}, r"expected accumulated to be one of mean, sum"),
         ({"max_factor_dim": 0}, r"got max_factor_dim=0; 8192 is the default"),
         ({"max_factor_dim": 2.5}, r"got max_factor_dim=2\.5; 8192 is the default"),
-        (
-            {"optimizer": [nn.Linear(1, 1)]},
-            r"expected an optimizer or a sequence of them, got optimizer=Linear",
-        ),
+        ({"optimizer": [nn.Linear(1, 1)]}, r"expected an optimizer or a sequence of them, got optimizer=L"),
         ({"optimizer": None}, r"got optimizer=None; pass it, or kl_clip=None"),
     ],
 )
@@ -82,30 +89,27 @@ def sharded() -> nn.Module:
     return network
 
 
+NONE = r"none of 2 parameters \(.*\); Linear and Conv2d layers count .* max_factor_dim=, or train without"
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "options", "message"),
     [
-        (lambda: mlp(6, 4).half(), r"0\.weight of float16.*use autocast, or skip it"),
-        (
-            lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta")),
-            r"parameters on \['cpu', 'meta'\]; ",
-        ),
-        (sharded, r"got 0\.weight sharded over ranks \(DTensor\)"),
+        (lambda: mlp(6, 4).half(), {}, r"0\.weight of float16.*use autocast, or skip it"),
+        (lambda: nn.Sequential(mlp(3, 3), nn.Linear(3, 3, device="meta")), {}, r"on \['cpu', 'meta'\]; "),
+        (sharded, {}, r"got 0\.weight sharded over ranks \(DTensor\)"),
+        (lambda: nn.LayerNorm(6), {}, NONE),
+        (lambda: mlp(6, 4), {"skip": ["0"]}, NONE),
+        (lambda: mlp(6, 4), {"max_factor_dim": 6}, NONE),
     ],
-    ids=["half precision", "several devices", "sharded"],
 )
-def test_parameters_that_it_cannot_treat_are_refused(make: Callable[[], nn.Module], message: str) -> None:
+def test_a_model_that_it_cannot_treat_is_refused(
+    make: Callable[[], nn.Module], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UnsupportedConfigurationError, match=message):
-        KFACState(make(), kl_clip=None)
+        KFACState(make(), kl_clip=None, **options)
     half = nn.Sequential(nn.Linear(6, 5).half(), nn.Linear(5, 4))
     KFACState(half, kl_clip=None, skip=["0"]).close()
-
-
-def test_the_state_of_another_model_is_refused() -> None:
-    model, other = DistributedDataParallel(mlp(6, 4)), mlp(6, 4)
-    model.register_comm_hook(KFACState(other, kl_clip=None), kfac_hook)
-    with pytest.raises(UnsupportedConfigurationError, match="make a KFACState for each model"):
-        model(torch.ones(2, 6)).sum().backward()
 
 
 def test_a_state_cannot_be_pickled_but_its_model_can_be_copied() -> None:
@@ -121,33 +125,24 @@ def test_a_state_cannot_be_pickled_but_its_model_can_be_copied() -> None:
 
 
 def test_hyper_parameters_may_depend_on_the_step() -> None:
-    seen: dict[str, list[int]] = {"damping": [], "decay": []}
-
-    def noted(name: str, value: float) -> Callable[[int], float]:
-        def at(step: int) -> float:
-            seen[name].append(step)
-            return value / (step + 1)
-
-        return at
-
-    changing = Training(damping=noted("damping", 0.1), factor_decay=noted("decay", 0.9), kl_clip=None)
+    by_step: dict[str, Any] = {
+        "damping": lambda step: 0.1 / (step + 1),
+        "factor_decay": lambda step: 0.9 / (step + 1),
+    }
+    changing = Training(**by_step, kl_clip=None)
     fixed = Training(damping=0.1, factor_decay=0.9, kl_clip=None)
-    first, second = (changing.step(), changing.step(1)), (fixed.step(), fixed.step(1))
-    assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])
+    first, second = ([each.step(), each.step(1)] for each in (changing, fixed))
+    assert same(first[:1], second[:1])
     assert not torch.allclose(first[1]["0.weight"], second[1]["0.weight"])
-    assert set(seen["damping"]) >= {0, 1}
 
 
 def test_backward_under_autocast_changes_nothing() -> None:
     inside, outside = Training(kl_clip=None), Training(kl_clip=None)
     with torch.autocast("cpu", torch.bfloat16):
-        got = inside.backward(loss=lambda output: output.float().square().mean())
-    with torch.autocast("cpu", torch.bfloat16):
-        output = outside.model(torch.randn(5, 6, generator=torch.Generator().manual_seed(0)))
-        loss = output.float().square().mean()
+        got = inside.backward()
+        loss = mean_square(outside.output())
     loss.backward()
-    expected = outside.gradients()
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert same([got], [outside.gradients()])
 
 
 def test_the_state_of_other_layers_is_refused() -> None:
@@ -184,9 +179,11 @@ def test_rough_steps_leave_no_number_that_is_none(solver: str) -> None:
     state.close()
 
 
-def test_a_second_model_with_the_same_state_is_refused() -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_second_model_with_the_same_state_is_refused(begun: bool) -> None:
     training, second = Training(), DistributedDataParallel(mlp(6, 8, 4))
-    training.step()
+    if begun:
+        training.step()
     second.register_comm_hook(training.kfac, kfac_hook)
     with pytest.raises(UnsupportedConfigurationError, match="make a KFACState for each model"):
         second(torch.ones(2, 6)).sum().backward()
@@ -239,9 +236,6 @@ def test_the_group_is_that_of_the_model_where_none_is_named() -> None:
     training.step()
 
 
-# --- optimizers ------------------------------------------------------------------------------------------------
-
-
 def test_an_optimizer_of_some_layers_is_refused_unless_the_others_are_skipped_or_nothing_is_clipped() -> None:
     network = mlp(6, 8, 4)
     optimizer = SGD(network[0].parameters(), lr=LR)
@@ -249,34 +243,11 @@ def test_an_optimizer_of_some_layers_is_refused_unless_the_others_are_skipped_or
         KFACState(network, optimizer)
     KFACState(network, optimizer, skip=["2"]).close()
     KFACState(network, optimizer, kl_clip=None).close()
-
-
-def test_a_group_that_the_optimizer_has_lost_is_refused_in_the_next_step() -> None:
     training = Training()
     training.step()
-    lost = training.optimizer.param_groups[0]["params"].pop()
+    training.optimizer.param_groups[0]["params"].pop()
     with pytest.raises(UnsupportedConfigurationError, match=r"none for 2\.bias \(1 in all\)"):
         training.step(1)
-    training.optimizer.param_groups[0]["params"].append(lost)
-
-
-# --- layers ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("network", "options"),
-    [
-        (nn.LayerNorm(6), {}),
-        (mlp(6, 4), {"skip": ["0"]}),
-        (mlp(6, 4), {"max_factor_dim": 6}),
-    ],
-)
-def test_a_model_without_a_usable_layer_is_refused(network: nn.Module, options: dict[str, Any]) -> None:
-    with pytest.raises(
-        UnsupportedConfigurationError,
-        match=r"got none of 2 parameters \(.*\); Linear and Conv2d layers count .* max_factor_dim=, or train without",
-    ):
-        KFACState(network, SGD(network.parameters(), lr=LR), **options)
 
 
 def test_a_head_that_is_too_large_passes_through_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -295,9 +266,6 @@ def test_a_head_that_is_too_large_passes_through_with_one_warning(caplog: pytest
         assert torch.equal(got[name], parameter.grad) == name.startswith("2")  # type: ignore[arg-type]
 
 
-# --- the first solver ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("overflows", [1, 2])
 def test_the_first_finite_factors_get_a_solver_at_once(overflows: int) -> None:
     options: dict[str, Any] = {"kl_clip": None, "inv_update_steps": 100}
@@ -306,54 +274,33 @@ def test_the_first_finite_factors_get_a_solver_at_once(overflows: int) -> None:
         training.backward(seed, lambda output: output.square().mean() * math.inf)
     assert training.state.stats()["dropped"] == 2 * overflows
     assert f"{overflows} batches dropped" in training.state.report()
-    got, expected = training.backward(7), usual.backward(7)
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
-    solvers = [layer["solver"] for layer in training.state.state_dict()["layers"].values()]
+    assert same([training.backward(7)], [usual.backward(7)])
+    solvers = training.solvers()
     assert all(solvers)
     training.backward(8)
-    later = [layer["solver"] for layer in training.state.state_dict()["layers"].values()]
-    torch.testing.assert_close(later, solvers, rtol=0, atol=0, msg="once, not in every step")
-    training.state.close()
-    usual.state.close()
+    torch.testing.assert_close(training.solvers(), solvers, rtol=0, atol=0, msg="once, not in every step")
 
 
 def test_a_layer_that_comes_late_gets_its_solver_when_it_comes() -> None:
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(1)
-            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-            self.calls = itertools.count()
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            return self.second(x) if next(self.calls) else x  # type: ignore[no-any-return]
-
-    model = DistributedDataParallel(Late(), find_unused_parameters=True)
-    state = KFACState(model, SGD(model.parameters(), lr=LR), inv_update_steps=100)
-    model.register_comm_hook(state, kfac_hook)
+    network, calls = mlp(6, 6, 6), itertools.count()
+    network.forward = lambda x: network[2](network[0](x)) if next(calls) else network[0](x)  # type: ignore[method-assign]
+    training = Training(network, ddp={"find_unused_parameters": True}, inv_update_steps=100)
     for step in range(2):
-        model.zero_grad()
-        model(torch.randn(5, 6)).square().mean().backward()
-        solvers = [layer["solver"] for layer in state.state_dict()["layers"].values()]
-        assert [solver is not None for solver in solvers] == [True, bool(step)]
+        training.step(step)
+        assert [solver is not None for solver in training.solvers()] == [True, bool(step)]
 
 
-# --- GPT-2's `Conv1D`, a Linear layer whose weight is transposed ---------------------------------------------------
+def test_the_direction_of_conv1d_is_that_of_the_linear_layer() -> None:
+    """GPT-2's, a Linear layer whose weight is transposed."""
+    pytest.importorskip("transformers", reason="transformers, of which Conv1D is, is not installed")
+    from transformers.pytorch_utils import Conv1D
 
-
-@pytest.fixture
-def transformers() -> Any:
-    return pytest.importorskip("transformers", reason="transformers, of which Conv1D is, is not installed")
-
-
-def test_the_direction_of_conv1d_is_that_of_the_linear_layer(transformers: Any) -> None:
     plain = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5))
     twin = copy.deepcopy(plain)
     for index in (1, 3):
         linear = plain[index]
         assert isinstance(linear, nn.Linear)
-        twin[index] = transformers.pytorch_utils.Conv1D(linear.out_features, linear.in_features)
+        twin[index] = Conv1D(linear.out_features, linear.in_features)
         twin[index].load_state_dict({"weight": linear.weight.mT, "bias": linear.bias})
     of_linear, of_conv1d = (Training(each, kl_clip=1e-3, damping=0.1) for each in (plain, twin))
     for seed in range(3):
@@ -364,21 +311,3 @@ def test_the_direction_of_conv1d_is_that_of_the_linear_layer(transformers: Any) 
             torch.testing.assert_close(
                 other, gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()) + 1e-7
             )
-
-
-def test_gpt_2_trains(transformers: Any) -> None:
-    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=30, n_positions=12)
-    model = DistributedDataParallel(transformers.GPT2LMHeadModel(config))
-    optimizer = SGD(model.parameters(), lr=0.01)
-    state = KFACState(model, optimizer, inv_update_steps=1)
-    model.register_comm_hook(state, kfac_hook)
-    assert [name.rsplit(".", 2)[-2:] for name in state.owners] == [
-        ["attn", "c_attn"], ["attn", "c_proj"], ["mlp", "c_fc"], ["mlp", "c_proj"],
-    ]  # fmt: skip
-    tokens = torch.randint(0, 30, (3, 12), generator=torch.Generator().manual_seed(0))
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-    assert state.stats().items() >= {"strained": 0, "dropped": 0}.items()
-    assert all(layer["solver"] for layer in state.state_dict()["layers"].values())
