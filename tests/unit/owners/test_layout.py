@@ -1,5 +1,7 @@
 """Who owns what by its cost, and where it lies in what travels: once both ways, in its owner's part."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,11 +10,9 @@ from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.muon import newton_schulz_flop
 from crossover_ddp._owners.packing import Item, Place, fill_up, packing
 
-Arguments = tuple[int, tuple[Item, ...], tuple[Span, ...]]
-
 
 @st.composite
-def arguments(draw: st.DrawFn) -> Arguments:
+def arguments(draw: st.DrawFn) -> tuple[int, tuple[Item, ...], tuple[Span, ...]]:
     world_size = draw(st.integers(1, 5))
     item = st.builds(Item, st.integers(0, world_size - 1), st.integers(0, 40), st.integers(0, 40))
     borders = sorted(draw(st.lists(st.integers(0, 100), max_size=8)))
@@ -21,7 +21,7 @@ def arguments(draw: st.DrawFn) -> Arguments:
 
 
 @given(arguments())
-def test_everything_travels_once_both_ways_in_its_owners_part(given: Arguments) -> None:
+def test_everything_travels_once_both_ways_in_its_owners_part(given: Any) -> None:
     _, items, spans = given
     made = packing(*given)
     for place, (owner, there, back) in zip(made.items, items, strict=True):
@@ -40,14 +40,9 @@ def test_everything_travels_once_both_ways_in_its_owners_part(given: Arguments) 
             assert part.start <= span.start and span.stop <= part.stop
 
 
-def test_what_passes_through_fills_the_parts_up() -> None:
-    made = packing(2, (Item(1, 100, 50),), (Span(0, 300),))
-    first, second = (there + back for there, back in zip(made.there, made.back, strict=True))
-    assert abs(first - second) <= 2, "what halves cannot share out"
-
-
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(0, 200))
 def test_the_emptiest_parts_are_filled_first(filled: list[int], numel: int) -> None:
+    """So what passes through fills up the parts of those who own little."""
     shares = fill_up(filled, numel)
     after = [before + share for before, share in zip(filled, shares, strict=True)]
     assert sum(shares) == numel

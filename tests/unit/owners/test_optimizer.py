@@ -59,20 +59,17 @@ def parameters_of(seed: int = 0) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((3, 4), (4,), (5, 2), (2, 2))]
 
 
-def gradients_of(step: int, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
-    return [torch.randn(p.shape, generator=generator) for p in parameters]
+def gradients_of(step: int) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in parameters_of(100 + step)]
 
 
-def trained(
-    make: Make, parts: Sequence[Sequence[int]] | None = None, steps: int = 3
-) -> tuple[list[nn.Parameter], Optimizer]:
+def trained(make: Make, parts: Sequence[Sequence[int]] | None = None) -> tuple[list[nn.Parameter], Optimizer]:
     """Take whole steps, or each in ``parts``, which list parameters by number."""
     parameters = parameters_of()
     optimizer = make(parameters)
     partial = PartialOptimizer(optimizer)
-    for step in range(steps):
-        gradients = gradients_of(step, parameters)
+    for step in range(3):
+        gradients = gradients_of(step)
         if parts is None:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
@@ -82,16 +79,6 @@ def trained(
             for part in parts:
                 partial.apply(plan, [Update(parameters[i], gradients[i]) for i in part])
     return parameters, optimizer
-
-
-def assert_equal_states(one: Optimizer, other: Optimizer) -> None:
-    a, b = one.state_dict(), other.state_dict()
-    assert a["state"].keys() == b["state"].keys()
-    for key, entries in a["state"].items():
-        assert entries.keys() == b["state"][key].keys()
-        for name, value in entries.items():
-            torch.testing.assert_close(value, b["state"][key][name], rtol=0, atol=0)
-    assert [str(group) for group in a["param_groups"]] == [str(group) for group in b["param_groups"]]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -104,10 +91,11 @@ def test_an_optimizer_is_accepted_left_as_it_was_and_its_steps_in_parts_are_the_
     assert all(p.grad is None for group in tried.param_groups for p in group["params"])
     expected, plain = trained(OPTIMIZERS[name])
     got, partial = trained(OPTIMIZERS[name], ((2, 3), (0,), (1,)))
-    for a, b in zip(got, expected, strict=True):
-        assert torch.equal(a, b)
-        assert a.grad is None
-    assert_equal_states(partial, plain)
+    assert all(map(torch.equal, got, expected))
+    assert all(parameter.grad is None for parameter in got)
+    (states, groups), (wanted, of_plain) = (each.state_dict().values() for each in (partial, plain))
+    torch.testing.assert_close(states, wanted, rtol=0, atol=0)
+    assert str(groups) == str(of_plain)
 
 
 @given(
@@ -172,55 +160,57 @@ def test_what_is_no_optimizer_is_refused() -> None:
         check_separable([])  # type: ignore[arg-type]
 
 
+class One:
+    """An optimizer of one parameter, which is taken in parts."""
+
+    def __init__(self) -> None:
+        self.parameter = nn.Parameter(torch.zeros(1))
+        self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
+
+    def step(self) -> float:
+        partial = PartialOptimizer(self.optimizer)
+        partial.apply(partial.plan(), [Update(self.parameter, torch.ones(1))])
+        return self.parameter.item()
+
+
 def test_a_failing_step_leaves_groups_and_gradients_as_they_were() -> None:
-    parameters = parameters_of()
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    groups = optimizer.param_groups
+    one = One()
+    groups = one.optimizer.param_groups
 
     def failing() -> None:  # somebody's around the optimizer's own
-        if any(group["params"] for group in optimizer.param_groups):
+        if any(group["params"] for group in one.optimizer.param_groups):
             raise ArithmeticError("no")
 
-    optimizer.step = failing  # type: ignore[assignment]
-    partial = PartialOptimizer(optimizer)
-    plan = partial.plan()
+    one.optimizer.step = failing  # type: ignore[assignment]
     with pytest.raises(ArithmeticError):
-        partial.apply(plan, [Update(parameters[0], torch.ones(3, 4))])
-    assert optimizer.param_groups is groups
-    assert parameters[0].grad is None
+        one.step()
+    assert one.optimizer.param_groups is groups
+    assert one.parameter.grad is None
 
 
 def test_a_part_of_a_step_pays_for_spans_only_while_a_profiler_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
-    partial = PartialOptimizer(optimizer)
-    spans: list[str] = []
+    one, spans = One(), list[str]()
+    torch.optim.lr_scheduler.StepLR(one.optimizer, step_size=1)
     real = torch.autograd.profiler.record_function
     monkeypatch.setattr(
         torch.autograd.profiler, "record_function", lambda name: (spans.append(name), real(name))[1]
     )
-    partial.apply(partial.plan(), [Update(parameter, torch.ones(1))])
-    assert parameter.item() == -1.0
+    assert one.step() == -1.0
     assert not spans
     with torch.autograd.profiler.profile():
-        partial.apply(partial.plan(), [Update(parameter, torch.ones(1))])
-    assert parameter.item() == -2.0
+        assert one.step() == -2.0
     assert spans == ["Optimizer.step#SGD.step"]
 
 
 def test_what_somebody_else_has_put_around_step_is_kept() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    calls: list[str] = []
-    inner = optimizer.step
+    one, calls = One(), list[str]()
+    inner = one.optimizer.step
 
     @functools.wraps(inner.__func__)  # type: ignore[attr-defined]
     def counted(self: torch.optim.Optimizer) -> None:
         calls.append("step")
         inner()
 
-    optimizer.step = types.MethodType(counted, optimizer)  # type: ignore[method-assign]
-    partial = PartialOptimizer(optimizer)
-    partial.apply(partial.plan(), [Update(parameter, torch.ones(1))])
+    one.optimizer.step = types.MethodType(counted, one.optimizer)  # type: ignore[method-assign]
+    one.step()
     assert calls == ["step", "step"]  # what a step changes in groups, then the part
