@@ -36,17 +36,12 @@ def test_each_fragment_leaves_once_an_interval_and_is_back_before_it_leaves_agai
                 assert fragment in schedule.arriving(steps)
                 del flying[fragment]
     assert set(left) == set(range(schedule.fragments))
+    begin = schedule.warmup_steps + schedule.sync_every
+    counts = [len(schedule.leaving(steps)) for steps in range(begin, begin + schedule.sync_every)]
+    assert max(counts) - min(counts) <= 1, "they are spread over the interval"
     for times in left.values():
         assert {later - earlier for earlier, later in pairwise(times)} <= {schedule.sync_every}
         assert len(times) >= 4
-
-
-@given(schedules())
-def test_fragments_are_spread_over_the_interval(schedule: Schedule) -> None:
-    begin = schedule.warmup_steps + schedule.sync_every
-    counts = [len(schedule.leaving(steps)) for steps in range(begin, begin + schedule.sync_every)]
-    assert sum(counts) == schedule.fragments
-    assert max(counts) - min(counts) <= 1
 
 
 @given(st.integers(0, 1000), st.integers(1, 40))
@@ -63,28 +58,8 @@ def test_every_step_and_warm_up_are_not_local() -> None:
     assert Schedule(2, warmup_steps=3).local_from == 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0,), r"sync_every >= 1, got sync_every=0"),
-        ((2.0,), r"sync_every >= 1, got sync_every=2.0"),
-        ((True,), r"got sync_every=True"),
-        ((4, -1), r"delay >= 0, got delay=-1"),
-        ((4, 4), r"sync_every >= delay \+ 1, got sync_every=4 and delay=4.*pass sync_every=5"),
-        ((4, 0, 0), r"fragments >= 1, got fragments=0"),
-        ((1, 0, 2), r"fragments=1 with sync_every=1, got fragments=2"),
-        ((4, 0, 1, -1), r"warmup_steps >= 0, got warmup_steps=-1"),
-    ],
-)
-def test_what_cannot_work_is_refused(arguments: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Schedule(*arguments)
-
-
 @given(st.floats(1e-3, 10), st.floats(1e3, 1e9), st.floats(0, 1e-2), st.floats(1e-11, 1e-7))
-def test_a_plan_keeps_the_wire_below_the_compute_time(
-    compute_s: float, size_bytes: float, alpha_s: float, beta_s: float
-) -> None:
+def test_a_plan_hides_the_wire(compute_s: float, size_bytes: float, alpha_s: float, beta_s: float) -> None:
     link = Link(alpha_s, beta_s)
     if 2 * link.half_s(size_bytes) > 1000 * compute_s:
         return

@@ -8,16 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp.codecs import Codec, Half, Int8, SIDCo, Threshold
+from crossover_ddp.codecs import Codec, Half, Int8, PerPair, SIDCo, Threshold
 
-CODECS: list[Codec] = [
-    Int8(),
-    Int8(7),
-    Half(),
-    Half(torch.float16),
-    SIDCo(0.1),
-    Threshold(0.1),
-]
+CODECS: list[Codec] = [Int8(), Int8(7), Half(), Half(torch.float16), SIDCo(0.1), Threshold(0.1)]
 SEEDS = st.integers(0, 1 << 30)
 
 
@@ -55,11 +48,7 @@ def test_decoded_and_residual_are_the_values_and_decoding_adds(codec: Codec, num
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    st.one_of(st.builds(Int8, st.integers(1, 300)), st.just(Half()), st.just(Half(torch.float16))),
-    st.integers(1, 2000),
-    SEEDS,
-)
+@given(st.sampled_from([Int8(1), Int8(7), Int8(), Half(), Half(torch.float16)]), st.integers(1, 2000), SEEDS)
 def test_what_is_written_is_what_is_added_to_zeros(codec: Int8 | Half, numel: int, seed: int) -> None:
     values = normal(numel, seed, codec)
     values[: len(values) // 2] *= -1e-30
@@ -160,8 +149,10 @@ def test_about_the_rate_is_sent(name: str, rate: float) -> None:
         (lambda: Half(torch.float32), "expected dtype of"),
         (lambda: Threshold(0), "expected 0 < rate < 1, got rate=0"),
         (lambda: SIDCo(1.0), "expected 0 < rate < 1, got rate=1.0"),
+        (lambda: PerPair(()), r"got \[\]"),
+        (lambda: PerPair(((None, None), (None,))), r"got \[2, 1\]"),
     ],
 )
-def test_wrong_arguments_say_what_to_pass(make: Callable[[], Codec], message: str) -> None:
+def test_wrong_arguments_say_what_to_pass(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
