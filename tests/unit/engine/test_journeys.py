@@ -1,6 +1,5 @@
 """Stations and journeys, without processes: one thread at a time, one end, and errors wherever a journey is."""
 
-import contextlib
 import itertools
 import os
 import threading
@@ -16,9 +15,9 @@ from tests.harness.waiting import eventually
 Ends = list[BaseException | None]
 
 
-def start(way: Coroutine[Any, Any, None], place: Place | None = None) -> tuple[Trip, Ends]:
+def start(way: Coroutine[Any, Any, None]) -> tuple[Trip, Ends]:
     ends: Ends = []
-    trip = Trip("it", place or Place())
+    trip = Trip("it", Place())
     trip.start(at_once, way, at_once, lambda _, error: ends.append(error))
     return trip, ends
 
@@ -64,36 +63,6 @@ def test_a_station_takes_no_work_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> N
     station.stop()
 
 
-@pytest.mark.parametrize("place", ["at a station", "running"])
-def test_an_error_reaches_a_journey_wherever_it_is_and_finally_runs_once(place: str) -> None:
-    station, parked = Station("here"), Parked()
-    is_busy, may_go_on, finals = threading.Event(), threading.Event(), []
-
-    async def busy() -> None:
-        await station
-        is_busy.set()
-        may_go_on.wait(60)
-
-    async def way() -> None:
-        try:
-            await busy()
-            await parked
-        finally:
-            finals.append(place)
-
-    if place == "at a station":
-        start(busy())
-    journey, ends = start(way())
-    assert is_busy.wait(60)
-    journey.throw(ValueError("the end"))
-    journey.throw(ValueError("another"))
-    may_go_on.set()
-    station.stop()
-    assert station.join(60)
-    assert finals == [place]
-    assert [str(each) for each in ends] == ["the end"]
-
-
 def test_what_is_no_exception_ends_the_journey_and_goes_on() -> None:
     ends: Ends = []
 
@@ -103,26 +72,6 @@ def test_what_is_no_exception_ends_the_journey_and_goes_on() -> None:
     with pytest.raises(KeyboardInterrupt):
         Trip("it", Place()).start(at_once, way(), at_once, lambda _, error: ends.append(error))
     assert isinstance(ends[0], KeyboardInterrupt)
-
-
-def test_each_piece_of_a_way_has_its_context_and_no_stop_has() -> None:
-    parked, seen = Parked(), []
-
-    class Noting(Place):
-        def side(self) -> contextlib.AbstractContextManager[object]:
-            seen.append("in")
-            stack = contextlib.ExitStack()
-            stack.callback(seen.append, "out")
-            return stack
-
-    async def way() -> None:
-        seen.append("first")
-        await parked
-        seen.append("second")
-
-    start(way(), Noting())
-    parked.go_on()
-    assert seen == ["in", "first", "out", "in", "second", "out"]
 
 
 def test_all_orders_of_a_journey_two_wakers_and_two_errors() -> None:
