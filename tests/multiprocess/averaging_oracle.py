@@ -10,7 +10,7 @@ from torch import nn
 
 from crossover_ddp.averaging_hooks import ElasticState, elastic_hook, local_sgd_hook
 from tests.harness.training import Training
-from tests.multiprocess.replicas import Copies, DelayedWalk, flat
+from tests.multiprocess.replicas import Copies, flat
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
@@ -97,13 +97,3 @@ def copies_of(
     copies = Copies(models, [MAKERS[optimizer](model.parameters()) for model in models], gradients, skips)
     copies.steps = first
     return copies
-
-
-def delayed_oracle(
-    world_size: int, optimizer: str, steps: int, *, skips: Collection[tuple[int, int]] = (), **settings: Any
-) -> list[torch.Tensor]:
-    """Walk what `LocalSGDState` walks; returns each copy's values."""
-    walk = DelayedWalk(copies_of(world_size, optimizer, skips), **settings)
-    for _ in range(steps):
-        walk.step()
-    return walk.copies.snapshots()

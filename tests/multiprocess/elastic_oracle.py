@@ -9,19 +9,8 @@ from tests.multiprocess.averaging_oracle import copies_of
 from tests.multiprocess.replicas import Spring, flat, write
 
 
-def first_centre(world_size: int) -> torch.Tensor:
-    """Rank 0's replica in the first backward pass, whose buffers have seen its first batch."""
-    copies = copies_of(world_size, "sgd")
-    copies.compute()
-    return copies.snapshots()[0]
-
-
 class Replay:
-    """All ranks' steps and rounds once more, in the order of the rounds.
-
-    Args:
-        logs: of each rank.
-    """
+    """All ranks' steps and rounds once more, in the order of the rounds; ``logs``: of each rank."""
 
     def __init__(
         self,
@@ -31,7 +20,10 @@ class Replay:
         skips: Collection[tuple[int, int]] = (),
     ) -> None:
         self.copies = copies_of(len(logs), optimizer, skips)
-        self.spring = Spring(first_centre(len(logs)), rate)
+        first = copies_of(len(logs), "sgd")
+        first.gradients(0)
+        # Rank 0's replica in the first backward pass, whose buffers have seen its first batch.
+        self.spring = Spring(first.snapshots()[0], rate)
         self.logs = logs
         self.done = [0] * len(logs)
         self.pulls: list[dict[int, torch.Tensor]] = [{} for _ in logs]
@@ -40,13 +32,9 @@ class Replay:
 
     def run(self, steps: Sequence[int]) -> list[torch.Tensor]:
         for place, record in enumerate(self.logs[0]):
-            assert all(log[place].offered == record.offered for log in self.logs), (
-                "ranks disagree about a round"
-            )
-            values = [
-                None if offered is None else self.at(rank, offered)
-                for rank, offered in enumerate(record.offered)
-            ]
+            assert all(log[place].offered == record.offered for log in self.logs), "of a round ranks disagree"
+            offered = enumerate(record.offered)
+            values = [None if steps is None else self.at(rank, steps) for rank, steps in offered]
             for rank, pull in enumerate(self.spring.pull(values)):
                 collected = self.logs[rank][place].collected
                 if pull is not None and collected is not None:
@@ -69,6 +57,7 @@ class Replay:
             write(model, flat(model) + pull)
 
     def train(self, rank: int) -> None:
-        self.copies.step_alone(rank, self.done[rank])
+        self.copies.gradients(rank)
+        self.copies.update(rank, self.done[rank])
         self.done[rank] += 1
         self.trained[rank] = flat(self.copies.models[rank])

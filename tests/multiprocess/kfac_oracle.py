@@ -1,6 +1,7 @@
 """K-FAC in float64, written down from the definition: one process, the data of all ranks, dense linear algebra."""
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-Batch = tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -29,17 +28,11 @@ class Settings:
 
 @dataclass
 class Oracle:
-    """Computes the preconditioned gradients of all parameters, step by step.
-
-    Args:
-        settings: of the run.
-        lr: of all parameters, or of the one of a name.
-        owners: by layer name, for ``factors="local"``.
-    """
+    """Computes the preconditioned gradients of all parameters, step by step."""
 
     settings: Settings
-    lr: float | Callable[[str], float]
-    owners: Mapping[str, int] = field(default_factory=dict)
+    lr: float | Callable[[str], float]  # of all parameters, or of the one of a name
+    owners: Mapping[str, int] = field(default_factory=dict)  # by layer name, for ``factors="local"``
     running: dict[str, list[Tensor]] = field(default_factory=dict)
     frozen: dict[str, list[Tensor]] = field(default_factory=dict)
     steps: int = 0
@@ -47,19 +40,15 @@ class Oracle:
 
     def step_of_runs(self, ranks: "Sequence[RankRun]") -> dict[str, Tensor]:
         """Return the gradients by parameter name, from what every rank has computed."""
-        mean = {
-            name: torch.stack([run.gradients[name] for run in ranks]).mean(0) for name in ranks[0].gradients
-        }
-        if self.settings.factors == "local":
-            taken = {name: [ranks[self.owners[name]]] for name in ranks[0].layers}
-        else:
-            taken = {name: ranks for name in ranks[0].layers}
-        sharing = self.settings.weight_sharing
+        names, layers = ranks[0].gradients, ranks[0].layers
+        mean = {name: torch.stack([run.gradients[name] for run in ranks]).mean(0) for name in names}
+        is_local, sharing = self.settings.factors == "local", self.settings.weight_sharing
+        taken = {name: [ranks[self.owners[name]]] if is_local else ranks for name in layers}
         factors = {
             name: [run.factors(name, sharing) for run in runs if run.calls[name]]
             for name, runs in taken.items()
         }
-        return self.step_of(mean, factors, ranks[0].layers)
+        return self.step_of(mean, factors, layers)
 
     def step_of(
         self,
@@ -81,13 +70,8 @@ class Oracle:
         batch = [torch.stack(list(of_ranks)).mean(0) for of_ranks in zip(*pairs, strict=True)]
         if not all(bool(factor.isfinite().all()) for factor in batch):
             return
-        old = self.running.get(name)
-        decay = self.settings.factor_decay
-        self.running[name] = (
-            batch
-            if old is None
-            else [decay * was + (1 - decay) * now for was, now in zip(old, batch, strict=True)]
-        )
+        old, decay = self.running.get(name, batch), self.settings.factor_decay
+        self.running[name] = [decay * was + (1 - decay) * now for was, now in zip(old, batch, strict=True)]
 
     def _precondition(self, mean: dict[str, Tensor], layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
         found, total = {}, 0.0
@@ -96,11 +80,11 @@ class Oracle:
                 continue
             has_bias = f"{name}.bias" in mean
             matrix = as_matrix(module, mean[f"{name}.weight"], mean.get(f"{name}.bias"))
-            direction = self._solve(matrix, *self.frozen[name])
-            weight = direction[..., :-1] if has_bias else direction
+            solved = direction(self.settings.solver, matrix, *self.frozen[name], self.settings.damping)
+            weight = solved[..., :-1] if has_bias else solved
             found[f"{name}.weight"] = weight.reshape(mean[f"{name}.weight"].shape)
             if has_bias:
-                found[f"{name}.bias"] = direction[..., -1].reshape(-1)
+                found[f"{name}.bias"] = solved[..., -1].reshape(-1)
         for name, value in found.items():
             lr = self.lr(name) if callable(self.lr) else self.lr
             total += lr**2 * float((value * mean[name]).sum())
@@ -108,9 +92,6 @@ class Oracle:
         scale = 1.0 if clip is None or not total else min(1.0, (clip / abs(total)) ** 0.5)
         self.least_scale = min(self.least_scale, scale)
         return mean | {name: scale * value for name, value in found.items()}
-
-    def _solve(self, matrix: Tensor, a: Tensor, g: Tensor) -> Tensor:
-        return direction(self.settings.solver, matrix, a, g, self.settings.damping)
 
 
 def direction(
@@ -134,36 +115,28 @@ def direction(
     return torch.stack(directions)
 
 
-def step_for_all(
-    oracle: Oracle, replicas: Sequence[nn.Module], batches: Sequence[Batch]
-) -> dict[str, Tensor]:
-    """Let rank 0 compute what all ranks expect; the others pass no replicas and take what it found.
-
-    Every rank would compute the same from the data of all, for as long as its parameters are those of rank 0.
-    """
-    answer: list[Any] = [None]
-    if replicas:
-        pairs = zip(replicas, batches, strict=True)
-        runs = [RankRun(model, inputs, cross_entropy(targets)) for model, (inputs, targets) in pairs]
-        answer = [(oracle.step_of_runs(runs), oracle.least_scale)]
-    dist.broadcast_object_list(answer, 0)
-    expected, oracle.least_scale = answer[0]
-    return expected  # type: ignore[no-any-return]
-
-
 def cross_entropy(targets: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda outputs: F.cross_entropy(outputs, targets)
 
 
 def errors_beside(oracle: Oracle, training: Any, steps: int, world_size: int) -> Iterator[float]:
-    """Train with `kfac_training.Training`; iterate over the relative errors of the steps."""
-    plain: nn.Module = getattr(training.model.module, "_orig_mod", training.model.module)
+    """Train with `kfac_training.Training`; iterate over the relative errors of the steps.
+
+    Rank 0 computes what all ranks expect, for as long as their parameters are its own.
+    """
+    plain: nn.Module = training.model.module
     for _ in range(steps):
-        replicas = [copy.deepcopy(plain).double() for _ in range(0 if training.rank else world_size)]
-        training.backward()
         batches = [training.data(rank, training.steps) for rank in range(world_size)]
-        wide = [(inputs.double(), targets) for inputs, targets in batches]
-        expected = step_for_all(oracle, replicas, wide)
+        answer: list[Any] = [None]
+        if training.rank == 0:
+            runs = [
+                RankRun(copy.deepcopy(plain).double(), inputs.double(), cross_entropy(targets))
+                for inputs, targets in batches
+            ]
+            answer = [(oracle.step_of_runs(runs), oracle.least_scale)]
+        dist.broadcast_object_list(answer)
+        expected, oracle.least_scale = answer[0]
+        training.backward()
         named = plain.named_parameters()
         yield relative_error({name: p.grad for name, p in named if p.grad is not None}, expected)
         training.update()
@@ -172,13 +145,11 @@ def errors_beside(oracle: Oracle, training: Any, steps: int, world_size: int) ->
 def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Return the greatest error of a layer; of a bias alone it says little: one before a BatchNorm has no gradient."""
     assert found.keys() == expected.keys()
-    errors: dict[str, float] = {}
-    scales: dict[str, float] = {}
+    errors, scales = defaultdict[str, float](float), defaultdict[str, float](float)
     for name, wanted in expected.items():
         layer = name.rpartition(".")[0]
-        error = float((found[name].double().cpu() - wanted).abs().max())
-        errors[layer] = max(errors.get(layer, 0.0), error)
-        scales[layer] = max(scales.get(layer, 0.0), float(wanted.abs().max()))
+        errors[layer] = max(errors[layer], float((found[name].double().cpu() - wanted).abs().max()))
+        scales[layer] = max(scales[layer], float(wanted.abs().max()))
     return max(error / scales[layer] for layer, error in errors.items())
 
 

@@ -37,13 +37,10 @@ def mean_of(values: Sequence[Any]) -> torch.Tensor:
 
 
 class Copies:
-    """One copy of the model for each rank.
+    """One copy of the model for each rank, all with the same values.
 
-    Args:
-        models: all with the same values.
-        optimizers: of each.
-        gradients: computes the gradients of one copy on its next batch.
-        skips: pairs (rank, number of the step) in which a copy's optimizer does nothing, as a GradScaler has it.
+    ``gradients`` computes those of one copy on its next batch; ``skips``: pairs (rank, number of the step) in which an
+    optimizer does nothing, as a GradScaler has it.
     """
 
     def __init__(
@@ -53,39 +50,24 @@ class Copies:
         gradients: Callable[[int], None],
         skips: Collection[tuple[int, int]] = (),
     ) -> None:
-        self.models = models
-        self.optimizers = optimizers
-        self.steps = 0
-        self._gradients = gradients
-        self._skips = skips
-
-    @property
-    def world_size(self) -> int:
-        return len(self.models)
-
-    def compute(self) -> None:
-        """Compute all gradients, and update nothing."""
-        for rank in range(self.world_size):
-            self._gradients(rank)
+        self.models, self.optimizers, self.gradients = models, optimizers, gradients
+        self.steps, self._skips = 0, skips
 
     def step(self, *, together: bool = False) -> None:
         """Train one step, each copy on its own gradients, or together on the mean, as plain DDP does."""
-        self.compute()
+        for rank in range(len(self.models)):
+            self.gradients(rank)
         if together:
             for of_all in zip(*[model.parameters() for model in self.models], strict=True):
                 mean = mean_of([parameter.grad for parameter in of_all])
                 for parameter in of_all:
                     parameter.grad.copy_(mean)
-        for rank in range(self.world_size):
-            self._update(rank, self.steps)
+        for rank in range(len(self.models)):
+            self.update(rank, self.steps)
         self.steps += 1
 
-    def step_alone(self, rank: int, number: int) -> None:
-        """Train one copy a step, which is its ``number``-th."""
-        self._gradients(rank)
-        self._update(rank, number)
-
-    def _update(self, rank: int, number: int) -> None:
+    def update(self, rank: int, number: int) -> None:
+        """Take a copy's step, which is its ``number``-th."""
         if (rank, number) not in self._skips:
             self.optimizers[rank].step()
         self.optimizers[rank].zero_grad()
@@ -99,18 +81,9 @@ class Copies:
         for model, each in zip(self.models, values, strict=True):
             write(model, each)
 
-    def average(self) -> None:
-        self.write([mean_of(self.snapshots())] * self.world_size)
-
 
 class DelayedWalk:
-    """What `LocalSGDState` walks.
-
-    Args:
-        copies: of the model.
-        sync_every, delay, fragments, warmup_steps: as of `LocalSGDState`.
-        outer: rate and Nesterov momentum of the outer optimizer; None for none.
-    """
+    """What `LocalSGDState` walks; ``outer``: rate and Nesterov momentum of the outer optimizer."""
 
     def __init__(
         self,
@@ -127,7 +100,6 @@ class DelayedWalk:
         self.velocity = torch.zeros_like(self.anchor)
         self._every, self._delay, self._fragments = sync_every, delay, fragments
         self._warmup, self._outer = warmup_steps, outer
-        self._numel = len(self.anchor)
         self._trainable = sum(p.numel() for p in copies.models[0].parameters())
         self._acted = copies.steps
         self._flying: dict[int, tuple[slice, list[torch.Tensor], torch.Tensor]] = {}
@@ -144,7 +116,7 @@ class DelayedWalk:
         self._exchange()
         for fragment in list(self._flying):
             self._land(*self._flying.pop(fragment))
-        self.copies.average()
+        self.copies.write([mean_of(self.copies.snapshots())] * len(self.copies.models))
 
     def _exchange(self) -> None:
         """Do what is due after the steps so far."""
@@ -160,14 +132,12 @@ class DelayedWalk:
                 self._leave(fragment)
 
     def _leave(self, fragment: int) -> None:
-        place = slice(
-            self._numel * fragment // self._fragments, self._numel * (fragment + 1) // self._fragments
-        )
+        numel = len(self.anchor)
+        place = slice(numel * fragment // self._fragments, numel * (fragment + 1) // self._fragments)
         sent = [values[place] for values in self.copies.snapshots()]
         mean = mean_of(sent)
         if self._outer is not None:
-            stepped = max(0, self._trainable - place.start)
-            mean = outer_step(mean, self.anchor[place], self.velocity[place], stepped, *self._outer)
+            mean = self._outer_step(place, mean, *self._outer)
         if self._delay:
             self._flying[fragment] = place, sent, mean
             return
@@ -182,31 +152,19 @@ class DelayedWalk:
             each[place] += mean - own
         self.copies.write(values)
 
-
-def outer_step(
-    mean: torch.Tensor,
-    anchor: torch.Tensor,
-    velocity: torch.Tensor,
-    trainable: int,
-    rate: float,
-    momentum: float,
-) -> torch.Tensor:
-    """Nesterov's step of the anchor, see [Note: outer steps]; buffers: the mean."""
-    own, result = anchor[:trainable], mean.clone()
-    delta = own - mean[:trainable]
-    velocity[:trainable].mul_(momentum).add_(delta)
-    step = delta.add(velocity[:trainable], alpha=momentum) if momentum else delta
-    result[:trainable] = own.add_(step, alpha=-rate)
-    return result
+    def _outer_step(self, place: slice, mean: torch.Tensor, rate: float, momentum: float) -> torch.Tensor:
+        """Nesterov's step of the anchor, see [Note: outer steps]; buffers: the mean."""
+        trainable, result = max(0, self._trainable - place.start), mean.clone()
+        own, velocity = self.anchor[place][:trainable], self.velocity[place][:trainable]
+        delta = own - mean[:trainable]
+        velocity.mul_(momentum).add_(delta)
+        step = delta.add(velocity, alpha=momentum) if momentum else delta
+        result[:trainable] = own.add_(step, alpha=-rate)
+        return result
 
 
 class Spring:
-    """The centre of elastic averaging, pulled by several copies at once.
-
-    Args:
-        start: the centre of the beginning.
-        rate: α.
-    """
+    """The centre of elastic averaging, pulled by several copies at once; ``rate``: α."""
 
     def __init__(self, start: torch.Tensor, rate: float) -> None:
         self.centre = start.clone()

@@ -7,23 +7,17 @@ and all three only in the campaign.
 import functools
 import itertools
 from collections.abc import Collection
-from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from crossover_ddp.averaging_hooks import LocalSGDState
-from tests.harness import run_ranks
+from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
-from tests.multiprocess.averaging_oracle import (
-    MAKERS,
-    OVERFLOWS,
-    SCALE,
-    Trainer,
-    delayed_oracle,
-    new_scaler,
-)
+from tests.multiprocess.averaging_oracle import MAKERS, OVERFLOWS, SCALE, Trainer, copies_of, new_scaler
+from tests.multiprocess.replicas import DelayedWalk
 
 STEPS = 13
 # Arguments of the state, and the outer optimizer's rate and momentum.
@@ -71,36 +65,6 @@ def skips_of(cell: Cell) -> Collection[tuple[int, int]]:
     } if cell.scaled else ()  # fmt: skip
 
 
-def by_hook(rank: int, cell: Cell) -> tuple[torch.Tensor, int, float]:
-    """Return this rank's values, steps, and the scale of the loss."""
-    settings, outer = SETTINGS[cell.name]
-    make = outer and functools.partial(torch.optim.SGD, lr=outer[0], momentum=outer[1], nesterov=outer[1] > 0)
-    state, is_local = LocalSGDState(**settings, outer_optimizer=make), "warmup_steps" not in settings
-    # DDP leaves buffers to the state.
-    trainer = Trainer(rank, state, cell.optimizer, broadcast_buffers=is_local)
-    scaler = new_scaler()
-    for _ in range(STEPS):
-        trainer.scaled_step(scaler) if cell.scaled else trainer.step()
-    steps = trainer.state.stats()["steps"]
-    return trainer.end(), steps, scaler.get_scale()
-
-
-def walk_all(rank: int, world_size: int) -> dict[Cell, tuple[Any, Any]]:
-    """Return what the hook makes of each cell, and on rank 0 what the copies say of all ranks."""
-    torch.set_num_threads(1)
-    found = {}
-    for cell in cells(world_size):
-        settings, outer = SETTINGS[cell.name]
-        walk = functools.partial(delayed_oracle, world_size, cell.optimizer, STEPS, **settings, outer=outer)
-        found[cell] = by_hook(rank, cell), walk(skips=skips_of(cell)) if rank == 0 else None
-    return found
-
-
-@cache
-def walks(world_size: int) -> list[dict[Cell, tuple[Any, Any]]]:
-    return run_ranks(walk_all, world_size, timeout_s=120)
-
-
 @pytest.mark.parametrize(
     ("world_size", "cell"),
     [
@@ -109,12 +73,24 @@ def walks(world_size: int) -> list[dict[Cell, tuple[Any, Any]]]:
         for cell in cells(size)
     ],
 )
-def test_ranks_walk_the_path_of_copies_in_one_process(world_size: int, cell: Cell) -> None:
+@in_ranks()
+def test_ranks_walk_the_path_of_copies_in_one_process(rank: int, world_size: int, cell: Cell) -> None:
     """To the last bit; where four ranks average gradients in warm-up, DDP's buckets decide the order of additions."""
-    found = walks(world_size)
-    bitwise = world_size == 2 or "warmup_steps" not in SETTINGS[cell.name][0]
-    for rank, (of_rank, expected) in enumerate(zip(found, found[0][cell][1], strict=True)):
-        values, steps, scale = of_rank[cell][0]
-        assert float((values - expected).abs().max()) <= (0.0 if bitwise else 1e-6)
-        assert steps == STEPS, "a skipped update has stopped the clock"
-        assert scale == SCALE / 2 ** sum(skipping == rank for skipping, _ in skips_of(cell))
+    (settings, outer), skips = SETTINGS[cell.name], skips_of(cell)
+    make = outer and functools.partial(torch.optim.SGD, lr=outer[0], momentum=outer[1], nesterov=outer[1] > 0)
+    state, is_local = LocalSGDState(**settings, outer_optimizer=make), "warmup_steps" not in settings
+    # DDP leaves buffers to the state.
+    trainer, scaler = Trainer(rank, state, cell.optimizer, broadcast_buffers=is_local), new_scaler()
+    for _ in range(STEPS):
+        trainer.scaled_step(scaler) if cell.scaled else trainer.step()
+    assert state.stats()["steps"] == STEPS, "a skipped update has stopped the clock"
+    assert scaler.get_scale() == SCALE / 2 ** sum(skipping == rank for skipping, _ in skips)
+    expected: list[Any] = [None]
+    if rank == 0:
+        walk = DelayedWalk(copies_of(world_size, cell.optimizer, skips), **settings, outer=outer)
+        for _ in range(STEPS):
+            walk.step()
+        expected = [walk.copies.snapshots()]
+    dist.broadcast_object_list(expected)
+    tolerance = 0.0 if world_size == 2 or is_local else 1e-6
+    assert float((trainer.end() - expected[0][rank]).abs().max()) <= tolerance

@@ -1,5 +1,8 @@
-"""What training loops do to replicas: skipped steps, missing gradients, checkpoints, and wire."""
+"""What training loops and broken ranks do to replicas: skipped steps, checkpoints, wire, deaths and infinities."""
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState
-from crossover_ddp.errors import UnsupportedConfigurationError
-from tests.harness import in_ranks, run_ranks
+from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
+from tests.harness import Job, in_ranks, run_jobs, run_ranks
+from tests.harness.groups import impatient_group
 from tests.multiprocess.averaging_oracle import NESTEROV, Trainer
+from tests.multiprocess.test_checkpoint import listed
 
 
 class Odd(nn.Module):
@@ -74,56 +79,40 @@ def test_loops_may_skip_drop_clip_and_accumulate(rank: int, elastic: bool) -> to
     return torch.cat(values)
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
 def new_state(kind: str, every: int = 2) -> Any:
     if kind == "async":
         return ElasticState(every, "async", 0.2)
     return LocalSGDState(every, 1, 2, outer_optimizer=NESTEROV)
 
 
-def save(rank: int, world_size: int, kind: str, path: str) -> torch.Tensor:
+def save(rank: int, world_size: int, kind: str, path: Path) -> None:
     trainer = Trainer(rank, new_state(kind), "sgd").run(7)
     trainer.state.average()
     saved = {"model": trainer.model.module.state_dict(), "state": trainer.state.state_dict()}
     if rank == 0:
         torch.save(saved, path)
-    return trainer.end()
+    trainer.close()
 
 
-def resume(rank: int, world_size: int, kind: str, path: str) -> tuple[torch.Tensor, bool, torch.Tensor]:
-    """Return the values, whether loaded and saved at once nothing changes, and what comes of it."""
+def resume(rank: int, world_size: int, kind: str, path: Path) -> torch.Tensor:
     trainer = Trainer(rank, new_state(kind, every=1000), "sgd")  # so that nothing is exchanged between
-    checkpoint = torch.load(path, weights_only=True)
-    trainer.model.module.load_state_dict(checkpoint["model"])
-    trainer.state.load_state_dict(checkpoint["state"])
-    before = trainer.values
+    saved = torch.load(path, weights_only=True)
+    trainer.model.module.load_state_dict(saved["model"])
+    trainer.state.load_state_dict(saved["state"])
     trainer.step()  # the model is known now
-    same = same_kept(checkpoint["state"]["kept"], trainer.state.state_dict()["kept"])
+    assert listed(trainer.state.state_dict()["kept"]) == listed(saved["state"]["kept"])
     trainer.state.average()
-    return before, same, trainer.end()
-
-
-def same_kept(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_kept(one[key], other[key]) for key in one)
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    assert trainer.values.isfinite().all()
+    return trainer.end()
 
 
 @pytest.mark.parametrize("kind", ["nesterov", "async"])
 def test_a_checkpoint_is_for_any_number_of_ranks(kind: str, tmp_path: Path) -> None:
     """With as many ranks the bits go on: tests/conformance/test_columns.py."""
-    path = str(tmp_path / "two")
-    end, _ = run_ranks(save, 2, args=(kind, path))
-    found = run_ranks(resume, 4, args=(kind, path))
-    for before, same, after in found:
-        assert same
-        assert torch.equal(before, end)
-        assert torch.equal(after, found[0][2]) and bool(after.isfinite().all())
-
-
-# --- wire, memory, groups ---------------------------------------------------------------------------------------------
+    args = kind, tmp_path / "two"
+    run_ranks(save, 2, args=args)
+    first, *others = run_ranks(resume, 4, args=args)
+    assert all(torch.equal(each, first) for each in others)
 
 
 # Steps between two averages, delay, fragments, and whether there is an outer optimizer.
@@ -173,3 +162,71 @@ def test_a_model_of_some_ranks_is_averaged_over_these(rank: int) -> None:
         both = [torch.empty_like(trainer.values) for _ in range(2)]
         dist.all_gather(both, trainer.end(), group)
         assert torch.equal(*both)
+
+
+PATIENCE_S = 4.0
+LIMIT_S = 45.0  # of a busy machine
+STATES: dict[str, Any] = {
+    "blocking": lambda group: LocalSGDState(2, process_group=group),
+    "delayed": lambda group: LocalSGDState(3, 2, process_group=group),
+    "sync": lambda group: ElasticState(2, "sync", process_group=group),
+    "async": lambda group: ElasticState(2, "async", process_group=group),
+    "wild": lambda group: ElasticState(2, "wild", process_group=group),
+}
+
+
+def patient(rank: int, kind: str) -> Trainer:
+    group = impatient_group(PATIENCE_S)
+    return Trainer(rank, STATES[kind](group), process_group=group)
+
+
+def lose_a_peer(rank: int, world_size: int, kind: str, how: str) -> None:
+    trainer = patient(rank, kind).run(5)
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    dist.barrier()
+    if rank == 1:
+        # Whoever is stopped cannot go on by itself; rank 0 kills it when it has seen enough.
+        signal.raise_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        time.sleep(60)
+    begin_s, limit_s = time.monotonic(), PATIENCE_S + LIMIT_S
+    with pytest.raises(ExchangeError):
+        while time.monotonic() - begin_s < limit_s:
+            trainer.step()
+            time.sleep(0.02)
+    took_s = time.monotonic() - begin_s
+    if how == "stopped":
+        os.kill(pids[1], signal.SIGKILL)
+    for act in (trainer.step, trainer.state.average):  # nobody goes on as if nothing had happened
+        with pytest.raises(ExchangeError):
+            act()
+    trainer.state.close()
+    assert took_s < limit_s
+    if how == "stopped" and kind in ("async", "wild"):
+        assert trainer.steps > 5 + 4, "a stopped rank has stopped the others before the timeout"
+        assert took_s > PATIENCE_S / 2
+
+
+def test_the_loss_of_a_peer_is_an_error_in_bounded_time() -> None:
+    """In a job of each kind at the same time: all that they do is wait."""
+    losses = [(kind, "killed") for kind in STATES]
+    losses += [(kind, "stopped") for kind in ("delayed", "async", "wild")]
+    jobs = [Job(lose_a_peer, 2, loss, deaths={1: signal.SIGKILL}, name="-".join(loss)) for loss in losses]
+    run_jobs(jobs, timeout_s=90)
+
+
+@pytest.mark.defect("codecs-S1")
+@pytest.mark.parametrize("kind", ["blocking", "delayed", "sync"])
+@in_ranks(2)
+def test_infinities_on_one_rank_are_an_error_on_all_and_spread_to_none(rank: int, kind: str) -> None:
+    trainer = patient(rank, kind).run(4)
+    if rank == 1:
+        with torch.no_grad():
+            list(trainer.model.parameters())[-1][0] = float("nan" if kind == "blocking" else "inf")
+    who = "this rank's are among them" if rank else "see the other ranks"
+    with pytest.raises(
+        UnsupportedConfigurationError, match=f"expected finite parameters on all ranks.*{who}"
+    ):
+        trainer.run(8)
+    assert rank or trainer.values.isfinite().all(), "the healthy rank took the mean over"
+    trainer.close()

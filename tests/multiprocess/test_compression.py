@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from crossover_ddp import UnsupportedConfigurationError
-from crossover_ddp.codecs import Half, Int8, PerPair, SIDCo
+from crossover_ddp.codecs import CodecPlan, CompressedState, Half, Int8, PerPair, SIDCo
 from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.training import Training
 from tests.multiprocess.compressed_training import CODECS, Coded, way_of
+from tests.multiprocess.identity_codec import Identity
 
 STEPS = 200 if IN_CAMPAIGN else 7  # of which five are deferred, one of them with two micro-batches
 TRIAL_STEPS = 34  # after which it is decided whether to defer
@@ -48,21 +49,6 @@ def test_parameters_are_those_of_the_codec_alone_on_all_ranks_by_every_state(
     return [*found.values()]
 
 
-@in_ranks(3)
-def test_clipping_sees_decoded_values(rank: int) -> str:
-    """Clip by the state and, from the same parameters on, by torch."""
-    ours, alone = Coded("decoupled", rank, Int8()), Coded("compressed", rank, Int8())
-    for _ in range(6):
-        for each in (ours, alone):
-            each.backward()
-        norm = float(ours.state.clip_grad_norm_(0.1))
-        expected = float(nn.utils.clip_grad_norm_(alone.model.parameters(), 0.1))
-        assert 0.1 < norm == pytest.approx(expected, rel=1e-4)
-        for each in (ours, alone):
-            each.update()
-    return ours.digest()
-
-
 @pytest.mark.parametrize("kind", ["crossover", "decoupled"])
 @in_ranks(3)
 def test_a_drained_step_leaves_nothing_behind(rank: int, kind: str) -> str:
@@ -73,21 +59,6 @@ def test_a_drained_step_leaves_nothing_behind(rank: int, kind: str) -> str:
         training.state.drain()
         training.run(1)
     return training.run(1).digest()
-
-
-@in_ranks(2)
-def test_residuals_go_on_after_a_stop(rank: int) -> list[str]:
-    """Resume after four steps, with residuals and without, which is farther from going on."""
-    whole = Coded("decoupled", rank, Int8()).run(4)
-    saved = whole.save()
-    assert any(residual.any() for residual in whole.residuals().values())
-    whole.run(4)
-    again = Coded("decoupled", rank, Int8()).load(saved).run(4)
-    without = {name: part for name, part in saved.items() if name != "state"}
-    forgetful = Coded("decoupled", rank, Int8()).load(without).run(4)
-    apart = [float((each.values() - whole.values()).abs().max()) for each in (again, forgetful)]
-    assert apart[0] < apart[1]
-    return [again.digest(), forgetful.digest()]
 
 
 @dataclass(frozen=True)
@@ -103,7 +74,7 @@ class Late(SIDCo):
 def test_ranks_may_run_out_of_inputs(rank: int) -> dict[str, str]:
     """Let rank 0 run out of inputs some steps early, twice."""
     steps, early, found = 6, 3, {}  # the third step is the first that is deferred
-    for name, codec in {**CODECS, "late": Late(0.05)}.items():
+    for name, codec in {"pair": CODECS["pair"], "sidco": SIDCo(0.05), "late": Late(0.05)}.items():
         training = Coded("decoupled", rank, codec)
         for epoch in range(2):
             with Join([training.model]):
@@ -132,18 +103,39 @@ def test_residuals_follow_the_scale_of_the_loss(rank: int) -> None:
 
 
 @in_ranks(2)
-def test_a_codec_with_kfac_wants_gradients_of_float32(rank: int) -> None:
-    module = nn.Linear(4, 4, dtype=torch.bfloat16)
-    ones = torch.ones(2, 4, dtype=torch.bfloat16)
-    training = Training(
-        way_of("kfac", codec=Int8()), rank, module=module, loss=lambda model, *_: model(ones).sum()
-    )
+def test_what_a_codec_cannot_do_is_refused(rank: int) -> None:
+    table = PerPair.by_node([0, 0, 1], far=Int8()), Int8()
+    with pytest.raises(UnsupportedConfigurationError, match="a row for each of 2 ranks, got 3 rows"):
+        Coded("compressed", rank, table).backward()
+    module, ones = nn.Linear(4, 4, dtype=torch.bfloat16), torch.ones(2, 4, dtype=torch.bfloat16)
+    way = way_of("kfac", codec=Int8())
+    training = Training(way, rank, module=module, loss=lambda model, *_: model(ones).sum())
     with pytest.raises(UnsupportedConfigurationError, match=r"of torch\.float32, got dtype"):
         training.run(4)
 
 
-@in_ranks(2)
-def test_a_table_for_another_number_of_ranks_is_refused(rank: int) -> None:
-    codec = PerPair.by_node([0, 0, 1], far=Int8()), Int8()
-    with pytest.raises(UnsupportedConfigurationError, match="a row for each of 2 ranks, got 3 rows"):
-        Coded("compressed", rank, codec).backward()
+@in_ranks(3)
+def test_all_ranks_have_the_plan_of_rank_0(rank: int, world_size: int) -> list[CodecPlan]:
+    candidates, plans = (None, Int8()), []
+    with pytest.raises(UnsupportedConfigurationError, match="expected recorded steps on all ranks"):
+        CompressedState(None).plan_codec(candidates)
+    for kind, codec in (("compressed", None), ("compressed", Int8()), ("crossover", None)):
+        state = Coded(kind, rank, codec).run(4).state
+        plan = state.plan_codec(candidates)
+        assert [codec for codec, _, _ in plan.options] == [*candidates]
+        assert [rate for _, rate, _ in plan.options] == pytest.approx([1.0, 0.254], abs=0.002)
+        assert plan.step_s in [step_s for each, _, step_s in plan.options if each == plan.codec]
+        assert min(step_s for *_, step_s in plan.options) > 0
+        plans.append(plan)
+    with pytest.raises(ValueError, match="got a PerPair among them"):
+        state.plan_codec([(PerPair.by_node(range(world_size), far=Int8()), Int8())])
+    with pytest.raises(UnsupportedConfigurationError, match="whose processor time is not known"):
+        state.plan_codec([None, Identity()])
+    return plans
+
+
+@in_ranks(1)
+def test_one_rank_has_nothing_to_plan(rank: int) -> None:
+    state = Coded("compressed", rank).run(4).state
+    with pytest.raises(UnsupportedConfigurationError, match="expected at least two ranks"):
+        state.plan_codec()

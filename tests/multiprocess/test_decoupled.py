@@ -1,24 +1,35 @@
-"""Decoupled training in real ranks: what one rank may do alone."""
+"""Decoupled training in real ranks: what one rank may do alone, and that results are plain DDP's, deferred or not."""
 
 import copy
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import timm.utils
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from tests.harness import in_ranks
-from tests.harness.training import Training
+from crossover_ddp import DecoupledState, GPUMutex
+from tests.harness import in_ranks, inside
+from tests.harness.oracles import heard
+from tests.harness.training import Training, decoupled
 from tests.multiprocess.averaging_oracle import MAKERS, loss_of, network
 
+WARM_UP, BLOCK, END = inside.TRIAL
+STEPS = END + 10
+SETTLED = 2  # backward passes before DDP's buckets are known to stay
+FORWARDS = STEPS + STEPS // 3
 
-def training_of(rank: int, optimizer: str, *, decoupled: bool = True, **options: Any) -> Training:
+
+def training_of(way: Any, rank: int, optimizer: str = "momentum", **options: Any) -> Training:
     return Training(
-        "decoupled" if decoupled else None,
+        way,
         rank,
-        module=network(),
+        module=network().to(memory_format=torch.channels_last),  # type: ignore[call-overload]
         optimizers=lambda model: [MAKERS[optimizer](model.parameters())],
         loss=loss_of,
         **{"bucket_cap_mb": 0.002, **options},
@@ -36,7 +47,7 @@ def end(training: Training) -> torch.Tensor:
 @in_ranks(2)
 def test_one_rank_may_flush_before_all_clip(rank: int) -> None:
     """``flush`` asks nobody, so the ranks that have not called it must not wait for rank 0's parts."""
-    training, plain = training_of(rank, "momentum"), training_of(rank, "momentum", decoupled=False)
+    training, plain = training_of("decoupled", rank), training_of(None, rank)
     for _ in range(6):
         training.backward()
         plain.backward()
@@ -53,7 +64,7 @@ def test_one_rank_may_flush_before_all_clip(rank: int) -> None:
 @in_ranks(2)
 def test_one_rank_may_look_alone(rank: int) -> None:
     """Checkpoints, averages and evaluations of one rank need no other rank."""
-    training, plain = training_of(rank, "adamw"), training_of(rank, "adamw", decoupled=False)
+    training, plain = training_of("decoupled", rank, "adamw"), training_of(None, rank, "adamw")
     average = timm.utils.ModelEmaV3(training.model.module, decay=0.9) if rank == 0 else None
     looks: list[Callable[[], object]] = [
         lambda: training.model.state_dict(),
@@ -73,10 +84,7 @@ def test_one_rank_may_look_alone(rank: int) -> None:
 @in_ranks(2)
 def test_gradients_without_bucket_views_are_those_of_plain_ddp_after_forward(rank: int) -> None:
     """Without bucket views, what the user holds by then is copied; what he has dropped is not."""
-    one, plain = (
-        training_of(rank, "momentum", decoupled=decoupled, gradient_as_bucket_view=False)
-        for decoupled in (True, False)
-    )
+    one, plain = (training_of(way, rank, gradient_as_bucket_view=False) for way in ("decoupled", None))
     for step in range(8):
         losses = [each.loss(step) for each in (one, plain)]
         if step:
@@ -89,3 +97,80 @@ def test_gradients_without_bucket_views_are_those_of_plain_ddp_after_forward(ran
             training.held[0].grad = None
     assert one.state.stats()["steps_deferred"] > 5
     assert torch.equal(end(one), end(plain))
+
+
+def train(training: Training, verdict: bool | None = None) -> tuple[list[float], list[bool]]:
+    """Return losses, and after which steps updates were deferred; ``verdict``: what the trial's clock shall show."""
+    model, state = training.model, training.state
+    if verdict is not None:
+        inside.pretend_times(state, deferred_s=1.0 if verdict else 3.0, whole_s=2.0)
+    losses, deferred = [], []
+    for step in range(STEPS):
+        if step % 3 == 2:
+            with model.no_sync():
+                training.backward(1000 + step)
+        training.backward(step)
+        if training.rank == 0 and step % 7 == 5 and state is not None:
+            state.flush()  # on one rank only: that it does not defer then must not confuse the others
+        training.optimizer.step()
+        deferred.append(training.is_pending)
+        # Every other time gradients stay allocated, and are added to in place.
+        training.optimizer.zero_grad(set_to_none=step % 2 == 0)
+        if step % 10 == 9:
+            model.eval()
+            losses.append(float(model(torch.ones(2, 1, 6, 6)).sum()))
+            model.train()
+    return losses, deferred
+
+
+@pytest.mark.torch_version
+@pytest.mark.parametrize("world_size", [2, 3])
+@in_ranks(timeout_s=120.0)
+def test_training_is_that_of_the_split_hook_whatever_is_chosen(rank: int) -> list[bool]:
+    """With bucket views and without; with them, and a verdict, the job takes turns, one for each backward pass."""
+    plain = training_of("split", rank)
+    expected, chosen = train(plain)[0], []
+    for views, verdict in itertools.product((True, False), (True, False, None)):
+        mutex = GPUMutex(device=f"device{rank}") if views and verdict is not None else None
+        way = decoupled(defer="auto")
+        training = training_of(way, rank, mutex=mutex, gradient_as_bucket_view=views)
+        losses, deferred = train(training, verdict)
+        chosen.append(training.state.deferring)
+        training.close()
+        assert losses == expected
+        assert all(map(torch.equal, training.held, plain.held))
+        if verdict is not None:
+            assert chosen[-1] is verdict
+            assert rank == 0 or set(deferred[SETTLED + END :]) == {verdict}
+        second_block = deferred[SETTLED + WARM_UP + BLOCK : SETTLED + WARM_UP + 2 * BLOCK]
+        assert rank == 0 or not any(second_block), "it is not deferred"
+        if mutex is not None:
+            dist.barrier()
+            assert STEPS <= mutex.stats()["turns"] <= FORWARDS + 4
+            mutex.close()
+    return chosen
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@in_ranks()
+def test_a_plain_loop_is_never_warned(rank: int) -> None:
+    with heard() as said:
+        training = training_of(decoupled(defer="auto"), rank).run(STEPS)
+    assert training.state.deferring is not None, "the trial is to be over"
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("width", "trained", "cap_mb"),
+    [(8, True, 0.25), (2**12, True, 4.0), (2**12, False, 0.25), (2**15, True, 25.0)],
+)
+def test_options_for_ddp_follow_the_size_of_what_is_trained(width: int, trained: bool, cap_mb: float) -> None:
+    layer = nn.Linear(width, width, device="meta").requires_grad_(trained)
+    expected = {"gradient_as_bucket_view": True, "bucket_cap_mb": pytest.approx(cap_mb, rel=1e-3)}
+    assert DecoupledState.ddp_options(layer) == expected
+
+
+def test_an_unknown_way_to_defer_is_refused() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(ValueError, match="expected defer='auto' or 'always', got defer='never'"):
+        DecoupledState(optimizer, defer="never")  # type: ignore[arg-type]

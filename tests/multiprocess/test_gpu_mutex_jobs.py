@@ -2,7 +2,6 @@
 
 import datetime
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from crossover_ddp._turns.rules import Member
 from crossover_ddp._turns.segment import TurnSegment
 from crossover_ddp.errors import SegmentError
 from crossover_ddp.gpu_mutex import GPUMutex
-from tests.harness import Job, in_ranks, run_jobs, run_ranks
+from tests.harness import Job, in_ranks, run_jobs
 from tests.harness.groups import files_of, new_group
 from tests.harness.oracles import heard
 from tests.harness.waiting import eventually
@@ -33,9 +32,6 @@ def take_turns(mutex: GPUMutex, count: int, group: dist.ProcessGroup | None = No
         dist.barrier(group)
         mutex.release()
     return longest_s
-
-
-# --- a sibling's lease against the own process group's timeout -------------------------------------------------------
 
 
 @in_ranks(2)
@@ -60,70 +56,38 @@ def test_a_siblings_lease_never_outlasts_the_own_groups_timeout(rank: int) -> No
         assert "a quarter of its process group's timeout" in warnings[0]
 
 
-# --- joining fails ------------------------------------------------------------------------------------------------
-
-
-def _join_where_it_fails(rank: int, world_size: int, group: str) -> str:
-    begin_s = time.monotonic()
-    try:
-        GPUMutex(group, device=f"dev{rank}")
-    except SegmentError as error:
-        assert time.monotonic() - begin_s < TIMEOUT_S / 2
-        return str(error)
-    return "not refused"
-
-
-def test_ranks_that_cannot_join_all_raise() -> None:
-    group = new_group()
+@in_ranks(2)
+def test_ranks_that_cannot_join_all_raise(rank: int) -> str:
+    """What others have put there stays, the rest goes; on a good file a lead rank that closes first is heard out."""
+    group = f"{os.environ['CROSSOVER_GROUP']}-broken"
     segment = TurnSegment(group, "dev1")
     segment.forget()
-    os.truncate(segment.path, 100)
-    messages = run_ranks(_join_where_it_fails, 2, args=(group,), timeout_s=TIMEOUT_S)
-    assert messages[0] == messages[1]
-    assert messages[0].startswith("rank 0 cannot take turns: expected slots of")
-    assert segment.path in messages[0]
-    assert files_of(group) == [Path(segment.path)], "what others have put there stays, the rest goes"
-    os.unlink(segment.path)
-    check_closed_early(group)
-    assert not files_of(group)
-
-
-# --- leaving ------------------------------------------------------------------------------------------------------
-
-
-def _close_early(rank: int, world_size: int, group: str) -> tuple[int, list[str]]:
+    dist.barrier()
+    if rank == 0:
+        os.truncate(segment.path, 100)
+    dist.barrier()
+    begin_s = time.monotonic()
+    with pytest.raises(SegmentError, match="rank 0 cannot take turns: expected slots of") as caught:
+        GPUMutex(group, device=f"dev{rank}")
+    assert time.monotonic() - begin_s < TIMEOUT_S / 2
+    dist.barrier()
+    assert files_of(group) == [Path(segment.path)]
+    dist.barrier()
     with heard() as warnings:
+        if rank == 0:
+            os.unlink(segment.path)
+        dist.barrier()
         mutex = GPUMutex(group, device=f"dev{rank}", lease=LEASE_S)
         for _ in range(3):
             time.sleep(0.1 * rank)
-            mutex.acquire()
-            mutex.release()
-        turns = int(mutex.stats()["turns"])
+            with mutex:
+                pass
+        assert mutex.stats()["turns"] == 3
         mutex.close()
-    return turns, warnings
-
-
-def check_closed_early(group: str) -> None:
-    """A lead rank that closes first is heard out."""
-    assert run_ranks(_close_early, 2, args=(group,), timeout_s=TIMEOUT_S) == [(3, []), (3, [])]
-
-
-@in_ranks(2)
-def test_closing_while_a_thread_listens_to_the_lead_rank_returns(rank: int) -> None:
-    with heard() as warnings:
-        mutex = GPUMutex(device=f"dev{rank}", lease=LEASE_S)
-        listening = threading.Thread(target=mutex.acquire)
-        if rank == 1:
-            listening.start()  # and its lead rank never draws
-            time.sleep(0.1)
-            begin_s = time.monotonic()
-            mutex.close()
-            assert time.monotonic() - begin_s < TIMEOUT_S / 4
-        dist.barrier()
-        mutex.close()
-        if rank == 1:
-            listening.join()
-    assert (warnings, mutex.disabled_because) == ([], "closed")
+    dist.barrier()
+    assert not files_of(group)
+    assert warnings == []
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])

@@ -1,20 +1,16 @@
 """A job that cannot join its siblings trains on without turns, on all ranks alike; a process is one job."""
 
 import errno
-import fcntl
-import functools
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from crossover_ddp import (
     CrossoverState,
@@ -22,9 +18,9 @@ from crossover_ddp import (
     crossover_wrapper,
     reduce_scatter_all_gather_hook,
 )
-from crossover_ddp._turns import channel as turn_channel
 from crossover_ddp._turns import joining
-from crossover_ddp._turns.segment import SLOT_COUNT, TurnSegment, lock_slots
+from crossover_ddp._turns.channel import TurnChannel
+from crossover_ddp._turns.segment import lock_slots
 from crossover_ddp._turns.turns import Turns
 from crossover_ddp.errors import TurnError
 from crossover_ddp.gpu_mutex import GPUMutex
@@ -35,12 +31,12 @@ from tests.harness.training import WIDTH, Training, same
 from tests.unit.turns.mutexes import membership_of
 
 STEPS = 5
-TIMEOUT_S = 90.0
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+DEVICES = [{"CROSSOVER_DEVICE": f"device{rank}"} for rank in range(4)]
 
 
-def environment(world_size: int) -> list[dict[str, str]]:
-    return [{"CROSSOVER_DEVICE": f"device{rank}"} for rank in range(world_size)]
+@pytest.fixture(autouse=True)
+def _group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSOVER_GROUP", new_group())
 
 
 def training_of(seed: int, rank: int, hooked: bool, group: Any = None) -> Training:
@@ -65,156 +61,76 @@ def _fails(error: Exception) -> Callable[..., None]:
     return failing
 
 
-def _late(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A rank that answers when the others have given up on it: the verdict is theirs."""
-
-    def late(*arguments: Any) -> Any:
-        time.sleep(1.5)
-        return original(*arguments)
-
-    return late
+def _late(*arguments: Any, gather: Callable[..., Any] = TurnChannel.gather) -> Any:
+    """Answer when the others have given up: the verdict is theirs."""
+    time.sleep(1.5)
+    return gather(*arguments)
 
 
-NO_ROOM = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-WING, SHORT = "crossover_ddp._turns", ("crossover_ddp.gpu_mutex._HOOK_JOIN_TIMEOUT_S", 1.0)
-# What all ranks find in a place, and what rank 1 finds in another.
-SPOILERS: dict[str, list[tuple[str, Any]]] = {
-    "impatient": [(f"{WING}.segment._SLOT_PATIENCE_S", 0.5)],
-    "full": [(f"{WING}.segment.os.posix_fallocate", _fails(NO_ROOM))],
+WING = "crossover_ddp._turns"
+# What rank 1 finds in a place, and what its job says then.
+SPOILERS: dict[str, tuple[str, Any, str]] = {
+    "missing": (
+        f"{WING}.segment.TurnSegment.__init__.__kwdefaults__",
+        {"base": "/missing"},
+        "expected Linux with",
+    ),
+    "locked": (
+        f"{WING}.segment.lock_slots",
+        lambda fd, start, length, *kind: length > 1 and lock_slots(fd, start, length, *kind),
+        "expected a free slot",
+    ),
     # Ranks of one machine share the file: the one that comes too late finds no room for its bell.
-    "full on one rank": [(f"{WING}.segment.TurnSegment.reserve", _fails(NO_ROOM))],
-    "broken store": [SHORT, (f"{WING}.channel.TurnChannel._met", _fails(RuntimeError("connection refused")))],
-    "late rank": [SHORT, (f"{WING}.channel.TurnChannel.gather", _late(turn_channel.TurnChannel.gather))],
+    "full": (
+        f"{WING}.segment.TurnSegment.reserve",
+        _fails(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+        "No space left on device",
+    ),
+    "broken store": (f"{WING}.channel.TurnChannel._met", _fails(RuntimeError("refused")), ""),
+    "late rank": (f"{WING}.channel.TurnChannel.gather", _late, "expected all 2 ranks to join within"),
 }
-ON_RANK_1 = ("reserve", "_met", "gather")
 
 
-def train(
-    rank: int, world_size: int, spoil: str, base: Path | None
-) -> tuple[dict[str, Any], list[list[str]]]:
-    """Train as without turns, bit for bit; return the state's stats, and of each rank what was said.
-
-    ``spoil`` names what keeps ranks from joining, ``base`` is in the place of shared memory.
-    """
+@pytest.mark.parametrize(
+    ("world_size", "spoil"),
+    [(2, "missing"), (2, "locked"), (4, "full"), (2, "broken store"), (2, "late rank")],
+)
+@in_ranks()
+def test_a_job_of_which_one_rank_cannot_join_trains_as_without_turns(
+    rank: int, world_size: int, spoil: str
+) -> None:
+    """One rank says why; where the store fails nobody can tell the others, and each says what it found, in time."""
+    (place, found, cause), is_alone = SPOILERS[spoil], spoil in ("broken store", "late rank")
     plain = training_of(1, rank, hooked=False)
     losses = [plain.step() for _ in range(STEPS)]
     with pytest.MonkeyPatch.context() as patch, heard() as warnings:
         patch.setenv("CROSSOVER_DEVICE", f"device{rank}")
-        if base is not None:
-            patch.setattr(TurnSegment.__init__, "__kwdefaults__", {"base": str(base)})
-        for place, found in SPOILERS.get(spoil, ()):
-            if rank == 1 or not place.endswith(ON_RANK_1):
-                patch.setattr(place, found)
+        patch.setattr(f"{WING}.segment._SLOT_PATIENCE_S", 0.5)
+        if is_alone:
+            patch.setattr("crossover_ddp.gpu_mutex._HOOK_JOIN_TIMEOUT_S", 1.0)
+        if rank == 1:
+            patch.setattr(place, found)
         training = training_of(1, rank, hooked=True)
         assert [training.step() for _ in range(STEPS)] == losses
         assert same(training, plain)
         stats = training.state.stats()
         training.close()
+    assert stats["turns"] == 0
+    assert cause in stats["disabled_because"]
     said: list[Any] = [None] * world_size
     dist.all_gather_object(said, warnings)
-    return stats, said
-
-
-@pytest.fixture(autouse=True)
-def group_name(monkeypatch: pytest.MonkeyPatch) -> str:
-    name = new_group()
-    monkeypatch.setenv("CROSSOVER_GROUP", name)
-    return name
-
-
-@pytest.fixture
-def foreign(tmp_path: Path) -> Path:
-    """Also what a rootless container's root finds that another user's container has made."""
-    directory = tmp_path / "foreign" / f"crossover_ddp-{os.geteuid()}"
-    directory.mkdir(mode=0o700, parents=True)
-    if os.geteuid() == 0:
-        os.chown(directory, 12345, 12345)
-    return directory.parent
-
-
-@pytest.fixture
-def locked(group_name: str, tmp_path: Path) -> Iterator[Callable[[], bool]]:
-    """Lock all slots, as the last one to leave does while it removes the files; yields what frees them."""
-    segment = TurnSegment(group_name, "device0", base=str(tmp_path))
-    with open(segment.path, "r+b") as file:
-        assert lock_slots(file.fileno(), 0, SLOT_COUNT)
-        free = functools.partial(lock_slots, file.fileno(), 0, SLOT_COUNT, fcntl.F_UNLCK)
-        yield free
-        free()
-    segment.forget()
-
-
-@pytest.fixture
-def locked_for_a_moment(locked: Callable[[], bool]) -> Iterator[None]:
-    timer = threading.Timer(1.5, locked)
-    timer.start()
-    yield
-    timer.join()
-
-
-def trains_on(rank: int, world_size: int, spoil: str, base: Path, cause: str) -> None:
-    """One rank says that it does."""
-    stats, said = train(rank, world_size, spoil, base)
-    assert cause in stats["disabled_because"]
-    assert stats["turns"] == 0
-    ((message,),) = filter(None, said)
-    assert cause in message and "trains on without" in message
-
-
-@pytest.mark.parametrize(
-    ("world_size", "spoil", "base", "cause"),
-    [
-        pytest.param(2, "", "foreign", "to belong to user", marks=needs_root),
-        (2, "full", "", "No space left on device"),
-        (4, "full on one rank", "", "No space left on device"),
-        (2, "", "missing", "expected Linux with"),
-    ],
-)
-@pytest.mark.usefixtures("foreign")
-@in_ranks()
-def test_shared_memory_that_is_full_missing_or_another_users(
-    rank: int, world_size: int, spoil: str, base: str, cause: str, tmp_path: Path
-) -> None:
-    trains_on(rank, world_size, spoil, tmp_path / base, cause)
-
-
-@pytest.mark.usefixtures("locked")
-@in_ranks(2)
-def test_slots_that_stay_locked(rank: int, world_size: int, tmp_path: Path) -> None:
-    trains_on(rank, world_size, "impatient", tmp_path, "expected a free slot")
-
-
-@pytest.mark.usefixtures("locked_for_a_moment")
-@in_ranks(2)
-def test_slots_that_are_locked_for_a_moment_are_waited_for(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
-    stats, said = train(rank, world_size, "", tmp_path)
-    assert stats["disabled_because"] is None
-    assert said == [[], []]
-
-
-@pytest.mark.parametrize("spoil", ["broken store", "late rank"])
-@in_ranks(2)
-def test_a_store_that_one_rank_does_not_reach_and_a_rank_that_comes_too_late(
-    rank: int, world_size: int, spoil: str
-) -> None:
-    """Nobody can tell the others why: each rank says what it found, in bounded time. Who is late hears it."""
-    stats, said = train(rank, world_size, spoil, None)
-    assert stats["turns"] == 0
-    if spoil == "broken store":
+    if not is_alone:
+        ((message,),) = filter(None, said)
+        assert cause in message and "trains on without" in message
+    elif spoil == "broken store":
         assert [len(each) for each in said] == [1, 1]
-    else:
-        assert "expected all 2 ranks to join within" in stats["disabled_because"]
 
 
 @in_ranks(2)
 def test_a_rank_without_a_thread_for_its_turns_tells_its_peers(rank: int) -> None:
     """They would wait for its grants for half the group's timeout."""
-    device, message = (
-        f"device{rank}",
-        "expected a thread for turns, got: can't start new thread; raise ulimit -u",
-    )
+    device = f"device{rank}"
+    message = "expected a thread for turns, got: can't start new thread; raise ulimit -u"
     for is_lead in (True, False):
         dist.barrier()
         if (rank == 0) == is_lead:
@@ -232,9 +148,6 @@ def test_a_rank_without_a_thread_for_its_turns_tells_its_peers(rank: int) -> Non
             with mutex:
                 pass
             mutex.close()
-
-
-# --- one process, one job -----------------------------------------------------------------------------------------
 
 
 def _alternate(
@@ -274,28 +187,22 @@ def _are_one_job(rank: int, world_size: int, ranks: Sequence[int], together: boo
     return warnings
 
 
-GROUPS = [
-    (2, (0, 1), False),
-    (2, (1,), True),
-    (4, (0, 1, 2, 3), True),
-    (4, (0, 2), False),
-]
-
-
-@pytest.mark.parametrize(("world_size", "ranks", "together"), GROUPS, ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "ranks", "together"), [(2, (0, 1), True), (4, (0, 2), False)], ids=str
+)
 def test_models_on_several_groups_are_one_job(
     world_size: int, ranks: tuple[int, ...], together: bool
 ) -> None:
     """Beside a sibling of the same kind: nobody waits a lease for itself."""
-    own = environment(world_size)
+    own = DEVICES[:world_size]
     jobs = [Job(_are_one_job, world_size, (ranks, together), environment=own, name=name) for name in "ab"]
-    for job in run_jobs(jobs, timeout_s=TIMEOUT_S):
+    for job in run_jobs(jobs, timeout_s=90.0):
         said = [message for warnings in job for message in warnings]
         assert len(said) == (len(ranks) < world_size), said
         assert all(f"{len(ranks)} of the job's {world_size} ranks" in message for message in said)
 
 
-@in_ranks(2, environment=environment(2))
+@in_ranks(2, environment=DEVICES[:2])
 def test_the_wrapper_around_a_hook_of_a_partial_group_is_that_hook(rank: int) -> None:
     group, found = dist.new_group([1]), []
     state = CrossoverState(group, hook_state=group)
@@ -307,39 +214,7 @@ def test_the_wrapper_around_a_hook_of_a_partial_group_is_that_hook(rank: int) ->
         assert found[0] == found[-1] != []
 
 
-# --- the wrapper around a hook with a state --------------------------------------------------------------------
-
-
-def _train_by_power_sgd(rank: int, world_size: int, seed: int, wrapped: bool) -> tuple[list[float], bytes]:
-    """Return losses and parameters of a model whose buffers DDP broadcasts inside the turn."""
-    hook, inner = powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
-    torch.manual_seed(seed)
-    training = Training(
-        lambda *_: (CrossoverState(hook_state=inner), crossover_wrapper(hook)) if wrapped else (inner, hook),
-        rank,
-        module=nn.Sequential(nn.Linear(WIDTH, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 128)),
-        # PowerSGD's callbacks run collectives on gloo's threads, in no order when several buckets are under way.
-        bucket_cap_mb=25.0,
-    )
-    losses = [training.step() for _ in range(12)]
-    training.close()
-    # PowerSGD's last callbacks may still run, and abort a process that ends by then (pytorch#179291).
-    time.sleep(0.1)
-    return losses, torch.cat([p.detach().flatten() for p in training.held]).numpy().tobytes()
-
-
-def test_a_hook_with_a_state_keeps_its_results_inside_the_wrapper_beside_a_sibling() -> None:
-    def jobs(wrapped: bool) -> list[Job]:
-        own = environment(2)
-        return [Job(_train_by_power_sgd, 2, (seed, wrapped), environment=own) for seed in (1, 2)]
-
-    assert run_jobs(jobs(True), timeout_s=TIMEOUT_S) == [run_jobs([job])[0] for job in jobs(False)]
-
-
-# --- joining again ------------------------------------------------------------------------------------------------
-
-
-@in_ranks(2, environment=environment(2))
+@in_ranks(2, environment=DEVICES[:2])
 def test_all_ranks_join_anew_after_one_had_failed_before_it_was_closed(rank: int) -> None:
     """They would wait for each other for half an hour if only those whose mutex had been well did.
 

@@ -1,7 +1,5 @@
 """What K-FAC puts on the wire, as the kernel counts it: the gradient's bytes, and factors only where due."""
 
-from functools import cache
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,21 +52,13 @@ def bytes_of_steps(rank: int, world_size: int, samples: int) -> dict[tuple[str, 
     return found
 
 
-@cache
-def found(form: str) -> dict[tuple[str, str], int]:
+@pytest.mark.parametrize("form", SAMPLES)
+def test_factors_cost_one_reduction_of_what_they_hold_and_solvers_and_local_ones_nothing(form: str) -> None:
     ranks = run_ranks(bytes_of_steps, 2, args=(SAMPLES[form],))
-    return {key: sum(of_rank[key] for of_rank in ranks) for key in ranks[0]}
-
-
-@pytest.mark.parametrize("form", SAMPLES)
-def test_factors_cost_one_reduction_of_what_they_hold_and_solvers_nothing(form: str) -> None:
+    sent = {key: sum(of_rank[key] for of_rank in ranks) for key in ranks[0]}
     for without, with_factors in (("plain", "factors"), ("solvers", "both")):
-        assert found(form)["global", without] / GRADIENT == pytest.approx(1, abs=WIRE)
-        extra = found(form)["global", with_factors] - found(form)["global", without]
+        assert sent["global", without] / GRADIENT == pytest.approx(1, abs=WIRE)
+        extra = sent["global", with_factors] - sent["global", without]
         assert extra / (4 * LAYERS * 2 * PACKING[form]) == pytest.approx(1, abs=PACKINGS), with_factors
-
-
-@pytest.mark.parametrize("form", SAMPLES)
-def test_local_factors_never_travel(form: str) -> None:
     for kind in KINDS.values():
-        assert found(form)["local", kind] / GRADIENT == pytest.approx(1, abs=WIRE), kind
+        assert sent["local", kind] / GRADIENT == pytest.approx(1, abs=WIRE), kind

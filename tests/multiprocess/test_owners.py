@@ -1,24 +1,176 @@
 """Optimizers on owners, by `DecoupledState` and by `MuonState`: the replicated ones' bits at a part of their state."""
 
-from functools import cache, wraps
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.optim import SGD, Muon
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.muon_hooks import MuonState, muon_hook
-from tests.harness import in_ranks, run_ranks
+from tests.conformance.reference import adding
+from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
-from tests.harness.training import Training, same
-from tests.multiprocess.owned_training import MAKE, by_owners, training_of
+from tests.harness.training import Training, Way, same
 
 pytestmark = pytest.mark.torch_version
+
+TINY_MB: Final = 0.004
+VOCABULARY, WIDTH = 11, 12
+
+
+class Mixture(nn.Module):
+    """Tall, wide, square and transposed matrices, and parameters that Muon does not take."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.wide = nn.Linear(2 * WIDTH + 5, WIDTH)
+        self.tall = nn.Linear(WIDTH, 2 * WIDTH + 5)
+        self.square = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.turned = nn.Parameter(torch.randn(3 * WIDTH, WIDTH).mul_(0.2).T)
+        self.back = nn.Linear(3 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.is_short = False
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        if self.is_short:  # uses none of Muon's matrices
+            return self.head(self.norm(x))  # type: ignore[no-any-return]
+        x = x + self.wide(torch.tanh(self.tall(self.norm(x))))
+        x = x + self.square(torch.tanh(x))
+        x = x + self.back(torch.relu(x @ self.turned))
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+    def matrices(self) -> list[nn.Parameter]:
+        return [self.wide.weight, self.tall.weight, self.square.weight, self.turned, self.back.weight]
+
+
+def mixture(seed: int = 3, dtype: torch.dtype = torch.float32) -> Mixture:
+    torch.manual_seed(seed)
+    return Mixture(dtype)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    tokens = torch.randint(0, VOCABULARY, (4, 7), generator=generator)
+    logits = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Soap(Optimizer):
+    """Adam in the eigenbases of both sides' second moments: what SOAP (arXiv 2409.11321) does, without its options.
+
+    It keeps lists and tuples, and a count of steps in the parameter group, on which the learning rate hangs. Products
+    are made of the gradient where it lies, so that their bits depend on where that is.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.01, every: int = 2) -> None:
+        super().__init__(params, {"lr": lr, "every": every, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["sides"] = [gradient.new_zeros(size, size) for size in gradient.shape]
+            state["bases"] = [torch.eye(size, dtype=gradient.dtype) for size in gradient.shape]
+            state["first"], state["second"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+        state["step"] += 1
+        for side, term in zip(state["sides"], (gradient @ gradient.T, gradient.T @ gradient), strict=True):
+            side.lerp_(term, 0.1)
+        if (int(state["step"]) - 1) % group["every"] == 0:
+            eye = [torch.eye(len(side), dtype=side.dtype) for side in state["sides"]]
+            state["bases"] = tuple(
+                torch.linalg.eigh(side + 1e-4 * one)[1] for side, one in zip(state["sides"], eye, strict=True)
+            )
+        left, right = state["bases"]
+        turned = left.T @ gradient @ right
+        state["first"].lerp_(gradient, 0.1)
+        state["second"].lerp_(turned.square(), 0.05)
+        direction = (left.T @ state["first"] @ right) / (state["second"].sqrt() + 1e-3)
+        lr = group["lr"] / (1 + 0.01 * group["steps"])
+        parameter.sub_(lr * (left @ direction @ right.T))
+
+
+def halves(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the matrices, and the rest."""
+    parameters = [*module.parameters()]
+    return [p for p in parameters if p.dim() == 2], [p for p in parameters if p.dim() != 2]
+
+
+def soap(module: nn.Module) -> list[Optimizer]:
+    matrices, others = halves(module)
+    return [Soap(matrices), AdamW(others, lr=3e-3)]
+
+
+def soap_in_groups(module: nn.Module) -> list[Optimizer]:
+    """The second group has one matrix: most ranks own nothing of it."""
+    matrices, others = halves(module)
+    groups = [{"params": matrices[:-1]}, {"params": matrices[-1:], "lr": 0.02}]
+    return [Soap(groups), SGD(others, lr=0.02, momentum=0.9)]
+
+
+def muon_in_groups(module: Mixture, **settings: Any) -> list[Optimizer]:
+    """Muon has two groups with different settings."""
+    matrices = module.matrices()
+    others = [p for p in module.parameters() if all(p is not each for each in matrices)]
+    groups = [
+        {"params": matrices[:2], "adjust_lr_fn": "match_rms_adamw"},
+        {"params": matrices[2:], "weight_decay": 0.01, "momentum": 0.9},
+    ]
+    return [Muon(groups, **{"lr": 0.02, **settings}), AdamW(others, lr=3e-3)]
+
+
+MAKE: dict[str, Callable[[Any], list[Optimizer]]] = {
+    "soap": soap,
+    "soap in groups": soap_in_groups,
+    "muon in groups": muon_in_groups,
+    "muon without nesterov": functools.partial(muon_in_groups, nesterov=False, ns_steps=3),
+    "adamw": lambda module: [AdamW(module.parameters(), lr=3e-3)],
+}
+
+
+def by_owners(*_: Any) -> tuple[Any, Any]:
+    """Plain DDP, whose gradients are added as owners do, by a hook of the tests' own."""
+    return adding("tree")
+
+
+def training_of(
+    way: str | Way | None,
+    rank: int,
+    kind: str = "muon in groups",
+    *,
+    seed: int = 3,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Training:
+    """Return a training of the mixture by optimizers of a kind, with a schedule; ``options``: of DDP."""
+    return Training(
+        way,
+        rank,
+        module=mixture(seed, dtype),
+        optimizers=lambda model: MAKE[kind](model.module),
+        schedule=lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 100),
+        loss=loss_of,
+        **{"bucket_cap_mb": TINY_MB, **options},
+    )
+
 
 # Within five steps all is decided, buckets too, and every optimizer has used what it keeps.
 STEPS = 24 if IN_CAMPAIGN else 7
@@ -78,46 +230,6 @@ WALKS: dict[int, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-class Found(NamedTuple):
-    """What a rank has of a walk: steps after which it differs, directions computed, bytes kept, and by plain DDP."""
-
-    differs: list[int]
-    directions: int
-    kept_bytes: int
-    whole_bytes: int
-    is_deferred: bool
-
-
-def walk(rank: int, world_size: int, name: str) -> Found:
-    settings = {"way": "owned", **WALKS[world_size][name]}
-    way, act = settings.pop("way"), settings.pop("act", lambda training, step: training.step())
-    ours = training_of(way, rank, **settings)
-    plain = training_of(None if world_size < 3 else by_owners, rank, **settings)
-    differs, computed, is_deferred = [], 0, False
-    original = torch.optim._muon._zeropower_via_newtonschulz
-
-    @wraps(original)  # whose signature Muon's state reads
-    def counted(*arguments: Any, **options: Any) -> Tensor:
-        nonlocal computed
-        computed += 1
-        return original(*arguments, **options)
-
-    with mock.patch(NEWTON_SCHULZ, counted):
-        for step in range(STEPS):
-            for each in (ours, plain):
-                act(each, step)
-            is_deferred = way == "owned" and ours.is_pending
-            if step in LOOKED_AT and not same(ours, plain):
-                differs.append(step)
-    assert without_parameters(ours) == without_parameters(plain)
-    usage = ours.state.memory_usage()
-    kept_bytes = usage["state"] if way == "owned" else usage["momentum"]
-    owned = plain.optimizers if way == "owned" else plain.optimizers[:1]
-    return Found(
-        differs, computed - STEPS * MATRICES, kept_bytes, nbytes([each.state for each in owned]), is_deferred
-    )
-
-
 def without_parameters(training: Training) -> str:
     groups = [group for each in training.optimizers for group in each.param_groups]
     return str([{name: value for name, value in group.items() if name != "params"} for group in groups])
@@ -130,32 +242,42 @@ def nbytes(kept: Any) -> int:
     return sum(map(nbytes, inner))
 
 
-def walk_all(rank: int, world_size: int) -> dict[str, Found]:
-    return {name: walk(rank, world_size, name) for name in WALKS[world_size]}
-
-
-@cache
-def walks(world_size: int) -> list[dict[str, Found]]:
-    return run_ranks(walk_all, world_size, timeout_s=180)
-
-
 @pytest.mark.parametrize(("world_size", "name"), [(size, name) for size in WALKS for name in WALKS[size]])
+@in_ranks()
 def test_ranks_get_the_bits_of_the_replicated_optimizers_at_a_part_of_their_state(
-    world_size: int, name: str
+    rank: int, world_size: int, name: str
 ) -> None:
     """With three ranks and more those of optimizers that are fed the owners' sums."""
-    found = [of_rank[name] for of_rank in walks(world_size)]
-    assert [each.differs for each in found] == [[]] * world_size
-    assert sum(each.kept_bytes for each in found) == found[0].whole_bytes, "each state is kept once"
+    settings = {"way": "owned", **WALKS[world_size][name]}
+    way, act = settings.pop("way"), settings.pop("act", None)
+    ours = training_of(way, rank, **settings)
+    plain = training_of(None if world_size < 3 else by_owners, rank, **settings)
+    computed, original = 0, torch.optim._muon._zeropower_via_newtonschulz
+
+    @functools.wraps(original)  # whose signature Muon's state reads
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        nonlocal computed
+        computed += 1
+        return original(*arguments, **options)
+
+    with mock.patch(NEWTON_SCHULZ, counted):
+        for step in range(STEPS):
+            for each in (ours, plain):
+                act(each, step) if act else each.step()
+            is_deferred = way == "owned" and ours.is_pending
+            assert step not in LOOKED_AT or same(ours, plain), step
+    assert without_parameters(ours) == without_parameters(plain)
+    kept_bytes = ours.state.memory_usage()["state" if way == "owned" else "momentum"]
+    whole_bytes = nbytes([each.state for each in plain.optimizers[: None if way == "owned" else 1]])
+    of_all = torch.tensor([kept_bytes, computed - STEPS * MATRICES])
+    dist.all_reduce(of_all)
+    assert of_all[0] == whole_bytes, "each state is kept once"
     if name == "owned-soap" and world_size == 4:
-        assert max(each.kept_bytes for each in found) <= 0.30 * found[0].whole_bytes
-    settings = WALKS[world_size][name]
-    if "act" not in settings and settings.get("kind", "muon in groups") in IN_GROUPS:
-        assert sum(each.directions for each in found) == STEPS * MATRICES, (
-            "once per matrix, all ranks together"
-        )
-    if "act" not in settings and settings.get("way") != "muon":
-        assert all(each.is_deferred for each in found), "the gather is deferred into the next forward"
+        assert kept_bytes <= 0.30 * whole_bytes
+    if act is None and settings.get("kind", "muon in groups") in IN_GROUPS:
+        assert of_all[1] == STEPS * MATRICES, "directions are computed once per matrix, all ranks together"
+    if act is None and way == "owned":
+        assert is_deferred, "the gather is deferred into the next forward"
 
 
 @in_ranks(3)
@@ -173,34 +295,28 @@ def test_muons_state_tells_the_norm_of_gradients_that_only_owners_have(rank: int
 @in_ranks(2)
 def test_an_overflow_on_one_rank_skips_muons_step_on_all_of_them(rank: int) -> list[float]:
     """Train with a GradScaler; on step 4 the loss of rank 1 overflows in the layer whose matrix rank 0 or 1 owns."""
-    found = []
-    for hook in (True, False):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
 
-        def way(*made: Any, scale: Any = scaler.get_scale) -> tuple[Any, Any]:
-            return MuonState(made[1][0], loss_scale=scale), muon_hook
+    def way(*made: Any) -> tuple[Any, Any]:
+        return MuonState(made[1][0], loss_scale=scalers[0].get_scale), muon_hook
 
-        training = training_of(way if hook else None, rank)
-        walked, scales, finite = [], [], []
-        for step in range(8):
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2) for _ in range(2)]
+    trainings, scales = [training_of(each, rank) for each in (way, None)], []
+    for step in range(8):
+        for training, scaler in zip(trainings, scalers, strict=True):
             loss, tall = training.loss(step), training.model.module.tall.weight
             if (step, rank) == (4, 1):
                 loss = loss + tall.sum() * torch.inf
             scaler.scale(loss).backward()
-            finite.append(bool(tall.grad.isfinite().all()))
+            assert bool(tall.grad.isfinite().all()) == (step != 4)
             for each in training.optimizers:
                 scaler.step(each)
             scaler.update()
-            scales.append(scaler.get_scale())
             training.drop()
-            walked.append(torch.cat([value.flatten() for value in training.weights()]))
-        found.append((walked, scales, finite))
-    (ours, our_scales, our_finite), (theirs, *others) = found
-    assert [our_scales, our_finite] == others
-    assert all(map(torch.equal, ours, theirs))
-    assert our_finite == [step != 4 for step in range(8)]
-    assert len(set(our_scales)) > 2, "the scale is to have changed both ways"
-    return our_scales
+        assert same(*trainings)
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        scales.append(scalers[0].get_scale())
+    assert len(set(scales)) > 2, "the scale is to have changed both ways"
+    return scales
 
 
 @pytest.mark.parametrize(("way", "count"), [("owned", 6), ("muon", 3)])

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import os
 import signal
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from crossover_ddp.pipeline.schedule import best_order, interleaved, one_forward
 from crossover_ddp.pipeline.simulate import simulate
 from tests.harness import Job, in_ranks, run_jobs, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.groups import new_group
 
 TOLERANCE = 1e-5
 STEPS = 3
@@ -48,17 +48,12 @@ def plan_of(
     profile = Profile.measure(chain(), batch(0)[0][:MICRO], repeats=1)
     cluster = Cluster(((1e8,) * ranks,) * ranks)
     staged = StagedChain(profile, cluster, stages, microbatches, split=split)
-    if order == "search":
-        step = best_order(staged)
-        assert step is not None
-    else:
-        orders = {
-            "1f1b": one_forward_one_backward,
-            "interleaved": lambda each: interleaved(each, ranks),
-            "one by one": one_by_one,
-        }[order](staged)
-        assert orders is not None
-        step = simulate(staged, orders)
+    known = {
+        "1f1b": one_forward_one_backward,
+        "interleaved": lambda each: interleaved(each, ranks),
+        "one by one": one_by_one,
+    }
+    step = simulate(staged, known[order](staged)) if order in known else best_order(staged)
     return Plan(
         tuple(stages), step.orders, microbatches, step.step_s, order, {}, cluster.names,
         tuple(layer.name for layer in profile.layers),
@@ -78,67 +73,6 @@ def one_by_one(staged: StagedChain) -> Orders:
     return orders
 
 
-def whole_model() -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
-    """Return losses, the last step's gradients, and the parameters after training, of the model that was not cut."""
-    model = nn.Sequential(*chain())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        x, y = batch(step)
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return (
-        losses,
-        [p.grad for p in model.parameters() if p.grad is not None],
-        [p.detach() for p in model.parameters()],
-    )
-
-
-def train(rank: int, world_size: int, document: Any, turns: bool = False, steps: int = STEPS) -> Any:
-    """Train by the plan and return for each stage its gradients and parameters, and the losses."""
-    plan = Plan.from_json(document)
-    mutex = GPUMutex(device=f"{os.environ['PIPELINE_DEVICES']}-{rank}") if turns else None
-    runner = Runner(plan, chain(), nn.functional.cross_entropy, mutex=mutex)
-    parameters = list(runner.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9) if parameters else None
-    losses = []
-    for step in range(steps):
-        for parameter in parameters:
-            parameter.grad = None
-        loss = runner.step(*batch(step))
-        if optimizer:
-            optimizer.step()
-        losses.append(None if loss is None else float(loss))
-    found = {
-        stage: [(p.grad, p.detach()) for p in module.parameters()] for stage, module in runner.modules.items()
-    }
-    stats = mutex.stats() if mutex else {}
-    dist.barrier()
-    return losses, found, stats
-
-
-def assert_equal(results: Sequence[Any], plan: Plan) -> None:
-    losses, gradients, parameters = whole_model()
-    counts = [sum(1 for _ in layer.parameters()) for layer in chain()]
-    seen = 0
-    for rank, (found_losses, found, _) in enumerate(results):
-        for number, tensors in found.items():
-            stage = plan.stages[number]
-            assert rank in stage.devices
-            first = sum(counts[: stage.start])
-            assert len(tensors) == sum(counts[stage.start : stage.stop])
-            for place, (gradient, parameter) in enumerate(tensors, first):
-                torch.testing.assert_close(gradient, gradients[place], rtol=TOLERANCE, atol=TOLERANCE)
-                torch.testing.assert_close(parameter, parameters[place], rtol=TOLERANCE, atol=TOLERANCE)
-                seen += 1
-            if number == len(plan.stages) - 1:
-                assert found_losses == pytest.approx(losses, rel=TOLERANCE)
-    assert seen == sum(sum(counts[s.start : s.stop]) * len(s.devices) for s in plan.stages)
-
-
 PLANS: dict[str, Any] = {
     "data parallel": ([Stage(0, 9, (1, 0))], 2),
     "interleaved": (
@@ -153,111 +87,108 @@ PLANS: dict[str, Any] = {
         [Stage(0, 3, (0,)), Stage(3, 4, (1, 2)), Stage(4, 9, (0,))],
         4,
     ),
+    # The first stage computes nothing for the second replica before it has the first one's last gradient: a replica
+    # that is done keeps back no gradient that another one needs.
+    "done before another replica": ([Stage(0, 5, (0,)), Stage(5, 9, (1, 2))], 3, "one by one"),
 }
+
+
+def train(
+    rank: int, world_size: int, document: Any, turns: bool = False, updates: bool = True
+) -> dict[str, Any]:
+    """Train by the plan beside the model that was not cut; return what the job's mutex counts.
+
+    Without ``updates`` gradients add up.
+    """
+    plan, whole = Plan.from_json(document), nn.Sequential(*chain())
+    mutex = GPUMutex(device=f"device{rank}") if turns else None
+    runner = Runner(plan, chain(), nn.functional.cross_entropy, mutex=mutex)
+    own = {number: stage for number, stage in enumerate(plan.stages) if rank in stage.devices}
+    assert runner.modules.keys() == own.keys()
+    trained = [*filter(None, ([*runner.parameters()], [*whole.parameters()]))]
+    optimizers = [torch.optim.SGD(each, lr=0.1, momentum=0.9) for each in trained]
+    for step in range(STEPS):
+        loss, expected = runner.step(*batch(step)), loss_of(whole, step)
+        assert (loss is not None) == (len(plan.stages) - 1 in own)
+        assert loss is None or float(loss) == pytest.approx(float(expected), rel=TOLERANCE)
+        for optimizer in optimizers if updates else ():
+            optimizer.step()
+        for number, stage in own.items():
+            assert_same(runner.modules[number], whole[stage.start : stage.stop])
+        for optimizer in optimizers if updates else ():
+            optimizer.zero_grad()
+    dist.barrier()
+    return dict(mutex.stats()) if mutex else {}
+
+
+def loss_of(whole: nn.Sequential, step: int) -> torch.Tensor:
+    """Return the loss on a batch, and add its gradients."""
+    x, y = batch(step)
+    loss = nn.functional.cross_entropy(whole(x), y)
+    loss.backward()
+    return loss.detach()
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+    found, expected = ([(p.detach(), p.grad) for p in each.parameters()] for each in (ours, theirs))
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_losses_and_gradients_are_those_of_the_whole_model(name: str) -> None:
-    plan = plan_of(*PLANS[name])
-    assert_equal(run_ranks(train, PLANS[name][1], args=[plan.to_json()]), plan)
-
-
-def test_a_replica_that_is_done_keeps_back_no_gradient_that_another_one_needs() -> None:
-    """The first stage computes nothing for the second replica before it has the first one's last gradient."""
-    plan = plan_of([Stage(0, 5, (0,)), Stage(5, 9, (1, 2))], 3, "one by one")
-    assert_equal(run_ranks(train, 3, args=[plan.to_json()]), plan)
-
-
-def accumulate(rank: int, world_size: int, document: Any) -> Any:
-    runner = Runner(Plan.from_json(document), chain(), nn.functional.cross_entropy)
-    for step in range(2):
-        runner.step(*batch(step))
-    dist.barrier()
-    return {stage: [p.grad for p in module.parameters()] for stage, module in runner.modules.items()}
+    run_ranks(train, PLANS[name][1], args=[plan_of(*PLANS[name]).to_json()])
 
 
 def test_gradients_are_added_to_those_of_the_step_before() -> None:
-    stages, ranks = PLANS["three and one"]
-    plan = plan_of(stages, ranks)
-    layers = chain()
-    for step in range(2):
-        x, y = batch(step)
-        nn.functional.cross_entropy(nn.Sequential(*layers)(x), y).backward()
-    for found in run_ranks(accumulate, ranks, args=[plan.to_json()]):
-        for number, gradients in found.items():
-            stage = plan.stages[number]
-            expected = [p.grad for layer in layers[stage.start : stage.stop] for p in layer.parameters()]
-            torch.testing.assert_close(gradients, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    plan = plan_of(*PLANS["three and one"])
+    run_ranks(train, 4, args=[plan.to_json(), False, False])
 
 
-# --- torch's own runtime ---------------------------------------------------------------------------------------------
-
-
-def cross_check(rank: int, world_size: int, document: Any, path: str) -> Any:
-    """Train one step by torch's `_PipelineScheduleRuntime` and return the losses and this stage's gradients."""
+def run_by_torch(rank: int, world_size: int, document: Any, path: str) -> None:
+    """Train one step by torch's `_PipelineScheduleRuntime`, with the same gradients."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-    plan = Plan.from_json(document)
-    (number,) = [k for k, stage in enumerate(plan.stages) if stage.devices == (rank,)]
-    stage = plan.stages[number]
+    plan, whole = Plan.from_json(document), nn.Sequential(*chain())
+    stage = plan.stages[rank]  # torch's stage k is on rank k
     module = nn.Sequential(*chain()[stage.start : stage.stop])
     x, y = batch(0)
-    inputs = x[:MICRO] if number == 0 else torch.empty(plan.outputs[number - 1][0], requires_grad=True)
-    output = torch.empty(plan.outputs[number][0], requires_grad=True)
-    part = PipelineStage(
-        module, number, world_size, torch.device("cpu"), input_args=inputs, output_args=output
-    )
+    inputs = torch.empty(plan.outputs[rank - 1][0], requires_grad=True) if rank else x[:MICRO]
+    output = torch.empty(plan.outputs[rank][0], requires_grad=True)
+    part = PipelineStage(module, rank, world_size, torch.device("cpu"), input_args=inputs, output_args=output)
     runtime = _PipelineScheduleRuntime([part], plan.microbatches, loss_fn=nn.functional.cross_entropy)
     runtime._load_csv(path, format="compute_only")
     losses: list[torch.Tensor] = []
-    is_last = number == world_size - 1
-    runtime.step(*([x] if number == 0 else []), **({"target": y, "losses": losses} if is_last else {}))
+    last = {"target": y, "losses": losses} if rank == world_size - 1 else {}
+    runtime.step(*([] if rank else [x]), **last)
     dist.barrier()
-    return [float(loss) for loss in losses], [p.grad for p in module.parameters()]
+    expected = loss_of(whole, 0)
+    assert_same(module, whole[stage.start : stage.stop])
+    assert not last or float(sum(losses)) / M == pytest.approx(float(expected), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(("ranks", "split"), [(2, True), *([(4, False), (2, False)] if IN_CAMPAIGN else [])])
 def test_torch_runs_the_same_plan_with_the_same_gradients(ranks: int, split: bool, tmp_path: Path) -> None:
     edges = {2: [0, 4, 9], 4: [0, 2, 4, 7, 9]}[ranks]
-    # torch's stage k is on rank k.
     stages = [Stage(a, b, (k,)) for k, (a, b) in enumerate(itertools.pairwise(edges))]
     plan = plan_of(stages, ranks, "1f1b")
     exported = plan_of(stages, ranks, split=True) if split else plan
     path = tmp_path / "schedule.csv"
     path.write_text(exported.csv())
     assert ("I" in exported.csv()) == split
-    theirs = run_ranks(cross_check, ranks, args=[plan.to_json(), str(path)])
-    ours = run_ranks(train, ranks, args=[plan.to_json(), False, 1])
-    assert sum(theirs[-1][0]) / M == pytest.approx(ours[-1][0][0], rel=TOLERANCE)
-    for (_, expected), (_, stages_of_rank, _) in zip(theirs, ours, strict=True):
-        found = [gradient for tensors in stages_of_rank.values() for gradient, _ in tensors]
-        assert found
-        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-# --- two jobs --------------------------------------------------------------------------------------------------------
+    run_ranks(run_by_torch, ranks, args=[plan.to_json(), str(path)])
+    run_ranks(train, ranks, args=[plan.to_json()])
 
 
 def test_two_jobs_in_bands_have_the_losses_that_they_have_alone() -> None:
-    stages, ranks = PLANS["four stages"]
-    plan = plan_of(stages, ranks)
-    group = {"PIPELINE_DEVICES": uuid.uuid4().hex, "CROSSOVER_GROUP": uuid.uuid4().hex}
-    jobs = [Job(train, ranks, [plan.to_json(), True], environment=group, name=name) for name in "ab"]
+    plan = plan_of(*PLANS["four stages"])
+    group = {"CROSSOVER_GROUP": new_group()}
+    jobs = [Job(train, 4, [plan.to_json(), True], environment=group, name=name) for name in "ab"]
+    bands = len(next(iter(plan.bands().values())))
     for results in run_jobs(jobs):
-        assert_equal(results, plan)
-        bands = len(next(iter(plan.bands().values())))
-        for _, _, stats in results:
-            assert stats["disabled_because"] is None
-            assert STEPS * bands <= stats["turns"] < 2 * STEPS * bands, (
-                "one for each band, and some left to the other"
-            )
-        assert len({stats["turns"] for _, _, stats in results}) == 1, (
-            "ranks of one job took turns of different number"
-        )
-
-
-# --- what cannot work ------------------------------------------------------------------------------------------------
+        (turns,) = {stats["turns"] for stats in results}
+        assert STEPS * bands <= turns < 2 * STEPS * bands, "one for each band, and some left to the other"
+        assert {stats["disabled_because"] for stats in results} == {None}
 
 
 def refusals(rank: int, world_size: int, document: Any) -> None:
@@ -297,9 +228,6 @@ def test_micro_batches_of_another_size_are_refused() -> None:
     plan = plan_of([Stage(0, 4, (0,)), Stage(4, 9, (1,))], 2)
     _, second = run_ranks(another_size, 2, args=[plan.to_json()], deaths={0: signal.SIGKILL})
     assert second
-
-
-# --- a cluster is measured -------------------------------------------------------------------------------------------
 
 
 @in_ranks(3)
