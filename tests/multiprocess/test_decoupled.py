@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import timm.utils
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.swa_utils import AveragedModel
 
 from crossover_ddp import DecoupledState, GPUMutex
 from tests.harness import in_ranks, inside
@@ -65,11 +65,11 @@ def test_one_rank_may_flush_before_all_clip(rank: int) -> None:
 def test_one_rank_may_look_alone(rank: int) -> None:
     """Checkpoints, averages and evaluations of one rank need no other rank."""
     training, plain = training_of("decoupled", rank, "adamw"), training_of(None, rank, "adamw")
-    average = timm.utils.ModelEmaV3(training.model.module, decay=0.9) if rank == 0 else None
+    average = AveragedModel(training.model.module) if rank == 0 else None
     looks: list[Callable[[], object]] = [
         lambda: training.model.state_dict(),
         lambda: training.optimizer.state_dict(),
-        lambda: average.update(training.model.module),
+        lambda: average.update_parameters(training.model.module),
         lambda: copy.deepcopy(training.model.module)(torch.ones(2, 1, 6, 6)),
         lambda: time.sleep(0.05),
     ]

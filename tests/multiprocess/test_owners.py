@@ -69,12 +69,12 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 class Soap(Optimizer):
     """Adam in the eigenbases of both sides' second moments: what SOAP (arXiv 2409.11321) does, without its options.
 
-    It keeps lists and tuples, and a count of steps in the parameter group, on which the learning rate hangs. Products
-    are made of the gradient where it lies, so that their bits depend on where that is.
+    It keeps lists and tuples, and a count of steps in the parameter group, on which the learning rate hangs.
+    ``in_place``: products are made of the gradient where it lies, so that their bits depend on where that is.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float = 0.01, every: int = 2) -> None:
-        super().__init__(params, {"lr": lr, "every": every, "steps": 0})
+    def __init__(self, params: Iterable[Any], *, in_place: bool = False) -> None:
+        super().__init__(params, {"lr": 0.01, "every": 2, "in_place": in_place, "steps": 0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -85,6 +85,7 @@ class Soap(Optimizer):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        gradient = gradient if group["in_place"] else gradient.clone()
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -116,7 +117,7 @@ def halves(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 def soap(module: nn.Module) -> list[Optimizer]:
     matrices, others = halves(module)
-    return [Soap(matrices), AdamW(others, lr=3e-3)]
+    return [Soap(matrices, in_place=True), AdamW(others, lr=3e-3)]
 
 
 def soap_in_groups(module: nn.Module) -> list[Optimizer]:

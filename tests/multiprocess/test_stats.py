@@ -141,7 +141,7 @@ def test_one_line_after_a_hundred_steps_says_on_the_first_rank_what_the_hook_did
         "crossover": "CrossoverState: took",
     }.items():
         with heard(logging.INFO) as said:
-            Training(way, rank).run(103).close()
+            Training(way, rank, bucket_cap_mb=25).run(103).close()
         lines = [each for each in said if "MB a step" in each]
         assert len(lines) == (rank == 0)
         assert all(line.startswith(words) and " ms a step" in line for line in lines)
