@@ -26,20 +26,9 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 class Training(training.Training):
-    """Train ``network`` with K-FAC, every rank on data of its own.
+    """Train ``network`` with K-FAC, every rank on data of its own; ``options``: of KFACState, which is `kfac`.
 
-    Args:
-        rank: of this process.
-        network: of WIDTH inputs and OUTPUTS outputs; default an MLP of four layers.
-        data: inputs and targets by rank and step.
-        ddp: options of DDP.
-        optimizers: of the model; default SGD with momentum.
-        decoupled: whether directions are applied in the next forward.
-        device: of the model.
-        options: of KFACState.
-
-    Attributes:
-        kfac: the `KFACState`; `state` is what the hook is registered with.
+    ``data``: inputs and targets by rank and step; ``decoupled``: directions are applied in the next forward.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.utils._pytree import tree_leaves
 
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -28,8 +29,9 @@ VOCABULARY, WIDTH = 11, 12
 class Mixture(nn.Module):
     """Tall, wide, square and transposed matrices, and parameters that Muon does not take."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
         super().__init__()
+        torch.manual_seed(seed)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.wide = nn.Linear(2 * WIDTH + 5, WIDTH)
         self.tall = nn.Linear(WIDTH, 2 * WIDTH + 5)
@@ -52,11 +54,6 @@ class Mixture(nn.Module):
 
     def matrices(self) -> list[nn.Parameter]:
         return [self.wide.weight, self.tall.weight, self.square.weight, self.turned, self.back.weight]
-
-
-def mixture(seed: int = 3, dtype: torch.dtype = torch.float32) -> Mixture:
-    torch.manual_seed(seed)
-    return Mixture(dtype)
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -165,7 +162,7 @@ def training_of(
     return Training(
         way,
         rank,
-        module=mixture(seed, dtype),
+        module=Mixture(seed, dtype),
         optimizers=lambda model: MAKE[kind](model.module),
         schedule=lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 100),
         loss=loss_of,
@@ -199,10 +196,10 @@ def changed(training: Training, step: int) -> None:
 
 def tensor_rate(training: Training, step: int) -> None:
     """Learning rates are tensors, of one shape and another, that are changed in place after the step."""
-    training.schedulers = training.schedulers[1:] if step == 0 else training.schedulers
-    for group in training.optimizer.param_groups:
-        shape = () if group is training.optimizer.param_groups[0] else (1,)
-        group["lr"] = torch.full(shape, 0.02) if step == 0 else group["lr"]
+    if step == 0:
+        del training.schedulers[0]
+        for group, shape in zip(training.optimizer.param_groups, ((), (1,)), strict=True):
+            group["lr"] = torch.full(shape, 0.02)
     training.step()
     for group in training.optimizer.param_groups:
         group["lr"].mul_(0.9)
@@ -236,13 +233,6 @@ def without_parameters(training: Training) -> str:
     return str([{name: value for name, value in group.items() if name != "params"} for group in groups])
 
 
-def nbytes(kept: Any) -> int:
-    if isinstance(kept, Tensor):
-        return kept.nbytes
-    inner = kept.values() if isinstance(kept, dict) else kept if isinstance(kept, (list, tuple)) else ()
-    return sum(map(nbytes, inner))
-
-
 @pytest.mark.parametrize(("world_size", "name"), [(size, name) for size in WALKS for name in WALKS[size]])
 @in_ranks()
 def test_ranks_get_the_bits_of_the_replicated_optimizers_at_a_part_of_their_state(
@@ -269,7 +259,8 @@ def test_ranks_get_the_bits_of_the_replicated_optimizers_at_a_part_of_their_stat
             assert step not in LOOKED_AT or same(ours, plain), step
     assert without_parameters(ours) == without_parameters(plain)
     kept_bytes = ours.state.memory_usage()["state" if way == "owned" else "momentum"]
-    whole_bytes = nbytes([each.state for each in plain.optimizers[: None if way == "owned" else 1]])
+    states = [{**each.state} for each in plain.optimizers[: None if way == "owned" else 1]]
+    whole_bytes = sum(t.nbytes for t in tree_leaves(states) if isinstance(t, Tensor))
     of_all = torch.tensor([kept_bytes, computed - STEPS * MATRICES])
     dist.all_reduce(of_all)
     assert of_all[0] == whole_bytes, "each state is kept once"
