@@ -158,7 +158,9 @@ def test_training_is_that_of_the_split_hook_whatever_is_chosen(rank: int, world_
 @in_ranks()
 def test_a_plain_loop_is_never_warned(rank: int) -> None:
     with heard() as said:
-        training = training_of(decoupled(defer="auto"), rank).run(STEPS)
+        training = training_of(decoupled(defer="auto"), rank)
+        inside.pretend_times(training.state, deferred_s=1.0, whole_s=2.0)
+        training.run(STEPS)
     assert training.state.deferring is not None, "the trial is to be over"
     assert said == []
 
