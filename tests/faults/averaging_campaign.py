@@ -18,6 +18,7 @@ last checkpoint and have one fault each. What is asked of every life:
 Nothing may hang: what has not ended after its bound is a violation, with the stacks of its threads.
 """
 
+import functools
 import random
 import signal
 import sys
@@ -25,9 +26,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,7 +36,7 @@ from crossover_ddp import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp._averaging.centre import ElasticRound
 from tests.faults import lanes
 from tests.faults.averaging_worker import ELASTIC, LOCAL, REBUILD, digest
-from tests.faults.lanes import Lane, Rank, Told
+from tests.faults.lanes import Lane, Rank, Told, hung
 from tests.harness.waiting import eventually
 from tests.multiprocess.averaging_oracle import copies_of
 from tests.multiprocess.elastic_oracle import Replay
@@ -66,8 +67,7 @@ def said(rank: Rank, what: str) -> dict[str, Any] | None:
     return next((each for each in rank.records() if what in each), None)
 
 
-@dataclass
-class LifePlan:
+class LifePlan(NamedTuple):
     """What shall happen to one life.
 
     ``victim``: the rank; ``at``: it has done so many steps of this life then; ``late_s``: and then so long.
@@ -86,15 +86,9 @@ def plan_lives(rng: random.Random, events: int) -> list[LifePlan]:
     lives, world_size = [], 2
     for _ in range(events):
         fault = rng.choices(list(FAULTS), list(FAULTS.values()))[0]
-        life = LifePlan(
-            fault,
-            world_size,
-            victim=rng.randrange(world_size),
-            at=rng.randrange(1, STEPS - 3),
-            late_s=rng.uniform(0.0, 2 * PACE_S),
-            nap_s=rng.uniform(0.02, 0.6),
-        )
-        lives.append(life)
+        victim, at = rng.randrange(world_size), rng.randrange(1, STEPS - 3)
+        late_s, nap_s = rng.uniform(0.0, 2 * PACE_S), rng.uniform(0.02, 0.6)
+        lives.append(LifePlan(fault, world_size, victim, at, late_s, nap_s))
         if fault == "restart":
             world_size = 6 - world_size
     return lives
@@ -104,52 +98,44 @@ def plan_lives(rng: random.Random, events: int) -> list[LifePlan]:
 class Story:
     """One job: its kind, its lives so far, and what was wrong with them."""
 
-    seed: int
-    events: int
+    kind: str
     lane: Lane
     directory: Path
     checkpoint: Path | None = None
     first: int = 0
-    done: Counter[str] = field(default_factory=Counter)
-    broken: list[str] = field(default_factory=list)
     steps: int = 0
     compared: int = 0
     longest_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.kind = KINDS[self.seed % len(KINDS)]
-
-    def live(self) -> Told:
+    def live(self, plans: Sequence[LifePlan]) -> Told:
         """Live all lives, one after the other; the first violation ends the story."""
-        for number, plan in enumerate(plan_lives(random.Random(self.seed), self.events)):
+        done, broken = Counter[str](), list[str]()
+        for number, plan in enumerate(plans):
             ranks = self._begin(number, plan)
             try:
-                self._meet(plan, ranks)
-                self._wait_for_ends(ranks)
+                broken = self._meet(plan, ranks) + self._wait_for_ends(ranks)
             finally:
                 for rank in ranks:
                     rank.signal(signal.SIGKILL)
-            self.done[plan.fault] += 1
+            done[plan.fault] += 1
             self.steps += sum(len(steps_of(rank)) for rank in ranks)
             with _JUDGING:
-                self.broken = self.broken or self._judge(plan, ranks)
-            if self.broken:
-                self.broken = [f"{self.kind}, life {number}, {plan}: {each}" for each in self.broken]
-                self.broken += [f"rank {number}: {rank.error()}" for number, rank in enumerate(ranks)]
+                broken = broken or self._judge(plan, ranks)
+            if broken:
+                broken = [f"{self.kind}, life {number}, {plan}: {each}" for each in broken]
+                broken += [f"rank {number}: {rank.error()}" for number, rank in enumerate(ranks)]
                 break
             if all(said(rank, "ended") for rank in ranks):
                 self.checkpoint, self.first = self.directory / f"saved{number}", self.first + STEPS
-        return Told(
-            {
-                "events": self.done.total(),
-                "by_fault": self.done,
-                "by_kind": Counter({self.kind: self.done.total()}),
-                "steps": self.steps,
-                "compared": self.compared,
-                "longest_ending_s": round(self.longest_s, 2),
-            },
-            self.broken,
-        )
+        figures = {
+            "events": done.total(),
+            "by_fault": done,
+            "by_kind": Counter({self.kind: done.total()}),
+            "steps": self.steps,
+            "compared": self.compared,
+            "longest_ending_s": round(self.longest_s, 2),
+        }
+        return Told(figures, broken)
 
     def _begin(self, number: int, plan: LifePlan) -> list[Rank]:
         order = {
@@ -168,41 +154,30 @@ class Story:
             for rank in range(plan.world_size)
         ]
 
-    # --- faults ----------------------------------------------------------------------------------------------
-
-    def _meet(self, plan: LifePlan, ranks: Sequence[Rank]) -> None:
-        """Let the fault happen."""
+    def _meet(self, plan: LifePlan, ranks: Sequence[Rank]) -> list[str]:
+        """Let the fault happen; tell who hangs in it."""
         victim, wanted = ranks[plan.victim], self.first + plan.at
         if plan.fault not in ("kill", "stop", "nap"):
-            return
+            return []
         eventually(lambda: wanted in steps_of(victim) or not victim.alive(), START_S, every_s=0.005)
         time.sleep(plan.late_s)
-        if plan.fault == "kill":
-            victim.signal(signal.SIGKILL)
-            return
-        victim.signal(signal.SIGSTOP)
+        victim.signal(signal.SIGKILL if plan.fault == "kill" else signal.SIGSTOP)
         if plan.fault == "nap":
             time.sleep(plan.nap_s)
-        else:
-            self._wait_for_ends([rank for rank in ranks if rank is not victim])
+        others = [rank for rank in ranks if rank is not victim]
+        held_up = self._wait_for_ends(others) if plan.fault == "stop" else []
         victim.signal(signal.SIGCONT)
+        return held_up
 
-    def _wait_for_ends(self, ranks: Sequence[Rank]) -> None:
+    def _wait_for_ends(self, ranks: Sequence[Rank]) -> list[str]:
         # Those that have not begun yet do so on a machine that may be busy.
         eventually(lambda: all(steps_of(rank) or not rank.alive() for rank in ranks), START_S)
         begin_s = time.monotonic()
-        if eventually(lambda: not any(rank.alive() for rank in ranks), BOUND_S, every_s=0.005):
-            self.longest_s = max(self.longest_s, time.monotonic() - begin_s)
-            return
-        for place, rank in enumerate(ranks):
-            if rank.alive():
-                rank.signal(signal.SIGUSR1)  # it writes down where it is
-                self.broken.append(f"hang: rank {place} has not ended within {BOUND_S:.1f} s")
-        time.sleep(0.5)
-        for rank in ranks:
-            rank.signal(signal.SIGKILL)
-
-    # --- what must be true -----------------------------------------------------------------------------------
+        held_up = [
+            f"hang: {rank.path.name} has not ended within {BOUND_S:.1f} s" for rank in hung(ranks, BOUND_S)
+        ]
+        self.longest_s = max(self.longest_s, time.monotonic() - begin_s)
+        return held_up
 
     def _judge(self, plan: LifePlan, ranks: Sequence[Rank]) -> list[str]:
         return [*self._wrong_ends(plan, ranks)] or [*self._wrong_bits(plan, ranks)]
@@ -244,7 +219,11 @@ class Story:
             yield from self._wrong_replay(ranks)
 
     def _wrong_steps(self, plan: LifePlan, ranks: Sequence[Rank], means: set[str]) -> Iterator[str]:
-        walk = walk_of(self.kind, plan.world_size, self.checkpoint)
+        copies, kept = copies_from(plan.world_size, self.checkpoint)
+        walk = DelayedWalk(copies, **LOCAL[self.kind], outer=(0.7, 0.9) if self.kind == "diloco" else None)
+        if kept:
+            walk.anchor = flat_of(kept["tensors"]["anchor"])
+            walk.velocity = flat_of(kept["tensors"]["momentum_buffer"])
         seen = [steps_of(rank) for rank in ranks]
         for step in range(self.first + 1, self.first + STEPS + 1):
             walk.step()
@@ -262,18 +241,14 @@ class Story:
 
     def _wrong_replay(self, ranks: Sequence[Rank]) -> Iterator[str]:
         last = self.first + STEPS
+        told = [said(rank, "averaged") or {} for rank in ranks]
         logs = [
-            [
-                ElasticRound(number, tuple(offered), collected)
-                for number, offered, collected in (said(rank, "averaged") or {})["rounds"]
-            ]
-            for rank in ranks
+            [ElasticRound(number, tuple(off), done) for number, off, done in each["rounds"]] for each in told
         ]
         replay = Replay("sgd", logs, 0.9 / len(ranks))
-        if self.checkpoint is not None:
-            state = torch.load(self.checkpoint, weights_only=True)
-            replay.copies = copies_from(len(ranks), self.checkpoint)
-            replay.spring.centre = flat_of(state["state"]["kept"]["centre"])
+        replay.copies, kept = copies_from(len(ranks), self.checkpoint)
+        if kept:
+            replay.spring.centre = flat_of(kept["centre"])
             replay.done = [self.first] * len(ranks)
         replay.run([last] * len(ranks))
         for number, values in enumerate(replay.trained):
@@ -290,37 +265,27 @@ def flat_of(named: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([named[name].flatten() for name in names])
 
 
-def copies_from(world_size: int, checkpoint: Path | None) -> Any:
-    """Return copies of the job as it begins."""
+def copies_from(world_size: int, checkpoint: Path | None) -> tuple[Any, dict[str, Any]]:
+    """Return copies of the job as it begins, and what its state has kept."""
     if checkpoint is None:
-        return copies_of(world_size, "sgd")
+        return copies_of(world_size, "sgd"), {}
     saved = torch.load(checkpoint, weights_only=True)
     copies = copies_of(world_size, "sgd", first=saved["state"]["steps"])
     for model in copies.models:
         model.load_state_dict(saved["model"])
-    return copies
+    return copies, saved["state"]["kept"]
 
 
-def walk_of(kind: str, world_size: int, checkpoint: Path | None) -> DelayedWalk:
-    """Return the same life in one process, without faults."""
-    copies = copies_from(world_size, checkpoint)
-    kept = {} if checkpoint is None else torch.load(checkpoint, weights_only=True)["state"]["kept"]
-    walk = DelayedWalk(copies, **LOCAL[kind], outer=(0.7, 0.9) if kind == "diloco" else None)
-    if kept:
-        walk.anchor = flat_of(kept["tensors"]["anchor"])
-        walk.velocity = flat_of(kept["tensors"]["momentum_buffer"])
-    return walk
+def live(seed: int, events: int, lane: Lane, directory: Path) -> Told:
+    story = Story(KINDS[seed % len(KINDS)], lane, directory)
+    return story.live(plan_lives(random.Random(seed), events))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = lanes.arguments(__doc__, events=100, lanes=2, keep="runs/averaging-faults").parse_args(argv)
     torch.set_num_threads(1)
-    return lanes.Campaign(
-        "tests.faults.averaging_campaign",
-        EVENTS_EACH,
-        lambda: Lane("tests.faults.averaging_worker"),
-        lambda *told: Story(*told).live(),
-    ).run(args)
+    lane = functools.partial(Lane, "tests.faults.averaging_worker")
+    return lanes.campaign(args, "tests.faults.averaging_campaign", EVENTS_EACH, lane, live)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from crossover_ddp import CrossoverError, ExchangeError
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState
 from tests.multiprocess.averaging_oracle import NESTEROV, Trainer
-from tests.multiprocess.replicas import flat
 
 LOCAL: dict[str, dict[str, int]] = {
     "blocking": {"sync_every": 2},
@@ -52,18 +51,14 @@ class Life:
     """
 
     def __init__(self, order: dict[str, Any], group: Any, log: TextIO) -> None:
-        self._order = order
-        self._log = log
-        self._rank: int = order["rank"]
+        self._order, self._log, self._rank = order, log, order["rank"]
         state = make_state(order["kind"], group)
         self._trainer = Trainer(self._rank, state, "sgd", process_group=group)
-        self._steps = 0
         if order["start"]:
             checkpoint = torch.load(order["start"], weights_only=True)
             self._trainer.model.module.load_state_dict(checkpoint["model"])
             state.load_state_dict(checkpoint["state"])
-            self._steps = checkpoint["state"]["steps"]
-            self._trainer.steps = self._steps
+            self._trainer.steps = checkpoint["state"]["steps"]
 
     def live(self) -> None:
         """Train, save and end; or write down the error, and that it comes again."""
@@ -72,35 +67,33 @@ class Life:
         except CrossoverError as error:
             self._end(error, type(error).__name__)
         except RuntimeError as error:
-            if not any(
-                "_rebuild_buckets" in (each.line or "") for each in traceback.extract_tb(error.__traceback__)
-            ):
+            frames = traceback.extract_tb(error.__traceback__)
+            if not any("_rebuild_buckets" in (frame.line or "") for frame in frames):
                 raise
             self._end(error, REBUILD)
 
     def _end(self, error: Exception, name: str) -> None:
         again = self._raises_again(name)
-        self._say(raised=name, message=str(error)[:300], finite=self._is_finite(), again=again)
+        finite = bool(self._trainer.values.isfinite().all())
+        self._say(raised=name, message=str(error)[:300], finite=finite, again=again)
         self._trainer.state.close()
         self._say(closed=True)
 
     def _train(self) -> None:
         trainer, state = self._trainer, self._trainer.state
-        while self._steps < self._order["until"]:
-            if self._order["poison"] == [self._rank, self._steps]:
+        while trainer.steps < self._order["until"]:
+            if self._order["poison"] == [self._rank, trainer.steps]:
                 with torch.no_grad():
                     next(trainer.model.parameters()).view(-1)[0] = float("inf")
             trainer.step()
-            self._steps += 1
-            self._say(step=self._steps, digest=digest(trainer.values))
+            self._say(step=trainer.steps, digest=digest(trainer.values))
             time.sleep(self._order["pace_s"])
         state.average()
         rounds = state.rounds() if isinstance(state, ElasticState) else []
         self._say(averaged=digest(trainer.values), rounds=rounds)
         checkpoint = {"model": trainer.model.module.state_dict(), "state": state.state_dict()}
         if self._rank == 0:
-            torch.save(checkpoint, self._order["save"] + ".new")
-            os.replace(self._order["save"] + ".new", self._order["save"])
+            torch.save(checkpoint, self._order["save"])
         state.close()
         dist.destroy_process_group()
         self._say(ended=True)
@@ -119,9 +112,6 @@ class Life:
                     continue
             return False
         return True
-
-    def _is_finite(self) -> bool:
-        return bool(flat(self._trainer.model.module).isfinite().all())
 
     def _say(self, **what: Any) -> None:
         print(json.dumps({"at_s": time.monotonic(), **what}), file=self._log)

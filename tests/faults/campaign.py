@@ -9,7 +9,6 @@ longer than its compute and one lease, its turns never failed, its losses are th
 and so are the losses of every guest as far as it came; nothing is left in shared memory.
 """
 
-import argparse
 import contextlib
 import functools
 import itertools
@@ -67,6 +66,12 @@ class Job:
     def wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         assert eventually(condition, timeout_s), f"job {self.seed} {what} too long: {self.error()}"
 
+    def stats(self) -> list[dict[str, Any]]:
+        """Return its ranks' figures once it has ended by itself, with turns that never failed."""
+        found = [rank.stats() for rank in self.ranks]
+        assert all(each and each["disabled_because"] is None for each in found), f"{found}: {self.error()}"
+        return [each for each in found if each]
+
     def train(self, steps: int) -> None:
         """Wait until it has done so many steps more."""
         wanted = self.count + steps
@@ -91,23 +96,18 @@ class Site:
     lanes: Sequence[Lane]
     directory: Path
     group: str
-    port: Callable[[], int] = free_port
     cluster: Cluster | None = None
     serial: Iterator[int] = field(default_factory=itertools.count)
 
     def start(self, seed: int, hook: str = "crossover", steps: int = ENDLESS, **mishaps: Any) -> Job:
         name = self.directory / f"job{next(self.serial)}"
         order = {"seed": seed, "hook": hook, "steps": steps, "group": self.group, "stop": f"{name}-stop"}
-        port, ranks = str(self.port()), []
+        variables, ranks = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(len(self.lanes))}, []
+        at = {"MASTER_PORT": str(self.cluster.port() if self.cluster else free_port())}
         for number, lane in enumerate(self.lanes):
-            variables = {
-                "MASTER_ADDR": "127.0.0.1",
-                "RANK": str(number),
-                "WORLD_SIZE": str(len(self.lanes)),
-                "CROSSOVER_DEVICE": f"dev{number}",
-            }
-            own = self.cluster.environment(number) if self.cluster else variables
-            told = {"log": f"{name}-rank{number}", "environment": {**own, "MASTER_PORT": port}}
+            variables |= {"RANK": str(number), "CROSSOVER_DEVICE": f"dev{number}"}
+            own = self.cluster.environment(number) if self.cluster else {}
+            told = {"log": f"{name}-rank{number}", "environment": {**variables, **own, **at}}
             ranks.append(lane.bear({**order, **mishaps, **told}))
         return Job(seed, ranks, Path(order["stop"]))
 
@@ -143,9 +143,11 @@ class Story:
     def happen(self) -> str:
         """Let one random event happen to the guests; return what it was."""
         guests, rate_mbit = self.guests, self.site.cluster and self.site.cluster.rate_mbit
-        possible = [each for each in EVENTS if guests or each == "join"]
-        possible = [each for each in possible if each != "join" or len(guests) < 2]
-        possible = [each for each in possible if each != "slow-link" or rate_mbit]
+        possible = [
+            each
+            for each in EVENTS
+            if (len(guests) < 2 if each == "join" else guests) and (each != "slow-link" or rate_mbit)
+        ]
         event = random.choices(possible, [EVENTS[each] for each in possible])[0]
         if event == "join":
             workers, forks = random.choice([0, 0, 1]), random.sample(range(1, 12), 2)
@@ -229,22 +231,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s")
     args = parser.parse_args(argv)
-    return lanes.Campaign(
-        "tests.faults.campaign",
-        EVENTS_EACH,
-        lambda: open_cluster(args.rate),
-        functools.partial(live, args),
-    ).run(args)
 
+    def live(seed: int, events: int, lane: tuple[Cluster, list[Lane]], directory: Path) -> Told:
+        random.seed(seed)
+        cluster, nurseries = lane
+        site = Site(nurseries, directory, f"campaign-{uuid.uuid4().hex[:12]}", cluster)
+        return Story(site, args.long_stop).live(events, args.pace)
 
-def live(
-    args: argparse.Namespace, seed: int, events: int, lane: tuple[Cluster, list[Lane]], directory: Path
-) -> Told:
-    """Live the story of a seed."""
-    random.seed(seed)
-    cluster, nurseries = lane
-    site = Site(nurseries, directory, f"campaign-{uuid.uuid4().hex[:12]}", cluster.port, cluster)
-    return Story(site, args.long_stop).live(events, args.pace)
+    cluster = functools.partial(open_cluster, args.rate)
+    return lanes.campaign(args, "tests.faults.campaign", EVENTS_EACH, cluster, live)
 
 
 if __name__ == "__main__":

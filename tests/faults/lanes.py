@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.harness._preloaded import forked_if_script
 from tests.harness.children import end, wait_any
+from tests.harness.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWER_S = 120.0  # then the nursery hangs
@@ -42,10 +43,6 @@ def why_no_container(kind: str) -> str:
     return f"unshare is not permitted: {tried.stderr.strip()}" if tried.returncode else ""
 
 
-def _fork(words: Sequence[str], environment: dict[str, str], **options: Any) -> Any:
-    return forked_if_script(words, {**os.environ, **environment}, **options)
-
-
 class Lane:
     """A nursery of ranks, told over its stdin; each answers in JSON, a line each.
 
@@ -55,9 +52,11 @@ class Lane:
         start: starts the words with these further variables, perhaps on a node of a cluster.
     """
 
-    def __init__(self, worker: str, container: str = "", start: Callable[..., Any] = _fork) -> None:
+    def __init__(
+        self, worker: str, container: str = "", start: Callable[..., Any] = forked_if_script
+    ) -> None:
         words = [sys.executable, str(ROOT / "tests" / "faults" / "nursery.py"), worker, container]
-        pipe, own = subprocess.PIPE, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        pipe, own = subprocess.PIPE, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._is_container = bool(container)
         self._process = start(words, own, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=2)
         self._hear()
@@ -76,15 +75,13 @@ class Lane:
         finally:
             watchdog.cancel()
             watchdog.join()
-        if not line:
-            raise EOFError(
-                f"expected an answer of nursery {self._process.pid} in {ANSWER_S:.0f} s, got its end"
-            )
+        assert line, f"expected an answer of nursery {self._process.pid} in {ANSWER_S:.0f} s, got its end"
         return json.loads(line)
 
-    def bear(self, order: dict[str, Any]) -> "Rank":
-        """Fork a rank, which logs to ``order["log"]``."""
-        return Rank(Path(order["log"]), self, self.tell("born", order=order))
+    def bear(self, order: dict[str, Any], replaced: "Rank | None" = None) -> "Rank":
+        """Fork a rank, which logs to ``order["log"]``; perhaps with the process id of another one, which is killed."""
+        after = str(replaced.path) if replaced else None
+        return Rank(Path(order["log"]), self, self.tell("born", order=order, after=after))
 
     def kill(self) -> None:
         """End the nursery; of a container its first process, since who waits for that has waited for all in it."""
@@ -120,7 +117,7 @@ class Log:
         path = Path(f"{self.path}.err")
         return path.read_text(errors="replace")[-1500:] if path.exists() else ""
 
-    # --- of a rank that trains, see `trainee`
+    # Of a rank that trains, see `trainee`.
 
     def steps(self) -> list[list[float]]:
         return [record for record in self.records() if isinstance(record, list)]
@@ -145,13 +142,23 @@ class Rank(Log):
     """In the lane's container."""
 
     def signal(self, number: signal.Signals) -> None:
-        self.lane.tell("strike", logs=[str(self.path)], number=number)
+        self.lane.tell("strike", log=str(self.path), number=number)
 
     def alive(self) -> bool:
         return str(self.path) in self.lane.tell("alive")
 
 
-# --- stories ------------------------------------------------------------------------------------------------------
+def hung(ranks: Sequence[Rank], bound_s: float) -> list[Rank]:
+    """Return the ranks that do not end in time by themselves: they write down where they are, and are killed."""
+    eventually(lambda: not any(rank.alive() for rank in ranks), bound_s, every_s=0.005)
+    found = [rank for rank in ranks if rank.alive()]
+    for rank in found:
+        rank.signal(signal.SIGUSR1)
+    time.sleep(0.5 * bool(found))
+    for rank in found:
+        rank.signal(signal.SIGKILL)
+    return found
+
 
 Figures = dict[str, Any]
 """Of one story or of many: whole numbers and counters are summed, of others the largest counts."""
@@ -177,61 +184,58 @@ def arguments(description: str | None, *, events: int, lanes: int, keep: str) ->
     return parser
 
 
-@dataclass
-class Campaign:
-    """Stories with seeds in a row, until there were enough events.
+def campaign(
+    args: argparse.Namespace,
+    program: str,
+    each: int,
+    open_lane: Callable[[], AbstractContextManager[Any]],
+    live: Callable[[int, int, Any, Path], Told],
+    **more: Any,
+) -> dict[str, Any]:
+    """Live stories with seeds in a row, until there were enough events, and print what came out.
 
     Args:
+        args: of the command line.
         program: its module's name.
         each: events of a story.
         open_lane: makes what stories are lived in, one for each that runs at a time.
         live: lives one, told its seed, its events, its lane and a directory for records.
+        more: to print.
     """
+    counts = [min(each, args.events - done) for done in range(0, args.events, each)]
+    stories, begin_s = iter([*enumerate(counts, args.seed)]), time.monotonic()
+    figures, failures, lock = Figures(), list[dict[str, Any]](), threading.Lock()
 
-    program: str
-    each: int
-    open_lane: Callable[[], AbstractContextManager[Any]]
-    live: Callable[[int, int, Any, Path], Told]
-    figures: Figures = field(default_factory=dict)
-    failures: list[dict[str, Any]] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def live_in_a_lane() -> None:
+        with open_lane() as lane:
+            for seed, events in stories:  # each is one thread's
+                with tempfile.TemporaryDirectory(prefix="campaign-") as directory:
+                    told = live(seed, events, lane, Path(directory))
+                    with lock:
+                        note(seed, events, told, Path(directory))
 
-    def run(self, args: argparse.Namespace, **more: Any) -> dict[str, Any]:
-        """Live all stories and print what came out."""
-        counts = [min(self.each, args.events - done) for done in range(0, args.events, self.each)]
-        stories, begin_s = iter([*enumerate(counts, args.seed)]), time.monotonic()
+    def note(seed: int, events: int, told: Told, directory: Path) -> None:
+        for name, value in told.figures.items():
+            before = figures.setdefault(name, type(value)())
+            figures[name] = max(before, value) if isinstance(value, float) else before + value
+        if told.broken:
+            failures.append({"seed": seed, "events": events, "violations": [*told.broken]})
+            again = f"python -m {program} --seed {seed} --events {events}"
+            said = [f"seed {seed}: {len(told.broken)} violations; again: {again}", *told.broken[:12]]
+            print("\n  ".join(said), file=sys.stderr, flush=True)
+            (directory / "violations").write_text("\n".join(told.broken))
+            shutil.copytree(directory, args.keep / f"seed{seed}", dirs_exist_ok=True)
 
-        def live_in_a_lane() -> None:
-            with self.open_lane() as lane:
-                for seed, events in stories:  # each is one thread's
-                    self._run_one(seed, events, lane, args.keep / f"seed{seed}")
-
-        with ThreadPoolExecutor(args.lanes) as pool:
-            for future in [pool.submit(live_in_a_lane) for _ in range(min(args.lanes, len(counts)))]:
-                future.result()
-        found = {
-            "seed": args.seed,
-            **more,
-            "wall_s": round(time.monotonic() - begin_s, 1),
-            "stories": len(counts),
-            **self.figures,
-            "violations": sum(len(each["violations"]) for each in self.failures),
-            "failures": self.failures,
-        }
-        print(json.dumps(found, indent=1))
-        return found
-
-    def _run_one(self, seed: int, events: int, lane: Any, keep: Path) -> None:
-        with tempfile.TemporaryDirectory(prefix="campaign-") as directory:
-            told = self.live(seed, events, lane, Path(directory))
-            with self._lock:
-                for name, value in told.figures.items():
-                    before = self.figures.setdefault(name, type(value)())
-                    self.figures[name] = max(before, value) if isinstance(value, float) else before + value
-            if told.broken:
-                self.failures.append({"seed": seed, "events": events, "violations": [*told.broken]})
-                again = f"python -m {self.program} --seed {seed} --events {events}"
-                said = [f"seed {seed}: {len(told.broken)} violations; again: {again}", *told.broken[:12]]
-                print("\n  ".join(said), file=sys.stderr, flush=True)
-                shutil.copytree(directory, keep, dirs_exist_ok=True)
-                (keep / "violations").write_text("\n".join(told.broken))
+    with ThreadPoolExecutor(args.lanes) as pool:
+        for future in [pool.submit(live_in_a_lane) for _ in range(min(args.lanes, len(counts)))]:
+            future.result()
+    violations = sum(len(failure["violations"]) for failure in failures)
+    found = {
+        "seed": args.seed,
+        **more,
+        "wall_s": round(time.monotonic() - begin_s, 1),
+        "stories": len(counts),
+    }
+    found |= {**figures, "violations": violations, "failures": failures}
+    print(json.dumps(found, indent=1))
+    return found

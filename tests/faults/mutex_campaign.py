@@ -16,15 +16,15 @@ import signal
 import sys
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.faults import lanes, oracles, schedules
-from tests.faults.lanes import Figures, Lane, Log, Told, why_no_container
-from tests.faults.oracles import Key, Leftovers, Rank, Story, longest_wait_s, read_rank, violations
+from tests.faults import lanes, schedules
+from tests.faults.lanes import Figures, Lane, Told, hung, why_no_container
+from tests.faults.oracles import FOREVER, Key, Leftovers, Rank, Story, longest_wait_s, read_rank, violations
 from tests.faults.schedules import Blow, JobPlan, Schedule
 from tests.harness.waiting import eventually
 
@@ -37,80 +37,67 @@ _LATE_S = 0.05
 
 
 @dataclass
-class Journal:
-    """What the overseer itself has done, and when."""
-
-    born: list[Key] = field(default_factory=list)
-    killed_s: dict[Key, float] = field(default_factory=dict)
-    stops: dict[Key, list[tuple[float, float]]] = field(default_factory=dict)
-    meddled_s: dict[int, list[float]] = field(default_factory=dict)
-    done: Counter[str] = field(default_factory=Counter)
-    late_s: float = 0.0
-
-
 class Overseer:
-    """Runs one schedule in a lane.
+    """Runs one schedule in a lane, and keeps what it has done itself, and when.
 
     Args:
         plan: what shall happen.
         lane: where.
         directory: for the ranks' records.
-        sabotage: name of a `mutex_worker.Sabotage`, or nothing.
+        sabotage: one of `mutex_worker.SABOTAGES`, or nothing.
         slack_s: how late a turn may begin.
         meets: whether the clock begins when the first jobs have joined.
     """
 
-    def __init__(
-        self,
-        plan: Schedule,
-        lane: Lane,
-        directory: Path,
-        sabotage: str = "",
-        slack_s: float = SLACK_S,
-        meets: bool = False,
-    ) -> None:
-        self._plan = plan
-        self._lane = lane
-        self._directory = directory
-        self._sabotage = sabotage
-        self._slack_s, self._meets = slack_s, meets
-        self._prefix = f"campaign-{uuid.uuid4().hex[:12]}"
-        self.journal = Journal()
-        self._base_s = 0.0
+    plan: Schedule
+    lane: Lane
+    directory: Path
+    sabotage: str = ""
+    slack_s: float = SLACK_S
+    meets: bool = False
+    prefix: str = field(default_factory=lambda: f"campaign-{uuid.uuid4().hex[:12]}")
+    born: dict[Key, lanes.Rank] = field(default_factory=dict)
+    killed_s: dict[Key, float] = field(default_factory=dict)
+    stops: dict[Key, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    meddled_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    done: Counter[str] = field(default_factory=Counter)
+    late_s: float = 0.0
+    base_s: float = 0.0
 
     def run(self) -> Story:
         """Let everything happen, wait for the end, and return what was written down."""
-        self._base_s = time.monotonic() + LEAD_IN_S
-        blows = list(self._plan.blows)
-        if self._meets:
+        self.base_s = time.monotonic() + LEAD_IN_S
+        blows, tell = list(self.plan.blows), self.lane.tell
+        if self.meets:
             self._meet([blows.pop(0) for _ in range(sum(blow.at_s == 0.0 for blow in blows))])
         for blow in blows:
-            self._wait_until(self._base_s + blow.at_s)
+            self._wait_until(self.base_s + blow.at_s)
             self._strike(blow)
-        self._wait_until(self._base_s + self._plan.ends_at_s)
-        self._wait_for_ends()
-        left = self._lane.tell("left", group=self._prefix)
-        groups = [self._group(number) for number in range(self._plan.groups)]
-        devices = [f"dev{number}" for number in range(self._plan.devices)]
-        refusals = self._lane.tell("come_and_go", groups=groups, devices=devices)
-        left_by_next = self._lane.tell("left", group=self._prefix)
-        holders = self._lane.tell("holders", paths=left_by_next) if left_by_next else []
-        self._lane.tell("sweep", group=self._prefix)
-        self._lane.tell("forget")
-        ranks = {key: self._read(key) for key in self.journal.born}
-        leftovers = Leftovers(left, left_by_next, refusals, holders)
-        return Story(self._plan, ranks, self.journal.meddled_s, leftovers, self.journal.late_s, self._slack_s)
+        self._wait_until(self.base_s + self.plan.ends_at_s)
+        deadline_s = time.monotonic() + ENDING_S
+        while tell("alive") and time.monotonic() < deadline_s:
+            self._wait_until(time.monotonic() + _LATE_S)
+        hung([*self.born.values()], 0.0)
+        left = tell("left", group=self.prefix)
+        groups = [self._group(number) for number in range(self.plan.groups)]
+        devices = [f"dev{number}" for number in range(self.plan.devices)]
+        refusals = tell("come_and_go", groups=groups, devices=devices)
+        leftovers = Leftovers(left, tell("left", group=self.prefix), refusals)
+        tell("sweep", group=self.prefix)
+        tell("forget")
+        ranks = {key: self._read(key, rank) for key, rank in self.born.items()}
+        return Story(self.plan, ranks, self.meddled_s, leftovers, self.late_s, self.slack_s)
 
     def _meet(self, joins: Sequence[Blow]) -> None:
         """Let the clock begin when these jobs have joined, which takes seconds now and then."""
-        self._base_s = oracles.FOREVER
+        self.base_s = FOREVER
         for blow in joins:
             self._strike(blow)
-        logs = [Log(self._log(key)) for key in self.journal.born]
+        logs = self.born.values()
         eventually(lambda: all(any(line[0] == "joined" for line in log.records()) for log in logs), ENDING_S)
-        self._base_s = time.monotonic()
-        (self._directory / "begins.new").write_text(str(self._base_s))
-        (self._directory / "begins.new").rename(self._directory / "begins")
+        self.base_s = time.monotonic()
+        (self.directory / "begins.new").write_text(str(self.base_s))
+        (self.directory / "begins.new").rename(self.directory / "begins")
 
     def _wait_until(self, at_s: float) -> None:
         """Wait, and note how late a short sleep ends on this machine at this time."""
@@ -118,100 +105,66 @@ class Overseer:
             wanted_s = min(left_s, _TICK_S)
             before_s = time.monotonic()
             time.sleep(wanted_s)
-            self.journal.late_s = max(self.journal.late_s, time.monotonic() - before_s - wanted_s)
-
-    def _wait_for_ends(self) -> None:
-        deadline_s = time.monotonic() + ENDING_S
-        while (alive := self._lane.tell("alive")) and time.monotonic() < deadline_s:
-            self._wait_until(time.monotonic() + _LATE_S)
-        if alive:
-            self._lane.tell("strike", logs=alive, number=signal.SIGUSR1)  # they write down where they are
-            time.sleep(0.5)
-            self._lane.tell("strike", logs=alive, number=signal.SIGKILL)
-
-    # --- blows ----------------------------------------------------------------------------------------------
+            self.late_s = max(self.late_s, time.monotonic() - before_s - wanted_s)
 
     def _strike(self, blow: Blow) -> None:
-        self.journal.done[blow.kind] += 1
+        self.done[blow.kind] += 1
         keys = [(blow.job, rank) for rank in blow.ranks]
-        if blow.kind == "join":
-            self._bear(self._plan.jobs[blow.job])
-        elif blow.kind == "reuse-pid":
-            self._bear(self._plan.jobs[blow.job], victim=(blow.victim, 0))
-        elif blow.kind == "kill":
-            for key in keys:
-                self.journal.killed_s.setdefault(key, time.monotonic())
-            self._strike_ranks(keys, signal.SIGKILL)
-        elif blow.kind in ("stop", "continue"):
-            self._stop(keys, blow.kind == "stop")
-        else:
-            self._meddle(blow)
+        match blow.kind:
+            case "join" | "reuse-pid":
+                self._bear(self.plan.jobs[blow.job], blow.victim)
+            case "kill":
+                for key in keys:
+                    self.killed_s.setdefault(key, time.monotonic())
+                    self.born[key].signal(signal.SIGKILL)
+            case "stop" | "continue":
+                for key in keys:
+                    if key not in self.killed_s:
+                        self._stop(key, blow.kind == "stop")
+            case _:
+                self._meddle(blow)
 
-    def _strike_ranks(self, keys: Sequence[Key], number: signal.Signals) -> None:
-        self._lane.tell("strike", logs=[str(self._log(key)) for key in keys], number=number)
-
-    def _bear(self, job: JobPlan, victim: Key | None = None) -> None:
+    def _bear(self, job: JobPlan, victim: int) -> None:
         for rank in range(len(job.devices)):
-            key = (job.number, rank)
             order = {
                 "plan": dataclasses.asdict(job),
                 "rank": rank,
-                "base_s": self._base_s,
-                "log": str(self._log(key)),
+                "base_s": self.base_s,
+                "log": str(self.directory / f"job{job.number}-rank{rank}"),
                 "clock_offset_s": job.clock_offset_s,
                 "group": self._group(job.group),
-                "sabotage": self._sabotage,
+                "sabotage": self.sabotage,
             }
-            if victim is not None and rank == 0:
-                self.journal.killed_s.setdefault(victim, time.monotonic())
-                old, new = self._lane.tell("reborn", victim=str(self._log(victim)), order=order)
-                self.journal.done["process ids used again"] += old == new
-            else:
-                self._lane.bear(order)
-            self.journal.born.append(key)
-
-    def _log(self, key: Key) -> Path:
-        return self._directory / f"job{key[0]}-rank{key[1]}"
+            replaced = self.born[victim, 0] if victim >= 0 and rank == 0 else None
+            self.born[job.number, rank] = new = self.lane.bear(order, replaced)
+            self.done["process ids used again"] += replaced is not None and new.pid == replaced.pid
 
     def _group(self, number: int) -> str:
-        return f"{self._prefix}-{number}"
+        return f"{self.prefix}-{number}"
 
-    def _stop(self, keys: Sequence[Key], stops: bool) -> None:
-        before_s = time.monotonic()
-        living = [key for key in keys if key not in self.journal.killed_s]
-        self._strike_ranks(living, signal.SIGSTOP if stops else signal.SIGCONT)
-        for key in living:
-            stopped = self.journal.stops.setdefault(key, [])
-            if stops:
-                stopped.append((before_s, oracles.FOREVER))
-            elif stopped:
-                stopped[-1] = (stopped[-1][0], time.monotonic())
+    def _stop(self, key: Key, stops: bool) -> None:
+        before_s, stopped = time.monotonic(), self.stops[key]
+        self.born[key].signal(signal.SIGSTOP if stops else signal.SIGCONT)
+        if stops:
+            stopped.append((before_s, FOREVER))
+        elif stopped:
+            stopped[-1] = (stopped[-1][0], time.monotonic())
 
     def _meddle(self, blow: Blow) -> None:
-        before_s = time.monotonic()
+        before_s, groups = time.monotonic(), [blow.group]
         if blow.kind in ("full", "free"):
-            self._lane.tell(blow.kind)
-            groups = range(self._plan.groups)
+            self.lane.tell(blow.kind)
+            groups = [*range(self.plan.groups)]
         else:
-            found = self._lane.tell(
-                "meddle",
-                kind=blow.kind,
-                group=self._group(blow.group),
-                device=f"dev{blow.device}",
-                seed=blow.seed,
-            )
-            self.journal.done["meddled with files"] += found
-            groups = range(blow.group, blow.group + 1)
+            files = {"group": self._group(blow.group), "seed": blow.seed}
+            self.done["meddled with files"] += self.lane.tell("meddle", kind=blow.kind, **files)
         for group in groups:
-            self.journal.meddled_s.setdefault(group, []).append(before_s)
+            self.meddled_s[group].append(before_s)
 
-    # --- records --------------------------------------------------------------------------------------------
-
-    def _read(self, key: Key) -> Rank:
-        log = Log(self._log(key))
-        rank = read_rank(self._plan.jobs[key[0]], key[1], log.records())
-        rank.killed_s = min(rank.killed_s, self.journal.killed_s.get(key, oracles.FOREVER))
-        rank.stops += self.journal.stops.get(key, [])
+    def _read(self, key: Key, log: lanes.Rank) -> Rank:
+        rank = read_rank(self.plan.jobs[key[0]], key[1], log.records())
+        rank.killed_s = min(rank.killed_s, self.killed_s.get(key, FOREVER))
+        rank.stops += self.stops[key]
         rank.error = log.error()
         return rank
 
@@ -222,7 +175,7 @@ def figures_of(story: Story, done: Counter[str]) -> Figures:
     for rank in ranks:
         seen.update(f"deed: {kind}" for _, kind in rank.deeds)
         seen["gave up turns"] += rank.gave_up()
-        seen["refused"] += rank.refused is not None
+        seen["refused"] += bool(rank.refused)
     forgiven = {(rank.job.number, lost.job, lost.turn) for rank in ranks for lost in rank.forgave}
     return {
         "events": len(story.schedule.faults),
@@ -252,8 +205,8 @@ def live(seed: int, events: int, lane: Lane, directory: Path, *, isolated: bool,
     (directory / "schedule.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1))
     overseer = Overseer(plan, lane, directory, sabotage)
     story = overseer.run()
-    (directory / "journal").write_text(str(overseer.journal))
-    return Told(figures_of(story, overseer.journal.done), violations(story))
+    (directory / "journal").write_text(str(overseer))
+    return Told(figures_of(story, overseer.done), violations(story))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -262,12 +215,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--not-isolated", action="store_true", help="as without root")
     args = parser.parse_args(argv)
     isolated = not args.not_isolated and not why_no_container("memory")
-    return lanes.Campaign(
-        "tests.faults.mutex_campaign",
-        FAULTS_EACH,
-        functools.partial(Lane, "tests.faults.mutex_worker", "memory" if isolated else ""),
-        functools.partial(live, isolated=isolated, sabotage=args.sabotage),
-    ).run(args, isolated=isolated)
+    lane = functools.partial(Lane, "tests.faults.mutex_worker", "memory" if isolated else "")
+    story = functools.partial(live, isolated=isolated, sabotage=args.sabotage)
+    return lanes.campaign(args, "tests.faults.mutex_campaign", FAULTS_EACH, lane, story, isolated=isolated)
 
 
 if __name__ == "__main__":

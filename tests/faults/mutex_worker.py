@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ from crossover_ddp._turns.joining import Membership
 from crossover_ddp._turns.rules import Lost, Patience
 from crossover_ddp.errors import CrossoverError
 from crossover_ddp.gpu_mutex import GPUMutex
-from tests.faults.late_device import LateDevice
 from tests.faults.schedules import LATE_S, Deed, JobPlan
 from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import membership_of
@@ -78,56 +78,58 @@ class NotedPatience(Patience):
         super()._lose(lost, members)
 
 
-class Sabotage:
-    """Break the package on purpose, to see that the campaign would notice."""
+class LateDevice(DeviceOrder):
+    """An emulated device that ends each turn ``late_s`` after the host; time on it is computed, not waited for."""
 
-    @staticmethod
-    def overlap() -> None:
-        """Nobody waits for anybody."""
-        turns.blockers = lambda *_: []  # type: ignore[assignment]
+    def __init__(self, late_s: float, now_s: Callable[[], float]) -> None:
+        super().__init__(torch.device("cpu"))
+        self._late_s, self._now_s = late_s, now_s
+        self.end_s = 0.0
+        """Of its last turn."""
 
-    @staticmethod
-    def deafness() -> None:
-        """A turn given back wakes nobody."""
-        turn_segment.TurnSegment.ring_others = lambda self: None  # type: ignore[method-assign]
+    def check_usable(self) -> None:
+        """Allow all."""
 
-    @staticmethod
-    def leftovers() -> None:
-        """The last one to leave removes nothing."""
-        turn_segment.TurnSegment._remove_if_unused = lambda self: None  # type: ignore[method-assign]
+    def streams(self) -> Sequence[Any]:
+        return ()
 
-    @staticmethod
-    def early_ends() -> None:
-        """A turn is given back before the device has done it."""
-        LateDevice.wait = lambda *_: None  # type: ignore[method-assign]
+    def mark(self, streams: Sequence[Any] = ()) -> Any:
+        """Return when the device comes to the end."""
+        self.end_s = max(self._now_s(), self.end_s) + self._late_s
+        return self.end_s
+
+    def wait(self, end: Any) -> None:
+        time.sleep(max(0.0, end - self._now_s()))
+
+
+# Ways to break the package on purpose, to see that the campaign would notice.
+SABOTAGES: dict[str, tuple[Any, str, Any]] = {
+    "overlap": (turns, "blockers", lambda *_: []),  # nobody waits for anybody
+    "deafness": (turn_segment.TurnSegment, "ring_others", lambda _: None),  # a turn given back wakes nobody
+    "leftovers": (turn_segment.TurnSegment, "_remove_if_unused", lambda _: None),  # nobody removes files
+    "early_ends": (LateDevice, "wait", lambda *_: None),  # a turn is given back before the device has done it
+}
 
 
 class Rank:
     """One rank of one job.
 
     Args:
-        plan: the job.
-        rank: which of its ranks.
-        base_s: when the schedule begins, on the campaign's clock; infinite: the file "begins" will tell.
-        log: where it writes; ranks of this schedule meet beside it.
-        group: name of the group of siblings.
+        order: of the overseer: the job's plan and which of its ranks; ``base_s``: when the schedule begins, on the
+            campaign's clock (infinite: the file "begins" will tell); ``log``: where it writes; ranks of this schedule
+            meet beside it; ``group``: name of the group of siblings.
     """
 
-    def __init__(self, plan: JobPlan, rank: int, base_s: float, log: Path, group: str) -> None:
-        self.plan = plan
-        self.rank = rank
-        self.size = len(plan.devices)
-        self._base_s = base_s
-        self._directory = log.parent
-        self._group = group
-        self._book = Book(log, plan.clock_offset_s)
-        self._chance = random.Random(f"{plan.number} {rank} {base_s}")
-        self._deeds = [deed for deed in plan.deeds if rank in deed.ranks]
-        self._slow: dict[str, tuple[float, float]] = {}
-        self._fork_s = self._evaluate_s = 0.0
-        self._fate: Deed | None = None
+    def __init__(self, order: dict[str, Any]) -> None:
+        plan = order["plan"]
+        self.plan = plan = JobPlan(**{**plan, "deeds": tuple(Deed(**deed) for deed in plan["deeds"])})
+        self.rank, self.size, self._base_s = order["rank"], len(plan.devices), order["base_s"]
+        self._directory, self._group = Path(order["log"]).parent, order["group"]
+        self._book = Book(Path(order["log"]), plan.clock_offset_s)
+        self._chance = random.Random(f"{plan.number} {self.rank} {self._base_s}")
+        self._deeds = [deed for deed in plan.deeds if self.rank in deed.ranks]
+        self._due: dict[str, Deed] = {}
         self._order: LateDevice | None = None
-        self._told_device = 0
 
     def live(self) -> None:
         """Join, take turns until the time to leave has come, leave."""
@@ -138,6 +140,7 @@ class Rank:
                 dist.init_process_group("gloo", init_method=store, rank=self.rank, world_size=self.size)
             mutex = self._join()
             while self._goes_on():
+                self._do_deeds()
                 self._take_turn(mutex)
         except RuntimeError as error:  # another rank of the job has ended
             self._book.note("broken", str(error)[:200])
@@ -158,12 +161,9 @@ class Rank:
                 self._base_s = float((self._directory / "begins").read_text())
         return self._book.now_s() - self._base_s
 
-    # --- joining and leaving --------------------------------------------------------------------------------
-
     def _join(self) -> GPUMutex | None:
         joining.order_on = self._make_order  # type: ignore[assignment]
         gpu_mutex.Patience = partial(NotedPatience, self._book)  # type: ignore[assignment,misc]
-        self._book.note("joins")
         try:
             device = f"dev{self.plan.devices[self.rank]}"
             mutex = GPUMutex(self._group, device=device, lease=self.plan.lease_s)
@@ -173,24 +173,24 @@ class Rank:
         membership = membership_of(mutex)
         self._book.note("lease", mutex.stats()["lease_s"])
         self._book.note("joined", membership.segment.slot, membership.is_lead, mutex.job)
-        self._watch(mutex)
+        self._watch(mutex, membership)
         return mutex
 
     def _make_order(self, device: torch.device) -> DeviceOrder | None:
-        late_s = self._chance.uniform(0.0, LATE_S)
-        if self.plan.late_device:
-            self._order = LateDevice(late_s, self._book.now_s)
-            return self._order
-        return order_on(device)
+        if not self.plan.late_device:
+            return order_on(device)
+        self._order = LateDevice(self._chance.uniform(0.0, LATE_S), self._book.now_s)
+        return self._order
 
-    def _watch(self, mutex: GPUMutex) -> None:
-        """Note when turns end for good, and every lease."""
-        membership = membership_of(mutex)
-        leave, publish = membership.segment.leave, membership.segment.publish
-        channel = membership.channel
+    def _watch(self, mutex: GPUMutex, membership: Membership) -> None:
+        """Note when turns end for good, with what the order log says then, and every lease; be late with grants."""
+        segment, channel = membership.segment, membership.channel
+        leave, publish = segment.leave, segment.publish
 
         def leaving() -> None:
-            self._note_log(membership)
+            log_fd = segment.log_file.fd
+            if log_fd >= 0:
+                self._book.note("log", os.fstat(log_fd).st_ino, os.pread(log_fd, 1 << 20, 0).hex())
             self._book.note("leaving", mutex.disabled_because)
             leave()
             self._book.note("left", mutex.disabled_because)
@@ -200,29 +200,17 @@ class Rank:
                 self._book.note("lease", values["lease_s"])
             publish(**values)
 
-        membership.segment.leave = leaving  # type: ignore[method-assign]
-        membership.segment.publish = publishing  # type: ignore[method-assign]
-        if channel.size == 1:
-            return
-        send = channel.send
+        segment.leave, segment.publish = leaving, publishing  # type: ignore[method-assign]
+        if channel.size > 1:
+            send = channel.send
 
-        def send_late(grant: Any) -> None:
-            time.sleep(self._value("slow-grant"))
-            send(grant)
+            def send_late(grant: Any) -> None:
+                time.sleep(self._value("slow-grant"))
+                send(grant)
 
-        channel.send = send_late
-
-    def _note_log(self, membership: Membership) -> None:
-        """Keep what the order log says, as far as this rank has it open."""
-        log_fd = membership.segment.log_file.fd
-        if log_fd >= 0:
-            inode = os.fstat(log_fd).st_ino
-            self._book.note("log", inode, os.pread(log_fd, 1 << 20, 0).hex())
-
-    # --- turns ----------------------------------------------------------------------------------------------
+            channel.send = send_late
 
     def _take_turn(self, mutex: GPUMutex | None) -> None:
-        self._do_deeds()
         if mutex is not None:
             self._meet_fate(mutex, inside=False)
             self._acquire(mutex)
@@ -232,40 +220,38 @@ class Rank:
         self._compute(mutex)
         if mutex is not None:
             self._give_back(mutex, mutex.release)
-        self._exchange(mutex)
+        pause_s = max(self.plan.pause_s, self._value("slow-link"))
+        time.sleep(pause_s / 2)
+        if self.plan.style == "early" and mutex is not None:
+            mutex.request()
+        time.sleep(pause_s / 2)
 
     def _acquire(self, mutex: GPUMutex) -> None:
         wanted_s = self._book.now_s()
-        if mutex.disabled_because is not None:
-            return
-        mutex.acquire()
-        self._note_begin(mutex, wanted_s)
+        if mutex.disabled_because is None:
+            mutex.acquire()
+            self._note_begin(mutex, wanted_s)
 
     def _note_begin(self, mutex: GPUMutex, wanted_s: float) -> None:
         """Note the turn; 0 where it has begun alone on its device, without its number."""
         if mutex.holding:
-            inode = 0
-            with contextlib.suppress(OSError):  # the turn thread closes it where turns have failed
-                inode = os.fstat(_log_fd(mutex)).st_ino
+            inode, turns = 0, mutex._turns
+            with contextlib.suppress(OSError):  # who does not lead has no log, nor where turns have failed
+                inode = os.fstat(turns.membership.segment.log_file.fd if turns else -1).st_ino
             self._book.note("begin", mutex._counters.turn if mutex.shared else 0, wanted_s, inode)
 
     def _compute(self, mutex: GPUMutex | None) -> None:
         time.sleep(max(self.plan.hold_s, self._value("slow-compute"), self._value("too-slow-compute")))
-        if self._fork_s and os.fork() == 0:  # as a DataLoader does: it lives beside the rank, perhaps longer
-            time.sleep(self._fork_s)
+        if (fork := self._due.pop("fork", None)) and os.fork() == 0:
+            time.sleep(fork.duration_s)  # as a DataLoader does: it lives beside the rank, perhaps longer
             os._exit(0)
-        self._fork_s = 0.0
-        if self._evaluate_s and mutex is not None:
-            self._evaluate(mutex, self._evaluate_s)
-            self._evaluate_s = 0.0
-        self._slow.pop("too-slow-compute", None)
-
-    def _evaluate(self, mutex: GPUMutex, lasts_s: float) -> None:
-        with contextlib.ExitStack() as stack:
-            self._give_back(mutex, lambda: stack.enter_context(mutex.paused()))
-            time.sleep(lasts_s)
-            wanted_s = self._book.now_s()
-        self._note_begin(mutex, wanted_s)
+        if mutex is not None and (evaluate := self._due.pop("evaluate", None)):
+            with contextlib.ExitStack() as stack:
+                self._give_back(mutex, lambda: stack.enter_context(mutex.paused()))
+                time.sleep(evaluate.duration_s)
+                wanted_s = self._book.now_s()
+            self._note_begin(mutex, wanted_s)
+        self._due.pop("too-slow-compute", None)
 
     def _give_back(self, mutex: GPUMutex, act: Callable[[], object]) -> None:
         ended_s, held, turn = self._book.now_s(), mutex.holding, mutex._turns and mutex._turns._current
@@ -273,58 +259,30 @@ class Rank:
             self._book.note("ending", at_s=ended_s)
         act()
         if held and mutex.disabled_because is None:
-            self._book.note("end", self._number(turn), at_s=ended_s)
-            self._note_device(turn)
-
-    @staticmethod
-    def _number(turn: Any) -> int:
-        """Return the number of a turn that was given back; 0 where it began alone and has none yet."""
-        eventually(lambda: turn.number is not None, NUMBERED_S)
-        return turn.number or 0
-
-    def _note_device(self, turn: Any) -> None:
-        if self._order is not None:
-            for end_s in self._order.ends_s[self._told_device :]:
-                self._book.note("device", self._number(turn), end_s)
-            self._told_device = len(self._order.ends_s)
-
-    def _exchange(self, mutex: GPUMutex | None) -> None:
-        pause_s = max(self.plan.pause_s, self._value("slow-link"))
-        time.sleep(pause_s / 2)
-        if self.plan.style == "early" and mutex is not None:
-            mutex.request()
-        time.sleep(pause_s / 2)
-
-    # --- deeds ----------------------------------------------------------------------------------------------
+            # A turn that began alone has no number for a while, perhaps not yet.
+            eventually(lambda: turn.number is not None, NUMBERED_S)  # type: ignore[union-attr]
+            done_s = self._order.end_s if self._order is not None else 0.0
+            self._book.note("end", turn.number or 0, done_s, at_s=ended_s)  # type: ignore[union-attr]
 
     def _do_deeds(self) -> None:
         now_s = self._now_s()
         while self._deeds and self._deeds[0].at_s <= now_s:
-            deed = self._deeds.pop(0)
-            if deed.kind not in ("suspend", "die", "halt"):  # noted when they happen
+            deed = replace(self._deeds.pop(0), at_s=now_s)
+            if deed.kind not in ("die", "halt", "suspend"):  # noted when they happen
                 self._book.note("deed", deed.kind)
-            self._do(deed)
-
-    def _do(self, deed: Deed) -> None:
-        if deed.kind == "wall-clock":
-            jump_wall_clock(deed.value)
-        elif deed.kind == "suspend":
-            threading.Timer(self._chance.uniform(0.0, 0.02), self._suspend, [deed.value]).start()
-        elif deed.kind in ("die", "halt"):
-            self._fate = deed
-        elif deed.kind == "fork":
-            self._fork_s = deed.duration_s
-        elif deed.kind == "evaluate":
-            self._evaluate_s = deed.duration_s
-        else:
-            self._slow[deed.kind] = self._book.now_s() + deed.duration_s, deed.value
+            if deed.kind == "wall-clock":
+                time.time = ahead(time.time, deed.value)
+            elif deed.kind == "suspend":  # in the middle of a wait, perhaps
+                threading.Timer(self._chance.uniform(0.0, 0.02), self._suspend, [deed.value]).start()
+            else:
+                self._due[deed.kind] = deed
 
     def _meet_fate(self, mutex: GPUMutex, *, inside: bool) -> None:
         """Die or halt where that was planned, once there is a sibling."""
-        fate = self._fate
+        fate = self._due.get("die") or self._due.get("halt")
         if fate is None or (fate.place == "inside") != inside or not mutex.shared:
             return
-        self._fate = None
+        del self._due[fate.kind]
         if fate.place == "drawn":
             mutex.request()
             eventually(lambda: mutex._turns is None or mutex._turns._requested, NUMBERED_S)
@@ -343,32 +301,23 @@ class Rank:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def _suspend(self, jump_s: float) -> None:
-        """From another thread, so that it may happen in the middle of a wait."""
         self._book.note("deed", "suspend")
         jump_monotonic_clock(jump_s)
 
     def _value(self, kind: str) -> float:
-        until_s, value = self._slow.get(kind, (0.0, 0.0))
-        return value if self._book.now_s() < until_s else 0.0
+        deed = self._due.get(kind)
+        return deed.value if deed and self._now_s() < deed.at_s + deed.duration_s else 0.0
 
 
-def _log_fd(mutex: GPUMutex) -> int:
-    """Return the log that a lead rank has open; -1 on other ranks, and after leaving."""
-    return mutex._turns.membership.segment.log_file.fd if mutex._turns is not None else -1
-
-
-def jump_wall_clock(jump_s: float) -> None:
-    """Let everything in this process see another date."""
-    real = time.time
-    time.time = lambda: real() + jump_s
+def ahead(clock: Callable[[], float], jump_s: float) -> Callable[[], float]:
+    return lambda: clock() + jump_s
 
 
 def jump_monotonic_clock(jump_s: float) -> None:
     """Let the package see the monotonic clock go on by ``jump_s`` at once, as after a virtual machine's sleep."""
-    clock = turns.time
     jumped = types.SimpleNamespace(
-        monotonic=lambda: clock.monotonic() + jump_s,
-        monotonic_ns=lambda: clock.monotonic_ns() + round(jump_s * 1e9),
+        monotonic=ahead(turns.time.monotonic, jump_s),
+        monotonic_ns=ahead(turns.time.monotonic_ns, round(jump_s * 1e9)),
         sleep=time.sleep,
     )
     for module in (turns, turn_segment):
@@ -377,9 +326,9 @@ def jump_monotonic_clock(jump_s: float) -> None:
 
 def live(order: dict[str, Any]) -> None:
     """Be one rank, as the nursery was told."""
-    plan = order["plan"]
-    plan = JobPlan(**{**plan, "deeds": tuple(Deed(**deed) for deed in plan["deeds"])})
     sys.setswitchinterval(1e-3)
     if order["sabotage"]:
-        getattr(Sabotage, order["sabotage"])()
-    Rank(plan, order["rank"], order["base_s"], Path(order["log"]), order["group"]).live()
+        owner, name, broken = SABOTAGES[order["sabotage"]]
+        assert hasattr(owner, name)
+        setattr(owner, name, broken)
+    Rank(order).live()

@@ -26,6 +26,7 @@ import torch
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp._turns.segment import TurnSegment
 from crossover_ddp.errors import SegmentError
+from tests.harness.groups import files_of
 
 _PR_SET_PDEATHSIG = 1
 _MS_REC_PRIVATE = 0x4000 | 0x40000
@@ -82,7 +83,13 @@ class Nursery:
         self._born: dict[str, tuple[int, int]] = {}
         """Process id and descriptor; only the latter means the same process for ever."""
 
-    def born(self, order: dict[str, Any]) -> int:
+    def born(self, order: dict[str, Any], after: str | None) -> int:
+        """Fork a rank; instead of that one, whose process id it gets unless somebody else is faster."""
+        if after is not None:
+            self.strike(after, signal.SIGKILL)
+            old, descriptor = self._born[after]
+            _has_ended(descriptor, _REAPED_S)
+            Path("/proc/sys/kernel/ns_last_pid").write_text(str(old - 1))
         pid = _in_other_time(order.get("clock_offset_s", 0.0), os.fork)
         if pid == 0:
             self._be(order)
@@ -105,42 +112,21 @@ class Nursery:
             sys.stderr.flush()
             os._exit(status)
 
-    def strike(self, logs: list[str], number: int) -> None:
-        for log in logs:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._born[log][1], number)
+    def strike(self, log: str, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._born[log][1], number)
 
     def alive(self) -> list[str]:
         return [log for log, (_, descriptor) in self._born.items() if not _has_ended(descriptor)]
-
-    def reborn(self, victim: str, order: dict[str, Any]) -> list[int]:
-        """Kill one rank and give its process id to another; return both ids, which differ where that failed."""
-        self.strike([victim], signal.SIGKILL)
-        old, descriptor = self._born[victim]
-        _has_ended(descriptor, _REAPED_S)
-        Path("/proc/sys/kernel/ns_last_pid").write_text(str(old - 1))
-        return [old, self.born(order)]
 
     def forget(self) -> None:
         for _, descriptor in self._born.values():
             os.close(descriptor)
         self._born.clear()
 
-    # --- files ----------------------------------------------------------------------------------------------
-
     def left(self, group: str) -> list[str]:
         """Return what is in shared memory of groups whose name begins so."""
-        return sorted(str(path) for path in Path(SHARED_MEMORY).glob(f"crossover_ddp-*/{group}*"))
-
-    def holders(self, paths: list[str]) -> list[str]:
-        """Return who has any of these files open: process, state, parent."""
-        found = []
-        for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-            with contextlib.suppress(OSError):
-                if os.readlink(descriptor).removesuffix(" (deleted)") in paths:
-                    stat = (descriptor.parents[1] / "stat").read_text().rpartition(")")[2].split()
-                    found.append(f"{descriptor} {stat[0]} child of {stat[1]} -> {os.readlink(descriptor)}")
-        return found
+        return sorted(map(str, files_of(group)))
 
     def come_and_go(self, groups: list[str], devices: list[str]) -> list[str]:
         """Do what the next job of each group would; return why it was refused, where it was."""
@@ -167,21 +153,20 @@ class Nursery:
     def free(self) -> None:
         _BULK.unlink(missing_ok=True)
 
-    def meddle(self, kind: str, group: str, device: str, seed: int) -> bool:
-        """Delete or cut files of one segment; tell whether there were any."""
-        stem = Path(SHARED_MEMORY) / f"crossover_ddp-{os.geteuid()}" / f"{group}@"
-        chance = random.Random(seed)
+    def meddle(self, kind: str, group: str, seed: int) -> bool:
+        """Delete or cut files of a group; tell whether there were any."""
+        own = Path(SHARED_MEMORY) / f"crossover_ddp-{os.geteuid()}"
         how, what = kind.split("-")
         suffixes = {"slots": [".turns"], "log": [".log"], "bells": [".*.bell"]}
         found_in = suffixes.get(what, [".turns", ".log", ".*.bell"])
-        found = [path for suffix in found_in for path in stem.parent.glob(stem.name + suffix)]
+        found = [path for suffix in found_in for path in own.glob(f"{group}@{suffix}")]
         for path in found:
             with contextlib.suppress(FileNotFoundError):
                 size = path.stat().st_size
                 if how == "delete":
                     path.unlink()
                 else:
-                    os.truncate(path, chance.randrange(size) if size else 0)
+                    os.truncate(path, random.Random(seed).randrange(size) if size else 0)
         return bool(found)
 
 

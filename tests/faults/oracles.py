@@ -21,7 +21,6 @@ FOREVER = float("inf")
 EARLY_S = 2e-3  # notes and deeds of one moment are written one after the other
 TELLING_S = LATE_S + 0.02  # from the note of a turn's end until a device that is late has told it
 CLOSED = "closed"
-MAX_BACK = 12  # turns that a device may be behind
 
 Key = tuple[int, int]
 
@@ -37,12 +36,14 @@ class Claim(NamedTuple):
     ahead: bool
     ending_s: float = FOREVER
     """From when it may have been given back, by a rank that was killed before it could note the end."""
+    done_s: float = 0.0
+    """When a device behind the host's back had done it."""
 
 
 class Forgiven(NamedTuple):
     at_s: float
     job: int
-    """The job's number in shared memory."""
+    """Its number in shared memory."""
     turn: int
     since_s: float
     lease_s: float
@@ -60,23 +61,25 @@ class Rank:
     leases: list[tuple[float, float]] = field(default_factory=list)
     """(when, seconds): what it has published."""
     stops: list[tuple[float, float]] = field(default_factory=list)
-    killed_s: float = FOREVER
-    leaving_s: float = FOREVER
-    left_s: float = FOREVER
-    reason: str | None = None
-    refused: tuple[str, str] | None = None
-    slot: int = -1
-    is_lead: bool = False
-    job_number: int = 0
-    """The job's number in shared memory."""
-    joined_s: float = FOREVER
-    broken: str | None = None
-    ended: bool = False
     deeds: list[tuple[float, str]] = field(default_factory=list)
     logs: dict[int, bytes] = field(default_factory=dict)
-    device_turns: list[tuple[int, float]] = field(default_factory=list)
-    """(turn, when the device had done it)."""
+    """By inode."""
+    slot: int = -1
+    is_lead: bool = False
+    job_number: int = -1
+    """In shared memory; of one that has not joined it is none."""
+    refused: Sequence[str] = ()
+    broken: str | None = None
+    reason: str | None = None
+    """Why it has left."""
+    leaving_s: float = FOREVER
+    left_s: float = FOREVER
+    killed_s: float = FOREVER
+    ended: bool = False
     error: str = ""
+
+    def __str__(self) -> str:
+        return f"job {self.job.number} rank {self.rank}"
 
     @property
     def key(self) -> Key:
@@ -102,42 +105,30 @@ class Rank:
 
 def read_rank(job: JobPlan, rank: int, lines: Iterable[Sequence[Any]]) -> Rank:
     """Return a rank from what it has written."""
-    found = Rank(job, rank)
+    told, claims = defaultdict[str, list[Any]](list), list[Claim]()
     for kind, at_s, *what in lines:
+        told[kind].append((at_s, *what))
         if kind == "begin":
             turn, wanted_s, log = what
-            found.claims.append(Claim(turn, wanted_s, at_s, FOREVER, log, ahead=turn == 0))
+            claims.append(Claim(turn, wanted_s, at_s, FOREVER, log, ahead=turn == 0))
         elif kind == "ending":
-            found.claims[-1] = found.claims[-1]._replace(ending_s=at_s)
+            claims[-1] = claims[-1]._replace(ending_s=at_s)
         elif kind == "end":
-            found.claims[-1] = found.claims[-1]._replace(turn=what[0], ends_s=at_s)
-        elif kind == "forgave":
-            found.forgave.append(Forgiven(at_s, *what))
-        elif kind == "lease":
-            found.leases.append((at_s, what[0]))
-        elif kind == "joined":
-            found.slot, found.is_lead, found.job_number = what
-            found.joined_s = at_s
-        elif kind == "refused":
-            found.refused = (what[0], what[1])
-        elif kind == "leaving" and found.reason is None:
-            found.leaving_s, found.reason = at_s, what[0]
-        elif kind == "left":
-            found.left_s = min(found.left_s, at_s)
-        elif kind == "log":
-            found.logs[what[0]] = bytes.fromhex(what[1])
-        elif kind == "device":
-            found.device_turns.append((what[0], what[1]))
-        elif kind == "deed":
-            found.deeds.append((at_s, what[0]))
-        elif kind == "die":
-            found.killed_s = at_s
-        elif kind == "halt":
-            found.stops.append((at_s, at_s + what[0]))
-        elif kind == "broken":
-            found.broken = what[0]
-        elif kind == "done":
-            found.ended = True
+            claims[-1] = claims[-1]._replace(ends_s=at_s, turn=what[0], done_s=what[1])
+
+    def first(kind: str, *otherwise: Any) -> Any:
+        return next(iter(told[kind]), otherwise)
+
+    found = Rank(job, rank, claims, [Forgiven(*each) for each in told["forgave"]], told["lease"])
+    _, found.slot, found.is_lead, found.job_number = first("joined", FOREVER, -1, False, -1)
+    found.leaving_s, found.reason = first("leaving", FOREVER, None)
+    found.left_s, _ = first("left", FOREVER, None)
+    _, *found.refused = first("refused", FOREVER)
+    _, found.broken = first("broken", FOREVER, None)
+    found.killed_s, _ = first("die", FOREVER, None)
+    found.stops = [(at_s, at_s + lasts_s) for at_s, lasts_s in told["halt"]]
+    found.deeds, found.ended = told["deed"], bool(told["done"])
+    found.logs = {inode: bytes.fromhex(log) for _, inode, log in told["log"]}
     return found
 
 
@@ -149,8 +140,6 @@ class Leftovers(NamedTuple):
     """What is still there after a next job has come and gone."""
     refusals: Sequence[str] = ()
     """What that job was told."""
-    holders: Sequence[str] = ()
-    """Who still has them open."""
 
 
 class Story(NamedTuple):
@@ -168,23 +157,19 @@ class Story(NamedTuple):
     def of_job(self, job: int) -> list[Rank]:
         return [rank for (number, _), rank in self.ranks.items() if number == job]
 
+    def beside(self, rank: Rank) -> list[Rank]:
+        """Return the ranks on the same device, the rank itself included."""
+        place = rank.job.group, rank.device
+        return [other for other in self.ranks.values() if (other.job.group, other.device) == place]
+
     def tolerance_s(self) -> float:
         return self.slack_s + 2 * self.late_s
 
 
 def violations(story: Story) -> list[str]:
     """Return every promise that was broken, in words."""
-    return [
-        *_ends(story),
-        *_log_order(story),
-        *_job_order(story),
-        *_leases(story),
-        *_patience(story),
-        *_second_leases(story),
-        *_turn_order(story),
-        *_device_order(story),
-        *_left(story),
-    ]
+    checks = (_ends, _log_order, _job_order, _leases, _patience, _turn_order, _left)
+    return [violation for check in checks for violation in check(story)]
 
 
 def _left(story: Story) -> Iterator[str]:
@@ -199,7 +184,7 @@ def _left(story: Story) -> Iterator[str]:
         if path not in story.leftovers.by_next and _killed_last(story, int(name[2])):
             continue
         if not any(f"{name[1]}.turns" in refusal for refusal in refusals):
-            yield f"left behind in shared memory: {path}; open in {list(story.leftovers.holders)}"
+            yield f"left behind in shared memory: {path}"
 
 
 def _killed_last(story: Story, group: int) -> bool:
@@ -210,27 +195,20 @@ def _killed_last(story: Story, group: int) -> bool:
     return max(killed_s, default=0.0) > max(left_s, default=0.0) - story.tolerance_s()
 
 
-# --- how ranks end ------------------------------------------------------------------------------------------
-
-
 def _ends(story: Story) -> Iterator[str]:
     for rank in story.ranks.values():
         if rank.killed_s < FOREVER:
             continue
-        name = f"job {rank.job.number} rank {rank.rank}"
         meddled = bool(story.meddled_s.get(rank.job.group))
         lost_a_rank = any(each.killed_s < FOREVER for each in story.of_job(rank.job.number))
         if not rank.ended:
-            yield f"{name} did not end by itself: {rank.error[-1500:]}"
+            yield f"{rank} did not end by itself: {rank.error[-1500:]}"
         if rank.broken and not lost_a_rank:
-            yield f"{name} lost its job: {rank.broken}"
+            yield f"{rank} lost its job: {rank.broken}"
         if rank.gave_up() and not meddled and not lost_a_rank:
-            yield f"{name} gave up turns: {rank.reason}"
+            yield f"{rank} gave up turns: {rank.reason}"
         if rank.refused and not (meddled or lost_a_rank):
-            yield f"{name} was refused: {': '.join(rank.refused)}"
-
-
-# --- one order ----------------------------------------------------------------------------------------------
+            yield f"{rank} was refused: {': '.join(rank.refused)}"
 
 
 def _log_order(story: Story) -> Iterator[str]:
@@ -266,9 +244,6 @@ def _job_order(story: Story) -> Iterator[str]:
                 yield f"ranks of job {job.number} had different turns: {own} and {other}"
 
 
-# --- leases -------------------------------------------------------------------------------------------------
-
-
 def _overlap_s(intervals: Iterable[tuple[float, float]], start_s: float, stop_s: float) -> float:
     return sum(max(0.0, min(stop_s, end) - max(start_s, begin)) for begin, end in intervals)
 
@@ -284,30 +259,29 @@ def _leases(story: Story) -> Iterator[str]:
             held_s += [FOREVER for jumped_s, kind in rank.deeds if kind == "suspend" and jumped_s <= at_s]
             second_s = ([0.0, 0.0, *held_s])[-2] + story.tolerance_s()
             if not DEFAULT_LEASE_S <= lease_s <= min(LONGEST_LEASE_S, max(DEFAULT_LEASE_S, 4 * second_s)):
-                yield f"job {rank.job.number} rank {rank.rank} published a lease of {lease_s} s after {held_s[-2:]}"
+                yield f"{rank} published a lease of {lease_s} s after {held_s[-2:]}"
 
 
 def _patience(story: Story) -> Iterator[str]:
+    """Nobody waits twice for a job of which no rank on the device has moved, however many slots or turns it has."""
+    margin_s = story.tolerance_s()
     for rank in story.ranks.values():
+        last: dict[int, Forgiven] = {}
         for lost in rank.forgave:
-            owners = _owners(story, rank, lost)
+            before, last[lost.job] = last.get(lost.job), lost
+            owners = [each for each in story.beside(rank) if each.job_number == lost.job]
             if _meddled_around(story, rank.job.group, lost.at_s) or not owners:
                 continue
-            yield from _one_patience(story, rank, lost, owners)
+            where = f"{rank} lost patience with turn {lost.turn} of job {owners[0].job.number}"
+            yield from _one_patience(story, rank, lost, owners, where)
+            since_s, until_s = before.at_s - margin_s if before else 0.0, lost.at_s + margin_s
+            if before is not None and not any(_moved(owner, since_s, until_s) for owner in owners):
+                yield f"{where} as at turn {before.turn}, although nobody of it had moved"
 
 
-def _owners(story: Story, rank: Rank, lost: Forgiven) -> list[Rank]:
-    """The ranks on the same device of the job that ``rank`` has lost patience with."""
-    return [
-        other
-        for other in story.ranks.values()
-        if other.job_number == lost.job and other.device == rank.device and other.joined_s < FOREVER
-    ]
-
-
-def _one_patience(story: Story, rank: Rank, lost: Forgiven, owners: Sequence[Rank]) -> Iterator[str]:
-    whose = f"turn {lost.turn} of job {owners[0].job.number}"
-    where = f"job {rank.job.number} rank {rank.rank} lost patience with {whose}"
+def _one_patience(
+    story: Story, rank: Rank, lost: Forgiven, owners: Sequence[Rank], where: str
+) -> Iterator[str]:
     waited_s = lost.at_s - lost.since_s
     jumped = any(
         kind == "suspend" and lost.since_s - EARLY_S <= at_s <= lost.at_s + EARLY_S
@@ -324,23 +298,6 @@ def _one_patience(story: Story, rank: Rank, lost: Forgiven, owners: Sequence[Ran
     released_s = max(_released_by(owner, lost.turn) for owner in owners)
     if released_s < lost.at_s - own_stops_s - story.tolerance_s():
         yield f"{where}, which was given back {lost.at_s - released_s:.3f} s before"
-
-
-def _second_leases(story: Story) -> Iterator[str]:
-    """Nobody waits twice for a job of which no rank on the device has moved, however many slots or turns it has."""
-    for rank in story.ranks.values():
-        last: dict[int, Forgiven] = {}
-        for lost in rank.forgave:
-            before, last[lost.job] = last.get(lost.job), lost
-            owners = _owners(story, rank, lost)
-            if before is None or not owners or _meddled_around(story, rank.job.group, lost.at_s):
-                continue
-            margin_s = story.tolerance_s()
-            if not any(_moved(owner, before.at_s - margin_s, lost.at_s + margin_s) for owner in owners):
-                yield (
-                    f"job {rank.job.number} rank {rank.rank} lost patience with job {owners[0].job.number} at turn "
-                    f"{lost.turn} as at turn {before.turn}, although nobody of it had moved"
-                )
 
 
 def _moved(rank: Rank, since_s: float, until_s: float) -> bool:
@@ -369,93 +326,79 @@ def _meddled_around(story: Story, group: int, at_s: float) -> bool:
     )
 
 
-# --- turns on a device ----------------------------------------------------------------------------------------
-
-
-def _logs_of_turns(story: Story) -> dict[tuple[int, int], int]:
-    """(job, turn) → the log that it was drawn from."""
-    found = {}
-    for rank in story.ranks.values():
-        # A turn that began alone had no number then: it is in the log that its rank has seen to the end.
-        last = next(iter(rank.logs)) if len(rank.logs) == 1 else 0
-        for claim in rank.claims:
-            if claim.turn and (log := claim.log or last):
-                found[rank.job.number, claim.turn] = log
-    return found
-
-
 Order = tuple[int, int, int, int]
 """Group, device, log, and how often the group's files had been meddled with: a log cut short counts anew."""
 
 
 def _on_devices(story: Story) -> dict[Order, list[tuple[Claim, Rank]]]:
     """Claims of siblings in one order."""
-    logs = _logs_of_turns(story)
+    logs = {}  # (job, turn) → the log that it was drawn from
+    for rank in story.ranks.values():
+        # A turn that began alone had no number then: it is in the log that its rank has seen to the end.
+        last = next(iter(rank.logs)) if len(rank.logs) == 1 else 0
+        logs |= {
+            (rank.job.number, claim.turn): claim.log or last for claim in rank.claims if claim.log or last
+        }
     found: dict[Order, list[tuple[Claim, Rank]]] = defaultdict(list)
     for rank in story.ranks.values():
         for claim in rank.claims:
-            log = logs.get((rank.job.number, claim.turn), 0)
-            if log:
-                found[_order(story, rank, log, claim.begins_s)].append((claim, rank))
+            if claim.turn and (log := logs.get((rank.job.number, claim.turn))):
+                meddled = sum(at_s <= claim.begins_s for at_s in story.meddled_s.get(rank.job.group, ()))
+                found[rank.job.group, rank.device, log, meddled].append((claim, rank))
     for claims in found.values():
         claims.sort(key=lambda each: each[0].turn)
     return found
 
 
-def _order(story: Story, rank: Rank, log: int, at_s: float) -> Order:
-    group = rank.job.group
-    meddled = sum(meddled_s <= at_s for meddled_s in story.meddled_s.get(group, ()))
-    return group, rank.device, log, meddled
-
-
 def _turn_order(story: Story) -> Iterator[str]:
+    """A turn begins after each earlier one has ended, on a device behind the host's back, too, and soon after that."""
     for claims in _on_devices(story).values():
         open_before: list[tuple[Claim, Rank]] = []
         for claim, rank in claims:
-            freed_s = max(
-                _freed_otherwise_s(story, claim, rank), _freed_across_meddling_s(story, claim, rank)
-            )
+            which = f"turn {claim.turn} of {rank} on device {rank.device}"
+            freed_s = _freed_otherwise_s(story, claim, rank)
             for before, other in open_before:
                 if other.job.number == rank.job.number:
                     continue
                 end_s = min(before.ends_s, before.ending_s, other.gone_from_s)
                 forgiven_s = _forgiven_at(rank, other, before.turn, claim.begins_s)
-                if min(end_s, forgiven_s) > claim.begins_s and not _excused(story, claim, rank, other):
+                excused = _excused(story, claim, rank, other)
+                if min(end_s, forgiven_s) > claim.begins_s and not excused:
                     yield (
-                        f"two holders on device {rank.device}: job {rank.job.number} rank {rank.rank} began turn "
-                        f"{claim.turn} at {claim.begins_s:.4f}; job {other.job.number} rank {other.rank} held turn "
-                        f"{before.turn} from {before.begins_s:.4f} to {before.ends_s:.4f}"
+                        f"two holders: {which} began at {claim.begins_s:.4f}; {other} held turn {before.turn} "
+                        f"from {before.begins_s:.4f} to {before.ends_s:.4f}"
+                    )
+                early_s = before.done_s - claim.begins_s
+                if early_s > 1e-9 and forgiven_s == FOREVER and not excused:
+                    yield (
+                        f"{which} began {early_s:.4f} s before that had done turn {before.turn} of job "
+                        f"{other.job.number}"
                     )
                 freed_s = max(freed_s, min(_told_by(other, before), other.gone_by_s, forgiven_s))
-            late = _lateness(story, claim, rank, min(freed_s, claim.begins_s))
-            if late:
-                yield late
-            open_before = [(b, o) for b, o in open_before if _told_by(o, b) >= claim.wanted_s]
+            late_s = _lateness_s(story, claim, rank, min(freed_s, claim.begins_s))
+            if late_s > story.tolerance_s():
+                yield f"{which} began {late_s:.3f} s after it could, at {claim.begins_s:.4f}"
+            open_before = [(b, o) for b, o in open_before if max(_told_by(o, b), b.done_s) >= claim.wanted_s]
             open_before.append((claim, rank))
 
 
-def _freed_across_meddling_s(story: Story, claim: Claim, rank: Rank) -> float:
-    """When the last turn ended, or was given up, that was held while files were meddled with: of another order."""
-    ends_s = [
-        min(_told_by(other, before), other.gone_by_s, _forgiven_at(rank, other, before.turn, claim.begins_s))
-        for other in story.ranks.values()
-        if (other.job.group, other.device) == (rank.job.group, rank.device) and other.job is not rank.job
-        for before in other.claims
-        if any(before.begins_s < at_s < claim.begins_s for at_s in story.meddled_s.get(rank.job.group, ()))
-    ]
-    return max([0.0, *ends_s])
-
-
 def _freed_otherwise_s(story: Story, claim: Claim, rank: Rank) -> float:
-    """When the last one went, or was given up, of those who may have drawn a turn that they never began."""
-    gone = [
-        min(other.gone_by_s, claim.begins_s)
-        for other in story.ranks.values()
-        if (other.job.group, other.device) == (rank.job.group, rank.device)
-        and other.gone_from_s <= claim.begins_s
+    """When the last one went, or was given up, whose turn is not in this order.
+
+    Turns that were drawn and never begun, and those that were held while files were meddled with.
+    """
+    begins_s, beside = claim.begins_s, story.beside(rank)
+    meddled_s = [at_s for at_s in story.meddled_s.get(rank.job.group, ()) if at_s < begins_s]
+    gone = [min(other.gone_by_s, begins_s) for other in beside if other.gone_from_s <= begins_s]
+    forgiven = [lost.at_s for lost in rank.forgave if lost.at_s <= begins_s]
+    across = [
+        min(_told_by(other, before), other.gone_by_s, _forgiven_at(rank, other, before.turn, begins_s))
+        for other in beside
+        if other.job is not rank.job
+        for before in other.claims
+        if any(before.begins_s < at_s for at_s in meddled_s)
     ]
-    forgiven = [lost.at_s for lost in rank.forgave if lost.at_s <= claim.begins_s]
-    return max([0.0, *gone, *forgiven])
+    return max([0.0, *gone, *forgiven, *across])
 
 
 def _forgiven_at(rank: Rank, other: Rank, turn: int, begins_s: float) -> float:
@@ -477,22 +420,16 @@ def _excused(story: Story, claim: Claim, rank: Rank, other: Rank) -> bool:
     return claim.ahead or jobs_broken or _meddled_around(story, rank.job.group, claim.begins_s)
 
 
-def _lateness(story: Story, claim: Claim, rank: Rank, freed_s: float) -> str:
-    """Say so if a turn began long after it could."""
+def _lateness_s(story: Story, claim: Claim, rank: Rank, freed_s: float) -> float:
+    """Return how long after it could a turn began; 0 where that is nobody's fault."""
     if claim.ahead or _meddled_around(story, rank.job.group, claim.begins_s):
-        return ""
+        return 0.0
     leads = [each for each in story.of_job(rank.job.number) if each.is_lead and each is not rank]
     asked = [c.wanted_s for each in leads for c in each.claims if c.turn == claim.turn]
     ready_s = max([claim.wanted_s, freed_s, *asked])
     stopped_s = sum(_overlap_s(each.stops, ready_s, claim.begins_s) for each in story.of_job(rank.job.number))
     grants_s = max([deed.value for deed in rank.job.deeds if deed.kind == "slow-grant"], default=0.0)
-    late_s = claim.begins_s - ready_s - stopped_s - grants_s
-    if late_s <= story.tolerance_s():
-        return ""
-    return (
-        f"job {rank.job.number} rank {rank.rank} began turn {claim.turn} on device {rank.device} "
-        f"{late_s:.3f} s after it could, at {claim.begins_s:.4f}"
-    )
+    return claim.begins_s - ready_s - stopped_s - grants_s
 
 
 def longest_wait_s(story: Story) -> float:
@@ -505,33 +442,3 @@ def longest_wait_s(story: Story) -> float:
         ),
         default=0.0,
     )
-
-
-# --- the device behind the host's back ----------------------------------------------------------------------------
-
-
-def _device_order(story: Story) -> Iterator[str]:
-    """A turn begins after the device has done every earlier turn."""
-    logs = _logs_of_turns(story)
-    found: dict[Order, list[tuple[int, float, Rank]]] = defaultdict(list)
-    for rank in story.ranks.values():
-        begins_s = {claim.turn: claim.begins_s for claim in rank.claims}  # a log cut short later counts anew
-        for turn, ends_s in rank.device_turns:
-            log = logs.get((rank.job.number, turn), 0)
-            if log:
-                found[_order(story, rank, log, begins_s.get(turn, ends_s))].append((turn, ends_s, rank))
-    for turns in found.values():
-        turns.sort(key=lambda each: each[0])
-        for number, (turn, _, rank) in enumerate(turns):
-            claim = next((each for each in rank.claims if each.turn == turn), None)
-            for before, ends_s, other in turns[max(0, number - MAX_BACK) : number]:
-                if claim is None or other.job.number == rank.job.number or ends_s <= claim.begins_s + 1e-9:
-                    continue
-                if _excused(story, claim, rank, other):
-                    continue
-                if _forgiven_at(rank, other, before, claim.begins_s) < FOREVER:
-                    continue
-                yield (
-                    f"turn {turn} of job {rank.job.number} began on device {rank.device} "
-                    f"{ends_s - claim.begins_s:.4f} s before that had done turn {before} of job {other.job.number}"
-                )

@@ -5,31 +5,24 @@ befall them. Nothing here starts, reads or waits for anything.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from crossover_ddp._turns.rules import DEFAULT_LEASE_S
 
 MAX_JOBS = 4
-DEVICE_COUNTS = ((1, 5), (2, 5), (3, 1), (4, 1))
+DEVICE_COUNTS = {1: 5, 2: 5, 3: 1, 4: 1}
 GAP_S = 0.09  # between two faults, on average
 FIRST_S = 0.5  # the first jobs have joined by then
 LATE_S = 0.02  # longest time that a late device runs behind the host
 CLOCK_OFFSETS_S = (-20.0, 1e5)  # time namespaces of containers that were started elsewhere; never below 0
-STYLES = {"plain": 5, "early": 5}
+STYLES = ("plain", "early")
 
 MEDDLINGS = (
-    "delete-slots",
-    "delete-log",
-    "delete-bells",
-    "delete-all",
-    "truncate-slots",
-    "truncate-log",
-    "full",
+    *(f"delete-{what}" for what in ("slots", "log", "bells", "all")),
+    *("truncate-slots", "truncate-log", "full"),
 )
-
-MEDDLE_WEIGHT = 2.0
 NOTHING = ""
 
 
@@ -76,7 +69,6 @@ class Blow:
     job: int = -1
     ranks: tuple[int, ...] = ()
     group: int = 0
-    device: int = 0
     seed: int = 0
     """What random bytes are made from."""
     victim: int = -1
@@ -101,127 +93,111 @@ class _Writer:
     """Writes one schedule; knows who lives at the time it has come to."""
 
     def __init__(self, seed: int, faults: int, isolated: bool) -> None:
-        self._chance = random.Random(seed)
-        self._seed = seed
-        self._wanted = faults
-        self._isolated = isolated
-        self._devices = self._pick(dict(DEVICE_COUNTS))
-        self._groups = 2 if self._chance.random() < 0.3 else 1
-        self._late_device = self._chance.random() < 0.5
-        self._most_jobs = self._chance.randint(2, MAX_JOBS)
-        self._meddles = self._chance.random() < 0.35
+        self._chance = chance = random.Random(seed)
+        self._seed, self._wanted, self._isolated = seed, faults, isolated
+        self._devices = self._pick(DEVICE_COUNTS)
+        self._groups = 2 if chance.random() < 0.3 else 1
+        self._late_device = chance.random() < 0.5
+        self._most_jobs = chance.randint(2, MAX_JOBS)
+        self._meddles = chance.random() < 0.35
         self._now_s = 0.0
         self._jobs: list[JobPlan] = []
         self._blows: list[Blow] = []
         self._busy_until_s: dict[int, float] = {}
-        self._happened: list[str] = []
 
-    def _pick(self, weights: dict[Any, float]) -> Any:
+    def _pick(self, weights: Mapping[Any, float]) -> Any:
         return self._chance.choices(list(weights), list(weights.values()))[0]
 
     def write(self) -> Schedule:
         for _ in range(2):
             self._join(self._chance.randrange(self._groups))
-        self._now_s = FIRST_S
-        while len(self._happened) < self._wanted:
+        self._now_s, happened = FIRST_S, list[str]()
+        while len(happened) < self._wanted:
             self._now_s += self._chance.expovariate(1 / GAP_S)
-            self._happen()
+            happened += filter(None, [self._happen()])
         self._now_s += 0.2
         for group in range(self._groups):  # the last one of a group removes its files
             if not self._alive(group):
                 self._join(group)
         ends_at_s = max([self._now_s + 0.3, *self._busy_until_s.values()])
-        jobs = [replace(job, leaves_at_s=min(job.leaves_at_s, ends_at_s)) for job in self._jobs]
-        blows = sorted(self._blows, key=lambda blow: blow.at_s)
-        return Schedule(
-            self._seed,
-            self._devices,
-            self._groups,
-            tuple(jobs),
-            tuple(blows),
-            ends_at_s,
-            tuple(self._happened),
-        )
-
-    # --- who lives ------------------------------------------------------------------------------------------
+        jobs = tuple(replace(job, leaves_at_s=min(job.leaves_at_s, ends_at_s)) for job in self._jobs)
+        blows = tuple(sorted(self._blows, key=lambda blow: blow.at_s))
+        return Schedule(self._seed, self._devices, self._groups, jobs, blows, ends_at_s, tuple(happened))
 
     def _alive(self, group: int | None = None) -> list[JobPlan]:
         return [job for job in self._jobs if job.leaves_at_s > self._now_s and group in (None, job.group)]
-
-    def _put(self, job: JobPlan, **changes: Any) -> None:
-        self._jobs[job.number] = replace(self._jobs[job.number], **changes)
-
-    def _happen(self) -> None:
-        alive = self._alive()
-        if not alive:
-            possible = {"join": 1.0}
-        else:
-            possible = {kind: weight for kind, (weight, _) in FAULTS.items()}
-            if len(alive) >= self._most_jobs:
-                del possible["join"], possible["overlap"]
-            if not self._isolated:
-                del possible["reuse-pid"]
-            if self._devices == 1:
-                possible.pop("overlap", None)
-            if self._meddles and self._now_s > FIRST_S + 0.5:
-                possible["meddle"] = MEDDLE_WEIGHT
-        kind = self._pick(possible)
-        happened = self._meddle() if kind == "meddle" else FAULTS[kind][1](self, kind)
-        if happened != NOTHING:
-            self._happened.append(happened or kind)
-
-    # --- faults: each may return another name for itself ------------------------------------------------------
-
-    def _join(self, group: int, *, everywhere: bool = True) -> JobPlan:
-        chance = self._chance
-        if not everywhere:
-            devices = tuple(chance.sample(range(self._devices), chance.randrange(1, self._devices)))
-        else:
-            devices = tuple(range(self._devices))
-            if self._devices <= 2 and chance.random() < 0.25:  # two ranks of the job on one device
-                devices += (self._devices - 1,)
-            devices = tuple(chance.sample(devices, len(devices)))
-        offset_s = chance.choice(CLOCK_OFFSETS_S) if self._isolated and chance.random() < 0.15 else 0.0
-        job = JobPlan(
-            number=len(self._jobs),
-            group=group,
-            devices=devices,
-            joins_at_s=self._now_s,
-            hold_s=chance.uniform(0.0005, 0.008),
-            pause_s=chance.uniform(0.0005, 0.008),
-            late_device=self._late_device,
-            style=self._pick(STYLES),
-            clock_offset_s=offset_s,
-        )
-        self._jobs.append(job)
-        self._blows.append(Blow(self._now_s, "join", job=job.number))
-        return job
 
     def _someone(self) -> JobPlan:
         return self._chance.choice(self._alive())
 
     def _some_ranks(self, job: JobPlan) -> tuple[int, ...]:
         everyone = range(len(job.devices))
-        if self._chance.random() < 0.4:
-            return tuple(everyone)
-        return (self._chance.choice(everyone),)
+        return tuple(everyone) if self._chance.random() < 0.4 else (self._chance.choice(everyone),)
+
+    def _put(self, job: JobPlan, **changes: Any) -> None:
+        self._jobs[job.number] = replace(self._jobs[job.number], **changes)
 
     def _blow(self, kind: str, job: JobPlan, ranks: tuple[int, ...], after_s: float = 0.0) -> None:
         self._blows.append(Blow(self._now_s + after_s, kind, job.number, ranks, job.group))
 
-    def _do(self, job: JobPlan, kind: str, duration_s: float = 0.0, value: float = 0.0) -> None:
-        deed = Deed(self._now_s, kind, self._some_ranks(job), duration_s, value)
+    def _do(self, job: JobPlan, kind: str, ranks: tuple[int, ...], lasts_s: float, value: float = 0) -> None:
+        deed = Deed(self._now_s, kind, ranks, lasts_s, value)
         self._put(job, deeds=(*self._jobs[job.number].deeds, deed))
+
+    def _happen(self) -> str:
+        """Let one fault happen and return its name."""
+        alive, possible = self._alive(), {kind: weight for kind, (weight, _) in FAULTS.items()}
+        if not alive:
+            possible = {"join": 1.0}
+        if len(alive) >= self._most_jobs:
+            del possible["join"], possible["overlap"]
+        if not self._isolated:
+            possible.pop("reuse-pid", None)
+        if self._devices == 1:
+            possible.pop("overlap", None)
+        if not self._meddles or self._now_s < FIRST_S + 0.5:
+            possible.pop("meddle", None)
+        kind: str = self._pick(possible)
+        happened = FAULTS[kind][1](self, kind)
+        return kind if happened is None else happened
+
+    # Each fault may return another name for itself.
 
     def _joins(self, kind: str) -> None:
         self._join(self._chance.randrange(self._groups))
 
     def _overlaps(self, kind: str) -> None:
         """A job shares only some of its siblings' devices."""
-        self._join(self._someone().group, everywhere=False)
+        some = self._chance.sample(range(self._devices), self._chance.randrange(1, self._devices))
+        self._join(self._someone().group, some)
+
+    def _join(self, group: int, some: Sequence[int] = ()) -> JobPlan:
+        chance, devices = self._chance, [*(some or range(self._devices))]
+        if not some and self._devices <= 2 and chance.random() < 0.25:  # two ranks of the job on one device
+            devices.append(self._devices - 1)
+        other_clock = self._isolated and chance.random() < 0.15
+        job = JobPlan(
+            number=len(self._jobs),
+            group=group,
+            devices=tuple(chance.sample(devices, len(devices))),
+            joins_at_s=self._now_s,
+            hold_s=chance.uniform(0.0005, 0.008),
+            pause_s=chance.uniform(0.0005, 0.008),
+            late_device=self._late_device,
+            style=chance.choice(STYLES),
+            clock_offset_s=chance.choice(CLOCK_OFFSETS_S) if other_clock else 0.0,
+        )
+        self._jobs.append(job)
+        self._blow("join", job, ())
+        return job
 
     def _leaves(self, kind: str) -> None:
         self._put(self._someone(), leaves_at_s=self._now_s)
+
+    def _kills(self, kind: str) -> None:
+        job = self._someone()
+        ranks = tuple(range(len(job.devices)))
+        self._kill(job, ranks if kind == "kill-job" else (self._chance.choice(ranks),))
 
     def _kill(self, job: JobPlan, ranks: tuple[int, ...]) -> None:
         self._blow("kill", job, ranks)
@@ -230,29 +206,19 @@ class _Writer:
             self._blow("kill", job, others, after_s=self._chance.uniform(0.0, 0.5))
         self._put(job, leaves_at_s=self._now_s)
 
-    def _kills(self, kind: str) -> None:
-        job = self._someone()
-        whole = kind == "kill-job"
-        self._kill(job, tuple(range(len(job.devices))) if whole else self._some_ranks(job)[:1])
-
     def _stops(self, kind: str) -> str | None:
-        job = self._someone()
+        job, uniform = self._someone(), self._chance.uniform
         if self._busy_until_s.get(job.number, 0.0) > self._now_s:
             return NOTHING
         ranks = self._some_ranks(job)
-        long = kind == "long-stop"
-        stop_s = (
-            DEFAULT_LEASE_S + self._chance.uniform(0.2, 0.8) if long else self._chance.uniform(0.005, 0.3)
-        )
+        stop_s = DEFAULT_LEASE_S + uniform(0.2, 0.8) if kind == "long-stop" else uniform(0.005, 0.3)
         self._blow("stop", job, ranks)
         self._blow("continue", job, ranks, after_s=stop_s)
         self._busy_until_s[job.number] = self._now_s + stop_s
         return None
 
     def _deeds(self, kind: str) -> None:
-        job = self._someone()
-        uniform = self._chance.uniform
-        duration_s = uniform(0.05, 0.5)
+        job, uniform = self._someone(), self._chance.uniform
         value = {
             "slow-compute": uniform(0.01, 0.15),
             "too-slow-compute": DEFAULT_LEASE_S + uniform(0.2, 0.6),
@@ -261,39 +227,32 @@ class _Writer:
             "wall-clock": self._chance.choice([-1e9, -3600.0, -1.0, 1.0, 3600.0, 1e9]),
             "suspend": uniform(1.0, 3.0) * DEFAULT_LEASE_S,
         }.get(kind, 0.0)
-        self._do(job, kind, duration_s, value)
+        self._do(job, kind, self._some_ranks(job), uniform(0.05, 0.5), value)
 
     def _orphans(self, kind: str) -> None:
         """A rank forks inside its turn, as a DataLoader does, and is killed; its child lives on."""
         job = self._someone()
         rank = self._chance.randrange(len(job.devices))
-        deed = Deed(self._now_s, "fork", (rank,), self._chance.uniform(0.5, 1.0))
-        self._put(job, deeds=(*self._jobs[job.number].deeds, deed))
+        self._do(job, "fork", (rank,), self._chance.uniform(0.5, 1.0))
         self._now_s += 0.05
         self._kill(job, (rank,))
 
     def _reuses(self, kind: str) -> None:
         """A rank is killed, and the first rank of a new job has its process id at once."""
         victim = self._someone()
-        self._put(victim, leaves_at_s=self._now_s)
-        follower = self._join(victim.group)
-        self._blows[-1] = Blow(
-            self._now_s, "reuse-pid", follower.number, (0,), victim.group, victim=victim.number
-        )
-        if len(victim.devices) > 1:
-            self._blow("kill", victim, tuple(range(1, len(victim.devices))), self._chance.uniform(0.0, 0.5))
+        self._kill(victim, (0,))
+        self._join(victim.group)
+        self._blows[-1] = replace(self._blows[-1], kind=kind, victim=victim.number)
 
-    def _meddle(self) -> str:
+    def _meddle(self, kind: str) -> str:
         """Somebody meddles with files; the jobs of the group leave soon, and others come."""
-        what = self._chance.choice([each for each in MEDDLINGS if self._isolated or each != "full"])
-        group = self._someone().group
-        device = self._chance.randrange(self._devices)
-        seed = self._chance.randrange(1 << 30)
-        everyone = -1 if what == "full" else group
-        self._blows.append(Blow(self._now_s, what, group=everyone, device=device, seed=seed))
-        lasts_s = self._chance.uniform(0.2, 3.0)
+        chance = self._chance
+        what = chance.choice([each for each in MEDDLINGS if self._isolated or each != "full"])
+        group = -1 if what == "full" else self._someone().group
+        lasts_s = chance.uniform(0.2, 3.0)
+        self._blows.append(Blow(self._now_s, what, group=group, seed=chance.randrange(1 << 30)))
         if what == "full":
-            self._blows.append(Blow(self._now_s + lasts_s, "free", group=everyone))
+            self._blows.append(Blow(self._now_s + lasts_s, "free", group=group))
         for job in self._alive(None if what == "full" else group):
             self._put(job, leaves_at_s=self._now_s + lasts_s)
         return what
@@ -318,6 +277,7 @@ FAULTS: dict[str, tuple[float, Callable[[_Writer, str], str | None]]] = {
     "suspend": (0.7, _Writer._deeds),
     "reuse-pid": (1.0, _Writer._reuses),
     "overlap": (1.5, _Writer._overlaps),
+    "meddle": (2.0, _Writer._meddle),
 }
 
 

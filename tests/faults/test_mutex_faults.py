@@ -7,6 +7,7 @@ too: no two jobs at a time on a device, one order on all, a turn soon after it c
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,30 +32,32 @@ def lane() -> Iterator[Lane]:
         yield lane
 
 
-# --- turns --------------------------------------------------------------------------------------------------------
-
-LAYOUTS = {
-    "several ranks on each device": [(0, 0, 1, 1)] * 2,
-    "two ranks on one device": [(0, 0)] * 2,
-    "one rank a device beside two": [(0, 1), (0, 1, 0, 1)],
-    "the lead device is not rank 0's": [(1, 0), (0, 1)],
-    "one rank beside two on one device": [(0,), (0, 0)],
-    "three jobs": [BOTH] * 3,
-}
+# The devices of each job's ranks, group by group.
+LAYOUTS = [
+    [(0, 0, 1, 1)] * 2,
+    [(0, 0)] * 2,
+    [(0, 1), (0, 1, 0, 1)],
+    [(1, 0), (0, 1)],  # the lead device is not rank 0's
+    [(0,), (0, 0)],
+    [BOTH] * 3,
+]
 
 
 def test_jobs_of_any_layout_take_turns_in_one_order(lane: Lane, tmp_path: Path) -> None:
     """Every second job asks for its next turn early."""
-    plans = [(group, devices) for group, jobs in enumerate(LAYOUTS.values()) for devices in jobs]
-    styles = ["plain", "early"] * len(plans)
+    plans = [(group, devices) for group, jobs in enumerate(LAYOUTS) for devices in jobs]
     jobs = [
-        JobPlan(number, group, devices, lease_s=LONG_LEASE_S, hold_s=0.01, pause_s=0.01, style=styles[number])
+        plan(number, group, devices, hold_s=0.01, pause_s=0.01, style=("plain", "early")[number % 2])
         for number, (group, devices) in enumerate(plans)
     ]
     story = lived(lane, tmp_path, *jobs, ends_at_s=1.5, slack_s=AT_ONCE_S)
     assert violations(story) == []
     assert not any(rank.forgave for rank in story.ranks.values())
     assert all(len(together(story, job.number)) > 3 for job in jobs)
+
+
+def plan(number: int, group: int, devices: tuple[int, ...] = BOTH, **options: Any) -> JobPlan:
+    return JobPlan(number, group, devices, **{"lease_s": LONG_LEASE_S, **options})
 
 
 def together(story: Story, job: int) -> list[Claim]:
@@ -75,39 +78,32 @@ def longest_run(story: Story, *jobs: int) -> int:
     return max(len([*run]) for _, run in itertools.groupby(job for _, job in order))
 
 
-def test_first_come_first_served(lane: Lane, tmp_path: Path) -> None:
+def test_first_come_first_served_also_where_a_job_joins_and_leaves_again_and_again(
+    lane: Lane, tmp_path: Path
+) -> None:
     """Jobs that always want a turn take equal numbers; one that is in its exchange is not waited for."""
-    always = [JobPlan(job, 0, BOTH, lease_s=LONG_LEASE_S, pause_s=0.0) for job in range(3)]
-    short = JobPlan(3, 1, BOTH, lease_s=LONG_LEASE_S, hold_s=0.01, pause_s=0.0)
-    long = JobPlan(4, 1, BOTH, lease_s=LONG_LEASE_S, hold_s=0.03, pause_s=0.0)
-    slow = JobPlan(5, 2, BOTH, lease_s=LONG_LEASE_S, hold_s=0.01, pause_s=0.09)
-    fast = JobPlan(6, 2, BOTH, lease_s=LONG_LEASE_S, hold_s=0.01, pause_s=0.01)
-    story = lived(lane, tmp_path, *always, short, long, slow, fast, ends_at_s=1.5, slack_s=AT_ONCE_S)
+    always = [plan(job, 0, pause_s=0.0) for job in range(3)]
+    held = [plan(job, 1, hold_s=hold_s, pause_s=0.0) for job, hold_s in ((3, 0.01), (4, 0.03))]
+    paused = [plan(job, 2, hold_s=0.01, pause_s=pause_s) for job, pause_s in ((5, 0.09), (6, 0.01))]
+    visits = [
+        plan(8 + visit, 3, joins_at_s=0.2 + visit * 0.2, leaves_at_s=0.5 + visit * 0.2) for visit in range(6)
+    ]
+    jobs = [*always, *held, *paused, plan(7, 3), *visits]
+    story = lived(lane, tmp_path, *jobs, ends_at_s=1.7, slack_s=AT_ONCE_S)
     assert violations(story) == []
+    assert not any(rank.forgave for rank in story.ranks.values())
     assert longest_run(story, 0, 1, 2) <= 2
     assert longest_run(story, 3, 4) <= 2
     assert len(together(story, 6)) >= 2 * len(together(story, 5))
 
 
-def test_a_job_joins_and_leaves_again_and_again(lane: Lane, tmp_path: Path) -> None:
-    host = JobPlan(0, 0, BOTH, lease_s=LONG_LEASE_S)
-    visits = [
-        JobPlan(visit, 0, BOTH, visit * 0.2, visit * 0.2 + 0.3, lease_s=LONG_LEASE_S) for visit in range(1, 9)
-    ]
-    story = lived(lane, tmp_path, host, *visits, ends_at_s=2.2, slack_s=AT_ONCE_S)
-    assert violations(story) == []
-    assert not any(rank.forgave for rank in story.ranks.values())
-
-
-# --- deaths and stops ---------------------------------------------------------------------------------------------
-
-
 def with_fates(lane: Lane, directory: Path, *fates: tuple[Deed, float], ends_at_s: float) -> list[list[Rank]]:
     """Let jobs with these leases meet these fates, each beside a survivor; return the survivors' ranks for each."""
+    often = {"hold_s": 0.005, "pause_s": 0.005}
     pairs = [
         (
-            JobPlan(2 * group, group, BOTH, lease_s=LONG_LEASE_S, hold_s=0.005, pause_s=0.005),
-            JobPlan(2 * group + 1, group, BOTH, lease_s=lease_s, hold_s=0.005, pause_s=0.005, deeds=(fate,)),
+            plan(2 * group, group, **often),
+            plan(2 * group + 1, group, lease_s=lease_s, deeds=(fate,), **often),
         )
         for group, (fate, lease_s) in enumerate(fates)
     ]
@@ -122,18 +118,10 @@ def with_fates(lane: Lane, directory: Path, *fates: tuple[Deed, float], ends_at_
 
 
 def test_a_death_holds_the_sibling_up_for_no_time(lane: Lane, tmp_path: Path) -> None:
-    fates = [
-        (Deed(0.3, "die", ranks, place=place), LONG_LEASE_S)
-        for ranks, place in [
-            ((0,), "inside"),
-            ((0,), "drawn"),
-            ((0,), "queueing"),
-            ((1,), "inside"),
-            (BOTH, "drawn"),
-            (BOTH, "between"),
-        ]
-    ]
-    for survivors in with_fates(lane, tmp_path, *fates, ends_at_s=4.0):
+    places = [((0,), "inside"), ((0,), "drawn"), ((0,), "queueing")]
+    places += [((1,), "inside"), (BOTH, "drawn"), (BOTH, "between")]
+    fates = [(Deed(0.3, "die", ranks, place=place), LONG_LEASE_S) for ranks, place in places]
+    for survivors in with_fates(lane, tmp_path, *fates, ends_at_s=2.5):
         assert not any(rank.forgave for rank in survivors)
 
 
@@ -148,9 +136,6 @@ def test_a_stop_holds_the_sibling_up_for_one_lease(lane: Lane, tmp_path: Path) -
         assert any(rank.forgave for rank in survivors)
         # A rank that begins the turn when the other one goes on is stopped then.
         assert all(len(rank.forgave) <= len(stopped) for rank in survivors)
-
-
-# --- scripts ------------------------------------------------------------------------------------------------------
 
 
 def test_scripts_that_never_close_their_mutex_leave_nothing(tmp_path: Path) -> None:

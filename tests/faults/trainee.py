@@ -3,6 +3,7 @@
 python -m torch.distributed.run … -m tests.faults.trainee '{"seed": 1, …}'
 """
 
+import functools
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import CrossoverState, crossover_hook
@@ -21,67 +23,41 @@ SLOW_S = 0.3
 FORKED_S = 2.0
 
 
-def network(seed: int) -> torch.nn.Module:
+def network(seed: int) -> nn.Module:
     """BatchNorm: DDP broadcasts its buffers in forward, a collective inside the turn."""
     torch.manual_seed(seed)
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(1, 12, 3, padding=1),
-        torch.nn.BatchNorm2d(12),
-        torch.nn.ReLU(),
-        torch.nn.Conv2d(12, 12, 3, padding=1),
-        torch.nn.BatchNorm2d(12),
-        torch.nn.ReLU(),
-        torch.nn.Flatten(),
-        torch.nn.Linear(12 * 256, 64),
-        torch.nn.Linear(64, 10),
+    return nn.Sequential(
+        *(nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU()),
+        *(nn.Conv2d(12, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(12 * 256, 64), nn.Linear(64, 10)),
     )
 
 
-class Samples(torch.utils.data.Dataset[torch.Tensor]):
-    """Batches that are a function of their number, whoever loads them."""
-
-    def __init__(self, seed: int, rank: int, numel: int) -> None:
-        self._first = (1000 * seed + rank) << 32
-        self._numel = numel
-
-    def __len__(self) -> int:
-        return self._numel
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index >= self._numel:
-            raise IndexError(index)
-        return torch.randn(16, 1, 16, 16, generator=torch.Generator().manual_seed(self._first + index))
+def sample(first: int, number: int) -> torch.Tensor:
+    """Return a batch that is a function of its number, whoever loads it."""
+    return torch.randn(16, 1, 16, 16, generator=torch.Generator().manual_seed(first + number))
 
 
-class Mishaps:
-    """What goes wrong inside a rank's turns.
+def befall(order: dict[str, Any], step: int) -> None:
+    """Let go wrong inside a turn what the order says.
 
-    Args:
-        order: while the file ``stop`` + ".slow" is there every step computes longer. ``forks`` are the steps in which
-            the script forks a child, which lives on for a while. ``dies`` is the (rank, step) that kills itself, in
-            the job's first life.
+    While the file ``stop`` + ".slow" is there every step computes longer. ``forks`` are the steps in which the script
+    forks a child, which lives on for a while. ``dies`` is the (rank, step) that kills itself, in the job's first life.
     """
-
-    def __init__(self, order: dict[str, Any]) -> None:
-        self._slow = Path(order["stop"] + ".slow")
-        self._forks = set(order.get("forks", ()))
-        self._dies = order.get("dies")
-
-    def happen(self, step: int) -> None:
-        if self._slow.exists():
-            time.sleep(SLOW_S)
-        if step in self._forks and os.fork() == 0:
-            time.sleep(FORKED_S)
-            os._exit(0)
-        first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if first_life and self._dies == [dist.get_rank(), step]:
-            os.kill(os.getpid(), signal.SIGKILL)
+    if Path(order["stop"] + ".slow").exists():
+        time.sleep(SLOW_S)
+    if step in order.get("forks", ()) and os.fork() == 0:
+        time.sleep(FORKED_S)
+        os._exit(0)
+    first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if first_life and order.get("dies") == [dist.get_rank(), step]:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def live(order: dict[str, Any]) -> None:
     """Train until the steps are done or the file ``order['stop']`` names appears; one line per step."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader waits for its workers
-    seed, stop, mishaps = order["seed"], Path(order["stop"]), Mishaps(order)
+    seed, stop = order["seed"], Path(order["stop"])
     os.environ["CROSSOVER_GROUP"] = order["group"]
     dist.init_process_group("gloo")
     model = DistributedDataParallel(network(seed), bucket_cap_mb=0.2, gradient_as_bucket_view=True)
@@ -90,16 +66,19 @@ def live(order: dict[str, Any]) -> None:
         state = CrossoverState()
         model.register_comm_hook(state, crossover_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    samples = Samples(seed, dist.get_rank(), order["steps"])
     workers = order.get("workers", 0)
     batches = torch.utils.data.DataLoader(
-        samples, batch_size=None, num_workers=workers, multiprocessing_context="fork" if workers else None
+        range(order["steps"]),
+        batch_size=None,
+        collate_fn=functools.partial(sample, (1000 * seed + dist.get_rank()) << 32),
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
     )
     with open(order["log"], "w", buffering=1) as log:
         going = torch.zeros(1)
         for step, inputs in enumerate(batches):
             begin_s = time.monotonic()
-            mishaps.happen(step)
+            befall(order, step)
             loss = model(inputs).pow(2).mean()
             loss.backward()
             optimizer.step()
