@@ -78,7 +78,7 @@ class Interval(NamedTuple):
 
 def intervals(marks: torch.Tensor) -> list[Interval]:
     """Read the marks of many kernels, an (n, 2) tensor; waits for the device."""
-    return [Interval(begin, end) for begin, end in marks.tolist()]
+    return [Interval(*each) for each in marks.tolist()]
 
 
 def overlaps(first: Sequence[Interval], second: Sequence[Interval]) -> list[tuple[Interval, Interval]]:
@@ -86,14 +86,8 @@ def overlaps(first: Sequence[Interval], second: Sequence[Interval]) -> list[tupl
     return [(a, b) for a in first for b in second if a.begin_ns < b.end_ns and b.begin_ns < a.end_ns]
 
 
-def switches(first: Sequence[Interval], second: Sequence[Interval]) -> int:
-    """Count how often the device went over from one job to the other."""
-    order = sorted([(i.begin_ns, 0) for i in first] + [(i.begin_ns, 1) for i in second])
-    return sum(a[1] != b[1] for a, b in itertools.pairwise(order))
-
-
 def gaps_s(first: Sequence[Interval], second: Sequence[Interval]) -> list[float]:
-    """Return how long the device idled at each switch from one job to the other; below 0 where they overlapped."""
+    """Return how long the device idled at each change from one job to the other; below 0 where they overlapped."""
     order = sorted([(i, 0) for i in first] + [(i, 1) for i in second])
     return [
         (b.begin_ns - a.end_ns) / 1e9 for (a, one), (b, other) in itertools.pairwise(order) if one != other

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from crossover_ddp.gpu_mutex import GPUMutex
-from tests import fake_cuda
-from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps, switches
+from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps
 from tests.harness import Job, run_jobs
 from tests.harness.groups import new_group
 from tests.harness.waiting import eventually
@@ -41,14 +39,11 @@ class Plan(NamedTuple):
 
 class Outcome(NamedTuple):
     ran: list[Interval]
-    loop_s: float
-    """What the host took for all turns."""
     stats: dict[str, Any]
 
 
 def new_plan(directory: Path, **changes: Any) -> Plan:
-    group = new_group()
-    return Plan(group, str(directory), **changes)
+    return Plan(new_group(), str(directory), **changes)
 
 
 def tell(plan: Plan, what: str) -> None:
@@ -60,6 +55,11 @@ def hear(plan: Plan, what: str, count: int = 1) -> None:
     said = functools.partial(Path(plan.meeting).glob, f"{what}.*")
     told = eventually(lambda: len([*said()]) >= count, MEET_TIMEOUT_S, every_s=0.001)
     assert told, f"nobody told {what!r} within {MEET_TIMEOUT_S:.0f} s"
+
+
+def meet(plan: Plan, what: str) -> None:
+    tell(plan, what)
+    hear(plan, what, plan.processes)
 
 
 @contextlib.contextmanager
@@ -127,17 +127,13 @@ def race(rank: int, world_size: int, plan: Plan) -> Outcome:
             _captured(spin_ns)
     torch.cuda.synchronize()
     with contextlib.nullcontext() if plan.variant == "none" else mutex_of(plan) as mutex:
-        tell(plan, "ready")
-        hear(plan, "ready", plan.processes)
+        meet(plan, "ready")
         for _ in range(WARM_UP_TURNS):
             take_turn(mutex, plan, unused, WARM_UP_NS)
-        tell(plan, "warm")
-        hear(plan, "warm", plan.processes)
-        begin_s = time.monotonic()
+        meet(plan, "warm")
         for row in marks:
             take_turn(mutex, plan, row, plan.spin_ns)
-        loop_s = time.monotonic() - begin_s
-        return Outcome(intervals(marks), loop_s, {} if mutex is None else mutex.stats())
+        return Outcome(intervals(marks), {} if mutex is None else mutex.stats())
 
 
 def run_race(plan: Plan, world_size: int = 1) -> list[list[Outcome]]:
@@ -154,10 +150,3 @@ def check_turns(first: Outcome, second: Outcome) -> None:
         assert outcome.stats["disabled_because"] is None
         assert outcome.stats["leases_expired"] == 0
         assert outcome.stats["turns"] == len(outcome.ran) + WARM_UP_TURNS
-
-
-def check_alternation(first: Outcome, second: Outcome) -> None:
-    """A host that runs ahead of its device draws several turns; the fake device's hosts are its devices, and busy."""
-    assert switches(first.ran, second.ran) >= (1 if fake_cuda.is_here() else TURNS), (
-        "the jobs did not alternate"
-    )

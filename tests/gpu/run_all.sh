@@ -73,8 +73,7 @@ part() {
     local status=0
     case $1 in
     tests)
-        tests tests 250 -k "not $DEATHS" tests/gpu/test_kernels.py tests/gpu/test_device_order.py \
-            tests/gpu/test_hooks_gpu.py || status=1
+        tests tests 250 -k "not $DEATHS" tests/gpu/test_device_order.py tests/gpu/test_hooks_gpu.py || status=1
         tests tests 150 -k cuda tests/conformance/test_conformance.py || status=1
         tests tests 100 tests/gpu/test_kfac_gpu.py || status=1
         ;;

@@ -46,10 +46,8 @@ ALONE, BESIDE, TURNS, TRIED = "one after the other", "side by side", "turns", "t
 TOGETHER = [BESIDE, TURNS, TRIED]
 WARM_UP = {TRIED: 112, "decoupled": 48}  # steps in which they try themselves
 HOOKS: dict[str, Callable[[torch.optim.Optimizer], tuple[Any, Any]]] = {
-    **{
-        way: lambda _, trial=way == TRIED: (CrossoverState(trial=trial), crossover_hook)  # type: ignore[misc]
-        for way in (TURNS, TRIED)
-    },
+    TURNS: lambda _: (CrossoverState(trial=False), crossover_hook),
+    TRIED: lambda _: (CrossoverState(trial=True), crossover_hook),
     "split": lambda _: (None, reduce_scatter_all_gather_hook),
     "int8": lambda _: (CompressedState(Int8()), compressed_hook),
     "decoupled": lambda optimizer: (DecoupledState(optimizer), decoupled_hook),
@@ -112,7 +110,7 @@ def rate(
     name: str,
     hook: str,
     plan: dict[int, tuple[int, int, float]],
-    args: argparse.Namespace,
+    seconds: float,
     sync: bool = True,
 ) -> dict[str, object]:
     """Let jobs train at once, for as long as asked; return this one's steps per second.
@@ -137,7 +135,7 @@ def rate(
     last = None
     while last is None or steps < last:
         # The other rank is a step ahead at most, and sees it before it has done so many.
-        if shared.rank == 0 and last is None and time.monotonic() - begin_s > args.seconds:
+        if shared.rank == 0 and last is None and time.monotonic() - begin_s > seconds:
             last = steps + 4  # whose update may be deferred
             shared.store.set(over, str(last))
         elif last is None and shared.rank and shared.store.check([over]):
@@ -175,7 +173,9 @@ def rank_main(args: argparse.Namespace) -> None:
     rows: dict[str, object] = {}
     batch, m_s = 4096, wire_s(shared, args.width) if shared.job == 0 else 0.0
     for number in range(3):
-        found = rate(shared, f"calibration {number}", BESIDE, {0: (args.width, batch, 0.0)}, args, sync=False)
+        found = rate(
+            shared, f"calibration {number}", BESIDE, {0: (args.width, batch, 0.0)}, args.seconds, sync=False
+        )
         if found:
             c_s = 1 / float(found["steps_per_s"])  # type: ignore[arg-type]
             share = torch.tensor(batch * m_s / args.ratio / c_s)
@@ -196,25 +196,22 @@ def rank_main(args: argparse.Namespace) -> None:
             torch.cuda.synchronize()
     busy = (args.width, batch, 0.0)
     idle = (128, 64, WAIT_S)
-    runs = [
-        (f"{way} {repeat}", way, plan)
-        for repeat in range(args.repeats)
-        for way in random.Random(repeat).sample([ALONE, *TOGETHER], 4)
-        for plan in ([{0: busy}, {1: busy}] if way == ALONE else [{0: busy, 1: busy}])
-    ]
-    runs += [
-        (f"{way}, one job {repeat}", way, {0: busy})
-        for repeat in range(args.repeats)
-        for way in random.Random(repeat).sample(ONE_JOB, len(ONE_JOB))
-    ]
-    runs += [
-        (f"{way}, one waits {repeat}", way, {0: idle, 1: busy})
-        for repeat in range(args.repeats)
-        for way in random.Random(repeat).sample(WAITING, len(WAITING))
-    ]
+
+    def all_of(what: str, ways: list[str], *plans: dict[int, tuple[int, int, float]]) -> list[Any]:
+        """Return name, way and plan of runs, in another order in each repeat."""
+        return [
+            (f"{way}{what} {repeat}", way, plan)
+            for repeat in range(args.repeats)
+            for way in random.Random(repeat).sample(ways, len(ways))
+            for plan in (plans if way == ALONE or what else [plans[0] | plans[1]])
+        ]
+
+    runs = all_of("", [ALONE, *TOGETHER], {0: busy}, {1: busy})
+    runs += all_of(", one job", ONE_JOB, {0: busy})
+    runs += all_of(", one waits", WAITING, {0: idle, 1: busy})
     for name, way, plan in runs:
         label = name if len(plan) > 1 else f"{name} {[*plan]}"
-        if (found := rate(shared, label, way, plan, args)) and shared.rank == 0:
+        if (found := rate(shared, label, way, plan, args.seconds)) and shared.rank == 0:
             rows[name] = found
             print(f"job {shared.job}: {name}: {found}", flush=True)
     shared.meet("the end", JOBS * RANKS)
@@ -229,9 +226,7 @@ def summary(both: list[dict[str, object]], repeats: int) -> dict[str, object]:
     def of(job: int, name: str) -> float:
         return float(both[job][name]["steps_per_s"])  # type: ignore[index]
 
-    rows: dict[str, object] = {
-        key: both[0][key] for key in ("M s", "M s, while the sibling computes", "C s", "batch")
-    }
+    rows = {key: both[0][key] for key in ("M s", "M s, while the sibling computes", "C s", "batch")}
     # One after the other, two steps take as long as both jobs' steps alone.
     alone = [2 / sum(1 / of(job, f"{ALONE} {repeat}") for job in range(JOBS)) for repeat in range(repeats)]
     t1_s, c_s, m_s = 1 / statistics.median(alone), float(both[0]["C s"]), float(both[0]["M s"])  # type: ignore[arg-type]
@@ -268,16 +263,14 @@ def main() -> int:
         subprocess.run(shape.split(), check=True)
     try:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-        variables = {
+        common = {
             "PORT": str(store.port),
             "CROSSOVER_GROUP": f"siblings-{os.getpid()}",
             "OMP_NUM_THREADS": "1",
         }
+        own = {**os.environ, **common, "WORLD_SIZE": str(RANKS)}
         ranks = [
-            subprocess.Popen(
-                [sys.executable, *sys.argv],
-                env={**os.environ, **variables, "JOB": str(job), "RANK": str(rank), "WORLD_SIZE": str(RANKS)},
-            )
+            subprocess.Popen([sys.executable, *sys.argv], env={**own, "JOB": str(job), "RANK": str(rank)})
             for job in range(JOBS)
             for rank in range(RANKS)
         ]

@@ -5,26 +5,28 @@ kernel still to run. Kernels of two jobs must never be under way at the same tim
 the same run without a mutex, and with the wait for the device left out.
 """
 
+import itertools
 import os
 import signal
 import statistics
+import subprocess
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
-from crossover_ddp._system import device
-from crossover_ddp.gpu_mutex import GPUMutex
+from crossover_ddp._system.device import device_name
 from tests import fake_cuda
-from tests.gpu.kernels import busy_kernel, gaps_s, overlaps
+from tests.gpu.kernels import Interval, busy_kernel, gaps_s, intervals, overlaps
 from tests.gpu.races import (
     TIMEOUT_S,
+    TURNS,
     Plan,
-    check_alternation,
     check_turns,
     hear,
+    meet,
     mutex_of,
     new_plan,
     run_race,
@@ -37,7 +39,7 @@ from tests.harness.waiting import eventually
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("variant", ["mutex", "side"])
+@pytest.mark.parametrize("variant", ["mutex", "side", "streams", "graph"])
 def test_kernels_of_two_jobs_never_overlap(
     variant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,21 +52,22 @@ def test_kernels_of_two_jobs_never_overlap(
             f"{1e6 * statistics.median(gaps):.0f} us at a hand-over, "
             f"median of {len(gaps)}, at most {1e6 * max(gaps):.0f}"
         )
-    check_alternation(first, second)
+    # A host that runs ahead of its device draws several turns; the fake device's hosts are its devices, and busy.
+    assert len(gaps) >= (1 if fake_cuda.is_here() else TURNS), "the jobs did not alternate"
 
 
-@pytest.mark.parametrize("variant", ["none", "deaf"])
+NO_CLOCK = pytest.mark.gpu(real="no clock: on a busy machine kernels of the two need not meet")
+
+
+@pytest.mark.parametrize("variant", ["none", "deaf", pytest.param("stream not named", marks=NO_CLOCK)])
 def test_the_same_run_overlaps_when_the_device_does_not_wait(variant: str, tmp_path: Path) -> None:
     [[first], [second]] = run_race(new_plan(tmp_path, variant=variant))
     assert overlaps(first.ran, second.ran), "the tests above cannot fail: they prove nothing"
 
 
 def test_a_turn_belongs_to_all_ranks_of_a_job_on_the_device(tmp_path: Path) -> None:
-    plan = new_plan(tmp_path, processes=4, turns=10)
-    for_all = run_race(plan, world_size=2)
-    for mine in for_all[0]:
-        for theirs in for_all[1]:
-            check_turns(mine, theirs)
+    for mine, theirs in itertools.product(*run_race(new_plan(tmp_path, processes=4, turns=10), world_size=2)):
+        check_turns(mine, theirs)
 
 
 def test_giving_back_does_not_wait_for_the_device(tmp_path: Path) -> None:
@@ -81,8 +84,6 @@ def test_giving_back_does_not_wait_for_the_device(tmp_path: Path) -> None:
             torch.cuda.synchronize()
 
 
-# --- names ---------------------------------------------------------------------------------------------------
-
 PRINT_NAME = """
 import sys, torch
 from crossover_ddp._system.device import device_name
@@ -94,9 +95,7 @@ def name_where_visible(directory: Path, devices: str, index: int) -> str:
     """Return the name of a device in a process that sees these devices, as ``CUDA_VISIBLE_DEVICES`` says."""
     script = directory / "print_name.py"
     script.write_text(PRINT_NAME)
-    visible = {
-        "CUDA_VISIBLE_DEVICES": devices
-    }  # which CUDA reads when it is first used, not when it is loaded
+    visible = {"CUDA_VISIBLE_DEVICES": devices}  # read when CUDA is first used, not when it is loaded
     with spawn_script(script, 1, args=[str(index)], environment=visible, forked=True) as ranks:
         return ranks.wait(TIMEOUT_S)[0].strip()
 
@@ -107,20 +106,27 @@ def visible_here() -> list[str]:
 
 
 def test_a_gpu_has_one_name_by_whatever_number_a_process_knows_it(tmp_path: Path) -> None:
-    name = device.device_name(torch.device("cuda", 0))
+    name = device_name(torch.device("cuda", 0))
     assert name_where_visible(tmp_path, visible_here()[0], 0) == name
     assert name_where_visible(tmp_path, name, 0) == name  # CUDA takes the UUID as well
 
 
+@pytest.mark.gpu(real="no nvidia-smi")
+def test_the_driver_names_the_gpu_as_torch_and_nvidia_smi_do() -> None:
+    name = device_name(torch.device("cuda", 0))
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60.0).stdout
+    assert name in listed, listed
+    if name.startswith("GPU-"):
+        assert name == f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+
+
 @pytest.mark.gpu(count=2)
 def test_two_gpus_keep_their_names_when_their_numbers_are_swapped(tmp_path: Path) -> None:
-    names = [device.device_name(torch.device("cuda", index)) for index in range(2)]
+    names = [device_name(torch.device("cuda", index)) for index in range(2)]
     assert names[0] != names[1]
     swapped = ",".join(reversed(visible_here()[:2]))
     assert [name_where_visible(tmp_path, swapped, index) for index in (1, 0)] == names
 
-
-# --- deaths --------------------------------------------------------------------------------------------------
 
 LONG_NS = 2_000_000_000
 DEATH_TIMEOUT_S = 25.0
@@ -130,8 +136,7 @@ def die_in_turn(rank: int, world_size: int, plan: Plan) -> None:
     """Be killed with a kernel under way: inside the turn ("holding"), or after giving it back."""
     torch.cuda.set_device(0)
     with mutex_of(plan) as mutex:
-        tell(plan, "joined")
-        hear(plan, "joined", 2)
+        meet(plan, "joined")
         mutex.acquire()
         busy_kernel()(torch.zeros(2, dtype=torch.int64, device="cuda"), LONG_NS)
         if plan.variant == "given back":
@@ -177,24 +182,14 @@ def test_a_job_goes_on_when_its_sibling_is_killed_with_kernels_in_flight(
     assert took_s < DEATH_TIMEOUT_S, "it waited for a lease, or nearly"
 
 
-# --- what thousands of turns leave behind --------------------------------------------------------------------
-
-MANY_TURNS = 3000
-
-
-class Held(NamedTuple):
-    descriptors: int
-    resident_bytes: int
-    device_bytes: int
+MANY_TURNS = 1000 if fake_cuda.is_here() else 3000
+Held = tuple[int, int, int]
 
 
-def held(mutex: GPUMutex) -> Held:
+def held() -> Held:
+    """Return open descriptors, bytes on the device, and pages in memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return Held(
-        len(os.listdir("/proc/self/fd")),
-        pages * os.sysconf("SC_PAGE_SIZE"),
-        torch.cuda.memory_allocated(),
-    )
+    return len(os.listdir("/proc/self/fd")), torch.cuda.memory_allocated(), pages
 
 
 def take_many_turns(rank: int, world_size: int, plan: Plan) -> tuple[Held, Held, dict[str, Any]]:
@@ -202,17 +197,16 @@ def take_many_turns(rank: int, world_size: int, plan: Plan) -> tuple[Held, Held,
     marks = torch.zeros(2, dtype=torch.int64, device="cuda")
     busy_kernel()
     with mutex_of(plan) as mutex:
-        tell(plan, "ready")
-        hear(plan, "ready", 2)
+        meet(plan, "ready")
         before = None
         for turn in range(plan.turns):
             take_turn(mutex, plan, marks, plan.spin_ns)
             if turn == 500:
                 torch.cuda.synchronize()
-                before = held(mutex)
+                before = held()
         torch.cuda.synchronize()
         assert before is not None
-        return before, held(mutex), mutex.stats()
+        return before, held(), mutex.stats()
 
 
 def test_thousands_of_turns_leave_nothing_behind(tmp_path: Path) -> None:
@@ -221,7 +215,31 @@ def test_thousands_of_turns_leave_nothing_behind(tmp_path: Path) -> None:
     for [(before, after, stats)] in run_jobs(jobs, timeout_s=TIMEOUT_S):
         assert stats["turns"] == MANY_TURNS
         assert stats["disabled_because"] is None
-        assert after.descriptors <= before.descriptors
-        assert after.device_bytes == before.device_bytes
+        assert after[0] <= before[0]
+        assert after[1] == before[1]
         # What is enqueued on the fake device lies in the process's own memory, for as long as it is late.
-        assert fake_cuda.is_here() or after.resident_bytes - before.resident_bytes < 8 * 2**20
+        assert fake_cuda.is_here() or (after[2] - before[2]) * os.sysconf("SC_PAGE_SIZE") < 8 * 2**20
+
+
+def at(*pairs: tuple[int, int]) -> list[Interval]:
+    return [Interval(begin, end) for begin, end in pairs]
+
+
+def test_the_instruments_tell_overlaps_and_gaps() -> None:
+    mine = at((0, 5), (10, 15))
+    assert intervals(torch.tensor([[0, 5], [10, 15]])) == mine
+    assert not overlaps(mine, at((5, 10), (15, 20)))
+    assert overlaps(mine, at((4, 10))) == [(Interval(0, 5), Interval(4, 10))]
+    assert len(overlaps(mine, at((-1, 99)))) == 2
+    assert len(gaps_s(mine, at((5, 10), (15, 30)))) == 3
+    assert gaps_s(at((0, 5), (6, 15)), at((17, 20), (40, 50))) == pytest.approx([2e-9])
+    assert gaps_s(at((0, 5), (6, 15)), at((10, 12), (15, 16))) == pytest.approx([-5e-9])
+
+
+def test_kernels_of_one_stream_run_one_after_the_other_for_the_time_asked() -> None:
+    marks = torch.zeros(4, 2, dtype=torch.int64, device="cuda")
+    for row in marks:
+        busy_kernel()(row, 3_000_000)
+    ran = intervals(marks)
+    assert all(3e6 <= end - begin < 30e6 for begin, end in ran)
+    assert all(earlier.end_ns <= later.begin_ns for earlier, later in itertools.pairwise(ran))

@@ -1,17 +1,14 @@
 """Turns on one GPU in other people's loops: streams, graphs, mixed ways of ordering, siblings that come and go."""
 
 import contextlib
-import os
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from crossover_ddp import UnsupportedConfigurationError
-from crossover_ddp._system.device import device_name
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests import fake_cuda
 from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps
@@ -19,16 +16,14 @@ from tests.gpu.races import (
     LEASE_S,
     TIMEOUT_S,
     Plan,
-    check_alternation,
-    check_turns,
     hear,
+    meet,
     mutex_of,
     new_plan,
-    run_race,
     take_turn,
     tell,
 )
-from tests.harness import Job, run_jobs
+from tests.harness import Job, run_jobs, spawn_script
 from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import membership_of
 
@@ -37,54 +32,23 @@ pytestmark = pytest.mark.gpu
 LONG_NS = 1_000_000_000
 
 
-# --- what the driver says -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu(real="no nvidia-smi")
-def test_the_driver_names_the_gpu_as_torch_and_nvidia_smi_do() -> None:
-    name = device_name(torch.device("cuda", 0))
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60.0).stdout
-    assert name in listed, listed
-    if name.startswith("GPU-"):
-        assert name == f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-
-
-# --- streams and graphs -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("variant", ["streams", "graph"])
-def test_kernels_on_other_streams_and_in_graphs_never_overlap(variant: str, tmp_path: Path) -> None:
-    [[first], [second]] = run_race(new_plan(tmp_path, variant=variant))
-    check_turns(first, second)
-    check_alternation(first, second)
-
-
-@pytest.mark.gpu(real="no clock: on a busy machine kernels of the two need not meet")
-def test_kernels_on_a_stream_that_release_does_not_name_overlap(tmp_path: Path) -> None:
-    [[first], [second]] = run_race(new_plan(tmp_path, variant="stream not named"))
-    assert overlaps(first.ran, second.ran), "the test above cannot fail: it proves nothing"
-
-
 def test_a_turn_inside_a_capture_is_refused_and_the_mutex_goes_on(tmp_path: Path) -> None:
     plan = new_plan(tmp_path)
     marks = torch.zeros(2, dtype=torch.int64, device="cuda")
     busy_kernel()(marks, 1000)
     torch.cuda.synchronize()
-    with mutex_of(plan) as mutex:
-        with (
-            pytest.raises(UnsupportedConfigurationError, match="capturing"),
-            torch.cuda.graph(torch.cuda.CUDAGraph()),
-        ):
+
+    def refused(act: Callable[[], object]) -> None:
+        graph, error = torch.cuda.CUDAGraph(), UnsupportedConfigurationError
+        with pytest.raises(error, match="capturing"), torch.cuda.graph(graph):
             busy_kernel()(marks, 1000)
-            mutex.acquire()
+            act()
         torch.cuda.synchronize()
+
+    with mutex_of(plan) as mutex:
+        refused(mutex.acquire)
         mutex.acquire()
-        with (
-            pytest.raises(UnsupportedConfigurationError, match="capturing"),
-            torch.cuda.graph(torch.cuda.CUDAGraph()),
-        ):
-            mutex.release()
-        torch.cuda.synchronize()
+        refused(mutex.release)
         assert mutex.holding
         mutex.release()
         take_turn(mutex, plan, marks, 1000)
@@ -114,21 +78,14 @@ def test_a_thread_that_waits_for_a_turns_end_does_not_spoil_a_capture(tmp_path: 
         graph.replay()
 
 
-# --- turns in which nothing is computed ---------------------------------------------------------------------------
-
-
 def share_an_idle_turn(rank: int, world_size: int, plan: Plan, is_first: bool) -> tuple[list[Interval], bool]:
     """Compute for a while in a turn, then wait inside it until the sibling has been in its own; was it?
 
     "streams": on another stream than that on which turns are taken. "graph": while the stream captures a graph.
     """
     torch.cuda.set_device(0)
-    busy, marks, graph = (
-        busy_kernel(),
-        torch.zeros(1, 2, dtype=torch.int64, device="cuda"),
-        torch.cuda.CUDAGraph(),
-    )
-    taking = torch.cuda.Stream()
+    marks = torch.zeros(1, 2, dtype=torch.int64, device="cuda")
+    busy, graph, taking = busy_kernel(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
     computing = torch.cuda.Stream() if plan.variant == "streams" else taking
     torch.cuda.synchronize()
 
@@ -142,8 +99,7 @@ def share_an_idle_turn(rank: int, world_size: int, plan: Plan, is_first: bool) -
         return any(Path(plan.meeting).glob("came.*"))
 
     with contextlib.closing(GPUMutex(plan.group, device=0, lease=LEASE_S, trial=True)) as mutex:
-        tell(plan, "here")
-        hear(plan, "here", 2)
+        meet(plan, "here")
         if is_first:
             turn(1000)
             with torch.cuda.stream(computing):
@@ -178,23 +134,22 @@ def test_a_turn_is_lent_when_the_host_waits_and_the_device_has_done_its_part(
     assert not overlaps(first, second)
 
 
-# --- a script that ends -------------------------------------------------------------------------------------------
-
 LEAVE_WITHOUT_A_WORD = """
 import sys, torch
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.gpu.kernels import busy_kernel
-busy = busy_kernel()
+from tests.gpu.races import Plan, hear, tell
+busy, plan = busy_kernel(), Plan(*sys.argv[1:])
 marks = torch.zeros(2, dtype=torch.int64, device="cuda")
 torch.cuda.synchronize()
-mutex = GPUMutex(sys.argv[1], device=0, lease=30.0)
-print("joined", flush=True)
-sys.stdin.readline()
+mutex = GPUMutex(plan.group, device=0, lease=30.0)
+tell(plan, "joined")
+hear(plan, "go")
 mutex.acquire()
 busy(marks, 1_000_000_000)
 mutex.release()
-print("given back", flush=True)
-sys.stdin.readline()
+tell(plan, "given back")
+hear(plan, "end")
 """
 
 
@@ -204,27 +159,18 @@ def test_a_script_that_ends_with_kernels_in_flight_holds_nobody_up(tmp_path: Pat
     marks = torch.zeros(2, dtype=torch.int64, device="cuda")
     busy = busy_kernel()
     torch.cuda.synchronize()
-    with contextlib.ExitStack() as stack:
-        mutex = stack.enter_context(mutex_of(plan))
-        ending = subprocess.Popen(
-            [sys.executable, "-c", LEAVE_WITHOUT_A_WORD, plan.group],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        stack.callback(ending.communicate)
-        stack.callback(ending.kill)
-        assert ending.stdin is not None and ending.stdout is not None
-        assert ending.stdout.readline().strip() == "joined"
-        print("go", file=ending.stdin, flush=True)
-        assert ending.stdout.readline().strip() == "given back"
+    script = tmp_path / "script.py"
+    script.write_text(LEAVE_WITHOUT_A_WORD)
+    with mutex_of(plan) as mutex, spawn_script(script, 1, args=[plan.group, plan.meeting]) as ending:
+        hear(plan, "joined")
+        tell(plan, "go")
+        hear(plan, "given back")
         begin_s = time.monotonic()
-        print("end", file=ending.stdin, flush=True)
+        tell(plan, "end")
         mutex.acquire()
         beside = not fake_cuda.is_here() and time.monotonic() - begin_s <= LONG_NS / 2e9
         assert not beside, "beside the sibling's kernel"
         busy(marks, 1000)
-        assert ending.wait(timeout=60.0) == 0
+        ending.wait(60.0)
         assert mutex.stats()["leases_expired"] == 0
         mutex.release()

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from crossover_ddp import CrossoverState, crossover_wrapper
 from tests import fake_cuda
+from tests.gpu.races import meet
 from tests.harness import Job, run_jobs, run_ranks
 from tests.harness.groups import new_group
 from tests.harness.inside import force_native_alone
@@ -54,23 +56,14 @@ class Outcome(NamedTuple):
     stats: dict[str, Any]
 
 
-def network(seed: int) -> torch.nn.Module:
+def network(seed: int) -> nn.Module:
     """BatchNorm, so that DDP broadcasts buffers inside the turn; several buckets of 1 MB."""
     torch.manual_seed(seed)
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(3, 32, 3, padding=1),
-        torch.nn.BatchNorm2d(32),
-        torch.nn.ReLU(),
-        torch.nn.Conv2d(32, 64, 3, stride=2, padding=1),
-        torch.nn.BatchNorm2d(64),
-        torch.nn.ReLU(),
-        torch.nn.AvgPool2d(4),
-        torch.nn.Flatten(),
-        torch.nn.Linear(1024, 1024),
-        torch.nn.ReLU(),
-        torch.nn.Linear(1024, 512),
-        torch.nn.ReLU(),
-        torch.nn.Linear(512, 10),
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.BatchNorm2d(64), nn.ReLU()),
+        *(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(1024, 1024), nn.ReLU()),
+        *(nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10)),
     )
 
 
@@ -79,26 +72,18 @@ def fp16(*_: Any) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def reproducible(plan: Plan) -> Iterator[None]:
-    """Deterministic algorithms, and put back how it was: the next test gets the same process."""
-    torch.use_deterministic_algorithms(True)
-    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    try:
-        with force_native_alone() if plan.force_native else contextlib.nullcontext():
+def reproducible(plan: Any) -> Iterator[None]:
+    """Deterministic algorithms without TF32, and put back how it was: the next test gets the same process."""
+    native = force_native_alone() if plan.force_native else contextlib.nullcontext()
+    with pytest.MonkeyPatch.context() as patch, native:
+        patch.setattr(torch.backends.cudnn, "benchmark", False)
+        for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
+            patch.setattr(backend, "allow_tf32", False)
+        torch.use_deterministic_algorithms(True)
+        try:
             yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.benchmark = benchmark
-
-
-def meet(plan: Plan, what: str) -> None:
-    """Wait until every process of every sibling is here."""
-    from tests.gpu.races import Plan as Meeting
-    from tests.gpu.races import hear, tell
-
-    if plan.meeting:
-        tell(Meeting("", plan.meeting), what)
-        hear(Meeting("", plan.meeting), what, plan.processes)
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 class OnDevice(Training):
@@ -119,11 +104,11 @@ class OnDevice(Training):
             bucket_cap_mb=BUCKET_CAP_MB,
         )
 
-    def _drawn_loss(self, model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+    def _drawn_loss(self, model: nn.Module, rank: int, step: int) -> torch.Tensor:
         inputs = torch.randn(BATCH, 3, 32, 32, generator=self._generator).pin_memory()
         targets = torch.randint(0, 10, (BATCH,), generator=self._generator).cuda()
         with torch.autocast("cuda", **self._autocast):
-            return torch.nn.functional.cross_entropy(model(inputs.cuda(non_blocking=True)).float(), targets)
+            return nn.functional.cross_entropy(model(inputs.cuda(non_blocking=True)).float(), targets)
 
     def steps_of(self, count: int) -> list[torch.Tensor]:
         losses = []
@@ -145,7 +130,8 @@ def train(rank: int, world_size: int, plan: Plan) -> Outcome:
         mutex = training.state.mutex if isinstance(training.state, CrossoverState) else None
         if mutex is not None:
             mutex.release()  # nobody waits for a job that waits
-        meet(plan, "warm")
+        if plan.meeting:
+            meet(plan, "warm")  # every process of every sibling
         if mutex is not None:
             mutex.acquire()
         torch.cuda.reset_peak_memory_stats()
@@ -162,7 +148,7 @@ def train(rank: int, world_size: int, plan: Plan) -> Outcome:
     return outcome
 
 
-def digest(model: torch.nn.Module, rank: int) -> str:
+def digest(model: nn.Module, rank: int) -> str:
     """Sum up the parameters, and rank 0's buffers, which others have in the end: ours travel behind the gradients."""
     summed = hashlib.sha256()
     for tensor in model.state_dict().values() if rank == 0 else model.parameters():
@@ -170,25 +156,15 @@ def digest(model: torch.nn.Module, rank: int) -> str:
     return summed.hexdigest()
 
 
-def run(plan: Plan, *, world_size: int = 2, backend: str = "gloo") -> list[Outcome]:
+@functools.cache
+def run(plan: Plan, world_size: int = 2, backend: str = "gloo", again: bool = False) -> list[Outcome]:
     job = Job(train, world_size, args=(plan,), backend=backend, environment=DETERMINISTIC)
     [outcomes] = run_jobs([job], timeout_s=TIMEOUT_S)
     return outcomes
 
 
-once = functools.cache(run)
-
-
 def same(some: list[Outcome], others: list[Outcome]) -> bool:
     return [one[:2] for one in some] == [one[:2] for one in others]
-
-
-@functools.cache
-def reference(plain: Plan, world_size: int, backend: str) -> list[Outcome]:
-    """Run plain DDP, which must itself be reproducible for a comparison to mean anything."""
-    once, again = (run(plain, world_size=world_size, backend=backend) for _ in range(2))
-    assert same(once, again), "plain DDP is not reproducible here"
-    return once
 
 
 # A run, its ranks and its backend.
@@ -204,13 +180,12 @@ RUNS = {
 
 @pytest.mark.parametrize(("plan", "world_size", "backend"), RUNS.values(), ids=[*RUNS])
 def test_losses_equal_those_without_our_hook(plan: Plan, world_size: int, backend: str) -> None:
-    expected = reference(plan._replace(hook="none", force_native=False), world_size, backend)
-    found = run(plan, world_size=world_size, backend=backend)
+    plain = plan._replace(hook="none", force_native=False)
+    expected = run(plain, world_size, backend)
+    assert same(expected, run(plain, world_size, backend, again=True)), "plain DDP is not reproducible here"
+    found = run(plan, world_size, backend)
     assert [one.losses for one in found] == [one.losses for one in expected]
     assert same(found, expected)
-
-
-# --- siblings ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -224,7 +199,7 @@ def test_losses_equal_those_without_our_hook(plan: Plan, world_size: int, backen
 )
 def test_siblings_train_as_if_alone(plan: Plan, world_size: int, backend: str, tmp_path: Path) -> None:
     plans = [plan._replace(seed=seed) for seed in (0, 1)]
-    alone = [run(each, world_size=world_size, backend=backend) for each in plans]
+    alone = [run(each, world_size, backend) for each in plans]
     # The group is the job's own already when the rank's leaks are counted.
     environment = {**DETERMINISTIC, "CROSSOVER_GROUP": new_group()}
     meeting = {"meeting": str(tmp_path), "processes": 2 * world_size}
@@ -245,18 +220,15 @@ def test_siblings_train_as_if_alone(plan: Plan, world_size: int, backend: str, t
     assert sum(outcome.stats["handovers"] for job in together for outcome in job) > 0
 
 
-# --- memory --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("hook", ["split", "crossover", "decoupled"])
 def test_device_memory_is_that_of_plain_ddp_plus_a_bucket_at_most(hook: str) -> None:
     bucket_bytes = 5 * 2**20  # the largest layer is one of 4 MB, and a bucket holds whole layers
-    for plain, hooked in zip(once(Plan(steps=4)), once(Plan(hook, steps=4)), strict=True):
+    for plain, hooked in zip(run(Plan(steps=4)), run(Plan(hook, steps=4)), strict=True):
         assert hooked.peak_bytes <= plain.peak_bytes + bucket_bytes
 
 
 def test_device_memory_does_not_grow_with_steps() -> None:
-    short, long = (once(Plan("crossover", steps=steps)) for steps in (4, 16))
+    short, long = (run(Plan("crossover", steps=steps)) for steps in (4, 16))
     for few, many in zip(short, long, strict=True):
         assert many.peak_bytes <= few.peak_bytes + 2**20
 

@@ -4,9 +4,7 @@ Over gloo two ranks share the one GPU; NCCL takes one rank per GPU, so with one 
 here waits for the device between backward and reading the gradients, so that what is not ordered is seen.
 """
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.gpu.test_hooks_gpu import DETERMINISTIC, TIMEOUT_S, reproducible
-from tests.gpu.test_hooks_gpu import Plan as HookPlan
 from tests.harness import Job, run_jobs
 from tests.multiprocess.kfac_oracle import Oracle, RankRun, Settings, cross_entropy, relative_error
 from tests.multiprocess.kfac_training import LR, Training
@@ -41,29 +38,11 @@ def network() -> nn.Sequential:
     """Triangles of several blocks (513 and 289 rows), a grouped convolution, and what passes through."""
     torch.manual_seed(5)
     return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1),
-        nn.BatchNorm2d(32),
-        nn.Tanh(),
-        nn.Conv2d(32, 32, 3, stride=2, padding=1),
-        nn.Tanh(),
-        nn.Conv2d(32, 32, 3, stride=2, padding=1, groups=4, bias=False),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(512, 96),
-        nn.Tanh(),
-        nn.Linear(96, 10),
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.Tanh()),
+        *(nn.Conv2d(32, 32, 3, stride=2, padding=1), nn.Tanh()),
+        *(nn.Conv2d(32, 32, 3, stride=2, padding=1, groups=4, bias=False), nn.Tanh()),
+        *(nn.Flatten(), nn.Linear(512, 96), nn.Tanh(), nn.Linear(96, 10)),
     )
-
-
-@contextlib.contextmanager
-def full_float32() -> Iterator[None]:
-    """Multiply without TF32, which keeps ten bits of each factor."""
-    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -122,7 +101,7 @@ def expected(oracle: Oracle, model: nn.Module, step: int, world_size: int) -> di
 
 def errors(rank: int, world_size: int, plan: Plan) -> list[float]:
     """Train some steps; return the greatest relative error of a layer's gradient in each."""
-    with reproducible(HookPlan(force_native=plan.force_native)), full_float32():
+    with reproducible(plan):
         training, found = OnDevice(rank, plan), []
         oracle = Spectral(plan.settings, LR, training.kfac.owners)
         for step in range(STEPS):
@@ -134,13 +113,31 @@ def errors(rank: int, world_size: int, plan: Plan) -> list[float]:
             training.scaler.update()
             training.steps += 1
         assert training.kfac.stats().items() >= {"strained": 0, "dropped": 0}.items()
-        seen = oracle.least_scale < 1
-        assert seen == (plan.settings.kl_clip is not None), "the clip is to be seen at work"
+        assert (oracle.least_scale < 1) == (plan.settings.kl_clip is not None), "the clip is to be seen"
         training.close()
         return found
 
 
-def check(plan: Plan, *, world_size: int = 2, backend: str = "gloo") -> None:
+INVERSE, EIGEN = Settings(), Settings(solver="eigen")
+TWO_GPUS = pytest.mark.gpu(count=2)
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size", "plan"),
+    [
+        pytest.param("gloo", 2, Plan(INVERSE), id="gloo, inverse"),
+        pytest.param("gloo", 2, Plan(EIGEN), id="gloo, eigen"),
+        pytest.param("gloo", 2, Plan(Settings(kl_clip=None), views=False), id="no clip, no views of buckets"),
+        pytest.param("gloo", 2, Plan(Settings(factors="local", inv_update_steps=2)), id="local, seldom"),
+        pytest.param("gloo", 2, Plan(INVERSE, scaled=True), id="a scaled loss"),
+        pytest.param("nccl", 1, Plan(INVERSE), id="alone, inverse"),
+        pytest.param("nccl", 1, Plan(EIGEN, force_native=True), id="alone, eigen, native"),
+        pytest.param("nccl", 1, Plan(INVERSE, force_native=True), id="alone, inverse, native"),
+        pytest.param("nccl", 2, Plan(INVERSE), id="nccl, inverse", marks=TWO_GPUS),
+        pytest.param("nccl", 2, Plan(EIGEN), id="nccl, eigen", marks=TWO_GPUS),
+    ],
+)
+def test_gradients_are_those_of_the_cpu(backend: str, world_size: int, plan: Plan) -> None:
     job = Job(errors, world_size, args=(plan,), backend=backend, environment=DETERMINISTIC)
     [found] = run_jobs([job], timeout_s=TIMEOUT_S)
     for rank, of_rank in enumerate(found):
@@ -148,40 +145,9 @@ def check(plan: Plan, *, world_size: int = 2, backend: str = "gloo") -> None:
         assert max(of_rank) < RELATIVE, (rank, of_rank)
 
 
-INVERSE, EIGEN = Settings(), Settings(solver="eigen")
-PLANS = {
-    "inverse": Plan(INVERSE),
-    "eigen": Plan(EIGEN),
-    "no clip, no views of buckets": Plan(Settings(kl_clip=None), views=False),
-    "local, seldom": Plan(Settings(factors="local", inv_update_steps=2)),
-    "a scaled loss": Plan(INVERSE, scaled=True),
-}
-PLANS_OF_NCCL = {
-    "inverse": Plan(INVERSE),
-    "eigen, native": Plan(EIGEN, force_native=True),
-    "inverse, native": Plan(INVERSE, force_native=True),
-}
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_gradients_over_gloo_are_those_of_the_cpu(name: str) -> None:
-    check(PLANS[name])
-
-
-@pytest.mark.parametrize("name", PLANS_OF_NCCL)
-def test_gradients_with_one_rank_on_nccl_are_those_of_the_cpu(name: str) -> None:
-    check(PLANS_OF_NCCL[name], world_size=1, backend="nccl")
-
-
-@pytest.mark.gpu(count=2)
-@pytest.mark.parametrize("name", ["inverse", "eigen"])
-def test_gradients_over_nccl_are_those_of_the_cpu(name: str) -> None:
-    check(PLANS[name], backend="nccl")
-
-
 def resumed(rank: int, world_size: int, plan: Plan) -> float:
     """Return the greatest relative difference between going on and resuming."""
-    with reproducible(HookPlan()), full_float32():
+    with reproducible(plan):
         going_on, taking_up = OnDevice(rank, plan), OnDevice(rank, plan)
         for step in range(3):
             going_on.steps = step
@@ -190,13 +156,12 @@ def resumed(rank: int, world_size: int, plan: Plan) -> float:
         tensors = [each for layer in saved["layers"].values() for each in (layer["a"], layer["g"])]
         assert all(each.device.type == "cpu" for each in tensors)
         taking_up.kfac.load_state_dict(saved)
-        found = []
         for each in (going_on, taking_up):
             each.steps = 3
             each.unwatched_backward()
-            found.append({name: gradient.double().cpu() for name, gradient in each.gradients().items()})
             each.close()
-        return relative_error(*found)
+        wanted = {name: gradient.double().cpu() for name, gradient in taking_up.gradients().items()}
+        return relative_error(going_on.gradients(), wanted)
 
 
 def test_a_checkpoint_lies_on_the_host_and_is_taken_up() -> None:
