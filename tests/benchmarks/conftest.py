@@ -10,22 +10,15 @@ Figures are ratios of alternating runs. Put them, with what they were computed f
 """
 
 import os
-from typing import Literal
 
 import pytest
 
-BenchForm = Literal["smoke", "full"]
-
 
 @pytest.fixture(scope="session")
-def bench_form(request: pytest.FixtureRequest) -> BenchForm:
-    """Say which form runs; timings are taken in the full form and only there."""
-    form = os.environ.get("CROSSOVER_BENCH", "smoke")
-    if form not in ("smoke", "full"):
-        raise pytest.UsageError(f"expected CROSSOVER_BENCH to be smoke or full, got {form!r}")
-    timed = not request.config.getoption("benchmark_disable") or request.config.getoption("benchmark_enable")
-    if form == "full" and not timed:
-        raise pytest.UsageError(
-            "CROSSOVER_BENCH=full takes timings; run it by `make bench` (--benchmark-enable)"
-        )
-    return "full" if form == "full" else "smoke"
+def is_full(request: pytest.FixtureRequest) -> bool:
+    """Say whether the full form runs; timings are taken in it and only there."""
+    form, given = os.environ.get("CROSSOVER_BENCH", "smoke"), request.config.getoption
+    timed = not given("benchmark_disable") or given("benchmark_enable")
+    if form not in ("smoke", "full") or (form == "full" and not timed):
+        raise pytest.UsageError(f"expected CROSSOVER_BENCH=smoke, or full by `make bench`, got {form!r}")
+    return form == "full"

@@ -5,6 +5,7 @@ import ctypes
 import os
 from collections.abc import Iterator
 from typing import Final
+from unittest import mock
 
 from .build import build, why_not
 
@@ -41,17 +42,8 @@ def environment(devices: int = DEVICES, **knobs: int) -> dict[str, str]:
 @contextlib.contextmanager
 def late(**knobs: int) -> Iterator[None]:
     """Set knobs for what this process launches in the block, ``kernel_us=300`` for instance."""
-    names = [f"FAKE_{name.upper()}" for name in knobs]
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(zip(names, map(str, knobs.values()), strict=True))
-    try:
+    with mock.patch.dict(os.environ, {f"FAKE_{name.upper()}": str(value) for name, value in knobs.items()}):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def contexts() -> list[int]:

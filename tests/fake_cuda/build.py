@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
@@ -24,17 +24,6 @@ _COMPILER: Final = ("g++", "-std=c++20", "-fPIC", "-shared", "-pthread", "-Wno-i
 
 class BuildError(RuntimeError):
     """The sources do not compile."""
-
-
-class Toolkit(NamedTuple):
-    """What NVIDIA's packages, which torch's CUDA build depends on, bring along."""
-
-    runtime: Path
-    nccl: Path
-    nvrtc: Path
-    headers: Path
-    nccl_headers: Path
-    crt: Path  # host headers that only triton's package has
 
 
 def why_not() -> str | None:
@@ -49,8 +38,8 @@ def why_not() -> str | None:
 
 
 @functools.cache
-def _find() -> Toolkit | str:
-    """Find NVIDIA's packages beside torch, or say what is missing."""
+def _find() -> dict[str, Path] | str:
+    """Find what NVIDIA's packages bring along, which torch's CUDA build depends on, or say what is missing."""
     packages = TORCH.parent
     wanted = {
         "runtime": "nvidia/**/lib/libcudart.so.13",
@@ -58,30 +47,29 @@ def _find() -> Toolkit | str:
         "nvrtc": "nvidia/**/lib/libnvrtc.so.*",
         "headers": "nvidia/**/include/cuda_runtime_api.h",
         "nccl_headers": "nvidia/**/include/nccl.h",
-        "crt": "triton/backends/nvidia/include/crt/host_defines.h",
+        "crt": "triton/backends/nvidia/include/crt/host_defines.h",  # host headers that only triton's package has
     }
-    found = {name: next(packages.glob(pattern), None) for name, pattern in wanted.items()}
-    missing = [wanted[name] for name, path in found.items() if path is None]
+    found = {name: path for name, pattern in wanted.items() if (path := next(packages.glob(pattern), None))}
+    missing = [pattern for name, pattern in wanted.items() if name not in found]
     if missing:
         return f"no {' and no '.join(missing)} in {packages}; the fake device is built with them"
-    return Toolkit(**{name: path for name, path in found.items() if path is not None})
+    return found
 
 
-def _key(toolkit: Toolkit) -> str:
+def _key(toolkit: dict[str, Path]) -> str:
     """Name the libraries by all that they are made of."""
     digest = hashlib.sha256(f"{torch.__version__} {torch.version.git_version} {_COMPILER}".encode())
     for source in sorted(path for path in [*SOURCES.rglob("*"), Path(__file__)] if path.is_file()):
         digest.update(source.name.encode() + source.read_bytes())
-    for library in (toolkit.runtime, toolkit.nccl):
+    for library in (toolkit["runtime"], toolkit["nccl"]):
         digest.update(f"{library.name} {library.stat().st_size}".encode())
     return digest.hexdigest()[:16]
 
 
 def build() -> Path:
     """Return the directory of the libraries, building them first where they are not there yet."""
-    reason = why_not()
-    toolkit = _find()
-    assert reason is None and isinstance(toolkit, Toolkit), reason
+    reason, toolkit = why_not(), _find()
+    assert reason is None and isinstance(toolkit, dict), reason
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crossover_ddp" / "fake_cuda"
     cache.mkdir(parents=True, exist_ok=True)
     libraries = cache / _key(toolkit)
@@ -97,13 +85,13 @@ def build() -> Path:
     return libraries
 
 
-def _build_all(toolkit: Toolkit, work: Path) -> None:
+def _build_all(toolkit: dict[str, Path], work: Path) -> None:
     """Compile the three libraries at the same time."""
-    out, runtime, nvrtc = work / "libraries", toolkit.runtime.name, toolkit.nvrtc.name
+    out, runtime, nvrtc = work / "libraries", toolkit["runtime"].name, toolkit["nvrtc"].name
     out.mkdir()
     (work / "include").mkdir()
-    (work / "include" / "crt").symlink_to(toolkit.crt.parent)
-    headers = _options("-I", work / "include", toolkit.headers.parent, toolkit.nccl_headers.parent)
+    (work / "include" / "crt").symlink_to(toolkit["crt"].parent)
+    headers = _options("-I", work / "include", toolkit["headers"].parent, toolkit["nccl_headers"].parent)
     of_torch = _options("-I", TORCH / "include", TORCH / "include/torch/csrc/api/include")
     libraries = [f"-L{TORCH / 'lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda", "-ltorch"]
     parts = [work / f"{name}.o" for name in ("runtime", "streams", "driver")]
@@ -113,12 +101,12 @@ def _build_all(toolkit: Toolkit, work: Path) -> None:
         _compile("-c", SOURCES / "nvrtc.cpp", "-o", work / "nvrtc.o"),
         _compile("-O1", *headers, *of_torch, SOURCES / "kernels.cpp", *libraries, "-o", out / "kernels.so"),
     )
-    _write_rest(toolkit.runtime, parts, "cuda", 801)  # cudaErrorNotSupported
-    _write_rest(toolkit.nvrtc, [work / "nvrtc.o"], "nvrtc", 11)  # NVRTC_ERROR_INTERNAL_ERROR
-    _write_rest(toolkit.nccl, [work / "nccl.o"], "nccl", 5)  # ncclInvalidUsage
+    _write_rest(toolkit["runtime"], parts, "cuda", 801)  # cudaErrorNotSupported
+    _write_rest(toolkit["nvrtc"], [work / "nvrtc.o"], "nvrtc", 11)  # NVRTC_ERROR_INTERNAL_ERROR
+    _write_rest(toolkit["nccl"], [work / "nccl.o"], "nccl", 5)  # ncclInvalidUsage
     _run_all(
         _link(out / runtime, *parts, work / "runtime.rest.cpp", "-ldl"),
-        _link(out / toolkit.nccl.name, work / "nccl.o", work / "nccl.rest.cpp"),
+        _link(out / toolkit["nccl"].name, work / "nccl.o", work / "nccl.rest.cpp"),
         _link(out / nvrtc, work / "nvrtc.o", work / "nvrtc.rest.cpp"),
     )
     (out / "libcuda.so.1").symlink_to(runtime)
@@ -166,10 +154,11 @@ def _run_all(*commands: Sequence[str]) -> None:
         subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for words in commands
     ]
-    failures = []
-    for process in running:
-        output, _ = process.communicate()
-        if process.returncode:
-            failures.append(f"{' '.join(map(str, process.args))}\n{output}")  # type: ignore[arg-type]
+    outputs = [process.communicate()[0] for process in running]
+    failures = [
+        f"{' '.join(words)}\n{output}"
+        for process, words, output in zip(running, commands, outputs, strict=True)
+        if process.returncode
+    ]
     if failures:
         raise BuildError("\n".join(failures))

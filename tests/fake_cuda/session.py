@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import pytest
 
@@ -27,11 +27,8 @@ _DUMP_TIMEOUT_S: Final = 5.0
 _OUTPUT_LIMIT_BYTES: Final = 20_000
 
 
-class Order(NamedTuple):
-    """What the other process is to run."""
-
-    nodeid: str
-    following: str | None  # for fixtures that both use
+# A test's nodeid, and that of the one after it, for fixtures that both use.
+Order = tuple[str, str | None]
 
 
 def plugin(config: pytest.Config) -> "OnFakeDevice | Served | None":
@@ -106,7 +103,7 @@ class OnFakeDevice:
             return None
         follows = nextitem is not None and nextitem.get_closest_marker(MARKER)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        order = Order(item.nodeid, nextitem.nodeid if nextitem is not None and follows else None)
+        order = item.nodeid, nextitem.nodeid if nextitem is not None and follows else None
         for report in self._reports(item, order):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -142,9 +139,9 @@ class Served:
         items = {item.nodeid: item for item in session.items}
         try:
             while True:
-                order: Order = self._orders.recv()
-                following = None if order.following is None else items[order.following]
-                self._config.hook.pytest_runtest_protocol(item=items[order.nodeid], nextitem=following)
+                nodeid, following = self._orders.recv()
+                nextitem = None if following is None else items[following]
+                self._config.hook.pytest_runtest_protocol(item=items[nodeid], nextitem=nextitem)
                 self._orders.send(None)
         except EOFError:
             return True

@@ -1,5 +1,6 @@
 """The device keeps the orders that CUDA promises, and only these: what a program forgets shows."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,6 @@ def side() -> torch.cuda.Stream:
 
 def here() -> torch.cuda.Stream:
     return torch.cuda.current_stream()
-
-
-# --- streams and events
 
 
 @pytest.mark.parametrize(
@@ -95,9 +93,6 @@ def test_a_result_whose_shape_the_host_computes_comes_in_stream_order_too() -> N
     assert all(torch.equal(each, expected) for each in found)
 
 
-# --- memory
-
-
 @pytest.mark.parametrize("told", [True, False])
 def test_memory_that_another_stream_uses_is_lent_again_unless_that_is_told(
     side: torch.cuda.Stream, told: bool
@@ -121,32 +116,21 @@ def test_pinned_memory_is_read_when_it_is_copied_and_other_memory_at_once(
 ) -> None:
     host = torch.ones(1000, pin_memory=pinned)
     on_device = torch.empty(1000, device="cuda")
-    gate = held(side)
-    if pinned:
-        with gate, torch.cuda.stream(side):
-            on_device.copy_(host, non_blocking=True)
-            host.fill_(2.0)
-    else:
+    with held(side) if pinned else contextlib.nullcontext(), torch.cuda.stream(side):
         on_device.copy_(host, non_blocking=True)
         host.fill_(2.0)
     assert on_device[0].item() == (2.0 if pinned else 1.0)
-
-
-# --- what is not covered raises
 
 
 @pytest.mark.parametrize(
     "wrong, text",
     [
         (lambda: sparse().coalesce(), "does not cover the kernel"),
-        (
-            lambda: torch.ops.aten._fused_dropout(torch.ones(3, device="cuda"), 0.5),
-            "does not cover aten::_fused",
-        ),
+        (lambda: torch.ops.aten._fused_dropout(ones(), 0.5), "does not cover aten::_fused"),
         (lambda: torch.cuda._compile_kernel("void k() {}", "k"), "CUDA error"),
-        (lambda: torch.ones(3, device="cuda") + torch.ones(3), "one on the CPU"),
-        (lambda: torch.ones(3, device="cuda") + torch.ones(3, device="cuda:1"), "all tensors on one device"),
-        (lambda: torch.ones(3, device="cuda:2"), "cudaErrorInvalidDevice|invalid device"),
+        (lambda: ones() + torch.ones(3), "one on the CPU"),
+        (lambda: ones() + ones("cuda:1"), "all tensors on one device"),
+        (lambda: ones("cuda:2"), "cudaErrorInvalidDevice|invalid device"),
         (lambda: torch.cuda.set_device(2), "cudaErrorInvalidDevice|invalid device"),
         (lambda: torch.cuda.Event(interprocess=True).record(), "cudaErrorNotSupported|not supported"),
     ],
@@ -156,12 +140,13 @@ def test_what_cannot_be_computed_right_raises(wrong: Callable[[], object], text:
         wrong()
 
 
+def ones(device: str = "cuda") -> torch.Tensor:
+    return torch.ones(3, device=device)
+
+
 def sparse() -> torch.Tensor:
     indices = torch.zeros(1, 2, dtype=torch.int64, device="cuda")
     return torch.sparse_coo_tensor(indices, torch.ones(2, device="cuda"), (3,), check_invariants=False)
-
-
-# --- chance
 
 
 def test_random_numbers_are_those_of_the_devices_seed() -> None:
@@ -179,8 +164,6 @@ def test_random_numbers_are_those_of_the_devices_seed() -> None:
     assert torch.equal(draw(), first)
 
 
-# --- devices
-
 SCRIPT = """
 import torch
 from tests.fake_cuda import contexts
@@ -196,18 +179,13 @@ def test_a_process_sees_the_devices_it_is_given_and_has_contexts_where_it_comput
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     given = {
-        "0,1,2": "['42', '43', '44'] [] [2]",
         "2,0": "['44', '42'] [] [1]",
-        "1,7,0": "['43'] [] [0]",
-        "GPU-43434343": "['43'] [] [0]",
+        "GPU-43434343,7": "['43'] [] [0]",
         "": "[] [] []",
     }
     environments = [{"FAKE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": devices} for devices in given]
     with spawn_script(script, len(given), environment=environments, forked=True) as ranks:
         assert [output.splitlines()[-1] for output in ranks.wait(60.0)] == list(given.values())
-
-
-# --- graphs
 
 
 def test_a_graph_computes_again_on_what_its_memory_holds(side: torch.cuda.Stream) -> None:

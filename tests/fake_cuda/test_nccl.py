@@ -24,16 +24,10 @@ def test_collectives_are_right_however_late(rank: int, seed: int) -> None:
     torch.cuda.set_device(rank % DEVICES)
     with late(seed=seed, nccl_us=100, nccl_jitter_us=3000, kernel_jitter_us=1000, copy_jitter_us=1000):
         own = values(rank).pin_memory().cuda(non_blocking=True)
-        out = {
-            name: own.clone()
-            for name in ("sum", "mean", "most", "broadcast", "exchanged", "received", "pair")
-        }
-        for name, op in (
-            ("sum", dist.ReduceOp.SUM),
-            ("mean", dist.ReduceOp.AVG),
-            ("most", dist.ReduceOp.MAX),
-        ):
-            dist.all_reduce(out[name], op=op)
+        copied = ("sum", "mean", "most", "broadcast", "exchanged", "received", "pair")
+        out = {name: own.clone() for name in copied}
+        for name, op in (("sum", "SUM"), ("mean", "AVG"), ("most", "MAX")):
+            dist.all_reduce(out[name], op=getattr(dist.ReduceOp, op))
         dist.all_reduce(out.setdefault("bfloat16", own.bfloat16()))
         dist.reduce_scatter_tensor(out.setdefault("scattered", own.new_empty(2)), own)
         dist.all_gather_into_tensor(out.setdefault("gathered", own.new_empty(2 * RANKS)), own[:2].clone())
