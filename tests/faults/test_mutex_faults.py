@@ -111,7 +111,7 @@ def with_fates(lane: Lane, directory: Path, *fates: tuple[Deed, float], ends_at_
     assert violations(story) == []
     for survivor, victim in pairs:
         struck = [story.ranks[victim.number, rank] for rank in victim.deeds[0].ranks]
-        since_s = max(min([rank.killed_s, *(begin_s for begin_s, _ in rank.stops)]) for rank in struck)
+        since_s = max(min([rank.gone_by_s, *(begin_s for begin_s, _ in rank.stops)]) for rank in struck)
         ends_s = [story.ranks[survivor.number, rank].claims[-1].begins_s for rank in BOTH]
         assert min(ends_s) > since_s, f"the survivor of {victim.deeds} has not seen it"
     return [[story.ranks[survivor.number, rank] for rank in BOTH] for survivor, _ in pairs]
