@@ -49,10 +49,8 @@ def _place_on_gpu(item: pytest.Item) -> None:
         if found < count:
             item.add_marker(pytest.mark.skip(reason=f"needs {count} GPUs, found {found}"))
     elif "real" in needs:
-        reason = (
-            f"the fake device has {needs['real']}; run tests/gpu/run_all.sh on a machine with an NVIDIA GPU"
-        )
-        item.add_marker(pytest.mark.skip(reason=reason))
+        where = "run tests/gpu/run_all.sh on a machine with an NVIDIA GPU"
+        item.add_marker(pytest.mark.skip(reason=f"the fake device has {needs['real']}; {where}"))
     elif item.get_closest_marker("gpu"):
         item.add_marker(fake_cuda.MARKER)
 

@@ -8,13 +8,12 @@ would, ``single_process_group`` needs no process at all. ``leaks`` finds what a 
 from . import documents
 from .groups import single_process_group
 from .ranks import Job, RankError, close_pools, in_ranks, run_jobs, run_ranks
-from .scripts import ScriptError, ScriptRanks, spawn_script
+from .scripts import ScriptError, spawn_script
 
 __all__ = [
     "Job",
     "RankError",
     "ScriptError",
-    "ScriptRanks",
     "close_pools",
     "documents",
     "in_ranks",

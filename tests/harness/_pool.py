@@ -8,7 +8,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ class Worker:
         theirs.close()
 
     def wait_until_ready(self) -> None:
-        """Return when the process has started and waits for its first task."""
         if not self.orders.poll(START_TIMEOUT_S):
             raise TimeoutError(f"a rank did not start within {START_TIMEOUT_S:.0f} s\n{self.read_output()}")
         self.orders.recv()
@@ -43,12 +42,10 @@ class Worker:
 
     def receive(self) -> Report | None:
         """Return the report that has arrived, or None when the process has ended without one."""
-        try:
+        with contextlib.suppress(EOFError, ConnectionResetError):
             if self.orders.poll():
                 report: Report = self.orders.recv()
                 return report
-        except (EOFError, ConnectionResetError):
-            pass
         self.process.join()
         return None
 
@@ -60,7 +57,6 @@ class Worker:
         return f"exited with status {status} and without a result"
 
     def read_output(self) -> str:
-        """Return the end of what the process has written since its current task began."""
         data = self.output.read_bytes() if self.output.exists() else b""
         return data[-OUTPUT_LIMIT_BYTES:].decode(errors="replace")
 
@@ -116,7 +112,6 @@ class Pool:
                 worker.end()
 
     def close(self) -> None:
-        """End all processes; the next run starts new ones."""
         for worker in self._idle:
             worker.end()
         self._idle.clear()
@@ -126,10 +121,8 @@ class Pool:
             self._directory = None
 
 
-def ready(workers: "dict[int, Worker]", timeout_s: float) -> list[int]:
+def ready(workers: dict[int, Worker], timeout_s: float) -> list[int]:
     """Wait until some of the processes have reported or ended; an empty list tells of the timeout."""
-    waited: dict[Connection[Any, Any] | int, int] = {}
-    for index, worker in workers.items():
-        waited[worker.orders] = index
-        waited[worker.process.sentinel] = index
-    return sorted({waited[each] for each in wait(list(waited), timeout_s)})  # type: ignore[index]
+    waited: dict[Any, int] = {each.orders: index for index, each in workers.items()}
+    waited |= {each.process.sentinel: index for index, each in workers.items()}
+    return sorted({waited[each] for each in wait(list(waited), timeout_s)})

@@ -45,10 +45,8 @@ def forked(target: Any, args: tuple[Any, ...]) -> multiprocessing.context.ForkSe
     if forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
         former = Path.cwd()
         os.chdir(_ROOT)
-        try:
-            forkserver.ensure_running()
-        finally:
-            os.chdir(former)
+        forkserver.ensure_running()
+        os.chdir(former)
     return context.Process(target=target, args=args)
 
 
@@ -60,32 +58,13 @@ class _Order(NamedTuple):
     cwd: str
     core: int | None
     namespace: str  # of the network; empty for the server's own
-    streams: "Sequence[_Stream]"
-
-
-class _Stream:
-    """A file descriptor that is passed on with the order."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-
-    def __reduce__(self) -> Any:
-        return _received, (reduction.DupFd(self.descriptor),)
-
-
-def _received(passed: Any) -> _Stream:
-    return _Stream(passed.detach())
 
 
 class ForkedScript(Child):
-    """A `Child` that is forked, not started, for a command that runs a Python script.
+    """A `Child` that is forked, not started, for a command that runs a Python script; see `is_script`.
 
-    Args:
-        words: ``[ip netns exec NAMESPACE] python script.py [argument …]``, or ``-c source``; see `is_script`.
-        environment: all its variables, which show in ``/proc`` as the server's, however.
-        core: the only core that it may run on; None leaves it free.
-        death_signal: always SIGKILL, when the tests end.
-        cwd, stdin, stdout, stderr, text: as `subprocess.Popen` has them, as far as tests need it.
+    It dies with the tests, and its variables show in ``/proc`` as the server's. Other options are those of
+    `subprocess.Popen`, as far as tests need them.
     """
 
     def __init__(
@@ -107,8 +86,9 @@ class ForkedScript(Child):
         self.args, self.returncode = words, None
         self.stdin, self.stdout, self.stderr = None, None, None
         with contextlib.ExitStack() as theirs:
-            given = os.open(os.devnull, os.O_RDONLY) if stdin == subprocess.DEVNULL else None
-            if given is None:
+            if stdin == subprocess.DEVNULL:
+                given = os.open(os.devnull, os.O_RDONLY)
+            else:
                 given, mine = os.pipe()
                 self.stdin = os.fdopen(mine, "w" if text else "wb")
             theirs.callback(os.close, given)
@@ -118,38 +98,37 @@ class ForkedScript(Child):
                 theirs.callback(os.close, written)
             else:
                 written = _descriptor(stdout)
-            errors = written if stderr == subprocess.STDOUT else _descriptor(stderr)
             order = _Order(
                 list(words[words.index(sys.executable) + 1 :]),
                 dict(environment),
                 str(cwd or os.getcwd()),
                 core,
                 words[words.index("exec") + 1] if words[0] != sys.executable else "",
-                [_Stream(given), _Stream(written), _Stream(errors)],
             )
-            self._begin(order)
-
-    def _begin(self, order: _Order) -> None:
-        begun, tell = context.Pipe(duplex=False)
-        self._process = forked(_run, (order, tell))
-        self._process.start()
-        tell.close()
-        with begun, contextlib.suppress(EOFError):
-            if not begun.poll(START_TIMEOUT_S):
-                raise TimeoutError(f"a forked script did not begin within {START_TIMEOUT_S:.0f} s")
-            begun.recv_bytes()  # from now on signals to its session reach it
-        assert self._process.pid is not None
-        self.pid = self._process.pid
+            ours, told = context.Pipe()
+            self._process = forked(_run, (order, told))
+            self._process.start()
+            told.close()
+            assert self._process.pid is not None
+            self.pid = self._process.pid
+            with ours, contextlib.suppress(EOFError, BrokenPipeError):
+                for stream in (
+                    given,
+                    written,
+                    written if stderr == subprocess.STDOUT else _descriptor(stderr),
+                ):
+                    reduction.send_handle(ours, stream, self.pid)  # type: ignore[arg-type]
+                if not ours.poll(START_TIMEOUT_S):
+                    raise TimeoutError(f"a forked script did not begin within {START_TIMEOUT_S:.0f} s")
+                ours.recv_bytes()  # from now on signals to its session reach it
 
     def poll(self) -> int | None:
-        """Return the exit code, -n for signal n; None while it runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end and return the exit code."""
         self._process.join(timeout)
-        code = self._process.exitcode
-        if code is None:
+        if (code := self._process.exitcode) is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         self.returncode = code
         for stream in (self.stdin, self.stdout):
@@ -164,12 +143,11 @@ def _descriptor(stream: Any) -> int:
 
 def is_script(words: Sequence[str]) -> bool:
     """Say whether a command runs a Python script, by itself or in a network name space."""
-    if sys.executable not in words:
+    if sys.executable not in words[:-1]:
         return False
     place = list(words).index(sys.executable)
-    before, after = list(words[:place]), words[place + 1 :]
-    runs_one = bool(after) and (after[0].endswith(".py") or after[0] == "-c")
-    return runs_one and (not before or before[1:3] == ["netns", "exec"])
+    before, first = list(words[:place]), words[place + 1]
+    return (first.endswith(".py") or first == "-c") and (not before or before[1:3] == ["netns", "exec"])
 
 
 def forked_if_script(words: Sequence[str], environment: Mapping[str, str], **options: Any) -> Child:
@@ -177,17 +155,17 @@ def forked_if_script(words: Sequence[str], environment: Mapping[str, str], **opt
     return (ForkedScript if is_script(words) else Child)(words, environment, **options)
 
 
-def _run(order: _Order, begun: "Connection[Any, Any]") -> None:
+def _run(order: _Order, tell: "Connection[Any, Any]") -> None:
     """Become the script. Unlike a command it ends without the interpreter's own end, but with all exit handlers."""
     os.setsid()
-    begun.send_bytes(b"")
-    begun.close()
+    streams = [reduction.recv_handle(tell) for _ in range(3)]
+    tell.send_bytes(b"")
+    tell.close()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # the server dies with the tests
-    for number, stream in enumerate(order.streams):
-        os.dup2(stream.descriptor, number)
-    for descriptor in {stream.descriptor for stream in order.streams}:
-        os.close(descriptor)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
     if order.namespace:
         with open(f"/run/netns/{order.namespace}") as namespace:
             if libc.setns(namespace.fileno(), _CLONE_NEWNET):

@@ -85,14 +85,11 @@ def _run(task: Task) -> Report:
     try:
         function, args = pickle.loads(task.call)
         if task.backend is not None:
-            dist.init_process_group(
-                task.backend,
-                store=dist.FileStore(task.store, task.world_size),
-                rank=task.rank,
-                world_size=task.world_size,
-                # Later than the harness's own timeout, so that a hang is reported with its stack.
-                timeout=timedelta(seconds=task.timeout_s + ORPHAN_GRACE_S),
-            )
+            store = dist.FileStore(task.store, task.world_size)
+            # Later than the harness's own timeout, so that a hang is reported with its stack.
+            limit = timedelta(seconds=task.timeout_s + ORPHAN_GRACE_S)
+            place = {"rank": task.rank, "world_size": task.world_size}
+            dist.init_process_group(task.backend, store=store, timeout=limit, **place)
         return Report(result=pickle.dumps(function(task.rank, task.world_size, *args)))
     except BaseException as error:
         return Report(failure=f"{traceback.format_exc()}{_names_of(error)}")

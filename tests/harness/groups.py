@@ -34,8 +34,7 @@ def free_port() -> int:
     """Return a port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -52,16 +51,12 @@ def single_process_group(backend: str = "gloo") -> Iterator[dist.ProcessGroup]:
 
 def join_over(rank: int, world_size: int, store: dist.Store | None = None) -> dist.Store:
     """Make the default group again, on a store that rank 0 serves or on the given one; returns the store."""
-    ports = [0]
     if store is None:
-        if rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            ports = [store.port]
+        store = None if rank else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ports = [store and store.port]
         dist.broadcast_object_list(ports)
-        if store is None:
-            store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        store = store or dist.TCPStore("127.0.0.1", ports[0], is_master=False)
+    dist.destroy_process_group()
     limit = timedelta(seconds=60.0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     return store

@@ -5,7 +5,7 @@ Each is a context manager for this process, so ranks enter it themselves.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 from unittest import mock
 
@@ -23,48 +23,28 @@ from crossover_ddp._system.comparing import PLAIN
 from crossover_ddp._turns import channel
 from crossover_ddp._turns.segment import TurnSegment
 
+Patch = contextlib.AbstractContextManager[object]
 TRIAL: Final = (WARM_UP, BLOCK, WARM_UP + 2 * BLOCK * min(PLAIN))
-"""Backward passes of a trial of deferring: before it, of one kind in a row, to its end where
-the difference is plain."""
+"""Backward passes of a trial of deferring: before it, of one kind in a row, to its end where that is plain."""
 
 
-@contextlib.contextmanager
 def refuse_bucket(
-    which: int | str | Callable[[dist.GradBucket], bool] = 0,
-    *,
-    error: Exception | None = None,
-    times: int | None = None,
-) -> Iterator[None]:
-    """Refuse a bucket before anything of it is sent, whatever the hook.
+    which: int | str = 0, *, error: Exception | None = None, times: float = float("inf")
+) -> Patch:
+    """Refuse the bucket of an index, or the "last", so often, before anything of it is sent, whatever the hook."""
+    original = Exchange._bucket
 
-    Args:
-        which: its index, "last", "every", or a function that tells whether a bucket is it.
-        error: what is raised; ``KeyError("ours")`` if none is given.
-        times: so often at most; None: always.
-    """
-    left = float("inf") if times is None else times
+    def taken(self: Exchange, bucket: dist.GradBucket, *args: Any, **options: Any) -> Any:
+        nonlocal times
+        if times > 0 and (bucket.is_last() if which == "last" else bucket.index() == which):
+            times -= 1
+            raise error or KeyError("ours")
+        return original(self, bucket, *args, **options)
 
-    def is_it(bucket: dist.GradBucket) -> bool:
-        if callable(which):
-            return which(bucket)
-        return which == "every" or (bucket.is_last() if which == "last" else bucket.index() == which)
-
-    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def taken(self: Any, bucket: dist.GradBucket, *args: Any, **options: Any) -> Any:
-            nonlocal left
-            if left > 0 and is_it(bucket):
-                left -= 1
-                raise error or KeyError("ours")
-            return original(self, bucket, *args, **options)
-
-        return taken
-
-    with mock.patch.object(Exchange, "_bucket", refusing(Exchange._bucket)):
-        yield
+    return mock.patch.object(Exchange, "_bucket", taken)
 
 
-@contextlib.contextmanager
-def before_last_bucket(do: Callable[[], object]) -> Iterator[None]:
+def before_last_bucket(do: Callable[[], object]) -> Patch:
     """Have something done in the hook of each last bucket, before it is sent."""
     original = Exchange.carry
 
@@ -73,33 +53,26 @@ def before_last_bucket(do: Callable[[], object]) -> Iterator[None]:
             do()
         return original(self, bucket, *args, **options)
 
-    with mock.patch.object(Exchange, "carry", carry):
-        yield
+    return mock.patch.object(Exchange, "carry", carry)
 
 
-@contextlib.contextmanager
-def break_engine(error: Exception) -> Iterator[None]:
+def break_engine(error: Exception) -> Patch:
     """Let no hook reach its group's engine: what a mistake of our own would look like."""
-    with mock.patch.object(Exchange, "of", mock.Mock(side_effect=error)):
-        yield
+    return mock.patch.object(Exchange, "of", mock.Mock(side_effect=error))
 
 
-@contextlib.contextmanager
-def force_native() -> Iterator[None]:
+def force_native() -> Patch:
     """Let gloo count as a backend with collectives of its own; it has all that is needed."""
-    with mock.patch.object(Exchange, "sends_messages", lambda self, device: False):
-        yield
+    return mock.patch.object(Exchange, "sends_messages", lambda self, device: False)
 
 
-@contextlib.contextmanager
-def force_native_alone() -> Iterator[None]:
+def force_native_alone() -> Patch:
     """Let one rank on a device, which has nothing to send, take the backend's own collectives all the same."""
 
     def made(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Native:
         return Native(group, Device(device, by_host=False))
 
-    with mock.patch.object(Exchange, "_made", made):
-        yield
+    return mock.patch.object(Exchange, "_made", made)
 
 
 def pretend_times(state: DecoupledState, *, deferred_s: float, whole_s: float) -> None:
@@ -120,15 +93,12 @@ def pretend_times(state: DecoupledState, *, deferred_s: float, whole_s: float) -
     trial.backward_ended = backward_ended  # type: ignore[method-assign, assignment]
 
 
-@contextlib.contextmanager
-def kfac_of_no_layer() -> Iterator[None]:
+def kfac_of_no_layer() -> Patch:
     """Let `KFACState` take a model of which it treats no layer, which a user is not allowed."""
-    with mock.patch.object(settings, "check_any"):
-        yield
+    return mock.patch.object(settings, "check_any")
 
 
-@contextlib.contextmanager
-def start_near_wrap(*, left: int) -> Iterator[None]:
+def start_near_wrap(*, left: int) -> Patch:
     """Let engines made here begin ``left`` transfers before numbers leave the range of gloo's tags, on channel 15."""
     original = links.Gloo.__init__
 
@@ -137,8 +107,7 @@ def start_near_wrap(*, left: int) -> Iterator[None]:
         self._channel = (1 << links._CHANNEL_BITS) - 1
         self._numbers = itertools.count((links._PRIVATE_TAG << 1) // links._STAGES - left)
 
-    with mock.patch.object(links.Gloo, "__init__", begin):
-        yield
+    return mock.patch.object(links.Gloo, "__init__", begin)
 
 
 def give_up(mutex: GPUMutex, error: Exception) -> None:
@@ -146,22 +115,16 @@ def give_up(mutex: GPUMutex, error: Exception) -> None:
     mutex._give_up(error)
 
 
-@contextlib.contextmanager
-def shared_memory_at(base: str) -> Iterator[None]:
+def shared_memory_at(base: str) -> Patch:
     """Let this process find its siblings' memory in another directory, as in a container."""
-    with mock.patch.object(TurnSegment.__init__, "__kwdefaults__", {"base": base}):
-        yield
+    return mock.patch.object(TurnSegment.__init__, "__kwdefaults__", {"base": base})
 
 
-@contextlib.contextmanager
-def grants_kept(count: int) -> Iterator[None]:
+def grants_kept(count: int) -> Patch:
     """Let this process keep so many turns' numbers in its job's store before it removes the oldest."""
-    with mock.patch.object(channel, "_KEPT", count):
-        yield
+    return mock.patch.object(channel, "_KEPT", count)
 
 
-@contextlib.contextmanager
-def pretend_host(name: str) -> Iterator[None]:
+def pretend_host(name: str) -> Patch:
     """Let this process count as one of host ``name`` for ``ElasticState(mode="wild")``."""
-    with mock.patch.object(shared_centre, "_host", lambda: name):
-        yield
+    return mock.patch.object(shared_centre, "_host", lambda: name)

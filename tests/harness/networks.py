@@ -8,19 +8,26 @@ from torch import nn
 
 
 def mlp(*widths: int, seed: int, tanh_last: bool = False, **options: Any) -> nn.Sequential:
-    """Return linear layers of these widths, the same on all ranks.
-
-    Args:
-        widths: of the inputs, then of each layer.
-        seed: of its weights.
-        tanh_last: tanh also behind the last layer.
-        options: of ``nn.Linear``.
-    """
+    """Return linear layers of these widths, the inputs' first, the same on all ranks; ``options``: of ``nn.Linear``."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs, **options), nn.Tanh()]
     return nn.Sequential(*(layers if tanh_last else layers[:-1]))
+
+
+class Branches(nn.Module):
+    """Uses one of two layers, in the next forward the other one, and a third behind both."""
+
+    def __init__(self, place: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head, self.place = nn.Linear(6, 1), place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.place += 1
+        return self.head(self.branches[(self.place - 1) % 2](x))  # type: ignore[no-any-return]
 
 
 class _Fuse(torch.autograd.Function):

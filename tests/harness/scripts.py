@@ -1,6 +1,6 @@
 """Run a script in several processes as torchrun would, with a handle on each of them."""
 
-import functools
+import contextlib
 import os
 import shutil
 import signal
@@ -10,17 +10,14 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from ._preloaded import ForkedScript
 from .children import Child, end, wait_any
 from .groups import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-# From SIGABRT until the interpreter has written its stacks, even on a busy machine.
-DUMP_TIMEOUT_S = 5.0
-# What ranks get to end by themselves when another one has failed.
-AFTERMATH_S = 10.0
+DUMP_TIMEOUT_S = 5.0  # from SIGABRT until the interpreter has written its stacks, even on a busy machine
+AFTERMATH_S = 10.0  # what ranks get to end by themselves when another one has failed
 OUTPUT_LIMIT_BYTES = 20_000
 
 
@@ -38,8 +35,8 @@ class ScriptError(Exception):
     """A rank of a script failed or hung; the message carries the output of all ranks."""
 
 
-class ScriptRanks:
-    """The running processes of a script, a context manager that lets none of them survive its block."""
+class ScriptRanks(contextlib.AbstractContextManager["ScriptRanks"]):
+    """The running processes of a script, none of which survives its block."""
 
     def __init__(
         self,
@@ -50,40 +47,32 @@ class ScriptRanks:
         forked: Collection[int],
     ) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="script-"))
-        self.words = list(words)
+        self._words = list(words)
         self.processes: list[Child] = []
         for rank, environment in enumerate(environments):
             with self._path(rank).open("wb") as output:
-                start = functools.partial(
-                    ForkedScript if rank in forked else Child,
-                    environment=environment,
+                options = [] if rank in forked else ["-X", "faulthandler"]  # on in what is forked
+                start = ForkedScript if rank in forked else Child
+                child = start(
+                    [sys.executable, *options, *self._words],
+                    environment,
                     death_signal=signal.SIGKILL,
                     cwd=cwd,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                 )
-                options = [] if rank in forked else ["-X", "faulthandler"]  # on in what is forked
-                self.processes.append(start([sys.executable, *options, *self.words]))
+                self.processes.append(child)
 
-    def __enter__(self) -> "ScriptRanks":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end()
+    def __exit__(self, *exc_info: object) -> None:
+        end(self.processes, grace_s=0.0)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def wait(self, timeout_s: float, *, deaths: Mapping[int, signal.Signals] | None = None) -> list[str]:
-        """Wait for all ranks to end well and return their outputs.
+        """Wait for all ranks to end well and return their outputs; else `ScriptError`.
 
-        Args:
-            timeout_s: After this the ranks still running are ended, with the stacks of their threads
-                in the output.
-            deaths: Ranks that must have died, and by which signal.
-
-        Raises:
-            ScriptError: A rank hung, or ended with another status than it should have.
+        After ``timeout_s`` ranks that still run are ended, with the stacks of their threads in the output. ``deaths``:
+        ranks that must have died, and by which signal.
         """
         expected = {rank: -death for rank, death in (deaths or {}).items()}
         hung = self._wait_for_exit(timeout_s, expected)
@@ -94,16 +83,15 @@ class ScriptRanks:
         for rank, process in enumerate(self.processes):
             status = process.poll()
             if status is not None and status != expected.get(rank, 0) and rank not in hung:
-                death = f"was killed by {signal.Signals(-status).name}" if status < 0 else ""
-                failed.append(f"rank {rank} {death or f'exited with status {status}'}")
+                killed = status < 0 and f"was killed by {signal.Signals(-status).name}"
+                failed.append(f"rank {rank} {killed or f'exited with status {status}'}")
         aftermath = "did not end either" if failed else f"hung for {timeout_s:.0f} s"
         failed += [f"rank {rank} {aftermath}" for rank in hung]
         if failed:
-            raise ScriptError(f"{', '.join(failed)}: {' '.join(self.words)}\n{self._all_output()}")
+            raise ScriptError(f"{', '.join(failed)}: {' '.join(self._words)}\n{self._all_output()}")
         return [self.output(rank) for rank in range(len(self.processes))]
 
     def output(self, rank: int) -> str:
-        """Return what a rank has written to stdout and stderr so far."""
         return self._path(rank).read_bytes().decode(errors="replace")
 
     def wait_for_output(self, rank: int, text: str, timeout_s: float) -> str:
@@ -116,15 +104,6 @@ class ScriptRanks:
                 )
             time.sleep(0.01)
         return output
-
-    def send_signal(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to a rank and to all its children."""
-        self.processes[rank].signal_session(number)
-
-    def end(self) -> None:
-        """Kill what is left of every rank and of its children."""
-        end(self.processes, grace_s=0.0)
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _path(self, rank: int) -> Path:
         return self._directory / f"rank{rank}"
@@ -155,33 +134,27 @@ def spawn_script(
     cwd: Path = ROOT,
     forked: bool | Collection[int] = False,
 ) -> ScriptRanks:
-    """Start a Python script in that many processes, with the variables that torchrun sets.
+    """Start a Python script in that many processes, with the variables that torchrun sets, and further ones.
 
-    Args:
-        script: The path of the script.
-        world_size: The number of ranks.
-        args: The script's arguments.
-        environment: Further variables, the same for all ranks or one mapping per rank.
-        cwd: The working directory, the root of the repository by default.
-        forked: Fork the ranks from a process that has imported torch, which saves six seconds of
-            processor time for each, instead of starting an interpreter. Not for tests of how a process
-            ends, of how others find it by its variables, or of variables that libraries read as they
-            are loaded. A collection: only these ranks.
+    These are the same for all ranks, or one mapping per rank. Ranks may be ``forked``, all or some, from a process that
+    has imported torch, which saves six seconds of processor time for each. Not for tests of how a process ends, of how
+    others find it by its variables, or of variables that libraries read as they are loaded.
     """
-    port = free_port()
     own = environment or {}
+    common = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)),
+    }
     environments = [
         {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": "1",
+            **common,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
             **(own if isinstance(own, Mapping) else own[rank]),
         }
         for rank in range(world_size)

@@ -5,11 +5,12 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.harness import leaks, single_process_group
+from tests.harness import leaks
 from tests.harness.children import Child, end
 
 
@@ -52,10 +53,7 @@ def group() -> Callable[[], object]:
     ],
 )
 def test_each_leak_fails_its_test_and_no_other(
-    leak: Callable[[], Callable[[], object]],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    leak: Callable[[], Callable[[], object]], told: str, monkeypatch: Any, request: pytest.FixtureRequest
 ) -> None:
     assert "_nothing_left_behind" in request.fixturenames, "all tests are looked at"
     monkeypatch.setattr(leaks, "GRACE_S", 0.5)  # what leaks here does not end by itself
@@ -67,9 +65,3 @@ def test_each_leak_fails_its_test_and_no_other(
     assert "LEAKED" not in os.environ
     assert not dist.is_initialized()
     mend()
-
-
-def test_group_of_one_lives_as_long_as_its_block() -> None:
-    with single_process_group() as group:
-        assert (dist.get_world_size(group), dist.get_backend(group)) == (1, "gloo")
-    assert not dist.is_initialized()

@@ -6,6 +6,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,23 +33,15 @@ def _leak_a_thread() -> None:
     threading.Thread(target=threading.Event().wait, name="the-leaked-one", daemon=True).start()
 
 
-def _crash() -> None:
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
 # What rank 1 does, how that is told, and where in its words.
 WRONGS: dict[str, tuple[Callable[[], object], str, str]] = {
     "dies": (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL", ""),
     "exits": (lambda: os._exit(7), "exited with status 7 and without a result", ""),
-    "crashes": (_crash, "was killed by SIGSEGV", "in _crash"),
+    "crashes": (lambda: os.kill(os.getpid(), signal.SIGSEGV), "was killed by SIGSEGV", "in _go_wrong"),
     "raises": (_raise_unpicklable, "failed", "_Unpicklable: words of the unpicklable"),
     "returns": (threading.Lock, "failed", "cannot pickle '_thread.lock'"),
     "leaks a thread": (_leak_a_thread, "failed", "left behind: thread 'the-leaked-one'"),
-    "leaks a variable": (
-        lambda: os.environ.update(LEAKED="yes"),
-        "failed",
-        "variable LEAKED: None became 'yes'",
-    ),
+    "leaks": (lambda: os.environ.update(LEAKED="yes"), "failed", "variable LEAKED: None became 'yes'"),
 }
 
 
@@ -69,42 +62,23 @@ def _assert_on_rank_one(rank: int, world_size: int) -> None:
 
 
 def _hang_in_a_collective(rank: int, world_size: int) -> None:
-    if rank == 0:
-        dist.barrier()
-    else:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier() if rank == 0 else os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _leak_a_child_on_rank_one(rank: int, world_size: int, where: str) -> None:
     if rank == 1:
         leaks.GRACE_S = SHORT_GRACE_S
-        child = subprocess.Popen(["sleep", "600"])
-        Path(where).write_text(str(child.pid))
+        Path(where).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
 
 
-def _environment(rank: int, world_size: int) -> tuple[int, str | None, str | None]:
-    return os.getpid(), os.environ.get("OF_THE_TEST"), os.environ.get("OF_THE_RANK")
+def _found(rank: int, world_size: int) -> tuple[int, list[str | None], list[Any]]:
+    variables = [os.environ.get(name) for name in ("OF_THE_TEST", "OF_THE_RANK")]
+    return os.getpid(), variables, [torch.rand(()).item(), torch.get_num_threads(), dist.is_initialized()]
 
 
-def _random_and_threads(rank: int, world_size: int) -> tuple[float, int, bool]:
-    return torch.rand(()).item(), torch.get_num_threads(), dist.is_initialized()
-
-
-def test_returns_the_results_by_rank() -> None:
-    results = run_ranks(_sum_of_ranks, 3, args=(0.5,))
-    assert [result.item() for result in results] == [4.5, 4.5, 4.5]
-
-
-def test_jobs_have_groups_of_their_own() -> None:
-    jobs = [Job(_sum_of_ranks, 2, (0.0,), name="a"), Job(_sum_of_ranks, 2, (10.0,), name="b")]
-    assert run_jobs(jobs) == [[torch.tensor([1.0])] * 2, [torch.tensor([21.0])] * 2]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@in_ranks()
-def test_runs_in_ranks(rank: int, world_size: int) -> torch.Tensor:
-    assert (rank, world_size) == (dist.get_rank(), dist.get_world_size())
-    return torch.ones(world_size)
+def test_jobs_have_groups_of_their_own_and_return_results_by_rank() -> None:
+    jobs = [Job(_sum_of_ranks, 3, (0.5,), name="a"), Job(_sum_of_ranks, 2, (10.0,), name="b")]
+    assert run_jobs(jobs) == [[torch.tensor([4.5])] * 3, [torch.tensor([21.0])] * 2]
 
 
 @in_ranks(2)
@@ -121,9 +95,8 @@ def test_assertion_arrives_with_traceback_and_output() -> None:
     with pytest.raises(RankError, match="rank 1 of 2 failed") as caught:
         run_ranks(_assert_on_rank_one, 2)
     message = str(caught.value)
-    assert "the assertion of rank one" in message
-    assert "in _assert_on_rank_one" in message
-    assert "words of rank 1" in message
+    for words in ("the assertion of rank one", "in _assert_on_rank_one", "words of rank 1"):
+        assert words in message
     assert "world_size = 2" in message, "its names, as pytest would show them"
     assert message.index("rank 1 of 2") < message.index("rank 0 of 2"), "the cause comes first"
 
@@ -139,16 +112,14 @@ def test_whatever_goes_wrong_in_a_rank_is_named(what: str) -> None:
 def test_hang_in_a_collective_shows_all_stacks() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_hang_in_a_collective, 2, timeout_s=1.0)
-    assert "rank 0 of 2 hung" in str(caught.value)
-    assert "in barrier" in str(caught.value)
-    assert "rank 1 of 2 hung" in str(caught.value)
+    for words in ("rank 0 of 2 hung", "in barrier", "rank 1 of 2 hung"):
+        assert words in str(caught.value)
 
 
 def test_leaked_child_is_a_failure_and_is_ended(tmp_path: Path) -> None:
     where = tmp_path / "pid"
-    with pytest.raises(
-        RankError, match=r"rank 1 of 2 failed(.|\n)*left behind: child process \d+ \(sleep 600\)"
-    ):
+    told = r"rank 1 of 2 failed(.|\n)*left behind: child process \d+ \(sleep 600\)"
+    with pytest.raises(RankError, match=told):
         run_ranks(_leak_a_child_on_rank_one, 2, args=(str(where),))
     assert eventually(lambda: gone(int(where.read_text()))), "it is killed, not waited for"
 
@@ -164,18 +135,15 @@ def test_function_that_ranks_cannot_import_is_refused() -> None:
         run_ranks(lambda rank, world_size: None, 2)
 
 
-def test_environment_of_test_and_rank_arrive_and_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_run_starts_from_the_same_state_with_variables_that_do_not_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OF_THE_TEST", "test")
     own = [{"OF_THE_RANK": "zero"}, {"OF_THE_RANK": "one"}]
-    first = run_ranks(_environment, 2, environment=own)
+    first = run_ranks(_found, 2, environment=own, backend=None)
     monkeypatch.delenv("OF_THE_TEST")
-    second = run_ranks(_environment, 2)
-    assert [variables for _, *variables in first] == [["test", "zero"], ["test", "one"]]
-    assert [variables for _, *variables in second] == [[None, None], [None, None]]
+    second = run_ranks(_found, 2, backend=None)
+    assert [variables for _, variables, _ in first] == [["test", "zero"], ["test", "one"]]
+    assert [variables for _, variables, _ in second] == [[None, None], [None, None]]
     assert [pid for pid, *_ in first] == [pid for pid, *_ in second], "clean processes are used again"
-
-
-def test_every_run_starts_from_the_same_state() -> None:
-    first = run_ranks(_random_and_threads, 2, backend=None)
-    assert run_ranks(_random_and_threads, 2, backend=None) == first
-    assert first[0] == first[1] == (first[0][0], 1, False)
+    assert [state for *_, state in first + second] == [[first[0][2][0], 1, False]] * 4

@@ -15,9 +15,7 @@ from tests.harness.waiting import eventually, gone
 Writer = Callable[[str], Path]
 
 
-@pytest.fixture(params=[False, True], ids=["started", "forked"])
-def forked(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+both_ways = pytest.mark.parametrize("forked", [False, True], ids=["started", "forked"])
 
 
 @pytest.fixture
@@ -32,6 +30,7 @@ def script(tmp_path: Path) -> Writer:
     return write
 
 
+@both_ways
 def test_ranks_meet_by_the_variables_of_torchrun(script: Writer, forked: bool) -> None:
     path = script("""
         import torch, torch.distributed as dist
@@ -48,49 +47,29 @@ def test_ranks_meet_by_the_variables_of_torchrun(script: Writer, forked: bool) -
     assert outputs == ["rank 0 of a sees 2 ranks\n", "rank 1 of b sees 2 ranks\n"]
 
 
-def test_failing_rank_shows_its_traceback(script: Writer, forked: bool) -> None:
-    path = script("if rank == 1: raise ValueError('words of rank one')")
-    with (
-        spawn_script(path, 2, forked=forked) as ranks,
-        pytest.raises(ScriptError, match="rank 1 exited with status 1:") as caught,
-    ):
-        ranks.wait(60.0)
-    assert "ValueError: words of rank one" in str(caught.value)
-
-
-def test_hanging_rank_shows_its_stack(script: Writer, forked: bool) -> None:
+@both_ways
+def test_ranks_that_fail_hang_or_are_killed_are_told_and_nothing_survives_the_block(
+    script: Writer, forked: bool
+) -> None:
     path = script("""
         def hang_here():
-            print("hanging")
+            child = subprocess.Popen(["sleep", "600"])
+            print(child.pid, "started")
             time.sleep(600)
-        if rank == 1: hang_here()
+        if rank == 0: raise ValueError("words of rank zero")
+        hang_here()
     """)
-    with spawn_script(path, 2, forked=forked) as ranks:
-        ranks.wait_for_output(1, "hanging", 60.0)
-        with pytest.raises(ScriptError, match=r"^rank 1 hung for 0 s:") as caught:
+    with spawn_script(path, 3, forked=forked) as ranks:
+        children = [int(ranks.wait_for_output(rank, "started", 60.0).split()[0]) for rank in (1, 2)]
+        ranks.processes[2].signal_session(signal.SIGKILL)
+        assert eventually(lambda: None not in (ranks.processes[0].poll(), ranks.processes[2].poll()))
+        told = r"^rank 0 exited with status 1, rank 2 was killed by SIGKILL, rank 1 did not end either: "
+        with pytest.raises(ScriptError, match=told) as caught:
             ranks.wait(0.2)
-    assert "in hang_here" in str(caught.value)
-
-
-def test_killed_rank_is_named_or_expected(script: Writer, forked: bool) -> None:
-    path = script("if rank == 1: time.sleep(600)")
-    with spawn_script(path, 2, forked=forked) as ranks:
-        ranks.send_signal(1, signal.SIGKILL)
-        with pytest.raises(ScriptError, match="rank 1 was killed by SIGKILL"):
-            ranks.wait(60.0)
-        assert ranks.wait(60.0, deaths={1: signal.SIGKILL}) == ["", ""]
-
-
-def test_nothing_survives_the_block(script: Writer, forked: bool) -> None:
-    path = script("""
-        child = subprocess.Popen(["sleep", "600"])
-        print(child.pid, "started")
-        time.sleep(600)
-    """)
-    with spawn_script(path, 1, forked=forked) as ranks:
-        child = int(ranks.wait_for_output(0, "started", 60.0).split()[0])
-    assert ranks.processes[0].returncode == -signal.SIGKILL
-    assert eventually(lambda: gone(child)), "the child of the script's rank lives on"
+        assert "ValueError: words of rank zero" in str(caught.value)
+        assert "in hang_here" in str(caught.value)
+    assert ranks.processes[1].returncode < 0
+    assert eventually(lambda: all(map(gone, children))), "the child of a script's rank lives on"
 
 
 @pytest.mark.defect("strangers-36")

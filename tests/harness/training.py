@@ -11,18 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Muon, Optimizer
 
-from crossover_ddp import (
-    CrossoverState,
-    DecoupledState,
-    crossover_hook,
-    crossover_wrapper,
-    decoupled_hook,
-    reduce_scatter_all_gather_hook,
-)
-from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
-from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
-from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from crossover_ddp.muon_hooks import MuonState, muon_hook
+import crossover_ddp as ddp
 from tests.harness.networks import mlp
 
 WIDTH: Final = 6
@@ -33,10 +22,6 @@ Way = Callable[[DistributedDataParallel, Sequence[Optimizer], Any], tuple[Any, A
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 
 
-def _sgd(model: nn.Module) -> list[Optimizer]:
-    return [SGD(model.parameters(), lr=0.1, momentum=0.9)]
-
-
 def muon_and_sgd(model: nn.Module) -> list[Optimizer]:
     matrices = [p for p in model.parameters() if p.ndim == 2]
     return [Muon(matrices, lr=0.1), SGD([p for p in model.parameters() if p.ndim != 2], lr=0.1)]
@@ -44,7 +29,7 @@ def muon_and_sgd(model: nn.Module) -> list[Optimizer]:
 
 def optimizers_of(way: Any, model: nn.Module) -> list[Optimizer]:
     """Return SGD with momentum, or what Muon's way needs."""
-    return muon_and_sgd(model) if way == "muon" else _sgd(model)
+    return muon_and_sgd(model) if way == "muon" else [SGD(model.parameters(), lr=0.1, momentum=0.9)]
 
 
 def decoupled(**options: Any) -> Way:
@@ -53,25 +38,22 @@ def decoupled(**options: Any) -> Way:
     def made(model: DistributedDataParallel, optimizers: Sequence[Optimizer], mutex: Any) -> tuple[Any, Any]:
         trained = optimizers if options.get("owners") else optimizers[0]
         given = {"defer": "always", "mutex": mutex, **options}
-        return DecoupledState(trained, getattr(model, "process_group", None), **given), decoupled_hook
+        return ddp.DecoupledState(trained, getattr(model, "process_group", None), **given), ddp.decoupled_hook
 
     return made
 
 
 WAYS: Final[dict[str, Way]] = {
-    "split": lambda model, optimizers, mutex: (None, reduce_scatter_all_gather_hook),
-    "crossover": lambda model, optimizers, mutex: (CrossoverState(mutex=mutex), crossover_hook),
-    "wrapped": lambda model, optimizers, mutex: (
-        CrossoverState(mutex=mutex),
-        crossover_wrapper(allreduce_hook),
-    ),
-    "int8": lambda model, optimizers, mutex: (CompressedState(Int8(), mutex=mutex), compressed_hook),
+    "split": lambda model, opts, mutex: (None, ddp.reduce_scatter_all_gather_hook),
+    "crossover": lambda model, opts, mutex: (ddp.CrossoverState(mutex=mutex), ddp.crossover_hook),
+    "wrapped": lambda *given: (WAYS["crossover"](*given)[0], ddp.crossover_wrapper(allreduce_hook)),
+    "int8": lambda model, opts, mutex: (ddp.CompressedState(ddp.Int8(), mutex=mutex), ddp.compressed_hook),
     "decoupled": decoupled(),
     "owned": decoupled(owners="layers", defer="auto"),
-    "kfac": lambda model, optimizers, mutex: (KFACState(model, optimizers[0], mutex=mutex), kfac_hook),
-    "muon": lambda model, optimizers, mutex: (MuonState(optimizers[0], mutex=mutex), muon_hook),  # type: ignore[arg-type]
-    "averaged": lambda model, optimizers, mutex: (LocalSGDState(sync_every=2, mutex=mutex), local_sgd_hook),
-    "elastic": lambda model, optimizers, mutex: (ElasticState(sync_every=2), elastic_hook),
+    "kfac": lambda model, opts, mutex: (ddp.KFACState(model, opts[0], mutex=mutex), ddp.kfac_hook),
+    "muon": lambda model, opts, mutex: (ddp.MuonState(opts[0], mutex=mutex), ddp.muon_hook),  # type: ignore[arg-type]
+    "averaged": lambda model, opts, mutex: (ddp.LocalSGDState(2, mutex=mutex), ddp.local_sgd_hook),
+    "elastic": lambda model, opts, mutex: (ddp.ElasticState(sync_every=2), ddp.elastic_hook),
 }
 DDP_OPTIONS: Final = {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True}
 
@@ -95,6 +77,20 @@ def waited_for_by_nobody(hook: Any) -> Any:
     return hurried
 
 
+def noted(note: Callable[[dist.GradBucket, torch.futures.Future[torch.Tensor]], Any]) -> Any:
+    """Return what makes of a hook one that tells of each bucket and the Future that it is answered with."""
+
+    def around(hook: Any) -> Any:
+        def noting(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
+            note(bucket, future)
+            return future
+
+        return noting
+
+    return around
+
+
 def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1000 * rank + step))
 
@@ -116,10 +112,9 @@ class Training:
         way: the name of one of WAYS, or another; None: plain DDP.
         rank: every rank has data of its own.
         mutex: of the state, if it takes one.
-        device: of the model and the data.
         optimizers: makes them; default SGD with momentum, and Muon for its own way.
         schedule: makes a scheduler for each of them.
-        loss: on the rank's batch of a step; default the mean square on `batch`.
+        loss: default the mean square on `batch`.
         around: makes the registered hook of the package's.
         wrap: what makes the model of the module.
         options: of DDP.
@@ -157,13 +152,15 @@ class Training:
 
     @property
     def optimizer(self) -> Any:
-        """The first one, where there is only one."""
         return self.optimizers[0]
 
     @property
     def is_pending(self) -> bool:
-        """Whether an update is deferred."""
         return bool(self.state is not None and self.state.stats()["deferred"])
+
+    @property
+    def values(self) -> torch.Tensor:
+        return nn.utils.parameters_to_vector(self.model.parameters()).detach()
 
     def loss(self, step: int | None = None) -> torch.Tensor:
         """Return the loss on the batch of a step, by default the next one."""
@@ -202,7 +199,6 @@ class Training:
         return [value.clone() for value in self.model.module.state_dict().values()]
 
     def save(self) -> dict[str, Any]:
-        """Return a checkpoint: of the model, the optimizers, the schedulers and the state, if it has one."""
         parts = {name: part.state_dict() for name, part in self._parts().items()}
         return copy.deepcopy({**parts, "steps": self.steps})
 
@@ -221,12 +217,11 @@ class Training:
 
     def close(self) -> None:
         """Close the state. Collective."""
-        if hasattr(self.state, "consolidate") and (self.state.owners is not None):
+        if hasattr(self.state, "consolidate") and self.state.owners is not None:
             self.state.consolidate()
         if hasattr(self.state, "close"):
             self.state.close()
 
 
 def same(one: Training, other: Training) -> bool:
-    """Return whether two trainings have the same parameters and buffers to the last bit."""
     return all(torch.equal(a, b) for a, b in zip(one.weights(), other.weights(), strict=True))
