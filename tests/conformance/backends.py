@@ -16,23 +16,14 @@ TIMEOUT_S = 90.0
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to carry buckets.
-
-    Args:
-        process_group: the backend of the process group.
-        around: a context manager for all that a rank does.
-        marks: of its tests.
-        world_sizes: in the short form.
-        adds_in_order: whether from three ranks on the order of additions is the one in `reference`.
-        switches_off: whether hooks are torch's all-reduce there, as ``CROSSOVER_DISABLE=1`` has it.
-    """
+    """A way to carry buckets."""
 
     process_group: str = "gloo"
-    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    marks: tuple[pytest.MarkDecorator, ...] = ()
-    world_sizes: tuple[int, ...] = (1, 2, 3, 4)
-    adds_in_order: bool = True
-    switches_off: bool = False
+    around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext  # all of a rank
+    marks: tuple[pytest.MarkDecorator, ...] = ()  # of its tests
+    world_sizes: tuple[int, ...] = (1, 2, 3, 4)  # in the short form
+    adds_in_order: bool = True  # from three ranks on as `reference` does
+    switches_off: bool = False  # hooks are torch's all-reduce there, as ``CROSSOVER_DISABLE=1`` has it
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         """Call ``function`` in all ranks, with the backend's process group."""
@@ -41,7 +32,6 @@ class Backend:
 
 @contextlib.contextmanager
 def on_cuda() -> Iterator[None]:
-    """Put models and inputs on this rank's device."""
     device = torch.device("cuda", torch.distributed.get_rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)
     with pytest.MonkeyPatch.context() as patch:

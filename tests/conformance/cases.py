@@ -41,11 +41,12 @@ def case(*where: str, views: bool = False) -> Callable[[Case], Case]:
     """Register a case; with ``views`` another one as well, ``…_viewed``, whose gradients are views of buckets."""
 
     def registered(function: Case) -> Case:
-        def viewed(wrap: Wrap, rank: int, world_size: int) -> Results:
-            return function(functools.partial(wrap, gradient_as_bucket_view=True), rank, world_size)
-
-        name = function.__name__
-        CASES.update({f"{name}_viewed": viewed} if views else {}, **{name: function})
+        name, in_views = function.__name__, {"gradient_as_bucket_view": True}
+        if views:
+            CASES[f"{name}_viewed"] = lambda wrap, *place: function(
+                functools.partial(wrap, **in_views), *place
+            )
+        CASES[name] = function
         WHERE.update(dict.fromkeys([name, f"{name}_viewed"], where))
         return function
 
@@ -74,14 +75,10 @@ class Recorder:
     def step(self, loss: torch.Tensor, max_norm: float | None = None) -> None:
         loss.backward()
         if max_norm is not None:
-            self._clip(max_norm)
+            by_torch = functools.partial(nn.utils.clip_grad_norm_, self.model.parameters())
+            norm = getattr(self._state, "clip_grad_norm_", by_torch)(max_norm)
+            self.results[f"step {self._steps} norm"] = norm.detach().clone()
         self.note_and_update()
-
-    def _clip(self, max_norm: float) -> None:
-        """Clip by the state where it can, as its page says, and by torch else."""
-        by_state = getattr(self._state, "clip_grad_norm_", None)
-        norm = by_state(max_norm) if by_state else nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        self.results[f"step {self._steps} norm"] = norm.detach().clone()
 
     def drop(self) -> None:
         """Leave the step out, as loops do after an error."""
@@ -94,20 +91,17 @@ class Recorder:
         if self._row.reads != "never":
             if self._row.reads == "flushed":
                 self._state.flush()
-            self._note()
+            for name, parameter in self.model.named_parameters():
+                # A missing gradient and one of zeros are different results.
+                gradient = parameter.grad
+                noted = torch.full((), torch.nan) if gradient is None else gradient.detach().clone()
+                self.results[f"step {self._steps} gradient of {name}"] = noted
         self.drop() if skips else self.update()
 
     def update(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
         self.drop()
-
-    def _note(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            # A missing gradient and one of zeros are different results.
-            gradient = parameter.grad
-            noted = torch.full((), torch.nan) if gradient is None else gradient.detach().clone()
-            self.results[f"step {self._steps} gradient of {name}"] = noted
 
     def note_state(self, when: str) -> None:
         self.results.update((f"{when} {name}", v.clone()) for name, v in self.model.state_dict().items())
@@ -131,50 +125,56 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 
 
-def recorder_of(wrap: Wrap, model: nn.Module | None = None, *, lr: float = 0.1, **options: Any) -> Recorder:
-    """Return a recorder of a model, else of an MLP, in small buckets. ``options`` are DDP's."""
-    return Recorder(wrap(mlp() if model is None else model, **{"bucket_cap_mb": TINY_MB, **options}), lr=lr)
+def recorder_of(wrap: Wrap, model: nn.Module, *, lr: float = 0.1, **options: Any) -> Recorder:
+    """Return a recorder of a model in small buckets. ``options`` are DDP's."""
+    return Recorder(wrap(model, **{"bucket_cap_mb": TINY_MB, **options}), lr=lr)
 
 
-def train(
-    wrap: Wrap, rank: int, model: nn.Module | None = None, *, max_norm: float | None = None, **options: Any
-) -> Results:
-    recorder = recorder_of(wrap, model, **options)
-    for step in range(STEPS):
+def stepped(
+    *where: str, model: Callable[[], nn.Module] = mlp, steps: int = STEPS, views: bool = False, **options: Any
+) -> Callable[[Callable[[Recorder, int, int], None]], None]:
+    """Register what is done in a step, of a recorder, a rank and the step's number; ``options`` are a recorder's."""
+
+    def registered(do: Callable[[Recorder, int, int], None]) -> None:
+        def run(wrap: Wrap, rank: int, world_size: int) -> Results:
+            recorder = recorder_of(wrap, model(), **options)
+            for step in range(steps):
+                do(recorder, rank, step)
+            return recorder.finish()
+
+        run.__name__ = do.__name__
+        case(*where, views=views)(run)
+
+    return registered
+
+
+def trained(name: str, *where: str, max_norm: float | None = None, **options: Any) -> None:
+    """Register a case whose steps have nothing of their own."""
+
+    def do(recorder: Recorder, rank: int, step: int) -> None:
         recorder.step(recorder.forward(rank, step), max_norm)
-    return recorder.finish()
+
+    do.__name__ = name
+    stepped(*where, **options)(do)
 
 
-@case("alone", "ranks", views=True)
-def many_buckets(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return train(wrap, rank)
+trained("many_buckets", "alone", "ranks", views=True)
+trained("one_bucket", "alone", "ranks", "ddp", views=True, bucket_cap_mb=25)
+trained("static_graph", "ddp", views=True, static_graph=True)
+# Buckets lie elsewhere in every step. New in torch 2.15; older ones run the plain case again.
+LAZY = "lazy_bucket_allocation"
+trained(
+    LAZY, "ddp", **({LAZY: True} if LAZY in inspect.signature(DistributedDataParallel).parameters else {})
+)
+trained("bfloat16_parameters", "ddp", model=lambda: mlp(dtype=torch.bfloat16), lr=0.01)
+trained("clipping", "alone", "ranks", max_norm=0.01)
 
 
-@case("alone", "ranks", "ddp", views=True)
-def one_bucket(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return train(wrap, rank, bucket_cap_mb=25)
-
-
-@case("ddp", views=True)
-def static_graph(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return train(wrap, rank, static_graph=True)
-
-
-@case("ddp")
-def lazy_bucket_allocation(wrap: Wrap, rank: int, world_size: int) -> Results:
-    """Buckets lie elsewhere in every step. New in torch 2.15; older ones run the plain case again."""
-    known = "lazy_bucket_allocation" in inspect.signature(DistributedDataParallel).parameters
-    return train(wrap, rank, **({"lazy_bucket_allocation": True} if known else {}))
-
-
-@case("alone", "ranks", views=True)
-def accumulation(wrap: Wrap, rank: int, world_size: int) -> Results:
-    recorder = recorder_of(wrap)
-    for step in range(STEPS):
-        with recorder.model.no_sync():
-            recorder.forward(rank, 10 + step).backward()
-        recorder.step(recorder.forward(rank, step))
-    return recorder.finish()
+@stepped("alone", "ranks", views=True)
+def accumulation(recorder: Recorder, rank: int, step: int) -> None:
+    with recorder.model.no_sync():
+        recorder.forward(rank, 10 + step).backward()
+    recorder.step(recorder.forward(rank, step))
 
 
 class Branches(nn.Module):
@@ -190,14 +190,11 @@ class Branches(nn.Module):
         return self.head(branch(x))  # type: ignore[no-any-return]
 
 
-@case("alone", "ranks", views=True)
-def unused_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
-    recorder = recorder_of(wrap, Branches(), find_unused_parameters=True)
-    for step in range(STEPS + 1):
-        # The ranks disagree in steps 0 and 1, and agree in the last two: one branch is unused everywhere.
-        left = (step + rank) % 2 == 0 if step < 2 else step == 2
-        recorder.step(loss_of(recorder.model(inputs(rank, step), left=left)))
-    return recorder.finish()
+@stepped("alone", "ranks", views=True, model=Branches, steps=STEPS + 1, find_unused_parameters=True)
+def unused_parameters(recorder: Recorder, rank: int, step: int) -> None:
+    # The ranks disagree in steps 0 and 1, and agree in the last two: one branch is unused everywhere.
+    left = (step + rank) % 2 == 0 if step < 2 else step == 2
+    recorder.step(loss_of(recorder.model(inputs(rank, step), left=left)))
 
 
 class Normed(nn.Module):
@@ -246,9 +243,13 @@ class BufferRecorder(Recorder):
         return self.finish()
 
     def finish(self) -> Results:
+        self.evaluate()
+        return super().finish()
+
+    def evaluate(self) -> None:
         self.model.eval()
         self.next_loss()
-        return super().finish()
+        self.model.train()
 
 
 @case("alone", "ranks")
@@ -283,15 +284,11 @@ def buffers_over_several_forwards(wrap: Wrap, rank: int, world_size: int) -> Res
         loss = recorder.next_loss()
         if step % 2 and may_interleave:
             with torch.no_grad():
-                recorder.model.eval()
-                recorder.next_loss()
-                recorder.model.train()
+                recorder.evaluate()
                 recorder.next_loss()
         recorder.step(loss)
         with torch.no_grad():
-            recorder.model.eval()
-            recorder.next_loss()
-            recorder.model.train()
+            recorder.evaluate()
     return recorder.finish()
 
 
@@ -317,17 +314,12 @@ class MeanOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        mean = gradients[0].mean(0)
-        dist.all_reduce(mean)
-        return gradients[0] - mean / dist.get_world_size()
+        return MeanOverRanks.forward(ctx, gradients[0])
 
 
-@case("ddp")
-def collectives_in_forward_and_backward(wrap: Wrap, rank: int, world_size: int) -> Results:
-    recorder = recorder_of(wrap, Chatty())
-    for step in range(STEPS):
-        recorder.step(loss_of(recorder.model(inputs(rank, step)) - 0.1))
-    return recorder.finish()
+@stepped("ddp", model=Chatty)
+def collectives_in_forward_and_backward(recorder: Recorder, rank: int, step: int) -> None:
+    recorder.step(loss_of(recorder.model(inputs(rank, step)) - 0.1))
 
 
 class Mixed(nn.Module):
@@ -343,14 +335,7 @@ class Mixed(nn.Module):
         return torch.cat([torch.tanh(layer(x.to(layer.weight.dtype))).float() for layer in self.layers], -1)
 
 
-@case("alone", "ranks")
-def several_dtypes(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return train(wrap, rank, Mixed(), bucket_cap_mb=25)
-
-
-@case("ddp")
-def bfloat16_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return train(wrap, rank, mlp(dtype=torch.bfloat16), lr=0.01)
+trained("several_dtypes", "alone", "ranks", model=Mixed, bucket_cap_mb=25)
 
 
 @case("alone")
@@ -373,8 +358,7 @@ def joined_ranks_with_buffers(wrap: Wrap, rank: int, world_size: int) -> Results
         for _ in range(STEPS + rank):
             recorder.step(recorder.next_loss())
     recorder.next_loss()
-    results = recorder.finish()
-    return {name: value for name, value in results.items() if not name.startswith("step")}
+    return {name: value for name, value in recorder.finish().items() if not name.startswith("step")}
 
 
 class Shared(nn.Module):
@@ -391,13 +375,10 @@ class Shared(nn.Module):
         return self.head(torch.tanh(self.block(torch.tanh(self.block(self.embedding(tokens))))))  # type: ignore[no-any-return]
 
 
-@case()
-def tied_weights(wrap: Wrap, rank: int, world_size: int) -> Results:
-    recorder = recorder_of(wrap, Shared())
-    for step in range(STEPS):
-        tokens = torch.randint(0, 40, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
-        recorder.step(loss_of(recorder.model(tokens.to(DEVICE))))
-    return recorder.finish()
+@stepped(model=Shared)
+def tied_weights(recorder: Recorder, rank: int, step: int) -> None:
+    tokens = torch.randint(0, 40, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
+    recorder.step(loss_of(recorder.model(tokens.to(DEVICE))))
 
 
 class Scalars(nn.Module):
@@ -412,17 +393,16 @@ class Scalars(nn.Module):
         return x * self.scale + self.shift.sum()
 
 
-@case("alone", "ranks", "ddp")
-def fewer_elements_than_ranks(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return train(wrap, rank, Scalars(), bucket_cap_mb=1e-6)
+trained("fewer_elements_than_ranks", "alone", "ranks", "ddp", model=Scalars, bucket_cap_mb=1e-6)
 
 
-@case("ddp")
-def frozen_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
+def partly_frozen() -> nn.Module:
     model = mlp()
-    for parameter in list(model.parameters())[2:4]:
-        parameter.requires_grad_(False)
-    return train(wrap, rank, model)
+    model[2].requires_grad_(False)
+    return model
+
+
+trained("frozen_parameters", "ddp", model=partly_frozen)
 
 
 class Recomputed(nn.Module):
@@ -439,9 +419,7 @@ class Recomputed(nn.Module):
         return x
 
 
-@case("ddp")
-def reentrant_checkpointing(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return train(wrap, rank, Recomputed())
+trained("reentrant_checkpointing", "ddp", model=Recomputed)
 
 
 @case("ranks")
@@ -459,79 +437,57 @@ def two_models_on_one_group(wrap: Wrap, rank: int, world_size: int) -> Results:
     }
 
 
-@case("ddp")
-def mixed_precision_by_autocast(wrap: Wrap, rank: int, world_size: int) -> Results:
-    recorder = recorder_of(wrap)
-    for step in range(STEPS):
-        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-            loss = recorder.forward(rank, step)
-        recorder.step(loss)
-    return recorder.finish()
+@stepped("ddp")
+def mixed_precision_by_autocast(recorder: Recorder, rank: int, step: int) -> None:
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        loss = recorder.forward(rank, step)
+    recorder.step(loss)
 
 
-@case("alone", "ranks")
-def non_finite_on_one_rank(wrap: Wrap, rank: int, world_size: int) -> Results:
+@stepped("alone", "ranks")
+def non_finite_on_one_rank(recorder: Recorder, rank: int, step: int) -> None:
     """An overflow reaches all ranks; the loop drops that step, and nothing is left of it."""
-    recorder = recorder_of(wrap)
-    for step in range(STEPS):
-        loss = recorder.forward(rank, step)
-        overflows = step == 1
-        (loss * (torch.inf if overflows and rank == world_size - 1 else 1.0)).backward()
-        recorder.note_and_update(skips=overflows)
-    return recorder.finish()
+    factor = torch.inf if step == 1 and rank == dist.get_world_size() - 1 else 1.0
+    (recorder.forward(rank, step) * factor).backward()
+    recorder.note_and_update(skips=step == 1)
 
 
-@case("alone", "ranks")
-def refused_bucket(wrap: Wrap, rank: int, world_size: int) -> Results:
+@stepped("alone", "ranks")
+def refused_bucket(recorder: Recorder, rank: int, step: int) -> None:
     """A bucket is refused on all ranks before anything of it is sent; the loop drops that step and goes on."""
-    recorder = recorder_of(wrap)
-    for step in range(STEPS):
-        loss = recorder.forward(rank, step)
-        if step != 1:
-            recorder.step(loss)
-            continue
-        with inside.refuse_bucket(1, times=1), contextlib.suppress(KeyError, CrossoverError):
-            loss.backward()
-        recorder.drop()
-    return recorder.finish()
+    loss = recorder.forward(rank, step)
+    if step != 1:
+        recorder.step(loss)
+        return
+    with inside.refuse_bucket(1, times=1), contextlib.suppress(KeyError, CrossoverError):
+        loss.backward()
+    recorder.drop()
 
 
-@case("alone", "ranks")
-def clipping(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return train(wrap, rank, max_norm=0.01)
-
-
-@case("ddp")
-def failing_forward(wrap: Wrap, rank: int, world_size: int) -> Results:
+@stepped("ddp")
+def failing_forward(recorder: Recorder, rank: int, step: int) -> None:
     """The model raises, the loop drops that batch and goes on."""
-    recorder = recorder_of(wrap)
-    for step in range(STEPS):
-        if step in (1, STEPS - 1):
-            with contextlib.suppress(RuntimeError):
-                recorder.model(torch.zeros(3, WIDTH + 1, device=DEVICE))
-        recorder.step(recorder.forward(rank, step))
-    return recorder.finish()
+    if step in (1, STEPS - 1):
+        with contextlib.suppress(RuntimeError):
+            recorder.model(torch.zeros(3, WIDTH + 1, device=DEVICE))
+    recorder.step(recorder.forward(rank, step))
 
 
-@case("alone")
-def saved_in_every_step(wrap: Wrap, rank: int, world_size: int) -> Results:
+@stepped("alone")
+def saved_in_every_step(recorder: Recorder, rank: int, step: int) -> None:
     """Between ``step()`` and the next forward the model is whole for whoever saves it."""
-    recorder = recorder_of(wrap)
-    for step in range(STEPS):
-        recorder.step(recorder.forward(rank, step))
-        recorder.note_state(f"after step {step}")
-    return recorder.finish()
+    recorder.step(recorder.forward(rank, step))
+    recorder.note_state(f"after step {step}")
 
 
 @case("alone")
 def schedule_and_groups(wrap: Wrap, rank: int, world_size: int) -> Results:
     """Two groups with settings of their own, and a schedule that changes them in every step."""
-    recorder = recorder_of(wrap)
+    recorder = recorder_of(wrap, mlp())
     for optimizer in recorder.optimizers:
         group = optimizer.param_groups[0]
-        apart = group["params"][:1]
-        group["params"] = group["params"][1:]
-        optimizer.add_param_group({**group, "params": apart, "lr": group["lr"] / 2, "weight_decay": 0.01})
+        apart, *group["params"] = group["params"]
+        optimizer.add_param_group({**group, "params": [apart], "lr": group["lr"] / 2, "weight_decay": 0.01})
     schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.7) for each in recorder.optimizers]
     for step in range(STEPS):
         recorder.step(recorder.forward(rank, step))
@@ -543,7 +499,7 @@ def schedule_and_groups(wrap: Wrap, rank: int, world_size: int) -> Results:
 @case("ranks")
 def messages_of_the_users(wrap: Wrap, rank: int, world_size: int) -> Results:
     """Collectives and messages on the model's own group, begun in the middle of backward and right behind it."""
-    recorder = recorder_of(wrap)
+    recorder = recorder_of(wrap, mlp())
     pending: list[Any] = []
 
     def talk(gradient: torch.Tensor) -> None:

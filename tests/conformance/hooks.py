@@ -11,18 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
-from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
-from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
-from crossover_ddp.comm_hooks import (
-    CrossoverState,
-    DecoupledState,
-    crossover_hook,
-    crossover_wrapper,
-    decoupled_hook,
-    reduce_scatter_all_gather_hook,
-)
-from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from crossover_ddp.muon_hooks import MuonState, muon_hook
+import crossover_ddp as ddp
 from tests.conformance.reference import kfac_in_float64
 from tests.harness import inside
 from tests.multiprocess.identity_codec import Identity
@@ -45,9 +34,12 @@ def muon_and_sgd(model: nn.Module, lr: float) -> list[Optimizer]:
     """Muon for matrices; a model without any has one that is not trained, so that Muon has something."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
-    frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
-    made: list[Optimizer] = [Muon(matrices or [frozen], lr=lr / 5)]
+    made: list[Optimizer] = [Muon(matrices or [untrained(model)], lr=lr / 5)]
     return [*made, SGD(others, lr=lr)] if others else made
+
+
+def untrained(model: nn.Module) -> nn.Parameter:
+    return nn.Parameter(torch.ones(2, 2, device=next(model.parameters()).device), requires_grad=False)
 
 
 @dataclass(frozen=True)
@@ -62,8 +54,7 @@ class Row:
         order: in which owners add, so that from three ranks on plain DDP can be made to add alike and results are
             identical: ``"tree"`` over ranks; after the first step ``"ranks"`` for messages of a codec. None: equal
             within ``tolerance`` there. With fewer ranks there is one order only.
-        tolerance: relative to the largest magnitude of a tensor, in epsilons of its dtype (float32's for float64); for
-            what is not identical.
+        tolerance: relative to the largest magnitude of a tensor, in epsilons of its dtype (float32's for float64).
         lossy: results are close, whatever the number of ranks.
         is_like_others: runs only a few cases in the short form; its path is that of other rows but for details.
         takes_turns: whether the state takes a mutex.
@@ -96,20 +87,15 @@ class Row:
         return state
 
 
-def kfac_of_nothing(
-    model: DistributedDataParallel, optimizers: list[Optimizer], **turn: Any
-) -> tuple[Any, Any]:
+def kfac_of_nothing(model: Any, optimizers: list[Optimizer], **turn: Any) -> tuple[Any, Any]:
     """All layers pass through K-FAC's payload, which a user is not allowed."""
     with inside.kfac_of_no_layer():
-        return KFACState(model, optimizers[0], skip=["*"], **turn), kfac_hook
+        return ddp.KFACState(model, optimizers[0], skip=["*"], **turn), ddp.kfac_hook
 
 
-def muon_of_nothing(
-    model: DistributedDataParallel, optimizers: list[Optimizer], **turn: Any
-) -> tuple[Any, Any]:
+def muon_of_nothing(model: Any, optimizers: list[Optimizer], **turn: Any) -> tuple[Any, Any]:
     """Muon has a matrix that is not trained, so that all of the model passes through its payload."""
-    frozen = nn.Parameter(torch.ones(2, 2, device=next(model.parameters()).device), requires_grad=False)
-    return MuonState(Muon([frozen]), **turn), muon_hook
+    return ddp.MuonState(Muon([untrained(model)]), **turn), ddp.muon_hook
 
 
 def alone(state: Callable[..., Any], hook: Any, **settings: Any) -> Make:
@@ -120,20 +106,17 @@ def alone(state: Callable[..., Any], hook: Any, **settings: Any) -> Make:
 def decoupled(**settings: Any) -> Make:
     """Every step is deferred that can be."""
     return lambda model, optimizers, **turn: (
-        DecoupledState(
+        ddp.DecoupledState(
             optimizers if "owners" in settings else optimizers[0], defer="always", **settings, **turn
         ),
-        decoupled_hook,
+        ddp.decoupled_hook,
     )
 
 
 VIEWS = {"gradient_as_bucket_view": True}
 # On the rank that misses its model; the others hear of its end.
 NO_SEARCH = {"model_not_found_on_one_rank": "gc.freeze"}
-NO_VIEWS = {
-    "unused_parameters": "gradient_as_bucket_view",
-    "complex_parameters": "gradient_as_bucket_view",
-}
+NO_VIEWS = dict.fromkeys(("unused_parameters", "complex_parameters"), "gradient_as_bucket_view")
 IN_DOUBLE = {"several_dtypes": "float64"}
 AS_MANY_STEPS = {"joined_ranks_with_buffers": "as many steps"}
 
@@ -141,22 +124,22 @@ KFAC: Final[dict[str, Any]] = {"damping": 0.03, "factor_decay": 0.9, "kl_clip": 
 
 PLAIN = Row(None)
 HOOKS: dict[str, Row] = {
-    "split": Row(lambda model, optimizers: (None, reduce_scatter_all_gather_hook), takes_turns=False),
+    "split": Row(lambda model, optimizers: (None, ddp.reduce_scatter_all_gather_hook), takes_turns=False),
     "split_on_own_group": Row(
-        lambda model, optimizers: (model.process_group, reduce_scatter_all_gather_hook),
+        lambda model, optimizers: (model.process_group, ddp.reduce_scatter_all_gather_hook),
         is_like_others=True,
         takes_turns=False,
     ),
-    "crossover": Row(alone(CrossoverState, crossover_hook)),
-    "wrapped_all_reduce": Row(alone(CrossoverState, crossover_wrapper(allreduce_hook)), order=None),
+    "crossover": Row(alone(ddp.CrossoverState, ddp.crossover_hook)),
+    "wrapped_all_reduce": Row(alone(ddp.CrossoverState, ddp.crossover_wrapper(allreduce_hook)), order=None),
     "wrapped_fp16": Row(
-        alone(CrossoverState, crossover_wrapper(fp16_compress_hook)),
+        alone(ddp.CrossoverState, ddp.crossover_wrapper(fp16_compress_hook)),
         lossy=True,
         is_like_others=True,
         tolerance=2.0**16,
     ),
     "averaged_every_step": Row(
-        alone(LocalSGDState, local_sgd_hook, sync_every=1),
+        alone(ddp.LocalSGDState, ddp.local_sgd_hook, sync_every=1),
         refuses={**AS_MANY_STEPS, **NO_SEARCH},
     ),
     "decoupled": Row(decoupled(), options=VIEWS, reads="never", refuses=NO_SEARCH),
@@ -164,9 +147,13 @@ HOOKS: dict[str, Row] = {
     "decoupled_and_flushed": Row(
         decoupled(), options=VIEWS, reads="flushed", is_like_others=True, refuses=NO_SEARCH
     ),
-    "compressed_by_nothing": Row(alone(CompressedState, compressed_hook, codec=None), is_like_others=True),
+    "compressed_by_nothing": Row(
+        alone(ddp.CompressedState, ddp.compressed_hook, codec=None), is_like_others=True
+    ),
     "identity_codec": Row(
-        alone(CompressedState, compressed_hook, codec=Identity()), order="tree, then ranks", refuses=IN_DOUBLE
+        alone(ddp.CompressedState, ddp.compressed_hook, codec=Identity()),
+        order="tree, then ranks",
+        refuses=IN_DOUBLE,
     ),
     "decoupled_identity_codec": Row(
         decoupled(codec=Identity()),
@@ -176,13 +163,13 @@ HOOKS: dict[str, Row] = {
         refuses={**IN_DOUBLE, **NO_SEARCH},
     ),
     "int8": Row(
-        alone(CompressedState, compressed_hook, codec=Int8()),
+        alone(ddp.CompressedState, ddp.compressed_hook, codec=ddp.Int8()),
         lossy=True,
         tolerance=2.0**20,
         refuses=IN_DOUBLE,
     ),
     "decoupled_int8": Row(
-        decoupled(codec=Int8()),
+        decoupled(codec=ddp.Int8()),
         options=VIEWS,
         reads="never",
         like="int8",
@@ -191,7 +178,10 @@ HOOKS: dict[str, Row] = {
     ),
     "kfac_of_nothing": Row(kfac_of_nothing),
     "kfac": Row(
-        lambda model, optimizers, **turn: (KFACState(model, optimizers[0], **KFAC, **turn), kfac_hook),
+        lambda model, optimizers, **turn: (
+            ddp.KFACState(model, optimizers[0], **KFAC, **turn),
+            ddp.kfac_hook,
+        ),
         like="kfac_in_float64",
         lossy=True,
         tolerance=2.0**12,
@@ -206,7 +196,7 @@ HOOKS: dict[str, Row] = {
     ),
     "muon_of_nothing": Row(muon_of_nothing, is_like_others=True),
     "muon": Row(
-        lambda model, optimizers, **turn: (MuonState(optimizers[0], **turn), muon_hook),  # type: ignore[arg-type]
+        lambda model, optimizers, **turn: (ddp.MuonState(optimizers[0], **turn), ddp.muon_hook),  # type: ignore[arg-type]
         optimizers=muon_and_sgd,
         reads="never",
         refuses={"complex_parameters": "complex"},

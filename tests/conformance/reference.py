@@ -12,6 +12,12 @@ from tests.harness.oracles import tree_sum
 from tests.multiprocess.kfac_oracle import Oracle, Settings, factors_of_call
 
 
+def gathered(flat: Tensor) -> list[Tensor]:
+    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, flat)
+    return everyone
+
+
 class Additions:
     """Add the ranks' gradients as owners do.
 
@@ -24,14 +30,12 @@ class Additions:
         self._is_first = True
 
     def answer(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        flat, world_size = bucket.buffer(), dist.get_world_size()
-        everyone = [torch.empty_like(flat) for _ in range(world_size)]
-        dist.all_gather(everyone, flat)
+        flat, everyone = bucket.buffer(), gathered(bucket.buffer())
         order = self._order if self._is_first or not self._later else self._later
         if order == "tree":
-            flat.copy_(tree_sum([each / world_size for each in everyone]))
+            flat.copy_(tree_sum([each / len(everyone) for each in everyone]))
         else:
-            flat.copy_(functools.reduce(torch.add, [each.float() for each in everyone]) / world_size)
+            flat.copy_(functools.reduce(torch.add, [each.float() for each in everyone]) / len(everyone))
         self._is_first &= not bucket.is_last()
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(flat)
@@ -40,8 +44,7 @@ class Additions:
 
 def _answered(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """The hook of both references."""
-    answer: torch.futures.Future[Tensor] = state.answer(bucket)
-    return answer
+    return state.answer(bucket)  # type: ignore[no-any-return]
 
 
 def adding(order: str) -> tuple[Any, Any]:
@@ -52,11 +55,7 @@ def adding(order: str) -> tuple[Any, Any]:
 class KFACOracle:
     """K-FAC of the definition behind DDP: each bucket waits for the last one, and all are preconditioned together.
 
-    Args:
-        model: under DDP.
-        layers: the names of the layers that are preconditioned.
-        optimizer: whose learning rates enter the clip.
-        settings: of the run.
+    ``layers`` are the names of those that are preconditioned, and the optimizer's learning rates enter the clip.
     """
 
     def __init__(
@@ -105,8 +104,7 @@ class KFACOracle:
         mean: dict[str, Tensor] = {}
         for bucket, _ in self._buckets:
             flat = bucket.buffer()
-            everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-            dist.all_gather(everyone, flat)
+            everyone = gathered(flat)
             flat.copy_(tree_sum([each / len(everyone) for each in everyone]))
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 mean[self._names[parameter]] = gradient.double().cpu().view(parameter.shape)

@@ -90,9 +90,6 @@ class Walk(Recorder):
         return self.finish()
 
 
-# --- a sibling -----------------------------------------------------------------------------------------------
-
-
 def beside(
     rank: int, world_size: int, hook: str, group: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -126,9 +123,6 @@ def test_siblings_train_as_alone_and_take_turns(hook: str) -> None:
             assert stats["leases_expired"] == 0
 
 
-# --- a peer that dies ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("hook", [name for name in IN_COLUMNS if not name.startswith("wrapped")])
 @in_ranks(2, deaths={1: signal.SIGKILL})
 def test_a_peer_that_dies_is_an_error_that_names_rank_and_bucket(rank: int, hook: str) -> None:
@@ -149,9 +143,6 @@ def test_a_peer_that_dies_is_an_error_that_names_rank_and_bucket(rank: int, hook
     assert time.monotonic() - begin_s < SECONDS
     dist.destroy_process_group()
     assert [each.name for each in threading.enumerate() if each.name.startswith("crossover")] == []
-
-
-# --- a checkpoint --------------------------------------------------------------------------------------------
 
 
 def resumed(rank: int, world_size: int, hook: str) -> tuple[list[str], dict[str, Any]]:

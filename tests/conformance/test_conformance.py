@@ -14,23 +14,22 @@ CROSSOVER_CAMPAIGN runs everything with everything.
 
 import hashlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.conformance import cases
+from tests.conformance.__main__ import table
 from tests.conformance.backends import BACKENDS, SHORT, Backend
 from tests.conformance.cases import CASES, WHERE, Results, Wrap, seeded
 from tests.conformance.hooks import HOOKS, ORACLES, Row
 from tests.conformance.reference import adding
-from tests.conformance.table import table
 from tests.harness import RankError
 from tests.harness.campaign import IN_CAMPAIGN
 
@@ -49,7 +48,7 @@ OF_EACH_KIND = {
 ROUNDED = {"clipping": ("decoupled", "owners")}
 # Finding of one case with one hook: what differs from its reference, and a digest of the results.
 Finding = tuple[str, str]
-# Results as they are sent from process to process: dtype, shape, bytes.
+# Results as they are sent from process to process, which is cheap, of tensors it is not: dtype, shape, bytes.
 Packed = dict[str, tuple[torch.dtype, torch.Size, Any]]
 # A hook, or an order of additions and the optimizers.
 Reference = str | tuple[str | None, Callable[[nn.Module, float], list[torch.optim.Optimizer]]]
@@ -115,7 +114,6 @@ def references_of_rank(
 
 
 def pack(results: Results) -> Packed:
-    """Take out what is cheap to send to other processes; a tensor is not."""
     return {name: (each.dtype, each.shape, bytes_of(each)) for name, each in results.items()}
 
 
@@ -126,11 +124,8 @@ def unpack(packed: Packed) -> Results:
     }
 
 
-def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    array: np.ndarray[Any, np.dtype[np.uint8]] = (
-        tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    )
-    return array
+def bytes_of(tensor: torch.Tensor) -> Any:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def is_rounded(hook: str, row: Row, case: str, world_size: int, backend: Backend) -> bool:
@@ -182,12 +177,12 @@ def wrapping(row: Row, models: list[DistributedDataParallel]) -> Wrap:
 
 def differences(got: Results, expected: Results, tolerance: float) -> str:
     # Where nobody may read gradients only the outcome is left to compare.
-    unread = {name for name in expected.keys() ^ got.keys()}
+    unread = expected.keys() ^ got.keys()
     assert all(" gradient of " in name for name in unread), unread
-    common = (name for name in got if name in expected)
-    return "\n".join(
-        found for name in common if (found := difference(name, got[name], expected[name], tolerance))
-    )
+    found = [
+        difference(name, each, expected[name], tolerance) for name, each in got.items() if name in expected
+    ]
+    return "\n".join(filter(None, found))
 
 
 def difference(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
@@ -197,9 +192,8 @@ def difference(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: 
         return ""
     if not (tolerance and expected.is_floating_point()):
         return f"{name}: other bits, by {float((got.double() - expected.double()).abs().max()):.3g}"
-    both = (
-        got.isfinite() & expected.isfinite()
-    )  # a message of a codec carries what is not finite to its neighbours
+    # A message of a codec carries what is not finite to its neighbours.
+    both = got.isfinite() & expected.isfinite()
     if bool((got.isfinite() & ~expected.isfinite()).any()):
         return f"{name}: finite where the reference is not"
     error = float((got.double() - expected.double())[both].abs().max()) if both.any() else 0.0
@@ -227,7 +221,7 @@ def references(backend: str, world_size: int, reference: Reference) -> list[dict
         if reference_of(row, world_size, BACKENDS[backend]) == reference
         for case in cases_of(backend, hook, world_size)
     }
-    return BACKENDS[backend].run(references_of_rank, world_size, backend, reference, list(wanted))
+    return BACKENDS[backend].run(references_of_rank, world_size, backend, reference, [*wanted])
 
 
 @cache
@@ -276,15 +270,15 @@ def refused(rank: int, world_size: int, backend: str, hook: str, case: str) -> N
         run_case(case, rank, world_size, HOOKS[hook])
 
 
-def refusal_cells() -> Iterator[tuple[str, str, str]]:
-    """One case for each reason of a hook."""
-    for hook, row in HOOKS.items():
-        first = {words: case for case, words in reversed(row.refuses.items())}
-        yield from ((hook, case, words) for words, case in first.items())
+# One case for each reason of a hook.
+REFUSALS = {
+    (hook, words): case for hook, row in HOOKS.items() for case, words in reversed(row.refuses.items())
+}
 
 
 @pytest.mark.parametrize(
-    ("hook", "case", "words"), [pytest.param(*cell, id="-".join(cell[:2])) for cell in refusal_cells()]
+    ("hook", "case", "words"),
+    [pytest.param(hook, case, words, id=f"{hook}-{case}") for (hook, words), case in REFUSALS.items()],
 )
 def test_what_a_hook_cannot_do_is_an_error(hook: str, case: str, words: str) -> None:
     """On the rank that finds it; others hear of that rank's end."""
