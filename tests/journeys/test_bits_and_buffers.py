@@ -22,21 +22,14 @@ from crossover_ddp._engine.links import _GlooLink
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import in_ranks, inside, run_ranks
 from tests.harness.networks import mlp
-from tests.harness.training import WIDTH, Training, hooked, muon_and_sgd
+from tests.harness.training import WIDTH, Training, hooked, muon_and_sgd, noted
 from tests.multiprocess.compressed_training import digest
-
-
-def parameters_of(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def gradients(model: DistributedDataParallel, loss: torch.Tensor) -> torch.Tensor:
     model.zero_grad()
     loss.backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-# --- sizes, tags, rounding -------------------------------------------------------------------------------------------
 
 
 LARGE = 300_001
@@ -60,11 +53,12 @@ class Odd(nn.Module):
     [(2, True), (3, False), (4, True)],
     ids=["2-numbers_begin_anew", "3", "4-numbers_begin_anew"],
 )
+@pytest.mark.defect("codecs-S18")
 @in_ranks()
 def test_the_mean_is_exact_up_to_rounding_for_all_sizes(
     rank: int, world_size: int, numbered_late: bool
 ) -> str:
-    """Also where the numbers of transfers, and with them the tags of messages, begin anew."""
+    """Also on a sixteenth channel, and where the numbers of transfers, and with them the tags, begin anew."""
     generator = torch.Generator().manual_seed(9)
     scales = torch.randn(world_size, LARGE, generator=generator)
     with inside.start_near_wrap(left=20) if numbered_late else mock.MagicMock():
@@ -77,30 +71,15 @@ def test_the_mean_is_exact_up_to_rounding_for_all_sizes(
     return digest([got])
 
 
-# --- one rank --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("way", ["split", "int8", "kfac", "muon", "decoupled", "owned"])
 def test_alone_all_is_done_at_once_without_a_thread(way: str) -> None:
-    done: list[bool] = []
-
-    def around(hook: Any) -> Any:
-        def noting(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
-            done.append(future.done() or not bucket.is_last())
-            return future
-
-        return noting
-
-    before = threading.enumerate()
-    training = Training(way, around=around).run(3)
+    before, done = threading.enumerate(), list[bool]()
+    noting = noted(lambda bucket, future: done.append(future.done() or not bucket.is_last()))
+    training = Training(way, around=noting).run(3)
     assert threading.enumerate() == before
     assert all(done)
     training.close()
-
-
-# --- codecs ----------------------------------------------------------------------------------------------------------
 
 
 def of_a_codec(rank: int, world_size: int, native: bool) -> torch.Tensor:
@@ -108,15 +87,12 @@ def of_a_codec(rank: int, world_size: int, native: bool) -> torch.Tensor:
     with inside.force_native() if native else contextlib.nullcontext():
         training = Training("int8", rank, module=mlp(WIDTH, 64, 64, seed=0)).run(5)
         training.close()
-    return parameters_of(training.model)
+    return training.values
 
 
 def test_a_codec_gives_the_same_bits_on_a_backend_of_its_own() -> None:
     on_gloo, native = (run_ranks(of_a_codec, 2, args=(native,)) for native in (False, True))
     assert all(torch.equal(each, on_gloo[0]) for each in on_gloo + native)
-
-
-# --- gradients that somebody keeps -----------------------------------------------------------------------------------
 
 
 @in_ranks(2)
@@ -131,10 +107,6 @@ def test_our_hand_does_not_count_as_a_change_of_the_users_gradients(rank: int) -
     product = weight.grad * factor  # saves the gradient for its backward
     training.state.flush()
     product.sum().backward()
-    assert factor.grad is not None
-
-
-# --- buffers ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -172,8 +144,6 @@ def test_a_deferred_forward_waits_for_buffers_and_for_no_other_gather(rank: int,
     training.close()
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------------
-
 COUNTED = pytest.mark.skipif(
     not Path("/proc/self/io").exists(), reason="the kernel does not count what a process writes"
 )
@@ -201,34 +171,29 @@ def sent_bytes() -> int:
     return int(line.split()[1])
 
 
-def bytes_of_a_step(rank: int, world_size: int, way: str) -> float:
+@COUNTED
+@pytest.mark.parametrize(("way", "world_size"), [*((way, 2) for way in SENT), ("split", 4)])
+@in_ranks()
+def test_bytes_on_the_wire(rank: int, world_size: int, way: str) -> None:
     training = Training(
         kfac_seldom if way == "kfac seldom" else way,
         rank,
         module=mlp(WIDTH, WIDE, WIDE, WIDE, WIDE, seed=0),
         optimizers=muon_and_sgd if way == "muon" else None,
         bucket_cap_mb=0.05,
-    )
-    training.run(6)
+    ).run(6)
     dist.barrier()
     begin = sent_bytes()
     training.run(10)
     dist.barrier()
     training.close()
-    return (sent_bytes() - begin) / 10
-
-
-@COUNTED
-@pytest.mark.parametrize(("way", "world_size"), [*((way, 2) for way in SENT), ("split", 4)])
-def test_bytes_on_the_wire(way: str, world_size: int) -> None:
-    own = sum(p.numel() * 4 for p in mlp(WIDTH, WIDE, WIDE, WIDE, WIDE, seed=0).parameters())
+    sent = torch.tensor([float(sent_bytes() - begin)])
+    dist.all_reduce(sent)
     of_others = 2 * (world_size - 1) / world_size  # 1 for two ranks, of whose halves each sends one
-    low, high = (of_others * limit for limit in SENT[way])
-    sent = sum(run_ranks(bytes_of_a_step, world_size, args=(way,))) / world_size
-    assert low * own <= sent <= high * own + 4000 * (world_size - 1), sent / own
-
-
-# --- what is averaged ------------------------------------------------------------------------------------------------
+    own = of_others * sum(p.numel() * 4 for p in training.held)
+    low, high = SENT[way]
+    mean = float(sent) / 10 / world_size
+    assert low * own <= mean <= high * own + 4000 * (world_size - 1), mean / own
 
 
 class Tied(nn.Module):
@@ -248,12 +213,11 @@ def test_an_average_reaches_tied_and_replaced_parameters(rank: int, world_size: 
     training = Training("averaged", rank, module=Tied()).run(3)
     for parameter in training.model.parameters():
         parameter.data = parameter.data.clone()
-    own = parameters_of(training.run(2).model)
+    own = training.run(2).values
     everyone = [torch.empty_like(own) for _ in range(world_size)]
     dist.all_gather(everyone, own)
     training.state.average()
     assert training.model.module.back.weight is training.model.module.there.weight
     training.close()
-    got = parameters_of(training.model)
-    assert torch.allclose(got, torch.stack(everyone).mean(0), atol=1e-6)
-    return got
+    assert torch.allclose(training.values, torch.stack(everyone).mean(0), atol=1e-6)
+    return training.values

@@ -1,6 +1,5 @@
 """What a device adds: late copies, late kernels, late collectives, and a device for each rank. On the fake one."""
 
-import contextlib
 import functools
 import gc
 import os
@@ -8,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -16,28 +15,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from crossover_ddp import (
-    CrossoverState,
-    DecoupledState,
-    ExchangeError,
-    crossover_hook,
-    decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
 from crossover_ddp._engine.device import Device
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Trip
-from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
-from crossover_ddp.codecs import CompressedState, Half, Int8, PerPair, SIDCo, compressed_hook
-from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from tests.fake_cuda import late
+from crossover_ddp.codecs import Half, Int8, PerPair, SIDCo
+from tests.fake_cuda import contexts, late
 from tests.harness import close_pools, in_ranks, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
-from tests.harness.training import WAYS, Training, Way, decoupled, hooked, optimizers_of
+from tests.harness.oracles import error_of
+from tests.harness.training import WAYS, Training, Way, optimizers_of
 from tests.harness.turn import RecordingTurn
+from tests.multiprocess.compressed_training import way_of
 
 pytestmark = pytest.mark.fake_cuda
 
@@ -48,32 +41,15 @@ LATE: Mapping[str, Mapping[str, int]] = {
 LATENESSES = 100 if IN_CAMPAIGN else 3
 PAUSE_S = 0.003  # at most, of a thread that goes on with a bucket
 NAMED = ("split", "crossover", "int8", "averaged", "decoupled", "owned", "kfac", "muon")
-CODECS: dict[str, Callable[[], Any]] = {
-    "int8": Int8,
-    "half": Half,
-    "sidco": lambda: SIDCo(0.3),
-    "int8 and half": lambda: (Int8(), Half()),
-    "pairs": lambda: (PerPair(((Int8(), Half()), (SIDCo(0.3), Int8()))), Int8()),
-}
-CODED: dict[str, Callable[[Any, Any, Any, Any], tuple[Any, Any]]] = {
-    "crossover": lambda codec, *_: (CrossoverState(codec=codec), crossover_hook),
-    "compressed": lambda codec, *_: (CompressedState(codec), compressed_hook),
-    "decoupled": lambda codec, model, optimizers, _: decoupled(codec=codec)(model, optimizers, None),
-    "kfac": lambda codec, model, optimizers, _: (KFACState(model, optimizers[0], codec=codec), kfac_hook),
-}
+PAIRS = PerPair(((Int8(), Half()), (SIDCo(0.3), Int8())))
 CELLS: dict[str, Way] = {
     **{way: made for way, made in WAYS.items() if way != "elastic"},  # which goes its own pace
-    "elastic together": lambda *_: (ElasticState(sync_every=2, mode="sync"), elastic_hook),
-    "averaged late": lambda *_: (LocalSGDState(sync_every=2, delay=1), local_sgd_hook),
-    "decoupled and kfac": lambda model, optimizers, mutex: (
-        DecoupledState(optimizers[0], kfac=KFACState(model, optimizers[0]), defer="always"),
-        decoupled_hook,
-    ),
-    **{
-        f"{way} {name}": lambda *made, way=way, codec=codec: CODED[way](codec(), *made)
-        for way in CODED
-        for name, codec in CODECS.items()
-    },
+    "compressed int8 and half": way_of("compressed", codec=(Int8(), Half())),
+    "crossover pairs": way_of("crossover", codec=(PAIRS, Int8())),
+    "decoupled int8": way_of("decoupled", codec=Int8()),
+    "decoupled pairs": way_of("decoupled", codec=(PAIRS, Int8())),
+    "decoupled sidco": way_of("decoupled", codec=SIDCo(0.3)),
+    "kfac int8": way_of("kfac", codec=Int8()),
 }
 # Each way on one backend, and on both the split, whose two halves all the others have.
 SHORT = {
@@ -85,22 +61,14 @@ SHORT = {
 
 def trained(rank: int, device: str, way: str) -> torch.Tensor:
     """Return the parameters after training; of "plain" with torch's own hook."""
-    around: Any = (lambda hook: allreduce_hook) if way == "plain" else (lambda hook: hook)
-    way = "split" if way == "plain" else way
-    training = Training(
-        CELLS[way],
-        rank,
-        device=device,
-        mutex=RecordingTurn(),
-        around=around,
-        optimizers=functools.partial(optimizers_of, way),
-    ).run(6)
+    made: Way = (lambda *_: (None, allreduce_hook)) if way == "plain" else CELLS[way]
+    optimizers = functools.partial(optimizers_of, way)
+    training = Training(made, rank, device=device, mutex=RecordingTurn(), optimizers=optimizers).run(6)
     training.close()
-    return torch.cat([p.detach().flatten() for p in training.model.parameters()]).cpu()
+    return training.values.cpu()
 
 
-@contextlib.contextmanager
-def paused(seed: int) -> Iterator[None]:
+def paused(seed: int) -> Any:
     """Let threads that go on with a bucket pause before some of the pieces."""
     numbers, go_on = random.Random(seed), Trip.go_on
 
@@ -108,8 +76,7 @@ def paused(seed: int) -> Iterator[None]:
         time.sleep(max(0.0, numbers.uniform(-2, 1)) * PAUSE_S)
         go_on(trip)
 
-    with mock.patch.object(Trip, "go_on", late_on):
-        yield
+    return mock.patch.object(Trip, "go_on", late_on)
 
 
 def differing(rank: int, world_size: int, backend: str, way: str) -> list[int]:
@@ -143,20 +110,20 @@ def contexts_of_each(rank: int, world_size: int) -> dict[str, list[bool]]:
     found = {}
     for way in NAMED:
         trained(rank, f"cuda:{rank}", way)
-        found[way] = [torch._C._cuda_hasPrimaryContext(each) for each in range(world_size)]  # type: ignore[attr-defined]
+        found[way] = [each in contexts() for each in range(world_size)]
     flat = torch.ones(64, device="cuda")
     trips = [Exchange.of(None).begin(lambda link: link.all_gather(flat, [32, 32]), flat, "what is dropped")]
     dropping = threading.Thread(target=trips.clear)  # whose device is number 0
     dropping.start()
     dropping.join()
-    found["dropped"] = [torch._C._cuda_hasPrimaryContext(each) for each in range(world_size)]  # type: ignore[attr-defined]
+    found["dropped"] = [each in contexts() for each in range(world_size)]
     return found
 
 
 def test_no_thread_makes_a_context_on_another_ranks_device() -> None:
     close_pools()  # whose processes have had other devices
-    _, contexts = run_ranks(contexts_of_each, 2, backend="nccl")
-    assert contexts == {way: [False, True] for way in (*NAMED, "dropped")}
+    _, found = run_ranks(contexts_of_each, 2, backend="nccl")
+    assert found == {way: [False, True] for way in (*NAMED, "dropped")}
 
 
 def consolidated(rank: int, world_size: int, way: str) -> set[str]:
@@ -164,16 +131,10 @@ def consolidated(rank: int, world_size: int, way: str) -> set[str]:
     torch.cuda.set_device(rank)
     training = Training(way, rank, device=f"cuda:{rank}").run(3)
     training.state.consolidate()
-    kept = [each.state_dict()["state"].values() for each in training.optimizers]
+    kept = [state for each in training.optimizers for state in each.state_dict()["state"].values()]
     training.run(1)
     training.close()
-    return {
-        str(t.device)
-        for states in kept
-        for state in states
-        for t in state.values()
-        if t is not None and t.dim()
-    }
+    return {str(t.device) for state in kept for t in state.values() if t is not None and t.dim()}
 
 
 @pytest.mark.parametrize("way", ["owned", "muon"])
@@ -220,11 +181,7 @@ def overwritten(rank: int, world_size: int, way: str) -> int:
 
 @pytest.mark.parametrize(
     ("backend", "way"),
-    [
-        ("nccl", "split"),
-        ("nccl", "decoupled int8"),
-        *(("gloo", way) for way in ("wrapped", "owned", "decoupled and kfac")),
-    ],
+    [("nccl", "decoupled int8"), ("gloo", "wrapped"), ("gloo", "owned")],
 )
 def test_what_nobody_waits_for_writes_over_nothing(backend: str, way: str) -> None:
     assert run_ranks(overwritten, 2, args=(way,), backend=backend) == [0, 0]
@@ -265,7 +222,7 @@ def drained(rank: int, world_size: int, us: int) -> torch.Tensor:
         training.run(1)
         torch.cuda.synchronize()
     training.close()
-    return torch.cat([p.detach().flatten() for p in training.model.parameters()]).cpu()
+    return training.values.cpu()
 
 
 def test_residuals_that_a_drained_step_adds_stay_until_the_device_has_read_them() -> None:
@@ -279,17 +236,16 @@ def test_a_device_that_fails_under_way_is_an_error(rank: int, way: str) -> None:
     """Whatever the host asks of it is refused from then on."""
     torch.cuda.set_device(rank)
     training = Training(way, rank, device=f"cuda:{rank}").run(4)
-    broken, set_result = (
-        mock.Mock(side_effect=RuntimeError("device-side assert")),
-        torch.futures.Future.set_result,
-    )
+    is_handed_back = way == "decoupled"  # when the device was well
+    broken = mock.Mock(side_effect=RuntimeError("device-side assert"))
+    set_result = torch.futures.Future.set_result
 
     def set_on_device(future: Any, result: Any) -> None:
-        is_handed_back = way == "decoupled"  # when the device was well
         (broken if isinstance(result, torch.Tensor) and not is_handed_back else set_result)(future, result)
 
+    methods = {"reached": broken, **({} if is_handed_back else {"mark": broken})}
     with (
-        mock.patch.multiple(Device, reached=broken, **({} if way == "decoupled" else {"mark": broken})),
+        mock.patch.multiple(Device, **methods),
         mock.patch.object(torch.futures.Future, "set_result", set_on_device),
         pytest.raises(RuntimeError, match="device-side assert"),
     ):
@@ -341,22 +297,17 @@ def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_done_a_wrapped_h
 def told_of_a_dead_peer(rank: int, world_size: int) -> list[str]:
     """Rank 1 is killed in its third step; return what rank 0 is told, twice."""
     torch.cuda.set_device(rank)
-    group = dist.new_group(timeout=timedelta(seconds=4))
-    model = hooked(nn.Linear(4, 4).cuda(), reduce_scatter_all_gather_hook, group, process_group=group)
-    errors = []
-    for step in range(4):
-        if rank and step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            model(torch.ones(2, 4, device="cuda")).sum().backward()
-        except ExchangeError as error:
-            errors.append(str(error))
-    return errors
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    split = group, reduce_scatter_all_gather_hook
+    training = Training(lambda *_: split, rank, device=f"cuda:{rank}", process_group=group).run(2)
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [error_of(training.backward) for _ in range(2)]
 
 
 def test_where_the_host_waits_for_nccl_a_dead_peer_is_an_error_after_the_groups_timeout() -> None:
     environment = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_DIST_USE_NCCL2": "0"}
     deaths = {1: signal.SIGKILL}
     told, _ = run_ranks(told_of_a_dead_peer, 2, backend="nccl", environment=environment, deaths=deaths)
-    assert len(told) == 2 and told[0] == told[1]
+    assert told[0] == told[1]
     assert "of bucket 0 failed: " in told[0]

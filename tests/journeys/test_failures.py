@@ -1,6 +1,7 @@
 """What fails, and what is refused: who hears of it, when, in which words, and what works afterwards."""
 
 import contextlib
+import functools
 import re
 import signal
 import time
@@ -26,9 +27,6 @@ from tests.journeys.test_turn_and_futures import WORK
 
 NEWTON_SCHULZ = "torch.optim._muon._zeropower_via_newtonschulz"
 PATIENCE_S, LIMIT_S = 10.0, 60.0  # the latter of a busy machine
-
-
-# --- failures ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -68,9 +66,9 @@ def test_nobody_waits_for_a_gather_that_was_never_issued(rank: int, world_size: 
 
 
 def last_step(rank: int, world_size: int, leaves: bool) -> list[float]:
-    """Rank 0 may leave right after its last step; rank 1's last gradient comes two seconds later."""
+    """Rank 0 may leave right after its last step; rank 1's last gradient comes two seconds later then."""
     training = Training("decoupled", rank).run(6)
-    if rank:
+    if rank and leaves:
         training.model.module[0].weight.register_hook(lambda _: time.sleep(2))
     training.step()
     if leaves and not rank:
@@ -94,27 +92,19 @@ def test_a_rank_that_is_ahead_keeps_no_gather_from_the_others(rank: int) -> floa
     return float(sum(p.detach().double().sum() for p in training.model.parameters()))
 
 
-# Of a model in a group of its own.
-OWNERS: dict[str, Way] = {
-    "kfac": lambda model, optimizers, mutex: (
-        KFACState(model, optimizers[0], process_group=model.process_group, inv_update_steps=1),
-        kfac_hook,
-    ),
-    "muon": lambda model, optimizers, mutex: (
-        MuonState(optimizers[0], process_group=model.process_group),  # type: ignore[arg-type]
-        muon_hook,
-    ),
-    "decoupled_kfac": lambda model, optimizers, mutex: (
-        DecoupledState(
-            optimizers[0],
-            model.process_group,
-            kfac=KFACState(model, optimizers[0], process_group=model.process_group, inv_update_steps=1),
-            defer="always",
-        ),
-        decoupled_hook,
-    ),
-    "owned": WAYS["owned"],
-}
+def owned_by(way: str) -> Way:
+    """Return the way of a hook whose model has a group of its own."""
+
+    def made(model: Any, optimizers: Any, mutex: Any) -> tuple[Any, Any]:
+        group = model.process_group
+        if way == "muon":
+            return MuonState(optimizers[0], process_group=group), muon_hook
+        state = KFACState(model, optimizers[0], process_group=group, inv_update_steps=1)
+        if way == "kfac":
+            return state, kfac_hook
+        return DecoupledState(optimizers[0], group, kfac=state, defer="always"), decoupled_hook
+
+    return WAYS["owned"] if way == "owned" else made
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -133,24 +123,18 @@ def test_a_peer_that_dies_in_its_owners_work_is_an_error_in_bounded_time(
     Who is no neighbour of the dead one on the ring hears of it when a neighbour leaves, or by the timeout.
     """
     group = impatient_group(PATIENCE_S)
-    training = Training(
-        OWNERS[way], rank, optimizers=lambda model: optimizers_of(way, model), process_group=group
-    ).run(3)
+    optimizers = functools.partial(optimizers_of, way)
+    training = Training(owned_by(way), rank, optimizers=optimizers, process_group=group).run(3)
     dist.barrier()
     begin_s = time.monotonic()
-    with (
-        mock.patch.object(*WORK[way.removeprefix("decoupled_")], die)
-        if rank == 1
-        else contextlib.nullcontext(),
-        pytest.raises(ExchangeError, match=f"^rank {rank} of {world_size}: the "),
-    ):
+    dying = mock.patch.object(*WORK[way.removeprefix("decoupled_")], die)
+    failing = pytest.raises(ExchangeError, match=f"^rank {rank} of {world_size}: the ")
+    with dying if rank == 1 else contextlib.nullcontext(), failing:
         training.run(3)
     assert time.monotonic() - begin_s < PATIENCE_S + LIMIT_S
     # A thread may still wait for a rank that is no neighbour of the dead one: no longer than the group's timeout.
     dist.destroy_process_group(group)
 
-
-# --- refusals ------------------------------------------------------------------------------------------------------
 
 # Averaging hooks send no buckets in most steps; below the wrapper another library's hook has all buckets but the last.
 REFUSING = [

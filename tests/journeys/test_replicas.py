@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.harness import in_ranks
-from tests.harness.networks import mlp
+from tests.harness.networks import Branches, mlp
 from tests.harness.oracles import error_of
 from tests.harness.training import WIDTH, Training, decoupled
 
@@ -111,27 +111,10 @@ def test_each_model_of_a_group_has_steps_of_its_own(rank: int) -> None:
     assert "2.bias that differ in step 1" in error_of(round_of_steps)
 
 
-class Branches(nn.Module):
-    """Uses one of two layers, another one on each rank and in each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.last = nn.Linear(WIDTH, 2)
-        self.place = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.layers[self.place % 2](x))  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("owners", [None, "layers"])
 @in_ranks(2)
 def test_updates_that_one_rank_has_read_and_another_has_not_are_no_difference(rank: int, owners: Any) -> None:
     way = decoupled(owners=owners) if owners else "decoupled"
-    training = Training(way, rank, module=Branches(), find_unused_parameters=True)
-    for step in range(18):
-        training.model.module.place = rank + step
-        training.step()
+    training = Training(way, rank, module=Branches(rank), find_unused_parameters=True).run(18)
     training.state.consolidate()
     training.close()

@@ -17,9 +17,9 @@ from torch.optim import sgd as torch_sgd
 
 from crossover_ddp import CrossoverState, ExchangeError, crossover_wrapper
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from tests.harness import in_ranks, run_ranks
+from tests.harness import in_ranks
 from tests.harness.networks import mlp
-from tests.harness.training import Training, hooked
+from tests.harness.training import Training, hooked, noted
 from tests.harness.turn import RecordingTurn
 
 STEPS = 3
@@ -41,18 +41,9 @@ def test_the_turn_goes_before_anybody_hears_of_the_last_bucket_whose_future_wait
     """
     returned: queue.Queue[torch.futures.Future[torch.Tensor]] = queue.Queue()
     done: list[bool] = []
-
-    def around(hook: Any) -> Any:
-        def noting(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
-            if bucket.is_last():
-                returned.put(future)
-            return future
-
-        return noting
-
+    noting = noted(lambda bucket, future: returned.put(future) if bucket.is_last() else None)
     turn = RecordingTurn(window_s=0.2, at_acquire=lambda: done.append(returned.get(timeout=60).done()))
-    Training(way, rank, mutex=turn, around=around).run(STEPS).close()
+    Training(way, rank, mutex=turn, around=noting).run(STEPS).close()
     asked = ["request"] * (way != "wrapped" and world_size > 1)  # half-way
     assert turn.order == ["release", *asked, "acquire"] * STEPS
     assert done == [False] * STEPS, "the last Future was done before the turn"
@@ -72,9 +63,12 @@ def kfac_in_each_step(model: Any, optimizers: Any, mutex: Any) -> tuple[Any, Any
     return KFACState(model, optimizers[0], mutex=mutex, inv_update_steps=1), kfac_hook
 
 
-def turns_at_work(rank: int, world_size: int, way: str) -> list[int]:
-    """Return for each piece of work of this rank how many turns it had given away and not taken again."""
-    turn, found = RecordingTurn(), []
+@pytest.mark.parametrize("way", WORK)
+@pytest.mark.parametrize("world_size", [1, 2])
+@in_ranks()
+def test_owners_work_is_compute_inside_the_turn(rank: int, world_size: int, way: str) -> None:
+    """Of each piece of work is noted how many turns the rank had given away and not taken again."""
+    turn, found = RecordingTurn(), list[int]()
     module, name = WORK[way]
     original = getattr(module, name)
 
@@ -89,14 +83,9 @@ def turns_at_work(rank: int, world_size: int, way: str) -> list[int]:
     with mock.patch.object(module, name, noting):
         training.run(STEPS)
     training.close()
-    return found
-
-
-@pytest.mark.parametrize("way", WORK)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_owners_work_is_compute_inside_the_turn(way: str, world_size: int) -> None:
-    found = [each for of_rank in run_ranks(turns_at_work, world_size, args=(way,)) for each in of_rank]
-    assert len(found) >= 3 * STEPS, "a piece for each of three layers in each step"
+    pieces = torch.tensor(len(found))
+    dist.all_reduce(pieces)
+    assert pieces >= 3 * STEPS, "a piece for each of three layers in each step"
     assert not any(found)
 
 
@@ -116,15 +105,13 @@ class TheirHook:
             self.buffers.append(bucket.buffer())
             return self.theirs[-1]
 
-        wrapped = crossover_wrapper(hook)
-
-        def noting(state: CrossoverState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            self.returned.append(wrapped(state, bucket))
+        def note(bucket: dist.GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+            self.returned.append(future)
             if bucket.is_last() and self._meanwhile is not None:
                 threading.Thread(target=self._meanwhile).start()
-            return self.returned[-1]
 
-        self._model = hooked(mlp(3, 8, 8, 3, seed=0), noting, CrossoverState(mutex=turn))  # type: ignore[arg-type]
+        wrapped = noted(note)(crossover_wrapper(hook))
+        self._model = hooked(mlp(3, 8, 8, 3, seed=0), wrapped, CrossoverState(mutex=turn))  # type: ignore[arg-type]
         self.backward(None)  # in which DDP has one bucket
         self.returned.clear()
         turn.order.clear()
@@ -134,23 +121,25 @@ class TheirHook:
         self._meanwhile = meanwhile
         self._model(torch.ones(2, 3)).sum().backward()
 
+    def complete_earlier(self) -> None:
+        for future, buffer in zip(self.theirs[:-1], self.buffers, strict=False):
+            future.set_result(buffer)
+
 
 @pytest.mark.usefixtures("process_group")
 def test_under_the_wrapper_the_last_future_alone_waits_for_the_turn_and_for_all_earlier_ones() -> None:
     gate = threading.Event()
     gate.set()
-    turn = RecordingTurn(gate=gate)
+    turn = RecordingTurn(at_acquire=gate.wait)
     hook = TheirHook(turn)
     seen: list[Any] = []
 
     def complete() -> None:
-        *earlier, last = hook.theirs
-        last.set_result(hook.buffers[-1])
+        hook.theirs[-1].set_result(hook.buffers[-1])
         time.sleep(0.1)
         seen.append((list(turn.order), hook.returned[-1].done()))
         gate.clear()
-        for future, buffer in zip(earlier, hook.buffers, strict=False):
-            future.set_result(buffer)
+        hook.complete_earlier()
         seen.append([future.done() for future in hook.returned])
         gate.set()
 
@@ -167,10 +156,8 @@ def test_a_failure_below_the_wrapper_carries_its_cause_gives_the_turn_away_and_i
     hook = TheirHook(turn)
 
     def fail() -> None:
-        *earlier, last = hook.theirs
-        for future, buffer in zip(earlier, hook.buffers, strict=False):
-            future.set_result(buffer)
-        last.set_exception(OSError("their link broke"))  # type: ignore[arg-type]
+        hook.complete_earlier()
+        hook.theirs[-1].set_exception(OSError("their link broke"))  # type: ignore[arg-type]
 
     texts = []
     for meanwhile in (fail, None):
