@@ -8,8 +8,9 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import timm.optim
@@ -24,7 +25,8 @@ from crossover_ddp import DecoupledState, UnsupportedConfigurationError
 from tests.harness import Job, in_ranks, inside, run_jobs
 from tests.harness import training as harness
 from tests.harness.groups import impatient_group
-from tests.harness.networks import mlp
+from tests.harness.networks import Branches, mlp
+from tests.harness.oracles import error_of
 from tests.harness.training import CountsPerGroup, decoupled
 from tests.harness.turn import RecordingTurn
 from tests.unit.decoupled.decoupled_training import Training, assert_same, both, inputs, network
@@ -33,33 +35,20 @@ pytestmark = pytest.mark.usefixtures("process_group")
 OWNERS: list[dict[str, Any]] = [{}, {"owners": "layers"}]
 
 
-class Branches(nn.Module):
-    """Two layers used in turns, and a third behind both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.branches = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
-        self.head = nn.Linear(6, 1)
-        self.steps = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        return self.head(self.branches[self.steps % 2](x))  # type: ignore[no-any-return]
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Return a group for each layer."""
+    return [{"params": module.parameters()} for module in model.modules() if isinstance(module, nn.Linear)]
 
 
 @pytest.mark.defect("decoupled-1")
 @pytest.mark.parametrize("options", OWNERS, ids=str)
 def test_a_group_without_gradients_is_counted_as_by_plain_ddp(options: dict[str, Any]) -> None:
-
-    def counts(model: nn.Module) -> torch.optim.Optimizer:
-        layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        return CountsPerGroup([{"params": layer.parameters()} for layer in layers], lr=0.1)
-
     ddp = {"find_unused_parameters": True}
-    ours, plain = (each.run(8) for each in both(make=counts, net=Branches, ddp=ddp, **options))
+    ours, plain = both(
+        make=lambda model: CountsPerGroup(groups_of(model), lr=0.1), net=Branches, ddp=ddp, **options
+    )
+    assert_same(plain.run(8), ours.run(8))
     assert [group["k"] for group in ours.optimizer.param_groups] == [8, 8, 8]
-    assert_same(plain, ours)
 
 
 class Saving(dict[str, Any]):
@@ -108,9 +97,7 @@ def test_a_thread_that_looks_before_the_last_bucket_is_sent_takes_no_bucket_away
 
 
 @pytest.mark.parametrize(("reader", "where"), [("thread", torch), ("signal's handler", dist)])
-def test_gradients_that_somebody_reads_while_they_are_clipped_are_clipped(
-    reader: str, where: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_somebody_reads_while_they_are_clipped_are_clipped(reader: str, where: Any) -> None:
     training, plain = (Training(decoupled=True).run() for _ in range(2))
     saver = threading.Thread(target=training.model.module.state_dict)
     name = "clamp" if where is torch else "all_reduce"  # the last of what `clip` does, and what takes time
@@ -118,17 +105,16 @@ def test_gradients_that_somebody_reads_while_they_are_clipped_are_clipped(
 
     def read_meanwhile(*args: Any, **options: Any) -> Any:
         result = original(*args, **options)
-        if reader == "thread" and saver.ident is None:
+        if reader != "thread":
+            training.model.module.state_dict()
+        elif saver.ident is None:
             saver.start()
             saver.join(timeout=0.3)  # it may have to wait for the end of clipping
-        elif reader != "thread":
-            training.model.module.state_dict()
         return result
 
     training.backward()
     plain.backward()
-    with monkeypatch.context() as patch:
-        patch.setattr(where, name, read_meanwhile)
+    with mock.patch.object(where, name, read_meanwhile):
         norm = training.state.clip_grad_norm_(0.01)
     assert torch.equal(norm, plain.state.clip_grad_norm_(0.01))
     if reader == "thread":
@@ -141,37 +127,28 @@ def test_gradients_that_somebody_reads_while_they_are_clipped_are_clipped(
 class Stopping(torch.optim.SGD):
     """Stops in its next step once it is armed."""
 
-    armed = False
+    armed, inside, go = False, threading.Event(), threading.Event()
 
     def step(self, closure: Any = None) -> Any:
         if Stopping.armed:
+            Stopping.armed = False
             self.inside.set()
             self.go.wait(60)
         return super().step(closure)
 
 
 @pytest.mark.defect("decoupled-4", "decoupled-17")
-def test_a_scheduler_that_steps_while_a_thread_saves_reaches_all_groups(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-
-    def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-        layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        made = Stopping([{"params": layer.parameters()} for layer in layers], lr=0.1)
-        made.inside, made.go = threading.Event(), threading.Event()  # type: ignore[attr-defined]
-        return made
-
-    training = Training(decoupled=True, make=two_groups)
+def test_a_scheduler_that_steps_while_a_thread_saves_reaches_all_groups() -> None:
+    training = Training(decoupled=True, make=lambda model: Stopping(groups_of(model), lr=0.1))
     optimizer: Any = training.optimizer
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     training.run()
     training.step()
-    monkeypatch.setattr(Stopping, "armed", True)
+    Stopping.armed = True
     saver = threading.Thread(target=training.model.module.state_dict)
     saver.start()
     try:
         assert optimizer.inside.wait(60)
-        monkeypatch.setattr(Stopping, "armed", False)
         scheduler.step()
     finally:
         optimizer.go.set()
@@ -204,17 +181,18 @@ def test_gradients_read_after_a_forward_that_failed_are_the_mean(rank: int) -> N
         norms = []
         for moment in ("before", "after"):
             loss = training.model(inputs(rank)).sum() * (1 + rank)
+            failing = contextlib.suppress(RuntimeError)
             if moment == "before":
-                with contextlib.suppress(RuntimeError):
+                with failing:
                     training.model(torch.ones(2, 5))
-            if rank == 1:
-                time.sleep(0.2)
+            time.sleep(0.2 * rank)
             loss.backward()
             if moment == "after":
-                with contextlib.suppress(RuntimeError):
+                with failing:
                     training.model(torch.ones(2, 5))
-            gradients = [p.grad for p in training.model.module.parameters()]
-            norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
+            norms.append(
+                float(torch.stack([p.grad.norm() for p in training.model.module.parameters()]).norm())
+            )
             training.drop()
         found.append(norms)
         training.close()
@@ -229,22 +207,18 @@ def refused_on_rank_1(rank: int, world_size: int, defer: str, cap_mb: float) -> 
         with inside.refuse_bucket("last"), pytest.raises(KeyError, match="ours"):
             training.step()
         training.drop()
-    try:
-        training.run(8)
-    except Exception as error:
-        return str(error)
-    return "none"
+    return error_of(lambda: training.run(8))
 
 
 @pytest.mark.defect("decoupled-12")
 @pytest.mark.quiet
 def test_a_bucket_refused_on_one_rank_alone_is_an_error_on_the_others() -> None:
-    cases = [("always", 1e-4), ("auto", 25), ("always", 25)]
+    cases = [("always", 1e-4), ("auto", 25)]
     jobs = [Job(refused_on_rank_1, 2, case, name=str(case)) for case in cases]  # all of them do is wait
+    named = re.compile(r"rank \d.* bucket \d")
     for other, own in run_jobs(jobs):
-        named = r"rank \d.* bucket \d"
-        assert re.search(named, other), other
-        assert own == "none" or re.search(named, own), own
+        assert named.search(other), other
+        assert own == "no error" or named.search(own), own
 
 
 @pytest.mark.defect("decoupled-6")
@@ -272,28 +246,26 @@ class Noisy(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(torch.randn_like(parameter))
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            if parameter.grad is not None:
+                parameter.add_(torch.randn_like(parameter))
         return super().step(closure)
-
-
-def kron(model: nn.Module) -> torch.optim.Optimizer:
-    return timm.optim.create_optimizer_v2(list(model.parameters()), opt="kron", lr=0.01)
 
 
 @pytest.mark.defect("decoupled-8", "decoupled-17", "strangers-31")
 @pytest.mark.parametrize(
-    "make", [kron, lambda model: Noisy(model.parameters(), lr=0.1)], ids=["kron", "sgld"]
+    "make",
+    [
+        lambda model: timm.optim.create_optimizer_v2(list(model.parameters()), opt="kron", lr=0.01),
+        lambda model: Noisy(model.parameters(), lr=0.1),
+    ],
+    ids=["kron", "sgld"],
 )
 def test_an_optimizer_that_draws_for_each_parameter_is_refused(
     make: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> None:
-    with (
-        pytest.raises(UnsupportedConfigurationError, match="randomness"),
-        torch.compiler.set_stance("force_eager"),
-    ):
+    refused = pytest.raises(UnsupportedConfigurationError, match="randomness")
+    with refused, torch.compiler.set_stance("force_eager"):
         Training(decoupled=True, make=make)
 
 
@@ -301,15 +273,13 @@ def test_an_optimizer_that_draws_for_each_parameter_is_refused(
 @in_ranks(2)
 def test_buffers_between_steps_do_not_hang_on_whether_a_step_is_deferred(rank: int) -> None:
     """Rank 1's running mean is rank 0's already after all steps, or after none."""
-    training = Training(
-        decoupled=True, net=lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), defer="auto"
-    )
-    found = []
+    net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    training, found = Training(decoupled=True, net=lambda: net, defer="auto"), []
     for step in range(24):
         training.steps = 2 * step + rank
         training.step()
         everyone: list[Any] = [None] * 2
-        dist.all_gather_object(everyone, training.model.module[1].running_mean)
+        dist.all_gather_object(everyone, net[1].running_mean)
         found.append(torch.equal(*everyone))
     assert len(set(found[3:])) == 1
 
@@ -341,61 +311,52 @@ def test_clipping_does_not_hang_on_whether_a_step_is_deferred(norm_type: float) 
     assert_same(*runs)
 
 
-class Average:
-    """A moving average over a list of parameters, taken once."""
-
-    def __init__(self, run: Training) -> None:
-        self.values = {parameter: parameter.detach().clone() for parameter in run.held}
-        self.calls = Counter[Tensor]()
-
-    def update(self, new: Sequence[Any]) -> None:
-        torch._foreach_lerp_([self.values[p] for p in new], [p.detach() for p in new], 0.5)
-        self.calls.update(new)
-
-
 @pytest.mark.defect("strangers-11")
 @pytest.mark.parametrize("way", ["flush", "on_update"])
 @pytest.mark.parametrize("options", [*OWNERS, {"defer": "auto"}], ids=str)
 def test_a_moving_average_over_a_list_of_parameters_is_that_of_plain_ddp(
     way: str, options: dict[str, Any]
 ) -> None:
-    plain, ours = (Training(decoupled=decoupled, **options) for decoupled in (False, True))
-    averages = [Average(run) for run in (plain, ours)]
-    assert ours.state is not None
+    ours, plain = runs = both(**options)
+    averages = [{parameter: parameter.detach().clone() for parameter in run.held} for run in runs]
+    calls = Counter[Tensor]()
+
+    def update(new: Sequence[Any], average: dict[Any, Tensor] = averages[0]) -> None:
+        torch._foreach_lerp_([average[p] for p in new], [p.detach() for p in new], 0.5)
+        calls.update(new)
+
     if way == "on_update":
-        ours.state.on_update(averages[1].update)
+        ours.state.on_update(update)
     for _ in range(6):
         plain.step()
-        averages[0].update(plain.held)
+        update(plain.held, averages[1])
         ours.step()
         if way == "flush":
             ours.state.flush()
-            averages[1].update(ours.held)
+            update(ours.held)
     if way == "on_update" and options != {"defer": "auto"}:
         assert ours.state.stats()["deferred"]
     ours.state.flush()
-    assert all(torch.equal(*pair) for pair in zip(*(each.values.values() for each in averages), strict=True))
-    assert {*averages[1].calls.values()} == {6}
+    assert all(map(torch.equal, *(each.values() for each in averages)))
+    assert {*calls.values()} == {6}
 
 
 def test_who_listens_is_told_of_steps_alone_and_until_the_handle_is_removed() -> None:
-    training = Training(decoupled=True)
-    heard: list[Any] = []
-    assert training.state is not None
-    handle = training.state.on_update(heard.extend)
+    training, heard = Training(decoupled=True), Counter[Tensor]()
+    handle = training.state.on_update(heard.update)
     with training.model.no_sync():
         training.backward()
     training.backward()
     training.optimizer.zero_grad()
     training.backward()
     assert not heard
-    training.optimizer.step()
-    training.state.flush()
-    assert {*map(id, heard)} == {*map(id, training.held)} and len(heard) == len(training.held)
-    handle.remove()
-    training.step()
-    training.state.flush()
-    assert len(heard) == len(training.held)
+    for _ in range(2):  # the second one unheard
+        training.optimizer.step()
+        training.state.flush()
+        assert heard == Counter(training.held)
+        handle.remove()
+        training.drop()
+        training.backward()
 
 
 def test_who_listens_hears_of_a_parameter_once_in_a_step_of_several_optimizers() -> None:
@@ -427,18 +388,10 @@ def wrapped(net: nn.Module, **options: Any) -> nn.Module:
 
 @pytest.mark.defect("strangers-26")
 @pytest.mark.parametrize("way", COMPILED)
-def test_options_for_ddp_let_a_small_model_be_compiled(way: str) -> None:
-    with fresh_dynamo():
-        COMPILED[way](network())(inputs(0)).sum().backward()
-
-
-@contextlib.contextmanager
-def fresh_dynamo() -> Iterator[None]:
+def test_options_for_ddp_let_a_small_model_be_compiled(way: str, request: pytest.FixtureRequest) -> None:
     torch._dynamo.reset()
-    try:
-        yield
-    finally:
-        torch._dynamo.reset()
+    request.addfinalizer(torch._dynamo.reset)
+    COMPILED[way](network())(inputs(0)).sum().backward()
 
 
 class Pinn(nn.Module):
@@ -477,12 +430,10 @@ def test_a_checkpoint_from_a_signal_handler_inside_an_update_is_one() -> None:
         signal.signal(signal.SIGUSR1, former)
         saved.append(training.model.module.state_dict())
 
-    try:
-        for _ in range(6):
-            signal.signal(signal.SIGUSR1, save)
-            training.step()
-    finally:
-        signal.signal(signal.SIGUSR1, former)
+    for _ in range(6):
+        signal.signal(signal.SIGUSR1, save)
+        training.step()
+    signal.signal(signal.SIGUSR1, former)
     assert len(saved) == 6
     assert_same(training, plain.run(6))
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,16 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import (
-    CrossoverState,
-    DecoupledState,
-    crossover_hook,
-    crossover_wrapper,
-    decoupled_hook,
-    reduce_scatter_all_gather_hook,
-)
+from crossover_ddp import CrossoverState, DecoupledState, crossover_hook, crossover_wrapper, decoupled_hook
 from crossover_ddp._turns import joining
-from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
-from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
+from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
 from crossover_ddp.errors import TurnError, UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
-from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from crossover_ddp.muon_hooks import MuonState, muon_hook
-from tests.harness import Job, in_ranks, inside, run_jobs, run_ranks
-from tests.harness._preloaded import context
+from tests.harness import Job, in_ranks, inside, run_jobs
 from tests.harness.groups import files_of, join_over, new_group
 from tests.harness.oracles import heard
+from tests.harness.training import Training
+from tests.harness.turn import RecordingTurn
 from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import Nowhere, held_up
 
@@ -51,16 +43,17 @@ def take_turns(mutex: GPUMutex, count: int, seconds: float) -> None:
     dist.barrier()
 
 
-# --- the store ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.defect("turns-1", "turns-2", "strangers-33")
-@in_ranks(2)
-def test_a_long_turn_is_given_back_without_the_job_s_store(rank: int, world_size: int) -> None:
-    """`release` never waits for another process, here a stopped rank 0, and turns do not fill the job's store."""
-    store = join_over(rank, world_size)
-    pids: list[Any] = [None] * world_size
-    dist.all_gather_object(pids, os.getpid())
+@pytest.mark.defect("turns-1", "turns-2", "strangers-24", "strangers-33")
+@in_ranks(3)
+def test_a_long_turn_is_given_back_without_the_job_s_store(rank: int) -> None:
+    """Nor is the next one taken by it, nor do turns fill it: rank 2, which serves it, and a peer are stopped."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 2 else None
+    known: list[Any] = [None] * 3
+    dist.all_gather_object(known, (os.getpid(), server and server.port))
+    if server is not None:
+        server.wait(["done"], timedelta(seconds=SOON_S))
+        return
+    store = join_over(rank, 2, dist.TCPStore("127.0.0.1", known[2][1], is_master=False))
     mutex = GPUMutex(device=f"dev{rank}")
     with inside.grants_kept(2):
         take_turns(mutex, 4, 0.0)
@@ -74,18 +67,26 @@ def test_a_long_turn_is_given_back_without_the_job_s_store(rank: int, world_size
     mutex.acquire()
     time.sleep(1.3)
     dist.barrier()
-    ended = True
+
+    def goes_on() -> bool:
+        thread = threading.Thread(target=lambda: (mutex.release(), mutex.acquire()))
+        thread.start()
+        thread.join(SOON_S / 4)
+        return not thread.is_alive()
+
     if rank == 1:
-        os.kill(pids[0], signal.SIGSTOP)
-        releasing = threading.Thread(target=mutex.release)
-        releasing.start()
-        releasing.join(SOON_S)
-        ended = not releasing.is_alive()
-        os.kill(pids[0], signal.SIGCONT)
-        releasing.join()
+        for peer in (0, 2):
+            os.kill(known[peer][0], signal.SIGSTOP)
+        went_on = goes_on()
+        os.kill(known[0][0], signal.SIGCONT)
+    dist.barrier()
+    if rank == 0:
+        went_on = goes_on()
+        os.kill(known[2][0], signal.SIGCONT)
     dist.barrier()
     mutex.close()
-    assert ended
+    store.set("done", "")
+    assert went_on
     assert after <= before
 
 
@@ -110,49 +111,34 @@ def test_a_group_made_again_on_the_same_store_is_one_job_on_all_its_ranks(
     return jobs
 
 
-# --- a mutex for some of the ranks --------------------------------------------------------------------------------
-
-
-def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-# Every hook whose state takes a mutex.
-STATES: dict[str, tuple[Callable[..., Any], Any]] = {
-    "crossover": (lambda _, **given: CrossoverState(**given), crossover_hook),
-    "wrapper": (
+STATES: list[tuple[Callable[..., Any], Any]] = [
+    (lambda _, **given: CrossoverState(**given), crossover_hook),
+    (
         lambda _, **given: CrossoverState(**given, hook_state=given["process_group"]),
         crossover_wrapper(default_hooks.allreduce_hook),
     ),
-    "codec": (lambda _, **given: CompressedState(Int8(), **given), compressed_hook),
-    "decoupled": (lambda model, **given: DecoupledState(sgd(model), **given), decoupled_hook),
-    "owners": (lambda model, **given: DecoupledState(sgd(model), owners="layers", **given), decoupled_hook),
-    "kfac": (lambda model, **given: KFACState(model, sgd(model), **given), kfac_hook),
-    "muon": (lambda model, **given: MuonState(torch.optim.Muon(model.parameters()), **given), muon_hook),
-    "local_sgd": (lambda _, **given: LocalSGDState(2, **given), local_sgd_hook),
-    "elastic": (lambda _, **given: ElasticState(2, mode="sync", **given), elastic_hook),
-}
+    (lambda sgd, **given: DecoupledState(sgd, **given), decoupled_hook),
+    (lambda _, **given: LocalSGDState(2, **given), local_sgd_hook),
+]
 
 
 @pytest.mark.defect("turns-3")
 @in_ranks(2)
 def test_a_mutex_of_other_ranks_than_the_model_s_is_refused(rank: int, world_size: int) -> None:
-    """Every state that takes ``mutex=`` says at the first ``backward()`` whose turns a model's ranks can take."""
+    """A state says at the first ``backward()`` whose turns a model's ranks can take."""
     join_over(rank, world_size)
     mutex, alone = GPUMutex(device=f"dev{rank}"), dist.new_group([1])
-    for make, hook in STATES.values() if rank else ():
+    for make, hook in STATES if rank else ():
         module = torch.nn.Linear(4, 4, bias=False)
         model = DistributedDataParallel(module, process_group=alone, gradient_as_bucket_view=True)
-        model.register_comm_hook(make(module, process_group=alone, mutex=mutex), hook)
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+        model.register_comm_hook(make(sgd, process_group=alone, mutex=mutex), hook)
         message = r"(?s)expected a mutex of the ranks \[1\].*process_group"
         with pytest.raises(UnsupportedConfigurationError, match=message):
             model(torch.ones(2, 4)).sum().backward()
     take_turns(mutex, 1, 0.0)
     assert mutex.stats()["disabled_because"] is None
     mutex.close()
-
-
-# --- two mutexes of one process -----------------------------------------------------------------------------------
 
 
 @pytest.mark.defect("turns-4", "strangers-22")
@@ -182,9 +168,6 @@ def test_a_hook_beside_a_mutex_of_the_user_s_own_says_how_to_share_it(
     mutex.close()
 
 
-# --- one process, several threads ---------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def two_jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GPUMutex, GPUMutex]]:
     """Two jobs on one device, as if each had a process of its own; the first one holds its turn."""
@@ -193,8 +176,8 @@ def two_jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GPUMutex, GPUMut
     holder, waiting = (GPUMutex(group, device="dev0", lease=SOON_S) for _ in range(2))
     holder.acquire()
     yield holder, waiting
-    assert [mutex.stats()["leases_expired"] for mutex in (holder, waiting)] == [0, 0]
     for mutex in (holder, waiting):
+        assert mutex.stats()["leases_expired"] == 0
         mutex.close()
 
 
@@ -227,102 +210,26 @@ def test_nobody_waits_for_a_turn_whose_wait_was_interrupted(two_jobs: tuple[GPUM
     holder.acquire()
 
 
-def _meet(path: str, count: int) -> Callable[[str], None]:
-    """Return how processes of several jobs meet: each says a word and waits until all have said it."""
-    store = dist.FileStore(path, count)
-
-    def meet(word: str) -> None:
-        store.add(word, 1)
-        assert eventually(lambda: store.add(word, 0) == count)
-
-    return meet
-
-
-def _train_another_model_meanwhile(rank: int, world_size: int, group: str, path: str, holds: bool) -> bool:
-    """One job holds its turn; a model of the other one waits for it, and another model, without turns, trains."""
-    meet = _meet(path, 2 * world_size)
-    mutex, ended = GPUMutex(group, device=f"dev{rank}", lease=60.0), True
-    if holds:
-        mutex.acquire()
-    meet("held")
-    if holds:
-        meet("trained")
-        mutex.release()
-    else:
-        begun = threading.Event()
-
-        def noted(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            future = crossover_hook(state, bucket)
-            begun.set()
-            return future
-
-        models = [DistributedDataParallel(torch.nn.Linear(4, 4)) for _ in range(2)]
-        models[0].register_comm_hook(CrossoverState(mutex=mutex), noted)
-        models[1].register_comm_hook(None, reduce_scatter_all_gather_hook)
-        losses = [model(torch.ones(2, 4)).sum() for model in models]
-        passes = [threading.Thread(target=loss.backward) for loss in losses]
-        passes[0].start()
-        assert begun.wait(SOON_S)
-        dist.barrier()
-        passes[1].start()
-        passes[1].join(SOON_S / 4)
-        ended = not passes[1].is_alive()
-        meet("trained")
-        for each in passes:
-            each.join()
-    mutex.close()
-    return ended
-
-
 @pytest.mark.defect("turns-9")
-def test_what_needs_no_turn_goes_on_while_a_model_waits_for_one(tmp_path: Path) -> None:
+@in_ranks(2)
+def test_what_needs_no_turn_goes_on_while_a_model_waits_for_one(rank: int) -> None:
     """A job's exchanges behind the last bucket need the wire, not the device: they do not wait for the turn."""
-    group, meet = new_group(), f"{tmp_path}/meet"
-    found = run_jobs(
-        [Job(_train_another_model_meanwhile, 2, (group, meet, holds)) for holds in (True, False)]
-    )
-    assert found == [[True, True], [True, True]]
-
-
-# --- what may go wrong around a job -------------------------------------------------------------------------------
-
-
-def _serve_store(told: Any) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told.send((os.getpid(), server.port))
-    told.recv()
-
-
-def _take_a_turn_beside_a_silent_store(rank: int, world_size: int, group: str, pid: int, port: int) -> bool:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    join_over(rank, world_size, store)
-    mutex = GPUMutex(group, device=f"dev{rank}")
-    take_turns(mutex, 2, 0.0)
-    if rank == 0:
-        os.kill(pid, signal.SIGSTOP)
+    gate = threading.Event()
+    turn = RecordingTurn(at_acquire=gate.wait)
+    waiting, other = Training("crossover", rank, mutex=turn), Training("split", rank)
+    passes = [threading.Thread(target=each.loss().backward) for each in (waiting, other)]
+    passes[0].start()
+    assert eventually(lambda: "release" in turn.order)
     dist.barrier()
-    mutex.acquire()
+    passes[1].start()
+    passes[1].join(SOON_S / 4)
+    ended = not passes[1].is_alive()
     dist.barrier()
-    if rank == 0:
-        os.kill(pid, signal.SIGCONT)
-    goes_on = mutex.holding
-    mutex.close()
-    return goes_on
-
-
-@pytest.mark.defect("strangers-24")
-def test_a_lone_job_takes_turns_beside_a_store_that_is_silent() -> None:
-    """Without siblings nobody waits for a grant: plain DDP does not notice such a store."""
-    ours, theirs = context.Pipe()
-    server = context.Process(target=_serve_store, args=(theirs,))
-    server.start()
-    try:
-        pid, port = ours.recv()
-        found = run_ranks(_take_a_turn_beside_a_silent_store, 2, args=(new_group(), pid, port), backend=None)
-    finally:
-        server.kill()
-        server.join()
-    assert found == [True, True]
+    gate.set()
+    for each in passes:
+        each.join()
+    waiting.close()
+    assert ended
 
 
 @pytest.mark.defect("strangers-25")
@@ -342,7 +249,12 @@ def _look_for_siblings(
     rank: int, world_size: int, group: str, bases: list[str], path: str
 ) -> tuple[list[tuple[float, float]], list[str]]:
     """Return a rank's turns, which sees its own place of shared memory, and what is said."""
-    meet, turns = _meet(path, 2 * world_size), []
+    store, turns = dist.FileStore(path, 2 * world_size), []
+
+    def meet(word: str) -> None:
+        store.add(word, 1)
+        assert eventually(lambda: store.add(word, 0) == 2 * world_size)
+
     with heard() as warnings, inside.shared_memory_at(bases[rank]):
         mutex = GPUMutex(group, device=f"dev{rank}")
         meet("joined")
@@ -372,9 +284,6 @@ def test_siblings_on_some_machines_only_are_in_order_or_told(tmp_path: Path) -> 
     )
 
 
-# --- what turns promise -------------------------------------------------------------------------------------------
-
-
 def _device_on(cores: set[int]) -> str | None:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
@@ -395,35 +304,30 @@ def test_jobs_pinned_to_different_cores_share_no_device(monkeypatch: pytest.Monk
     assert len(set(devices)) == 3
 
 
-def wait_for_data(rank: int, world_size: int) -> tuple[bool | None, list[str]]:
-    """Train a small net that waits for data in every step until turns were tried; return what stats and the log say."""
-    logging.getLogger("crossover_ddp").setLevel(logging.INFO)
-    model = DistributedDataParallel(torch.nn.Linear(64, 64))
-    state = CrossoverState()
-    model.register_comm_hook(state, crossover_hook)
+def wait_for_data(rank: int, world_size: int) -> tuple[bool | None, int]:
+    """Train a net that waits for data in every step until turns were tried; return what is kept, and how often told."""
+    training = Training("crossover", rank)
     known, ends_s = torch.zeros(1), time.monotonic() + SOON_S / 2
     with heard(logging.INFO) as said:
         while not known and time.monotonic() < ends_s:
             for _ in range(10):
                 time.sleep(0.01)
-                model(torch.ones(4, 64)).sum().backward()
-            known = torch.tensor([float(state.stats()["turns_pay"] is not None)])
+                training.backward()
+            known[0] = training.state.stats()["turns_pay"] is not None
             dist.all_reduce(known, dist.ReduceOp.MIN)
-    logging.getLogger("crossover_ddp").setLevel(logging.NOTSET)
-    pays = state.stats()["turns_pay"]
+    pays = training.state.stats()["turns_pay"]
     dist.barrier()
-    state.close()
-    return pays, [words for words in said if "side by side with 1 sibling(s); from now on" in words]
+    training.close()
+    return pays, sum("side by side with 1 sibling(s); from now on" in words for words in said)
 
 
 @pytest.mark.defect("turns-14")
 def test_siblings_find_out_whether_turns_pay() -> None:
-    """Siblings try turns against running side by side, and all ranks say what they keep."""
+    """Siblings try turns against running side by side, keep the same, and each job's lead rank says so once."""
     group = new_group()
     variables = [{"CROSSOVER_GROUP": group, "CROSSOVER_DEVICE": f"dev{rank}"} for rank in range(2)]
-    jobs = run_jobs(
-        [Job(wait_for_data, 2, environment=variables, name=name) for name in "ab"], timeout_s=SOON_S
-    )
-    found = {pays for job in jobs for pays, _ in job}
-    assert found in ({True}, {False}), "all ranks of all jobs keep the same"
-    assert [len(words) for job in jobs for _, words in job] == [1, 0, 1, 0], "the lead rank says so once"
+    jobs = [Job(wait_for_data, 2, environment=variables, name=name) for name in "ab"]
+    found = run_jobs(jobs, timeout_s=SOON_S)
+    pays = found[0][0][0]
+    assert pays is not None
+    assert found == [[(pays, 1), (pays, 0)]] * 2

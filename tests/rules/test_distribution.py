@@ -24,11 +24,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", built, ROOT], check=True)
     (wheel,) = built.glob("*.whl")
     assert len([*built.glob("*.tar.gz")]) == 1
-    with zipfile.ZipFile(wheel) as archive:
-        others = [
-            name for name in archive.namelist() if not re.match(r"crossover_ddp(-[\d.]+\.dist-info)?/", name)
-        ]
-    assert not others
+    own = re.compile(r"crossover_ddp(-[\d.]+\.dist-info)?/")
+    assert [*filter(own.match, names := zipfile.ZipFile(wheel).namelist())] == names
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", place, wheel], check=True)
     return place
 
@@ -52,16 +49,11 @@ def test_the_installed_command_says_its_version(installed: Path) -> None:
     assert said == f"crossover-ddp {crossover_ddp.__version__}\n"
 
 
-def test_a_shell_completes_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_shell_completes_commands(tmp_path: Path) -> None:
     words = tmp_path / "words"
     line = "crossover-ddp st"
-    asked = {
-        "_ARGCOMPLETE": "1",
-        "COMP_LINE": line,
-        "COMP_POINT": str(len(line)),
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(words),
-    }
-    subprocess.run(
-        [sys.executable, "-m", "crossover_ddp.cli"], env={**ENVIRONMENT, **asked}, check=True, timeout=60
-    )
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    environment = {**ENVIRONMENT, **asked, "_ARGCOMPLETE_STDOUT_FILENAME": str(words)}
+    command = [sys.executable, "-m", "crossover_ddp.cli"]
+    subprocess.run(command, env=environment, check=True, timeout=60)
     assert words.read_text().split() == ["status"]

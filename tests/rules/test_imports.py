@@ -113,11 +113,7 @@ def test_modules_import_what_their_row_allows_and_known_exceptions_shrink() -> N
 def executed(source: str) -> str:
     """Return a module's statements without those for type checkers alone, which import nothing."""
     tree = ast.parse(source)
-    tree.body = [
-        each
-        for each in tree.body
-        if not (isinstance(each, ast.If) and "TYPE_CHECKING" in ast.unparse(each.test))
-    ]
+    tree.body = [each for each in tree.body if not ast.unparse(each).startswith("if TYPE_CHECKING")]
     return ast.unparse(tree)
 
 
@@ -135,15 +131,12 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         module: {ours for _, ours in imports(module, executed(path.read_text())) if ours} - {module}
         for module, path in SOURCES.items()
     }
-    assert sum(map(len, below.values())) > len(below)
     assert circle(below) == []
 
 
 def test_the_package_offers_public_names_and_nothing_else() -> None:
-    tree = ast.parse((ROOT / PACKAGE / "__init__.py").read_text())
-    offered = {
-        name.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names
-    }
+    nodes = ast.walk(ast.parse((ROOT / PACKAGE / "__init__.py").read_text()))
+    offered = {name.name for node in nodes if isinstance(node, ast.ImportFrom) for name in node.names}
     assert offered - {"TYPE_CHECKING"} == {*crossover_ddp.__all__}
     for name in crossover_ddp.__all__:
         assert getattr(crossover_ddp, name).__module__.startswith(PACKAGE)
@@ -154,22 +147,17 @@ def test_the_package_offers_public_names_and_nothing_else() -> None:
 
 def test_importing_the_package_imports_no_torch() -> None:
     code = f"import sys; sys.modules['torch'] = None; import {PACKAGE}; print({PACKAGE}.__all__)"
-    assert (
-        "GPUMutex"
-        in subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout
-    )
+    assert "GPUMutex" in subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
 
 
 @pytest.mark.parametrize(
     ("module", "source", "offence"),
     [
-        ("_engine.links", "from crossover_ddp._turns.rules import y", "_engine.links imports _turns"),
         ("_engine.links", "import crossover_ddp._timeline.trace", "_engine.links imports _timeline"),
         ("comm_hooks", "def f():\n    import crossover_ddp.kfac_hooks", "comm_hooks imports kfac_hooks"),
         ("cli.run", "from .._engine.buckets import x", "cli.run imports _engine"),
         ("_turns.rules", "import time", "_turns.rules is pure and imports time"),
         ("minimal_kfac", "from crossover_ddp._kfac import x", "minimal_kfac imports _kfac"),
-        ("minimal_kfac", "from lab.jobs import x", ""),
         ("train", "from studies.run import x", "train imports studies"),
         ("studies.run", "import torch\nfrom crossover_ddp import GPUMutex\nfrom lab import jobs", ""),
     ],

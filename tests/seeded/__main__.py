@@ -1,18 +1,17 @@
 """Seed each fault and run its tests; the exit code is the number of faults that nothing has found."""
 
+import itertools
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from tests.seeded.fault import FAULTS, Fault, copy_tree
 
 TIMEOUT_S = 900.0
-FAILED = 1  # pytest's code where tests ran and some failed
 
 
 def main() -> int:
@@ -22,12 +21,10 @@ def main() -> int:
         sys.exit(f"no fault has any of {words} in its file or reason")
     with tempfile.TemporaryDirectory(prefix="seeded-") as directory:
         copy_tree(Path(directory))
-        seen = [
-            is_seen(fault, Path(directory), f"{number} of {len(chosen)}")
-            for number, fault in enumerate(chosen, 1)
-        ]
-    print(f"{sum(seen)} of {len(chosen)} seeded faults were seen", flush=True)
-    return len(chosen) - sum(seen)
+        places = [f"{number} of {len(chosen)}" for number in range(1, len(chosen) + 1)]
+        seen = sum(map(is_seen, chosen, itertools.repeat(Path(directory)), places))
+    print(f"{seen} of {len(chosen)} seeded faults were seen", flush=True)
+    return len(chosen) - seen
 
 
 def is_seen(fault: Fault, root: Path, number: str) -> bool:
@@ -48,7 +45,7 @@ def is_seen(fault: Fault, root: Path, number: str) -> bool:
         )
     finally:
         path.write_text(sound)
-    seen = done.returncode == FAILED
+    seen = done.returncode == 1  # where tests ran and some failed
     red = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     verdict = " by ".join(["seen", *red[:1]]) if seen else f"NOT SEEN (pytest's exit code {done.returncode})"
     print(f"{number}: {fault.path}: {fault.why}: {verdict}, {time.monotonic() - begin_s:.0f} s", flush=True)
@@ -57,7 +54,7 @@ def is_seen(fault: Fault, root: Path, number: str) -> bool:
     return seen
 
 
-def environment(root: Path) -> Mapping[str, str]:
+def environment(root: Path) -> dict[str, str]:
     """Return the variables under which the copy is imported, in the suite's short form."""
     kept = {name: value for name, value in os.environ.items() if name != "CROSSOVER_CAMPAIGN"}
     # No bytecode: a fault may be as long as what it replaces, and be there in the same second.

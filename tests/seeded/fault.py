@@ -15,19 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Fault:
-    """A mistake that somebody could make, or has made.
+    """A mistake that somebody could make, or has made."""
 
-    Args:
-        path: of the file, from the root of the tree.
-        why: what goes wrong with it, in a few words.
-        tests: what pytest is given; some of these tests must fail.
-        diff: lines of the file, with their sign.
-    """
-
-    path: str
+    path: str  # from the root of the tree
     why: str
-    tests: list[str] = field(default_factory=list)
-    diff: list[str] = field(default_factory=list)
+    tests: list[str] = field(default_factory=list)  # what pytest is given; some of these tests must fail
+    diff: list[str] = field(default_factory=list)  # lines of the file, with their sign
 
     def seeded(self, root: Path) -> str:
         """Return the file's text with the fault in it."""
@@ -45,13 +38,13 @@ class Fault:
 
     def missing(self, root: Path) -> list[str]:
         """Return the files and functions of tests that are not there."""
-        missing = []
-        for test in (test for test in self.tests if test.startswith("tests/")):
+
+        def is_there(test: str) -> bool:
             file, _, function = test.partition("::")
             path, name = root / file, function.partition("[")[0]
-            if not path.exists() or (name and f"def {name}(" not in path.read_text()):
-                missing.append(test)
-        return missing
+            return path.exists() and (not name or f"def {name}(" in path.read_text())
+
+        return [test for test in self.tests if test.startswith("tests/") and not is_there(test)]
 
 
 def read(table: str) -> list[Fault]:
