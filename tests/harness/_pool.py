@@ -103,12 +103,12 @@ class Pool:
             for worker in workers:
                 worker.end()
             raise
-        for worker in workers:
+        for worker in reversed(workers):
             # Now and not when it is lent again: if it dies meanwhile, its last words are wanted.
             worker.output.write_bytes(b"")
-        self._idle = [worker for worker in workers if worker.process.is_alive()] + self._idle
-        for worker in workers:
-            if worker not in self._idle:
+            if worker.process.is_alive():
+                self._idle.insert(0, worker)
+            else:
                 worker.end()
 
     def close(self) -> None:

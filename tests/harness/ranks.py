@@ -51,22 +51,14 @@ class Job:
 
 
 def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *,
-    args: Sequence[Any] = (),
-    backend: str | None = "gloo",
-    environment: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
-    deaths: Mapping[int, signal.Signals] | None = None,
-    timeout_s: float = 60.0,
+    function: Callable[..., Any], world_size: int, *, timeout_s: float = 60.0, **options: Any
 ) -> list[Any]:
     """Call ``function`` in a `Job` of that many processes and return the results by rank.
 
     `RankError` if a rank raised, died, hung or left something behind.
     """
     __tracebackhide__ = True
-    job = Job(function, world_size, args, backend, environment or {}, deaths or {})
-    return run_jobs([job], timeout_s=timeout_s)[0]
+    return run_jobs([Job(function, world_size, **options)], timeout_s=timeout_s)[0]
 
 
 def run_jobs(jobs: Sequence[Job], *, timeout_s: float = 60.0) -> list[list[Any]]:
