@@ -111,13 +111,13 @@ class ForkedScript(Child):
             told.close()
             assert self._process.pid is not None
             self.pid = self._process.pid
-            with ours, contextlib.suppress(EOFError, BrokenPipeError):
+            with ours, contextlib.suppress(EOFError, ConnectionError):
                 for stream in (
                     given,
                     written,
                     written if stderr == subprocess.STDOUT else _descriptor(stderr),
                 ):
-                    reduction.send_handle(ours, stream, self.pid)  # type: ignore[arg-type]
+                    reduction.send_handle(ours, stream, self.pid)
                 if not ours.poll(START_TIMEOUT_S):
                     raise TimeoutError(f"a forked script did not begin within {START_TIMEOUT_S:.0f} s")
                 ours.recv_bytes()  # from now on signals to its session reach it

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -53,7 +53,7 @@ def join_over(rank: int, world_size: int, store: dist.Store | None = None) -> di
     """Make the default group again, on a store that rank 0 serves or on the given one; returns the store."""
     if store is None:
         store = None if rank else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ports = [store and store.port]
+        ports: list[Any] = [store and store.port]
         dist.broadcast_object_list(ports)
         store = store or dist.TCPStore("127.0.0.1", ports[0], is_master=False)
     dist.destroy_process_group()

@@ -60,7 +60,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def _restore_environment(before: Mapping[str, str]) -> list[str]:
-    now, findings = dict(os.environ), []
+    now, findings = dict(os.environ), list[str]()
     for name in sorted(before.keys() | now.keys()):
         was, became = before.get(name), now.get(name)
         if was == became or name.startswith(_FOREIGN_VARIABLES):

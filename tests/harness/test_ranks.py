@@ -62,7 +62,9 @@ def _assert_on_rank_one(rank: int, world_size: int) -> None:
 
 
 def _hang_in_a_collective(rank: int, world_size: int) -> None:
-    dist.barrier() if rank == 0 else os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
 
 
 def _leak_a_child_on_rank_one(rank: int, world_size: int, where: str) -> None:

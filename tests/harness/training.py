@@ -160,7 +160,7 @@ class Training:
 
     @property
     def values(self) -> torch.Tensor:
-        return nn.utils.parameters_to_vector(self.model.parameters()).detach()
+        return nn.utils.parameters_to_vector([each.detach() for each in self.model.parameters()])
 
     def loss(self, step: int | None = None) -> torch.Tensor:
         """Return the loss on the batch of a step, by default the next one."""
