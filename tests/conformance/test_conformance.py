@@ -55,7 +55,6 @@ Reference = str | tuple[str | None, Callable[[nn.Module, float], list[torch.opti
 
 
 def hooks(backend: str, world_size: int) -> dict[str, Row]:
-    """Return the hooks that run with so many ranks."""
     if IN_CAMPAIGN or backend != "gloo":
         return HOOKS
     return {name: HOOKS[name] for name in OF_EACH_KIND.get(world_size, HOOKS)}
@@ -160,7 +159,6 @@ def run_case(case: str, rank: int, world_size: int, row: Row) -> Results:
 
 
 def end(model: DistributedDataParallel) -> None:
-    """Close a model's state; nothing is left with owners."""
     for last in ("consolidate", "close"):
         getattr(vars(model).get("state"), last, lambda: None)()
 

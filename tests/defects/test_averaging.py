@@ -29,7 +29,6 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def loop_of(state: Any, network: nn.Module | None = None, *, lr: float = 0.1, **options: Any) -> Training:
-    """Return a loop around a model with an averaging state."""
     torch.manual_seed(0)
     return Training(
         lambda *_: (state, elastic_hook if isinstance(state, ElasticState) else local_sgd_hook),
@@ -46,7 +45,6 @@ def in_bfloat16() -> nn.Module:
 
 
 def spread(values: torch.Tensor) -> float:
-    """Return how far apart ranks are."""
     everyone = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, values)
     return float((everyone[0] - everyone[-1]).abs().max())
@@ -117,7 +115,6 @@ def test_a_pull_that_averaged_applies_early_leaves_no_rest_behind() -> None:
 @pytest.mark.defect("codecs-S12")
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_centre_begins_with_one_replica_or_the_mean(mode: str) -> None:
-    """A user's centre begins with statistics of one rank, of none, or of all, not with pieces of each."""
     (centre, first), (_, second) = run_ranks(first_centre, 2, args=(mode,))
     candidates = first, second, (first + second) / 2, torch.zeros(4)
     assert any(torch.allclose(centre, each) for each in candidates)
@@ -127,7 +124,6 @@ def test_the_centre_begins_with_one_replica_or_the_mean(mode: str) -> None:
 @pytest.mark.parametrize("case", ["outer_optimizer", "model", "steps"])
 @in_ranks(2)
 def test_ranks_that_differ_are_told(rank: int, case: str) -> None:
-    """A user whose ranks differ in an argument, a name or one step of 2**24 gets an error on all ranks."""
     network, state = None, LocalSGDState(2)
     if case == "outer_optimizer":
         outer = functools.partial(torch.optim.SGD, lr=0.1 if rank else 0.9)
@@ -327,7 +323,6 @@ RESUMED: dict[str, tuple[Callable[[Any], Any], Callable[[], nn.Module], int]] = 
 @pytest.mark.parametrize("case", RESUMED)
 @in_ranks(2)
 def test_a_checkpoint_resumes(rank: int, case: str, outer: str) -> None:
-    """A job that goes on from a checkpoint ends as a new one that resumes there."""
     make, network, steps = RESUMED[case]
     loop, other = (loop_of(make(OUTER[outer]), network()) for _ in range(2))
     loop.run(steps)

@@ -85,7 +85,6 @@ class Mine:
 
 
 def other_than_rank_0s(rank: int, *arguments: Any) -> Mine:
-    """Return a codec that prints otherwise than that of rank 0."""
     made, told = [Mine(*arguments) for _ in range(4)], [None, None]
     dist.all_gather_object(told, repr(made[0]))
     return next(each for each in made if rank == 0 or repr(each) != told[0])
@@ -172,7 +171,6 @@ def test_loaded_residuals_arrive_or_are_refused(rank: int, prefix: str) -> None:
 @pytest.mark.parametrize("kind", [CompressedState, CrossoverState])
 @in_ranks(2)
 def test_a_copy_keeps_the_loss_scale(rank: int, kind: type) -> None:
-    """A user's copied or pickled state scales residuals by the loss's scale, as the original does."""
     state = kind(codec=Int8(), loss_scale=1024.0, compare_replicas=False)
     for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
         training = compressed(rank, copied, hook=crossover_hook if kind is CrossoverState else None)

@@ -22,7 +22,6 @@ def run(logs: Path, *words: str, **given: Any) -> "subprocess.CompletedProcess[s
 @pytest.mark.defect("strangers-19")
 @pytest.mark.parametrize("gone", ["a full disk", "a terminal", "a reader"])
 def test_jobs_end_well_although_nothing_can_be_shown(gone: str, tmp_path: Path) -> None:
-    """The run's exit code is that of the jobs, wherever its own output goes."""
     if gone == "a full disk":
         output = os.open("/dev/full", os.O_WRONLY)
     else:
@@ -38,7 +37,6 @@ def test_jobs_end_well_although_nothing_can_be_shown(gone: str, tmp_path: Path) 
 @pytest.mark.defect("turns-8")
 @pytest.mark.parametrize("launcher", ["train.py", "-m train"])
 def test_a_script_may_have_an_argument_called_torchrun(launcher: str, tmp_path: Path) -> None:
-    """Only a program called torchrun has torchrun's arguments."""
     (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
     command = f"PYTHONPATH={tmp_path} {sys.executable} {launcher.replace('train.py', f'{tmp_path}/train.py')}"
     assert run(tmp_path, f"{command} --launcher torchrun --lr 0.1").returncode == 0

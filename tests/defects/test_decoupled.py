@@ -36,7 +36,6 @@ OWNERS: list[dict[str, Any]] = [{}, {"owners": "layers"}]
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Return a group for each layer."""
     return [{"params": module.parameters()} for module in model.modules() if isinstance(module, nn.Linear)]
 
 
@@ -125,8 +124,6 @@ def test_gradients_that_somebody_reads_while_they_are_clipped_are_clipped(reader
 
 
 class Stopping(torch.optim.SGD):
-    """Stops in its next step once it is armed."""
-
     armed, inside, go = False, threading.Event(), threading.Event()
 
     def step(self, closure: Any = None) -> Any:

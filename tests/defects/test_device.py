@@ -73,7 +73,6 @@ def test_a_plan_on_nccl_is_made_or_refused_and_training_goes_on(rank: int) -> No
 
 
 def coded(rank: int, world_size: int, kind: str) -> list[list[float]]:
-    """Train with a layer that is multiplied in each step."""
     device = own_device(rank) if kind == "cuda" else kind
     training = Training(
         lambda *_: (CompressedState(Int8()), compressed_hook), rank, module=Gated(), device=device
@@ -90,7 +89,6 @@ def test_a_gradient_of_zeros_counts_on_nccl_as_on_gloo() -> None:
 
 
 def waits(act: Callable[[], Any]) -> str:
-    """Say where the host waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         act()

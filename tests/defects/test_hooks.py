@@ -67,7 +67,6 @@ def test_replicate_is_refused_where_forward_matters_and_else_trains_as_ddp(rank:
 @pytest.mark.defect("strangers-18")
 @in_ranks(4)
 def test_hooks_go_with_tensor_parallelism(rank: int) -> None:
-    """A user with tensor parallelism inside of DDP gets plain DDP's parameters to the last bit."""
     mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")), []
     group = mesh["data"].get_group()
     for state, hook in (
@@ -121,8 +120,6 @@ OTHERS = [
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(("way", "given"), OTHERS)
 def test_another_hooks_state_is_refused(way: str, given: str) -> None:
-    """A user who mixes up states is told which one the hook wants, after backward."""
-
     def mixed_up(model: DistributedDataParallel, optimizers: Any, mutex: Any) -> tuple[Any, Any]:
         hook = WAYS[way](model, optimizers_of(way, model), mutex)[1]
         return None if given == "none" else WAYS[given](model, optimizers_of(given, model), mutex)[0], hook
@@ -136,7 +133,6 @@ def test_another_hooks_state_is_refused(way: str, given: str) -> None:
 @pytest.mark.defect("strangers-30")
 @pytest.mark.usefixtures("process_group")
 def test_a_wrapped_hook_takes_no_codec() -> None:
-    """A user who passes a codec to the state of a wrapped hook is told that nothing would be coded."""
     training = Training(lambda *_: (CrossoverState(codec=Int8()), crossover_wrapper(allreduce_hook)))
     with pytest.raises(UnsupportedConfigurationError, match="expected codec=None for crossover_wrapper, got"):
         training.backward()

@@ -212,7 +212,6 @@ class Output:
 def test_a_weight_used_beside_its_module_is_noticed(
     wrapped: Callable[[Tensor], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A gradient of which K-FAC has seen a part only is told."""
     model = Training(0, BesideItsModule(wrapped), kl_clip=None).model
     for output in tensors_in(model(torch.randn(4, WIDTH))):
         output.square().sum().backward()
@@ -236,7 +235,6 @@ class Positions(nn.Module):
 )
 @pytest.mark.parametrize("by_name", [False, True])
 def test_directions_do_not_depend_on_the_layout(arrange: Callable[[Tensor], Tensor], by_name: bool) -> None:
-    """The same model, computed batch first, sequence first or flattened, makes the same step."""
     found, x = [], torch.randn(4, 12, WIDTH, generator=torch.Generator().manual_seed(0))
     for each in (lambda x: x, arrange):
         training = Training(0, Positions(each), kl_clip=None, damping=0.1)
@@ -250,7 +248,6 @@ def test_directions_do_not_depend_on_the_layout(arrange: Callable[[Tensor], Tens
 @both_hooks
 @in_ranks(2)
 def test_a_state_dict_that_one_rank_has_loaded_is_named(rank: int, decoupled: bool) -> None:
-    """A user whose resume loads K-FAC's state on rank 0 alone is told so, on all ranks."""
     training = Training(rank, network(), decoupled=decoupled)
     saved = training.kfac.state_dict()
     if rank == 0:

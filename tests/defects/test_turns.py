@@ -125,7 +125,6 @@ STATES: list[tuple[Callable[..., Any], Any]] = [
 @pytest.mark.defect("turns-3")
 @in_ranks(2)
 def test_a_mutex_of_other_ranks_than_the_model_s_is_refused(rank: int, world_size: int) -> None:
-    """A state says at the first ``backward()`` whose turns a model's ranks can take."""
     join_over(rank, world_size)
     mutex, alone = GPUMutex(device=f"dev{rank}"), dist.new_group([1])
     for make, hook in STATES if rank else ():
@@ -270,7 +269,6 @@ def _look_for_siblings(
 
 @pytest.mark.defect("turns-13")
 def test_siblings_on_some_machines_only_are_in_order_or_told(tmp_path: Path) -> None:
-    """Jobs that meet on some machines only take turns there, or somebody says that they do not."""
     group, places = new_group(), [tmp_path / name for name in ("first", "second", "shared")]
     for place in places:
         place.mkdir()

@@ -50,7 +50,6 @@ class Worker:
         return None
 
     def death(self) -> str:
-        """Say how the process has ended."""
         status = self.process.exitcode
         if status is not None and status < 0:
             return f"was killed by {signal.Signals(-status).name}"
@@ -122,7 +121,6 @@ class Pool:
 
 
 def ready(workers: dict[int, Worker], timeout_s: float) -> list[int]:
-    """Wait until some of the processes have reported or ended; an empty list tells of the timeout."""
     waited: dict[Any, int] = {each.orders: index for index, each in workers.items()}
     waited |= {each.process.sentinel: index for index, each in workers.items()}
     return sorted({waited[each] for each in wait(list(waited), timeout_s)})

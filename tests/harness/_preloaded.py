@@ -126,7 +126,6 @@ class ForkedScript(Child):
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit code."""
         self._process.join(timeout)
         if (code := self._process.exitcode) is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
@@ -151,7 +150,6 @@ def is_script(words: Sequence[str]) -> bool:
 
 
 def forked_if_script(words: Sequence[str], environment: Mapping[str, str], **options: Any) -> Child:
-    """Fork what `is_script`, start anything else."""
     return (ForkedScript if is_script(words) else Child)(words, environment, **options)
 
 

@@ -45,8 +45,6 @@ class CleanUp(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What became of a task, or of cleaning up after it."""
-
     result: bytes = b""
     failure: str = ""
 

@@ -27,7 +27,6 @@ def after(diff: str) -> str:
 
 
 def added(diff: str) -> list[str]:
-    """Return the lines that a diff adds, without their sign."""
     return [line[1:] for line in diff.splitlines() if line.startswith("+")]
 
 

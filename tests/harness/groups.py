@@ -31,7 +31,6 @@ def files_of(group: str) -> list[Path]:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -45,7 +45,6 @@ def refuse_bucket(
 
 
 def before_last_bucket(do: Callable[[], object]) -> Patch:
-    """Have something done in the hook of each last bucket, before it is sent."""
     original = Exchange.carry
 
     def carry(self: Exchange, bucket: dist.GradBucket, *args: Any, **options: Any) -> Any:
@@ -111,7 +110,6 @@ def start_near_wrap(*, left: int) -> Patch:
 
 
 def give_up(mutex: GPUMutex, error: Exception) -> None:
-    """Let a mutex end as it does when its job's store breaks."""
     mutex._give_up(error)
 
 

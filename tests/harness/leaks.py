@@ -33,7 +33,6 @@ class Snapshot:
         return cls()
 
     def leaks(self) -> list[str]:
-        """Say what is here now and was not then; environment variables are put back at once."""
         leaks = _restore_environment(self._environment)
         for before, (find, describe) in zip(self._found, _KINDS, strict=True):
             deadline_s = time.monotonic() + GRACE_S
@@ -79,7 +78,6 @@ def _threads() -> set[Any]:
 
 
 def _children() -> set[Any]:
-    """List the living children of this process, without the two servants of `multiprocessing`."""
     servants = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}  # type: ignore[attr-defined]
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():

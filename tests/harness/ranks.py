@@ -62,7 +62,6 @@ def run_ranks(
 
 
 def run_jobs(jobs: Sequence[Job], *, timeout_s: float = 60.0) -> list[list[Any]]:
-    """Run several jobs at the same time and return each job's results by rank."""
     __tracebackhide__ = True
     with tempfile.TemporaryDirectory(prefix="stores-") as directory:
         places = [(job, index, rank) for index, job in enumerate(jobs) for rank in range(job.world_size)]
@@ -108,7 +107,6 @@ def _take_part(rank: int, world_size: int, run: Callable[..., None], given: Mapp
 
 
 def close_pools() -> None:
-    """End the processes that wait for the next run."""
     _pool.close()
 
 

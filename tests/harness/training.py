@@ -180,7 +180,6 @@ class Training:
         self.steps += 1
 
     def drop(self) -> None:
-        """Leave the step out."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
@@ -195,7 +194,6 @@ class Training:
         return self
 
     def weights(self) -> list[torch.Tensor]:
-        """Return copies of parameters and buffers."""
         return [value.clone() for value in self.model.module.state_dict().values()]
 
     def save(self) -> dict[str, Any]:

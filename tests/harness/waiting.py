@@ -6,7 +6,6 @@ from pathlib import Path
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 60.0, *, every_s: float = 0.02) -> bool:
-    """Tell whether the condition comes true in time."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:

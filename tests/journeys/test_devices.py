@@ -60,7 +60,6 @@ SHORT = {
 
 
 def trained(rank: int, device: str, way: str) -> torch.Tensor:
-    """Return the parameters after training; of "plain" with torch's own hook."""
     made: Way = (lambda *_: (None, allreduce_hook)) if way == "plain" else CELLS[way]
     optimizers = functools.partial(optimizers_of, way)
     training = Training(made, rank, device=device, mutex=RecordingTurn(), optimizers=optimizers).run(6)
@@ -127,7 +126,6 @@ def test_no_thread_makes_a_context_on_another_ranks_device() -> None:
 
 
 def consolidated(rank: int, world_size: int, way: str) -> set[str]:
-    """Return the devices on which the owners' state lies when all ranks have it."""
     torch.cuda.set_device(rank)
     training = Training(way, rank, device=f"cuda:{rank}").run(3)
     training.state.consolidate()

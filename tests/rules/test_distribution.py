@@ -18,7 +18,6 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return where the wheel is installed, and nothing else."""
     built, place = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", built, ROOT], check=True)

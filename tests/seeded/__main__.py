@@ -28,7 +28,6 @@ def main() -> int:
 
 
 def is_seen(fault: Fault, root: Path, number: str) -> bool:
-    """Seed a fault, run its tests, and take it out again."""
     path = root / fault.path
     sound, seeded = path.read_text(), fault.seeded(root)
     path.write_text(seeded)

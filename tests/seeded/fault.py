@@ -37,8 +37,6 @@ class Fault:
         return text.replace(old, new)[1:]
 
     def missing(self, root: Path) -> list[str]:
-        """Return the files and functions of tests that are not there."""
-
         def is_there(test: str) -> bool:
             file, _, function = test.partition("::")
             path, name = root / file, function.partition("[")[0]
@@ -48,7 +46,6 @@ class Fault:
 
 
 def read(table: str) -> list[Fault]:
-    """Return the faults of a table."""
     path, faults = "", list[Fault]()
     for line in filter(None, table.splitlines()):
         if line[0] == "@":
@@ -68,7 +65,6 @@ FAULTS = [
 
 
 def copy_tree(target: Path) -> None:
-    """Copy what git tracks or would track."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
