@@ -86,8 +86,8 @@ def _run(task: Task) -> Report:
             store = dist.FileStore(task.store, task.world_size)
             # Later than the harness's own timeout, so that a hang is reported with its stack.
             limit = timedelta(seconds=task.timeout_s + ORPHAN_GRACE_S)
-            place = {"rank": task.rank, "world_size": task.world_size}
-            dist.init_process_group(task.backend, store=store, timeout=limit, **place)
+            rank, size = task.rank, task.world_size
+            dist.init_process_group(task.backend, store=store, timeout=limit, rank=rank, world_size=size)
         return Report(result=pickle.dumps(function(task.rank, task.world_size, *args)))
     except BaseException as error:
         return Report(failure=f"{traceback.format_exc()}{_names_of(error)}")
