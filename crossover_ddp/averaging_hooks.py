@@ -127,7 +127,7 @@ class AveragingState(HookState):
         return plan_averaging(max(work.compute_s for work in works), size_bytes, link)
 
     def stats(self) -> dict[str, Any]:
-        """Return what all states tell, see docs/choosing.md, this rank's exchanges, and "waited_s". Not collective."""
+        """Return what all states tell, this rank's exchanges, and "waited_s". Not collective."""
         common = self._told(not_deferred="gradients stay on their rank, or are averaged in backward()")
         return {**common, "steps": self._steps, "waited_s": self.meter.exposed_s, **self._replica.stats()}
 

@@ -150,7 +150,7 @@ class CrossoverState(CodedState):
     def stats(self) -> dict[str, Any]:
         """Return what all states tell, and the mutex's counters once the job has joined, see `GPUMutex.stats`.
 
-        Not collective. The table is in docs/choosing.md.
+        Not collective. The table is in docs/troubleshooting.md.
         """
         turns = {} if self.mutex is None else self.mutex.stats()
         return {**super().stats(), **turns}

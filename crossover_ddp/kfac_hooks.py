@@ -226,7 +226,7 @@ class KFACState(HookState):
         "strained": factors that were damped further because they could not be inverted. "dropped": batches that changed
         nothing, including those of a layer without a gradient.
 
-        As part of a `DecoupledState` what travels is counted there. Not collective. The table is in docs/choosing.md.
+        Part of a `DecoupledState`, what travels is counted there. Not collective. See docs/troubleshooting.md.
         """
         own = self._preconditioner.own.values()
         found = {"strained": sum(each.strained for each in own), "dropped": sum(each.dropped for each in own)}

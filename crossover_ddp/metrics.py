@@ -23,7 +23,7 @@ def metrics_of(state: object = None) -> Callable[[], dict[str, float]]:
     * ``turns_per_step``.
     * ``rate``: bytes over an exact exchange's since the state was made, 1.0 without a codec.
 
-    What ``state.stats()`` tells of them is in docs/choosing.md.
+    What ``state.stats()`` tells of them is in docs/troubleshooting.md.
 
     Args:
         state: that the hook was registered with; for `reduce_scatter_all_gather_hook`, which has none, the process

@@ -226,7 +226,7 @@ class CodedState(HookState):
         self.__init__(**state)  # type: ignore[misc]
 
     def stats(self) -> dict[str, Any]:
-        """Return what all states tell, see docs/choosing.md, and "sent_bytes" and "residual_bytes". Not collective."""
+        """Return what all states tell, "sent_bytes" and "residual_bytes". Not collective."""
         coded = None if self.compression is None else self.compression.stats()
         return {**(coded or {}), **self._told(codec=self.codec, coded=coded)}
 

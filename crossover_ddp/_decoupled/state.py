@@ -333,7 +333,7 @@ class DecoupledState(Owning):
         """Return what all states tell, and "deferred", buckets whose updates are still to come. Not collective.
 
         "steps_deferred" counts the steps whose updates did not come within ``optimizer.step()``. The table is in
-        docs/choosing.md.
+        docs/troubleshooting.md.
         """
         coded = None if self._compression is None else self._compression.stats()
         common = self._told(codec=self.codec, coded=coded, not_deferred=self._why_not_deferred())

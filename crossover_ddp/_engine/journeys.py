@@ -90,7 +90,7 @@ class Gate:
 
 
 class Meter:
-    """What has travelled for one hook, and for how long the program has waited, see docs/choosing.md.
+    """What has travelled for one hook, and for how long the program has waited, see docs/troubleshooting.md.
 
     ``under_way_s``: in which any journey was under way. ``is_timed``: whether the host sees when journeys end.
     """

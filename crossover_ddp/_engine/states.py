@@ -106,7 +106,7 @@ class HookState:
         return Meter()
 
     def stats(self) -> dict[str, Any]:
-        """Return what all states tell, see docs/choosing.md. Not collective."""
+        """Return what all states tell, see docs/troubleshooting.md. Not collective."""
         return self._told()
 
     def _told(self, **said: Any) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def told(
     coded: Mapping[str, Any] | None = None,
     not_deferred: str | None = "gradients are whole when backward() ends",
 ) -> dict[str, Any]:
-    """Return what all states tell, by the keys of docs/choosing.md.
+    """Return what all states tell, by the keys of docs/troubleshooting.md.
 
     ``coded``: with a codec, what `Compression.stats` returns. ``not_deferred``: why steps are not; None: they are.
     """

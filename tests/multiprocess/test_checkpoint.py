@@ -43,6 +43,7 @@ KINDS: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
     "codec": (lambda model, _: CompressedState(Int8(), process_group=model.process_group), compressed_hook),
     "decoupled coded": (lambda _, optimizers: DecoupledState(optimizers[0], codec=Int8()), decoupled_hook),
     "kfac late": (lambda *made: kfac(*made, every=4), kfac_hook),
+    "kfac eigen": (lambda *made: kfac(*made, solver="eigen"), kfac_hook),
     "kfac coded": (lambda *made: kfac(*made, codec=Int8()), kfac_hook),
     "kfac decoupled": (lambda *made: DecoupledState(made[1][0], kfac=kfac(*made)), decoupled_hook),
 }
@@ -90,7 +91,9 @@ def test_a_checkpoint_is_the_same_on_all_ranks_and_so_is_what_others_save_after_
     return saved
 
 
-@pytest.mark.parametrize("kind", ["decoupled coded", "kfac late", "kfac coded", "kfac decoupled"])
+@pytest.mark.parametrize(
+    "kind", ["decoupled coded", "kfac late", "kfac eigen", "kfac coded", "kfac decoupled"]
+)
 @in_ranks(2)
 def test_hooks_resume_together_with_another_ones_state(rank: int, kind: str) -> None:
     whole, later = training_of(kind, rank).run(4), training_of(kind, rank)
