@@ -74,16 +74,16 @@ def fp16(*_: Any) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def reproducible(plan: Any) -> Iterator[None]:
     """Deterministic algorithms without TF32, and put back how it was: the next test gets the same process."""
-    native = force_native_alone() if plan.force_native else contextlib.nullcontext()
-    with pytest.MonkeyPatch.context() as patch, native:
-        patch.setattr(torch.backends.cudnn, "benchmark", False)
-        for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
-            patch.setattr(backend, "allow_tf32", False)
-        torch.use_deterministic_algorithms(True)
-        try:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    matmul.allow_tf32 = cudnn.allow_tf32 = cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        with force_native_alone() if plan.force_native else contextlib.nullcontext():
             yield
-        finally:
-            torch.use_deterministic_algorithms(False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
 
 
 class OnDevice(Training):

@@ -81,9 +81,9 @@ class OnDevice(Training):
 class Spectral(Oracle):
     """The same for larger layers: no matrix of a layer's whole Fisher block, but its eigenvalues in float64."""
 
-    def _solve(self, matrix: Tensor, a: Tensor, g: Tensor) -> Tensor:
+    def solve(self, matrix: Tensor, a: Tensor, g: Tensor) -> Tensor:
         if self.settings.solver != "eigen":
-            return super()._solve(matrix, a, g)
+            return super().solve(matrix, a, g)
         (a_values, a_vectors), (g_values, g_vectors) = torch.linalg.eigh(a), torch.linalg.eigh(g)
         rotated = g_vectors.mT @ matrix @ a_vectors
         rotated /= g_values.unsqueeze(-1) * a_values.unsqueeze(-2) + self.settings.damping

@@ -73,6 +73,9 @@ class Oracle:
         old, decay = self.running.get(name, batch), self.settings.factor_decay
         self.running[name] = [decay * was + (1 - decay) * now for was, now in zip(old, batch, strict=True)]
 
+    def solve(self, matrix: Tensor, a: Tensor, g: Tensor) -> Tensor:
+        return direction(self.settings.solver, matrix, a, g, self.settings.damping)
+
     def _precondition(self, mean: dict[str, Tensor], layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
         found, total = {}, 0.0
         for name, module in layers.items():
@@ -80,7 +83,7 @@ class Oracle:
                 continue
             has_bias = f"{name}.bias" in mean
             matrix = as_matrix(module, mean[f"{name}.weight"], mean.get(f"{name}.bias"))
-            solved = direction(self.settings.solver, matrix, *self.frozen[name], self.settings.damping)
+            solved = self.solve(matrix, *self.frozen[name])
             weight = solved[..., :-1] if has_bias else solved
             found[f"{name}.weight"] = weight.reshape(mean[f"{name}.weight"].shape)
             if has_bias:

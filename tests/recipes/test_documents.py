@@ -26,7 +26,6 @@ SHORTER = {
     "crossover-ddp status": "",
     f"torchrun --nproc-per-node 2 {TRAIN} --model timm:resnet18 --hook crossover": TINY,
     f"torchrun --nproc-per-node 2 {TRAIN} --preset gpt": "--steps 2 --model-option depth=1",
-    f"torchrun --nproc-per-node 2 {TRAIN} --hook kfac": f"--model timm:resnet10t {TINY}",
 }
 
 
