@@ -34,7 +34,11 @@ def of(compute_s: float, exposed_s: float, wire_s: float) -> Figures:
     [
         (of(1.0, 0.04, 0.5), [1.04] * 4, "do not bother: communication costs only 3.8%"),
         (of(1.0, 0.08, 1.0), [1.08, 1.0, 1.08, 1.08], "do not bother: none of these"),
-        (of(1.0, 0.5, 1.0), [1.5, 1.286, 1.5, 1.5], "crossover (two sibling jobs): 1.41× expected, 1.50× at best"),
+        (
+            of(1.0, 0.5, 1.0),
+            [1.5, 1.286, 1.5, 1.5],
+            "crossover (two sibling jobs): 1.41× expected, 1.50× at best",
+        ),
         (of(1.0, 2.0, 2.5), [1.2, 1.2, 1.895, 3.0], "crossover (two sibling jobs): 1.13×"),  # the wire limits
         (of(0.2, 2.0, 2.2), [1.0, 1.0, 1.886, 3.445], "a codec, Int8(): 3.10× expected"),
         (of(1.0, 1.3, 2.2), [1.045, 1.045, 1.605, 2.3], "a codec, Int8(): 2.07×"),
