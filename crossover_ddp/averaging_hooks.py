@@ -154,6 +154,10 @@ class AveragingState(HookState):
         another model or of other arguments.
         """
         checks.check_keys(state, {"steps", "kept"}, "a state dict with 'steps' and 'kept'")
+        if not isinstance(state["steps"], int):
+            raise ValueError(
+                f"expected a number of steps, got steps={state['steps']!r}; pass what state_dict() returned"
+            )
         if self._began:
             raise ValueError(
                 f"expected a state that has not trained yet, got one after {self._steps} steps; make a new state and "

@@ -200,9 +200,8 @@ class CodedLink(LinkAround):
             own = self._kept[self.rank]
             if own.is_cuda:  # the host lets go of it before the device has read it
                 own.record_stream(torch.cuda.current_stream(own.device))
-            pieces = _places(flat, self.parts[self.rank].spans)
-            for piece, kept in zip(pieces, self._views(own, self.rank), strict=True):
-                piece.add_(kept)
+            for run, kept in zip(self.parts[self.rank].coded, self._views(own, self.rank), strict=False):
+                flat[slice(*run.span)].add_(kept)
             await super().all_gather(flat, layout)
             return
         if self._has_work:

@@ -267,7 +267,7 @@ class CodedState(HookState):
         None}``; with another number of ranks the sum of residuals is divided by the new number.
         """
         if self.compression is not None:
-            check_keys(state, {"residuals", "loss_scale"}, "a state dict with 'residuals' and 'loss_scale'")
+            check_keys(state, {"residuals", "loss_scale"}, "'residuals' and 'loss_scale'", has_more=True)
             self.compression.load(state["residuals"], state["loss_scale"])
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:

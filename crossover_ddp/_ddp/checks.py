@@ -61,10 +61,15 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def check_keys(
-    given: Mapping[str, Any], needed: set[str], expected: str, remedy: str = "pass what state_dict() returned"
+    given: Mapping[str, Any],
+    needed: set[str],
+    expected: str,
+    remedy: str = "pass what state_dict() returned",
+    *,
+    has_more: bool = False,
 ) -> None:
-    """Refuse another dictionary than one with the keys ``needed``."""
-    if not needed <= {*given}:
+    """Refuse another dictionary than one with the keys ``needed``; it may have others, too, if it ``has_more``."""
+    if {*given} != needed and not (has_more and needed <= {*given}):
         raise ValueError(f"expected {expected}, got keys {sorted(given)}; {remedy}")
 
 

@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._system.comparing import LAST_PAIR, is_faster
+from crossover_ddp._system.comparing import is_faster
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,6 @@ WARM_UP: Final = 6
 """Backward passes on settled buckets before the trial: the first ones record and check."""
 BLOCK: Final = 5
 """Backward passes of one kind in a row. The first of them still ends the former kind, and is not counted."""
-END: Final = WARM_UP + 2 * BLOCK * LAST_PAIR
-"""Backward passes until it is over; about a third of them where the difference is plain."""
 
 
 class Trial:

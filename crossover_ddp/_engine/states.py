@@ -193,6 +193,7 @@ class HookState:
             {"model", "optimizer"},
             "a dictionary with the keys 'model', 'optimizer' and 'hook'",
             "pass what checkpoint() returned, on rank to= if it was called with that",
+            has_more=True,
         )
         states = _sequence(checkpoint["optimizer"])
         if len(states) != len(optimizers):

@@ -12,16 +12,16 @@ LAST_PAIR: Final = 8
 PLAIN: Final[Mapping[int, float]] = {2: 0.40, 3: 0.20, 4: 0.10, 6: 0.05}
 """After so many blocks of each kind so large a difference decides, as the logarithm of a ratio of times."""
 HYSTERESIS: Final = math.log(1.02)
-"""What stands is left for what is faster by so much."""
+"""What is done now is left for what is faster by so much."""
 
 
 def is_faster(gain: float, pairs: int, needed: float = HYSTERESIS) -> bool | None:
-    """Return whether the other way is to replace the one that stands; None while that is not plain.
+    """Return whether the second way is faster than the first; None while that is not plain.
 
     Args:
-        gain: the logarithm of a step's time the way that stands, over the other way's.
-        pairs: of how many blocks of each kind.
-        needed: what decides after the last pair.
+        gain: the logarithm of a step's time in the first way over that in the second.
+        pairs: how many blocks of each kind were measured.
+        needed: the gain that decides after the last pair; negative if the second way is what is done now.
     """
     if pairs >= LAST_PAIR:
         return gain > needed

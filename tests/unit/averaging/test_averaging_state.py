@@ -147,6 +147,10 @@ def test_a_state_is_loaded_before_it_trains() -> None:
         state.average()
     with pytest.raises(ValueError, match=r"got keys \['steps'\]"):
         state.load_state_dict({"steps": 3})
+    with pytest.raises(ValueError, match=r"got keys \['hook', 'kept', 'steps'\]"):
+        state.load_state_dict({"steps": 3, "kept": None, "hook": {}})
+    with pytest.raises(ValueError, match="expected a number of steps, got steps='3'"):
+        state.load_state_dict({"steps": "3", "kept": None})
     with pytest.raises(ValueError, match="expected a state saved with an outer optimizer"):
         state.load_state_dict({"steps": 3, "kept": {}})
     backward(model)

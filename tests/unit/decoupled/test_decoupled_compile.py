@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from crossover_ddp._ddp.compiled import uncompiled
-from crossover_ddp._decoupled.trial import END
+from tests.harness import inside
 from tests.harness import training as harness
 from tests.unit.decoupled.decoupled_training import assert_same, inputs
 
@@ -104,9 +104,12 @@ class Trained(harness.Training):
     [*((way, "always") for way in WAYS), (WAYS[0], "auto"), (BLOCKS, "auto")],
 )
 def test_as_many_graphs_as_without_the_hook_deferred_or_not(way: tuple[str, str], defer: str) -> None:
-    steps = STEPS + (END if defer == "auto" else 0)
+    steps = STEPS + (inside.TRIAL[-1] if defer == "auto" else 0)
     plain = Trained(way, decoupled=False).run(steps)
-    decoupled = Trained(way, decoupled=True, defer=defer).run(steps)
+    decoupled = Trained(way, decoupled=True, defer=defer)
+    if defer == "auto":
+        inside.pretend_times(decoupled.state, deferred_s=3.0, whole_s=2.0)
+    decoupled.run(steps)
     assert decoupled.graphs == plain.graphs
     assert decoupled.deferred == STEPS - 2 if defer == "always" else 0 < decoupled.deferred < steps
     assert_same(decoupled, plain)

@@ -6,8 +6,10 @@ from unittest import mock
 import pytest
 import torch
 
-from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP, Trial
+from crossover_ddp._decoupled.trial import BLOCK, WARM_UP, Trial
 from crossover_ddp._system.comparing import LAST_PAIR
+
+END = WARM_UP + 2 * BLOCK * LAST_PAIR
 
 
 class World:
