@@ -3,7 +3,7 @@
 #   run_all.sh tests     kernels, exchange, hooks, K-FAC, conformance                                 (9 minutes)
 #   run_all.sh order     turns on the device, without deaths                                          (5 minutes)
 #   run_all.sh bench     two siblings over gloo: one after the other, side by side, turns; lone jobs  (5 minutes)
-#   run_all.sh mps       order and benchmark under a private MPS daemon                               (9 minutes)
+#   run_all.sh mps       order and benchmark under a private MPS daemon, over gloo and NCCL           (12 minutes)
 #   run_all.sh deaths    a sibling killed with kernels in flight, each case in a process of its own   (7 minutes)
 #   run_all.sh deaths-mps  the same under MPS: run it last, MPS's guide leaves open what such a death does to its server
 # Without an argument: tests, then bench.
@@ -16,11 +16,13 @@ OUT=${OUT:-runs/gpu}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$OUT"
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD:$PWD/recipes${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 # Nothing here needs the plugins that pyproject.toml asks for; pytest-timeout is used if it is there.
 options=(-o required_plugins= -o addopts= -ra --strict-markers --tb=short --durations=15 -p no:cacheprovider)
 "$PYTHON" -c 'import pytest_timeout' 2>/dev/null && options+=(--timeout=150)
+"$PYTHON" -c 'import xdist' 2>/dev/null && options+=(-n 4)
+link=(--rate 10000 --ratio 1)
 DEATHS=killed_with_kernels_in_flight
 
 # First an interrupt: what is told that way reports what it has, and ends the processes it has started.
@@ -81,12 +83,13 @@ part() {
         tests order 300 -k "not $DEATHS" tests/gpu/test_device_ways.py tests/gpu/test_device_order.py || status=1
         ;;
     bench)
-        benchmark siblings 280 --rate 16000 || status=1
+        benchmark siblings 280 "${link[@]}" || status=1
         ;;
     mps)
         with_mps order_mps || return 0
         tests order_mps 240 -k "not $DEATHS" tests/gpu/test_device_ways.py tests/gpu/test_device_order.py || status=1
-        benchmark siblings_mps 280 --rate 16000 || status=1
+        benchmark siblings_mps 280 "${link[@]}" || status=1
+        benchmark siblings_mps_nccl 280 "${link[@]}" --backend nccl || status=1
         ;;
     deaths) deaths deaths || status=1 ;;
     deaths-mps)

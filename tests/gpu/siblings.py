@@ -1,12 +1,13 @@
-"""Two jobs of two ranks on one GPU over gloo: all ways of sharing it in turn, in one launch, and a job that waits.
+"""Two jobs of two ranks on one GPU: all ways of sharing it in turn, in one launch, and a job that waits.
 
-    python tests/gpu/siblings.py [--rate MBIT] [--repeats 3] [--seconds 2] [--out siblings.json]
+    python tests/gpu/siblings.py [--backend gloo] [--rate MBIT] [--repeats 3] [--seconds 2] [--out siblings.json]
 
 A job alone that exchanges nothing says C, one that trains says T1, one that only exchanges says M. Then both jobs train
 one after the other, side by side, with turns, and with turns that try themselves, in another order in each repeat, one
 job alone trains with other hooks, and at last one job waits 20 ms for data in each step while the other one computes.
-``--rate`` shapes the loopback device by ``tc`` (root); without it the link is what the machine's memory gives. Prints
-steps per second, and factors over one after the other.
+With ``--rate`` the two ranks of a job are on two nodes of the lab's network (root); without it the link is what the
+machine's memory gives. NCCL takes ranks that share a GPU for those of other hosts, and needs MPS: its kernels wait for
+the peer's on the GPU. Prints steps per second, and factors over one after the other.
 """
 
 import argparse
@@ -38,13 +39,15 @@ from crossover_ddp import (
     decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
+from lab.network import INTERFACE, LabId, Network
+from tests.harness.groups import free_port, share_the_gpu
 
-JOBS, RANKS = 2, 2
+JOBS, RANKS, LAYERS = 2, 2, 8
 TIMEOUT = timedelta(seconds=120)
 WAIT_S = 0.02
 ALONE, BESIDE, TURNS, TRIED = "one after the other", "side by side", "turns", "tried"
 TOGETHER = [BESIDE, TURNS, TRIED]
-WARM_UP = {TRIED: 112, "decoupled": 48}  # steps in which they try themselves
+WARM_UP = {TRIED: 112, "decoupled": 100}  # steps in which they try themselves
 HOOKS: dict[str, Callable[[torch.optim.Optimizer], tuple[Any, Any]]] = {
     TURNS: lambda _: (CrossoverState(trial=False), crossover_hook),
     TRIED: lambda _: (CrossoverState(trial=True), crossover_hook),
@@ -62,10 +65,15 @@ class Shared:
 
     def __init__(self) -> None:
         self.job, self.rank = (int(os.environ[name]) for name in ("JOB", "RANK"))
-        self.store = dist.TCPStore("127.0.0.1", int(os.environ["PORT"]), is_master=False, timeout=TIMEOUT)
-        own = dist.PrefixStore(f"job {self.job}", self.store)
-        dist.init_process_group("gloo", store=own, rank=self.rank, world_size=RANKS, timeout=TIMEOUT)
+        address, first = os.environ["ADDRESS"], self.job == self.rank == 0
+        self.store = dist.TCPStore(
+            address, int(os.environ["PORT"]), is_master=first, wait_for_workers=False, timeout=TIMEOUT
+        )
         torch.cuda.set_device(0)
+        share_the_gpu()
+        own = dist.PrefixStore(f"job {self.job}", self.store)
+        backend = os.environ["BACKEND"]
+        dist.init_process_group(backend, store=own, rank=self.rank, world_size=RANKS, timeout=TIMEOUT)
 
     def meet(self, what: str, count: int) -> None:
         """Wait until so many ranks are here."""
@@ -79,7 +87,7 @@ class Training:
 
     def __init__(self, shared: Shared, hook: str, width: int, batch: int) -> None:
         torch.manual_seed(shared.job)
-        layers = [layer for _ in range(8) for layer in (nn.Linear(width, width), nn.GELU())]
+        layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.GELU())]
         self.model = DistributedDataParallel(
             nn.Sequential(*layers).cuda(), bucket_cap_mb=max(1.0, 2 * width * width * 4 / 1e6)
         )
@@ -89,6 +97,7 @@ class Training:
             self.model.register_comm_hook(state, function)
         self.state: Any = state
         self.data = torch.randn(batch, width, device="cuda")
+        self.ends = [torch.cuda.Event(blocking=True) for _ in range(2)]
 
     def step(self, wait_s: float = 0.0, sync: bool = True) -> None:
         time.sleep(wait_s)
@@ -96,6 +105,10 @@ class Training:
             self.model(self.data).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not sync)
+        # Where nothing else bounds it the host would run many steps ahead, and count what no device has done.
+        self.ends[0].record()
+        self.ends.reverse()
+        self.ends[0].synchronize()  # of the step before
 
     def close(self) -> dict[str, object]:
         if self.state is None:
@@ -157,12 +170,12 @@ def rate(
 
 def wire_s(shared: Shared, width: int) -> float:
     """Return the seconds for which the gradients of a step travel, with nothing else to do."""
-    model = Training(shared, BESIDE, width, 1).model
-    gradients = [torch.ones_like(each) for each in model.parameters()]
+    buckets = [torch.ones(2, width, width, device="cuda") for _ in range(LAYERS // 2)]
     for _ in range(2):
+        torch.cuda.synchronize()
         begin_s = time.monotonic()
-        for gradient in gradients:
-            dist.all_reduce(gradient)
+        for bucket in buckets:
+            dist.all_reduce(bucket)
         torch.cuda.synchronize()
     return time.monotonic() - begin_s
 
@@ -178,7 +191,7 @@ def rank_main(args: argparse.Namespace) -> None:
         )
         if found:
             c_s = 1 / float(found["steps_per_s"])  # type: ignore[arg-type]
-            share = torch.tensor(batch * m_s / args.ratio / c_s)
+            share = torch.tensor(batch * m_s / args.ratio / c_s, device="cuda")
             dist.all_reduce(share, dist.ReduceOp.MAX)
             batch = min(max(256, int(share) // 256 * 256), args.most)
             rows |= {"M s": m_s, "C s": c_s, "batch": batch}
@@ -247,7 +260,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rate", type=float, help="Mbit/s of the loopback device")
+    parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"])
+    parser.add_argument("--rate", type=float, help="Mbit/s of each node's link")
     parser.add_argument("--ratio", type=float, default=0.75, help="M/C, by the size of the batch")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each run")
@@ -258,26 +272,31 @@ def main() -> int:
     if "JOB" in os.environ:
         rank_main(args)
         return 0
-    if args.rate:
-        shape = f"tc qdisc replace dev lo root tbf rate {args.rate}mbit burst 128kb latency 1s"
-        subprocess.run(shape.split(), check=True)
-    try:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-        common = {
-            "PORT": str(store.port),
-            "CROSSOVER_GROUP": f"siblings-{os.getpid()}",
-            "OMP_NUM_THREADS": "1",
-        }
-        own = {**os.environ, **common, "WORLD_SIZE": str(RANKS)}
+    common = {
+        "BACKEND": args.backend,
+        "CROSSOVER_GROUP": f"siblings-{os.getpid()}",
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(RANKS),
+    }
+    with contextlib.ExitStack() as ending:
+        enter: list[list[str]] = [[]] * RANKS
+        common |= {"ADDRESS": "127.0.0.1", "PORT": str(free_port())}
+        if args.rate:
+            lab = LabId.of_this_process(0)
+            network = Network(lab, nodes=RANKS, rate_mbit=args.rate, mtu=9000, cores=[None] * RANKS)
+            ending.callback(network.close)
+            enter = [network.enter(node) for node in range(RANKS)]
+            interface = {f"{backend}_SOCKET_IFNAME": INTERFACE for backend in ("GLOO", "NCCL")}
+            common |= {"ADDRESS": network.address(0), **interface}
         ranks = [
-            subprocess.Popen([sys.executable, *sys.argv], env={**own, "JOB": str(job), "RANK": str(rank)})
+            subprocess.Popen(
+                [*enter[rank], sys.executable, *sys.argv],
+                env={**os.environ, **common, "JOB": str(job), "RANK": str(rank)},
+            )
             for job in range(JOBS)
             for rank in range(RANKS)
         ]
         codes = [each.wait() for each in ranks]
-    finally:
-        if args.rate:
-            subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"])
     if any(codes):
         return 1
     found = summary([json.loads(Path(f"{args.out}.{job}").read_text()) for job in range(JOBS)], args.repeats)

@@ -1,29 +1,33 @@
 """The hooks under DDP on a GPU: losses and parameters to the last bit those of plain DDP.
 
-All hooks in small models are in tests/conformance, K-FAC's are in test_kfac_gpu.py. Over gloo two ranks share the one
-GPU; NCCL takes one rank per GPU, so two ranks need two GPUs, and with one rank the native way is forced where a test is
-about it.
+All hooks in small models are in tests/conformance, K-FAC's are in test_kfac_gpu.py. Ranks share the GPU where there are
+not as many. With one rank the native way is forced where a test is about it.
 """
 
 import contextlib
 import functools
 import hashlib
+import os
+import signal
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from crossover_ddp import CrossoverState, crossover_wrapper
+from crossover_ddp import CrossoverState, crossover_wrapper, reduce_scatter_all_gather_hook
 from tests import fake_cuda
 from tests.gpu.races import meet
 from tests.harness import Job, run_jobs, run_ranks
 from tests.harness.groups import new_group
 from tests.harness.inside import force_native_alone
 from tests.harness.networks import mlp
+from tests.harness.oracles import error_of
 from tests.harness.training import WIDTH, Training
 
 pytestmark = pytest.mark.gpu
@@ -194,7 +198,7 @@ def test_losses_equal_those_without_our_hook(plan: Plan, world_size: int, backen
         pytest.param(Plan("crossover"), 2, "gloo", id="gloo"),
         pytest.param(Plan("fp16"), 2, "gloo", id="wrapped"),
         pytest.param(Plan("crossover", force_native=True), 1, "nccl", id="one rank"),
-        pytest.param(Plan("crossover"), 2, "nccl", id="nccl", marks=pytest.mark.gpu(count=2)),
+        pytest.param(Plan("crossover"), 2, "nccl", id="nccl"),
     ],
 )
 def test_siblings_train_as_if_alone(plan: Plan, world_size: int, backend: str, tmp_path: Path) -> None:
@@ -247,3 +251,22 @@ def pinned_bytes(rank: int, world_size: int) -> int:
 @pytest.mark.defect("strangers-15")
 def test_pinned_memory_of_the_first_iteration_is_given_back() -> None:
     assert max(run_ranks(pinned_bytes, 2, timeout_s=TIMEOUT_S)) < 4 * WIDE * WIDE
+
+
+def told_of_a_dead_peer(rank: int, world_size: int) -> list[str]:
+    """Rank 1 is killed in its third step; return what rank 0 is told, twice."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    split = group, reduce_scatter_all_gather_hook
+    training = Training(lambda *_: split, rank, device="cuda", process_group=group).run(2)
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [error_of(training.backward) for _ in range(2)]
+
+
+def test_where_the_host_waits_for_nccl_a_dead_peer_is_an_error_after_the_groups_timeout() -> None:
+    environment = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_DIST_USE_NCCL2": "0"}
+    deaths = {1: signal.SIGKILL}
+    told, _ = run_ranks(told_of_a_dead_peer, 2, backend="nccl", environment=environment, deaths=deaths)
+    assert told[0] == told[1]
+    assert "of bucket 0 failed: " in told[0]

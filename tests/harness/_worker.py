@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ._preloaded import start_like_anybody
+from .groups import share_the_gpu
 from .leaks import Snapshot
 
 # A rank outlives its deadline by this much only when nobody is left to end it.
@@ -87,6 +88,8 @@ def _run(task: Task) -> Report:
             # Later than the harness's own timeout, so that a hang is reported with its stack.
             limit = timedelta(seconds=task.timeout_s + ORPHAN_GRACE_S)
             rank, size = task.rank, task.world_size
+            if task.backend == "nccl" and torch.cuda.device_count() < size:
+                share_the_gpu()
             dist.init_process_group(task.backend, store=store, timeout=limit, rank=rank, world_size=size)
         return Report(result=pickle.dumps(function(task.rank, task.world_size, *args)))
     except BaseException as error:

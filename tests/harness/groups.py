@@ -36,6 +36,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def share_the_gpu() -> None:
+    """Let NCCL take this process for one of another host, if there are fewer GPUs than ranks.
+
+    It refuses ranks of one host that share a GPU. These then exchange over sockets.
+    """
+    os.environ["NCCL_HOSTID"] = str(os.getpid())
+
+
 @contextlib.contextmanager
 def single_process_group(backend: str = "gloo") -> Iterator[dist.ProcessGroup]:
     """Make a default process group of world size 1 for the time of the block; it takes milliseconds."""

@@ -2,13 +2,10 @@
 
 import functools
 import gc
-import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -17,9 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from crossover_ddp import (
-    reduce_scatter_all_gather_hook,
-)
 from crossover_ddp._engine.device import Device
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Trip
@@ -27,7 +21,6 @@ from crossover_ddp.codecs import Half, Int8, PerPair, SIDCo
 from tests.fake_cuda import contexts, late
 from tests.harness import close_pools, in_ranks, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
-from tests.harness.oracles import error_of
 from tests.harness.training import WAYS, Training, Way, optimizers_of
 from tests.harness.turn import RecordingTurn
 from tests.multiprocess.compressed_training import way_of
@@ -290,22 +283,3 @@ def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_done_a_wrapped_h
         training.backward()
         assert busy_s[-1] < LATE_S / 2
     training.close()
-
-
-def told_of_a_dead_peer(rank: int, world_size: int) -> list[str]:
-    """Rank 1 is killed in its third step; return what rank 0 is told, twice."""
-    torch.cuda.set_device(rank)
-    group = dist.new_group(timeout=timedelta(seconds=2))
-    split = group, reduce_scatter_all_gather_hook
-    training = Training(lambda *_: split, rank, device=f"cuda:{rank}", process_group=group).run(2)
-    if rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return [error_of(training.backward) for _ in range(2)]
-
-
-def test_where_the_host_waits_for_nccl_a_dead_peer_is_an_error_after_the_groups_timeout() -> None:
-    environment = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_DIST_USE_NCCL2": "0"}
-    deaths = {1: signal.SIGKILL}
-    told, _ = run_ranks(told_of_a_dead_peer, 2, backend="nccl", environment=environment, deaths=deaths)
-    assert told[0] == told[1]
-    assert "of bucket 0 failed: " in told[0]
