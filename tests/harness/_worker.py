@@ -70,6 +70,8 @@ def _attend(orders: "Connection[Any, Any]", task: Task) -> None:
     """Run a task and report; then, when told to, clean up and report what has leaked."""
     os.environ.clear()
     os.environ.update(task.environment)
+    if task.backend == "nccl" and torch.cuda.device_count() == 1:
+        share_the_gpu()  # of one rank, too: NCCL reads this once, and the next task may have more
     torch.manual_seed(0)
     before = Snapshot.take()
     # Should the parent be gone by then, a thread that needs no interpreter ends this process.
@@ -88,8 +90,6 @@ def _run(task: Task) -> Report:
             # Later than the harness's own timeout, so that a hang is reported with its stack.
             limit = timedelta(seconds=task.timeout_s + ORPHAN_GRACE_S)
             rank, size = task.rank, task.world_size
-            if task.backend == "nccl" and torch.cuda.device_count() < size:
-                share_the_gpu()
             dist.init_process_group(task.backend, store=store, timeout=limit, rank=rank, world_size=size)
         return Report(result=pickle.dumps(function(task.rank, task.world_size, *args)))
     except BaseException as error:

@@ -37,9 +37,9 @@ def free_port() -> int:
 
 
 def share_the_gpu() -> None:
-    """Let NCCL take this process for one of another host, if there are fewer GPUs than ranks.
+    """Let NCCL take this process for one of another host, with which it exchanges over sockets.
 
-    It refuses ranks of one host that share a GPU. These then exchange over sockets.
+    It refuses ranks of one host that share a GPU.
     """
     os.environ["NCCL_HOSTID"] = str(os.getpid())
 
