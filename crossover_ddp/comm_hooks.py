@@ -281,9 +281,9 @@ class JobTurn:
         self.mutex: GPUMutex | None = None
 
     @property
-    def shared(self) -> bool:
-        """Whether a sibling is present, as far as is known."""
-        return self.mutex is None or self.mutex.shared
+    def awaits_device(self) -> bool:
+        """See `GPUMutex.awaits_device`; the first time is before the job has joined."""
+        return self.mutex is None or self.mutex.awaits_device
 
     @property
     def mode(self) -> str:

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from crossover_ddp._system import environment
 from crossover_ddp._turns.channel import patience_limit_s
 from crossover_ddp._turns.joining import NotJoinedError, join, leave
-from crossover_ddp._turns.rules import Lease, Patience
+from crossover_ddp._turns.rules import Lease, Mode, Patience
 from crossover_ddp._turns.turns import Counters, Turns
 from crossover_ddp.errors import CrossoverError, TurnError
 
@@ -202,10 +202,18 @@ class GPUMutex:
     def shared(self) -> bool:
         """Whether a sibling was on this rank's device when the last turn began.
 
-        While it is False `acquire` does not wait, and a caller need not wait for the device before it.
+        While it is False `acquire` does not wait.
         """
         turns = self._turns
         return turns is not None and turns.shared
+
+    @property
+    def awaits_device(self) -> bool:
+        """Whether a caller should wait for the device before `acquire`: where that waits, or both ways are timed.
+
+        A host that runs ahead of its device would count steps of one way that the device does in the other.
+        """
+        return self.shared or (self._turns is not None and self._counters.mode is Mode.TRYING_SIDE_BY_SIDE)
 
     @property
     def mode(self) -> str:

@@ -563,7 +563,7 @@ class DecoupledState(Owning):
         first = max([*self._pending.stale.values()], key=lambda share: share.bucket.index, default=None)
         if first is not None and self._turn is not None:
             # Alone the host runs ahead of the device as it would without a mutex.
-            first.bucket.wait(on_host=self._turn.shared)
+            first.bucket.wait(on_host=self._turn.awaits_device)
 
     # --- the optimizer ---------------------------------------------------------------------------------------
 

@@ -33,30 +33,24 @@ _STEPS_KEPT: Final = 16
 class Turn(Protocol):
     """What a mutex offers to the engine. No method raises.
 
-    ``shared``: whether a sibling was on this rank's device when the turn began. ``mode``: how the job computes beside
-    its siblings, for a timeline.
+    ``awaits_device``: whether the device is done with a step's buckets when the turn is taken. ``mode``: how the job
+    computes beside its siblings, for a timeline.
     """
 
     @property
-    def shared(self) -> bool: ...
+    def awaits_device(self) -> bool: ...
 
     @property
     def mode(self) -> str: ...
 
     def release(self) -> None:
-        """Give the turn away: the step's compute is launched. Never blocks.
-
-        Called on the hook's thread, or, if the last bucket ``keeps_turn``, on that of its owners' work.
-        """
+        """Give the turn away, on the hook's thread or that of owners' work: compute is launched. Never blocks."""
 
     def request(self) -> None:
         """Join the queue early: the last bucket is half-way. Called on a thread of the engine."""
 
     def acquire(self) -> None:
-        """Take the turn again, on a thread that may block: the step's buckets are complete.
-
-        Where nobody shares the device it may still be busy with them.
-        """
+        """Take the turn again, on a thread that may block: the step's buckets are complete, see ``awaits_device``."""
 
 
 class Backward:
@@ -297,14 +291,10 @@ class TurnLink(LinkAround):
             self._turn.request()
 
     async def take(self) -> None:
-        """Take the turn again, which `Bucket.launched` has given away; the bucket has gone its way.
-
-        A job that shares its device with nobody does not wait for the device: the host runs ahead as it would without
-        us.
-        """
+        """Take the turn again, which `Bucket.launched` gave away. Alone the host runs ahead as it would without us."""
         whole_way = self._bucket.place.reached()
         await self.settle()
-        if self.in_program_order and self._turn.shared:
+        if self.in_program_order and self._turn.awaits_device:
             self._reached()
             self._turn.request()
             whole_way()
@@ -317,5 +307,5 @@ async def behind(futures: Sequence[GradientFuture], bucket: Bucket, link: Link) 
     await link.settle()
     for future in futures:
         bucket.result = future.wait()
-    if (turn := bucket.backward.turn) is not None and turn.shared:
+    if (turn := bucket.backward.turn) is not None and turn.awaits_device:
         bucket.place.reached()()

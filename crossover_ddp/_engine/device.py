@@ -210,9 +210,7 @@ class _StagedLink(LinkAround):
         self._net = net
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        host, own = _pinned(flat), parts(flat, layout)[self.rank]
-        flat.div_(self.size)
-        await self._net.down([(host, flat)])
+        own, host = parts(flat, layout)[self.rank], await self._addend(flat)
         self._net.up([(own, await self._link.reduce_scatter(host, layout))])
         return own
 
@@ -223,6 +221,18 @@ class _StagedLink(LinkAround):
         await self._net.down([(own_host, own)])
         await self._link.all_gather(host, layout)
         self._net.up(pairs)
+
+    async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
+        """Copy down and up once. By halves: gloo's own, from a thread, would come between the program's collectives."""
+        host = await self._addend(flat)
+        await self._link.reduce_scatter(host, layout)
+        await self._link.all_gather(host, layout)
+        self._net.up([(flat, host)])
+
+    async def _addend(self, flat: Tensor) -> Tensor:
+        host = _pinned(flat)
+        await self._net.down([(host, flat.div_(self.size))])
+        return host
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         leaving, coming = _pinned(outgoing), _pinned(incoming)

@@ -199,14 +199,16 @@ def rank_main(args: argparse.Namespace) -> None:
     shared.meet("calibrated", JOBS * RANKS)
     batch = int(shared.store.get("batch"))
     if shared.job == 0:
+        shared.store.wait(["computing, all"])
         rows["M s, while the sibling computes"] = wire_s(shared, args.width)
         print(rows, flush=True)
         shared.meet("wire", RANKS)
     else:
         computing = Training(shared, BESIDE, args.width, batch)
+        computing.step(sync=False)
+        shared.meet("computing", RANKS)
         while not shared.store.check(["wire, all"]):
             computing.step(sync=False)
-            torch.cuda.synchronize()
     busy = (args.width, batch, 0.0)
     idle = (128, 64, WAIT_S)
 

@@ -13,7 +13,7 @@ class RecordingTurn:
     """
 
     def __init__(self, *, window_s: float = 0.0, at_acquire: Callable[[], object] = lambda: None) -> None:
-        self.shared, self.mode = True, "untried"  # a sibling is present
+        self.awaits_device, self.mode = True, "untried"  # a sibling is present
         self.ranks = None  # whatever group's
         self.order: list[str] = []
         self.threads: list[threading.Thread] = []
