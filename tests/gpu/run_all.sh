@@ -3,7 +3,7 @@
 #   run_all.sh tests     kernels, exchange, hooks, K-FAC, conformance                                 (9 minutes)
 #   run_all.sh order     turns on the device, without deaths                                          (5 minutes)
 #   run_all.sh bench     two siblings over gloo: one after the other, side by side, turns; lone jobs  (5 minutes)
-#   run_all.sh mps       order and benchmark under a private MPS daemon, over gloo and NCCL           (12 minutes)
+#   run_all.sh mps       order and benchmark under a private MPS daemon, over gloo and NCCL           (10 minutes)
 #   run_all.sh deaths    a sibling killed with kernels in flight, each case in a process of its own   (7 minutes)
 #   run_all.sh deaths-mps  the same under MPS: run it last, MPS's guide leaves open what such a death does to its server
 # Without an argument: tests, then bench.
@@ -90,6 +90,7 @@ part() {
         tests order_mps 240 -k "not $DEATHS" tests/gpu/test_device_ways.py tests/gpu/test_device_order.py || status=1
         benchmark siblings_mps 280 "${link[@]}" || status=1
         benchmark siblings_mps_nccl 280 "${link[@]}" --backend nccl || status=1
+        CUDA_DEVICE_MAX_CONNECTIONS=32 benchmark siblings_mps_nccl_queues 280 "${link[@]}" --backend nccl || status=1
         ;;
     deaths) deaths deaths || status=1 ;;
     deaths-mps)
