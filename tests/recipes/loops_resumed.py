@@ -107,7 +107,7 @@ def imagenet(job: Job) -> None:
 TIMM = """
 def main(start_epoch):
     if True:
-        task.prepare_distributed(...)
+        task.prepare_distributed(device_ids=[device])
     if start_epoch > 0:
         scheduler.step(start_epoch)
     try:
@@ -160,13 +160,15 @@ def run_timm(job: Job, diff: str) -> Run:
 
     names = {
         "start_epoch": start_epoch,
+        "device": None,
+        "model": vit,
         "train_one_epoch": train_one_epoch,
         "validate": validate,
         "scheduler": create_scheduler_v2(optimizer, "cosine", num_epochs=3)[0],
         "saver": None if dist.get_rank() else CheckpointSaver(vit, optimizer, checkpoint_dir=directory),
         "optimizer": optimizer,
         "task": SimpleNamespace(
-            prepare_distributed=lambda _: task.prepare_distributed(broadcast_buffers=True),
+            prepare_distributed=lambda device_ids, **ddp: task.prepare_distributed(**ddp),
             get_trainable_module=task.get_trainable_module,
         ),
     }
