@@ -21,7 +21,8 @@ export PYTHONPATH="$PWD:$PWD/recipes${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERE
 # Nothing here needs the plugins that pyproject.toml asks for; pytest-timeout is used if it is there.
 options=(-o required_plugins= -o addopts= -ra --strict-markers --tb=short --durations=15 -p no:cacheprovider)
 "$PYTHON" -c 'import pytest_timeout' 2>/dev/null && options+=(--timeout=150)
-"$PYTHON" -c 'import xdist' 2>/dev/null && options+=(-n 4)
+beside=() # what `order` prints would be lost
+"$PYTHON" -c 'import xdist' 2>/dev/null && beside=(-n 4)
 link=(--rate 10000 --ratio 1)
 DEATHS=killed_with_kernels_in_flight
 
@@ -75,9 +76,9 @@ part() {
     local status=0
     case $1 in
     tests)
-        tests tests 250 -k "not $DEATHS" tests/gpu/test_device_order.py tests/gpu/test_hooks_gpu.py || status=1
-        tests tests 150 -k cuda tests/conformance/test_conformance.py || status=1
-        tests tests 100 tests/gpu/test_kfac_gpu.py || status=1
+        tests tests 250 "${beside[@]}" -k "not $DEATHS" tests/gpu/test_device_order.py tests/gpu/test_hooks_gpu.py || status=1
+        tests tests 150 "${beside[@]}" -k cuda tests/conformance/test_conformance.py || status=1
+        tests tests 100 "${beside[@]}" tests/gpu/test_kfac_gpu.py || status=1
         ;;
     order)
         tests order 300 -k "not $DEATHS" tests/gpu/test_device_ways.py tests/gpu/test_device_order.py || status=1

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from crossover_ddp._engine.device import Device
+from crossover_ddp._engine.device import Device, Staged
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Trip
 from crossover_ddp.codecs import Half, Int8, PerPair, SIDCo
@@ -94,6 +94,27 @@ def test_what_is_late_changes_nothing(backend: str, way: str) -> None:
     """What is read, overwritten or freed before its copy or kernel shows as other numbers here."""
     network = "nccl" if backend == "nccl" else "gloo"
     assert run_ranks(differing, 2, args=(backend, way), backend=network, timeout_s=600) == [[], []]
+
+
+@in_ranks(2, backend="gloo")
+def test_gradients_go_down_and_up_once(rank: int) -> None:
+    torch.cuda.set_device(rank)
+    training = Training("split", rank, device=f"cuda:{rank}").run(4)
+    copied = dict.fromkeys(("down", "up"), 0)
+
+    def counted(way: str) -> Any:
+        copy = getattr(Staged, way)
+
+        def count(net: Staged, pairs: Any) -> Any:
+            copied[way] += sum(target.numel() for target, _ in pairs)
+            return copy(net, pairs)
+
+        return mock.patch.object(Staged, way, count)
+
+    with counted("down"), counted("up"):
+        training.run(1)  # the fifth step, behind which no digest travels
+    assert copied == dict.fromkeys(copied, len(training.values))
+    training.close()
 
 
 def contexts_of_each(rank: int, world_size: int) -> dict[str, list[bool]]:
