@@ -10,6 +10,7 @@ job's turn away, since the job's other ranks would not: its exchange runs inside
 
 import functools
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
 from crossover_ddp._engine.buckets import Turn, after_backward, split
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._system import environment
-from crossover_ddp._system.cuda_driver import MPS_ENABLED, cuda_driver
+from crossover_ddp._system.cuda_driver import MPS_ENABLED, WORK_QUEUES, cuda_driver
 
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex
@@ -318,14 +319,14 @@ def _mutex_of_job(device: torch.device | None, trial: bool) -> GPUMutex:
         # does not, failed or not: a rank whose peers are quicker to close may find that they have left.
         if mutex is None or mutex.closed:
             mutex = _mutexes[group] = GPUMutex.for_hook(device, group, trial)
-            _warn_without_mps(device, group)
+            _warn_of_nccl(device, group)
             # A process may live on for long; at its exit the kernel's locks show siblings that it has gone.
             on_destruction(group, functools.partial(_close, weakref.ref(mutex)), at_exit=False)
         return mutex
 
 
-def _warn_without_mps(device: torch.device | None, group: dist.ProcessGroup) -> None:
-    """Say that turns gain little where NCCL's kernels cannot run beside a sibling's."""
+def _warn_of_nccl(device: torch.device | None, group: dist.ProcessGroup) -> None:
+    """Say that turns gain little where NCCL's kernels hold up a sibling's, or the job's own."""
     if device is None or device.type != "cuda" or group.rank():
         return
     backends = str(dist.get_backend_config(group)).split(",")
@@ -341,6 +342,13 @@ def _warn_without_mps(device: torch.device | None, group: dist.ProcessGroup) -> 
             "gradients travel by NCCL on %s without MPS: its kernels and a sibling's compute never run at "
             "the same moment, so turns gain little; start nvidia-cuda-mps-control before the jobs, or use gloo",
             device,
+        )
+    elif WORK_QUEUES not in os.environ:
+        logger.warning(
+            "gradients travel by NCCL on %s under MPS, which gives each process two work queues: compute waits behind "
+            "NCCL's kernels there, so turns end late and gain nothing; set %s=8 for the jobs",
+            device,
+            WORK_QUEUES,
         )
 
 

@@ -15,6 +15,7 @@ _LIBRARY: Final = "libcuda.so.1"
 _SUCCESS: Final = 0
 # CUdevice_attribute
 MPS_ENABLED: Final = 133
+WORK_QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 _CAPTURE_MODE_THREAD_LOCAL: Final = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 _INT, _POINTER, _FLAGS = ctypes.c_int, ctypes.c_void_p, ctypes.c_uint

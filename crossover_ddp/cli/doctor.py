@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from crossover_ddp._system import environment
+from crossover_ddp._system.cuda_driver import WORK_QUEUES
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp._turns.view import GROUP_NAME, Mode, look, printable
 
@@ -130,6 +131,8 @@ def _gpus() -> Iterator[Finding]:
     for name in ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT"):
         if listed and environment.is_set(name):
             yield "problem", f"{name} is set: nothing overlaps", f"unset {name}"
+    if listed and mps and WORK_QUEUES not in os.environ:
+        yield "note", "MPS, two work queues a process: compute waits for NCCL", f"export {WORK_QUEUES}=8"
 
 
 def _variables() -> Iterator[Finding]:

@@ -91,7 +91,7 @@ part() {
         tests order_mps 240 -k "not $DEATHS" tests/gpu/test_device_ways.py tests/gpu/test_device_order.py || status=1
         benchmark siblings_mps 280 "${link[@]}" || status=1
         benchmark siblings_mps_nccl 280 "${link[@]}" --backend nccl || status=1
-        CUDA_DEVICE_MAX_CONNECTIONS=32 benchmark siblings_mps_nccl_queues 280 "${link[@]}" --backend nccl || status=1
+        CUDA_DEVICE_MAX_CONNECTIONS=8 benchmark siblings_mps_nccl_queues 280 "${link[@]}" --backend nccl || status=1
         ;;
     deaths) deaths deaths || status=1 ;;
     deaths-mps)

@@ -47,7 +47,7 @@ TIMEOUT = timedelta(seconds=120)
 WAIT_S = 0.02
 ALONE, BESIDE, TURNS, TRIED = "one after the other", "side by side", "turns", "tried"
 TOGETHER = [BESIDE, TURNS, TRIED]
-WARM_UP = {TRIED: 112, "decoupled": 100}  # steps in which they try themselves
+WARM_UP = {TRIED: 200, "decoupled": 100}  # steps in which they try themselves
 HOOKS: dict[str, Callable[[torch.optim.Optimizer], tuple[Any, Any]]] = {
     TURNS: lambda _: (CrossoverState(trial=False), crossover_hook),
     TRIED: lambda _: (CrossoverState(trial=True), crossover_hook),

@@ -81,24 +81,33 @@ def test_models_whose_first_exchanges_end_together_join_once(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("backend", "device", "enabled", "warns"),
+    ("backend", "device", "enabled", "queues", "told"),
     [
-        ("cpu:gloo,cuda:nccl", "cuda:1", 0, True),
-        ("cuda:nccl2", "cuda:1", 0, True),
-        ("cuda:nccl", "cuda:1", 1, False),
-        ("cuda:nccl", "cuda:1", RuntimeError("CUDA_ERROR_INVALID_VALUE"), False),
-        ("cpu:gloo,cuda:gloo", "cuda:1", 0, False),
-        ("cpu:gloo,cuda:nccl", "cpu", 0, False),
+        ("cpu:gloo,cuda:nccl", "cuda:1", 0, "", ["without MPS"]),
+        ("cuda:nccl2", "cuda:1", 0, "8", ["without MPS"]),
+        ("cuda:nccl", "cuda:1", 1, "", ["set CUDA_DEVICE_MAX_CONNECTIONS=8"]),
+        ("cuda:nccl", "cuda:1", 1, "8", []),
+        ("cuda:nccl", "cuda:1", RuntimeError("CUDA_ERROR_INVALID_VALUE"), "", []),
+        ("cpu:gloo,cuda:gloo", "cuda:1", 0, "", []),
+        ("cpu:gloo,cuda:nccl", "cpu", 0, "", []),
     ],
 )
 @pytest.mark.usefixtures("process_group")
-def test_nccl_without_mps_is_told(
-    backend: str, device: str, enabled: object, warns: bool, monkeypatch: pytest.MonkeyPatch
+def test_what_holds_up_nccl_is_told(
+    backend: str,
+    device: str,
+    enabled: object,
+    queues: str,
+    told: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv(comm_hooks.WORK_QUEUES, raising=False)
+    if queues:
+        monkeypatch.setenv(comm_hooks.WORK_QUEUES, queues)
     monkeypatch.setattr(comm_hooks.dist, "get_backend_config", lambda group: backend)
     driver = mock.Mock(attribute=mock.Mock(side_effect=[enabled]))
     monkeypatch.setattr(comm_hooks, "cuda_driver", lambda: driver)
-    with heard() as told:
-        comm_hooks._warn_without_mps(torch.device(device), dist.group.WORLD)
-    assert ["without MPS" in text for text in told] == [True] * warns
+    with heard() as texts:
+        comm_hooks._warn_of_nccl(torch.device(device), dist.group.WORLD)
+    assert [words for text, words in zip(texts, told, strict=True) if words in text] == told
     assert driver.attribute.call_args in (None, mock.call(1, 133))
