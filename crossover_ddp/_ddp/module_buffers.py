@@ -62,14 +62,15 @@ class BufferCopy:
             self._versions = [tensor._version for tensor in self._tensors]
 
     def unpack(self) -> None:
-        """Wait for the values and copy them in, but not where somebody has changed a buffer since `claim`."""
-        if self._versions is None:
+        """Wait for the values and copy them in, once, but not where somebody has changed a buffer since `claim`."""
+        versions, self._versions = self._versions, None
+        if versions is None:
             return
         self.wait()
         stops = itertools.accumulate(tensor.nbytes for tensor in self._tensors)
         values = {
             tensor: self.flat[stop - tensor.nbytes : stop].view(tensor.dtype).view(tensor.shape)
-            for tensor, stop, version in zip(self._tensors, stops, self._versions, strict=True)
+            for tensor, stop, version in zip(self._tensors, stops, versions, strict=True)
             if tensor._version == version and not self._sends
         }
         if not values:

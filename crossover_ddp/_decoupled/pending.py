@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from crossover_ddp._ddp.checks import names_of
 from crossover_ddp._ddp.digests import fingerprint
 from crossover_ddp._engine.buckets import Bucket
-from crossover_ddp._engine.journeys import Trip
+from crossover_ddp._engine.journeys import Trip, nothing
 from crossover_ddp._engine.links import parts
 from crossover_ddp._owners.optimizer import StepPlan, Update
 from crossover_ddp._system import environment
@@ -199,6 +199,7 @@ class Pending:
         self.stale: dict[int, Share] = {}
         self.seen: set[int] = set()
         self.guards: Guards | None = None
+        self.on_look: Callable[[], None] = nothing  # outside of forward
         self.known: set[int] = set()
         self.shares: list[Share] = []
         self.plans: dict[int, StepPlan] = {}
@@ -206,6 +207,7 @@ class Pending:
         self.recording, self._read = 0, set[int]()
         self.why_whole: str | None = BEGINS  # the last step's gradients, if they were
         self.steps = self._backwards = 0
+        self._failure: BaseException | None = None  # of an update
         self._shape: tuple[object, ...] = ()
         self._withheld, self._always_checked = withheld, environment.is_set(environment.CHECK)
         # Told of parameters that are new, see `DecoupledState.on_update`.
@@ -380,6 +382,8 @@ class Pending:
         """
         if threading.get_ident() in self._blind:
             return
+        if not self.in_forward:
+            self.on_look()
         self.check_all_stepped()
         if self._is_whole and not self._withheld:
             with self.lock:
@@ -426,16 +430,25 @@ class Pending:
 
     def _update(self, share: Share) -> None:
         """Wait for one bucket and apply the optimizer to its parameters."""
+        if self._failure is not None:
+            raise UnsupportedConfigurationError(
+                f"expected updates that succeed, got {type(self._failure).__name__} in one, an unknown part of which "
+                "is done; go on from a checkpoint, with a new model, optimizer and state"
+            ) from self._failure
         share.arriving.wait()
         share.check_gradients()
         if share.is_written:
             raise UnsupportedConfigurationError(WRITTEN)
         # A signal's handler may read in the middle of it, and gets what is there by then.
         share.pending = False
-        with as_in_step(share.bucket.flat.device.type):
-            share.scale()
-            share.land()
-            share.step(share)
+        try:
+            with as_in_step(share.bucket.flat.device.type):
+                share.scale()
+                share.land()
+                share.step(share)
+        except BaseException as error:  # Ctrl-C, too, after which a notebook goes on
+            self._failure, share.pending = error, True
+            raise
         for parameter in share.parameters:
             self.stale.pop(id(parameter), None)
         if share in self._unseen:

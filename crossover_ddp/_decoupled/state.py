@@ -271,6 +271,7 @@ class DecoupledState(Owning):
         """
         self._pending.update_all()
         self._pending.make_whole()
+        self._unpack_claimed()
 
     def on_update(self, listener: Callable[[Sequence[torch.Tensor]], object]) -> RemovableHandle:
         """Have ``listener`` called when a step has updated parameters, with those that are new.
@@ -518,7 +519,7 @@ class DecoupledState(Owning):
             model.module, is_fresh=pending.is_fresh, reads=pending.reads, before=pending.update_unseen
         )
         self._model = weakref.ref(model)
-        pending.guards = guards
+        pending.guards, pending.on_look = guards, self._unpack_claimed
         self._hooks.callback(guards.close)
         before, after = uncompiled(self._before_forward), uncompiled(lambda *_: pending.forward_ends())
         self._hooks.callback(model.register_forward_pre_hook(OwnHook(before), prepend=True).remove)
@@ -542,6 +543,11 @@ class DecoupledState(Owning):
             self._take_turn(self._wait_for_first)
         if self._exchange is not None:
             self._exchange.compute_begins()
+
+    def _unpack_claimed(self) -> None:
+        """Copy rank 0's buffers in, if backward has ended, before who goes through the model writes an average's."""
+        if self._buffers is not None:
+            self._buffers.unpack()
 
     def _unpack_buffers(self) -> None:
         buffers, self._buffers = self._buffers, None
@@ -581,13 +587,15 @@ class DecoupledState(Owning):
                 guard_groups(each, self._look)
 
             def whole() -> Any:
+                updated = [p for p in self._pending.parameters(number) if p.requires_grad]
                 result = original()
-                self._pending.tell(self._pending.parameters(number))
+                self._pending.tell(updated)
                 return result
 
-            if self._owners is not None:
-                return self._owners.step(number, whole)
-            return self._step(whole)
+            result = self._step(whole) if self._owners is None else self._owners.step(number, whole)
+            if not self._pending.stale:  # nobody is seen who goes through the model
+                self._unpack_claimed()
+            return result
 
     def _step(self, original: Callable[[], Any]) -> Any:
         pending, partial = self._pending, self._partials[0]
@@ -596,9 +604,9 @@ class DecoupledState(Owning):
             pending.why_whole = "parameters or gradients are looked at between backward() and step()"
             return original()
         check_not_scaled(partial.optimizer, CHANGED)
-        if not pending.is_settled or is_watched(partial.optimizer):
+        if not pending.is_settled or is_watched(partial.optimizer) or not partial.is_own:
             # DDP may still rebuild its buckets, or somebody wants to see the parameters after this step.
-            watched = "a hook of the optimizer's step sees parameters"
+            watched = "a hook of the optimizer's step, or what was put around it, sees parameters"
             pending.why_whole = watched if pending.is_settled else BEGINS
             pending.make_whole()
             return original()
@@ -618,6 +626,11 @@ def _checked(optimizer: Optimizer | Sequence[Optimizer], owners: str | None) -> 
     for each in optimizers:
         check_separable(each)
         check_not_intercepted(each)
+        if owners is not None and not PartialOptimizer(each).is_own:
+            raise UnsupportedConfigurationError(
+                f"expected {type(each).__name__}'s own step() where parameters have owners, got one that something was "
+                "put around, which owners would not call; make the DecoupledState first, or act after step()"
+            )
     if owners is None and len(optimizers) > 1:
         raise UnsupportedConfigurationError(
             f"expected one optimizer with owners=None, got {len(optimizers)}; pass owners='layers', or one optimizer "

@@ -8,8 +8,8 @@ at ``step()`` the optimizer runs once on groups without parameters, so that grou
 too. Parts run on copies of the groups, whose writes are dropped.
 
 Both run on a shadow: an object of the optimizer's class with its attributes and other groups. So a thread that brings
-parameters up to date shows no part's groups to a scheduler. Only where somebody else's function stands around
-``step``, which is bound to the optimizer itself, are its groups exchanged meanwhile.
+parameters up to date shows no part's groups to a scheduler. Somebody else's function around ``step`` expects whole
+steps, and is bound to the optimizer itself: where one is, none is taken in parts.
 
 Optimizers that mix parameters (a global norm, a line search) are found by trying two tiny ones, see `check_separable`.
 
@@ -41,6 +41,7 @@ _MISSING: Final = object()
 _TRIED_GROUPS: Final = 3
 _TRIED_STEPS: Final = 2
 _MARK: Final = "_crossover_ddp_state"
+_OURS: Final = ("step", "zero_grad", "__getstate__")
 
 
 class Update(NamedTuple):
@@ -68,14 +69,13 @@ class PartialOptimizer:
         self.optimizer, self.step = optimizer, optimizer.step
         # With torch's spans for a profiler, and without: a part of a step has no step hooks, see `is_watched`, and a
         # scheduler counts whole steps.
-        bare = stripped(self.step, _SCHEDULERS, SPANS)
-        self.is_own = bare is stripped(type(optimizer).step, SPANS)
-        self._spanned_step = stripped(self.step, _SCHEDULERS) if self.is_own else None
-        self._bare_step = bare if self.is_own else None
+        self._spanned_step = stripped(self.step, _SCHEDULERS)
+        self._bare_step = stripped(self.step, _SCHEDULERS, SPANS)
+        self.is_own = self._bare_step is stripped(type(optimizer).step, SPANS)
 
     def take_whole(self) -> None:
         """Take the step as it is, without torch's spans and hooks."""
-        (self.step if self._bare_step is None else types.MethodType(self._bare_step, self.optimizer))()
+        self._bare_step(self.optimizer)
 
     def plan(self) -> StepPlan:
         """Note the hyper-parameters of this moment, and count the step, see [Note: one step in several parts]."""
@@ -114,20 +114,13 @@ class PartialOptimizer:
                 parameter.grad = former
 
     def _run(
-        self, step: Callable[..., Any] | None, groups: list[Group], attributes: dict[str, Any]
+        self, step: Callable[..., Any], groups: list[Group], attributes: dict[str, Any]
     ) -> dict[str, Any]:
         """Take a step with other groups; return the attributes that the optimizer has then."""
-        if step is not None:
-            shadow: Optimizer = object.__new__(type(self.optimizer))
-            shadow.__dict__.update(attributes, param_groups=groups)
-            step(shadow)
-            return vars(shadow)
-        whole, self.optimizer.param_groups = self.optimizer.param_groups, groups
-        try:
-            self.step()
-        finally:
-            self.optimizer.param_groups = whole
-        return {}
+        shadow: Optimizer = object.__new__(type(self.optimizer))
+        shadow.__dict__.update(attributes, param_groups=groups)
+        step(shadow)
+        return vars(shadow)
 
 
 def check_separable(optimizer: Optimizer) -> None:
@@ -138,9 +131,11 @@ def check_separable(optimizer: Optimizer) -> None:
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     if inner or "param_groups" not in vars(optimizer):
         wrapped = f" ({type(inner[0]).__name__})" if inner else ""
+        remedy = f"pass the optimizer that it wraps{wrapped}, and go on to call the wrapper's step()"
+        if name == "ZeroRedundancyOptimizer":
+            remedy = f"give all parameters to the one inside{wrapped}, and use owners='layers', which divides its state"
         raise UnsupportedConfigurationError(
-            f"expected an optimizer with param_groups of its own, got {name}, which wraps another; "
-            f"pass the optimizer that it wraps{wrapped}, and go on to call the wrapper's step()"
+            f"expected an optimizer with param_groups of its own, got {name}, which wraps another; {remedy}"
         )
     # All of torch's own treat each parameter by itself, but two.
     is_torchs = type(optimizer).__module__.startswith("torch.optim.") and PartialOptimizer(optimizer).is_own
@@ -224,7 +219,7 @@ def copy_on(optimizer: Optimizer, groups: Iterable[tuple[Group, list[torch.Tenso
     """Return a copy of ``optimizer`` without state, for each of some of its groups with other parameters."""
     copy: Optimizer = object.__new__(type(optimizer))
     copy.__dict__.update(vars(optimizer))
-    for name in ("step", "zero_grad"):
+    for name in _OURS:
         copy.__dict__.pop(name, None)
     copy._optimizer_step_pre_hooks = OrderedDict()
     copy._optimizer_step_post_hooks = OrderedDict()
@@ -335,8 +330,9 @@ def intercept(
         unwatched: entered where this thread goes through parameters without reading values.
     """
     stack = contextlib.ExitStack()
-    own = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
+    own = {name: vars(optimizer).get(name) for name in _OURS}
     original_step, original_zero_grad = optimizer.step, optimizer.zero_grad
+    original_getstate = optimizer.__getstate__
 
     @functools.wraps(original_step)
     @uncompiled
@@ -357,8 +353,17 @@ def intercept(
             original_zero_grad(set_to_none)
         on_zero_grad()
 
+    def getstate() -> Any:
+        """A copy or a pickle takes momentum before it goes through the groups."""
+        flush()
+        return original_getstate()
+
     # Methods, since learning-rate schedulers wrap ``optimizer.step.__func__``.
-    ours = {"step": types.MethodType(step, optimizer), "zero_grad": types.MethodType(zero_grad, optimizer)}
+    ours: dict[str, Any] = {
+        "step": types.MethodType(step, optimizer),
+        "zero_grad": types.MethodType(zero_grad, optimizer),
+        "__getstate__": getstate,
+    }
     vars(optimizer).update(ours)
     setattr(optimizer, _MARK, True)
 

@@ -1,8 +1,11 @@
 """Known defects of decoupled training: the section "Seams" of the report on it, and what strangers' programs found."""
 
 import contextlib
+import copy
+import functools
 import itertools
 import logging
+import pickle
 import re
 import signal
 import threading
@@ -48,6 +51,91 @@ def test_a_group_without_gradients_is_counted_as_by_plain_ddp(options: dict[str,
     )
     assert_same(plain.run(8), ours.run(8))
     assert [group["k"] for group in ours.optimizer.param_groups] == [8, 8, 8]
+
+
+@pytest.mark.parametrize("options", OWNERS, ids=str)
+def test_what_was_put_around_step_before_is_called_once_a_step(options: dict[str, Any]) -> None:
+    """A scheduler's step, say, or an average's update."""
+    calls = Counter[int]()
+
+    def wrapped(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        inner: Callable[[], Any] = optimizer.step
+
+        def step() -> Any:
+            inner()
+            calls[id(optimizer)] += 1
+            optimizer.param_groups[0]["lr"] *= 0.9
+
+        optimizer.step = step  # type: ignore[method-assign, assignment]
+        return optimizer
+
+    if options:
+        with pytest.raises(UnsupportedConfigurationError, match="own step"):
+            Training(decoupled=True, make=wrapped, **options)
+        return
+    ours, plain = both(make=wrapped)
+    assert_same(plain.run(8), ours.run(8))
+    assert [*calls.values()] == [8, 8]
+
+
+class FailsOnce(torch.optim.SGD):
+    """Runs out of memory in the update of some parameters, as often as asked."""
+
+    fails = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if self.fails and any(group["params"] for group in self.param_groups):
+            type(self).fails -= 1
+            raise torch.OutOfMemoryError("out of memory")
+        return super().step(closure)
+
+
+def test_an_update_that_failed_in_forward_is_an_error_for_a_script_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training(decoupled=True, make=lambda model: FailsOnce(model.parameters(), lr=0.1)).run()
+    training.step()
+    assert training.is_pending
+    monkeypatch.setattr(FailsOnce, "fails", 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        training.model(inputs(0))
+    for use in (lambda: training.model(inputs(0)), training.model.state_dict, training.state.flush):
+        with pytest.raises(UnsupportedConfigurationError, match="unknown part"):
+            use()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_of_the_optimizer_is_of_one_moment(copied: Callable[[Any], Any]) -> None:
+    make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    ours, plain = both(make=lambda model: make(model.parameters()))
+    for each in (plain.run(), ours.run()):
+        each.step()
+    assert ours.is_pending
+    found = [copied(each.optimizer) for each in (ours, plain)]
+    for group, other in zip(*(each.param_groups for each in found), strict=True):
+        for one, two in zip(group["params"], other["params"], strict=True):
+            assert torch.equal(one, two)
+    momenta = [[each["momentum_buffer"] for each in copy.state.values()] for copy in found]
+    assert all(map(torch.equal, *momenta))
+
+
+def test_on_update_tells_of_no_frozen_parameter() -> None:
+    def frozen() -> nn.Module:
+        module = network()
+        next(module.parameters()).requires_grad_(False)
+        return module
+
+    training = Training(
+        decoupled=True, net=frozen, make=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    told = list[Tensor]()
+    training.state.on_update(told.extend)
+    training.run()
+    training.state.flush()
+    assert told
+    assert all(each.requires_grad for each in told)
 
 
 class Saving(dict[str, Any]):
@@ -269,16 +357,16 @@ def test_an_optimizer_that_draws_for_each_parameter_is_refused(
 @pytest.mark.defect("decoupled-16")
 @in_ranks(2)
 def test_buffers_between_steps_do_not_hang_on_whether_a_step_is_deferred(rank: int) -> None:
-    """Rank 1's running mean is rank 0's already after all steps, or after none."""
+    """Who goes through the model after a step finds rank 0's running mean on rank 1, too."""
     net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     training, found = Training(decoupled=True, net=lambda: net, defer="auto"), []
     for step in range(24):
         training.steps = 2 * step + rank
         training.step()
         everyone: list[Any] = [None] * 2
-        dist.all_gather_object(everyone, net[1].running_mean)
+        dist.all_gather_object(everyone, net.state_dict()["1.running_mean"])
         found.append(torch.equal(*everyone))
-    assert len(set(found[3:])) == 1
+    assert all(found[3:])
 
 
 @pytest.mark.defect("decoupled-15")

@@ -15,7 +15,7 @@ from crossover_ddp import (
     reduce_scatter_all_gather_hook,
 )
 from tests.harness import in_ranks
-from tests.harness.training import WIDTH, Training, batch
+from tests.harness.training import WIDTH, Training, batch, decoupled
 
 STEPS = 5
 HOOKS = ("split", "crossover", "decoupled", "kfac", "wrapped split", "wrapped")
@@ -69,6 +69,26 @@ def test_buffers_changed_on_all_ranks_between_two_steps_stay_changed(rank: int, 
         assert seen > 800
     training.close()
     return seen
+
+
+@pytest.mark.parametrize("options", [{"defer": "always"}, {"defer": "auto"}, {"owners": "layers"}], ids=str)
+@in_ranks(2)
+def test_an_average_that_is_swapped_in_keeps_its_buffers(rank: int, options: dict[str, Any]) -> float:
+    """Parameters and buffers go in through ``.data``, which counts no version, and DDP's forward evaluates."""
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8))
+    training = Training(decoupled(**options), rank, module=module)
+    for _ in range(14):  # deferred and not deferred, in turns
+        training.step()
+        for parameter in module.parameters():
+            parameter.data.copy_(parameter.data)
+        module[1].running_mean.data.fill_(1000.0)
+        with torch.no_grad():
+            training.model.eval()(batch(0, 0))
+        assert float(module[1].running_mean.mean()) == 1000.0
+        training.model.train()
+    training.close()
+    return float(module[1].running_mean.mean())
 
 
 @in_ranks(2)
