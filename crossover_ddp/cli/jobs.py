@@ -12,7 +12,9 @@ import ctypes
 import itertools
 import os
 import random
+import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +35,7 @@ _SURELY_S: Final = 5.0  # a killed process may still write a core, or be in a sy
 _TAIL_BYTES, _TAIL_LINES = 4096, 10
 _NOT_EPHEMERAL: Final = range(20_000, 32_000)  # no connection of another job gets one of these meanwhile
 _PR_SET_PDEATHSIG: Final = 1
+_VARIABLE: Final = re.compile(r"[A-Za-z_]\w*=")
 _prctl = ctypes.CDLL(None).prctl
 
 
@@ -72,7 +75,7 @@ def waited_for_signals() -> Iterator[frozenset[int]]:
 class Job(subprocess.Popen[bytes]):
     """A command and all that it starts, which write to ``log``, made anew.
 
-    ``env`` starts it, so that ``NAME=VALUE`` may stand before the program.
+    ``env`` sets each ``NAME=VALUE`` before the program, but would take a path with ``=`` for one: ``nice`` starts it.
     """
 
     def __init__(self, words: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
@@ -81,7 +84,8 @@ class Job(subprocess.Popen[bytes]):
         """Of the command, as shells number it; None while it runs."""
         self._kill_s = float("inf")
         self._mark = f"{os.getpid()}-{secrets.token_hex(4)}"
-        parent = os.getpid()
+        parent, own = os.getpid(), [*itertools.takewhile(_VARIABLE.match, words)]
+        nice = shutil.which("nice") or "nice"  # not in the PATH that the command may set
 
         def begin() -> None:  # runs between fork and exec: no import, no lock
             _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -91,7 +95,7 @@ class Job(subprocess.Popen[bytes]):
 
         with log.open("wb") as output:
             super().__init__(
-                ["env", *words],
+                ["env", *own, nice, "-n0", "--", *words[len(own) :]],
                 env={"PYTHONUNBUFFERED": "1", **variables, RUN_JOB: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -25,7 +25,7 @@ failed (128 + n if signal n killed it); 128 + n if signal n ended the run; 2 wro
 """
 _COMMENT = re.compile(r"""((?!#)(?:'[^']*'|"(?:[^"\\]|\\.)*"|\\.|[^\s'"\\])+)|#.*""")  # or a word
 _QUOTED = re.compile(r"""'[^']*'|"(?:[^"$`\\]|\\[^$`])*"|\\.|("(?:[^"\\]|\\.)*")""")  # 1: not plain
-_SHELLS = re.compile(r"[|&;<>()$`]|(?:^|\s)~")
+_SHELLS = re.compile(r"[|&;<>()$`\n]|(?<!\S)(?:[A-Za-z_]\w*=(?:\S*:)?)?~")
 _PLACE = re.compile(r"(?:--(?:rdzv|master)[-_](?:endpoint|port)[ =]|\bMASTER_PORT=)(?!(\S*:)?0'?( |$))(\S+)")
 _NODES = re.compile(r"--nnodes[ =](?!1(:1)?( |$))")
 _NOT_STARTED = 126  # as shells number it
@@ -59,7 +59,7 @@ def _commands(arguments: argparse.Namespace) -> list[list[str]]:
     found = [command_words(group[0]) if len(group) == 1 else list(group) for group in arguments.groups]
     if arguments.commands:
         text = sys.stdin.read() if arguments.commands == "-" else Path(arguments.commands).read_text()
-        found += [words for line in text.replace("\\\n", " ").splitlines() if (words := command_words(line))]
+        found += [words for line in _joined(text).splitlines() if (words := command_words(line))]
     if not found or not all(found):
         raise ValueError("expected commands after -- or in --commands FILE, got none")
     texts = [shlex.join(words) for words in found]
@@ -69,13 +69,18 @@ def _commands(arguments: argparse.Namespace) -> list[list[str]]:
     return found
 
 
+def _joined(text: str) -> str:
+    """Drop comments, in which a last backslash means nothing; then join the lines that continue."""
+    return _COMMENT.sub(r"\1", text).replace("\\\n", "").strip()
+
+
 def command_words(text: str) -> list[str]:
     """Cut a text as a shell would; `ValueError` for what only a shell acts on, never passed on as plain text."""
-    text = _COMMENT.sub(r"\1", text)
+    text = _joined(text)
     if syntax := _SHELLS.search(_QUOTED.sub(r"x\1", text)):
         raise ValueError(
-            f"expected a command without shell syntax, got {syntax[0].strip()!r} in {text!r}: no shell runs it; put "
-            "plain text in single quotes, or let a shell run it: bash -c '…'"
+            f"expected a command without shell syntax, got {syntax[0]!r} in {text!r}: no shell runs it; put plain "
+            "text in single quotes, or let a shell run it: bash -c '…'"
         )
     return shlex.split(text)
 

@@ -244,11 +244,20 @@ def test_a_port_that_is_chosen_at_the_start_is_no_common_one(runs: Runs, tmp_pat
 
 
 def test_commands_of_files_have_variables_of_their_own(runs: Runs, tmp_path: Path) -> None:
-    text = "# a sweep\nLR=1 env\n\nLR='2 # 3' \\\n env # and another\n"
+    text = "# a sweep, \\\nLR=1 env\n\nLR='2 # 3' \\\n env # and another\n"
     (tmp_path / "sweep.txt").write_text(text)
     run = runs(options="--commands sweep.txt", CROSSOVER_TIMELINE="/x")
     assert variables(run, 2, "LR") == ["1", "2 # 3"]
     assert variables(run, 2, "CROSSOVER_TIMELINE") == ["/x/1", "/x/2"]
+
+
+def test_a_program_may_have_an_equals_sign_in_its_path(runs: Runs, tmp_path: Path) -> None:
+    (program := tmp_path / "lr=1").write_text("#!/bin/sh\necho $0 $LR")
+    program.chmod(0o755)
+    (tmp_path / "sweep.txt").write_text(f"{program}\nLR=2 PATH=/nowhere {program}\n")
+    run = runs(options="--commands sweep.txt", LR="1")
+    assert run.code() == 0
+    assert [run.log(job) for job in (1, 2)] == [f"{program} 1\n", f"{program} 2\n"]
 
 
 @pytest.mark.parametrize(
@@ -257,6 +266,9 @@ def test_commands_of_files_have_variables_of_their_own(runs: Runs, tmp_path: Pat
         (["--", "a | b"], "without shell syntax, got '|'"),
         (["--", 'a "$HOME"'], "without shell syntax, got '$'"),
         (["--", "python t.py ~/data"], "without shell syntax, got '~'"),
+        (["--", "DATA=~/data python t.py"], "without shell syntax, got 'DATA=~'"),
+        (["--", "A=1 PATH=a:~/b c"], "without shell syntax, got 'PATH=a:~'"),
+        (["--", "a 1\nb 2"], "without shell syntax, got '\\n'"),
         (["--", r'a "\$b"'], "without shell syntax, got '$'"),
         (["--", "a 'b'#c; d"], "without shell syntax, got ';'"),
         (["--", "a 'b"], "No closing quotation"),
@@ -289,6 +301,7 @@ def test_nothing_is_started_if_anything_is_wrong(
         (r"a \ #1 '#' \# b", ["a", " #1", "#", "#", "b"]),
         ('a "b # c" #d', ["a", "b # c"]),
         ("a #'b", ["a"]),
+        ("\n a \\\n  --b 'c\n' \\\n # d\n", ["a", "--b", "c\n"]),
     ],
 )
 def test_a_comment_begins_where_a_word_does(text: str, words: list[str]) -> None:
