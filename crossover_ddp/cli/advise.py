@@ -243,11 +243,14 @@ def _measured(words: Sequence[str], steps: int) -> Figures:
             code = job.code
         finally:
             job.finish(signal.SIGTERM, _GRACE_S)
+        how = f"the command ended with {code} after {job.took_s:.0f} s; its last lines:\n{job.last_lines()}".rstrip()
         try:
-            return figures(directory)
+            found = figures(directory)
         except ValueError as error:
-            how = f"the command ended with {code} after {job.took_s:.0f} s; its last lines:"
-            raise ValueError(f"{error}\n{how}\n{job.last_lines()}".rstrip()) from error
+            raise ValueError(f"{error}\n{how}") from error
+        if code:
+            say(how)
+        return found
 
 
 # --- advising -----------------------------------------------------------------------------------------------------

@@ -121,9 +121,11 @@ def _watch(ddp: Any) -> None:
             register(self, self, meter.exchange)
         self._is_made = True
 
-    def register_own(self: Any, *args: Any, **options: Any) -> None:
+    def register_own(self: Any, state: Any, hook: Any) -> None:
         if not hasattr(self, "_is_made"):
-            register(self, *args, **options)
+            register(self, state, hook)
+        else:  # not run, but a script that resumes finds the model of a state by it
+            self._comm_hooks.append((hook, state))
 
     ddp.__init__, ddp.register_comm_hook = made_and_measured, register_own
     ddp._register_builtin_comm_hook = lambda *args, **options: None

@@ -17,7 +17,8 @@ def named_model(name: str, otherwise: str) -> Any:
         module = importlib.import_module(place)
         make = {"timm": "create_model", "torchvision": "get_model"}.get(place)
         home = module.models if place == "torchvision" else module
-        return getattr(home, make)(function) if make else getattr(module, function)()
+        made = getattr(home, make)(function) if make else getattr(module, function)()
+        return made if isinstance(made, nn.Module) else [*nn.Sequential(*made)]
     except (ImportError, AttributeError, ValueError, RuntimeError, TypeError) as error:
         raise ValueError(
             f"expected {otherwise}, timm:NAME, torchvision:NAME or module:function, got {name!r} ({error})"

@@ -80,13 +80,20 @@ def even() -> list[nn.Module]:
     return [nn.Linear(1024, 1024) for _ in range(32)]
 
 
+def nothing() -> None:
+    """Return no model."""
+
+
 @pytest.mark.parametrize(
     ("model", "code", "what"),
     [
         ("torchvision:resnet50", 0, "102 MB of 161 gradients of torchvision:resnet50, 8 ranks"),
         ("timm:resnet50", 0, "102 MB of 161 gradients of timm:resnet50, 8 ranks"),
         (f"{__name__}:even", 0, f"134 MB of 64 gradients of {__name__}:even, 8 ranks"),
-        (f"{__name__}:gone", 1, "expected a size such as 102MB, timm:NAME, torchvision:NAME or module:"),
+        *(
+            (f"{__name__}:{name}", 1, "expected a size such as 102MB, timm:NAME, torchvision:NAME or module:")
+            for name in ("gone", "nothing")
+        ),
     ],
 )
 def test_models_of_libraries_are_built(
@@ -217,22 +224,30 @@ class MixedPrecision:
 
     def __init__(self) -> None:
         self._comm_hooks: list[tuple[object, object]] = []
+        self.run: list[object] = []
         self.register_comm_hook("state", "casts gradients")
 
     def register_comm_hook(self, state: object, hook: object) -> None:
-        self._comm_hooks.append((state, hook))
+        self._comm_hooks.append((hook, state))
+        self.run.append(hook)
 
 
-def test_ddps_own_hook_stays_and_the_scripts_is_left_out() -> None:
+def test_ddps_own_hook_stays_and_the_scripts_is_known_but_left_out() -> None:
     step_meter._watch(MixedPrecision)
     model = MixedPrecision()
-    model.register_comm_hook("state", "the script's")
-    assert model._comm_hooks == [("state", "casts gradients")]
+    model.register_comm_hook("own", "the script's")
+    assert model._comm_hooks == [("casts gradients", "state"), ("the script's", "own")]
+    assert model.run == ["casts gradients"]
 
 
-def test_a_command_that_fails_shows_its_last_words(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_command_that_fails_shows_its_last_words(measured: bool, capfd: pytest.CaptureFixture[str]) -> None:
     script = "import sys; print('all is well'); sys.exit('no such data set')"
-    assert cli.main(["advise", "--", sys.executable, "-c", script]) == 1
+    if measured:
+        blocks = "\n".join(json.dumps(block(apart, 1.0)) for apart in (False, True))
+        here = "os.environ['PYTHONPATH'].split(':')[0]"
+        script = f"import os; open({here} + '/rank-0.jsonl', 'w').write({blocks!r}); {script}"
+    assert cli.main(["advise", "--", sys.executable, "-c", script]) == (not measured)
     said = capfd.readouterr().err
     assert "the command ended with 1" in said
     assert "    no such data set" in said

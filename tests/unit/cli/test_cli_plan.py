@@ -33,6 +33,10 @@ class Pair(Skipping):
         return x, self.one(x)
 
 
+def named() -> dict[str, nn.Module]:
+    return {"one": nn.Linear(8, 8)}
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     Profile(tuple(LayerProfile(f"l{k}", 1.0, 2.0, 1e6, 1e6) for k in range(4))).save(
@@ -86,6 +90,7 @@ def test_a_transformer_is_a_chain_as_documented(files: Path, monkeypatch: pytest
         (f"{__name__}:Skipping", ["--input", "2,8"], 1, "and takes (2, 8), got"),
         (f"{__name__}:Skipping", ["--input", "2,9"], 1, "and takes (2, 9), got"),
         (f"{__name__}:Pair", ["--input", "2,8"], 1, "expected a model that is a chain"),
+        (f"{__name__}:named", [], 1, "expected a profile (a .json file), timm:NAME"),
         (f"{__name__}:nothing", [], 1, "expected a profile (a .json file), timm:NAME"),
         (f"{__name__}:blocks", ["--input", "2,9"], 1, "got layer '0', which refuses shape=(2, 9)"),
         ("missing.json", [], 2, "missing.json"),
