@@ -46,7 +46,10 @@ def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
 
 
 def _versions() -> Iterator[Finding]:
-    torch = importlib.metadata.version("torch")
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "is not installed"
     if not sys.platform.startswith("linux"):
         yield "problem", f"{sys.platform}: jobs train without turns", "use Linux"
     if tuple(map(int, re.findall(r"\d+", torch)[:2])) < _LEAST_TORCH:

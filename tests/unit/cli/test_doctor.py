@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -46,6 +47,11 @@ def found(patch: pytest.MonkeyPatch, base: Path, capsys: pytest.CaptureFixture[s
 
 def with_result(module: object, name: str, result: object) -> Callable[[pytest.MonkeyPatch, Path], None]:
     return lambda patch, base: patch.setattr(module, name, lambda _: result)
+
+
+def without_torch(patch: pytest.MonkeyPatch, _: Path) -> None:
+    missing = importlib.metadata.PackageNotFoundError("torch")
+    patch.setattr(importlib.metadata, "version", MagicMock(side_effect=missing))
 
 
 def at_host(name: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
@@ -88,6 +94,7 @@ def with_gpu(driver: str, mps: bool = False, **variables: str) -> Callable[[pyte
             )
         ),
         (with_result(importlib.metadata, "version", "2.9.1+cu128"), 1, "pip install 'torch>=2.11'"),
+        (without_torch, 1, "pip install 'torch>=2.11'"),
         (with_result(resource, "getrlimit", (1024, 4096)), 0, "ulimit -n 4096"),
         (lambda patch, base: base.rmdir(), 1, "mount -t tmpfs"),
         (lambda patch, base: home(base).mkdir(0o755), 1, "got mode 0755; chmod 0700 it"),
