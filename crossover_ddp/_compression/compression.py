@@ -60,8 +60,10 @@ class Compression:
 
     def around(
         self, bucket: dist.GradBucket, exchange: Exchange, pack: Callable[[], Any] | None = None
-    ) -> Around:
+    ) -> Around | None:
         """Return what encodes ``bucket``, or ``flat``, ``layout`` and ``runs()`` of ``pack()``, and makes its link."""
+        if exchange.size == 1 and not self._loaded and not self._aside:
+            return None  # one rank keeps nothing of its own, but takes along what was loaded
         return lambda link: self._coded(link, bucket, exchange, None if pack is None else pack())
 
     def _coded(self, link: Link, bucket: dist.GradBucket, exchange: Exchange, packed: Any) -> Link:
@@ -74,7 +76,7 @@ class Compression:
             self._enter(bucket, flat.dtype, exchange.size)
         if self._is_new_step:
             self._begin_step()
-        is_exact, self._is_new_step = self._exact_left > 0, bucket.is_last()
+        is_exact, self._is_new_step = self._exact_left > 0 or exchange.size == 1, bucket.is_last()
         if bucket.is_last():
             self.steps += 1
             self._exact_left = max(0, self._exact_left - 1)
@@ -101,7 +103,7 @@ class Compression:
 
     def _enter(self, bucket: dist.GradBucket, dtype: torch.dtype, ranks: int) -> None:
         """Begin anew with another model; refuse what cannot be encoded."""
-        if (rows := len(self._codecs[0].codecs)) not in (1, ranks):
+        if 1 != (rows := len(self._codecs[0].codecs)) != ranks != 1:
             raise UnsupportedConfigurationError(
                 f"expected a PerPair with a row for each of {ranks} ranks, got {rows} rows; make one for this group"
             )
@@ -128,26 +130,30 @@ class Compression:
         known = {name: parameter for parameter, name in self._model.names.items() if name}
         if self._loaded and known:
             by_plain = {_plain(name): parameter for name, parameter in known.items()}
-            found = {name: known.get(name, by_plain.get(_plain(name))) for name in self._loaded}
+            found: dict[str, Any] = {
+                name: known.get(name, by_plain.get(_plain(name))) for name in self._loaded
+            }
             if unknown := [name for name, parameter in found.items() if parameter is None]:
                 raise UnsupportedConfigurationError(
                     f"expected residuals of this model's parameters, got some of {', '.join(unknown[:3])}; load the "
                     "state dict of the same model"
                 )
-            self._aside.update({parameter: self._loaded[name] for name, parameter in found.items()})
+            self._aside.update({each: self._loaded[name].to(each.device) for name, each in found.items()})
             self._loaded = {}
 
     def _forget(self) -> None:
         self._buckets.clear()
         self._aside.clear()
-        self._exact_left = self._first_steps
+        self._exact_left, self._is_new_step = self._first_steps, True
 
     def _put_aside(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take apart all buckets that have one of ``parameters``."""
         wanted = set(map(id, parameters))
         for index, each in [*self._buckets.items()]:
             if not wanted.isdisjoint(map(id, each.parameters)):
-                self._aside.update(each.kept())
+                for parameter, residual in each.kept():
+                    # Beside that of a gradient of zeros, see `_add_aside`.
+                    self._aside[parameter] = residual + self._aside.get(parameter, 0)
                 del self._buckets[index]
 
     def _add_aside(self, flat: torch.Tensor, parts: Sequence[Part]) -> None:
@@ -158,7 +164,7 @@ class Compression:
             if self._leaves_unused and not any([bool(piece.any()) for piece in pieces]):
                 continue  # DDP may leave its gradient None
             for run, piece in zip(runs, pieces, strict=True):
-                piece.add_(residual[run.begin : run.begin + len(piece)].to(piece.device))
+                piece.add_(residual[run.begin : run.begin + len(piece)])
             if runs:
                 del self._aside[parameter]
 
@@ -177,7 +183,9 @@ class Compression:
         if not all(self._model.names.get(parameter) for parameter, _ in kept):
             raise UnsupportedConfigurationError(HIDDEN)
         named = {name: residual.clone() for name, residual in self._loaded.items()}
-        named |= {self._model.names[parameter]: residual.cpu().clone() for parameter, residual in kept}
+        for parameter, residual in kept:  # of a gradient of zeros aside and in its bucket
+            name = self._model.names[parameter]
+            named[name] = residual.cpu() + named.get(name, 0)
         return {"residuals": named, "loss_scale": None if self._scale is None else float(self._scale)}
 
     def load(self, residuals: Mapping[str, torch.Tensor], scale: float | None) -> None:

@@ -151,8 +151,7 @@ class Exchange:
             turn: given away after the last bucket, taken again before the last Future completes; not if that was
                 handed back.
             state: that the hook was registered with; see `ModuleBuffers`. Its meter counts, if it has one.
-            around: makes the link that the bucket travels on of the group's, where there are several ranks; may raise,
-                to refuse the bucket.
+            around: makes the link that the bucket travels on of the group's; may raise, to refuse the bucket.
             hands_back: backward goes on as if the bucket were exchanged; whoever needs it waits for it.
             late_buffers: whoever calls unpacks the bucket's ``buffers`` before the next forward, as whoever has it
                 handed back does; else they are when backward has ended. None: they are left to DDP.
@@ -164,7 +163,7 @@ class Exchange:
         then: Begin = at_once
         try:
             bucket = self._bucket(grad_bucket, link, backward)
-            link = link if around is None or self.size == 1 else around(link)
+            link = link if around is None else around(link)
             if self._timeline is not None:
                 link = TracedLink(link, self._timeline, step=backward.number, bucket=bucket.index)
             if turn is not None and bucket.last:

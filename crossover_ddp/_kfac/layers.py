@@ -149,7 +149,7 @@ def find_layers(
 
     Args:
         model: plain, or wrapped by DDP or ``torch.compile``.
-        skip: names of modules not to treat: a name with all below it, or a pattern as of the shell.
+        skip: names of modules not to treat: a name with all below it, or a pattern as of the shell. Each must match.
         max_dim: of a factor; a layer with a larger one is not treated.
 
     Returns: the layers in the order of registration, the same on all ranks of the same model; and reasons by name
@@ -159,6 +159,14 @@ def find_layers(
     names: dict[nn.Module, list[str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
+    if isinstance(skip, str):
+        raise TypeError(f"expected a list of names, got skip={skip!r}; pass skip=[{skip!r}]")
+    for pattern in skip:
+        if not any(_named(name, [pattern]) for of in names.values() for name in of):
+            raise ValueError(
+                f"expected skip to name modules, got {pattern!r}, which matches none; names are those of "
+                "model.named_modules() without the 'module.' of DDP"
+            )
     uses: dict[nn.Parameter, list[_Use]] = {}
     for module, (name, *_) in names.items():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -17,7 +17,7 @@ from crossover_ddp.codecs import CompressedState, Half, Int8, PerPair, SIDCo, co
 from tests.harness import in_ranks
 from tests.harness.oracles import error_of, heard
 from tests.harness.training import Training
-from tests.multiprocess.compressed_training import Coded
+from tests.multiprocess.compressed_training import Coded, way_of
 from tests.multiprocess.identity_codec import Identity
 
 STEPS = 6
@@ -143,6 +143,60 @@ def test_a_drained_step_leaves_no_residual(rank: int) -> None:
         training.drop()
         training.backward(step)
     assert not any(each.any() for each in state.state_dict()["residuals"].values())
+
+
+@pytest.mark.parametrize("drained", [False, True])
+@in_ranks(2)
+def test_residuals_wait_while_a_parameter_is_unused_and_arrive_once(rank: int, drained: bool) -> None:
+    """What came before a checkpoint, and what one rank has kept since, add up, over any number of checkpoints."""
+    uses = [1, 1, 1, 0, 0, 0, rank == 0, rank == 0, 0, 0, 1, 1]
+    state = CompressedState(SIDCo(0.05))
+    training = compressed(
+        rank,
+        state,
+        Branches(),
+        loss=lambda model, rank, step: model(gradient(rank, step), float(uses[step])),
+        bucket_cap_mb=25,
+        find_unused_parameters=True,
+    )
+    arrived = torch.zeros(40, 40)
+    for step in range(len(uses)):
+        if step in (3, 5, 9):
+            state.checkpoint(())
+        if step == 7 or (drained and step == len(uses) - 1):
+            state.drain()
+        training.drop()
+        training.backward(step)
+        arrived += training.model.module.elsewhere.weight.grad
+    kept = state.state_dict()["residuals"].get("elsewhere.weight", torch.zeros(1600))
+    assert bool(kept.any()) is not drained
+    left = sum(use * gradient(rank, step) for step, use in enumerate(uses)) - kept.view(40, 40)
+    dist.all_reduce(left)
+    assert float((left / 2 - arrived).norm()) < 1e-3
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    "codec", [SIDCo(0.05), (PerPair.by_node([0, 1], far=Int8()), Int8())], ids=["one", "pairs"]
+)
+@pytest.mark.parametrize("name", ["compressed", "crossover", "decoupled"])
+def test_one_rank_takes_along_once_what_it_loads(name: str, codec: Any) -> None:
+    """A user who goes on with one rank loses nothing, and later checkpoints do not hold it again."""
+    training = Training(
+        way_of(name, codec=codec),
+        module=Weights(),
+        loss=lambda model, *place: model(gradient(*place)),
+        optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr=1.0)],
+    )
+    kept, applied = gradient(0, 9), torch.zeros(40, 40)
+    for _ in range(2):
+        given = {"residuals": {"weight": kept.flatten()}, "loss_scale": None}
+        training.state.load_state_dict({"codec": given} if name == "decoupled" else given)
+        applied += kept + gradient(0, training.steps) + gradient(0, training.steps + 1)
+        training.run(2)
+        saved = training.state.state_dict()
+        assert saved.get("codec", saved)["residuals"] == {}
+        torch.testing.assert_close(training.model.module.weight, -applied)
 
 
 @pytest.mark.defect("codecs-S8")
