@@ -75,7 +75,7 @@ class AveragingState(HookState):
         On failure: ``ExchangeError`` when a peer dies or the group's timeout passes; ``UnsupportedConfigurationError``
         if the mean is not finite, or before the first ``backward()``. **Collective**: all ranks, after as many steps.
         """
-        if self._is_known():
+        if self._is_known("average()"):
             self._take_mean("average()", leave=False)
 
     def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
@@ -90,24 +90,24 @@ class AveragingState(HookState):
     def averaged(self) -> Iterator[None]:
         """Let the model hold the mean during the block, for evaluation or a checkpoint, and its own values after it.
 
-        Training goes on as if the block had not been there. It takes a copy of the parameters. As `average` it fails,
-        and is **collective**.
+        Training goes on as if the block had not been there, so `average` and `checkpoint` are refused inside. It takes
+        a copy of the parameters. As `average` it fails, and is **collective**.
 
         Example::
 
             with state.averaged():
                 torch.save(model.module.state_dict(), path)
         """
-        if not self._is_known():
+        if not self._is_known("averaged()"):
             yield
             return
         own = [(block.copy(block.whole), block.rest) for block in self._replica.blocks]
-        former = self._mean_of
+        former, self._block = self._mean_of, "state.averaged()"
         try:
             self._take_mean("averaged()", leave=True)
             yield
         finally:
-            self._mean_of = former
+            self._mean_of, self._block = former, None
             for block, (values, rest) in zip(self._replica.blocks, own, strict=True):
                 block.unpack(block.whole, values, rest)
 
@@ -259,9 +259,7 @@ class AveragingState(HookState):
         """Do what is due after the steps so far; raise what has failed before."""
         if self._failure is not None:
             raise self._failure
-        if self._replica.acted == self._steps:
-            return
-        if self._began:
+        if self._began and self._replica.acted < self._steps:
             if (model := self._only.model()) is not None:
                 checks.check_not_joined(model, _WITHOUT_DATA)
             with self._noting_failure(), torch.no_grad():
@@ -279,8 +277,9 @@ class AveragingState(HookState):
             self._failure = error
             raise
 
-    def _is_known(self) -> bool:
+    def _is_known(self, call: str) -> bool:
         """Tell whether there is a model; False if nothing differs, since every step was a plain all-reduce."""
+        self._check_outside(call)
         self._catch_up()
         if not self._replica.blocks and not environment.is_set(environment.DISABLE):
             raise UnsupportedConfigurationError(

@@ -49,7 +49,10 @@ def metrics_of(state: object = None) -> Callable[[], dict[str, float]]:
         )
 
     def now() -> dict[str, Any]:
-        return state.stats() if isinstance(state, HookState) else told(Exchange.of(state).meter)
+        if not isinstance(state, HookState):
+            return told(Exchange.of(state).meter)
+        # A resumed job's steps are in those of some states, and its bytes in none.
+        return {**state.stats(), "steps": state.meter.steps}
 
     before = now()
 

@@ -60,8 +60,8 @@ class FlatBlock:
 
     def pieces(self, span: Span) -> list[torch.Tensor]:
         """Return the model's own memory of ``span``, as flat pieces."""
-        first, last = bisect_right(self._stops, span.start), bisect_left(self._stops, span.stop) + 1
-        flats = zip(map(_flat, self.entries[first:last]), [0, *self._stops][first:last], strict=True)
+        part = slice(bisect_right(self._stops, span.start), bisect_left(self._stops, span.stop) + 1)
+        flats = zip(map(_flat, self.entries[part]), [0, *self._stops][part], strict=True)
         return [flat[max(0, span.start - at) : span.stop - at] for flat, at in flats]
 
     def pack(self, span: Span, values: torch.Tensor) -> None:
@@ -101,12 +101,11 @@ class FlatBlock:
         whole = torch.zeros(self.numel, dtype=dtype, device=self.device)
         for name, shaped in self._shaped(whole):
             given = values.get(name)
-            if given is None or given.shape != shaped.shape:
+            if (got := None if given is None else tuple(given.shape)) != tuple(shaped.shape):
                 raise ValueError(
-                    f"expected values of shape {tuple(shaped.shape)} for {name}, got "
-                    f"{'none' if given is None else tuple(given.shape)}; load the state of the same model"
+                    f"expected values of shape {(*shaped.shape,)} for {name}, got {got}; load the same model's state"
                 )
-            shaped.copy_(given)
+            shaped.copy_(values[name])
         return whole
 
     def _shaped(self, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -271,10 +270,10 @@ class Replica:
                 self._refuse(at, is_guilty=not told[1])
             self._unread.popleft()
 
-    def _refuse(self, steps: int, *, is_guilty: bool) -> NoReturn:
+    def _refuse(self, steps: int, *, is_guilty: bool, what: str = "parameters") -> NoReturn:
         guilty = "this rank's are among them" if is_guilty else "see the other ranks"
         raise UnsupportedConfigurationError(
-            f"expected finite parameters on all ranks, got infinities or NaN in the mean after step {steps} "
+            f"expected finite {what} on all ranks, got infinities or NaN in the mean after step {steps} "
             f"({guilty}; this is rank {self.exchange.rank}); no rank has taken the mean over. Lower the learning rate, "
             "clip, or use GradScaler, and restart from a checkpoint"
         )
@@ -282,6 +281,9 @@ class Replica:
     def take_mean(self, beside: Sequence[torch.Tensor] = ()) -> None:
         """Replace all parameters and buffers, and tensors ``beside``, by their mean over the ranks. **Collective**."""
         self.check_landed(self.acted + 1)
+        is_fit = all(map(all_finite, map(_real, beside)))  # before parameters are written
+        if beside and [0.0] in self.exchange.gather_numbers([is_fit], self.blocks[0].device):
+            self._refuse(self.acted, is_guilty=not is_fit, what="state of the optimizers")
         self.land([self.send(block, block.whole) for block in self.blocks], gives_turn=False)
         for tensor in map(_real, beside):
             values = tensor.flatten().clone()

@@ -93,12 +93,13 @@ def told_by_all(group: dist.ProcessGroup, said: Said) -> list[Said]:
 class HookState:
     """A state of one of our hooks, whose job can be saved and resumed; with ``mutex``, which may be None.
 
-    ``optimizer``: what the state was made with; None if it knows none.
+    ``optimizer``: what the state was made with; None if it knows none. ``_block``: at whose end ranks differ again.
     """
 
     process_group: dist.ProcessGroup | None
     agreement: Agreement
     optimizer: Optimizers = None
+    _block: str | None = None
 
     @functools.cached_property
     def meter(self) -> Meter:
@@ -137,9 +138,10 @@ class HookState:
             save or copy them before the next step.
 
         On failure: ``UnsupportedConfigurationError`` if the hook is not registered, if parameters are trained whose
-        optimizer the state does not know, or on all ranks if they call with other arguments. ``ValueError`` if there is
-        no rank ``to``. Some ranks alone are warned after ten seconds, and refused by ``ExchangeError`` after the
-        group's timeout; on NCCL torch's watchdog ends the process then.
+        optimizer the state does not know, inside of ``averaged()``, or on all ranks if they call with other arguments
+        or what is averaged is not finite. ``ValueError`` if there is no rank ``to``. Some ranks alone are warned after
+        ten seconds, and refused by ``ExchangeError`` after the group's timeout; on NCCL torch's watchdog ends the
+        process then.
 
         **Collective**: all ranks, between two steps.
 
@@ -149,6 +151,7 @@ class HookState:
             if rank == 0:
                 torch.save(saved, path)
         """
+        self._check_outside("checkpoint()")
         group, given = resolve_group(self.process_group), self.optimizer if optimizer is None else optimizer
         model, optimizers = registered_model(self), _sequence(given)
         if optimizer is None:
@@ -225,6 +228,14 @@ class HookState:
 
         Not collective; may be called twice, as that of every state.
         """
+
+    def _check_outside(self, call: str) -> None:
+        """Refuse ``call`` inside of ``_block``: the job would not go on from the values that it brings together."""
+        if self._block is not None:
+            text = "where the model holds a mean that the block's end takes away; call it before or after, on all ranks"
+            raise UnsupportedConfigurationError(
+                f"expected {call} outside of {self._block}, got it inside, {text}"
+            )
 
     def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
         """Make whole what ranks keep apart, for rank ``to`` or for all, see [Note: checkpoints]. **Collective**.

@@ -302,6 +302,46 @@ def test_of_a_mean_that_is_not_finite_nothing_is_taken_over(way: str) -> None:
     assert "expected finite parameters" in error_of(loop.loss)
 
 
+@pytest.mark.parametrize("call", ["average", "averaged", "checkpoint"])
+@in_ranks(2)
+def test_no_other_mean_is_taken_inside_of_averaged(rank: int, call: str) -> None:
+    """A user who saves there is refused, also on one rank alone, and goes on as if nothing had happened."""
+    state = LocalSGDState(4, delay=3, outer_optimizer=functools.partial(torch.optim.SGD, lr=0.7))
+    loop = loop_of(state).run(5)
+    assert state.stats()["in_flight"]
+    before, said = loop.values, "no error"
+
+    def nested() -> None:
+        given = [loop.optimizer] if call == "checkpoint" else []
+        with state.averaged() if call == "averaged" else contextlib.nullcontext(getattr(state, call)(*given)):
+            pass
+
+    with state.averaged():
+        inside = loop.values
+        if rank == 0:
+            said = error_of(nested)
+        assert torch.equal(loop.values, inside)
+    assert rank or f"expected {call}() outside of state.averaged(), got it inside" in said
+    assert torch.equal(loop.values, before)
+    assert error_of(nested) == "no error"
+    loop.close()
+
+
+@in_ranks(2)
+def test_a_state_of_an_optimizer_that_is_not_finite_is_taken_over_by_nobody(rank: int) -> None:
+    loop = loop_of(LocalSGDState(4)).run(2)
+    weight, own = loop.model.module.weight, torch.full((4, 4), float(rank))
+    own[0, 0] = float("inf") if rank else 0.0
+    loop.optimizer.state[weight]["momentum_buffer"] = own.clone()
+    before = loop.values
+    message = error_of(lambda: loop.state.checkpoint(loop.optimizer))
+    assert "expected finite state of the optimizers on all ranks" in message
+    assert ("this rank's are among them" in message) == (rank == 1)
+    assert torch.equal(loop.optimizer.state[weight]["momentum_buffer"], own)
+    assert torch.equal(loop.values, before)
+    loop.close()
+
+
 OUTER = {
     "nesterov": functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
     "adam": torch.optim.Adam,

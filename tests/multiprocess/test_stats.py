@@ -1,6 +1,7 @@
 """What hooks tell while they run: the same keys of every state, bytes as sent, seconds as waited."""
 
 import contextlib
+import copy
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -129,6 +130,20 @@ def test_on_a_slow_link_what_is_waited_for_and_what_is_hidden_add_up_to_no_more_
         assert hidden_s > exposed_s, "the pause after step() hides what comes late"
     else:
         assert exposed_s > 5 * 0.02, "backward, or else forward, waits for one bucket at least"
+
+
+@in_ranks(2)
+def test_of_a_resumed_job_only_steps_since_then_divide_its_bytes(rank: int) -> None:
+    former, resumed = (Training("averaged", rank) for _ in range(2))
+    saved = copy.deepcopy(former.run(6).state.checkpoint(former.optimizers))
+    metrics = metrics_of(resumed.state)
+    resumed.state.restore(saved, resumed.optimizers)
+    found = (resumed.run(4), metrics())[1]
+    sent_bytes = resumed.state.stats()["bytes_sent"]
+    assert found["steps"] == 4
+    assert 4 * found["bytes_per_step"] == sent_bytes > 0
+    former.close()
+    resumed.close()
 
 
 @in_ranks(2)
