@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.states import HookState, told
+from crossover_ddp._engine.states import HookState, counted, told
 
 __all__ = ["metrics_of"]
 
@@ -49,10 +49,7 @@ def metrics_of(state: object = None) -> Callable[[], dict[str, float]]:
         )
 
     def now() -> dict[str, Any]:
-        if not isinstance(state, HookState):
-            return told(Exchange.of(state).meter)
-        # A resumed job's steps are in those of some states, and its bytes in none.
-        return {**state.stats(), "steps": state.meter.steps}
+        return counted(state) if isinstance(state, HookState) else told(Exchange.of(state).meter)
 
     before = now()
 

@@ -235,7 +235,8 @@ class Rounds:
         """Wait for an offer or for the pause to end; tell whether the rounds are over."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure or self._offer is not None or self._wants_hold, self._pause_s
+                lambda: self._failure is not None or self._offer is not None or self._wants_hold,
+                self._pause_s,
             )
             return self._failure is not None
 

@@ -225,8 +225,9 @@ class LateMeans(Replica):
         return found
 
     def load(self, kept: dict[str, Any]) -> None:
-        if has := bool(kept):
+        if kept:
             check_keys(kept, {"fragments", "tensors", "parts"}, "the state of a LocalSGDState")
+        has = bool(kept)
         if has != (self._make_outer is not None):
             raise ValueError(
                 f"expected a state saved {'without' if has else 'with'} an outer optimizer, got one saved "

@@ -60,8 +60,8 @@ class FlatBlock:
 
     def pieces(self, span: Span) -> list[torch.Tensor]:
         """Return the model's own memory of ``span``, as flat pieces."""
-        part = slice(bisect_right(self._stops, span.start), bisect_left(self._stops, span.stop) + 1)
-        flats = zip(map(_flat, self.entries[part]), [0, *self._stops][part], strict=True)
+        first, last = bisect_right(self._stops, span.start), bisect_left(self._stops, span.stop) + 1
+        flats = zip(map(_flat, self.entries[first:last]), [0, *self._stops][first:last], strict=True)
         return [flat[max(0, span.start - at) : span.stop - at] for flat, at in flats]
 
     def pack(self, span: Span, values: torch.Tensor) -> None:
@@ -101,11 +101,12 @@ class FlatBlock:
         whole = torch.zeros(self.numel, dtype=dtype, device=self.device)
         for name, shaped in self._shaped(whole):
             given = values.get(name)
-            if (got := None if given is None else tuple(given.shape)) != tuple(shaped.shape):
+            if given is None or given.shape != shaped.shape:
                 raise ValueError(
-                    f"expected values of shape {(*shaped.shape,)} for {name}, got {got}; load the same model's state"
+                    f"expected values of shape {tuple(shaped.shape)} for {name}, got "
+                    f"{'none' if given is None else tuple(given.shape)}; load the state of the same model"
                 )
-            shaped.copy_(values[name])
+            shaped.copy_(given)
         return whole
 
     def _shaped(self, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -103,7 +103,8 @@ class Compression:
 
     def _enter(self, bucket: dist.GradBucket, dtype: torch.dtype, ranks: int) -> None:
         """Begin anew with another model; refuse what cannot be encoded."""
-        if 1 != (rows := len(self._codecs[0].codecs)) != ranks != 1:
+        rows = len(self._codecs[0].codecs)
+        if ranks > 1 and rows not in (1, ranks):
             raise UnsupportedConfigurationError(
                 f"expected a PerPair with a row for each of {ranks} ranks, got {rows} rows; make one for this group"
             )

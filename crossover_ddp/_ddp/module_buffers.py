@@ -4,7 +4,8 @@
 With ``broadcast_buffers=True`` DDP broadcasts rank 0's buffers when the forward after a synchronised step begins. All
 ranks wait for it, inside the job's turn, while a sibling's gradients are on the link. What is broadcast has been known
 since the forward before. So rank 0's buffers travel behind the step's last reduce-scatter and are copied in on the
-other ranks when DDP is through with this backward pass, or, where gradients arrive later, when the next forward begins.
+other ranks when DDP is through with this backward pass, or, where gradients arrive later, when the next forward begins,
+somebody reads parameters, or a step ends that leaves no update pending.
 Then DDP is told that nothing needs to be synchronised before that forward (``require_forward_param_sync``). If
 anything comes between, such as a second forward before backward or a skipped backward, DDP sets that flag again and
 broadcasts as ever, so nothing has to be foreseen.

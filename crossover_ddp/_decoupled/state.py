@@ -545,7 +545,7 @@ class DecoupledState(Owning):
             self._exchange.compute_begins()
 
     def _unpack_claimed(self) -> None:
-        """Copy rank 0's buffers in, if backward has ended, before who goes through the model writes an average's."""
+        """Copy rank 0's buffers in once backward has ended, before code that reads parameters may write other ones."""
         if self._buffers is not None:
             self._buffers.unpack()
 

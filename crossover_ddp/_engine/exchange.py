@@ -49,7 +49,7 @@ from .device import Device, Native, Staged
 from .journeys import Begin, GradientFuture, Meter, Place, Trip, Way, at_once
 from .links import Alone, Gloo, Layout, Link
 from .spans import TracedLink, timeline_of
-from .states import HookState, line, told, told_by_all
+from .states import HookState, counted, line, told, told_by_all
 
 _log = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ class Exchange:
             if self.rank == 0:
                 name, said = "split", told(meter)
                 if isinstance(state, HookState):
-                    name, said = type(state).__name__, state.stats()
+                    name, said = type(state).__name__, counted(state)
                 _log.info("%s: %s", name, line(said))
         return meter
 

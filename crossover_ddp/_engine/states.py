@@ -289,6 +289,11 @@ def _without_turns(turns: Mapping[str, Any]) -> str | None:
     return None if turns["siblings"] else "no sibling is on the device"
 
 
+def counted(state: HookState) -> dict[str, Any]:
+    """Return what a state tells of this process: of a resumed job some states count earlier steps, too, but no bytes."""
+    return {**state.stats(), "steps": state.meter.steps}
+
+
 def line(stats: Mapping[str, Any]) -> str:
     """Return what a hook did in a line, such as "deferred 98 of 100 steps; waited 3.0 ms a step; 12.4 MB a step"."""
     steps, said = stats["steps"] or 1, []

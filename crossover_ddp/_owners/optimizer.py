@@ -66,11 +66,11 @@ class PartialOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer, self.step = optimizer, optimizer.step
+        self.optimizer = optimizer
         # With torch's spans for a profiler, and without: a part of a step has no step hooks, see `is_watched`, and a
         # scheduler counts whole steps.
-        self._spanned_step = stripped(self.step, _SCHEDULERS)
-        self._bare_step = stripped(self.step, _SCHEDULERS, SPANS)
+        self._spanned_step = stripped(optimizer.step, _SCHEDULERS)
+        self._bare_step = stripped(optimizer.step, _SCHEDULERS, SPANS)
         self.is_own = self._bare_step is stripped(type(optimizer).step, SPANS)
 
     def take_whole(self) -> None:
