@@ -290,7 +290,7 @@ def _without_turns(turns: Mapping[str, Any]) -> str | None:
 
 
 def counted(state: HookState) -> dict[str, Any]:
-    """Return what a state tells of this process: of a resumed job some states count earlier steps, too, but no bytes."""
+    """Return what a state tells of this process: of a resumed job some states count earlier steps, but no bytes."""
     return {**state.stats(), "steps": state.meter.steps}
 
 
