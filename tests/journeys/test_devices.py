@@ -245,9 +245,13 @@ def test_residuals_that_a_drained_step_adds_stay_until_the_device_has_read_them(
 @pytest.mark.parametrize("way", ["split", "decoupled"])
 @in_ranks(2, backend="gloo")
 def test_a_device_that_fails_under_way_is_an_error(rank: int, way: str) -> None:
-    """Whatever the host asks of it is refused from then on."""
+    """Whatever the host asks of it is refused from then on, and the peer loses the connection."""
     torch.cuda.set_device(rank)
     training = Training(way, rank, device=f"cuda:{rank}").run(4)
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="exchange of bucket"):
+            training.run(3)
+        return
     is_handed_back = way == "decoupled"  # when the device was well
     broken = mock.Mock(side_effect=RuntimeError("device-side assert"))
     set_result = torch.futures.Future.set_result
@@ -264,6 +268,7 @@ def test_a_device_that_fails_under_way_is_an_error(rank: int, way: str) -> None:
         training.run(2)
     with pytest.raises(RuntimeError, match="device-side assert"):
         training.run(2)
+    dist.destroy_process_group()
 
 
 @in_ranks(2, backend="nccl")
