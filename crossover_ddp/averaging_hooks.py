@@ -179,11 +179,6 @@ class AveragingState(HookState):
             if self._began:
                 self._replica.close()
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Stay behind when the model is copied or pickled, as its hook does."""
-        logger.warning("a copied model trains without its averaging state; register a new one")
-        return object, ()
-
     def _carry(self, bucket: dist.GradBucket, exchange: Exchange) -> GradientFuture:
         """Answer ``bucket``; raises what makes local steps impossible."""
         if self._is_closed:

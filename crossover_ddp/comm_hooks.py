@@ -79,8 +79,7 @@ def reduce_scatter_all_gather_hook(
 
     Collective: runs inside DDP's backward pass, on all ranks in the order of the buckets.
 
-    Note: a deep copy or a pickled and restored DDP model has lost its hook, whichever it was, and silently goes
-    back to plain all-reduce; register the hook again.
+    Note: a copied or pickled DDP model has lost its hook, whichever it was; with a state of ours a warning says so.
 
     Example::
 
@@ -169,10 +168,6 @@ class CrossoverState(CodedState):
         # Whoever passes a mutex has named its group.
         siblings = environment.sibling_group() if isinstance(self.turn, JobTurn) else None
         return {**super().said(bucket), environment.GROUP: siblings}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """See `CodedState`."""
-        return {**super().__getstate__(), "hook_state": self.hook_state, "trial": self._trial}
 
 
 def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

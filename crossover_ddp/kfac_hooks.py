@@ -327,12 +327,6 @@ class KFACState(HookState):
             f"{owned.world_size}, solver={owned.solver!r}, {owned.hypers})"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "expected a model without its hook, got a KFACState to be pickled or copied, which belongs to one process; "
-            "copy or save model.module, also in AveragedModel(model.module), and the state's state_dict()"
-        )
-
     # --- for the hook ----------------------------------------------------------------------------------------
 
     def defer(self, state: Any) -> None:

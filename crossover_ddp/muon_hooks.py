@@ -237,12 +237,6 @@ class MuonState(Owning):
             f"the busiest rank has {self._assignment.busiest_share:.0%} of the cost)"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "expected a model without its hook, got a MuonState to be pickled or copied, which belongs to one process; "
-            "copy or save model.module, and after consolidate() muon.state_dict()"
-        )
-
     # --- the hook --------------------------------------------------------------------------------------------
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:

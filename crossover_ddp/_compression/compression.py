@@ -225,15 +225,6 @@ class CodedState(HookState):
         self.compression = None if codec is None else Compression(codec, loss_scale, self)
         self.agreement = Agreement()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what lives in this process only, as torch's own hook states do."""
-        logger.warning("process_group, mutex and residuals are not pickled; the copy has the default ones")
-        kept = {"codec": self.codec, "loss_scale": self._loss_scale}
-        return {**kept, "compare_replicas": self.compare_replicas}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
-
     def stats(self) -> dict[str, Any]:
         """Return what all states tell, "sent_bytes" and "residual_bytes". Not collective."""
         coded = None if self.compression is None else self.compression.stats()

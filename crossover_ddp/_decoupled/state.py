@@ -404,13 +404,6 @@ class DecoupledState(Owning):
             pending.shares = []
             self._hooks.close()
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Stay behind when the model is copied or pickled, as its hook does: it acts for one optimizer only."""
-        logger.warning(
-            "a copied model trains without its DecoupledState; register a new one with its optimizer"
-        )
-        return type(None), ()
-
     # --- the hook --------------------------------------------------------------------------------------------
 
     def _take(self, exchange: Exchange, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -229,6 +229,15 @@ class HookState:
         Not collective; may be called twice, as that of every state.
         """
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Stay behind when a model is copied or pickled, as its hook does: it acts for one model, in one process."""
+        logger.warning(
+            "a copied or pickled model has no hook, and None in the place of its %s: make a new state for it; to go on "
+            "where this one is, use checkpoint() and restore()",
+            type(self).__name__,
+        )
+        return type(None), ()
+
     def _check_outside(self, call: str) -> None:
         """Refuse ``call`` inside of ``_block``: the job would not go on from the values that it brings together."""
         if self._block is not None:

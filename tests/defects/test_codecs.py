@@ -1,8 +1,6 @@
 """Known defects of codecs: shared states, other arguments on ranks, residuals, plans, copies."""
 
-import copy
 import gc
-import pickle
 import time
 from typing import Any
 from unittest import mock
@@ -12,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from crossover_ddp import CrossoverState, crossover_hook
 from crossover_ddp.codecs import CompressedState, Half, Int8, PerPair, SIDCo, compressed_hook
 from tests.harness import in_ranks
 from tests.harness.oracles import error_of, heard
@@ -219,18 +216,6 @@ def test_loaded_residuals_arrive_or_are_refused(rank: int, prefix: str) -> None:
         everything = [gradient(each, step) for step in range(STEPS) for each in range(2)]
         mean = torch.stack(everything).sum(0) / 2
         assert float((total + walk(training, STEPS - 1) - mean).norm()) < 1e-3
-
-
-@pytest.mark.defect("codecs-S11", "strangers-13", "turns-11")
-@pytest.mark.parametrize("kind", [CompressedState, CrossoverState])
-@in_ranks(2)
-def test_a_copy_keeps_the_loss_scale(rank: int, kind: type) -> None:
-    state = kind(codec=Int8(), loss_scale=1024.0, compare_replicas=False)
-    for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
-        training = compressed(rank, copied, hook=crossover_hook if kind is CrossoverState else None)
-        walk(training, 0)
-        assert copied.state_dict()["loss_scale"] == 1024.0 and not copied.compare_replicas
-        training.close()
 
 
 @pytest.mark.defect("codecs-S17")

@@ -1,9 +1,6 @@
 """Averaging hooks with one rank: what is refused, and what a loop sees."""
 
-import copy
 import functools
-import logging
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -164,20 +161,6 @@ def test_a_state_is_loaded_before_it_trains() -> None:
     fresh.load_state_dict(saved)
     with pytest.raises(ValueError, match="expected values of shape"):
         backward(other)
-
-
-def test_a_copied_model_leaves_the_state_behind(caplog: pytest.LogCaptureFixture) -> None:
-    state = LocalSGDState(2, 1)
-    model = model_of(state)
-    backward(model)
-    with caplog.at_level(logging.WARNING):
-        pickle.loads(pickle.dumps(model.module))
-        left = copy.deepcopy(state)
-    assert not isinstance(left, LocalSGDState)
-    assert "trains without its averaging state" in caplog.text
-    clone = copy.deepcopy(model)
-    clone(torch.randn(3, 4))
-    assert state.stats()["steps"] == 1
 
 
 def test_forwards_without_gradients_do_not_act() -> None:

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import logging
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -387,8 +386,7 @@ def test_a_copied_model_and_after_close_the_optimizer_are_ordinary(
     for twin in (copy.deepcopy(training.model), copy.deepcopy(training.model.module)):
         assert not training.is_pending
         twin(inputs(0)).sum().backward()
-    assert "register a new one" in caplog.text
-    assert not isinstance(pickle.loads(pickle.dumps(training.state)), DecoupledState)
+    assert "has no hook" in caplog.text
     training.state.close()
     training.state.close()
     assert not {"step", "zero_grad"} & {*vars(training.optimizer)}

@@ -4,7 +4,6 @@ import copy
 import itertools
 import logging
 import math
-import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -110,18 +109,6 @@ def test_a_model_that_it_cannot_treat_is_refused(
         KFACState(make(), kl_clip=None, **options)
     half = nn.Sequential(nn.Linear(6, 5).half(), nn.Linear(5, 4))
     KFACState(half, kl_clip=None, skip=["0"]).close()
-
-
-def test_a_state_cannot_be_pickled_but_its_model_can_be_copied() -> None:
-    training = Training()
-    training.step()
-    with pytest.raises(TypeError, match=r"copy or save model\.module, .* and the state's state_dict\(\)"):
-        pickle.dumps(training.state)
-    with pytest.raises(TypeError, match=r"AveragedModel\(model\.module\)"):
-        torch.optim.swa_utils.AveragedModel(training.model)
-    copied = copy.deepcopy(training.model.module)
-    copied(torch.ones(2, 6)).sum().backward()
-    assert training.step(1).keys() == dict(training.model.module.named_parameters()).keys()
 
 
 def test_hyper_parameters_may_depend_on_the_step() -> None:

@@ -1,7 +1,6 @@
 """The crossover hook in a job of one rank: no processes, milliseconds."""
 
 import contextlib
-import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossover_ddp import CrossoverState, ExchangeError, GPUMutex, comm_hooks
-from crossover_ddp.codecs import Int8
+from crossover_ddp import ExchangeError, GPUMutex, comm_hooks
 from crossover_ddp.comm_hooks import JobTurn
 from tests.harness import single_process_group
 from tests.harness.groups import new_group
@@ -46,15 +44,6 @@ def test_a_wrong_group_name_is_raised_by_the_first_backward(monkeypatch: pytest.
     monkeypatch.setenv("CROSSOVER_GROUP", "a/b")
     with contextlib.closing(Training("crossover")) as job, pytest.raises(ExchangeError, match="a group name"):
         job.step()
-
-
-def test_a_pickled_state_leaves_the_process_behind() -> None:
-    others = {"loss_scale": 2.0, "compare_replicas": False, "trial": False}
-    arguments = {"hook_state": {"rank": 4}, "codec": Int8(), **others}
-    state = CrossoverState(**arguments)
-    copy = pickle.loads(pickle.dumps(state))
-    assert state.__getstate__() == copy.__getstate__() == arguments
-    assert (copy.turn._trial, copy.mutex, copy.process_group) == (False, None, None)
 
 
 @pytest.mark.usefixtures("process_group")
