@@ -38,7 +38,6 @@ Group = dict[str, Any]
 SPANS: Final = "torch.optim.optimizer"
 _SCHEDULERS: Final = "torch.optim.lr_scheduler"
 _MISSING: Final = object()
-_TRIED_GROUPS: Final = 3
 _TRIED_STEPS: Final = 2
 _MARK: Final = "_crossover_ddp_state"
 _OURS: Final = ("step", "zero_grad", "__getstate__")
@@ -190,7 +189,7 @@ def _tried(optimizer: Optimizer, *, in_parts: bool) -> Optimizer:
     Parts come in the order opposite to that of a step: what is drawn for each parameter then shows.
     """
     groups = []
-    for group in optimizer.param_groups[:_TRIED_GROUPS]:
+    for group in optimizer.param_groups:
         trained = [parameter for parameter in group["params"] if parameter.requires_grad]
         tiny = [p.new_empty((2,) * p.dim()) for p in (trained[0], trained[-1])] if trained else []
         groups.append((group, [_ramp(p, 0.5 + place).requires_grad_() for place, p in enumerate(tiny)]))

@@ -118,7 +118,7 @@ class SumsPerGroup(torch.optim.SGD):
     """Keeps in its group what depends on all its parameters, without using it."""
 
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
+        for group in [each for each in self.param_groups if each.get("sums", True)]:
             group["total"] = sum(float(p.grad.sum()) for p in group["params"] if p.grad is not None)
         return super().step(closure)
 
@@ -151,6 +151,13 @@ def test_an_optimizer_that_mixes_parameters_is_refused(name: str) -> None:
         check_separable(optimizer)
     assert not optimizer.state
     assert len(optimizer.param_groups[0]["params"]) == 4
+
+
+def test_every_group_is_tried() -> None:
+    """What tells groups apart may be how they are updated."""
+    groups = [{"params": parameters_of(), "sums": number == 3} for number in range(5)]
+    with pytest.raises(UnsupportedConfigurationError, match=r"param_groups\[3\]\['total'\]"):
+        check_separable(SumsPerGroup(groups, lr=0.1))
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
