@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Wrong usage raises ``SystemExit(2)``, as argparse does.
     """
+    _open_what_was_closed()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks
         with contextlib.suppress(ImportError):
             import argcomplete
@@ -61,11 +62,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(list(sys.argv[1:] if arguments is None else arguments))
     try:
         code: int = parsed.run(parsed)
-        if sys.stdout:  # None where it was closed
-            sys.stdout.flush()  # at exit nobody would hear of an error
+        sys.stdout.flush()  # at exit nobody would hear of an error
     except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINE
     except KeyboardInterrupt:  # before there was anything to show
         return INTERRUPTED
     return code
+
+
+def _open_what_was_closed() -> None:
+    """Give standard streams that were closed, as by ``2>&-``, to nobody: the next file to be opened would be one."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)

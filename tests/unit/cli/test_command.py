@@ -55,6 +55,18 @@ def test_a_reader_that_was_never_there_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_where_nobody_reads_a_job_runs_all_the_same(closed: str, tmp_path: Path) -> None:
+    """What was closed must not become the next file that is opened."""
+    command = f"{sys.executable} -m crossover_ddp.cli run --logs {tmp_path} -- 'echo done' {closed}"
+    for line, code in {
+        command: 0,
+        f"{sys.executable} -m crossover_ddp.cli timeline {tmp_path} -o {tmp_path}/x {closed}": 1,
+    }.items():
+        assert subprocess.run(line, shell=True, cwd=ROOT).returncode == code
+    assert (tmp_path / "1.log").read_text() == "done\n"
+
+
 @pytest.mark.parametrize(
     ("line", "gone"),
     [
