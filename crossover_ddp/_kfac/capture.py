@@ -58,6 +58,10 @@ _NOTHING_SEEN: Final = (
     "training mode, in calls after the KFACState was made. Call train() on the model, not eval() (a Dropout or "
     "BatchNorm in it may be in eval mode), and make the state before the model is compiled and called"
 )
+_UNSEEN: Final = (
+    "K-FAC has seen no call of %s, whose gradients came and stay as they are: a part in eval mode, a sparse or nested "
+    "input, or a weight that is used without a call of its module; call train() on it, or name it in KFACState's skip="
+)
 _CHANGED: Final = (
     "the input factor of layer %s was changed in place before activation checkpointing had computed it again; the "
     "factors of such layers are dropped in such steps. If this goes on, do not change it in place, or name the layer "
@@ -224,7 +228,7 @@ class FactorCapture:
         self._newest_task = _NO_BACKWARD
         self._told: set[str] = set()
         self._looked_beside = False
-        self._seen: set[bool] = set()  # whether layers were, of those whose gradients came in this step
+        self._seen: dict[int, bool] = {}  # whether layers were, of those whose gradients came in this step
         self._micro_batch = 0
         self._samples: int | None = None
         self._gradients_came = False
@@ -248,8 +252,9 @@ class FactorCapture:
 
     def begin_step(self) -> None:
         """Forget all that was not taken, and count micro-batches anew."""
-        if self._seen == {False}:
-            self._warn_once(_NOTHING_SEEN)
+        if unseen := [self._layers[index].name for index, was_seen in self._seen.items() if not was_seen]:
+            everything = len(unseen) == len(self._seen)
+            self._warn_once(*((_NOTHING_SEEN,) if everything else (_UNSEEN, ", ".join(sorted(unseen)))))
         self._seen.clear()
         for call in itertools.chain.from_iterable(sums.open for sums in self._sums):
             call.make_a = None
@@ -291,7 +296,7 @@ class FactorCapture:
 
         Several forwards before a gradient comes (two views of a picture, a recomputed forward) are one micro-batch.
         """
-        if not self._captures(module):
+        if not (self.active and torch.is_grad_enabled()):  # in eval mode, too: its parts may train
             return
         self._samples = _samples_of((*args, *kwargs.values()))
         if self._micro_batch and (
@@ -311,6 +316,8 @@ class FactorCapture:
             return
         # The layers' only argument: torch's call it input, transformers' Conv1D x.
         sums, (input,) = self._sums[index], args or kwargs.values()
+        if input.layout is not torch.strided or input.is_nested:
+            return
         in_forward = not _in_backward()
         if in_forward:
             sums.trials.clear()  # of passes that added to no gradient
@@ -384,7 +391,7 @@ class FactorCapture:
         sums, made_in = self._sums[index], {self._micro_batch}
         if index in self._captured:
             trial = sums.trials.pop(_task(), None)
-            self._seen.add(trial is not None)
+            self._seen[index] = trial is not None or self._seen.get(index, False)
             if trial is None:
                 return
             made_in = {call.micro_batch for call in trial.calls}
@@ -437,8 +444,8 @@ def _samples_of(inputs: Iterable[object]) -> int | None:
 
 def _uses(outputs: Iterable[Tensor]) -> Counter[Tensor]:
     """Return how often each leaf was used to compute ``outputs``."""
-    ahead = [each.grad_fn for each in outputs if each.grad_fn is not None]
-    seen, users, uses = set(ahead), Counter[object](), Counter[Tensor]()
+    seen = {each.grad_fn for each in outputs if each.grad_fn is not None}
+    ahead, users, uses = [*seen], Counter[object](), Counter[Tensor]()
     leaves: list[tuple[Tensor, Any]] = []
     while ahead:
         node = ahead.pop()

@@ -119,7 +119,10 @@ def _gpus() -> Iterator[Finding]:
         return
     query = ["nvidia-smi", "--query-gpu=uuid,compute_mode", "--format=csv,noheader"]
     try:
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=_ANSWER_S).stdout.splitlines()
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=_ANSWER_S)
+        listed = [line for line in answer.stdout.splitlines() if line.startswith(("GPU-", "MIG-"))]
+        if answer.returncode and "No devices" not in answer.stdout:
+            raise OSError((answer.stdout or answer.stderr).partition("\n")[0])
     except (OSError, subprocess.TimeoutExpired) as error:
         yield "problem", f"nvidia-smi does not answer: {error}", "see dmesg; load the driver anew, or reboot"
         return
@@ -147,5 +150,5 @@ def _variables() -> Iterator[Finding]:
     if environment.is_set(environment.DISABLE):
         yield "note", "CROSSOVER_DISABLE is set: hooks are plain all-reduce", "unset CROSSOVER_DISABLE"
     for name in sorted(os.environ):
-        if name.startswith("CROSSOVER_") and name not in environment.FOR_USERS:
+        if name.startswith("CROSSOVER_") and name not in {*environment.FOR_USERS, environment.RUN_JOB}:
             yield "note", f"{name} means nothing to jobs", f"unset {name}"

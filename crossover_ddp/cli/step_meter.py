@@ -32,7 +32,7 @@ class _Meter:
     def __init__(self) -> None:
         self._model: Any = None
         self._others = _PATIENCE  # so the first model is measured at once
-        self._step, self._apart = 0, False
+        self._step, self._apart, self._is_noted = 0, False, False
         self._block_s: float | None = None
         self._held, self._sent = list[Any](), list[Any]()
         self._sums = dict.fromkeys(("met_s", "wire_s", "bytes"), 0.0)
@@ -90,12 +90,18 @@ class _Meter:
         self._held = []
 
     def _end_block(self, now_s: float, ranks: int) -> None:
+        import torch.distributed as dist
+
         if self._block_s is not None:
             sums = {"step_s": now_s - self._block_s, **self._sums}
             means = {name: value / BLOCK_STEPS for name, value in sums.items()}
             found = {"apart": self._apart, "ranks": ranks, **means}
-            with open(os.path.join(_HERE, f"rank-{os.getpid()}.jsonl"), "a") as file:
+            # A script may train in new processes again and again.
+            with open(
+                os.path.join(_HERE, f"rank-{dist.get_rank()}.jsonl"), "a" if self._is_noted else "w"
+            ) as file:
                 file.write(json.dumps(found) + "\n")
+            self._is_noted = True
             self._apart = not self._apart
         self._block_s = now_s
         self._sums = dict.fromkeys(self._sums, 0.0)
@@ -119,6 +125,7 @@ def _watch(ddp: Any) -> None:
         made(self, *args, **options)
         if not self._comm_hooks:  # mixed precision has one of its own
             register(self, self, meter.exchange)
+            self._comm_hooks.clear()  # a model that is pickled would have the meter with it
         self._is_made = True
 
     def register_own(self: Any, state: Any, hook: Any) -> None:

@@ -56,7 +56,9 @@ def named_chain(name: str, shape: Sequence[int]) -> tuple[list[NamedLayer], torc
 
 
 def _children(module: nn.Module, prefix: str) -> Iterator[NamedLayer]:
-    for name, child in module.named_children():
+    for name, child in module._modules.items():  # one that is used twice, twice
+        if child is None:
+            continue
         inner = type(child) is nn.Sequential
         yield from _children(child, f"{prefix}{name}.") if inner else [(f"{prefix}{name}", child)]
 

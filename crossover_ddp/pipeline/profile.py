@@ -117,7 +117,7 @@ def _named(
     layers: Iterable[nn.Module | tuple[str, nn.Module]] | nn.Module,
 ) -> list[tuple[str, nn.Module]]:
     if isinstance(layers, nn.Sequential):
-        return list(layers.named_children())
+        return [(name, each) for name, each in layers._modules.items() if each is not None]  # some twice
     if isinstance(layers, nn.Module):
         raise TypeError(
             f"expected a list of layers or an nn.Sequential, got {type(layers).__name__}; a model that is not a chain "
@@ -187,7 +187,7 @@ def _counting(sizes: dict[int, int], own: set[int]) -> Any:
 def _checked(name: str, layer: Callable[..., Any], inputs: torch.Tensor) -> torch.Tensor:
     try:
         output = layer(inputs)
-    except (TypeError, RuntimeError) as error:
+    except Exception as error:
         raise ValueError(
             f"expected a layer that takes the one tensor which the layer before returns, got layer {name!r}, which "
             f"refuses shape={tuple(inputs.shape)} ({error}); skip connections must stay inside one layer"
