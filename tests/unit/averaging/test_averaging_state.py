@@ -1,21 +1,24 @@
-"""Averaging hooks with one rank: what is refused, and what a loop sees."""
+"""Averaging hooks with one rank: what is refused, what a loop sees, when fragments travel, and plans for a link."""
 
 import functools
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 
 from crossover_ddp import CrossoverState, KFACState, UnsupportedConfigurationError, crossover_wrapper
-from crossover_ddp._ddp.checks import wants_buffers_broadcast
+from crossover_ddp._averaging.late import Schedule
+from crossover_ddp._tuning.model import AveragingPlan, Link, plan_averaging
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 from crossover_ddp.errors import CrossoverError
 from tests.harness.training import hooked
-from tests.harness.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -47,27 +50,26 @@ def watched_by_kfac() -> Any:
     return model
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "unused": (
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (
         lambda: model_of(LocalSGDState(4), find_unused_parameters=True),
-        "expected find_unused_parameters=False, got True",
+        "find_unused_parameters=False, got True",
     ),
-    "under the wrapper": (
+    (
         lambda: model_of(CrossoverState(hook_state=LocalSGDState(4)), hook=crossover_wrapper(local_sgd_hook)),
         "got it inside of crossover_wrapper",
     ),
-    "compressed gradients": (  # it has none to compress
+    (  # it has no gradients to compress
         lambda: model_of(LocalSGDState(4), hook=fp16_compress_wrapper(local_sgd_hook)),
         "got it inside of fp16_compress_wrapper",
     ),
-    "gaps": (lambda: model_of(LocalSGDState(2), with_gaps()), "without gaps, got weight of shape"),
-    "watched": (watched_by_kfac, "without K-FAC, got a KFACState that watches"),
-}
+    (lambda: model_of(LocalSGDState(2), with_gaps()), "without gaps, got weight of shape"),
+    (watched_by_kfac, "without K-FAC, got a KFACState that watches"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_model_or_hook_that_cannot_work_is_refused(name: str) -> None:
-    make, message = REFUSED[name]
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_a_model_or_hook_that_cannot_work_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(CrossoverError, match=message):
         backward(make())
 
@@ -83,36 +85,21 @@ def test_synchronised_statistics_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         backward(model)
 
 
-def test_buffers_are_broadcast_by_nobody_until_the_state_is_closed() -> None:
-    state = LocalSGDState(2)
-    model = model_of(state)
-    assert wants_buffers_broadcast(model)
-    backward(model)
-    assert not wants_buffers_broadcast(model)
-    state.close()
-    assert wants_buffers_broadcast(model)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: LocalSGDState(0), "sync_every >= 1, got sync_every=0"),
-        (lambda: LocalSGDState(2.0), "sync_every >= 1, got sync_every=2.0"),  # type: ignore[arg-type]
         (lambda: LocalSGDState(True), "got sync_every=True"),
         (lambda: LocalSGDState(4, -1), "delay >= 0, got delay=-1"),
         (lambda: LocalSGDState(4, 4), r"sync_every >= delay \+ 1, got sync_every=4 and delay=4.*pass sync_every=5"),
-        (lambda: LocalSGDState(4, 0, 0), "fragments >= 1, got fragments=0"),
         (lambda: LocalSGDState(1, 0, 2), "fragments=1 with sync_every=1, got fragments=2"),
-        (lambda: LocalSGDState(4, warmup_steps=-1), "warmup_steps >= 0, got warmup_steps=-1"),
         (lambda: LocalSGDState(4, 1, mutex=object()), "expected delay=0 with a mutex, got delay=1"),  # type: ignore[arg-type]
         (lambda: LocalSGDState(1, outer_optimizer=_sgd), "sync_every >= 2 with an outer optimizer"),
-        (lambda: ElasticState(0), "sync_every >= 1, got sync_every=0"),
         (lambda: ElasticState(2, "late"), "mode='sync', 'async' or 'wild', got mode='late'"),  # type: ignore[arg-type]
         (lambda: ElasticState(2, mutex=object()), "mode='sync' with a mutex, got mode='async'"),  # type: ignore[arg-type]
         (lambda: ElasticState(2, "wild", 1.0), r"moving_rate < 2 / \(ranks \+ 1\) = 1, got moving_rate=1.0"),
         (lambda: ElasticState(2, moving_rate=0.0), "got moving_rate=0.0"),
         (lambda: LocalSGDState(4, outer_optimizer=_sgd([nn.Parameter(torch.zeros(1))])), "a function of"),  # type: ignore[arg-type]
-        (lambda: LocalSGDState(4, outer_optimizer=3), "outer_optimizer=3"),  # type: ignore[arg-type]
         (lambda: LocalSGDState(4, outer_optimizer=list), "outer_optimizer=<class 'list'>"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
@@ -142,14 +129,15 @@ def test_a_state_is_loaded_before_it_trains() -> None:
     model = model_of(state)
     with pytest.raises(UnsupportedConfigurationError, match="whose hook was never called"):
         state.average()
-    with pytest.raises(ValueError, match=r"got keys \['steps'\]"):
-        state.load_state_dict({"steps": 3})
-    with pytest.raises(ValueError, match=r"got keys \['hook', 'kept', 'steps'\]"):
-        state.load_state_dict({"steps": 3, "kept": None, "hook": {}})
-    with pytest.raises(ValueError, match="expected a number of steps, got steps='3'"):
-        state.load_state_dict({"steps": "3", "kept": None})
-    with pytest.raises(ValueError, match="expected a state saved with an outer optimizer"):
-        state.load_state_dict({"steps": 3, "kept": {}})
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"steps": 3}, r"got keys \['steps'\]"),
+        ({"steps": 3, "kept": None, "hook": {}}, r"got keys \['hook', 'kept', 'steps'\]"),
+        ({"steps": "3", "kept": None}, "expected a number of steps, got steps='3'"),
+        ({"steps": 3, "kept": {}}, "expected a state saved with an outer optimizer"),
+    ]
+    for given_, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            state.load_state_dict(given_)
     backward(model)
     saved = state.state_dict()
     with pytest.raises(ValueError, match="expected the state of a LocalSGDState, got keys"):
@@ -176,46 +164,22 @@ def test_forwards_without_gradients_do_not_act() -> None:
         assert state.stats()["exchanges"] == 1
 
 
-def test_a_closed_state_goes_on_as_the_split_hook() -> None:
+@pytest.mark.parametrize("end", ["close", "group"])
+def test_a_closed_state_goes_on_as_the_split_hook_and_rounds_end_with_the_process_group(end: str) -> None:
     state = ElasticState(1, "async")
     model = model_of(state)
     for _ in range(3):
         backward(model)
-    state.close()
-    state.close()
-    backward(model)
-    assert state.stats()["steps"] == 3
-
-
-def test_rounds_end_with_the_process_group() -> None:
-    state = ElasticState(1, "async")
-    model = model_of(state)
-    for _ in range(3):
+    if end == "close":
+        state.close()
+        state.close()
         backward(model)
+        assert state.stats()["steps"] == 3
+        return
     dist.destroy_process_group()
     with pytest.raises(CrossoverError):
         for _ in range(3):
             state.average()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_centre_is_wide_and_pulls_half_precision(dtype: torch.dtype) -> None:
-    network = nn.Linear(4, 2).to(dtype)
-    state = ElasticState(1, moving_rate=0.5)
-    model = model_of(state, network)
-    model(torch.randn(5, 4, dtype=dtype)).sum().backward()
-    start = network.weight.detach().clone()
-    with torch.no_grad():
-        network.weight.add_(1.0)
-
-    def is_pulled() -> bool:
-        model(torch.randn(5, 4, dtype=dtype)).sum().backward()
-        return bool(state.stats()["pulls"])
-
-    assert eventually(is_pulled)
-    torch.testing.assert_close(network.weight.detach(), start + 0.5, atol=1e-2, rtol=0)
-    centre = state.state_dict()["kept"]["centre"]["weight"]
-    assert centre.dtype == (torch.float32 if dtype == torch.bfloat16 else torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -224,8 +188,9 @@ def test_the_centre_is_wide_and_pulls_half_precision(dtype: torch.dtype) -> None
         (lambda: LocalSGDState(2), 1),
         (lambda: LocalSGDState(2, warmup_steps=1), 2),
         (lambda: ElasticState(2, "sync"), 1),
+        (lambda: LocalSGDState(1), 5),  # which averages gradients
     ],
-    ids=["local", "warm", "elastic"],
+    ids=["local", "warm", "elastic", "every step"],
 )
 def test_a_forward_past_the_models_call_is_refused(make: Callable[[], Any], steps: int) -> None:
     """Parameters would never be averaged."""
@@ -233,7 +198,7 @@ def test_a_forward_past_the_models_call_is_refused(make: Callable[[], Any], step
     model, inputs = model_of(state), torch.randn(5, 4)
     for _ in range(steps):
         model.forward(inputs).sum().backward()
-    for _ in range(2):
+    for _ in range(2 if steps < 5 else 0):
         with pytest.raises(UnsupportedConfigurationError, match=r"write model\(inputs\), not model\.forward"):
             model.forward(inputs).sum().backward()
     model(inputs).sum().backward()
@@ -247,46 +212,86 @@ def retained(model: Any, inputs: torch.Tensor) -> None:
 
 
 def ahead(model: Any, inputs: torch.Tensor) -> None:
+    """Evaluate in between, too."""
     first = model(inputs).sum()
     for _ in range(2):
         second = model(inputs).sum()
+        with torch.no_grad():
+            model(inputs)
+            model.forward(inputs)
         first.backward()
         first = second
 
 
-def evaluated(model: Any, inputs: torch.Tensor) -> None:
-    loss = model(inputs).sum()
-    with torch.no_grad():
-        model(inputs)
-        model.forward(inputs)
-    loss.backward()
-
-
-LOOPS: dict[str, Callable[[Any, torch.Tensor], object]] = {
-    "two and two": lambda model, inputs: [
-        loss.backward() for loss in [model(inputs).sum() for _ in range(2)]
-    ],
-    "accumulated": lambda model, inputs: [model(inputs).sum().backward() for _ in range(2)],
-    "one loss of two forwards": lambda model, inputs: (model(inputs).sum() + model(inputs).sum()).backward(),
-    "retained": retained,
-    "ahead": ahead,
-    "evaluated": evaluated,
-}
+LOOPS: list[Callable[[Any, torch.Tensor], object]] = [
+    lambda model, inputs: [loss.backward() for loss in [model(inputs).sum() for _ in range(2)]],
+    lambda model, inputs: [model(inputs).sum().backward() for _ in range(2)],
+    lambda model, inputs: (model(inputs).sum() + model(inputs).sum()).backward(),
+    retained,
+    ahead,
+]
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_other_loops_go_on(loop: str, static_graph: bool) -> None:
+def test_other_loops_go_on(loop: Callable[[Any, torch.Tensor], object], static_graph: bool) -> None:
     network = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))  # whose buffers no forward changes
     state = LocalSGDState(50)
     model = model_of(state, network, static_graph=static_graph)
     for _ in range(4):
-        LOOPS[loop](model, torch.randn(5, 4))
+        loop(model, torch.randn(5, 4))
     assert state.stats()["steps"] >= 4
     state.average()
 
 
-def test_a_state_that_averages_no_parameters_needs_no_call() -> None:
-    model, inputs = model_of(LocalSGDState(1)), torch.randn(5, 4)
-    for _ in range(3):
-        model.forward(inputs).sum().backward()
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    every = draw(st.integers(2, 12))
+    return Schedule(every, draw(st.integers(0, every - 1)), draw(st.integers(1, 15)), draw(st.integers(0, 5)))
+
+
+@given(schedules())
+def test_each_fragment_leaves_once_an_interval_and_is_back_before_it_leaves_again(schedule: Schedule) -> None:
+    flying: dict[int, int] = {}
+    left: dict[int, list[int]] = {}
+    for steps in range(schedule.warmup_steps + 5 * schedule.sync_every):
+        if schedule.delay:
+            for fragment in schedule.arriving(steps):
+                assert steps - flying.pop(fragment) == schedule.delay
+        for fragment in schedule.leaving(steps):
+            assert fragment not in flying, "two exchanges of one element"
+            assert steps > schedule.warmup_steps
+            flying[fragment] = steps
+            left.setdefault(fragment, []).append(steps)
+            if not schedule.delay:
+                assert fragment in schedule.arriving(steps)
+                del flying[fragment]
+    assert set(left) == set(range(schedule.fragments))
+    begin = schedule.warmup_steps + schedule.sync_every
+    counts = [len(schedule.leaving(steps)) for steps in range(begin, begin + schedule.sync_every)]
+    assert max(counts) - min(counts) <= 1, "they are spread over the interval"
+    for times in left.values():
+        assert {later - earlier for earlier, later in pairwise(times)} <= {schedule.sync_every}
+        assert len(times) >= 4
+
+
+@given(st.floats(1e-3, 10), st.floats(1e3, 1e9), st.floats(0, 1e-2), st.floats(1e-11, 1e-7))
+def test_a_plan_hides_the_wire(compute_s: float, size_bytes: float, alpha_s: float, beta_s: float) -> None:
+    link = Link(alpha_s, beta_s)
+    if 2 * link.half_s(size_bytes) > 1000 * compute_s:
+        return
+    plan = plan_averaging(compute_s, size_bytes, link)
+    one_s = 2 * link.half_s(size_bytes / plan.fragments)
+    assert plan.fragments * one_s <= plan.sync_every * compute_s, "the wire cannot keep up"
+    assert one_s <= plan.delay * compute_s, "a step would wait"
+    Schedule(**plan.arguments())
+
+
+def test_a_plan_takes_the_shortest_interval_if_there_is_one() -> None:
+    plan = plan_averaging(1.0, 3e6, Link(0.0, 0.5e-6))
+    assert plan == AveragingPlan(4, 1, 4, 1.0, 1.0, 3.0)
+    assert plan_averaging(1.0, 0.5e6, Link(0.0, 0.5e-6)).sync_every == 2
+    # A start-up time as long as a step: everything at once.
+    assert plan_averaging(1.0, 1e6, Link(1.0, 0.5e-6)).fragments == 1
+    with pytest.raises(ValueError, match="within 4096 steps"):
+        plan_averaging(1e-3, 1e9, Link(0.0, 1e-6))

@@ -12,7 +12,7 @@ from tests.harness.networks import mlp
 from tests.harness.training import STEPS, batch, same
 from tests.harness.training import decoupled as way_of
 
-__all__ = ["STEPS", "Training", "assert_same", "both", "inputs", "network"]
+__all__ = ["STEPS", "Acting", "Training", "assert_same", "both", "inputs", "network"]
 
 inputs = functools.partial(batch, 0)
 network = functools.partial(mlp, 6, 6, 6, 6, seed=3, tanh_last=True)
@@ -32,6 +32,22 @@ class Training(harness.Training):
     ) -> None:
         way, optimizers = way_of(**options) if decoupled else None, make and (lambda model: [make(model)])
         super().__init__(way, module=net(), optimizers=optimizers, **(ddp or {}))
+
+
+class Acting(torch.optim.SGD):
+    """Calls ``act``, which tests patch, at the beginning of each part of a step."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Acting":
+        return cls(model.parameters(), lr=0.1)
+
+    def act(self) -> object:
+        return None
+
+    def step(self, closure: Any = None) -> Any:
+        if any(group["params"] for group in self.param_groups):
+            self.act()
+        return super().step(closure)
 
 
 def both(**settings: Any) -> tuple[Training, Training]:

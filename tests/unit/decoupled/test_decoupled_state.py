@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,13 +10,20 @@ from typing import Any
 import pytest
 import timm.optim
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
-from crossover_ddp import DecoupledState, KFACState, UnsupportedConfigurationError, decoupled_hook
+from crossover_ddp import DecoupledState, UnsupportedConfigurationError
 from crossover_ddp.codecs import Int8
+from crossover_ddp.kfac_hooks import kfac_hook
 from tests.harness import training as harness
-from tests.harness.networks import blow
+from tests.harness.oracles import heard
+from tests.harness.training import same
+from tests.harness.turn import RecordingTurn
+from tests.multiprocess.kfac_training import WIDTH
+from tests.multiprocess.kfac_training import Training as WithKFAC
 from tests.unit.decoupled.decoupled_training import STEPS, Training, assert_same, both, inputs
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
@@ -40,25 +46,21 @@ def training() -> Iterator[Training]:
 
 # Who waits for sums that nobody ends hears no signal.
 @pytest.mark.timeout(60, method="thread")
-@pytest.mark.parametrize("preconditioned", [False, True])
-def test_a_loop_goes_on_after_its_last_bucket_was_refused_before_it_travelled(preconditioned: bool) -> None:
-    module = harness.mlp(6, 6, 6, 6, seed=3)
-    first, *others = module.parameters()
-    optimizer = torch.optim.SGD(others, lr=0.1)
-    kfac = KFACState(module, optimizer, kl_clip=None, damping=1.0) if preconditioned else None
-    state = DecoupledState(optimizer, defer="always", kfac=kfac)
-    model = harness.hooked(module, decoupled_hook, state, find_unused_parameters=True)
+def test_a_loop_goes_on_after_its_last_bucket_was_refused_before_it_travelled() -> None:
+    """With K-FAC: tests/unit/kfac/test_kfac_state.py."""
+    ddp, losses = {"find_unused_parameters": True}, list[float]()
+    training = Training(
+        decoupled=True, make=lambda m: torch.optim.SGD([*m.parameters()][1:], lr=0.1), ddp=ddp
+    )
     with refused(match=r"got 1 that are not in it \(0\.weight\)"):
-        model(inputs(0)).square().mean().backward()
-    optimizer.add_param_group({"params": [first]})
-    losses = []
+        training.backward(0)
+    training.optimizer.add_param_group({"params": training.held[:1]})
     for _ in range(4):
-        optimizer.zero_grad()
-        losses.append(loss := model(inputs(0)).square().mean())
-        loss.backward()
-        optimizer.step()
+        training.drop()
+        losses.append(training.backward(0))
+        training.optimizer.step()
     assert losses[-1] < losses[0]
-    state.close()
+    training.state.close()
 
 
 LOOKS: dict[str, Callable[[Training], object]] = {
@@ -86,12 +88,16 @@ def test_step_changes_nothing_until_somebody_looks(look: str, training: Training
     assert all(map(torch.equal, training.held, plain.run().weights()))
 
 
-def test_reading_in_every_step_is_said_once(training: Training, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        for _ in range(8):
+@pytest.mark.defect("strangers-31")
+@pytest.mark.parametrize(("steps", "every", "told"), [(8, 1, 1), (64, 16, 0)])
+def test_reading_in_every_step_is_told_once_and_now_and_then_not(steps: int, every: int, told: int) -> None:
+    training = Training(decoupled=True)
+    with heard() as said:
+        for step in range(1, 1 + steps):
             training.step()
-            training.model.zero_grad()
-    assert len([r for r in caplog.records if "updates wait for the network" in r.message]) == 1
+            if step % every == 0:
+                training.model.module.state_dict()
+    assert ["updates wait for the network" in each for each in said] == [True] * told
 
 
 @pytest.mark.parametrize("scheduler_first", [True, False])
@@ -113,20 +119,32 @@ def test_schedulers_work_wherever_they_are_stepped(ours: str, scheduler_first: b
     assert_same(*trained)
 
 
+@pytest.mark.defect("strangers-7")
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
-@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
-def test_clipping_by_the_state_is_torchs_and_may_be_repeated(norm_type: float, max_norm: float) -> None:
-    training, plain = both()
-    for _ in range(STEPS):
-        training.backward()
-        plain.backward()
-        for most in (max_norm, 0.1 * max_norm):
-            got = training.state.clip_grad_norm_(most, norm_type)
+@pytest.mark.parametrize("max_norm", [1e-2, 1e3])
+def test_clipping_is_torchs_whether_a_step_is_deferred_or_not(norm_type: float, max_norm: float) -> None:
+    """And may be repeated, with the same norm but for its last bits."""
+    net = functools.partial(harness.mlp, 6, 40, 40, 6, seed=3, tanh_last=True)
+    runs = [Training(decoupled=decoupled, net=net) for decoupled in (True, True, False)]
+    deferred, flushed, plain = runs
+    for step in range(12):
+        for each in runs:
+            each.backward()
+        flushed.state.flush()
+        for most in (max_norm, 0.1 * max_norm)[: 1 + (step == 11)]:
+            got, other = (each.state.clip_grad_norm_(most, norm_type) for each in (deferred, flushed))
+            assert torch.equal(got, other) or most < max_norm
             expected = clip_grad_norm_(plain.model.parameters(), most, norm_type)
             assert torch.allclose(got, expected, rtol=1e-5)
-        training.update()
-        plain.update()
-    torch.testing.assert_close(training.weights(), plain.weights(), rtol=1e-6, atol=1e-8)
+        assert step == 11 or same(deferred, flushed)
+        for each in runs:
+            each.update()
+    torch.testing.assert_close(deferred.weights(), plain.weights(), rtol=1e-6, atol=1e-8)
+
+
+def clamp(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.data.clamp_(-0.1, 0.1)
 
 
 CHANGES: dict[str, Callable[[list[nn.Parameter]], object]] = {
@@ -162,37 +180,20 @@ def test_changes_through_old_tensors_are_refused(change: str, settled: bool, tra
         training.optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "way", ["the model", "the network", "the optimizer", "the optimizer by number", FLUSHED]
-)
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_in_a_way_that_is_seen_are_those_of_plain_ddp(
-    change: str, way: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    training, plain = both()
-    for each in (training, plain):
-        for _ in range(STEPS):
-            each.backward()
-            CHANGES[change](WAYS[way](each))
-            each.update()
-    assert not training.is_pending
-    assert_same(training, plain)
-    warned = [r for r in caplog.records if "between backward() and optimizer.step()" in r.message]
-    assert len(warned) == (way != FLUSHED)
-
-
-def clamp(parameters: list[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.data.clamp_(-0.1, 0.1)
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_clamped_parameters_are_those_of_plain_ddp(way: str, training: Training, plain: Training) -> None:
-    for each in (training, plain):
-        for _ in range(STEPS):
-            each.step()
-            clamp(WAYS[way](each))
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_in_a_way_that_is_seen_are_those_of_plain_ddp(change: str, way: str) -> None:
+    """Of gradients before the step, and of parameters behind it."""
+    training, plain = both()
+    with heard() as said:
+        for each in (training, plain):
+            for _ in range(STEPS):
+                each.backward()
+                CHANGES[change](WAYS[way](each))
+                each.update()
+                clamp(WAYS[way](each))
     assert_same(training, plain)
+    assert sum("between backward() and optimizer.step()" in each for each in said) == (way != FLUSHED)
 
 
 # Done between step() and the next forward to tensors taken earlier, after so many steps; `.data` counts no version.
@@ -272,13 +273,6 @@ def rate_in_place(each: Training) -> None:
     each.optimizer.param_groups[0]["lr"].mul_(0.9)
 
 
-def under_autocast(each: Training) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = each.model(inputs(each.steps)).float().square().mean()
-    loss.backward()
-    each.update()
-
-
 def scaled(each: Training, unscale: bool = False) -> None:
     scaler = vars(each).setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
     scaler.scale(each.loss()).backward()
@@ -326,19 +320,14 @@ DEFERRED: list[tuple[Loop, Make | None]] = [
 LOOPS: list[tuple[Loop, Make | None]] = [
     *DEFERRED,
     (in_a_lookahead, None),
-    (under_autocast, lambda model: torch.optim.Adafactor(model.parameters(), lr=0.05)),
     *(
         (functools.partial(scaled, unscale=unscale), make)
         for unscale in (True, False)
         for make in (None, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
     ),
     *(
-        (
-            functools.partial(evaluated_for_inference, clip=clip, saved=saved),
-            lambda model: NewState(model.parameters(), lr=0.05),
-        )
-        for clip in (True, False)
-        for saved in (True, False)
+        (functools.partial(evaluated_for_inference, **how), lambda m: NewState(m.parameters(), lr=0.05))
+        for how in ({}, {"clip": True}, {"saved": True}, {"clip": True, "saved": True})
     ),
 ]
 
@@ -356,37 +345,25 @@ def test_what_loops_do_is_as_with_plain_ddp(loop: Loop, make: Make | None) -> No
 
 @pytest.mark.parametrize("kind", ["pre", "post"])
 def test_hooks_of_the_optimizer_see_whole_steps(kind: str, training: Training, plain: Training) -> None:
-    seen: list[list[float]] = [[], []]
-    for each, sums in zip((training, plain), seen, strict=True):
-
-        def note(*_: Any, held: Any = each.held, sums: list[float] = sums) -> None:
-            sums.append(sum(float(p.detach().sum()) for p in held))
-
-        getattr(each.optimizer, f"register_step_{kind}_hook")(note)
+    seen: list[torch.Tensor] = []
+    for each in (training, plain):
+        register = getattr(each.optimizer, f"register_step_{kind}_hook")
+        register(lambda *_, held=each.held: seen.append(parameters_to_vector(held).clone()))
         each.run()
-    assert seen[0] == seen[1]
-    assert len(seen[0]) == STEPS
+    assert len(seen) == 2 * STEPS
+    assert all(map(torch.equal, seen[:STEPS], seen[STEPS:]))
 
 
-def test_an_exception_in_backward_is_followed_by_a_refused_step(training: Training) -> None:
-    training.run().model.module[2].register_forward_hook(lambda m, a, out: blow(out))
-    with pytest.raises(ArithmeticError):
-        training.backward()
-    with refused(match="ended with an exception"):
-        training.optimizer.step()
-
-
-def test_a_copied_model_and_after_close_the_optimizer_are_ordinary(
-    training: Training, plain: Training, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_copied_models_and_closed_states_optimizers_are_ordinary(training: Training, plain: Training) -> None:
     training.run(3)
     training.state.load_state_dict({"forward_order": ["0.weight"]})  # of version 0.1
     with pytest.raises(ValueError, match="expected a state dict of a DecoupledState"):
         training.state.load_state_dict({"order": []})
-    for twin in (copy.deepcopy(training.model), copy.deepcopy(training.model.module)):
-        assert not training.is_pending
-        twin(inputs(0)).sum().backward()
-    assert "has no hook" in caplog.text
+    with heard() as said:
+        for twin in (copy.deepcopy(training.model), copy.deepcopy(training.model.module)):
+            assert not training.is_pending
+            twin(inputs(0)).sum().backward()
+    assert any("has no hook" in each for each in said)
     training.state.close()
     training.state.close()
     assert not {"step", "zero_grad"} & {*vars(training.optimizer)}
@@ -424,42 +401,49 @@ def some(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(list(model.parameters())[:4], lr=0.1)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no views that can be made": (
+def scripted() -> nn.Module:
+    return nn.Sequential(torch.jit.script(nn.Linear(6, 6)))
+
+
+STRANGER = nn.Parameter(torch.ones(2))
+
+
+def with_a_stranger(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*model.parameters(), STRANGER], lr=0.1)
+
+
+def trains_a_stranger(each: Training) -> None:
+    each.run(1)
+    (each.loss() + STRANGER.sum()).backward()
+    each.optimizer.step()
+
+
+def adds_a_group(each: Training) -> None:
+    each.optimizer.add_param_group({"params": [*each.model.parameters()][4:]})
+    each.step()
+
+
+REFUSED: list[tuple[dict[str, Any], Callable[[Training], object], str]] = [
+    (
         {"ddp": {"gradient_as_bucket_view": False, "find_unused_parameters": True}},
+        Training.backward,
         r"gradient_as_bucket_view=False and find_unused",
     ),
-    "parameters without an optimizer": ({"make": some}, r"got 2 that are not in it \(4.*parameter group"),
-    "sparse gradients": ({"net": Embedded}, "sparse=False"),
-    "a scripted module": (
-        {"net": lambda: nn.Sequential(torch.jit.script(nn.Linear(6, 6)))},
-        r"got 0 made by torch\.jit",
-    ),
-    "a codec, which would round the parameters that owners send": (
-        {"owners": "layers", "codec": Int8()},
-        r"owners='layers' and kfac=None.*use one of them",
-    ),
-}
+    ({"make": some}, Training.backward, r"got 2 that are not in it \(4.*parameter group"),
+    ({"net": Embedded}, Training.backward, "sparse=False"),
+    ({"net": scripted}, Training.backward, r"got 0 made by torch\.jit"),
+    # A codec would round the parameters that owners send.
+    ({"owners": "layers", "codec": Int8()}, id, r"owners='layers' and kfac=None.*use one of them"),
+    ({"owners": "layers", "make": some}, adds_a_group, r"add_param_group\(\) make a new state"),
+    ({"make": with_a_stranger}, trains_a_stranger, "gradients of 1 other parameters"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_decoupled_is_refused(name: str) -> None:
-    options, message = REFUSED[name]
+@pytest.mark.defect("decoupled-7", "strangers-31")
+@pytest.mark.parametrize(("options", "act", "message"), REFUSED)
+def test_what_cannot_be_decoupled_is_refused(options: Any, act: Any, message: str) -> None:
     with refused(match=message):
-        Training(decoupled=True, **options).backward()
-
-
-def test_a_second_model_and_gradients_of_strangers_are_refused() -> None:
-    stranger = nn.Parameter(torch.ones(2))
-    training = Training(decoupled=True, make=lambda m: torch.optim.SGD([*m.parameters(), stranger], lr=0.1))
-    training.backward()
-    second = harness.Training(lambda *_: (training.state, decoupled_hook))
-    with refused(match="one model for each DecoupledState"):
-        second.backward()
-    training.drop()
-    (training.loss() + stranger.sum()).backward()
-    with refused(match="gradients of 1 other parameters"):
-        training.optimizer.step()
+        act(Training(decoupled=True, **options))
 
 
 INSTEAD: dict[str, Callable[[list[nn.Parameter]], None]] = {
@@ -494,3 +478,46 @@ def test_a_step_of_somebody_else_is_refused_unless_gradients_are_whole(
         NEXT[next_](training)
     training.step()  # nothing is left half done
     training.state.close()
+
+
+NEW = "a new KFACState without a codec for each DecoupledState, got one "
+
+
+# What DecoupledState is given beside the optimizer and K-FAC.
+COMBINED: list[tuple[Callable[[WithKFAC], dict[str, Any]], type[Exception], str]] = [
+    (lambda _: {"codec": Int8()}, UnsupportedConfigurationError, "owners= and kfac= at most, got codec=Int8"),
+    (lambda _: {"owners": "layers"}, UnsupportedConfigurationError, "got codec=None, owners='layers' and"),
+    (lambda _: {"kfac": WithKFAC(codec=Int8()).kfac}, UnsupportedConfigurationError, NEW + "with a codec"),
+    (lambda made: {"kfac": made.optimizer}, TypeError, "expected a KFACState, got kfac=SGD"),
+    (lambda _: {"mutex": RecordingTurn()}, ValueError, "got mutex=.* and a KFACState with mutex=None"),
+    (lambda _: {"process_group": dist.new_group([0])}, ValueError, "got a KFACState of another, of 1 ranks"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), COMBINED)
+def test_what_cannot_be_combined_is_refused(options: Any, kind: type[Exception], message: str) -> None:
+    """And leaves the optimizer alone."""
+    made = WithKFAC()
+    with pytest.raises(kind, match=message):
+        DecoupledState(made.optimizer, **{"kfac": made.kfac} | options(made))
+    DecoupledState(made.optimizer, kfac=made.kfac)
+    with refused(match=NEW + "that is part"):
+        DecoupledState(torch.optim.SGD(made.model.parameters(), lr=0.1), kfac=made.kfac)
+
+
+def test_the_states_of_both_go_on_together_and_its_own_hook_is_refused() -> None:
+    made = WithKFAC(decoupled=True).run(4)
+    assert made.state.stats()["deferred"], "the last update waits for the next forward"
+    saved = made.kfac.state_dict()
+    assert not made.state.stats()["deferred"]
+    assert saved["steps"] == 4
+    other = DistributedDataParallel(made.model.module)
+    other.register_comm_hook(made.kfac, kfac_hook)
+    with refused(match="expected decoupled_hook for a KFACState"):
+        other(torch.ones(5, WIDTH)).sum().backward()
+    made.drop()
+    made.kfac.load_state_dict(saved)
+    made.state.close()
+    made.kfac.close()
+    made.step()
+    assert made.kfac.steps == 5

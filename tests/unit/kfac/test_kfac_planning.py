@@ -1,5 +1,7 @@
 """Who owns which layer, and what is spread, against algebra and cases done by hand."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,11 +34,7 @@ def test_what_every_step_costs_counts_the_more_the_rarer_inversions_are() -> Non
     assert place(layers, 2, 100) == (1, 1, 0)
 
 
-@given(
-    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=20),
-    cap=st.integers(1, 40),
-    first=st.integers(1, 40),
-)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=20), st.integers(1, 40), st.integers(1, 40))
 def test_buckets_are_expected_to_be_filled_from_the_back(sizes: list[int], cap: int, first: int) -> None:
     buckets = expected_buckets(sizes, cap, first)
     assert buckets[-1] == 0
@@ -48,20 +46,19 @@ def test_buckets_are_expected_to_be_filled_from_the_back(sizes: list[int], cap: 
 
 
 @pytest.mark.parametrize(
-    ("a_dim", "g_dim", "world_size", "inverse_steps", "spread"),
+    ("dims", "ranks", "every", "spread"),
     [
-        pytest.param(1121, 155, 2, 100, True, id="dominant"),
-        pytest.param(155, 1121, 2, 100, True, id="either-side"),
-        pytest.param(1121, 155, 2, 1, False, id="new-solvers-in-every-step"),
-        pytest.param(1121, 155, 1, 100, False, id="alone"),
-        pytest.param(500, 100, 2, 100, False, id="small"),
-        pytest.param(8000, 8000, 64, 10**6, False, id="square-and-large"),
+        pytest.param((1121, 155), 2, 100, True, id="dominant"),
+        pytest.param((155, 1121), 2, 100, True, id="either-side"),
+        pytest.param((1121, 155), 2, 1, False, id="new-solvers-in-every-step"),
+        pytest.param((1121, 155), 1, 100, False, id="alone"),
+        pytest.param((500, 100), 2, 100, False, id="small"),
+        pytest.param((8000, 8000), 64, 10**6, False, id="square-and-large"),
     ],
 )
-def test_a_layer_is_spread_where_the_wire_and_the_owner_cost_more(
-    a_dim: int, g_dim: int, world_size: int, inverse_steps: int, spread: bool
-) -> None:
-    cost = LayerCost("l", 1, a_dim, g_dim, 4 * a_dim * g_dim)
-    assert spreads(cost, world_size, inverse_steps) == spread
-    assert not spreads(cost._replace(groups=2), world_size, inverse_steps)
+def test_a_layer_is_spread_where_that_costs_less(dims: Any, ranks: int, every: int, spread: bool) -> None:
+    """Than the wire and its owner do."""
+    cost = LayerCost("l", 1, *dims, 4 * dims[0] * dims[1])
+    assert spreads(cost, ranks, every) == spread
+    assert not spreads(cost._replace(groups=2), ranks, every)
     assert cost._replace(spread=True).step_s(10) == cost.inverse_s / 10 < cost.step_s(10)

@@ -2,12 +2,10 @@
 
 import copy
 import itertools
-import logging
 import math
 import random
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from crossover_ddp._kfac.curvature import Curvature
-from crossover_ddp._kfac.factor_traffic import Factor
-from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
+from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.oracles import heard
 from tests.multiprocess import kfac_training
 from tests.multiprocess.kfac_training import LR, mlp, same
 
@@ -102,9 +99,7 @@ NONE = r"none of 2 parameters \(.*\); Linear and Conv2d layers count .* max_fact
         (lambda: mlp(6, 4), {"max_factor_dim": 6}, NONE),
     ],
 )
-def test_a_model_that_it_cannot_treat_is_refused(
-    make: Callable[[], nn.Module], options: dict[str, Any], message: str
-) -> None:
+def test_a_model_that_it_cannot_treat_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedConfigurationError, match=message):
         KFACState(make(), kl_clip=None, **options)
     half = nn.Sequential(nn.Linear(6, 5).half(), nn.Linear(5, 4))
@@ -112,10 +107,7 @@ def test_a_model_that_it_cannot_treat_is_refused(
 
 
 def test_hyper_parameters_may_depend_on_the_step() -> None:
-    by_step: dict[str, Any] = {
-        "damping": lambda step: 0.1 / (step + 1),
-        "factor_decay": lambda step: 0.9 / (step + 1),
-    }
+    by_step: Any = {"damping": lambda n: 0.1 / (n + 1), "factor_decay": lambda n: 0.9 / (n + 1)}
     changing = Training(**by_step, kl_clip=None)
     fixed = Training(damping=0.1, factor_decay=0.9, kl_clip=None)
     first, second = ([each.step(), each.step(1)] for each in (changing, fixed))
@@ -144,9 +136,8 @@ def test_the_state_of_other_layers_is_refused() -> None:
 def test_rough_steps_leave_no_number_that_is_none(solver: str) -> None:
     """Batches of one, dead units, constant and zero inputs, zero gradients, damping of all sizes."""
     rough = random.Random(7)
-    network = nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 6), nn.ReLU(), nn.Linear(6, 4)
-    )
+    convolution = nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten()
+    network = nn.Sequential(*convolution, nn.Linear(48, 6), nn.ReLU(), nn.Linear(6, 4))
     with torch.no_grad():
         network[3].bias -= 2.0  # units that are dead for most inputs
     model = DistributedDataParallel(network)
@@ -164,17 +155,6 @@ def test_rough_steps_leave_no_number_that_is_none(solver: str) -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert state.stats()["dropped"] == 0
     state.close()
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_second_model_with_the_same_state_is_refused(begun: bool) -> None:
-    training, second = Training(), DistributedDataParallel(mlp(6, 8, 4))
-    if begun:
-        training.step()
-    second.register_comm_hook(training.kfac, kfac_hook)
-    with pytest.raises(UnsupportedConfigurationError, match="make a KFACState for each model"):
-        second(torch.ones(2, 6)).sum().backward()
-    training.step(1)
 
 
 # One that is never complete would be waited for where no signal is heard.
@@ -206,16 +186,6 @@ def test_a_schedule_may_end_with_the_last_step(decoupled: bool) -> None:
             each.backward(3)
 
 
-def test_factors_that_were_lost_some_steps_ago_are_an_error_all_the_same() -> None:
-    traffic = KFACState(nn.Linear(2, 2), kl_clip=None)._preconditioner.traffic
-    traffic.hold([[Factor(traffic.layers[0], dim=2)] * 2], groups=1, decay=0.9)
-    with mock.patch.object(Curvature, "add", side_effect=RuntimeError("a peer has gone")):
-        traffic.leave()
-    traffic.leave()  # as in each later step
-    with pytest.raises(ExchangeError, match="factors of K-FAC failed: a peer has gone"):
-        traffic.settle()
-
-
 def test_the_group_is_that_of_the_model_where_none_is_named() -> None:
     alone = dist.new_group([0])
     training = Training(ddp={"process_group": alone})
@@ -237,15 +207,13 @@ def test_an_optimizer_of_some_layers_is_refused_unless_the_others_are_skipped_or
         training.step(1)
 
 
-def test_a_head_that_is_too_large_passes_through_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "crossover_ddp"):
+def test_a_head_that_is_too_large_passes_through_with_one_warning() -> None:
+    with heard() as said:
         Training(mlp(6, 8, 20), kl_clip=None, max_factor_dim=20)
         training = Training(mlp(6, 8, 20), kl_clip=None, max_factor_dim=19)
-    (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.startswith(
-        "2.weight, 2.bias of 2 in all pass through as plain gradients: G of 20 rows, above max_factor_dim=19. Raise"
-    )
-    assert "2.weight passes through: G of 20 rows, above max_factor_dim=19" in training.state.report()
+    (warning,), why = said, "G of 20 rows, above max_factor_dim=19"
+    assert f"2.weight, 2.bias of 2 in all pass through as plain gradients: {why}. Raise" in warning
+    assert f"2.weight passes through: {why}" in training.state.report()
     plain = copy.deepcopy(training.model.module)
     got = training.backward()
     plain(torch.randn(5, 6, generator=torch.Generator().manual_seed(0))).square().mean().backward()
@@ -277,24 +245,24 @@ def test_a_layer_that_comes_late_gets_its_solver_when_it_comes() -> None:
         assert [solver is not None for solver in training.solvers()] == [True, bool(step)]
 
 
-def test_the_direction_of_conv1d_is_that_of_the_linear_layer() -> None:
-    """GPT-2's, a Linear layer whose weight is transposed."""
+@pytest.mark.defect("kfac-S8")
+def test_the_direction_of_conv1d_called_by_keyword_is_that_of_the_linear_layer() -> None:
+    """GPT-2's, a Linear layer whose weight is transposed, and whose input is called x."""
     pytest.importorskip("transformers", reason="transformers, of which Conv1D is, is not installed")
     from transformers.pytorch_utils import Conv1D
 
     plain = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5))
-    twin = copy.deepcopy(plain)
+    twin: Any = copy.deepcopy(plain)
     for index in (1, 3):
-        linear = plain[index]
-        assert isinstance(linear, nn.Linear)
+        linear: Any = plain[index]
         twin[index] = Conv1D(linear.out_features, linear.in_features)
         twin[index].load_state_dict({"weight": linear.weight.mT, "bias": linear.bias})
+    twin.forward = lambda inputs: twin[3](x=twin[2](twin[1](x=twin[0](inputs))))
     of_linear, of_conv1d = (Training(each, kl_clip=1e-3, damping=0.1) for each in (plain, twin))
     for seed in range(3):
         expected, got = of_linear.step(seed), of_conv1d.step(seed)
         for name, gradient in expected.items():
             other = got[name].mT if name.endswith("weight") else got[name]
             # Another layout in memory may be multiplied in another order.
-            torch.testing.assert_close(
-                other, gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()) + 1e-7
-            )
+            atol = 1e-5 * float(gradient.abs().max()) + 1e-7
+            torch.testing.assert_close(other, gradient, rtol=1e-3, atol=atol)
