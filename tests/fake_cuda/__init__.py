@@ -27,9 +27,8 @@ def environment(devices: int = DEVICES, **knobs: int) -> dict[str, str]:
         knobs: ``kernel_us=300`` sets ``FAKE_KERNEL_US``; see README.md.
     """
     libraries = build()
-    preloaded = [
-        str(path) for name in ("cudart", "nccl", "nvrtc") for path in libraries.glob(f"lib{name}.so.*")
-    ]
+    names = ("cudart", "nccl", "nvrtc")
+    preloaded = [str(path) for name in names for path in libraries.glob(f"lib{name}.so.*")]
     before = os.environ.get("LD_LIBRARY_PATH")
     return {
         "LD_PRELOAD": os.pathsep.join(preloaded),

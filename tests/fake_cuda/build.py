@@ -143,10 +143,8 @@ def _write_rest(real: Path, mine: Sequence[Path], prefix: str, error: int) -> No
 
 
 def _names(library: Path, *options: str) -> set[str]:
-    shown = subprocess.run(
-        ["nm", "--defined-only", *options, str(library)], check=True, capture_output=True, text=True
-    )
-    return {line.split()[-1].split("@")[0] for line in shown.stdout.splitlines() if line}
+    shown = subprocess.check_output(["nm", "--defined-only", *options, str(library)], text=True)
+    return {line.split()[-1].split("@")[0] for line in shown.splitlines() if line}
 
 
 def _run_all(*commands: Sequence[str]) -> None:

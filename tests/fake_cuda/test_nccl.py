@@ -1,5 +1,7 @@
 """NCCL's collectives on the device: right numbers, whatever is late; ranks may share a device."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -69,6 +71,7 @@ def test_who_does_not_wait_for_a_collective_reads_too_early(rank: int, waits: bo
         work = dist.all_reduce(number, async_op=True)
         if waits:
             work.wait()
+        time.sleep(0.1)  # less than the collective is late
         seen = number.clone()
         torch.cuda.current_stream().synchronize()
     number.cpu()

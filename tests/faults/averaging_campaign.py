@@ -4,18 +4,13 @@
     python -m tests.faults.averaging_campaign --seed 123 --events 8     # that story again
 
 A story is one job of one kind of averaging, a function of its seed: lives of some steps each, which begin from the
-last checkpoint and have one fault each. What is asked of every life:
-
-* kill, and a stop longer than the process group's timeout: every other rank raises an ``ExchangeError`` in bounded
-  time, and again if it is asked to go on. (While DDP rebuilds its buckets, in the second forward, it is torch's own
-  error.) Ranks at their own pace finish their steps beside a stopped one first.
-* inf on one rank: every rank raises, and none of the others has taken it over.
-* nap (a short stop), restart: the life ends well, and its checkpoint is that of the same life without ranks.
-* Every step of every rank has the bits that copies in one process have, which know of no fault (for "sync" and
-  "async" at the end of lives that end well, replayed from the rounds' log; "wild" has no order, so there only the mean
-  is compared).
-
-Nothing may hang: what has not ended after its bound is a violation, with the stacks of its threads.
+last checkpoint and have one fault each. After a kill, and a stop longer than the process group's timeout, every other
+rank raises an ``ExchangeError`` in bounded time, and again if it is asked to go on (torch's own error while DDP
+rebuilds its buckets, in the second forward); ranks at their own pace finish their steps beside a stopped one first.
+With inf on one rank every rank raises, and none of the others has taken it over. Else the life ends well.
+Every step of every rank has the bits that copies in one process have, which know of no fault (for "sync" and "async"
+at the end of lives that end well, replayed from the rounds' log; "wild" has no order, so there only the mean is
+compared). What has not ended after its bound is a violation, with the stacks of its threads.
 """
 
 import functools
@@ -40,20 +35,17 @@ from tests.faults.lanes import Lane, Rank, Told, hung
 from tests.harness.waiting import eventually
 from tests.multiprocess.averaging_oracle import copies_of
 from tests.multiprocess.elastic_oracle import Replay
-from tests.multiprocess.replicas import DelayedWalk
+from tests.multiprocess.replicas import DelayedWalk, flat
 
 KINDS = (*LOCAL, *ELASTIC)
 OWN_PACE = ("async", "wild")
 FAULTS = {"kill": 3, "stop": 1, "nap": 2, "inf": 2, "restart": 3}
 RAISED = {"kill": ExchangeError, "stop": ExchangeError, "inf": UnsupportedConfigurationError}
 EVENTS_EACH = 8
-STEPS = 24
-"""Of a life."""
+STEPS = 24  # of a life
 PACE_S = 0.008
-TIMEOUT_S = 5.0
-"""Of the process group."""
-BOUND_S = STEPS * PACE_S + TIMEOUT_S + 30.0
-"""Of a life once it has begun; the machine may be busy."""
+TIMEOUT_S = 5.0  # of the process group
+BOUND_S = STEPS * PACE_S + TIMEOUT_S + 30.0  # of a life once it has begun; the machine may be busy
 START_S = 60.0
 # Copies in one process begin with torch's own generator, which the lanes share.
 _JUDGING = threading.Lock()
@@ -68,24 +60,20 @@ def said(rank: Rank, what: str) -> dict[str, Any] | None:
 
 
 class LifePlan(NamedTuple):
-    """What shall happen to one life.
-
-    ``victim``: the rank; ``at``: it has done so many steps of this life then; ``late_s``: and then so long.
-    """
+    """What shall happen to one life."""
 
     fault: str
     world_size: int
-    victim: int
-    at: int
-    late_s: float
+    victim: int  # the rank
+    at: int  # it has done so many steps of this life then
+    late_s: float  # and then so long
     nap_s: float
 
 
 def plan_lives(rng: random.Random, events: int) -> list[LifePlan]:
     """Return a life for each event; after a restart the job has 4 ranks instead of 2, or 2 instead of 4."""
     lives, world_size = [], 2
-    for _ in range(events):
-        fault = rng.choices(list(FAULTS), list(FAULTS.values()))[0]
+    for fault in rng.choices(list(FAULTS), list(FAULTS.values()), k=events):
         victim, at = rng.randrange(world_size), rng.randrange(1, STEPS - 3)
         late_s, nap_s = rng.uniform(0.0, 2 * PACE_S), rng.uniform(0.02, 0.6)
         lives.append(LifePlan(fault, world_size, victim, at, late_s, nap_s))
@@ -104,7 +92,6 @@ class Story:
     checkpoint: Path | None = None
     first: int = 0
     steps: int = 0
-    compared: int = 0
     longest_s: float = 0.0
 
     def live(self, plans: Sequence[LifePlan]) -> Told:
@@ -120,22 +107,15 @@ class Story:
             done[plan.fault] += 1
             self.steps += sum(len(steps_of(rank)) for rank in ranks)
             with _JUDGING:
-                broken = broken or self._judge(plan, ranks)
+                broken = broken or [*self._wrong_ends(plan, ranks)] or [*self._wrong_bits(plan, ranks)]
             if broken:
                 broken = [f"{self.kind}, life {number}, {plan}: {each}" for each in broken]
                 broken += [f"rank {number}: {rank.error()}" for number, rank in enumerate(ranks)]
                 break
             if all(said(rank, "ended") for rank in ranks):
                 self.checkpoint, self.first = self.directory / f"saved{number}", self.first + STEPS
-        figures = {
-            "events": done.total(),
-            "by_fault": done,
-            "by_kind": Counter({self.kind: done.total()}),
-            "steps": self.steps,
-            "compared": self.compared,
-            "longest_ending_s": round(self.longest_s, 2),
-        }
-        return Told(figures, broken)
+        figures = {"events": done.total(), "by_fault": done, "steps": self.steps}
+        return {**figures, "longest_ending_s": round(self.longest_s, 2)}, broken
 
     def _begin(self, number: int, plan: LifePlan) -> list[Rank]:
         order = {
@@ -173,14 +153,9 @@ class Story:
         # Those that have not begun yet do so on a machine that may be busy.
         eventually(lambda: all(steps_of(rank) or not rank.alive() for rank in ranks), START_S)
         begin_s = time.monotonic()
-        held_up = [
-            f"hang: {rank.path.name} has not ended within {BOUND_S:.1f} s" for rank in hung(ranks, BOUND_S)
-        ]
+        held_up = [f"hang: {rank.path.name}, for more than {BOUND_S:.0f} s" for rank in hung(ranks, BOUND_S)]
         self.longest_s = max(self.longest_s, time.monotonic() - begin_s)
         return held_up
-
-    def _judge(self, plan: LifePlan, ranks: Sequence[Rank]) -> list[str]:
-        return [*self._wrong_ends(plan, ranks)] or [*self._wrong_bits(plan, ranks)]
 
     def _wrong_ends(self, plan: LifePlan, ranks: Sequence[Rank]) -> Iterator[str]:
         for number, rank in enumerate(ranks):
@@ -230,11 +205,9 @@ class Story:
             expected = [digest(values) for values in walk.copies.snapshots()]
             for number, digests in enumerate(seen):
                 poisoned = plan.fault == "inf" and number == plan.victim and step > self.first + plan.at
-                if step in digests and not poisoned:
-                    self.compared += 1
-                    if digests[step] != expected[number]:
-                        yield f"rank {number} has other bits after step {step}"
-                        return
+                if not poisoned and digests.get(step, expected[number]) != expected[number]:
+                    yield f"rank {number} has other bits after step {step}"
+                    return
         walk.average()
         if means - {digest(walk.copies.snapshots()[0])}:
             yield "the mean has other bits"
@@ -242,9 +215,7 @@ class Story:
     def _wrong_replay(self, ranks: Sequence[Rank]) -> Iterator[str]:
         last = self.first + STEPS
         told = [said(rank, "averaged") or {} for rank in ranks]
-        logs = [
-            [ElasticRound(number, tuple(off), done) for number, off, done in each["rounds"]] for each in told
-        ]
+        logs = [[ElasticRound(at, tuple(off), done) for at, off, done in each["rounds"]] for each in told]
         replay = Replay("sgd", logs, 0.9 / len(ranks))
         replay.copies, kept = copies_from(len(ranks), self.checkpoint)
         if kept:
@@ -252,7 +223,6 @@ class Story:
             replay.done = [self.first] * len(ranks)
         replay.run([last] * len(ranks))
         for number, values in enumerate(replay.trained):
-            self.compared += 1
             if digest(values) != steps_of(ranks[number])[last]:
                 yield f"rank {number} has other bits than its rounds say"
 
@@ -260,9 +230,8 @@ class Story:
 def flat_of(named: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return what a state dict says by names in the order of the flat vector."""
     model = copies_of(1, "sgd").models[0]
-    names = [name for name, _ in model.named_parameters()]
-    names += [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
-    return torch.cat([named[name].flatten() for name in names])
+    model.load_state_dict(named, strict=False)
+    return flat(model)
 
 
 def copies_from(world_size: int, checkpoint: Path | None) -> tuple[Any, dict[str, Any]]:

@@ -24,10 +24,8 @@ LOCAL: dict[str, dict[str, int]] = {
 }
 ELASTIC = ("sync", "async", "wild")
 START_S = 60.0
-REBUILD = "RuntimeError in DDP"
-"""Torch's own error, of collectives that no hook has made."""
-EVERY = 2
-"""Interval of the elastic states."""
+REBUILD = "RuntimeError in DDP"  # torch's own, of collectives that no hook has made
+EVERY = 2  # interval of the elastic states
 
 
 def make_state(kind: str, group: Any) -> Any:
@@ -42,13 +40,7 @@ def digest(values: torch.Tensor) -> str:
 
 
 class Life:
-    """One rank from its start, from a checkpoint or from nothing, to its end.
-
-    Args:
-        order: what the overseer wants, see `averaging_campaign.Story`.
-        group: of the model; its timeout is short.
-        log: a line for each step, and for how it ended.
-    """
+    """One rank from its start, from a checkpoint or from nothing, to its end; see `averaging_campaign.Story`."""
 
     def __init__(self, order: dict[str, Any], group: Any, log: TextIO) -> None:
         self._order, self._log, self._rank = order, log, order["rank"]
@@ -73,8 +65,7 @@ class Life:
             self._end(error, REBUILD)
 
     def _end(self, error: Exception, name: str) -> None:
-        again = self._raises_again(name)
-        finite = bool(self._trainer.values.isfinite().all())
+        again, finite = self._raises_again(name), bool(self._trainer.values.isfinite().all())
         self._say(raised=name, message=str(error)[:300], finite=finite, again=again)
         self._trainer.state.close()
         self._say(closed=True)
@@ -114,7 +105,7 @@ class Life:
         return True
 
     def _say(self, **what: Any) -> None:
-        print(json.dumps({"at_s": time.monotonic(), **what}), file=self._log)
+        print(json.dumps(what), file=self._log)
 
 
 def live(order: dict[str, Any]) -> None:

@@ -2,15 +2,12 @@
 
     python -m tests.faults.campaign --events 200 --seed 1
 
-On the emulated cluster (two nodes with a shaped link; without root over loopback). The steady job trains all the
-time; guests join, leave, lose a rank, are killed, are stopped and go on, compute slowly, fork inside their turns, load
-their data with a DataLoader's workers; the link is slow for a while. Afterwards: no step of the steady job took
-longer than its compute and one lease, its turns never failed, its losses are those it has alone, bit for bit,
-and so are the losses of every guest as far as it came; nothing is left in shared memory.
+Guests join, leave, lose a rank, are killed, are stopped and go on, compute slowly, fork inside their turns, load their
+data with a DataLoader's workers. No step of the steady job takes longer than its compute and one lease, its turns never
+fail, all losses are those of jobs alone, bit for bit, and nothing is left in shared memory.
 """
 
 import contextlib
-import functools
 import itertools
 import random
 import signal
@@ -22,21 +19,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from tests.faults import lanes
 from tests.faults.lanes import Lane, Told
-from tests.harness._preloaded import forked_if_script
 from tests.harness.groups import files_of, free_port
 from tests.harness.waiting import eventually
-
-from lab import Cluster, why_not_shaped  # isort: skip  # `tests.harness` knows where it is
 
 LEASE_S = 5.0  # the default: what a user gets
 SLACK_S = 10.0  # the machine may be busy; a stall without lease would be endless
 ENDLESS = 1_000_000
 EVENTS_EACH = 100
-NODES = 2
+RANKS = 2
 STEADY_SEED = 0
 
 
@@ -49,8 +42,7 @@ class Job:
     stop: Path
 
     @property
-    def count(self) -> int:
-        """How many steps it has done."""
+    def count(self) -> int:  # of steps
         return len(self.ranks[0].steps())
 
     def signal(self, number: signal.Signals) -> None:
@@ -72,6 +64,14 @@ class Job:
         assert all(each and each["disabled_because"] is None for each in found), f"{found}: {self.error()}"
         return [each for each in found if each]
 
+    @contextlib.contextmanager
+    def slowed(self) -> Iterator[None]:
+        """Let its steps take longer."""
+        slow = Path(f"{self.stop}.slow")
+        slow.touch()
+        yield
+        slow.unlink()
+
     def train(self, steps: int) -> None:
         """Wait until it has done so many steps more."""
         wanted = self.count + steps
@@ -91,23 +91,21 @@ class Job:
 
 @dataclass
 class Site:
-    """Where jobs are born: a rank in each lane; those of a cluster know which."""
+    """Where jobs are born: a rank in each lane."""
 
     lanes: Sequence[Lane]
     directory: Path
     group: str
-    cluster: Cluster | None = None
     serial: Iterator[int] = field(default_factory=itertools.count)
 
     def start(self, seed: int, hook: str = "crossover", steps: int = ENDLESS, **mishaps: Any) -> Job:
         name = self.directory / f"job{next(self.serial)}"
         order = {"seed": seed, "hook": hook, "steps": steps, "group": self.group, "stop": f"{name}-stop"}
-        variables, ranks = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(len(self.lanes))}, []
-        at = {"MASTER_PORT": str(self.cluster.port() if self.cluster else free_port())}
+        size, ranks = str(len(self.lanes)), []
+        at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": size}
         for number, lane in enumerate(self.lanes):
-            variables |= {"RANK": str(number), "CROSSOVER_DEVICE": f"dev{number}"}
-            own = self.cluster.environment(number) if self.cluster else {}
-            told = {"log": f"{name}-rank{number}", "environment": {**variables, **own, **at}}
+            own = {"RANK": str(number), "CROSSOVER_DEVICE": f"dev{number}"}
+            told = {"log": f"{name}-rank{number}", "environment": {**at, **own}}
             ranks.append(lane.bear({**order, **mishaps, **told}))
         return Job(seed, ranks, Path(order["stop"]))
 
@@ -118,16 +116,7 @@ class Site:
         return [rank.losses() for rank in job.ranks]
 
 
-EVENTS = {
-    "join": 4,
-    "leave": 2,
-    "kill-rank": 2,
-    "kill-job": 2,
-    "stop": 1,
-    "nap": 2,
-    "slow": 2,
-    "slow-link": 2,
-}
+EVENTS = {"join": 4, "leave": 2, "kill-rank": 2, "kill-job": 2, "stop": 1, "nap": 2, "slow": 2}
 GUESTS_SEEDS = (1, 2)
 
 
@@ -142,28 +131,16 @@ class Story:
 
     def happen(self) -> str:
         """Let one random event happen to the guests; return what it was."""
-        guests, rate_mbit = self.guests, self.site.cluster and self.site.cluster.rate_mbit
-        possible = [
-            each
-            for each in EVENTS
-            if (len(guests) < 2 if each == "join" else guests) and (each != "slow-link" or rate_mbit)
-        ]
+        guests = self.guests
+        possible = [each for each in EVENTS if (len(guests) < 2 if each == "join" else guests)]
         event = random.choices(possible, [EVENTS[each] for each in possible])[0]
         if event == "join":
             workers, forks = random.choice([0, 0, 1]), random.sample(range(1, 12), 2)
             guests.append(self.site.start(random.choice(GUESTS_SEEDS), workers=workers, forks=forks))
             self.everyone.append(guests[-1])
-            return "join with a DataLoader's worker" if workers else event
-        if event == "slow":
-            slow = Path(f"{random.choice(guests).stop}.slow")
-            slow.touch()
-            time.sleep(random.uniform(0.1, 1.0))
-            slow.unlink()
-        elif event == "slow-link":
-            assert self.site.cluster is not None and rate_mbit is not None
-            self.site.cluster.set_rate(rate_mbit / 5)
-            time.sleep(random.uniform(0.1, 1.0))
-            self.site.cluster.set_rate(rate_mbit)
+        elif event == "slow":
+            with random.choice(guests).slowed():
+                time.sleep(random.uniform(0.1, 1.0))
         elif event in ("stop", "nap"):
             job = random.choice(guests)
             stopped = random.choice([job.ranks, job.ranks[:1], job.ranks[1:]])
@@ -185,19 +162,19 @@ class Story:
             happened[self.happen()] += 1
             time.sleep(random.uniform(0.0, pace_s))
             if not steady.alive():
-                return Told({"by_kind": happened}, [f"the steady job ended at {number}: {steady.error()}"])
+                return {"by_kind": happened}, [f"the steady job ended at {number}: {steady.error()}"]
         for job in [*self.guests, steady]:
             job.end("leave")
-        stats = [rank.stats() or {} for rank in steady.ranks]
-        longest_s = max(rank.longest_s() for rank in steady.ranks)
         broken = [*self._other_losses(), *map(str, files_of(self.site.group))]
+        longest_s = max(rank.longest_s() for rank in steady.ranks)
         if longest_s >= LEASE_S + SLACK_S:
             broken.append(f"the steady job stalled for {longest_s:.2f} s")
-        if any(each.get("disabled_because", "") is not None for each in stats):
+        if any(
+            (stats := rank.stats() or {}).get("disabled_because", "") is not None for rank in steady.ranks
+        ):
             broken.append(f"turns of the steady job failed: {stats}, {steady.error()}")
-        expired = float(max(each.get("leases_expired", 0) for each in stats))
-        figures = {"steps": steady.count, "guests": len(self.everyone) - 1, "leases_expired": expired}
-        return Told({"by_kind": happened, **figures, "longest_step_s": longest_s}, broken)
+        figures = {"steps": steady.count, "guests": len(self.everyone) - 1, "longest_step_s": longest_s}
+        return {"by_kind": happened, **figures}, broken
 
     def _other_losses(self) -> Iterator[str]:
         """Compare all jobs with a copy that trains alone, for as many steps as any of them came."""
@@ -212,34 +189,23 @@ class Story:
 
 
 @contextlib.contextmanager
-def open_cluster(rate_mbit: float) -> Iterator[tuple[Cluster, list[Lane]]]:
-    """Two nodes with a nursery each."""
-    shaped = why_not_shaped() is None
-    with (
-        mock.patch("lab.nodes.Child", forked_if_script),
-        Cluster(nodes=NODES, rate_mbit=rate_mbit, shaped=shaped) as cluster,
-    ):
-        starts = [functools.partial(cluster.popen, node) for node in range(NODES)]
-        yield cluster, [Lane("tests.faults.trainee", start=start) for start in starts]
+def open_lanes() -> Iterator[list[Lane]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(Lane("tests.faults.trainee")) for _ in range(RANKS)]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = lanes.arguments(__doc__, events=200, lanes=1, keep="runs/training-faults")
     parser.add_argument("--long-stop", type=float, default=20.0, help="seconds of the long SIGSTOP")
-    parser.add_argument(
-        "--pace", type=float, default=1.5, help="longest pause between two events, in seconds"
-    )
-    parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s")
+    parser.add_argument("--pace", type=float, default=1.5, help="seconds between two events at most")
     args = parser.parse_args(argv)
 
-    def live(seed: int, events: int, lane: tuple[Cluster, list[Lane]], directory: Path) -> Told:
+    def live(seed: int, events: int, nurseries: list[Lane], directory: Path) -> Told:
         random.seed(seed)
-        cluster, nurseries = lane
-        site = Site(nurseries, directory, f"campaign-{uuid.uuid4().hex[:12]}", cluster)
+        site = Site(nurseries, directory, f"campaign-{uuid.uuid4().hex[:12]}")
         return Story(site, args.long_stop).live(events, args.pace)
 
-    cluster = functools.partial(open_cluster, args.rate)
-    return lanes.campaign(args, "tests.faults.campaign", EVENTS_EACH, cluster, live)
+    return lanes.campaign(args, "tests.faults.campaign", EVENTS_EACH, open_lanes, live)
 
 
 if __name__ == "__main__":

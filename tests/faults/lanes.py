@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from tests.harness._preloaded import forked_if_script
+from tests.harness._preloaded import ForkedScript
 from tests.harness.children import end, wait_any
 from tests.harness.waiting import eventually
 
@@ -30,7 +30,7 @@ ANSWER_S = 120.0  # then the nursery hangs
 _END_S = 5.0
 UNSHARE = {
     "users": ["--user", "--map-root-user", "--pid", "--fork", "--mount", "--mount-proc"],
-    "memory": ["--mount", "--pid", "--fork", "--mount-proc", "--time", "--monotonic", "10"],
+    "memory": ["--mount", "--pid", "--fork", "--mount-proc"],
 }
 
 
@@ -46,19 +46,14 @@ def why_no_container(kind: str) -> str:
 class Lane:
     """A nursery of ranks, told over its stdin; each answers in JSON, a line each.
 
-    Args:
-        worker: the module whose ``live(order)`` a rank is.
-        container: what it has of its own, see `nursery`; empty: nothing.
-        start: starts the words with these further variables, perhaps on a node of a cluster.
+    A rank is ``live(order)`` of the module ``worker``. ``container``: what the nursery has of its own, see there.
     """
 
-    def __init__(
-        self, worker: str, container: str = "", start: Callable[..., Any] = forked_if_script
-    ) -> None:
+    def __init__(self, worker: str, container: str = "") -> None:
         words = [sys.executable, str(ROOT / "tests" / "faults" / "nursery.py"), worker, container]
         pipe, own = subprocess.PIPE, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._is_container = bool(container)
-        self._process = start(words, own, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=2)
+        self._process: Any = ForkedScript(words, own, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=2)
         self._hear()
 
     def tell(self, what: str, /, **arguments: Any) -> Any:
@@ -138,8 +133,7 @@ class Rank(Log):
     """A rank that a lane has borne."""
 
     lane: Lane
-    pid: int = 0
-    """In the lane's container."""
+    pid: int = 0  # in the lane's container
 
     def signal(self, number: signal.Signals) -> None:
         self.lane.tell("strike", log=str(self.path), number=number)
@@ -160,23 +154,14 @@ def hung(ranks: Sequence[Rank], bound_s: float) -> list[Rank]:
     return found
 
 
-Figures = dict[str, Any]
-"""Of one story or of many: whole numbers and counters are summed, of others the largest counts."""
-
-
-class Told(NamedTuple):
-    """What came out of a story."""
-
-    figures: Figures
-    broken: Sequence[str]
-    """Every promise that was broken, in words."""
+# What came out of a story: figures, of which whole numbers and counters are summed and others the largest count, and
+# every promise that was broken, in words.
+Told = tuple[dict[str, Any], Sequence[str]]
 
 
 def arguments(description: str | None, *, events: int, lanes: int, keep: str) -> argparse.ArgumentParser:
     """Return what the command lines of all campaigns have, with these defaults."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--events", type=int, default=events, help="faults in all")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6, help="of the first story")
     parser.add_argument("--lanes", type=int, default=lanes, help="stories at once")
@@ -192,50 +177,41 @@ def campaign(
     live: Callable[[int, int, Any, Path], Told],
     **more: Any,
 ) -> dict[str, Any]:
-    """Live stories with seeds in a row, until there were enough events, and print what came out.
+    """Live stories with seeds in a row, of ``each`` events, until there were enough, and print what came out.
 
-    Args:
-        args: of the command line.
-        program: its module's name.
-        each: events of a story.
-        open_lane: makes what stories are lived in, one for each that runs at a time.
-        live: lives one, told its seed, its events, its lane and a directory for records.
-        more: to print.
+    ``open_lane`` makes what stories are lived in, one for each that runs at a time; ``live`` lives one, told its seed,
+    its events, its lane and a directory for records.
     """
     counts = [min(each, args.events - done) for done in range(0, args.events, each)]
     stories, begin_s = iter([*enumerate(counts, args.seed)]), time.monotonic()
-    figures, failures, lock = Figures(), list[dict[str, Any]](), threading.Lock()
+    figures, failures, lock = dict[str, Any](), list[dict[str, Any]](), threading.Lock()
 
     def live_in_a_lane() -> None:
         with open_lane() as lane:
             for seed, events in stories:  # each is one thread's
                 with tempfile.TemporaryDirectory(prefix="campaign-") as directory:
-                    told = live(seed, events, lane, Path(directory))
+                    found, broken = live(seed, events, lane, Path(directory))
                     with lock:
-                        note(seed, events, told, Path(directory))
+                        note(seed, events, found, broken, Path(directory))
 
-    def note(seed: int, events: int, told: Told, directory: Path) -> None:
-        for name, value in told.figures.items():
+    def note(seed: int, events: int, found: dict[str, Any], broken: Sequence[str], directory: Path) -> None:
+        for name, value in found.items():
             before = figures.setdefault(name, type(value)())
             figures[name] = max(before, value) if isinstance(value, float) else before + value
-        if told.broken:
-            failures.append({"seed": seed, "events": events, "violations": [*told.broken]})
+        if broken:
+            failures.append({"seed": seed, "events": events, "violations": [*broken]})
             again = f"python -m {program} --seed {seed} --events {events}"
-            said = [f"seed {seed}: {len(told.broken)} violations; again: {again}", *told.broken[:12]]
+            said = [f"seed {seed}: {len(broken)} violations; again: {again}", *broken[:12]]
             print("\n  ".join(said), file=sys.stderr, flush=True)
-            (directory / "violations").write_text("\n".join(told.broken))
+            (directory / "violations").write_text("\n".join(broken))
             shutil.copytree(directory, args.keep / f"seed{seed}", dirs_exist_ok=True)
 
     with ThreadPoolExecutor(args.lanes) as pool:
         for future in [pool.submit(live_in_a_lane) for _ in range(min(args.lanes, len(counts)))]:
             future.result()
     violations = sum(len(failure["violations"]) for failure in failures)
-    found = {
-        "seed": args.seed,
-        **more,
-        "wall_s": round(time.monotonic() - begin_s, 1),
-        "stories": len(counts),
-    }
-    found |= {**figures, "violations": violations, "failures": failures}
+    wall_s = round(time.monotonic() - begin_s, 1)
+    found = {"seed": args.seed, **more, "wall_s": wall_s, "stories": len(counts), **figures}
+    found |= {"violations": violations, "failures": failures}
     print(json.dumps(found, indent=1))
     return found

@@ -3,15 +3,12 @@
     python -m tests.faults.mutex_campaign --events 10000 --lanes 4
     python -m tests.faults.mutex_campaign --seed 123 --events 40     # that one again
 
-Each schedule (`tests.faults.schedules`) is a function of its seed. Its ranks take real turns on emulated devices,
-are killed, stopped, slowed down, robbed of their files; `tests.faults.oracles` says what their records must show.
-A failing schedule prints its seed and the violations, and keeps its records. Without root the faults that need
-namespaces of their own are left out: a full /dev/shm, process ids used again, clocks that differ.
+Each schedule (`tests.faults.schedules`) is a function of its seed; `tests.faults.oracles` says what the records of its
+ranks must show. Without root there is no full /dev/shm, and no process id is used again.
 """
 
 import dataclasses
 import functools
-import json
 import signal
 import sys
 import time
@@ -23,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import lanes, schedules
-from tests.faults.lanes import Figures, Lane, Told, hung, why_no_container
+from tests.faults.lanes import Lane, Told, hung, why_no_container
 from tests.faults.oracles import FOREVER, Key, Leftovers, Rank, Story, longest_wait_s, read_rank, violations
 from tests.faults.schedules import Blow, JobPlan, Schedule
-from tests.harness.waiting import eventually
 
 FAULTS_EACH = 40
 LEAD_IN_S = 0.05
+JOINING_S = 3.0  # of jobs thought out by hand, for which it takes seconds now and then
 ENDING_S = 30.0  # longest time that ranks may take to end by themselves
 SLACK_S = 0.35
 _TICK_S = 0.01
@@ -38,39 +35,26 @@ _LATE_S = 0.05
 
 @dataclass
 class Overseer:
-    """Runs one schedule in a lane, and keeps what it has done itself, and when.
-
-    Args:
-        plan: what shall happen.
-        lane: where.
-        directory: for the ranks' records.
-        sabotage: one of `mutex_worker.SABOTAGES`, or nothing.
-        slack_s: how late a turn may begin.
-        meets: whether the clock begins when the first jobs have joined.
-    """
+    """Runs one schedule in a lane, and keeps what it has done itself, and when."""
 
     plan: Schedule
     lane: Lane
     directory: Path
-    sabotage: str = ""
-    slack_s: float = SLACK_S
-    meets: bool = False
+    sabotage: str = ""  # one of `mutex_worker.SABOTAGES`
+    slack_s: float = SLACK_S  # how late a turn may begin
     prefix: str = field(default_factory=lambda: f"campaign-{uuid.uuid4().hex[:12]}")
     born: dict[Key, lanes.Rank] = field(default_factory=dict)
     killed_s: dict[Key, float] = field(default_factory=dict)
     stops: dict[Key, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
     meddled_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    done: Counter[str] = field(default_factory=Counter)
-    late_s: float = 0.0
+    late_s: float = 0.0  # how late a short sleep has ended at worst: what a busy machine costs
     base_s: float = 0.0
 
     def run(self) -> Story:
         """Let everything happen, wait for the end, and return what was written down."""
-        self.base_s = time.monotonic() + LEAD_IN_S
-        blows, tell = list(self.plan.blows), self.lane.tell
-        if self.meets:
-            self._meet([blows.pop(0) for _ in range(sum(blow.at_s == 0.0 for blow in blows))])
-        for blow in blows:
+        tell, first_s = self.lane.tell, min(blow.at_s for blow in self.plan.blows)
+        self.base_s = time.monotonic() + LEAD_IN_S - first_s
+        for blow in self.plan.blows:
             self._wait_until(self.base_s + blow.at_s)
             self._strike(blow)
         self._wait_until(self.base_s + self.plan.ends_at_s)
@@ -78,29 +62,13 @@ class Overseer:
         while tell("alive") and time.monotonic() < deadline_s:
             self._wait_until(time.monotonic() + _LATE_S)
         hung([*self.born.values()], 0.0)
-        left = tell("left", group=self.prefix)
         groups = [self._group(number) for number in range(self.plan.groups)]
         devices = [f"dev{number}" for number in range(self.plan.devices)]
-        refusals = tell("come_and_go", groups=groups, devices=devices)
-        leftovers = Leftovers(left, tell("left", group=self.prefix), refusals)
-        tell("sweep", group=self.prefix)
-        tell("forget")
+        leftovers = Leftovers(*tell("end", prefix=self.prefix, groups=groups, devices=devices))
         ranks = {key: self._read(key, rank) for key, rank in self.born.items()}
-        return Story(self.plan, ranks, self.meddled_s, leftovers, self.late_s, self.slack_s)
-
-    def _meet(self, joins: Sequence[Blow]) -> None:
-        """Let the clock begin when these jobs have joined, which takes seconds now and then."""
-        self.base_s = FOREVER
-        for blow in joins:
-            self._strike(blow)
-        logs = self.born.values()
-        eventually(lambda: all(any(line[0] == "joined" for line in log.records()) for log in logs), ENDING_S)
-        self.base_s = time.monotonic()
-        (self.directory / "begins.new").write_text(str(self.base_s))
-        (self.directory / "begins.new").rename(self.directory / "begins")
+        return Story(self.plan, ranks, self.meddled_s, leftovers, self.slack_s + 2 * self.late_s)
 
     def _wait_until(self, at_s: float) -> None:
-        """Wait, and note how late a short sleep ends on this machine at this time."""
         while (left_s := at_s - time.monotonic()) > 0:
             wanted_s = min(left_s, _TICK_S)
             before_s = time.monotonic()
@@ -108,7 +76,6 @@ class Overseer:
             self.late_s = max(self.late_s, time.monotonic() - before_s - wanted_s)
 
     def _strike(self, blow: Blow) -> None:
-        self.done[blow.kind] += 1
         keys = [(blow.job, rank) for rank in blow.ranks]
         match blow.kind:
             case "join" | "reuse-pid":
@@ -117,12 +84,19 @@ class Overseer:
                 for key in keys:
                     self.killed_s.setdefault(key, time.monotonic())
                     self.born[key].signal(signal.SIGKILL)
-            case "stop" | "continue":
+            case "stop":
                 for key in keys:
-                    if key not in self.killed_s:
-                        self._stop(key, blow.kind == "stop")
-            case _:
-                self._meddle(blow)
+                    self.stops[key].append((time.monotonic(), FOREVER))
+                    self.born[key].signal(signal.SIGSTOP)
+            case "continue":
+                for key in keys:
+                    self.born[key].signal(signal.SIGCONT)
+                    self.stops[key][-1] = (self.stops[key][-1][0], time.monotonic())
+            case _:  # meddle with files
+                groups = [blow.group] if blow.group >= 0 else range(self.plan.groups)
+                for number in groups:
+                    self.meddled_s[number].append(time.monotonic())
+                self.lane.tell("meddle", kind=blow.kind, group=self._group(blow.group), seed=blow.seed)
 
     def _bear(self, job: JobPlan, victim: int) -> None:
         for rank in range(len(job.devices)):
@@ -131,35 +105,14 @@ class Overseer:
                 "rank": rank,
                 "base_s": self.base_s,
                 "log": str(self.directory / f"job{job.number}-rank{rank}"),
-                "clock_offset_s": job.clock_offset_s,
                 "group": self._group(job.group),
                 "sabotage": self.sabotage,
             }
             replaced = self.born[victim, 0] if victim >= 0 and rank == 0 else None
-            self.born[job.number, rank] = new = self.lane.bear(order, replaced)
-            self.done["process ids used again"] += replaced is not None and new.pid == replaced.pid
+            self.born[job.number, rank] = self.lane.bear(order, replaced)
 
     def _group(self, number: int) -> str:
         return f"{self.prefix}-{number}"
-
-    def _stop(self, key: Key, stops: bool) -> None:
-        before_s, stopped = time.monotonic(), self.stops[key]
-        self.born[key].signal(signal.SIGSTOP if stops else signal.SIGCONT)
-        if stops:
-            stopped.append((before_s, FOREVER))
-        elif stopped:
-            stopped[-1] = (stopped[-1][0], time.monotonic())
-
-    def _meddle(self, blow: Blow) -> None:
-        before_s, groups = time.monotonic(), [blow.group]
-        if blow.kind in ("full", "free"):
-            self.lane.tell(blow.kind)
-            groups = [*range(self.plan.groups)]
-        else:
-            files = {"group": self._group(blow.group), "seed": blow.seed}
-            self.done["meddled with files"] += self.lane.tell("meddle", kind=blow.kind, **files)
-        for group in groups:
-            self.meddled_s[group].append(before_s)
 
     def _read(self, key: Key, log: lanes.Rank) -> Rank:
         rank = read_rank(self.plan.jobs[key[0]], key[1], log.records())
@@ -169,52 +122,36 @@ class Overseer:
         return rank
 
 
-def figures_of(story: Story, done: Counter[str]) -> Figures:
-    """Say what the ranks of a story have done and suffered."""
-    seen, ranks = Counter(done), story.ranks.values()
-    for rank in ranks:
-        seen.update(f"deed: {kind}" for _, kind in rank.deeds)
-        seen["gave up turns"] += rank.gave_up()
-        seen["refused"] += bool(rank.refused)
-    forgiven = {(rank.job.number, lost.job, lost.turn) for rank in ranks for lost in rank.forgave}
-    return {
-        "events": len(story.schedule.faults),
-        "by_kind": Counter(story.schedule.faults),
-        "seen": seen,
-        "jobs": len(story.schedule.jobs),
-        "turns": sum(len(rank.claims) for rank in ranks),
-        "leases_lost": sum(len(rank.forgave) for rank in ranks),
-        "turns_forgiven": len(forgiven),  # by whichever of a job's ranks
-        "longest_wait_s": round(longest_wait_s(story), 3),
-        "latest_tick_s": round(story.late_s, 3),
-    }
-
-
 def lived(lane: Lane, directory: Path, *jobs: JobPlan, ends_at_s: float, slack_s: float = SLACK_S) -> Story:
     """Let jobs live that were thought out by hand, with no faults but their own deeds."""
     plans = tuple(dataclasses.replace(job, leaves_at_s=min(job.leaves_at_s, ends_at_s)) for job in jobs)
-    blows = tuple(Blow(job.joins_at_s, "join", job.number) for job in plans)
+    blows = tuple(Blow(job.joins_at_s or -JOINING_S, "join", job.number) for job in plans)
     devices = 1 + max(device for job in plans for device in job.devices)
-    plan = Schedule(0, devices, 1 + max(job.group for job in plans), plans, blows, ends_at_s, ())
-    return Overseer(plan, lane, directory, slack_s=slack_s, meets=True).run()
+    plan = Schedule(devices, 1 + max(job.group for job in plans), plans, blows, ends_at_s, ())
+    return Overseer(plan, lane, directory, slack_s=slack_s).run()
 
 
 def live(seed: int, events: int, lane: Lane, directory: Path, *, isolated: bool, sabotage: str) -> Told:
     """Live the schedule of a seed, and judge it."""
     plan = schedules.schedule(seed, events, isolated=isolated)
-    (directory / "schedule.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1))
-    overseer = Overseer(plan, lane, directory, sabotage)
-    story = overseer.run()
-    (directory / "journal").write_text(str(overseer))
-    return Told(figures_of(story, overseer.done), violations(story))
+    story = Overseer(plan, lane, directory, sabotage).run()
+    ranks = story.ranks.values()
+    figures = {
+        "events": len(plan.faults),
+        "by_kind": Counter(plan.faults),
+        "jobs": len(plan.jobs),
+        "turns": sum(len(rank.claims) for rank in ranks),
+        "leases_lost": sum(len(rank.forgave) for rank in ranks),
+        "longest_wait_s": round(longest_wait_s(story), 3),
+    }
+    return figures, violations(story)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = lanes.arguments(__doc__, events=1000, lanes=3, keep="runs/faults")
     parser.add_argument("--sabotage", default="", help="break the package so, to see that it is noticed")
-    parser.add_argument("--not-isolated", action="store_true", help="as without root")
     args = parser.parse_args(argv)
-    isolated = not args.not_isolated and not why_no_container("memory")
+    isolated = not why_no_container("memory")
     lane = functools.partial(Lane, "tests.faults.mutex_worker", "memory" if isolated else "")
     story = functools.partial(live, isolated=isolated, sabotage=args.sabotage)
     return lanes.campaign(args, "tests.faults.mutex_campaign", FAULTS_EACH, lane, story, isolated=isolated)

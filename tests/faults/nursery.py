@@ -30,7 +30,7 @@ from tests.harness.groups import files_of
 
 _PR_SET_PDEATHSIG = 1
 _MS_REC_PRIVATE = 0x4000 | 0x40000
-_CLONE_NEWTIME, _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x80, 0x20000, 0x10000000, 0x20000000
+_CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
 _MEMORY = b"size=2m,mode=1777"
 _BULK = Path(SHARED_MEMORY) / "bulk"
 _REAPED_S = 5.0
@@ -59,22 +59,6 @@ def _enter(container: str) -> None:
         _call("mount", b"campaign", SHARED_MEMORY.encode(), b"tmpfs", 0, _MEMORY)
 
 
-def _in_other_time(offset_s: float, fork: Callable[[], int]) -> int:
-    """Fork a child whose CLOCK_MONOTONIC is ``offset_s`` later than ours."""
-    if not offset_s:
-        return fork()
-    own = os.open("/proc/self/ns/time", os.O_RDONLY)
-    try:
-        _call("unshare", _CLONE_NEWTIME)
-        Path("/proc/self/timens_offsets").write_text(f"monotonic {int(offset_s)} 0\n")
-        pid = fork()
-        if pid:
-            _call("setns", own, _CLONE_NEWTIME)
-        return pid
-    finally:
-        os.close(own)
-
-
 class Nursery:
     """What an overseer may ask for; every public method is one order. Ranks are known by their logs."""
 
@@ -90,8 +74,7 @@ class Nursery:
             old, descriptor = self._born[after]
             _has_ended(descriptor, _REAPED_S)
             Path("/proc/sys/kernel/ns_last_pid").write_text(str(old - 1))
-        pid = _in_other_time(order.get("clock_offset_s", 0.0), os.fork)
-        if pid == 0:
+        if (pid := os.fork()) == 0:
             self._be(order)
         self._born[order["log"]] = pid, os.pidfd_open(pid)
         return pid
@@ -119,55 +102,40 @@ class Nursery:
     def alive(self) -> list[str]:
         return [log for log, (_, descriptor) in self._born.items() if not _has_ended(descriptor)]
 
-    def forget(self) -> None:
+    def end(self, prefix: str, groups: list[str], devices: list[str]) -> tuple[list[str], ...]:
+        """Forget all ranks; return what is left in shared memory, and after each group's next job, and its refusals."""
         for _, descriptor in self._born.values():
             os.close(descriptor)
         self._born.clear()
-
-    def left(self, group: str) -> list[str]:
-        """Return what is in shared memory of groups whose name begins so."""
-        return sorted(map(str, files_of(group)))
-
-    def come_and_go(self, groups: list[str], devices: list[str]) -> list[str]:
-        """Do what the next job of each group would; return why it was refused, where it was."""
-        refusals = []
+        left, refusals = sorted(map(str, files_of(prefix))), []
         for group, device in itertools.product(groups, devices):
             try:
                 TurnSegment(group, device).leave()
             except SegmentError as error:
                 refusals.append(str(error))
-        return refusals
-
-    def sweep(self, group: str) -> None:
-        for path in self.left(group):
+        left_by_next = sorted(map(str, files_of(prefix)))
+        for path in left_by_next:
             Path(path).unlink(missing_ok=True)
+        return left, left_by_next, refusals
 
-    def full(self) -> int:
-        """Leave no byte of shared memory free; return how many were taken."""
-        taken = 0
-        with _BULK.open("wb", buffering=0) as bulk, contextlib.suppress(OSError):
-            while True:
-                taken += bulk.write(b"\0" * 4096)
-        return taken
-
-    def free(self) -> None:
-        _BULK.unlink(missing_ok=True)
-
-    def meddle(self, kind: str, group: str, seed: int) -> bool:
-        """Delete or cut files of a group; tell whether there were any."""
-        own = Path(SHARED_MEMORY) / f"crossover_ddp-{os.geteuid()}"
-        how, what = kind.split("-")
+    def meddle(self, kind: str, group: str, seed: int) -> None:
+        """Delete or cut files of a group, or leave no byte of shared memory free."""
+        if kind == "full":
+            with _BULK.open("wb", buffering=0) as bulk, contextlib.suppress(OSError):
+                while True:
+                    bulk.write(b"\0" * 4096)
+        elif kind == "free":
+            _BULK.unlink(missing_ok=True)
+        how, _, what = kind.partition("-")
         suffixes = {"slots": [".turns"], "log": [".log"], "bells": [".*.bell"]}
-        found_in = suffixes.get(what, [".turns", ".log", ".*.bell"])
-        found = [path for suffix in found_in for path in own.glob(f"{group}@{suffix}")]
-        for path in found:
-            with contextlib.suppress(FileNotFoundError):
-                size = path.stat().st_size
-                if how == "delete":
-                    path.unlink()
-                else:
-                    os.truncate(path, random.Random(seed).randrange(size) if size else 0)
-        return bool(found)
+        own = Path(SHARED_MEMORY) / f"crossover_ddp-{os.geteuid()}"
+        for suffix in suffixes.get(what, [".turns", ".log", ".*.bell"]):
+            for path in own.glob(f"{group}@{suffix}"):
+                with contextlib.suppress(FileNotFoundError):
+                    if how == "delete":
+                        path.unlink()
+                    elif how == "truncate":
+                        os.truncate(path, random.Random(seed).randrange(max(1, path.stat().st_size)))
 
 
 def _has_ended(descriptor: int, timeout_s: float = 0.0) -> bool:

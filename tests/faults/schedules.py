@@ -5,7 +5,7 @@ befall them. Nothing here starts, reads or waits for anything.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +16,13 @@ DEVICE_COUNTS = {1: 5, 2: 5, 3: 1, 4: 1}
 GAP_S = 0.09  # between two faults, on average
 FIRST_S = 0.5  # the first jobs have joined by then
 LATE_S = 0.02  # longest time that a late device runs behind the host
-CLOCK_OFFSETS_S = (-20.0, 1e5)  # time namespaces of containers that were started elsewhere; never below 0
 STYLES = ("plain", "early")
+PLACES = ("inside", "drawn", "between", "queueing")  # a turn, with one drawn, between two, while it queues
 
 MEDDLINGS = (
     *(f"delete-{what}" for what in ("slots", "log", "bells", "all")),
     *("truncate-slots", "truncate-log", "full"),
 )
-NOTHING = ""
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class Deed:
     ranks: tuple[int, ...]
     duration_s: float = 0.0
     value: float = 0.0
-    place: str = ""
-    """Where it dies or halts, of which no schedule makes use: "inside" a turn, "drawn", "queueing" or "between"."""
+    place: str = ""  # one of `PLACES`, where it dies or halts
 
 
 @dataclass(frozen=True)
@@ -45,18 +43,14 @@ class JobPlan:
 
     number: int
     group: int = 0
-    devices: tuple[int, ...] = (0,)
-    """The device of each rank."""
+    devices: tuple[int, ...] = (0,)  # the device of each rank
     joins_at_s: float = 0.0
     leaves_at_s: float = float("inf")
-    lease_s: float | None = None
-    """None: the default, which follows the job's turns."""
+    lease_s: float | None = None  # if None, the default, which follows the job's turns
     hold_s: float = 0.002
     pause_s: float = 0.002
-    late_device: bool = False
-    """Whether its device ends each turn after the host."""
+    late_device: bool = False  # whether its device ends each turn after the host
     style: str = "plain"
-    clock_offset_s: float = 0.0
     deeds: tuple[Deed, ...] = ()
 
 
@@ -69,24 +63,20 @@ class Blow:
     job: int = -1
     ranks: tuple[int, ...] = ()
     group: int = 0
-    seed: int = 0
-    """What random bytes are made from."""
-    victim: int = -1
-    """The job whose process id is taken over."""
+    seed: int = 0  # what random bytes are made from
+    victim: int = -1  # the job whose process id is taken over
 
 
 @dataclass(frozen=True)
 class Schedule:
     """One run of the campaign."""
 
-    seed: int
     devices: int
     groups: int
     jobs: tuple[JobPlan, ...]
     blows: tuple[Blow, ...]
     ends_at_s: float
-    faults: tuple[str, ...]
-    """The kinds of the faults, in order of time; a stop and its end are one."""
+    faults: tuple[str, ...]  # the kinds of the faults, in order of time; a stop and its end are one
 
 
 class _Writer:
@@ -94,7 +84,7 @@ class _Writer:
 
     def __init__(self, seed: int, faults: int, isolated: bool) -> None:
         self._chance = chance = random.Random(seed)
-        self._seed, self._wanted, self._isolated = seed, faults, isolated
+        self._wanted, self._isolated = faults, isolated
         self._devices = self._pick(DEVICE_COUNTS)
         self._groups = 2 if chance.random() < 0.3 else 1
         self._late_device = chance.random() < 0.5
@@ -122,7 +112,7 @@ class _Writer:
         ends_at_s = max([self._now_s + 0.3, *self._busy_until_s.values()])
         jobs = tuple(replace(job, leaves_at_s=min(job.leaves_at_s, ends_at_s)) for job in self._jobs)
         blows = tuple(sorted(self._blows, key=lambda blow: blow.at_s))
-        return Schedule(self._seed, self._devices, self._groups, jobs, blows, ends_at_s, tuple(happened))
+        return Schedule(self._devices, self._groups, jobs, blows, ends_at_s, tuple(happened))
 
     def _alive(self, group: int | None = None) -> list[JobPlan]:
         return [job for job in self._jobs if job.leaves_at_s > self._now_s and group in (None, job.group)]
@@ -140,8 +130,8 @@ class _Writer:
     def _blow(self, kind: str, job: JobPlan, ranks: tuple[int, ...], after_s: float = 0.0) -> None:
         self._blows.append(Blow(self._now_s + after_s, kind, job.number, ranks, job.group))
 
-    def _do(self, job: JobPlan, kind: str, ranks: tuple[int, ...], lasts_s: float, value: float = 0) -> None:
-        deed = Deed(self._now_s, kind, ranks, lasts_s, value)
+    def _do(self, job: JobPlan, kind: str, ranks: tuple[int, ...], lasts_s: float, *more: Any) -> None:
+        deed = Deed(self._now_s, kind, ranks, lasts_s, *more)
         self._put(job, deeds=(*self._jobs[job.number].deeds, deed))
 
     def _happen(self) -> str:
@@ -150,11 +140,9 @@ class _Writer:
         if not alive:
             possible = {"join": 1.0}
         if len(alive) >= self._most_jobs:
-            del possible["join"], possible["overlap"]
+            del possible["join"]
         if not self._isolated:
             possible.pop("reuse-pid", None)
-        if self._devices == 1:
-            possible.pop("overlap", None)
         if not self._meddles or self._now_s < FIRST_S + 0.5:
             possible.pop("meddle", None)
         kind: str = self._pick(possible)
@@ -166,16 +154,12 @@ class _Writer:
     def _joins(self, kind: str) -> None:
         self._join(self._chance.randrange(self._groups))
 
-    def _overlaps(self, kind: str) -> None:
-        """A job shares only some of its siblings' devices."""
-        some = self._chance.sample(range(self._devices), self._chance.randrange(1, self._devices))
-        self._join(self._someone().group, some)
-
-    def _join(self, group: int, some: Sequence[int] = ()) -> JobPlan:
-        chance, devices = self._chance, [*(some or range(self._devices))]
-        if not some and self._devices <= 2 and chance.random() < 0.25:  # two ranks of the job on one device
+    def _join(self, group: int) -> JobPlan:
+        chance, devices = self._chance, [*range(self._devices)]
+        if self._devices <= 2 and chance.random() < 0.25:  # two ranks of the job on one device
             devices.append(self._devices - 1)
-        other_clock = self._isolated and chance.random() < 0.15
+        elif self._devices > 1 and self._now_s and chance.random() < 0.3:  # shares only some of the devices
+            devices = chance.sample(devices, chance.randrange(1, self._devices))
         job = JobPlan(
             number=len(self._jobs),
             group=group,
@@ -185,7 +169,6 @@ class _Writer:
             pause_s=chance.uniform(0.0005, 0.008),
             late_device=self._late_device,
             style=chance.choice(STYLES),
-            clock_offset_s=chance.choice(CLOCK_OFFSETS_S) if other_clock else 0.0,
         )
         self._jobs.append(job)
         self._blow("join", job, ())
@@ -197,7 +180,12 @@ class _Writer:
     def _kills(self, kind: str) -> None:
         job = self._someone()
         ranks = tuple(range(len(job.devices)))
-        self._kill(job, ranks if kind == "kill-job" else (self._chance.choice(ranks),))
+        ranks = ranks if kind == "kill-job" else (self._chance.choice(ranks),)
+        if self._chance.random() < 0.5:
+            return self._kill(job, ranks)
+        self._do(job, "die", ranks, 0.0, 0.0, self._chance.choice(PLACES))
+        self._now_s += 0.2  # perhaps there is no such place by then
+        return self._kill(job, ranks)
 
     def _kill(self, job: JobPlan, ranks: tuple[int, ...]) -> None:
         self._blow("kill", job, ranks)
@@ -209,12 +197,15 @@ class _Writer:
     def _stops(self, kind: str) -> str | None:
         job, uniform = self._someone(), self._chance.uniform
         if self._busy_until_s.get(job.number, 0.0) > self._now_s:
-            return NOTHING
+            return ""
         ranks = self._some_ranks(job)
         stop_s = DEFAULT_LEASE_S + uniform(0.2, 0.8) if kind == "long-stop" else uniform(0.005, 0.3)
+        self._busy_until_s[job.number] = self._now_s + stop_s
+        if self._chance.random() < 0.5:
+            self._do(job, "halt", ranks, stop_s, 0.0, self._chance.choice(PLACES[:3]))
+            return None
         self._blow("stop", job, ranks)
         self._blow("continue", job, ranks, after_s=stop_s)
-        self._busy_until_s[job.number] = self._now_s + stop_s
         return None
 
     def _deeds(self, kind: str) -> None:
@@ -223,8 +214,6 @@ class _Writer:
             "slow-compute": uniform(0.01, 0.15),
             "too-slow-compute": DEFAULT_LEASE_S + uniform(0.2, 0.6),
             "slow-link": uniform(0.01, 0.15),
-            "slow-grant": uniform(0.005, 0.1),
-            "wall-clock": self._chance.choice([-1e9, -3600.0, -1.0, 1.0, 3600.0, 1e9]),
             "suspend": uniform(1.0, 3.0) * DEFAULT_LEASE_S,
         }.get(kind, 0.0)
         self._do(job, kind, self._some_ranks(job), uniform(0.05, 0.5), value)
@@ -260,7 +249,7 @@ class _Writer:
 
 # How often each happens beside the others, and what it does.
 FAULTS: dict[str, tuple[float, Callable[[_Writer, str], str | None]]] = {
-    "join": (3.0, _Writer._joins),
+    "join": (4.0, _Writer._joins),
     "leave": (1.0, _Writer._leaves),
     "kill-rank": (1.5, _Writer._kills),
     "kill-job": (1.0, _Writer._kills),
@@ -269,25 +258,14 @@ FAULTS: dict[str, tuple[float, Callable[[_Writer, str], str | None]]] = {
     "slow-compute": (3.0, _Writer._deeds),
     "too-slow-compute": (0.5, _Writer._deeds),
     "slow-link": (3.0, _Writer._deeds),
-    "slow-grant": (2.0, _Writer._deeds),
-    "evaluate": (2.0, _Writer._deeds),
     "fork": (3.0, _Writer._deeds),
     "orphan": (1.0, _Writer._orphans),
-    "wall-clock": (2.0, _Writer._deeds),
     "suspend": (0.7, _Writer._deeds),
     "reuse-pid": (1.0, _Writer._reuses),
-    "overlap": (1.5, _Writer._overlaps),
     "meddle": (2.0, _Writer._meddle),
 }
 
 
 def schedule(seed: int, faults: int, *, isolated: bool) -> Schedule:
-    """Return the schedule of a seed.
-
-    Args:
-        seed: of everything that is chosen.
-        faults: how many.
-        isolated: whether the machine lends namespaces (process ids, mounts, clocks), without which there is no full
-            /dev/shm of one's own, no process id to be chosen, no other clock.
-    """
+    """Return a seed's schedule of so many faults; only if ``isolated`` may /dev/shm be full, process ids be chosen."""
     return _Writer(seed, faults, isolated).write()

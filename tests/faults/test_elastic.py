@@ -2,13 +2,12 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed.run
 
-from tests.faults.campaign import Job, Site
-from tests.faults.lanes import Lane, Log
+from tests.faults.campaign import RANKS, Site, open_lanes
+from tests.faults.lanes import Log
 from tests.harness import spawn_script
 from tests.harness.campaign import only_in_campaign
 from tests.harness.groups import files_of, new_group
@@ -17,20 +16,10 @@ from tests.harness.waiting import eventually
 STEPS = 24
 SEED = 1  # of both jobs, so that one run alone tells what both should compute
 DIES = [1, 8]  # rank, step
-RANKS = 2
 TIMEOUT_S = 90.0
 AGENT = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=2", "--monitor-interval=0.1"]
 # Without it torch 2.15 finds gloo addresses of the life before in the agent's store, with or without a hook.
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-@contextlib.contextmanager
-def slowed(job: Job) -> Iterator[None]:
-    """Let steps take longer while nothing is to be seen of them: as many are computed once more alone."""
-    slow = Path(f"{job.stop}.slow")
-    slow.touch()
-    yield
-    slow.unlink()
 
 
 @only_in_campaign
@@ -47,19 +36,14 @@ def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> Non
         assert eventually(lambda: len(trained(0, life).steps()) >= steps, TIMEOUT_S), agent.output(0)
 
     with contextlib.ExitStack() as stack:
-        lanes = [stack.enter_context(Lane("tests.faults.trainee")) for _ in range(RANKS)]
-        site = Site(lanes, tmp_path, group)
+        site = Site(stack.enter_context(open_lanes()), tmp_path, group)
         steady = site.start(SEED)
         launched = spawn_script(torch.distributed.run.__file__, 1, args=words, environment=ENVIRONMENT)
         agent = stack.enter_context(launched)
-        with slowed(steady):
-            wait_for_steps(1, life=0)
-        wait_for_steps(DIES[1], life=0)
-        with slowed(steady):
+        with steady.slowed():  # as many steps as it makes are computed once more alone
             wait_for_steps(1, life=1)
         wait_for_steps(STEPS, life=1)
-        with slowed(steady):
-            agent.wait(TIMEOUT_S)
+        agent.wait(TIMEOUT_S)
         steady.train(3)
         steady.end("leave")
         assert len(trained(1, life=0).steps()) == DIES[1], "it died where it should"

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import CrossoverState, crossover_hook
+from tests.harness.training import Training
 
 SLOW_S = 0.3
 FORKED_S = 2.0
@@ -39,14 +38,10 @@ def sample(first: int, number: int) -> torch.Tensor:
 
 
 def befall(order: dict[str, Any], step: int) -> None:
-    """Let go wrong inside a turn what the order says.
-
-    While the file ``stop`` + ".slow" is there every step computes longer. ``forks`` are the steps in which the script
-    forks a child, which lives on for a while. ``dies`` is the (rank, step) that kills itself, in the job's first life.
-    """
+    """Let go wrong inside a turn what the order says."""
     if Path(order["stop"] + ".slow").exists():
         time.sleep(SLOW_S)
-    if step in order.get("forks", ()) and os.fork() == 0:
+    if step in order.get("forks", ()) and os.fork() == 0:  # a child that lives on for a while
         time.sleep(FORKED_S)
         os._exit(0)
     first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -57,40 +52,35 @@ def befall(order: dict[str, Any], step: int) -> None:
 def live(order: dict[str, Any]) -> None:
     """Train until the steps are done or the file ``order['stop']`` names appears; one line per step."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader waits for its workers
-    seed, stop = order["seed"], Path(order["stop"])
     os.environ["CROSSOVER_GROUP"] = order["group"]
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(network(seed), bucket_cap_mb=0.2, gradient_as_bucket_view=True)
-    state = None
-    if order["hook"] == "crossover":
-        state = CrossoverState()
-        model.register_comm_hook(state, crossover_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     workers = order.get("workers", 0)
-    batches = torch.utils.data.DataLoader(
+    loader = torch.utils.data.DataLoader(
         range(order["steps"]),
         batch_size=None,
-        collate_fn=functools.partial(sample, (1000 * seed + dist.get_rank()) << 32),
+        collate_fn=functools.partial(sample, (1000 * order["seed"] + dist.get_rank()) << 32),
         num_workers=workers,
         multiprocessing_context="fork" if workers else None,
     )
+    batches = iter(loader)
+    training = Training(
+        None if order["hook"] == "none" else order["hook"],
+        module=network(order["seed"]),
+        optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)],
+        loss=lambda model, *_: model(next(batches)).pow(2).mean(),
+        bucket_cap_mb=0.2,
+    )
     with open(order["log"], "w", buffering=1) as log:
-        going = torch.zeros(1)
-        for step, inputs in enumerate(batches):
+        going = torch.ones(1)
+        while going and training.steps < order["steps"]:
             begin_s = time.monotonic()
-            befall(order, step)
-            loss = model(inputs).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            print(json.dumps([step, begin_s, time.monotonic(), loss.item()]), file=log)
-            going[0] = not stop.exists()
+            befall(order, training.steps)
+            loss = training.step()
+            print(json.dumps([training.steps, begin_s, time.monotonic(), loss]), file=log)
+            going[0] = not Path(order["stop"]).exists()
             dist.broadcast(going, 0)
-            if not going.item():
-                break
-        print(json.dumps({"stats": state.stats() if state is not None else None}), file=log)
-    if state is not None:
-        state.close()
+        print(json.dumps({"stats": training.state.stats() if training.state else None}), file=log)
+    training.close()
     dist.destroy_process_group()
 
 

@@ -89,6 +89,4 @@ def overlaps(first: Sequence[Interval], second: Sequence[Interval]) -> list[tupl
 def gaps_s(first: Sequence[Interval], second: Sequence[Interval]) -> list[float]:
     """Return how long the device idled at each change from one job to the other; below 0 where they overlapped."""
     order = sorted([(i, 0) for i in first] + [(i, 1) for i in second])
-    return [
-        (b.begin_ns - a.end_ns) / 1e9 for (a, one), (b, other) in itertools.pairwise(order) if one != other
-    ]
+    return [(b.begin_ns - a.end_ns) / 1e9 for (a, one), (b, two) in itertools.pairwise(order) if one != two]

@@ -29,8 +29,7 @@ class Plan(NamedTuple):
     """What each of two jobs does."""
 
     group: str
-    meeting: str
-    """A directory where processes tell each other how far they are."""
+    meeting: str  # a directory where processes tell each other how far they are
     processes: int = 2
     variant: str = "mutex"
     turns: int = TURNS
@@ -40,6 +39,7 @@ class Plan(NamedTuple):
 class Outcome(NamedTuple):
     ran: list[Interval]
     stats: dict[str, Any]
+    held: list[tuple[int, int, int]]  # after the first half of the turns and after all, see `held`
 
 
 def new_plan(directory: Path, **changes: Any) -> Plan:
@@ -117,6 +117,13 @@ def _captured(spin_ns: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     return graph, static
 
 
+def held() -> tuple[int, int, int]:
+    """Return open descriptors, bytes on the device, and pages in memory."""
+    torch.cuda.synchronize()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return len(os.listdir("/proc/self/fd")), torch.cuda.memory_allocated(), pages
+
+
 def race(rank: int, world_size: int, plan: Plan) -> Outcome:
     torch.cuda.set_device(0)
     busy_kernel()
@@ -131,9 +138,12 @@ def race(rank: int, world_size: int, plan: Plan) -> Outcome:
         for _ in range(WARM_UP_TURNS):
             take_turn(mutex, plan, unused, WARM_UP_NS)
         meet(plan, "warm")
-        for row in marks:
+        half = []
+        for turn, row in enumerate(marks):
             take_turn(mutex, plan, row, plan.spin_ns)
-        return Outcome(intervals(marks), {} if mutex is None else mutex.stats())
+            if 2 * turn == plan.turns > 10 * TURNS:  # few turns are not interrupted
+                half = [held()]
+        return Outcome(intervals(marks), {} if mutex is None else mutex.stats(), [*half, held()])
 
 
 def run_race(plan: Plan, world_size: int = 1) -> list[list[Outcome]]:

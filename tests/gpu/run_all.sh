@@ -25,6 +25,7 @@ beside=() # what `order` prints would be lost
 "$PYTHON" -c 'import xdist' 2>/dev/null && beside=(-n 4)
 link=(--rate 10000 --ratio 1)
 DEATHS=killed_with_kernels_in_flight
+ALONE='(capture or lent or ends_with)' # not beside others on the GPU
 
 # First an interrupt: what is told that way reports what it has, and ends the processes it has started.
 limited() { # seconds, command
@@ -76,19 +77,19 @@ part() {
     local status=0
     case $1 in
     tests)
-        tests tests 250 "${beside[@]}" -k "not $DEATHS" tests/gpu/test_device_order.py tests/gpu/test_hooks_gpu.py || status=1
+        tests tests 250 "${beside[@]}" -k "not $DEATHS and not $ALONE" tests/gpu/test_device_order.py tests/gpu/test_hooks_gpu.py || status=1
         tests tests 150 "${beside[@]}" -k cuda tests/conformance/test_conformance.py || status=1
         tests tests 100 "${beside[@]}" tests/gpu/test_kfac_gpu.py || status=1
         ;;
     order)
-        tests order 300 -k "not $DEATHS" tests/gpu/test_device_ways.py tests/gpu/test_device_order.py || status=1
+        tests order 300 -k "not $DEATHS" tests/gpu/test_device_order.py || status=1
         ;;
     bench)
         benchmark siblings 280 "${link[@]}" || status=1
         ;;
     mps)
         with_mps order_mps || return 0
-        tests order_mps 240 -k "not $DEATHS" tests/gpu/test_device_ways.py tests/gpu/test_device_order.py || status=1
+        tests order_mps 240 -k "not $DEATHS" tests/gpu/test_device_order.py || status=1
         benchmark siblings_mps 280 "${link[@]}" || status=1
         benchmark siblings_mps_nccl 280 "${link[@]}" --backend nccl || status=1
         CUDA_DEVICE_MAX_CONNECTIONS=8 benchmark siblings_mps_nccl_queues 280 "${link[@]}" --backend nccl || status=1

@@ -29,16 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import (
-    CompressedState,
-    CrossoverState,
-    DecoupledState,
-    Int8,
-    compressed_hook,
-    crossover_hook,
-    decoupled_hook,
-    reduce_scatter_all_gather_hook,
-)
+import crossover_ddp as ddp
 from lab.network import INTERFACE, LabId, Network
 from tests.harness.groups import free_port, share_the_gpu
 
@@ -49,15 +40,16 @@ ALONE, BESIDE, TURNS, TRIED = "one after the other", "side by side", "turns", "t
 TOGETHER = [BESIDE, TURNS, TRIED]
 WARM_UP = {TRIED: 200, "decoupled": 100}  # steps in which they try themselves
 HOOKS: dict[str, Callable[[torch.optim.Optimizer], tuple[Any, Any]]] = {
-    TURNS: lambda _: (CrossoverState(trial=False), crossover_hook),
-    TRIED: lambda _: (CrossoverState(trial=True), crossover_hook),
-    "split": lambda _: (None, reduce_scatter_all_gather_hook),
-    "int8": lambda _: (CompressedState(Int8()), compressed_hook),
-    "decoupled": lambda optimizer: (DecoupledState(optimizer), decoupled_hook),
+    TURNS: lambda _: (ddp.CrossoverState(trial=False), ddp.crossover_hook),
+    TRIED: lambda _: (ddp.CrossoverState(trial=True), ddp.crossover_hook),
+    "split": lambda _: (None, ddp.reduce_scatter_all_gather_hook),
+    "int8": lambda _: (ddp.CompressedState(ddp.Int8()), ddp.compressed_hook),
+    "decoupled": lambda optimizer: (ddp.DecoupledState(optimizer), ddp.decoupled_hook),
 }
 WAITING = [BESIDE, TRIED]
 ONE_JOB = ["plain", "split", TURNS, "int8", "decoupled"]
 TOLD = ("turns", "handovers", "turns_pay", "leases_expired", "deferred", "exposed_s")
+Plan = dict[int, tuple[int, int, float]]  # by job, width, batch and seconds of waiting in each step
 
 
 class Shared:
@@ -110,27 +102,15 @@ class Training:
         self.ends.reverse()
         self.ends[0].synchronize()  # of the step before
 
-    def close(self) -> dict[str, object]:
-        if self.state is None:
-            return {}
-        stats = self.state.stats()
-        self.state.close()
+    def close(self) -> dict[str, Any]:
+        stats = {} if self.state is None else self.state.stats()
+        if self.state is not None:
+            self.state.close()
         return {key: stats[key] for key in TOLD if key in stats}
 
 
-def rate(
-    shared: Shared,
-    name: str,
-    hook: str,
-    plan: dict[int, tuple[int, int, float]],
-    seconds: float,
-    sync: bool = True,
-) -> dict[str, object]:
-    """Let jobs train at once, for as long as asked; return this one's steps per second.
-
-    Args:
-        plan: by job, width, batch and seconds of waiting in each step.
-    """
+def rate(shared: Shared, name: str, hook: str, plan: Plan, seconds: float, sync: bool = True) -> Any:
+    """Let jobs train at once, for as long as asked; return this one's steps per second."""
     shared.meet(name, JOBS * RANKS)  # who does not take part leaves the GPU alone
     if shared.job not in plan:
         return {}
@@ -139,7 +119,7 @@ def rate(
     for _ in range(WARM_UP.get(hook, 6)):
         training.step(wait_s, sync)
     torch.cuda.synchronize()
-    mutex = training.state.mutex if isinstance(training.state, CrossoverState) else None
+    mutex = training.state.mutex if isinstance(training.state, ddp.CrossoverState) else None
     if mutex is not None:
         mutex.release()  # nobody waits for a job that waits
     shared.meet(f"{name}: warm", RANKS * len(plan))
@@ -164,8 +144,7 @@ def rate(
     shared.meet(f"{name}: over", RANKS * len(plan))
     ends_s = min(float(shared.store.get(f"{name}: job {job} is over: {shared.rank}")) for job in plan)
     steps = sum(each <= ends_s for each in stamps_s)
-    found: dict[str, object] = {"steps_per_s": steps / (stamps_s[steps - 1] - begin_s)}
-    return found | training.close()
+    return {"steps_per_s": steps / (stamps_s[steps - 1] - begin_s), **training.close()}
 
 
 def wire_s(shared: Shared, width: int) -> float:
@@ -183,14 +162,12 @@ def wire_s(shared: Shared, width: int) -> float:
 def rank_main(args: argparse.Namespace) -> None:
     """What each rank of each job does, and what rank 0 of each job writes."""
     shared = Shared()
-    rows: dict[str, object] = {}
+    rows: dict[str, Any] = {}
     batch, m_s = 4096, wire_s(shared, args.width) if shared.job == 0 else 0.0
     for number in range(3):
-        found = rate(
-            shared, f"calibration {number}", BESIDE, {0: (args.width, batch, 0.0)}, args.seconds, sync=False
-        )
-        if found:
-            c_s = 1 / float(found["steps_per_s"])  # type: ignore[arg-type]
+        alone: Plan = {0: (args.width, batch, 0.0)}
+        if found := rate(shared, f"calibration {number}", BESIDE, alone, args.seconds, sync=False):
+            c_s = 1 / found["steps_per_s"]
             share = torch.tensor(batch * m_s / args.ratio / c_s, device="cuda")
             dist.all_reduce(share, dist.ReduceOp.MAX)
             batch = min(max(256, int(share) // 256 * 256), args.most)
@@ -212,7 +189,7 @@ def rank_main(args: argparse.Namespace) -> None:
     busy = (args.width, batch, 0.0)
     idle = (128, 64, WAIT_S)
 
-    def all_of(what: str, ways: list[str], *plans: dict[int, tuple[int, int, float]]) -> list[Any]:
+    def all_of(what: str, ways: list[str], *plans: Plan) -> list[Any]:
         """Return name, way and plan of runs, in another order in each repeat."""
         return [
             (f"{way}{what} {repeat}", way, plan)
@@ -235,17 +212,17 @@ def rank_main(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def summary(both: list[dict[str, object]], repeats: int) -> dict[str, object]:
+def summary(both: list[dict[str, Any]], repeats: int) -> dict[str, Any]:
     """Compare the ways: medians over repeats."""
 
     def of(job: int, name: str) -> float:
-        return float(both[job][name]["steps_per_s"])  # type: ignore[index]
+        return float(both[job][name]["steps_per_s"])
 
     rows = {key: both[0][key] for key in ("M s", "M s, while the sibling computes", "C s", "batch")}
     # One after the other, two steps take as long as both jobs' steps alone.
     alone = [2 / sum(1 / of(job, f"{ALONE} {repeat}") for job in range(JOBS)) for repeat in range(repeats)]
-    t1_s, c_s, m_s = 1 / statistics.median(alone), float(both[0]["C s"]), float(both[0]["M s"])  # type: ignore[arg-type]
-    rows |= {"T1 s": t1_s, "bound": t1_s / max(c_s, m_s, t1_s / 2)}
+    t1_s = 1 / statistics.median(alone)
+    rows |= {"T1 s": t1_s, "bound": t1_s / max(rows["C s"], rows["M s"], t1_s / 2)}
     for way in TOGETHER:
         together = [sum(of(job, f"{way} {repeat}") for job in range(JOBS)) for repeat in range(repeats)]
         factors = [got / base for got, base in zip(together, alone, strict=True)]
@@ -259,9 +236,7 @@ def summary(both: list[dict[str, object]], repeats: int) -> dict[str, object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"])
     parser.add_argument("--rate", type=float, help="Mbit/s of each node's link")
     parser.add_argument("--ratio", type=float, default=0.75, help="M/C, by the size of the batch")
@@ -274,15 +249,10 @@ def main() -> int:
     if "JOB" in os.environ:
         rank_main(args)
         return 0
-    common = {
-        "BACKEND": args.backend,
-        "CROSSOVER_GROUP": f"siblings-{os.getpid()}",
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(RANKS),
-    }
+    common = {"BACKEND": args.backend, "CROSSOVER_GROUP": f"siblings-{os.getpid()}", "OMP_NUM_THREADS": "1"}
+    common |= {"WORLD_SIZE": str(RANKS), "ADDRESS": "127.0.0.1", "PORT": str(free_port())}
     with contextlib.ExitStack() as ending:
         enter: list[list[str]] = [[]] * RANKS
-        common |= {"ADDRESS": "127.0.0.1", "PORT": str(free_port())}
         if args.rate:
             lab = LabId.of_this_process(0)
             network = Network(lab, nodes=RANKS, rate_mbit=args.rate, mtu=9000, cores=[None] * RANKS)

@@ -5,24 +5,30 @@ kernel still to run. Kernels of two jobs must never be under way at the same tim
 the same run without a mutex, and with the wait for the device left out.
 """
 
+import contextlib
 import itertools
 import os
 import signal
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from crossover_ddp import UnsupportedConfigurationError
 from crossover_ddp._system.device import device_name
+from crossover_ddp.gpu_mutex import GPUMutex
 from tests import fake_cuda
 from tests.gpu.kernels import Interval, busy_kernel, gaps_s, intervals, overlaps
 from tests.gpu.races import (
+    LEASE_S,
     TIMEOUT_S,
     TURNS,
+    WARM_UP_TURNS,
     Plan,
     check_turns,
     hear,
@@ -35,14 +41,15 @@ from tests.gpu.races import (
 )
 from tests.harness import Job, run_jobs, spawn_script
 from tests.harness.waiting import eventually
+from tests.unit.turns.mutexes import membership_of
 
 pytestmark = pytest.mark.gpu
 
+LONG_NS = 1_000_000_000
+
 
 @pytest.mark.parametrize("variant", ["mutex", "side", "streams", "graph"])
-def test_kernels_of_two_jobs_never_overlap(
-    variant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kernels_of_two_jobs_never_overlap(variant: str, tmp_path: Path, capsys: Any) -> None:
     [[first], [second]] = run_race(new_plan(tmp_path, variant=variant))
     check_turns(first, second)
     gaps = gaps_s(first.ran, second.ran)
@@ -106,9 +113,12 @@ def visible_here() -> list[str]:
 
 
 def test_a_gpu_has_one_name_by_whatever_number_a_process_knows_it(tmp_path: Path) -> None:
-    name = device_name(torch.device("cuda", 0))
-    assert name_where_visible(tmp_path, visible_here()[0], 0) == name
-    assert name_where_visible(tmp_path, name, 0) == name  # CUDA takes the UUID as well
+    names = [device_name(torch.device("cuda", index)) for index in range(min(2, torch.cuda.device_count()))]
+    assert name_where_visible(tmp_path, visible_here()[0], 0) == names[0]
+    assert name_where_visible(tmp_path, names[0], 0) == names[0]  # CUDA takes the UUID as well
+    if len(names) > 1:
+        swapped = ",".join(reversed(visible_here()[:2]))
+        assert names[0] != names[1] == name_where_visible(tmp_path, swapped, 0)
 
 
 @pytest.mark.gpu(real="no nvidia-smi")
@@ -120,15 +130,6 @@ def test_the_driver_names_the_gpu_as_torch_and_nvidia_smi_do() -> None:
         assert name == f"GPU-{torch.cuda.get_device_properties(0).uuid}"
 
 
-@pytest.mark.gpu(count=2)
-def test_two_gpus_keep_their_names_when_their_numbers_are_swapped(tmp_path: Path) -> None:
-    names = [device_name(torch.device("cuda", index)) for index in range(2)]
-    assert names[0] != names[1]
-    swapped = ",".join(reversed(visible_here()[:2]))
-    assert [name_where_visible(tmp_path, swapped, index) for index in (1, 0)] == names
-
-
-LONG_NS = 2_000_000_000
 DEATH_TIMEOUT_S = 25.0
 
 
@@ -138,7 +139,7 @@ def die_in_turn(rank: int, world_size: int, plan: Plan) -> None:
     with mutex_of(plan) as mutex:
         meet(plan, "joined")
         mutex.acquire()
-        busy_kernel()(torch.zeros(2, dtype=torch.int64, device="cuda"), LONG_NS)
+        busy_kernel()(torch.zeros(2, dtype=torch.int64, device="cuda"), 2 * LONG_NS)
         if plan.variant == "given back":
             mutex.release()
         tell(plan, "computing")
@@ -160,14 +161,10 @@ def outlive(rank: int, world_size: int, plan: Plan) -> float:
             done = torch.cuda.Event()
             done.record()
             mutex.release()
-            assert eventually(done.query, DEATH_TIMEOUT_S, every_s=0.001), (
-                "the stream waits for a dead process"
-            )
+            assert eventually(done.query, DEATH_TIMEOUT_S, every_s=0.001), "it waits for a dead process"
         took_s = time.monotonic() - begin_s
         # The last one to leave removes the files; a CUDA process takes a while to die.
-        assert eventually(lambda: not mutex.stats()["siblings"], DEATH_TIMEOUT_S), (
-            "the killed one is still there"
-        )
+        assert eventually(lambda: not mutex.stats()["siblings"], DEATH_TIMEOUT_S), "the dead one stays"
     return took_s
 
 
@@ -183,63 +180,157 @@ def test_a_job_goes_on_when_its_sibling_is_killed_with_kernels_in_flight(
 
 
 MANY_TURNS = 1000 if fake_cuda.is_here() else 3000
-Held = tuple[int, int, int]
-
-
-def held() -> Held:
-    """Return open descriptors, bytes on the device, and pages in memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return len(os.listdir("/proc/self/fd")), torch.cuda.memory_allocated(), pages
-
-
-def take_many_turns(rank: int, world_size: int, plan: Plan) -> tuple[Held, Held, dict[str, Any]]:
-    torch.cuda.set_device(0)
-    marks = torch.zeros(2, dtype=torch.int64, device="cuda")
-    busy_kernel()
-    with mutex_of(plan) as mutex:
-        meet(plan, "ready")
-        before = None
-        for turn in range(plan.turns):
-            take_turn(mutex, plan, marks, plan.spin_ns)
-            if turn == 500:
-                torch.cuda.synchronize()
-                before = held()
-        torch.cuda.synchronize()
-        assert before is not None
-        return before, held(), mutex.stats()
 
 
 def test_thousands_of_turns_leave_nothing_behind(tmp_path: Path) -> None:
-    plan = new_plan(tmp_path, turns=MANY_TURNS, spin_ns=10_000)
-    jobs = [Job(take_many_turns, 1, args=(plan,), backend=None, name=name) for name in "ab"]
-    for [(before, after, stats)] in run_jobs(jobs, timeout_s=TIMEOUT_S):
-        assert stats["turns"] == MANY_TURNS
-        assert stats["disabled_because"] is None
+    for [outcome] in run_race(new_plan(tmp_path, turns=MANY_TURNS, spin_ns=10_000)):
+        before, after = outcome.held
+        assert outcome.stats["turns"] == MANY_TURNS + WARM_UP_TURNS
         assert after[0] <= before[0]
         assert after[1] == before[1]
         # What is enqueued on the fake device lies in the process's own memory, for as long as it is late.
         assert fake_cuda.is_here() or (after[2] - before[2]) * os.sysconf("SC_PAGE_SIZE") < 8 * 2**20
 
 
-def at(*pairs: tuple[int, int]) -> list[Interval]:
-    return [Interval(begin, end) for begin, end in pairs]
+def test_a_turn_inside_a_capture_is_refused_and_the_mutex_goes_on(tmp_path: Path) -> None:
+    plan = new_plan(tmp_path)
+    marks = torch.zeros(2, dtype=torch.int64, device="cuda")
+    busy_kernel()(marks, 1000)
+    torch.cuda.synchronize()
+
+    def refused(act: Callable[[], object]) -> None:
+        graph, error = torch.cuda.CUDAGraph(), UnsupportedConfigurationError
+        with pytest.raises(error, match="capturing"), torch.cuda.graph(graph):
+            busy_kernel()(marks, 1000)
+            act()
+        torch.cuda.synchronize()
+
+    with mutex_of(plan) as mutex:
+        refused(mutex.acquire)
+        mutex.acquire()
+        refused(mutex.release)
+        assert mutex.holding
+        mutex.release()
+        take_turn(mutex, plan, marks, 1000)
+        torch.cuda.synchronize()
+        told = eventually(lambda: mutex.stats()["turn"] == 2)
+        assert told, "a refused call has drawn a turn, or given one back"
 
 
-def test_the_instruments_tell_overlaps_and_gaps() -> None:
-    mine = at((0, 5), (10, 15))
-    assert intervals(torch.tensor([[0, 5], [10, 15]])) == mine
-    assert not overlaps(mine, at((5, 10), (15, 20)))
-    assert overlaps(mine, at((4, 10))) == [(Interval(0, 5), Interval(4, 10))]
-    assert len(overlaps(mine, at((-1, 99)))) == 2
-    assert len(gaps_s(mine, at((5, 10), (15, 30)))) == 3
-    assert gaps_s(at((0, 5), (6, 15)), at((17, 20), (40, 50))) == pytest.approx([2e-9])
-    assert gaps_s(at((0, 5), (6, 15)), at((10, 12), (15, 16))) == pytest.approx([-5e-9])
+def test_a_thread_that_waits_for_a_turns_end_does_not_spoil_a_capture(tmp_path: Path) -> None:
+    """In torch's default mode a wait for an event on any thread of the process would invalidate the capture."""
+    plan = new_plan(tmp_path, variant="streams")
+    marks, static = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
+    busy_kernel()(static, 1000)
+    torch.cuda.synchronize()
+    with mutex_of(plan) as mutex:
+        for duration_ns in (150_000_000, LONG_NS):
+            take_turn(mutex, plan, marks, duration_ns)
+        # `torch.cuda.graph` would synchronize the device first, and the thread's waits be over.
+        graph, capturing = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(capturing):
+            graph.capture_begin(capture_error_mode="global")
+            busy_kernel()(static, 1000)
+            time.sleep(0.5)  # meanwhile the first turn ends, and the thread begins to wait for the second
+            graph.capture_end()
+        (own,) = membership_of(mutex).segment.members()
+        assert (own.started, own.returned) == (2, 1), "one turn was to be told, and one not yet"
+        graph.replay()
 
 
-def test_kernels_of_one_stream_run_one_after_the_other_for_the_time_asked() -> None:
-    marks = torch.zeros(4, 2, dtype=torch.int64, device="cuda")
-    for row in marks:
-        busy_kernel()(row, 3_000_000)
-    ran = intervals(marks)
-    assert all(3e6 <= end - begin < 30e6 for begin, end in ran)
-    assert all(earlier.end_ns <= later.begin_ns for earlier, later in itertools.pairwise(ran))
+def share_an_idle_turn(rank: int, world_size: int, plan: Plan, is_first: bool) -> tuple[list[Interval], bool]:
+    """Compute for a while in a turn, then wait inside it until the sibling has been in its own; was it?
+
+    "streams": on another stream than that on which turns are taken. "graph": while the stream captures a graph.
+    """
+    torch.cuda.set_device(0)
+    marks = torch.zeros(1, 2, dtype=torch.int64, device="cuda")
+    busy, graph, taking = busy_kernel(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    computing = torch.cuda.Stream() if plan.variant == "streams" else taking
+    torch.cuda.synchronize()
+
+    def turn(duration_ns: int) -> None:
+        with torch.cuda.stream(taking):
+            mutex.acquire()
+        with torch.cuda.stream(computing):
+            busy(marks[0], duration_ns)
+
+    def came() -> bool:
+        return any(Path(plan.meeting).glob("came.*"))
+
+    with contextlib.closing(GPUMutex(plan.group, device=0, lease=LEASE_S, trial=True)) as mutex:
+        meet(plan, "here")
+        if is_first:
+            turn(1000)
+            with torch.cuda.stream(computing):
+                mutex.release()
+        else:
+            hear(plan, "waits")
+        turn(LONG_NS if is_first and plan.variant != "graph" else 1000)
+        if is_first and plan.variant == "graph":
+            with torch.cuda.stream(computing):
+                computing.synchronize()
+                graph.capture_begin(capture_error_mode="global")
+                busy(torch.zeros_like(marks[0]), 1000)
+                tell(plan, "waits")
+                assert not eventually(came, 0.5), "the stream was asked, or not"
+                graph.capture_end()
+        tell(plan, "waits" if is_first else "came")
+        has_come = eventually(came, TIMEOUT_S / 2)
+        mutex.release()
+        torch.cuda.synchronize()
+        assert mutex.stats()["leases_expired"] == 0
+        return intervals(marks), has_come
+
+
+@pytest.mark.parametrize("variant", ["mutex", "streams", "graph"])
+def test_a_turn_is_lent_when_the_host_waits_and_the_device_has_done_its_part(
+    variant: str, tmp_path: Path
+) -> None:
+    plan = new_plan(tmp_path, variant=variant)
+    jobs = [Job(share_an_idle_turn, 1, args=(plan, is_first), backend=None) for is_first in (True, False)]
+    [[(first, came)], [(second, _)]] = run_jobs(jobs, timeout_s=TIMEOUT_S)
+    assert came
+    assert not overlaps(first, second)
+
+
+LEAVE_WITHOUT_A_WORD = """
+import sys, torch
+from crossover_ddp.gpu_mutex import GPUMutex
+from tests.gpu.kernels import busy_kernel
+from tests.gpu.races import Plan, hear, tell
+busy, plan = busy_kernel(), Plan(*sys.argv[1:])
+marks = torch.zeros(2, dtype=torch.int64, device="cuda")
+torch.cuda.synchronize()
+mutex = GPUMutex(plan.group, device=0, lease=30.0)
+tell(plan, "joined")
+hear(plan, "go")
+mutex.acquire()
+busy(marks, 1_000_000_000)
+mutex.release()
+tell(plan, "given back")
+hear(plan, "end")
+"""
+
+
+def test_a_script_that_ends_with_kernels_in_flight_holds_nobody_up(tmp_path: Path) -> None:
+    """Without `close()`: the end of the process waits for the device before it gives its slot up."""
+    plan = new_plan(tmp_path)
+    marks = torch.zeros(2, dtype=torch.int64, device="cuda")
+    busy = busy_kernel()
+    torch.cuda.synchronize()
+    script = tmp_path / "script.py"
+    script.write_text(LEAVE_WITHOUT_A_WORD)
+    with mutex_of(plan) as mutex, spawn_script(script, 1, args=[plan.group, plan.meeting]) as ending:
+        hear(plan, "joined")
+        tell(plan, "go")
+        hear(plan, "given back")
+        begin_s = time.monotonic()
+        tell(plan, "end")
+        mutex.acquire()
+        beside = not fake_cuda.is_here() and time.monotonic() - begin_s <= LONG_NS / 2e9
+        assert not beside, "beside the sibling's kernel"
+        busy(marks, 1000)
+        ending.wait(60.0)
+        assert mutex.stats()["leases_expired"] == 0
+        mutex.release()

@@ -68,18 +68,14 @@ class OnDevice(Training):
             **vars(plan.settings),
         )
 
-    def loss(self, part: int = 0, parts: int = 1) -> Tensor:
-        inputs, targets = (each.cuda() for each in batch(self.rank, self.steps))
-        return self.scaler.scale(nn.functional.cross_entropy(self.model(inputs), targets))
-
     def unwatched_backward(self) -> None:
         """Do not wait for the device, as whoever reads the loss does."""
         self.optimizer.zero_grad()
-        self.loss().backward()
+        self.scaler.scale(self.loss()).backward()
 
 
 class Spectral(Oracle):
-    """The same for larger layers: no matrix of a layer's whole Fisher block, but its eigenvalues in float64."""
+    """For larger layers: no matrix of a layer's whole Fisher block, but its eigenvalues in float64."""
 
     def solve(self, matrix: Tensor, a: Tensor, g: Tensor) -> Tensor:
         if self.settings.solver != "eigen":
@@ -100,11 +96,18 @@ def expected(oracle: Oracle, model: nn.Module, step: int, world_size: int) -> di
 
 
 def errors(rank: int, world_size: int, plan: Plan) -> list[float]:
-    """Train some steps; return the greatest relative error of a layer's gradient in each."""
+    """Train some steps, and resume; return the greatest relative error of a layer's gradient in each."""
     with reproducible(plan):
         training, found = OnDevice(rank, plan), []
         oracle = Spectral(plan.settings, LR, training.kfac.owners)
         for step in range(STEPS):
+            if step == 2:  # from a checkpoint, which lies on the host
+                saved = training.save()
+                layers = saved["state"]["layers"].values()
+                factors = [each for layer in layers for each in (layer["a"], layer["g"])]
+                assert all(each.device.type == "cpu" for each in factors)
+                training.close()
+                training = OnDevice(rank, plan).load(saved)
             wanted = expected(oracle, training.model.module, step, world_size)
             training.unwatched_backward()
             training.scaler.unscale_(training.optimizer)
@@ -142,28 +145,3 @@ def test_gradients_are_those_of_the_cpu(backend: str, world_size: int, plan: Pla
     for rank, of_rank in enumerate(found):
         assert len(of_rank) == STEPS
         assert max(of_rank) < RELATIVE, (rank, of_rank)
-
-
-def resumed(rank: int, world_size: int, plan: Plan) -> float:
-    """Return the greatest relative difference between going on and resuming."""
-    with reproducible(plan):
-        going_on, taking_up = OnDevice(rank, plan), OnDevice(rank, plan)
-        for step in range(3):
-            going_on.steps = step
-            going_on.unwatched_backward()
-        saved = going_on.kfac.state_dict()
-        tensors = [each for layer in saved["layers"].values() for each in (layer["a"], layer["g"])]
-        assert all(each.device.type == "cpu" for each in tensors)
-        taking_up.kfac.load_state_dict(saved)
-        for each in (going_on, taking_up):
-            each.steps = 3
-            each.unwatched_backward()
-            each.close()
-        wanted = {name: gradient.double().cpu() for name, gradient in taking_up.gradients().items()}
-        return relative_error(going_on.gradients(), wanted)
-
-
-def test_a_checkpoint_lies_on_the_host_and_is_taken_up() -> None:
-    job = Job(resumed, 2, args=(Plan(Settings()),), environment=DETERMINISTIC)
-    [found] = run_jobs([job], timeout_s=TIMEOUT_S)
-    assert max(found) < 1e-5

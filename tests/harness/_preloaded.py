@@ -112,11 +112,8 @@ class ForkedScript(Child):
             assert self._process.pid is not None
             self.pid = self._process.pid
             with ours, contextlib.suppress(EOFError, ConnectionError):
-                for stream in (
-                    given,
-                    written,
-                    written if stderr == subprocess.STDOUT else _descriptor(stderr),
-                ):
+                errors = written if stderr == subprocess.STDOUT else _descriptor(stderr)
+                for stream in (given, written, errors):
                     reduction.send_handle(ours, stream, self.pid)
                 if not ours.poll(START_TIMEOUT_S):
                     raise TimeoutError(f"a forked script did not begin within {START_TIMEOUT_S:.0f} s")

@@ -73,7 +73,7 @@ def _attend(orders: "Connection[Any, Any]", task: Task) -> None:
     if task.backend == "nccl" and torch.cuda.device_count() == 1:
         share_the_gpu()  # of one rank, too: NCCL reads this once, and the next task may have more
     torch.manual_seed(0)
-    before = Snapshot.take()
+    before = Snapshot()
     # Should the parent be gone by then, a thread that needs no interpreter ends this process.
     faulthandler.dump_traceback_later(task.timeout_s + ORPHAN_GRACE_S, exit=True)
     orders.send(_run(task))

@@ -26,10 +26,6 @@ def after(diff: str) -> str:
     return _without(diff, "-")
 
 
-def added(diff: str) -> list[str]:
-    return [line[1:] for line in diff.splitlines() if line.startswith("+")]
-
-
 def patched(source: str, diff: str) -> str:
     """Apply a diff to a source with its lines, of which ``...`` leaves some out."""
     lines, place, waiting, follows = source.splitlines(), 0, list[str](), False

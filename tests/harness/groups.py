@@ -45,9 +45,9 @@ def share_the_gpu() -> None:
 
 
 @contextlib.contextmanager
-def single_process_group(backend: str = "gloo") -> Iterator[dist.ProcessGroup]:
+def single_process_group() -> Iterator[dist.ProcessGroup]:
     """Make a default process group of world size 1 for the time of the block; it takes milliseconds."""
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None
         yield dist.group.WORLD
@@ -69,12 +69,12 @@ def join_over(rank: int, world_size: int, store: dist.Store | None = None) -> di
     return store
 
 
-def impatient_group(seconds: float, *ranks: int) -> dist.ProcessGroup:
-    """Make a process group of these ranks, else of all, whose time limit is so short that it may strike.
+def impatient_group(seconds: float) -> dist.ProcessGroup:
+    """Make a process group of all ranks, whose time limit is so short that it may strike.
 
     Ranks come to it together: what DDP imports when it is first used may take one rank longer than another has patience
     for. **Collective**.
     """
     DistributedDataParallel(nn.Linear(1, 1))
     dist.barrier()
-    return cast(dist.ProcessGroup, dist.new_group(list(ranks) or None, timeout=timedelta(seconds=seconds)))
+    return cast(dist.ProcessGroup, dist.new_group(timeout=timedelta(seconds=seconds)))

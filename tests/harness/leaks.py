@@ -13,6 +13,7 @@ from typing import Any, Final
 import pytest
 import torch.distributed as dist
 
+from .groups import files_of
 from .waiting import gone
 
 # What has been told to end may need a moment, on a busy machine more than one.
@@ -27,10 +28,6 @@ class Snapshot:
     def __init__(self) -> None:
         self._environment = dict(os.environ)
         self._found = [find() for find, _ in _KINDS]
-
-    @classmethod
-    def take(cls) -> "Snapshot":
-        return cls()
 
     def leaks(self) -> list[str]:
         leaks = _restore_environment(self._environment)
@@ -48,7 +45,7 @@ class Snapshot:
 @contextlib.contextmanager
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves something behind in the block; a process group is destroyed at once, too."""
-    before = Snapshot.take()
+    before = Snapshot()
     yield
     leaks = before.leaks()
     if dist.is_initialized():
@@ -59,17 +56,16 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def _restore_environment(before: Mapping[str, str]) -> list[str]:
-    now, findings = dict(os.environ), list[str]()
-    for name in sorted(before.keys() | now.keys()):
-        was, became = before.get(name), now.get(name)
-        if was == became or name.startswith(_FOREIGN_VARIABLES):
-            continue
-        findings.append(f"environment variable {name}: {was!r} became {became!r}")
-        if was is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = was
-    return findings
+    now = dict(os.environ)
+    changed = [
+        name
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and not name.startswith(_FOREIGN_VARIABLES)
+    ]
+    for name in changed:
+        os.environ.pop(name, None)
+    os.environ.update({name: before[name] for name in changed if name in before})
+    return [f"environment variable {name}: {before.get(name)!r} became {now.get(name)!r}" for name in changed]
 
 
 def _threads() -> set[Any]:
@@ -87,21 +83,15 @@ def _children() -> set[Any]:
 
 
 def _describe_process(pid: int) -> str:
-    try:
+    command = "?"
+    with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        command = "?"
     return f"child process {pid} ({command.strip()[:200]})"
 
 
 def _segments() -> set[Any]:
     """List files of this test run's own group: somebody else may train or test on this machine."""
-    group = os.environ.get("CROSSOVER_GROUP", "default")
-    while True:
-        try:
-            return {path for path in Path("/dev/shm").glob("crossover*/**/*") if group in path.name}
-        except FileNotFoundError:  # another run has just removed a directory
-            continue
+    return {*files_of(os.environ.get("CROSSOVER_GROUP", "default"))}
 
 
 # How to find them, and how to describe one.

@@ -99,9 +99,7 @@ class ScriptRanks(contextlib.AbstractContextManager["ScriptRanks"]):
         deadline_s = time.monotonic() + timeout_s
         while text not in (output := self.output(rank)):
             if time.monotonic() > deadline_s or self.processes[rank].poll() is not None:
-                raise ScriptError(
-                    f"rank {rank} did not write {text!r} in {timeout_s} s\n{self._all_output()}"
-                )
+                raise ScriptError(f"rank {rank} did not write {text!r} in time\n{self._all_output()}")
             time.sleep(0.01)
         return output
 
@@ -151,13 +149,8 @@ def spawn_script(
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)),
     }
     environments = [
-        {
-            **common,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            **(own if isinstance(own, Mapping) else own[rank]),
-        }
-        for rank in range(world_size)
+        {**common, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), **each}
+        for rank, each in enumerate([own] * world_size if isinstance(own, Mapping) else own)
     ]
     if isinstance(forked, bool):
         forked = range(world_size) if forked else ()

@@ -31,7 +31,7 @@ def variable() -> Callable[[], object]:
 
 
 def segment() -> Callable[[], object]:
-    directory = Path(f"/dev/shm/crossover-leaked-{os.getpid()}")
+    directory = Path(f"/dev/shm/crossover_ddp-leaked-{os.getpid()}")
     directory.mkdir()
     (directory / f"{os.environ['CROSSOVER_GROUP']}-0.turns").touch()
     return lambda: shutil.rmtree(directory)
@@ -48,7 +48,7 @@ def group() -> Callable[[], object]:
         (thread, "thread 'leaked-thread'"),
         (child, r"child process \d+ \(sleep 30\)"),
         (variable, "environment variable LEAKED: None became 'yes'"),
-        (segment, "file /dev/shm/crossover-leaked-"),
+        (segment, "file /dev/shm/crossover_ddp-leaked-"),
         (group, "default process group"),
     ],
 )
@@ -56,7 +56,7 @@ def test_each_leak_fails_its_test_and_no_other(
     leak: Callable[[], Callable[[], object]], told: str, monkeypatch: Any, request: pytest.FixtureRequest
 ) -> None:
     assert "_nothing_left_behind" in request.fixturenames, "all tests are looked at"
-    monkeypatch.setattr(leaks, "GRACE_S", 0.5)  # what leaks here does not end by itself
+    monkeypatch.setattr(leaks, "GRACE_S", 0.1)  # what leaks here does not end by itself
     with (
         pytest.raises(pytest.fail.Exception, match=f"the test left behind: {told}"),
         leaks.nothing_left_behind(),

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from tests.harness import Job, RankError, in_ranks, leaks, run_jobs, run_ranks
 from tests.harness.waiting import eventually, gone
 
-SHORT_GRACE_S = 0.5  # for what never ends; the rank that leaks it is ended with its test
-
 
 class _Unpicklable(Exception):
     def __init__(self, needed: str, *, also: str) -> None:
@@ -28,11 +26,6 @@ def _raise_unpicklable() -> None:
     raise _Unpicklable("words of the unpicklable", also="needed")
 
 
-def _leak_a_thread() -> None:
-    leaks.GRACE_S = SHORT_GRACE_S
-    threading.Thread(target=threading.Event().wait, name="the-leaked-one", daemon=True).start()
-
-
 # What rank 1 does, how that is told, and where in its words.
 WRONGS: dict[str, tuple[Callable[[], object], str, str]] = {
     "dies": (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL", ""),
@@ -40,7 +33,6 @@ WRONGS: dict[str, tuple[Callable[[], object], str, str]] = {
     "crashes": (lambda: os.kill(os.getpid(), signal.SIGSEGV), "was killed by SIGSEGV", "in _go_wrong"),
     "raises": (_raise_unpicklable, "failed", "_Unpicklable: words of the unpicklable"),
     "returns": (threading.Lock, "failed", "cannot pickle '_thread.lock'"),
-    "leaks a thread": (_leak_a_thread, "failed", "left behind: thread 'the-leaked-one'"),
     "leaks": (lambda: os.environ.update(LEAKED="yes"), "failed", "variable LEAKED: None became 'yes'"),
 }
 
@@ -69,7 +61,7 @@ def _hang_in_a_collective(rank: int, world_size: int) -> None:
 
 def _leak_a_child_on_rank_one(rank: int, world_size: int, where: str) -> None:
     if rank == 1:
-        leaks.GRACE_S = SHORT_GRACE_S
+        leaks.GRACE_S = 0.1  # its process is ended with the test
         Path(where).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
 
 

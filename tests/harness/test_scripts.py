@@ -1,5 +1,8 @@
 """Scripts run as torchrun would run them; none survives its block and none fails in silence."""
 
+import importlib.util
+import json
+import multiprocessing
 import signal
 import subprocess
 import textwrap
@@ -8,14 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ScriptError, spawn_script
+from tests.harness import ScriptError, run_ranks, spawn_script
+from tests.harness._preloaded import PRELOADED
 from tests.harness.scripts import hear_ignored_signals
 from tests.harness.waiting import eventually, gone
 
 Writer = Callable[[str], Path]
-
-
-both_ways = pytest.mark.parametrize("forked", [False, True], ids=["started", "forked"])
 
 
 @pytest.fixture
@@ -30,8 +31,7 @@ def script(tmp_path: Path) -> Writer:
     return write
 
 
-@both_ways
-def test_ranks_meet_by_the_variables_of_torchrun(script: Writer, forked: bool) -> None:
+def test_a_started_and_a_forked_rank_meet_by_the_variables_of_torchrun(script: Writer) -> None:
     path = script("""
         import torch, torch.distributed as dist
         dist.init_process_group("gloo")
@@ -40,14 +40,13 @@ def test_ranks_meet_by_the_variables_of_torchrun(script: Writer, forked: bool) -
         print(f"rank {rank} of {os.environ['MINE']} sees {total.item():.0f} {sys.argv[1]}")
         dist.destroy_process_group()
     """)
-    with spawn_script(
-        path, 2, args=["ranks"], environment=[{"MINE": "a"}, {"MINE": "b"}], forked=forked
-    ) as ranks:
+    own = [{"MINE": "a"}, {"MINE": "b"}]
+    with spawn_script(path, 2, args=["ranks"], environment=own, forked=[1]) as ranks:
         outputs = ranks.wait(60.0)
     assert outputs == ["rank 0 of a sees 2 ranks\n", "rank 1 of b sees 2 ranks\n"]
 
 
-@both_ways
+@pytest.mark.parametrize("forked", [False, True], ids=["started", "forked"])
 def test_ranks_that_fail_hang_or_are_killed_are_told_and_nothing_survives_the_block(
     script: Writer, forked: bool
 ) -> None:
@@ -82,3 +81,26 @@ def test_children_take_signals_that_the_suite_was_told_to_ignore() -> None:
     finally:
         signal.signal(signal.SIGHUP, before)
     assert child.returncode == -signal.SIGHUP
+
+
+SHOW = """
+import gc, json, multiprocessing, sys
+print(json.dumps([sorted(sys.modules), gc.get_freeze_count(), multiprocessing.get_start_method()]))
+"""
+
+
+def start_method(rank: int, world_size: int) -> str:
+    return multiprocessing.get_start_method()
+
+
+def test_a_forked_process_has_every_module_and_starts_processes_as_if_nobody_had_forked_it(
+    script: Writer,
+) -> None:
+    """Else each rank, and each worker of a loader, imports all: that shows in nothing but the time of all tests."""
+    with spawn_script(script(SHOW), 1, forked=True) as ranks:
+        modules, frozen, method = json.loads(ranks.wait(60.0)[0])
+    assert {name for name in PRELOADED if importlib.util.find_spec(name)} <= set(modules)
+    assert frozen > 100_000, "objects are out of the collector's way"
+    own = multiprocessing.get_start_method()
+    assert method == own
+    assert run_ranks(start_method, 1, backend=None) == [own]

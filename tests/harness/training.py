@@ -110,13 +110,11 @@ class Training:
 
     Args:
         way: the name of one of WAYS, or another; None: plain DDP.
-        rank: every rank has data of its own.
         mutex: of the state, if it takes one.
         optimizers: makes them; default SGD with momentum, and Muon for its own way.
         schedule: makes a scheduler for each of them.
         loss: default the mean square on `batch`.
         around: makes the registered hook of the package's.
-        wrap: what makes the model of the module.
         options: of DDP.
     """
 
@@ -145,9 +143,8 @@ class Training:
         self.schedulers = [schedule(each) for each in self.optimizers] if schedule is not None else []
         self.state: Any = None
         if way is not None:
-            self.state, hook = (WAYS[way] if isinstance(way, str) else way)(
-                self.model, self.optimizers, mutex
-            )
+            made = WAYS[way] if isinstance(way, str) else way
+            self.state, hook = made(self.model, self.optimizers, mutex)
             self.model.register_comm_hook(self.state, around(hook))
 
     @property

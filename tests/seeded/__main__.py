@@ -12,10 +12,13 @@ from pathlib import Path
 from tests.seeded.fault import FAULTS, Fault, copy_tree
 
 TIMEOUT_S = 900.0
+# No bytecode: a fault may be as long as what it replaces, and be there in the same second.
+ENVIRONMENT = {"CROSSOVER_BENCH": "smoke", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def main() -> int:
     words = sys.argv[1:]
+    os.environ.pop("CROSSOVER_CAMPAIGN", None)  # in the suite's short form
     chosen = [each for each in FAULTS if not words or any(word in each.path + each.why for word in words)]
     if not chosen:
         sys.exit(f"no fault has any of {words} in its file or reason")
@@ -36,7 +39,7 @@ def is_seen(fault: Fault, root: Path, number: str) -> bool:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *fault.tests],
             cwd=root,
-            env=environment(root),
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(root)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -51,13 +54,6 @@ def is_seen(fault: Fault, root: Path, number: str) -> bool:
     if not seen:
         print(done.stdout[-2000:] + done.stderr[-2000:], flush=True)
     return seen
-
-
-def environment(root: Path) -> dict[str, str]:
-    """Return the variables under which the copy is imported, in the suite's short form."""
-    kept = {name: value for name, value in os.environ.items() if name != "CROSSOVER_CAMPAIGN"}
-    # No bytecode: a fault may be as long as what it replaces, and be there in the same second.
-    return {**kept, "PYTHONPATH": str(root), "CROSSOVER_BENCH": "smoke", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 if __name__ == "__main__":

@@ -25,9 +25,7 @@ class Fault:
     def seeded(self, root: Path) -> str:
         """Return the file's text with the fault in it."""
         text = "\n" + (root / self.path).read_text()
-        old, new = (
-            "\n".join(["", *(line[1:] for line in self.diff if line[0] != sign), ""]) for sign in "+-"
-        )
+        old, new = ("\n".join(["", *(x[1:] for x in self.diff if x[0] != sign), ""]) for sign in "+-")
         found = text.count(old)
         if found != 1 or new == old:
             raise ValueError(
@@ -59,20 +57,14 @@ def read(table: str) -> list[Fault]:
     return faults
 
 
-FAULTS = [
-    fault for table in sorted(Path(__file__).parent.glob("faults/*.txt")) for fault in read(table.read_text())
-]
+TABLES = sorted(Path(__file__).parent.glob("faults/*.txt"))
+FAULTS = [fault for table in TABLES for fault in read(table.read_text())]
 
 
 def copy_tree(target: Path) -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.check_output(command, cwd=ROOT, text=True)
+    for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
