@@ -160,8 +160,7 @@ class CrossoverState(CodedState):
 
         Not collective, but before another state of the group is used all ranks must have closed this one: joining is.
         """
-        if self.mutex is not None:
-            self.mutex.close()
+        cast(JobTurn | GPUMutex, self.turn).close()
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
         """See `CodedState`."""
@@ -275,6 +274,7 @@ class JobTurn:
         self._trial = trial
         self.device: torch.device | None = None
         self.mutex: GPUMutex | None = None
+        self._is_closed = False
 
     @property
     def awaits_device(self) -> bool:
@@ -293,11 +293,19 @@ class JobTurn:
 
     def request(self) -> None:
         """Ask for the next turn early."""
-        self._joined().request()
+        if not self._is_closed:
+            self._joined().request()
 
     def acquire(self) -> None:
         """Take the turn again."""
-        self._joined().acquire()
+        if not self._is_closed:
+            self._joined().acquire()
+
+    def close(self) -> None:
+        """Leave the siblings, or never join them."""
+        self._is_closed = True
+        if self.mutex is not None:
+            self.mutex.close()
 
     def _joined(self) -> GPUMutex:
         if self.mutex is None:

@@ -57,7 +57,8 @@ class GPUMutex:
     group, on every rank alike; nothing is held then. A hook that makes its own mutex trains on without turns instead,
     with one warning.
 
-    **Collective**: the constructor and `acquire` must be called by all ranks of the job; nothing else.
+    **Collective**: the constructor and `acquire` must be called by all ranks of the job, none a thousand turns ahead of
+    another; nothing else.
 
     Example::
 

@@ -57,7 +57,7 @@ class Timeline:
         job: str | None = None,
     ) -> None:
         # `_begin_file` may change it: another state, or an earlier process, may have a file of that name.
-        self.path = Path(directory) / f"rank{rank}-{os.getpid()}.json"
+        self.path = Path(directory).absolute() / f"rank{rank}-{os.getpid()}.json"
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._write_lock = threading.Lock()

@@ -64,6 +64,8 @@ _REMEDIES: Final = {
     errno.EMFILE: "let the process have more files (ulimit -n)",
     errno.ENFILE: "let the machine have more files (sysctl fs.file-max)",
     errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there",
+    errno.EROFS: "mount it writable",
     errno.EACCES: "let this user read and write there, or remove it while no job runs",
 }
 _BELL_BYTES = 1 << 16  # all that a pipe holds: one read silences it

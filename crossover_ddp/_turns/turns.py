@@ -143,7 +143,8 @@ class Turns:
         self._lease, self._patience, self._on_failure = lease, patience, on_failure
         self._lends = lends
         self._current: _Turn | None = None
-        self._lock = threading.Lock()  # held for moments only: the current turn, numbers and ends, who waits
+        # Held for moments only: the current turn, numbers and ends, who waits. A signal's handler may come in one.
+        self._lock = threading.RLock()
         self._wanted: set[_Turn] = set()
         self._ended = False
         self._closing = False
@@ -249,8 +250,10 @@ class Turns:
             self._segment.bells.ring_own()
             self._channel.interrupt()
         self._jobs.put(None)
-        # Python's collector may close a mutex inside of `no_fork`, without which the thread cannot end.
-        if threading.current_thread() is not self._thread and not no_fork._is_owned():  # type: ignore[attr-defined]
+        # Python's collector may close a mutex inside of `no_fork`, a signal's handler inside of the lock: without them
+        # the thread cannot end.
+        is_inside = no_fork._is_owned() or self._lock._is_owned()  # type: ignore[attr-defined]
+        if threading.current_thread() is not self._thread and not is_inside:
             self._thread.join(_CLOSE_TIMEOUT_S)
             if self._thread.is_alive():  # the device does not come to the end
                 self._leave()

@@ -62,7 +62,8 @@ def _shared_memory(base: str) -> Iterator[Finding]:
         return
     room, seen = os.statvfs(base), look(base)
     if not os.access(base, os.W_OK | os.X_OK):
-        yield "problem", f"{base} is not writable", f"chmod 1777 {base}"
+        mend = "mount -o remount,rw" if room.f_flag & os.ST_RDONLY else "chmod 1777"
+        yield "problem", f"{base} is not writable", f"{mend} {base}"
     if room.f_bavail * room.f_frsize >> 20 < _ROOM_MIB:
         yield "problem", f"{base} has less than {_ROOM_MIB} MiB free", "free some; docker: --shm-size=1g"
     for path in seen.abandoned:

@@ -32,6 +32,7 @@ class Job(NamedTuple):
     number: int
     slots: Sequence[Member]
     alive: bool
+    lead: Member  # which alone says how the job computes, on whatever device
 
     @property
     def name(self) -> str:
@@ -50,7 +51,7 @@ _FIGURES: Final[Mapping[str, Callable[[Job], float]]] = {
     "turns_total": lambda job: max(slot.turns for slot in job.slots),
     "computes": lambda job: job.alive and job.state == "computes",
     "queues": lambda job: job.alive and job.state == "queues",
-    "side_by_side": lambda job: max(slot.mode for slot in job.slots) == Mode.SIDE_BY_SIDE,
+    "side_by_side": lambda job: job.lead.mode == Mode.SIDE_BY_SIDE,
     "alive": lambda job: job.alive,
     "processes": lambda job: len(job.slots),
     "lease_seconds": lambda job: max(slot.lease_s for slot in job.slots),
@@ -121,15 +122,17 @@ def exposition(seen: Look) -> str:
 
 def _jobs(seen: Look) -> Iterator[Job]:
     whose = operator.attrgetter("group", "device", "slot.job")
+    by_mode = sorted(seen.places, key=operator.attrgetter("slot.mode"))
+    leads = {(each.group, each.slot.job): each.slot for each in by_mode}
     for (group, device, number), found in itertools.groupby(sorted(seen.places, key=whose), whose):
         places = [*found]
         places = [each for each in places if each.alive] or places
         slots = sorted((place.slot for place in places), key=lambda slot: slot.rank)
-        yield Job(group, device, number, slots, places[0].alive)
+        yield Job(group, device, number, slots, places[0].alive, leads[group, number])
 
 
 def _state(job: Job) -> str:
-    lead = max(job.slots, key=lambda slot: slot.mode)
+    lead = job.lead
     if lead.mode != Mode.SIDE_BY_SIDE:
         return job.state + (", trial" if lead.mode in (Mode.TRYING_TURNS, Mode.TRYING_SIDE_BY_SIDE) else "")
     slower = 100 * (lead.turns_s / lead.side_s - 1) if lead.pairs and lead.side_s else None

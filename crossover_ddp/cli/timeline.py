@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         for path in recordings(arguments.directories):
             try:
                 found.append(list(events(path)))
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 code = FOUND
                 say(f"! {error}")
         spans = sum(event["ph"] == "X" for each in found for event in each)

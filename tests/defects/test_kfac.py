@@ -18,6 +18,7 @@ from crossover_ddp import DecoupledState, KFACState, decoupled_hook, kfac_hook
 from crossover_ddp._owners.kept import tensors_in
 from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import in_ranks, networks
+from tests.harness.oracles import heard
 from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -150,6 +151,29 @@ def test_a_step_without_any_factor_is_told_once(prepare: Any, caplog: pytest.Log
         training.step()
     (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
     assert "eval()" in record.message and "compiled" in record.message
+
+
+@pytest.mark.parametrize("seen", ["in eval mode", "a sparse input", "without a call"])
+def test_a_layer_that_is_not_seen_beside_others_is_told_once(seen: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUTPUTS)
+            self.first.train(seen != "in eval mode")
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            if seen == "a sparse input":
+                return self.head(self.first(inputs.to_sparse()))
+            if seen == "without a call":
+                return self.head(F.linear(inputs, self.first.weight, self.first.bias))
+            return self.head(self.first(inputs))
+
+    training = Training(0, Net(), kl_clip=None)
+    with heard() as said:
+        for _ in range(3):
+            training.step()
+    (told,) = [each for each in said if "has seen no call of" in each]
+    assert "first, whose gradients came" in told
 
 
 @pytest.mark.defect("strangers-32")

@@ -62,6 +62,11 @@ def at_host(name: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
     return change
 
 
+def read_only(patch: pytest.MonkeyPatch, base: Path) -> None:
+    patch.setattr(os, "access", lambda *_: False)
+    patch.setattr(os, "ST_RDONLY", -1)
+
+
 def with_gpu(driver: str, mps: bool = False, **variables: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
     """Put a driver's program onto the path that does what it is told."""
 
@@ -93,10 +98,12 @@ def with_gpu(driver: str, mps: bool = False, **variables: str) -> Callable[[pyte
                 ("GLOO_SOCKET_IFNAME", "lo,nosuch0", 1, "export GLOO_SOCKET_IFNAME="),
             )
         ),
+        (lambda patch, base: patch.setenv("CROSSOVER_RUN_JOB", "7"), 0, "nothing to fix"),  # run's own
         (with_result(importlib.metadata, "version", "2.9.1+cu128"), 1, "pip install 'torch>=2.11'"),
         (without_torch, 1, "pip install 'torch>=2.11'"),
         (with_result(resource, "getrlimit", (1024, 4096)), 0, "ulimit -n 4096"),
         (lambda patch, base: base.rmdir(), 1, "mount -t tmpfs"),
+        (read_only, 1, "mount -o remount,rw"),
         (lambda patch, base: home(base).mkdir(0o755), 1, "got mode 0755; chmod 0700 it"),
         (lambda patch, base: home(base).touch(), 1, "to be a directory of this user"),
         (at_host("localhost"), 0, ""),  # one machine will do
@@ -104,6 +111,12 @@ def with_gpu(driver: str, mps: bool = False, **variables: str) -> Callable[[pyte
         (at_host("192.0.2.1"), 1, "host name 192.0.2.1 resolves to no address"),
         (at_host("no-such-host.invalid"), 1, "host name no-such-host.invalid resolves to no address"),
         (with_gpu("exec sleep 1000"), 1, "nvidia-smi does not answer"),
+        (
+            with_gpu("echo NVIDIA-SMI has failed; exit 9"),
+            1,
+            "nvidia-smi does not answer: NVIDIA-SMI has failed",
+        ),
+        (with_gpu("echo No devices were found; exit 6"), 0, "nothing to fix"),
         (with_gpu("echo 'GPU-1, Default'"), 0, "no MPS in"),
         (with_gpu("echo 'GPU-1, Default'", mps=True), 0, "export CUDA_DEVICE_MAX_CONNECTIONS=8"),
         (with_gpu("echo 'GPU-1, Default'", True, CUDA_DEVICE_MAX_CONNECTIONS="8"), 0, "nothing to fix"),

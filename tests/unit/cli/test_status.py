@@ -87,6 +87,15 @@ def test_what_a_trial_has_found_is_shown(join: Join, run: Run) -> None:
         assert told in run()[1]
 
 
+def test_how_a_job_computes_is_told_on_its_lead_ranks_device_and_on_others(join: Join, run: Run) -> None:
+    lead = join(job=3)
+    join(job=3, device="dev1")
+    lead.publish(mode=Mode.SIDE_BY_SIDE)
+    assert run()[1].count("side by side ") == 2
+    figures = scraped(run(prometheus=True)[1])
+    assert [figures["crossover_side_by_side", each, "3"] for each in (DEVICE, "dev1")] == [1.0, 1.0]
+
+
 def scraped(text: str) -> dict[tuple[str, str, str], float]:
     """Return what Prometheus' own parser makes of a page: by figure, device and job."""
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]

@@ -107,6 +107,14 @@ def test_four_micro_batches_are_one_large_batch(sharing: WeightSharing, uses: in
     assert_close(small.taken(), large.taken())
 
 
+def test_micro_batches_are_counted_where_the_model_is_in_eval_mode_and_its_parts_train() -> None:
+    run = Recorded(net())
+    run.model.training = False
+    run.backward(*batch().chunk(3))
+    assert run.capture.micro_batches == 3
+    assert_close(run.taken(), expected())
+
+
 @pytest.mark.parametrize(("uses", "outside", "micro_batches"), [(1, 0, 1), (2, 0, 3), (2, 1, 1)])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_calls_count_once(reentrant: bool, uses: int, outside: int, micro_batches: int) -> None:

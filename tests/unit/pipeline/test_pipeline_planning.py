@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from crossover_ddp.errors import UnsupportedConfigurationError
-from crossover_ddp.pipeline import Action, Cluster, LayerProfile, Plan, Profile, Runner, Stage, plan_pipeline
+from crossover_ddp.pipeline import (
+    Action,
+    Cluster,
+    LayerProfile,
+    Plan,
+    Profile,
+    Runner,
+    Stage,
+    chain,
+    plan_pipeline,
+)
 from crossover_ddp.pipeline import plan as planning
 from crossover_ddp.pipeline.model import EXCHANGE, StagedChain
 from crossover_ddp.pipeline.partition import Partitioner, balanced, greedy_path, minimum_cut_order
@@ -415,3 +425,10 @@ def test_frozen_parameters_take_memory_once() -> None:
     large = Profile((replace(layers[0], frozen_bytes=100.0),))
     with pytest.raises(ValueError, match="that fit on a device, got layer 'l0' with 101 bytes"):
         plan_pipeline(large, flat(1, memory_bytes=(60.0,)), microbatches=2)
+
+
+def test_a_module_that_is_used_twice_is_two_layers() -> None:
+    act = nn.ReLU()
+    model = nn.Sequential(nn.Linear(3, 4), act, nn.Linear(4, 4), act, nn.Linear(4, 2))
+    assert len(Profile.measure(model, torch.ones(2, 3), repeats=1).layers) == 5
+    assert len([*chain._children(model, "")]) == 5

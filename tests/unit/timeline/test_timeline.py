@@ -96,6 +96,16 @@ def test_it_is_written_a_second_after_the_last_time_and_at_the_end(tmp_path: Pat
     assert len(_spans(timeline.path)) == 3, "what comes after the end is dropped"
 
 
+def test_a_script_may_change_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path)
+    timeline = record.Timeline("runs", rank=0, device="dev0")
+    monkeypatch.chdir("else")
+    timeline.span(*SPAN)
+    timeline.close()
+    assert len(_spans(timeline.path)) == 1
+
+
 def test_every_recorder_has_a_file_and_a_header_of_its_own(tmp_path: Path) -> None:
     """As with two states in one process, or a process that has the number of one long gone."""
     kinds, name = [f"kind{place}" for place in range(3)], f"rank0-{os.getpid()}"
@@ -179,9 +189,11 @@ def test_what_is_no_recording_is_named(tmp_path: Path, capfd: pytest.CaptureFixt
     (tmp_path / "rank0-1.json").write_text("[\na shopping list,\n")
     (tmp_path / "rank0-2.json").write_text('[\n{"ph": "M", "name": "recording", "args": {"version": 9}},\n')
     (tmp_path / "rank0-3.json").touch()
+    (tmp_path / "rank0-4.json").symlink_to("gone")
     assert cli.main(words) == 1
     told = capfd.readouterr()
     assert "rank0-1.json: expected a recording, got" in told.err
+    assert "rank0-4.json" in told.err
     assert "rank0-2.json: expected a recording of version 3, got 9" in told.err
     assert "1 jobs, 2 recordings, 1 spans" in told.out
     assert cli.main(["timeline", str(tmp_path / "none")]) == 2

@@ -40,6 +40,13 @@ def test_a_state_takes_a_turn_each_step_until_it_is_closed_or_its_group_is_destr
 
 
 @pytest.mark.usefixtures("process_group")
+def test_a_state_that_is_closed_before_its_first_step_joins_nobody() -> None:
+    job = Training("crossover")
+    job.state.close()
+    assert job.run(3).state.mutex is None
+
+
+@pytest.mark.usefixtures("process_group")
 def test_a_wrong_group_name_is_raised_by_the_first_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CROSSOVER_GROUP", "a/b")
     with contextlib.closing(Training("crossover")) as job, pytest.raises(ExchangeError, match="a group name"):

@@ -384,3 +384,12 @@ def test_the_choice_of_an_order_has_gone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(environment.DEVICE_ORDER, "events")
     with pytest.warns(FutureWarning, match="ordered on the host; unset it"):
         assert order_on(torch.device("cpu")) is None
+
+
+def test_a_signals_handler_may_close_a_mutex_inside_of_a_call(make: Make) -> None:
+    mutex = make()
+    with mutex:
+        assert mutex._turns is not None
+        with mutex._turns._lock:
+            mutex.close()
+    assert mutex.stats()["disabled_because"] == "closed"
