@@ -28,15 +28,6 @@ class Skipping(nn.Module):
         return x + self.two(self.one(x))
 
 
-class Pair(Skipping):
-    def forward(self, x: Any) -> Any:
-        return x, self.one(x)
-
-
-def named() -> dict[str, nn.Module]:
-    return {"one": nn.Linear(8, 8)}
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     Profile(tuple(LayerProfile(f"l{k}", 1.0, 2.0, 1e6, 1e6) for k in range(4))).save(
@@ -53,9 +44,7 @@ def plan(files: Path, model: str, *more: str) -> int:
 def test_text_csv_and_plan(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = str(files / "profile.json")
     assert plan(files, profile, "--save", str(files / "plan.json")) == 0
-    printed = capsys.readouterr().out
-    assert "4 micro-batches" in printed
-    assert "1F1B" in printed
+    assert "4 micro-batches" in capsys.readouterr().out
     assert Plan.load(files / "plan.json").microbatches == 4
     assert plan(files, profile, "--csv", "--max-stages", "2") == 0
     rows = capsys.readouterr().out.splitlines()
@@ -89,8 +78,6 @@ def test_a_transformer_is_a_chain_as_documented(files: Path, monkeypatch: pytest
     [
         (f"{__name__}:Skipping", ["--input", "2,8"], 1, "and takes (2, 8), got"),
         (f"{__name__}:Skipping", ["--input", "2,9"], 1, "and takes (2, 9), got"),
-        (f"{__name__}:Pair", ["--input", "2,8"], 1, "expected a model that is a chain"),
-        (f"{__name__}:named", [], 1, "expected a profile (a .json file), timm:NAME"),
         (f"{__name__}:nothing", [], 1, "expected a profile (a .json file), timm:NAME"),
         (f"{__name__}:blocks", ["--input", "2,9"], 1, "got layer '0', which refuses shape=(2, 9)"),
         ("missing.json", [], 2, "missing.json"),

@@ -19,6 +19,7 @@ from tests.unit.turns.mutexes import home, join_at
 
 Found = Callable[[], tuple[int, str]]
 WELL = (0, "nothing to fix\n")
+NO_TORCH = importlib.metadata.PackageNotFoundError("torch")
 
 
 @pytest.fixture
@@ -45,13 +46,16 @@ def found(patch: pytest.MonkeyPatch, base: Path, capsys: pytest.CaptureFixture[s
     return lambda: (doctor.run(argparse.Namespace(), base=str(base)), capsys.readouterr().out)
 
 
-def with_result(module: object, name: str, result: object) -> Callable[[pytest.MonkeyPatch, Path], None]:
-    return lambda patch, base: patch.setattr(module, name, lambda _: result)
+def with_result(module: object, name: str, result: Any) -> Callable[[pytest.MonkeyPatch, Path], None]:
+    """Let a function return that, or raise it."""
+    how = {"side_effect" if isinstance(result, Exception) else "return_value": result}
+    return lambda patch, base: patch.setattr(module, name, MagicMock(**how))
 
 
-def without_torch(patch: pytest.MonkeyPatch, _: Path) -> None:
-    missing = importlib.metadata.PackageNotFoundError("torch")
-    patch.setattr(importlib.metadata, "version", MagicMock(side_effect=missing))
+def beside_other_namespaces(patch: pytest.MonkeyPatch, _: Path) -> None:
+    """Show a network interface of which this mount of /sys says nothing: it is up."""
+    patch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "nosuch0")])
+    patch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
 
 
 def at_host(name: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
@@ -100,12 +104,13 @@ def with_gpu(driver: str, mps: bool = False, **variables: str) -> Callable[[pyte
         ),
         (lambda patch, base: patch.setenv("CROSSOVER_RUN_JOB", "7"), 0, "nothing to fix"),  # run's own
         (with_result(importlib.metadata, "version", "2.9.1+cu128"), 1, "pip install 'torch>=2.11'"),
-        (without_torch, 1, "pip install 'torch>=2.11'"),
+        (with_result(importlib.metadata, "version", NO_TORCH), 1, "pip install 'torch>=2.11'"),
         (with_result(resource, "getrlimit", (1024, 4096)), 0, "ulimit -n 4096"),
         (lambda patch, base: base.rmdir(), 1, "mount -t tmpfs"),
         (read_only, 1, "mount -o remount,rw"),
         (lambda patch, base: home(base).mkdir(0o755), 1, "got mode 0755; chmod 0700 it"),
         (lambda patch, base: home(base).touch(), 1, "to be a directory of this user"),
+        (beside_other_namespaces, 0, WELL[1]),
         (at_host("localhost"), 0, ""),  # one machine will do
         # Addresses and names of documentation: nobody has them.
         (at_host("192.0.2.1"), 1, "host name 192.0.2.1 resolves to no address"),
@@ -133,13 +138,6 @@ def test_what_is_amiss_is_named_with_a_remedy(
     got, said = found()
     assert (got, told in said) == (code, True)
     assert said.startswith("problem") == (code == 1)
-
-
-def test_an_interface_of_which_sys_says_nothing_is_up(found: Found, patch: pytest.MonkeyPatch) -> None:
-    """Under another network namespace's /sys."""
-    patch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "nosuch0")])
-    patch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    assert found() == WELL
 
 
 def test_what_dead_jobs_have_left_is_removed_by_the_line_that_is_shown(base: Path, found: Found) -> None:

@@ -24,32 +24,26 @@ def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_status, "_INTERVAL_S", 0.1)
 
 
-def shown(group: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, str]]:
-    assert cli.main(["status", "--json"]) in (0, 1)
-    return [row for row in json.loads(capsys.readouterr().out) if row["group"] == group]
-
-
-def states(found: list[dict[str, str]]) -> dict[str, str]:
-    return {row["job"]: row["state"] for row in found}
-
-
 def test_the_holder_computes_and_the_next_one_queues(
     make: Make, group: str, threads: ThreadPoolExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def shown(*keys: str) -> set[tuple[str, ...]]:
+        assert cli.main(["status", "--json"]) in (0, 1)
+        rows = json.loads(capsys.readouterr().out)
+        return {tuple(row[key] for key in keys) for row in rows if row["group"] == group}
+
     holder, waiting, resting = make(), make(), make()
     names = [f"{mutex.job:x}"[:8] for mutex in (holder, waiting, resting)]
     holder.acquire()
     future = acquire_in(threads, waiting)
     log = segment_of(group).with_suffix(".log")
     assert eventually(lambda: log.stat().st_size == 2)
-    found = shown(group, capsys)
-    assert states(found) == dict(zip(names, ("computes", "queues", "between turns"), strict=True))
-    assert {(row["device"], row["PIDs"], row["ranks"]) for row in found} == {
-        (DEVICE, str(os.getpid()), "0 of 1")
-    }
+    states = zip(names, ("computes", "queues", "between turns"), strict=True)
+    assert shown("job", "state") == {*states}
+    assert shown("device", "PIDs", "ranks") == {(DEVICE, str(os.getpid()), "0 of 1")}
     holder.release()
     future.result(60.0)
-    assert states(shown(group, capsys))[names[1]] == "computes"
+    assert (names[1], "computes") in shown("job", "state")
 
 
 def test_rates_are_those_of_the_turns_taken(join: Join, tmp_path: Path) -> None:

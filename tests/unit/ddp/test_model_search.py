@@ -20,7 +20,9 @@ from crossover_ddp import CrossoverState, reduce_scatter_all_gather_hook
 from crossover_ddp._ddp import checks as ddp_checks
 from crossover_ddp._ddp.checks import model_of
 from tests.harness.oracles import heard
+from tests.harness.training import hooked
 
+SPLIT = reduce_scatter_all_gather_hook
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
 
@@ -47,20 +49,13 @@ def step(model: Any) -> None:
     model(torch.ones(2, 30)).sum().backward()
 
 
-def split(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """Return the model under DDP with a hook of ours."""
-    made = DistributedDataParallel(model, **options)
-    made.register_comm_hook(None, reduce_scatter_all_gather_hook)
-    return made
-
-
 def found_by(model: DistributedDataParallel, module: nn.Module | None = None) -> list[Any]:
     """Train a step and return what `model_of` found for each bucket."""
     found = []
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         found.append(model_of(bucket))
-        return reduce_scatter_all_gather_hook(None, bucket)
+        return SPLIT(None, bucket)
 
     model.register_comm_hook(None, hook)
     step(model if module is None else module)
@@ -96,7 +91,7 @@ def test_models_that_wrap_one_module_are_told_apart_by_their_states() -> None:
 
     def hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         seen.append([model_of(bucket, state=each) for each in (state, state.hook_state)])
-        return reduce_scatter_all_gather_hook(None, bucket)
+        return SPLIT(None, bucket)
 
     models = [DistributedDataParallel(module) for _ in range(3)]
     for model in models:
@@ -112,7 +107,7 @@ def test_all_objects_are_searched_once_a_model(options: Any, monkeypatch: pytest
     searched = mock.Mock(side_effect=everywhere)
     monkeypatch.setattr(ddp_checks, "_PLACES", (known, searched))
     for expected in (1, 2):
-        model = split(network(10 + expected), bucket_cap_mb=0.005, **options)
+        model = hooked(network(10 + expected), SPLIT, bucket_cap_mb=0.005, **options)
         for _ in range(4):
             step(model)
         assert searched.call_count == expected
@@ -164,13 +159,13 @@ def test_a_model_of_a_destroyed_group_does_not_speak_for_its_successor() -> None
     old = DistributedDataParallel(module, process_group=old_group)
     assert found_by(old) == [old]
     dist.destroy_process_group(old_group)
-    step(split(module))
+    step(hooked(module, SPLIT))
 
 
 @pytest.mark.usefixtures("set_aside_again")
 def test_a_hidden_model_is_told_once_and_trains_on() -> None:
     ddp_checks._tell_hidden.cache_clear()
-    model = split(network(12), bucket_cap_mb=0.005)
+    model = hooked(network(12), SPLIT, bucket_cap_mb=0.005)
     gc.freeze()
     try:
         with heard() as told:

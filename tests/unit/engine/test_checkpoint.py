@@ -20,14 +20,11 @@ def test_one_optimizer_has_its_own_place_and_several_a_list() -> None:
         state.restore(saved, given)
 
 
-def test_optimizers_that_the_state_does_not_know_are_not_left_out() -> None:
+def test_optimizers_that_the_state_does_not_know_and_other_dictionaries_are_refused() -> None:
     for way, unknown in (("crossover", r"6 of them \(.*weight.*\)"), ("muon", r"3 of them \(.*bias.*\)")):
         training = Training(way)
         with pytest.raises(UnsupportedConfigurationError, match=f"got none of {unknown}; pass optimizer="):
             training.state.checkpoint()
-
-
-def test_a_state_without_a_model_and_other_dictionaries_are_refused() -> None:
     with pytest.raises(UnsupportedConfigurationError, match=r"got none; call model.register_comm_hook"):
         CrossoverState().checkpoint()
     training = Training("crossover")

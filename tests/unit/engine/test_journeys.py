@@ -32,7 +32,9 @@ class Parked:
         yield lambda go_on: setattr(self, "go_on", go_on)
 
 
-def test_a_station_is_a_thread_in_order_of_arrival_and_keeps_nothing_alive_when_it_is_idle() -> None:
+def test_a_station_is_a_thread_in_order_of_arrival_takes_nothing_in_a_fork_and_keeps_nothing_alive_when_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[Any] = []
     station, done, kept = Station("here", lambda: seen.append("adopted")), threading.Event(), Parked()
 
@@ -48,19 +50,16 @@ def test_a_station_is_a_thread_in_order_of_arrival_and_keeps_nothing_alive_when_
     del kept
     assert eventually(lambda: alive() is None)
     assert seen == ["adopted", (0, "here"), (1, "here"), (2, "here")]
+    with (
+        monkeypatch.context() as fork,
+        pytest.raises(RuntimeError, match="this process is a fork of its owner"),
+    ):
+        fork.setattr(os, "getpid", lambda: 0)
+        station.put(lambda: None)
     station.stop()
     assert station.join(60)
     with pytest.raises(RuntimeError, match="takes no more work"):
         raise start(way(3))[1][0] or AssertionError("the journey went on")
-
-
-def test_a_station_takes_no_work_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    station = Station("here")
-    with monkeypatch.context() as fork:
-        fork.setattr(os, "getpid", lambda: 0)
-        with pytest.raises(RuntimeError, match="this process is a fork of its owner"):
-            station.put(lambda: None)
-    station.stop()
 
 
 def test_what_is_no_exception_ends_the_journey_and_goes_on() -> None:

@@ -90,12 +90,7 @@ def test_models_whose_first_exchanges_end_together_join_once(monkeypatch: pytest
 )
 @pytest.mark.usefixtures("process_group")
 def test_what_holds_up_nccl_is_told(
-    backend: str,
-    device: str,
-    enabled: object,
-    queues: str,
-    told: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    backend: str, device: str, enabled: object, queues: str, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(comm_hooks.WORK_QUEUES, raising=False)
     if queues:

@@ -50,7 +50,7 @@ def test_shared_tells_of_siblings_when_the_turn_began(make: Make) -> None:
     assert found == [False, False, True, False]
 
 
-def test_a_caller_waits_for_its_device_in_turns_and_as_long_as_both_ways_are_timed(
+def test_a_caller_waits_for_its_device_in_turns_and_in_trials(
     make: Make, threads: ThreadPoolExecutor
 ) -> None:
     """A host that runs ahead would count steps of one way that the device does in the other."""
@@ -108,9 +108,7 @@ def test_a_turn_begun_alone_is_waited_for_and_waits_like_any_other_and_errors_an
     assert mutex.holding
 
 
-def test_a_turn_that_was_lent_is_given_back_under_its_later_number(
-    make: Make, threads: ThreadPoolExecutor
-) -> None:
+def test_a_lent_turn_is_given_back_under_its_later_number(make: Make, threads: ThreadPoolExecutor) -> None:
     mutex, sibling = make(trial=True, lease=SOON_S / 2), make(trial=True)
     mutex.acquire()
     acquire_in(threads, sibling).result(SOON_S)  # nobody computes
@@ -180,28 +178,26 @@ def test_arguments_win_over_the_environment(make: Make, group: str, monkeypatch:
     assert GPUMutex().name == "default"
 
 
+def takes_no_turns(mutex: GPUMutex, reason: str) -> None:
+    with mutex, mutex.paused():
+        mutex.request()
+        assert not mutex.holding
+    assert not mutex.shared
+    assert [mutex.stats()[key] for key in ("turns", "siblings", "disabled_because")] == [0, 0, reason]
+    assert reason in repr(mutex)
+
+
 @pytest.mark.parametrize(("value", "disabled"), [("1", True), ("yes", True), ("0", False), ("", False)])
 def test_turns_can_be_switched_off(
     value: str, disabled: bool, make: Make, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CROSSOVER_DISABLE", value)
     mutex = make()
-    assert (mutex.disabled_because == "CROSSOVER_DISABLE is set") == disabled
     assert bool(files_of(group)) != disabled
     if disabled:
-        takes_no_turns(mutex)
+        takes_no_turns(mutex, "CROSSOVER_DISABLE is set")
     with mutex:
         assert mutex.holding != disabled
-
-
-def takes_no_turns(mutex: GPUMutex) -> None:
-    with mutex, mutex.paused():
-        mutex.request()
-        assert not mutex.holding
-    assert not mutex.shared
-    reason = mutex.disabled_because
-    assert [mutex.stats()[key] for key in ("turns", "siblings", "disabled_because")] == [0, 0, reason]
-    assert str(reason) in repr(mutex)
 
 
 def test_closing_ends_the_own_wait_gives_the_turn_back_and_leaves_nothing(
@@ -211,25 +207,19 @@ def test_closing_ends_the_own_wait_gives_the_turn_back_and_leaves_nothing(
     holder.acquire()
     with held_up(threads, mutex):
         mutex.close()  # from another thread
-    takes_no_turns(mutex)
-    assert mutex.disabled_because == "closed"
+    takes_no_turns(mutex, "closed")
     with held_up(threads, sibling):
         holder.close()
     holder.close()
     sibling.close()
     assert not files_of(group)
+    GPUMutex(group, device=DEVICE).acquire()
+    gc.collect()  # or it is forgotten
+    assert not files_of(group)
     assert warnings(caplog) == []
 
 
-def test_a_forgotten_mutex_leaves(group: str) -> None:
-    GPUMutex(group, device=DEVICE).acquire()
-    gc.collect()
-    assert not files_of(group)
-
-
-def test_where_no_fork_may_be_closing_waits_for_no_thread(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_fork_may_be_closing_awaits_no_thread(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread needs that lock to end."""
     mutex = make()
     assert mutex._turns is not None

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp._turns import turns
+from crossover_ddp._turns import rules
 from crossover_ddp._turns.rules import (
     BLOCK,
-    DEFAULT_LEASE_S,
-    LONGEST_LEASE_S,
     REPEAT,
     REST,
     WARM_UP,
@@ -82,16 +80,11 @@ def taking(turns_s: float, side_s: float) -> StepTimes:
     return lambda mode: turns_s if mode.waits else side_s
 
 
-@pytest.mark.parametrize(
-    "side_s",
-    [
-        *([each] * 2 for each in (0.37, 0.6, 0.8, 0.93, 0.97, 0.99, 1.0, 1.05, 1.15, 1.4, 1.9)),
-        [0.8, 1.1],
-        [0.9, 1.2],
-        [0.2, 1.0, 1.0],
-        [0.1, 1.0],
-    ],
-)
+ALIKE = (0.37, 0.6, 0.8, 0.93, 0.97, 0.99, 1.0, 1.05, 1.15, 1.4, 1.9)
+OTHERS = [0.8, 1.1], [0.9, 1.2], [0.2, 1.0, 1.0], [0.1, 1.0]
+
+
+@pytest.mark.parametrize("side_s", [*([each] * 2 for each in ALIKE), *OTHERS])
 def test_what_is_faster_by_the_geometric_mean_is_kept_and_a_trial_costs_little(side_s: list[float]) -> None:
     """At most a hundredth of two thousand steps, where jobs are alike."""
     leads = [Lead(job, taking(1.0, each)) for job, each in enumerate(side_s)]
@@ -220,15 +213,14 @@ def test_whoever_reads_the_log_at_whatever_moment_finds_the_same(order: list[int
     assert len({lead.trial.mode for lead in siblings.leads}) == 1
 
 
-def blocker(slot: int, job: int, turn: int, lease_s: float, started: int = 0) -> Blocker:
-    return Blocker(Member(slot, job, 7, 0, started, 0, lease_s), turn)
-
-
 def test_leases_are_waited_for_one_after_the_other_within_the_limit() -> None:
     patience = Patience(limit_s=10.0)
 
     def remaining(now_s: float, *waiting: Blocker) -> float | None:
         return patience.remaining(waiting, [each.member for each in waiting], now_s)
+
+    def blocker(slot: int, job: int, turn: int, lease_s: float, started: int = 0) -> Blocker:
+        return Blocker(Member(slot, job, 7, 0, started, 0, lease_s), turn)
 
     slots = [blocker(slot, 11, 5, 6.3 + slot / 10) for slot in range(8)]
     waiting = *slots, blocker(8, 12, 6, 2.0), blocker(9, 13, 7, 3600.0)
@@ -255,21 +247,5 @@ def test_a_lease_is_given_or_follows_recent_turns(turns_s: list[float], given_s:
     for turn_s in turns_s:
         before_s, recent_s = lease.seconds, [*recent_s[1:], turn_s]
         assert lease.note(turn_s) == (lease.seconds != before_s)
-    followed_s = min(max(DEFAULT_LEASE_S, 4 * sorted(recent_s)[-4]), LONGEST_LEASE_S)
+    followed_s = min(max(rules.DEFAULT_LEASE_S, 4 * sorted(recent_s)[-4]), rules.LONGEST_LEASE_S)
     assert lease.seconds == (followed_s if given_s is None else given_s)
-
-
-def test_who_computes_nothing_is_idle_and_others_are_seldom_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = {"monotonic": 100.0, "process_time": 7.0}
-    for clock in now:
-        monkeypatch.setattr(turns.time, clock, lambda clock=clock: now[clock])
-    looks, found = turns.Looks(), []
-    for share in (0.0, 1.0, 0.02, 0.02, 0.0, 0.4, 0.0, *[0.9] * 6, 0.0, 0.0):
-        interval_s = looks.interval_s
-        now["monotonic"] += interval_s
-        now["process_time"] += share * interval_s
-        found.append((interval_s, looks.is_idle()))
-    assert [is_idle for _, is_idle in found] == [*[False] * 3, True, True, *[False] * 9, True]
-    assert [interval_s for interval_s, _ in found[7:]] == [0.005, 0.005, 0.01, 0.02, 0.04, 0.08, 0.08, 0.005]

@@ -18,12 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from crossover_ddp._turns import channel as turn_channel
-from crossover_ddp._turns.channel import (
-    UNKNOWN_TIMEOUT_S,
-    TurnChannel,
-    group_timeout_s,
-    patience_limit_s,
-)
+from crossover_ddp._turns.channel import UNKNOWN_TIMEOUT_S, TurnChannel, group_timeout_s, patience_limit_s
 from crossover_ddp._turns.rules import Grant
 from crossover_ddp.errors import TurnError
 from tests.harness import single_process_group
@@ -32,16 +27,11 @@ SOON_S = 60.0
 Make = Callable[..., list[TurnChannel]]
 
 
-STORES: dict[str, Callable[[object], dist.Store]] = {
-    "TCPStore": lambda path: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
-    "HashStore": lambda path: dist.HashStore(),
-    "FileStore": lambda path: dist.FileStore(f"{path}/store", 1),
-}
-
-
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=["TCPStore", "HashStore", "FileStore"])
 def store(request: pytest.FixtureRequest, tmp_path: object) -> dist.Store:
-    return STORES[request.param](tmp_path)
+    if request.param == "TCPStore":
+        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return dist.HashStore() if request.param == "HashStore" else dist.FileStore(f"{tmp_path}/store", 1)
 
 
 @pytest.fixture
@@ -85,9 +75,7 @@ def test_all_ranks_gather_the_same_answers_and_hear_of_grants_in_order(make: Mak
 
 
 @pytest.mark.parametrize("store", ["HashStore"], indirect=True)  # where the channel has made the server
-def test_a_store_that_ends_and_a_lead_rank_that_is_silent_are_told(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ended_store_and_a_silent_lead_rank_are_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(turn_channel, "group_timeout_s", lambda group: 0.4)
         _, other = make()
@@ -122,17 +110,6 @@ def test_grants_are_removed_by_who_listens_and_else_by_the_lead_rank(make: Make)
     assert store.delete_key.call_count <= count
 
 
-def two_ranks(**backends: Any) -> Any:
-    """Return what answers as a group of two ranks does; one backend a device type."""
-
-    def get_backend(device: str) -> Any:
-        if backends[device] is None:
-            raise RuntimeError(f"Could not find the default device type {device}")
-        return backends[device]
-
-    return SimpleNamespace(_device_types=[*backends], _get_backend=get_backend, size=lambda: 2)
-
-
 def backend(timeout: object) -> SimpleNamespace:
     return SimpleNamespace(options=SimpleNamespace(_timeout=timeout))
 
@@ -141,19 +118,25 @@ LONG, SHORT = (backend(datetime.timedelta(seconds=seconds)) for seconds in (1800
 
 
 @pytest.mark.parametrize(
-    ("group", "expected_s"),
+    ("backends", "expected_s"),
     [
-        (two_ranks(cpu=LONG, cuda=SHORT), 400.0),
-        (two_ranks(cpu=LONG, cuda=None), 1800.0),
-        (two_ranks(cpu=SimpleNamespace()), UNKNOWN_TIMEOUT_S),
-        (two_ranks(cpu=backend(30)), UNKNOWN_TIMEOUT_S),
-        (two_ranks(), UNKNOWN_TIMEOUT_S),
-        (SimpleNamespace(size=lambda: 2), UNKNOWN_TIMEOUT_S),
+        ({"cpu": LONG, "cuda": SHORT}, 400.0),
+        ({"cpu": LONG, "cuda": None}, 1800.0),
+        ({"cpu": SimpleNamespace()}, UNKNOWN_TIMEOUT_S),
+        ({"cpu": backend(30)}, UNKNOWN_TIMEOUT_S),
+        ({}, UNKNOWN_TIMEOUT_S),
     ],
 )
-def test_the_shortest_timeout_counts_and_patience_is_a_quarter_of_it(group: Any, expected_s: float) -> None:
+def test_the_shortest_timeout_counts_and_patience_is_a_quarter(backends: Any, expected_s: float) -> None:
+    def get_backend(device: str) -> Any:
+        if backends[device] is None:
+            raise RuntimeError(f"Could not find the default device type {device}")
+        return backends[device]
+
+    group: Any = SimpleNamespace(_device_types=[*backends], _get_backend=get_backend, size=lambda: 2)
     assert group_timeout_s(group) == expected_s
     assert patience_limit_s(group) == expected_s / 4
+    assert group_timeout_s(SimpleNamespace(size=lambda: 2)) == UNKNOWN_TIMEOUT_S  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.DETAIL])  # which wraps backends

@@ -21,17 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from crossover_ddp._turns.rules import (
-    Blocker,
-    Grant,
-    Member,
-    Patience,
-    Progress,
-    Trial,
-    TurnLog,
-    Word,
-    blockers,
-)
+from crossover_ddp._turns import rules as real
+from crossover_ddp._turns.rules import Blocker, Grant, Member, Patience, Progress, Trial, TurnLog, Word
 
 ABSENT, DEAD = -1, -2
 PLACES_PER_ROUND = 4
@@ -44,11 +35,9 @@ LEASE_S = 1.0
 class Draw(NamedTuple):
     """A draw that the lead rank has begun."""
 
-    steps: int = 0
-    """How many have been taken."""
+    steps: int = 0  # how many have been taken
     turn: int = 0
-    records: int = 0
-    """How many of the log it has read."""
+    records: int = 0  # how many of the log it has read, if that was first
     seen: tuple[Member, ...] = ()
 
 
@@ -57,11 +46,12 @@ class Lost(NamedTuple):
 
     job: int
     turn: int
-    stages: tuple[int, ...]
-    """How often each of the job's ranks had started or given back a turn; 0 for ranks on other devices."""
+    stages: tuple[int, ...]  # how often each rank had started or given back; 0 on other devices
 
 
 class Rank(NamedTuple):
+    """What a rank has known and shown; of one that has died or left that is forgotten, as nobody sees it."""
+
     place: int = 0
     slot: int = -1
     joined_at: int = 0
@@ -69,12 +59,9 @@ class Rank(NamedTuple):
     returned: int = 0
     stopped: bool = False
     passed: frozenset[Progress] = frozenset()
-    unnumbered: tuple[int, ...] = ()
-    """Rounds whose turns have begun, and perhaps ended, although their numbers have not come."""
-    lost: tuple[Lost, ...] = ()
-    """At most one a job."""
-    lent: bool = False
-    """Whether it has published its turn as given back, and is inside it."""
+    unnumbered: tuple[int, ...] = ()  # rounds whose turns began, or ended, before their numbers came
+    lost: tuple[Lost, ...] = ()  # at most one a job
+    lent: bool = False  # it has published its turn as given back, and is inside it
 
     @property
     def round(self) -> int:
@@ -88,8 +75,7 @@ class Rank(NamedTuple):
 
 class Job(NamedTuple):
     ranks: tuple[Rank, ...]
-    grants: tuple[Grant, ...] = ()
-    """What the lead rank has drawn, one a round. Reading it late is the same as starting late."""
+    grants: tuple[Grant, ...] = ()  # drawn, one a round; reading one late is the same as starting late
     draw: Draw = Draw()
 
     def passes(self, place: int) -> bool:
@@ -119,40 +105,32 @@ class State(NamedTuple):
 class Rules(NamedTuple):
     """What may happen besides progress, and which decisions are taken (production's unless a test breaks one)."""
 
-    jobs: tuple[tuple[int, ...], ...]
-    """Each rank's device, job by job, all of one machine; the job's first rank is its lead rank."""
-    rounds: tuple[int, ...]
-    """How many turns each job takes before it leaves."""
+    jobs: tuple[tuple[int, ...], ...]  # each rank's device; the job's first rank is its lead rank
+    rounds: tuple[int, ...]  # how many turns each job takes before it leaves
     deaths: int = 0
     stops: int = 0
-    hurries: int = 0
-    """How many leases, or limits of a rank's own, may end although nobody is stopped: somebody is only slow."""
-    late_jobs: int = 0
-    """How many of the jobs, the last ones, join under way."""
-    words: tuple[Word, ...] = ()
-    """What lead ranks write into the log, in this order and at any moment."""
-    loans: int = 0
-    """How many turns may be published as given back before they are over."""
-    goes_on: bool = False
-    """Whether a job of one rank may draw inside a turn, whose number that turn then has if it lasts."""
+    hurries: int = 0  # leases, or limits of a rank's own, that end although nobody is stopped, only slow
+    late_jobs: int = 0  # how many of the jobs, the last ones, join under way
+    words: tuple[Word, ...] = ()  # what lead ranks write into the log, in this order and at any moment
+    loans: int = 0  # how many turns may be published as given back before they are over
+    goes_on: bool = False  # a job of one rank may draw inside a turn, whose number that turn has if it lasts
     early_draw: bool = True
-    draw_steps: tuple[str, ...] = ("append", "look", "read")
-    waits_for: Callable[[Grant, int, Sequence[Member]], list[Blocker]] = blockers
+    # What is before the own record can be read at any later moment, too.
+    draw_steps: tuple[str, ...] = ("append", "look")
+    waits_for: Callable[[Grant, int, Sequence[Member]], list[Blocker]] = real.blockers
     patience: type[Patience] = Patience
     turn_log: type[TurnLog] = TurnLog
     mutex_per_device: bool = False
-    goes_on_lent: bool = True
-    """Whether such a number counts as given back if the turn had been before."""
-    alone: bool = True
-    """Whether a rank that sees no sibling on its device begins without its number."""
+    goes_on_lent: bool = True  # such a number counts as given back if the turn had been before
+    alone: bool = True  # a rank that sees no sibling on its device begins without its number
 
 
 class Violation(AssertionError):
     """The model found a state that the protocol promises not to reach."""
 
 
+# (job, turn) of each that a rank loses patience with at once, and what it remembers from then on.
 Loss = tuple[tuple[tuple[int, int], ...], frozenset[Progress]]
-"""(job, turn) of each that a rank loses patience with at once, and what it remembers from then on."""
 
 
 # Hundreds of thousands of times a second counts: `_replace` would take three times as long.
@@ -204,12 +182,6 @@ class Model:
             if 0 <= rank.place != self._ends[j]
         )
 
-    def _is_alone(self, state: State, j: int, r: int) -> bool:
-        for k, q in self._ranks_on[self.rules.jobs[j][r]]:
-            if k != j and 0 <= state.jobs[k].ranks[q].place != self._ends[k]:
-                return False
-        return True
-
     def _decision(self, state: State, j: int, r: int) -> tuple[bool, frozenset[Loss]]:
         """Whether a queueing rank may start; else what it may lose patience with."""
         rank = state.jobs[j].ranks[r]
@@ -235,18 +207,18 @@ class Model:
     def _draw(self, state: State, j: int) -> State:
         """Take the next step of a draw, in the order in which `Turns` takes them."""
         job, steps = state.jobs[j], self.rules.draw_steps
-        draw, step = job.draw, steps[job.draw.steps]
+        step, draw = steps[job.draw.steps], job.draw._replace(steps=job.draw.steps + 1)
         if step == "append":
             state = state._replace(log=state.log + bytes([job.ranks[0].slot]))
             draw = draw._replace(turn=len(state.log))
         elif step == "read":
-            draw = draw._replace(records=draw.turn - 1 if draw.turn else len(state.log))
+            draw = draw._replace(records=len(state.log))
         else:
             draw = draw._replace(seen=self._members(state, None))
-        draw = draw._replace(steps=draw.steps + 1)
         if draw.steps < len(steps):
             return with_job(state, j, job._replace(draw=draw))
-        grant = self._grant(draw.turn, j, draw.seen, state.log[: draw.records])
+        records = draw.records if "read" in steps else draw.turn - 1
+        grant = self._grant(draw.turn, j, draw.seen, state.log[:records])
         return with_job(state, j, job._replace(draw=Draw(), grants=(*job.grants, grant)))
 
     def _grant_uncached(self, turn: int, j: int, seen: tuple[Member, ...], records: bytes) -> Grant:
@@ -265,29 +237,33 @@ class Model:
         due = lead.round > drawn or lead.place % PLACES_PER_ROUND >= QUEUE  # perhaps begun without its number
         return due or (self.rules.early_draw and drawn > 0)
 
-    def _may_write(self, state: State, j: int) -> bool:
-        lead = state.jobs[j].ranks[0]
-        return state.words < len(self.rules.words) and 0 <= lead.place != self._ends[j] and not lead.stopped
-
-    def _is_side_by_side(self, job: Job, rank: Rank) -> bool:
-        """Whether the last turn whose number has come waited for nobody."""
+    def _needs_no_number(self, state: State, j: int, r: int) -> bool:
+        """Whether a rank is alone on its device, or its last turn with a number has waited for nobody."""
+        job, rank = state.jobs[j], state.jobs[j].ranks[r]
         numbered = rank.unnumbered[0] if rank.unnumbered else rank.round
-        return numbered > 0 and not job.grants[numbered - 1].mode.waits
+        side_by_side = numbered > 0 and not job.grants[numbered - 1].mode.waits
+        has_sibling = any(
+            k != j and 0 <= state.jobs[k].ranks[q].place != self._ends[k]
+            for k, q in self._ranks_on[self.rules.jobs[j][r]]
+        )
+        return side_by_side or (self.rules.alone and not has_sibling)
 
     def progress(self, state: State) -> Iterator[State]:
         """Every state that one step of one rank leads to."""
         for j, job in enumerate(state.jobs):
             if self._may_draw(j, job):
                 yield self._draw(state, j)
-            if self._may_write(state, j):
-                record = bytes([self.rules.words[state.words], job.ranks[0].slot])
+            lead = job.ranks[0]
+            may_write = 0 <= lead.place != self._ends[j] and not lead.stopped
+            if may_write and state.words < len(self.rules.words):
+                record = bytes([self.rules.words[state.words], lead.slot])
                 yield state._replace(log=state.log + record, words=state.words + 1)
             doomed = any(rank.place == DEAD for rank in job.ranks)
             for r, rank in enumerate(job.ranks):
                 if rank.stopped or rank.place == DEAD:
                     continue
                 if doomed and 0 <= rank.place != self._ends[j]:  # its collectives fail, and it ends
-                    yield with_changed(state, j, r, place=DEAD)
+                    yield with_rank(state, j, r, Rank(DEAD))
                 yield from self._step(state, j, r)
 
     def _step(self, state: State, j: int, r: int) -> Iterator[State]:
@@ -298,16 +274,15 @@ class Model:
         if rank.place == ABSENT:
             yield self._join(state, j, r)
         elif place == QUEUE:
-            alone = self.rules.alone and self._is_alone(state, j, r)
             if len(job.grants) > rank.round:
                 if not rank.unnumbered and self._decision(state, j, r)[0]:
                     yield self._start(state, j, r)
-            elif rank.place != self._ends[j] and (alone or self._is_side_by_side(job, rank)):
+            elif rank.place != self._ends[j] and self._needs_no_number(state, j, r):
                 unnumbered = (*rank.unnumbered, rank.round)
                 yield with_changed(state, j, r, place=rank.place + 1, unnumbered=unnumbered)
         elif place == EXCHANGE and rank.place + 1 == self._ends[j]:
             if job.passes(rank.place):  # to leave frees a slot, which siblings see
-                yield with_changed(state, j, r, place=rank.place + 1)
+                yield with_rank(state, j, r, Rank(rank.place + 1, rank.slot))
         elif place in (INSIDE, MET) and state.loans < self.rules.loans and not (rank.lent or rank.unnumbered):
             lent = with_changed(state, j, r, returned=job.grants[rank.round].turn, lent=True)
             yield lent._replace(loans=state.loans + 1)
@@ -319,7 +294,7 @@ class Model:
                 yield self._go_on(state, j, r)
 
     def _go_on(self, state: State, j: int, r: int) -> State:
-        """Let the turn that a rank is in have the number that was drawn meanwhile."""
+        """Give the turn that a rank is in the number that was drawn meanwhile."""
         rank = state.jobs[j].ranks[r]
         turn = state.jobs[j].grants[rank.round + 1].turn
         returned = turn if rank.lent and self.rules.goes_on_lent else rank.returned
@@ -327,7 +302,7 @@ class Model:
         return with_changed(state, j, r, place=place, started=turn, returned=returned)
 
     def _pass_collectives(self, state: State, before: State | None = None) -> State:
-        """Let every rank pass the collective at which all ranks of its job have arrived; jobs as ``before`` have.
+        """Let every rank pass the collective at which all ranks of its job have arrived, of jobs not as ``before``.
 
         No sibling and no rule sees that, so that it need not be a move: whatever can happen before it can
         happen after it. A rank that dies before it would pass does less than one that dies after.
@@ -374,7 +349,8 @@ class Model:
                 if not 0 <= rank.place != self._ends[j]:
                     continue
                 if state.deaths < self.rules.deaths:
-                    yield with_changed(state, j, r, place=DEAD)._replace(deaths=state.deaths + 1)
+                    dead = Rank(DEAD, stopped=rank.stopped)  # nobody knows which of both it is
+                    yield with_rank(state, j, r, dead)._replace(deaths=state.deaths + 1)
                 if rank.stopped:
                     yield with_changed(state, j, r, stopped=False)
                 elif state.stops < self.rules.stops:
@@ -434,10 +410,7 @@ class Model:
                     )
 
     def _is_new(self, before: State, after: State) -> bool:
-        """Whether this move is to be followed: of jobs that are alike only the first may draw first.
-
-        Any other order of their first draws is one of these orders with the jobs' names exchanged.
-        """
+        """Tell whether to follow this move: of jobs that are alike only the first may draw first, whatever its name."""
         if len(after.log) == len(before.log) or after.words != before.words:
             return True
         j = next(j for j, job in enumerate(after.jobs) if job is not before.jobs[j])
