@@ -5,7 +5,6 @@ from tests.conformance.hooks import HOOKS
 
 
 def table() -> str:
-    """Return a table in Markdown, a row a hook."""
     lines = [f"| hook, with plain DDP in {len(CASES)} situations | results | refuses |", "|---|---|---|"]
     for name, row in HOOKS.items():
         if row.lossy:

@@ -16,8 +16,6 @@ TIMEOUT_S = 90.0
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to carry buckets."""
-
     process_group: str = "gloo"
     around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext  # all of a rank
     marks: tuple[pytest.MarkDecorator, ...] = ()  # of its tests
@@ -46,11 +44,12 @@ def switched_off() -> Iterator[None]:
         yield
 
 
-# All that runs there in the short form.
+# All that runs there in the short form, and what adds to it from three ranks on.
 SHORT = (
     *("many_buckets", "accumulation_viewed", "unused_parameters_viewed"),
     *("batch_norm_buffers", "clipping", "several_dtypes"),
 )
+OF_LAYOUTS = ("fewer_elements_than_ranks", "joined_ranks_with_buffers", "messages_of_the_users")
 _CUDA: dict[str, Any] = {"around": on_cuda, "world_sizes": (2,)}
 BACKENDS = {
     "gloo": Backend(),

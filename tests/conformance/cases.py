@@ -24,33 +24,20 @@ Results = dict[str, torch.Tensor]
 Case = Callable[[Wrap, int, int], Results]
 
 CASES: dict[str, Case] = {}
-WHERE: dict[str, tuple[str, ...]] = {}
-"""Of each case, where the short form runs it:
-
-- "alone": a hook has something to do alone, too;
-- "ranks": parts, owners, inputs or decisions differ from rank to rank, so that more than two tell more;
-- "ddp": a hook meets the buckets that it meets elsewhere: DDP makes, fills or waits for them in another way.
-"""
 TINY_MB = 0.0004
 STEPS = 5 if IN_CAMPAIGN else 4  # decoupled training defers from the third on
 WIDTH = 12
 DEVICE = torch.device("cpu")  # where models and inputs lie; see `backends`
 
 
-def case(*where: str, views: bool = False) -> Callable[[Case], Case]:
+def case(function: Case, *, views: bool = False) -> Case:
     """Register a case; with ``views`` another one as well, ``…_viewed``, whose gradients are views of buckets."""
-
-    def registered(function: Case) -> Case:
-        name, in_views = function.__name__, {"gradient_as_bucket_view": True}
-        if views:
-            CASES[f"{name}_viewed"] = lambda wrap, *place: function(
-                functools.partial(wrap, **in_views), *place
-            )
-        CASES[name] = function
-        WHERE.update(dict.fromkeys([name, f"{name}_viewed"], where))
-        return function
-
-    return registered
+    if views:
+        CASES[f"{function.__name__}_viewed"] = lambda wrap, *place: function(
+            functools.partial(wrap, gradient_as_bucket_view=True), *place
+        )
+    CASES[function.__name__] = function
+    return function
 
 
 class Recorder:
@@ -126,12 +113,11 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 
 def recorder_of(wrap: Wrap, model: nn.Module, *, lr: float = 0.1, **options: Any) -> Recorder:
-    """Return a recorder of a model in small buckets. ``options`` are DDP's."""
     return Recorder(wrap(model, **{"bucket_cap_mb": TINY_MB, **options}), lr=lr)
 
 
 def stepped(
-    *where: str, model: Callable[[], nn.Module] = mlp, steps: int = STEPS, views: bool = False, **options: Any
+    *, model: Callable[[], nn.Module] = mlp, steps: int = STEPS, views: bool = False, **options: Any
 ) -> Callable[[Callable[[Recorder, int, int], None]], None]:
     """Register what is done in a step, of a recorder, a rank and the step's number; ``options`` are a recorder's."""
 
@@ -143,34 +129,32 @@ def stepped(
             return recorder.finish()
 
         run.__name__ = do.__name__
-        case(*where, views=views)(run)
+        case(run, views=views)
 
     return registered
 
 
-def trained(name: str, *where: str, max_norm: float | None = None, **options: Any) -> None:
+def trained(name: str, *, max_norm: float | None = None, **options: Any) -> None:
     """Register a case whose steps have nothing of their own."""
 
     def do(recorder: Recorder, rank: int, step: int) -> None:
         recorder.step(recorder.forward(rank, step), max_norm)
 
     do.__name__ = name
-    stepped(*where, **options)(do)
+    stepped(**options)(do)
 
 
-trained("many_buckets", "alone", "ranks", views=True)
-trained("one_bucket", "alone", "ranks", "ddp", views=True, bucket_cap_mb=25)
-trained("static_graph", "ddp", views=True, static_graph=True)
+trained("many_buckets", views=True)
+trained("one_bucket", views=True, bucket_cap_mb=25)
+trained("static_graph", views=True, static_graph=True)
 # Buckets lie elsewhere in every step. New in torch 2.15; older ones run the plain case again.
 LAZY = "lazy_bucket_allocation"
-trained(
-    LAZY, "ddp", **({LAZY: True} if LAZY in inspect.signature(DistributedDataParallel).parameters else {})
-)
-trained("bfloat16_parameters", "ddp", model=lambda: mlp(dtype=torch.bfloat16), lr=0.01)
-trained("clipping", "alone", "ranks", max_norm=0.01)
+trained(LAZY, **({LAZY: True} if LAZY in inspect.signature(DistributedDataParallel).parameters else {}))
+trained("bfloat16_parameters", model=lambda: mlp(dtype=torch.bfloat16), lr=0.01)
+trained("clipping", max_norm=0.01)
 
 
-@stepped("alone", "ranks", views=True)
+@stepped(views=True)
 def accumulation(recorder: Recorder, rank: int, step: int) -> None:
     with recorder.model.no_sync():
         recorder.forward(rank, 10 + step).backward()
@@ -178,8 +162,6 @@ def accumulation(recorder: Recorder, rank: int, step: int) -> None:
 
 
 class Branches(nn.Module):
-    """Uses one of two branches, and one not at all."""
-
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -190,7 +172,7 @@ class Branches(nn.Module):
         return self.head(branch(x))  # type: ignore[no-any-return]
 
 
-@stepped("alone", "ranks", views=True, model=Branches, steps=STEPS + 1, find_unused_parameters=True)
+@stepped(views=True, model=Branches, steps=STEPS + 1, find_unused_parameters=True)
 def unused_parameters(recorder: Recorder, rank: int, step: int) -> None:
     # The ranks disagree in steps 0 and 1, and agree in the last two: one branch is unused everywhere.
     left = (step + rank) % 2 == 0 if step < 2 else step == 2
@@ -208,6 +190,7 @@ class Normed(nn.Module):
         self.register_buffer("low", torch.zeros(1, 3, dtype=torch.float16), persistent=False)
         self.register_buffer("empty", torch.zeros(0))
         self.register_buffer("mine", torch.zeros(2))
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         self.recomputes = False
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["mine"])
 
@@ -240,6 +223,7 @@ class BufferRecorder(Recorder):
     def train(self) -> Results:
         for _ in range(STEPS):
             self.step(self.next_loss())
+            self.model.module.updates.add_(1)  # what all ranks change between two steps stays changed
         return self.finish()
 
     def finish(self) -> Results:
@@ -252,13 +236,13 @@ class BufferRecorder(Recorder):
         self.model.train()
 
 
-@case("alone", "ranks")
+@case
 def batch_norm_buffers(wrap: Wrap, rank: int, world_size: int) -> Results:
     """DDP broadcasts the running statistics inside forward, on the group that the hook uses."""
     return BufferRecorder(wrap, rank).train()
 
 
-@case("ddp")
+@case
 def buffers_recomputed_in_backward(wrap: Wrap, rank: int, world_size: int) -> Results:
     """Activation checkpointing runs forward twice, so that backward changes statistics."""
     recorder = BufferRecorder(wrap, rank)
@@ -266,7 +250,7 @@ def buffers_recomputed_in_backward(wrap: Wrap, rank: int, world_size: int) -> Re
     return recorder.train()
 
 
-@case()
+@case
 def buffers_over_several_forwards(wrap: Wrap, rank: int, world_size: int) -> Results:
     """Accumulation, two forwards for one backward, a forward for nothing, evaluation at odd moments."""
     recorder = BufferRecorder(wrap, rank)
@@ -292,39 +276,7 @@ def buffers_over_several_forwards(wrap: Wrap, rank: int, world_size: int) -> Res
     return recorder.finish()
 
 
-class Chatty(nn.Module):
-    """Talks to its peers in forward and in backward, as SyncBatchNorm does, which torch has for GPUs only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = MeanOverRanks.apply(torch.tanh(layer(x)))  # type: ignore[no-untyped-call]
-        return x
-
-
-class MeanOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        mean = x.mean(0)
-        dist.all_reduce(mean)
-        return x - mean / dist.get_world_size()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return MeanOverRanks.forward(ctx, gradients[0])
-
-
-@stepped("ddp", model=Chatty)
-def collectives_in_forward_and_backward(recorder: Recorder, rank: int, step: int) -> None:
-    recorder.step(loss_of(recorder.model(inputs(rank, step)) - 0.1))
-
-
 class Mixed(nn.Module):
-    """Has parameters of four dtypes."""
-
     def __init__(self) -> None:
         super().__init__()
         dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -335,10 +287,10 @@ class Mixed(nn.Module):
         return torch.cat([torch.tanh(layer(x.to(layer.weight.dtype))).float() for layer in self.layers], -1)
 
 
-trained("several_dtypes", "alone", "ranks", model=Mixed, bucket_cap_mb=25)
+trained("several_dtypes", model=Mixed, bucket_cap_mb=25)
 
 
-@case("alone")
+@case
 def complex_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
     """DDP shows a hook complex gradients as real ones."""
     recorder = Recorder(wrap(nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)))
@@ -347,7 +299,7 @@ def complex_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
     return {name: torch.view_as_real(v) if v.is_complex() else v for name, v in recorder.finish().items()}
 
 
-@case("ranks")
+@case
 def joined_ranks_with_buffers(wrap: Wrap, rank: int, world_size: int) -> Results:
     """Ranks run out of inputs one after the other, rank 0 first; they go on to answer with zeros.
 
@@ -382,8 +334,6 @@ def tied_weights(recorder: Recorder, rank: int, step: int) -> None:
 
 
 class Scalars(nn.Module):
-    """Has buckets with fewer elements than there are ranks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor([1.0]))
@@ -393,7 +343,7 @@ class Scalars(nn.Module):
         return x * self.scale + self.shift.sum()
 
 
-trained("fewer_elements_than_ranks", "alone", "ranks", "ddp", model=Scalars, bucket_cap_mb=1e-6)
+trained("fewer_elements_than_ranks", model=Scalars, bucket_cap_mb=1e-6)
 
 
 def partly_frozen() -> nn.Module:
@@ -402,12 +352,10 @@ def partly_frozen() -> nn.Module:
     return model
 
 
-trained("frozen_parameters", "ddp", model=partly_frozen)
+trained("frozen_parameters", model=partly_frozen)
 
 
 class Recomputed(nn.Module):
-    """Runs backward passes inside its backward pass."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(mlp(1) for _ in range(4))
@@ -419,10 +367,10 @@ class Recomputed(nn.Module):
         return x
 
 
-trained("reentrant_checkpointing", "ddp", model=Recomputed)
+trained("reentrant_checkpointing", model=Recomputed)
 
 
-@case("ranks")
+@case
 def two_models_on_one_group(wrap: Wrap, rank: int, world_size: int) -> Results:
     recorders = [recorder_of(wrap, mlp(2)), Recorder(wrap(mlp(3)))]
     for step in range(STEPS):
@@ -437,14 +385,14 @@ def two_models_on_one_group(wrap: Wrap, rank: int, world_size: int) -> Results:
     }
 
 
-@stepped("ddp")
+@stepped()
 def mixed_precision_by_autocast(recorder: Recorder, rank: int, step: int) -> None:
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         loss = recorder.forward(rank, step)
     recorder.step(loss)
 
 
-@stepped("alone", "ranks")
+@stepped()
 def non_finite_on_one_rank(recorder: Recorder, rank: int, step: int) -> None:
     """An overflow reaches all ranks; the loop drops that step, and nothing is left of it."""
     factor = torch.inf if step == 1 and rank == dist.get_world_size() - 1 else 1.0
@@ -452,7 +400,7 @@ def non_finite_on_one_rank(recorder: Recorder, rank: int, step: int) -> None:
     recorder.note_and_update(skips=step == 1)
 
 
-@stepped("alone", "ranks")
+@stepped()
 def refused_bucket(recorder: Recorder, rank: int, step: int) -> None:
     """A bucket is refused on all ranks before anything of it is sent; the loop drops that step and goes on."""
     loss = recorder.forward(rank, step)
@@ -464,25 +412,23 @@ def refused_bucket(recorder: Recorder, rank: int, step: int) -> None:
     recorder.drop()
 
 
-@stepped("ddp")
+@stepped()
 def failing_forward(recorder: Recorder, rank: int, step: int) -> None:
-    """The model raises, the loop drops that batch and goes on."""
     if step in (1, STEPS - 1):
         with contextlib.suppress(RuntimeError):
             recorder.model(torch.zeros(3, WIDTH + 1, device=DEVICE))
     recorder.step(recorder.forward(rank, step))
 
 
-@stepped("alone")
+@stepped()
 def saved_in_every_step(recorder: Recorder, rank: int, step: int) -> None:
     """Between ``step()`` and the next forward the model is whole for whoever saves it."""
     recorder.step(recorder.forward(rank, step))
     recorder.note_state(f"after step {step}")
 
 
-@case("alone")
+@case
 def schedule_and_groups(wrap: Wrap, rank: int, world_size: int) -> Results:
-    """Two groups with settings of their own, and a schedule that changes them in every step."""
     recorder = recorder_of(wrap, mlp())
     for optimizer in recorder.optimizers:
         group = optimizer.param_groups[0]
@@ -496,14 +442,18 @@ def schedule_and_groups(wrap: Wrap, rank: int, world_size: int) -> Results:
     return recorder.finish()
 
 
-@case("ranks")
+@case
 def messages_of_the_users(wrap: Wrap, rank: int, world_size: int) -> Results:
-    """Collectives and messages on the model's own group, begun in the middle of backward and right behind it."""
+    """Collectives and messages on the model's own group, begun in the middle of backward and right behind it.
+
+    Some are waited for at once, as SyncBatchNorm does, which torch has for GPUs only.
+    """
     recorder = recorder_of(wrap, mlp())
     pending: list[Any] = []
 
     def talk(gradient: torch.Tensor) -> None:
         total = gradient.abs().sum()
+        dist.all_reduce(total)
         sent = total.clone()
         pending.append((dist.all_reduce(total, async_op=True), total))
         for tag in range(3) if world_size > 1 else ():
@@ -511,8 +461,12 @@ def messages_of_the_users(wrap: Wrap, rank: int, world_size: int) -> Results:
             pending.append((dist.isend(sent, (rank + 1) % world_size, tag=tag), sent))
             pending.append((dist.irecv(received, (rank - 1) % world_size, tag=tag), received))
 
+    def begun(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        dist.all_reduce(output.detach().sum())
+        output.register_hook(talk)
+
     middle = recorder.model.module[3]
-    middle.register_forward_hook(lambda module, args, output: output.register_hook(talk) and None)
+    middle.register_forward_hook(begun)
     for step in range(STEPS):
         recorder.step(recorder.forward(rank, step))
         for number, (work, value) in enumerate(pending):
@@ -522,7 +476,7 @@ def messages_of_the_users(wrap: Wrap, rank: int, world_size: int) -> Results:
     return recorder.finish()
 
 
-@case("ranks")
+@case
 def model_not_found_on_one_rank(wrap: Wrap, rank: int, world_size: int) -> Results:
     """The last rank's model is hidden from the collector, by which hooks look for buffers; all ranks decide alike."""
     recorder = BufferRecorder(wrap, rank)

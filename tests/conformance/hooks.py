@@ -44,37 +44,27 @@ def untrained(model: nn.Module) -> nn.Parameter:
 
 @dataclass(frozen=True)
 class Row:
-    """A hook in one setting, and how close to plain DDP it is.
+    """A hook in one setting, and how close to plain DDP it is."""
 
-    Args:
-        make: makes the state and the hook; None is plain DDP.
-        options: of DDP, in all cases.
-        optimizers: of the walk, plain DDP's, too.
-        like: the row that it walks with; None: plain DDP.
-        order: in which owners add, so that from three ranks on plain DDP can be made to add alike and results are
-            identical: ``"tree"`` over ranks; after the first step ``"ranks"`` for messages of a codec. None: equal
-            within ``tolerance`` there. With fewer ranks there is one order only.
-        tolerance: relative to the largest magnitude of a tensor, in epsilons of its dtype (float32's for float64).
-        lossy: results are close, whatever the number of ranks.
-        is_like_others: runs only a few cases in the short form; its path is that of other rows but for details.
-        takes_turns: whether the state takes a mutex.
-        reads: whether gradients may be read between backward and step: always, after a flush, or never.
-        refuses: cases that the hook refuses, each with words of its error.
-        differs: cases with other results, each with the reason, which the hook's page gives, too.
-    """
-
-    make: Make | None
-    options: Mapping[str, bool] = field(default_factory=dict)
-    optimizers: Callable[[nn.Module, float], list[Optimizer]] = sgd
-    like: str | None = None
+    make: Make | None  # makes the state and the hook; None is plain DDP
+    options: Mapping[str, bool] = field(default_factory=dict)  # of DDP, in all cases
+    optimizers: Callable[[nn.Module, float], list[Optimizer]] = sgd  # of the walk, plain DDP's, too
+    like: str | None = None  # the row that it walks with; None: plain DDP
+    # In which owners add, so that from three ranks on plain DDP can be made to add alike and results are identical:
+    # over a tree of ranks; messages of a codec after the first step in their order. None: equal within ``tolerance``
+    # there. With fewer ranks there is one order only.
     order: Literal["tree", "tree, then ranks"] | None = "tree"
-    tolerance: float = EPSILONS
-    lossy: bool = False
-    is_like_others: bool = False
-    takes_turns: bool = True
-    reads: Literal["always", "flushed", "never"] = "always"
-    refuses: Mapping[str, str] = field(default_factory=dict)
-    differs: Mapping[str, str] = field(default_factory=dict)
+    tolerance: float = (
+        EPSILONS  # relative to a tensor's largest magnitude, in epsilons (float32's for float64)
+    )
+    lossy: bool = False  # results are close, whatever the number of ranks
+    is_like_others: bool = False  # runs few cases in the short form: its path is others' but for details
+    takes_turns: bool = True  # whether the state takes a mutex
+    reads: Literal["always", "flushed", "never"] = "always"  # whether gradients may be read before the step
+    refuses: Mapping[str, str] = field(default_factory=dict)  # cases, each with words of its error
+    differs: Mapping[str, str] = field(
+        default_factory=dict
+    )  # cases, each with the reason, for the hook's page
 
     def attach(self, model: DistributedDataParallel, optimizers: list[Optimizer]) -> Any:
         """Register the hook, with the turn that `MUTEX` has; the state is left with the model, for who closes it."""
@@ -99,12 +89,10 @@ def muon_of_nothing(model: Any, optimizers: list[Optimizer], **turn: Any) -> tup
 
 
 def alone(state: Callable[..., Any], hook: Any, **settings: Any) -> Make:
-    """Make a state that knows neither model nor optimizers."""
     return lambda model, optimizers, **turn: (state(**settings, **turn), hook)
 
 
 def decoupled(**settings: Any) -> Make:
-    """Every step is deferred that can be."""
     return lambda model, optimizers, **turn: (
         ddp.DecoupledState(
             optimizers if "owners" in settings else optimizers[0], defer="always", **settings, **turn
@@ -159,6 +147,7 @@ HOOKS: dict[str, Row] = {
         decoupled(codec=Identity()),
         options=VIEWS,
         reads="never",
+        is_like_others=True,
         order="tree, then ranks",
         refuses={**IN_DOUBLE, **NO_SEARCH},
     ),
@@ -176,7 +165,7 @@ HOOKS: dict[str, Row] = {
         is_like_others=True,
         refuses={**IN_DOUBLE, **NO_SEARCH},
     ),
-    "kfac_of_nothing": Row(kfac_of_nothing),
+    "kfac_of_nothing": Row(kfac_of_nothing, is_like_others=True),
     "kfac": Row(
         lambda model, optimizers, **turn: (
             ddp.KFACState(model, optimizers[0], **KFAC, **turn),

@@ -43,12 +43,10 @@ class Additions:
 
 
 def _answered(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The hook of both references."""
     return state.answer(bucket)  # type: ignore[no-any-return]
 
 
 def adding(order: str) -> tuple[Any, Any]:
-    """Return the state and the hook."""
     return Additions(order), _answered
 
 
@@ -133,7 +131,6 @@ class KFACOracle:
 
 
 def kfac_in_float64(model: Any, optimizer: torch.optim.Optimizer, **settings: Any) -> tuple[Any, Any]:
-    """Return the state and the hook. Which layers are preconditioned is the hook's own word."""
     state = KFACState(model, optimizer, **settings)
     layers = list(state.owners)
     state.close()

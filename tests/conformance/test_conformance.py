@@ -5,8 +5,7 @@ hooks are compared with is trained once. The short form thins the product to pai
 
 - with two ranks on gloo each hook runs each case in which it has something of its own to do, and a third of those in
   which DDP alone has: each of these meets a third of the hooks;
-- alone one hook of each kind runs what has no need of a peer, and of cases with and without views one; with more ranks
-  the cases whose layout or order depends on their number;
+- with other numbers of ranks one hook of each kind of payload runs those of `SHORT` and `OF_LAYOUTS`;
 - on each other backend each hook runs many buckets and one more case, the next hook the next one.
 
 CROSSOVER_CAMPAIGN runs everything with everything.
@@ -26,24 +25,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.conformance import cases
 from tests.conformance.__main__ import table
-from tests.conformance.backends import BACKENDS, SHORT, Backend
-from tests.conformance.cases import CASES, WHERE, Results, Wrap, seeded
+from tests.conformance.backends import BACKENDS, OF_LAYOUTS, SHORT, Backend
+from tests.conformance.cases import CASES, LAZY, Results, Wrap, seeded
 from tests.conformance.hooks import HOOKS, ORACLES, Row
 from tests.conformance.reference import adding
 from tests.harness import RankError
 from tests.harness.campaign import IN_CAMPAIGN
 
 WORLD_SIZES = (1, 2, 3, 4)
-# By world size: alone there is no peer; what differs from two ranks is the layout, of which each kind of payload has
-# its own, and the ring, which all of them share.
+# By world size: what differs from two ranks is the layout, of which each kind of payload has its own.
 OF_EACH_KIND = {
-    1: (
-        *("split", "crossover", "averaged_every_step", "decoupled"),
-        *("identity_codec", "kfac_of_nothing", "muon", "owners"),
-    ),
-    3: ("decoupled", "identity_codec", "kfac_of_nothing", "muon_of_nothing", "owners"),
+    1: ("split", "crossover", "averaged_every_step", "decoupled", "identity_codec", "muon", "owners"),
+    3: ("decoupled", "identity_codec", "kfac_of_nothing", "owners"),
     4: ("split",),
 }
+# Here a hook meets the buckets that it meets elsewhere: DDP makes, fills or waits for them in another way.
+OF_DDP = (
+    *("one_bucket", "static_graph", LAZY, "bfloat16_parameters", "buffers_recomputed_in_backward"),
+    *("fewer_elements_than_ranks", "frozen_parameters", "reentrant_checkpointing"),
+    *("mixed_precision_by_autocast", "failing_forward"),
+)
 # What a state's own norm or another order of buckets makes of the last bits.
 ROUNDED = {"clipping": ("decoupled", "owners")}
 # Finding of one case with one hook: what differs from its reference, and a digest of the results.
@@ -61,31 +62,21 @@ def hooks(backend: str, world_size: int) -> dict[str, Row]:
 
 
 def cases_of(backend: str, hook: str, world_size: int) -> list[str]:
-    """Return a hook's cases, one of a pair with and without views where both would run the same."""
     row, place = HOOKS[hook], [*HOOKS].index(hook)
     names = [name for name in CASES if name not in {**row.refuses, **row.differs}]
     if IN_CAMPAIGN:
         return names
     if backend != "gloo":
         return [name for name in names if name in (SHORT[0], SHORT[1 + place % (len(SHORT) - 1)])]
-    if row.is_like_others and world_size == 2:
-        return [name for name in names if name in SHORT]
-    pairs = {name: f"{name}_viewed" for name in CASES if f"{name}_viewed" in CASES}
-    if world_size > 2:
-        return [name for name in names if "ranks" in WHERE[name] and name not in pairs]
-    if world_size == 1:
-        names = [name for name in names if "alone" in WHERE[name]]
-    else:
-        of_ddp = [name for name in CASES if "ddp" in WHERE[name] and name not in pairs.values()]
-        of_others = {name for number, name in enumerate(of_ddp) if (number + place) % 3}
-        names = [name for name in names if name.removesuffix("_viewed") not in of_others]
-    repeated: set[str] = set()
+    if row.is_like_others or world_size != 2:
+        return [name for name in names if name in SHORT + OF_LAYOUTS * (world_size > 2)]
+    of_others = {name for number, name in enumerate(OF_DDP) if (number + place) % 3}
+    names = [name for name in names if name.removesuffix("_viewed") not in of_others]
     if row.options:  # these are views, whatever the case asks for
-        repeated = set(pairs)
-    # No layout tells views apart, and that hook is ``decoupled`` with them.
-    elif world_size != 2 or hook == "decoupled_and_copied":
-        repeated = set(pairs.values())
-    return [name for name in names if name not in repeated]
+        return [name for name in names if f"{name}_viewed" not in CASES]
+    if hook == "decoupled_and_copied":  # with views it is `decoupled`
+        return [name for name in names if not name.endswith("_viewed")]
+    return names
 
 
 def findings_of_rank(
@@ -136,7 +127,6 @@ def is_rounded(hook: str, row: Row, case: str, world_size: int, backend: Backend
 
 
 def reference_of(row: Row, world_size: int, backend: Backend) -> Reference:
-    """Return what a row walks with: another hook, plain DDP, or plain DDP that adds in the owners' order."""
     if row.like and not backend.switches_off:
         return row.like
     return row.order if world_size > 2 and backend.adds_in_order else None, row.optimizers

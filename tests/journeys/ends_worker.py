@@ -36,8 +36,7 @@ training.run(5)
 numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
 dist.all_gather(numbers, torch.tensor([os.getpid()]))
 if dist.get_rank() == 0:
-    if way != "decoupled":
-        last = Last(int(numbers[1]))
+    last = Last(int(numbers[1]))
     training.step()
     time.sleep(0.3)  # the threads are inside of gloo by then
     print("leaving", flush=True)
@@ -45,8 +44,5 @@ if dist.get_rank() == 0:
         sys.exit(0)
     if how == "destroy":
         dist.destroy_process_group()
-elif way == "decoupled":
-    time.sleep(1)  # rank 0 waits for who may still need its parts, while that one lives
-    os._exit(0)
 else:
     time.sleep(60)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from tests.harness import close_pools, in_ranks, run_ranks, spawn_script
 from tests.harness.campaign import IN_CAMPAIGN
@@ -25,9 +24,7 @@ IMPATIENT_S = 60.0
 
 
 # Each needs an interpreter of its own, which imports torch: the short form has one.
-ENDS = [
-    (way, how) for way in ("split", "int8", "decoupled") for how in ("exit", "fall off the end", "destroy")
-]
+ENDS = [(way, how) for way in ("split", "int8") for how in ("exit", "fall off the end", "destroy")]
 
 
 @pytest.mark.parametrize(("way", "how"), ENDS if IN_CAMPAIGN else ENDS[:1])
@@ -36,28 +33,13 @@ def test_a_process_ends_while_its_threads_wait_for_others(way: str, how: str) ->
     with spawn_script(WORKER, 2, args=[way, how], forked=[1]) as ranks:
         ranks.wait_for_output(0, "leaving", 120)
         begin_s = time.monotonic()
-        output, _ = ranks.wait(90, deaths={} if way == "decoupled" else {1: signal.SIGKILL})
+        output, _ = ranks.wait(90, deaths={1: signal.SIGKILL})
     assert time.monotonic() - begin_s < IMPATIENT_S
     for word in ("Traceback", "terminate", "Fatal"):
         assert word not in output
 
 
-def losses_around_workers(rank: int, world_size: int, way: str, workers: int) -> list[float]:
-    training = Training(way, rank).run(2)
-    loader = DataLoader(range(4), num_workers=workers, multiprocessing_context="fork" if workers else None)  # type: ignore[arg-type]
-    losses = [training.step() for _ in loader]
-    training.close()
-    return losses
-
-
-@pytest.mark.parametrize("way", ["int8", "decoupled", "elastic"])
-def test_a_loaders_workers_are_forked_while_a_hook_is_active(way: str) -> None:
-    alone, beside = (run_ranks(losses_around_workers, 2, args=(way, workers)) for workers in (0, 2))
-    assert way == "elastic" or alone == beside
-
-
 def fork_uses_the_hook(rank: int, world_size: int, way: str, forks: bool) -> tuple[int, list[float]]:
-    """Return how the child ended, and the parent's losses afterwards."""
     training, status = Training(way, rank, mutex=RecordingTurn()).run(2), 0
     if forks and (child := os.fork()) == 0:
         signal.alarm(60)
@@ -84,7 +66,6 @@ def test_a_fork_that_uses_the_hook_gets_an_error_and_harms_no_parent(way: str, w
 @pytest.mark.parametrize("way", WAYS)
 @in_ranks(2)
 def test_idle_threads_keep_nothing_alive(rank: int, way: str) -> None:
-    """Nobody refers to it; the group and its threads live."""
     training = Training(way, rank).run(3)
     training.close()
     kept = {"module": training.model.module, "optimizer": training.optimizers[0], "state": training.state}
@@ -99,7 +80,6 @@ def test_idle_threads_keep_nothing_alive(rank: int, way: str) -> None:
 
 
 def threads_left(before: Sequence[threading.Thread]) -> list[str]:
-    """Return the names of threads that have not ended in a while."""
     eventually(lambda: {*threading.enumerate()} <= {*before})
     return [thread.name for thread in threading.enumerate() if thread not in before]
 
@@ -118,7 +98,7 @@ def test_threads_go_with_the_group_although_model_and_state_live_on(rank: int, w
     assert training.model is not None
 
 
-@pytest.mark.parametrize("way", ["crossover", "wrapped", "int8"])
+@pytest.mark.parametrize("way", ["crossover", "wrapped"])
 @in_ranks(2)
 def test_a_thread_that_is_late_is_not_waited_for_and_strands_no_other(rank: int, way: str) -> None:
     before = threading.enumerate()

@@ -1,9 +1,5 @@
 """What fails, and what is refused: who hears of it, when, in which words, and what works afterwards."""
 
-import contextlib
-import functools
-import re
-import signal
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -12,42 +8,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from crossover_ddp import DecoupledState, ExchangeError, UnsupportedConfigurationError, decoupled_hook
-from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from crossover_ddp.muon_hooks import MuonState, muon_hook
+from crossover_ddp import (
+    UnsupportedConfigurationError,
+    reduce_scatter_all_gather_hook,
+)
 from tests.harness import in_ranks, inside, run_ranks
-from tests.harness.groups import impatient_group
 from tests.harness.networks import blow, mlp
 from tests.harness.oracles import error_of
-from tests.harness.training import WAYS, WIDTH, Training, Way, optimizers_of
+from tests.harness.training import WAYS, WIDTH, Training, hooked
 from tests.harness.turn import RecordingTurn
-from tests.journeys.test_turn_and_futures import WORK
-
-NEWTON_SCHULZ = "torch.optim._muon._zeropower_via_newtonschulz"
-PATIENCE_S, LIMIT_S = 10.0, 60.0  # the latter of a busy machine
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@in_ranks()
-def test_an_owner_that_fails_names_rank_bucket_and_cause_for_all_later_buckets(
-    rank: int, world_size: int
-) -> None:
-    """Rank 0's own work fails."""
-    turn = RecordingTurn()
-    training = Training("muon", rank, mutex=turn).run(2)
-    turn.order.clear()
-    failing = mock.patch(NEWTON_SCHULZ, side_effect=ZeroDivisionError("no direction"))
-    with contextlib.nullcontext() if rank else failing:
-        first = error_of(training.run)
-        training.drop()
-        assert error_of(training.run) == first
-        training.drop()
-    dist.destroy_process_group()
-    assert re.match(rf"rank {rank} of {world_size}: the .+ of bucket \d+ failed: .*restart", first)
-    assert rank or "failed: no direction; " in first
-    assert rank or {*turn.order} == {"release"}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -92,50 +64,6 @@ def test_a_rank_that_is_ahead_keeps_no_gather_from_the_others(rank: int) -> floa
     return float(sum(p.detach().double().sum() for p in training.model.parameters()))
 
 
-def owned_by(way: str) -> Way:
-    """Return the way of a hook whose model has a group of its own."""
-
-    def made(model: Any, optimizers: Any, mutex: Any) -> tuple[Any, Any]:
-        group = model.process_group
-        if way == "muon":
-            return MuonState(optimizers[0], process_group=group), muon_hook
-        state = KFACState(model, optimizers[0], process_group=group, inv_update_steps=1)
-        if way == "kfac":
-            return state, kfac_hook
-        return DecoupledState(optimizers[0], group, kfac=state, defer="always"), decoupled_hook
-
-    return WAYS["owned"] if way == "owned" else made
-
-
-def die(*_: Any, **__: Any) -> None:
-    signal.raise_signal(signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    ("way", "world_size"), [("kfac", 2), ("kfac", 4), ("decoupled_kfac", 2), ("muon", 2), ("owned", 2)]
-)
-@in_ranks(deaths={1: signal.SIGKILL}, timeout_s=90)
-def test_a_peer_that_dies_in_its_owners_work_is_an_error_in_bounded_time(
-    rank: int, world_size: int, way: str
-) -> None:
-    """In backward a peer dies in tests/conformance.
-
-    Who is no neighbour of the dead one on the ring hears of it when a neighbour leaves, or by the timeout.
-    """
-    group = impatient_group(PATIENCE_S)
-    optimizers = functools.partial(optimizers_of, way)
-    training = Training(owned_by(way), rank, optimizers=optimizers, process_group=group).run(3)
-    dist.barrier()
-    begin_s = time.monotonic()
-    dying = mock.patch.object(*WORK[way.removeprefix("decoupled_")], die)
-    failing = pytest.raises(ExchangeError, match=f"^rank {rank} of {world_size}: the ")
-    with dying if rank == 1 else contextlib.nullcontext(), failing:
-        training.run(3)
-    assert time.monotonic() - begin_s < PATIENCE_S + LIMIT_S
-    # A thread may still wait for a rank that is no neighbour of the dead one: no longer than the group's timeout.
-    dist.destroy_process_group(group)
-
-
 # Averaging hooks send no buckets in most steps; below the wrapper another library's hook has all buckets but the last.
 REFUSING = [
     pytest.param(way, which, world_size, id=f"{world_size}-{way}-{which}")
@@ -152,9 +80,7 @@ AS_IF_IT_HAD_NOT_BEEN = ("split", "crossover", "decoupled", "owned")
 
 @pytest.mark.parametrize(("way", "which", "world_size"), REFUSING)
 @in_ranks()
-def test_a_refused_bucket_is_a_refused_step_and_the_next_backward_begins_anew(
-    rank: int, way: str, which: Any, world_size: int
-) -> None:
+def test_a_refused_bucket_is_a_refused_step(rank: int, way: str, which: Any, world_size: int) -> None:
     turn = RecordingTurn()
     training, whole = (Training(way, rank, mutex=mutex).run(6) for mutex in (turn, RecordingTurn()))
     turn.order.clear()
@@ -199,13 +125,24 @@ CAPTURED = SimpleNamespace(buffer=lambda: SimpleNamespace(is_cuda=True))
         *((way, CAPTURED, "graph is captured") for way in ("crossover", "wrapped", "decoupled", "kfac")),
     ],
 )
-def test_a_future_carries_the_error_where_no_backward_runs(
-    way: str, bucket: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_future_carries_the_error_where_no_backward_runs(way: str, bucket: Any, message: str) -> None:
     """Nobody would look there for what is raised after backward. Of a bucket on a CPU nothing is asked of CUDA."""
     got: list[Any] = []
     training = Training(way, around=lambda hook: got.append(hook) or hook)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(UnsupportedConfigurationError, match=message):
+    capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with capturing, pytest.raises(UnsupportedConfigurationError, match=message):
         got[0](training.state, bucket).wait()
     training.run(2).close()
+
+
+@in_ranks(3)
+def test_a_group_of_the_same_ranks_is_right_and_another_refused(rank: int) -> None:
+    twin, half = dist.new_group([2, 1, 0]), dist.new_group([0, 1])
+    model = hooked(nn.Linear(2, 2, bias=False), reduce_scatter_all_gather_hook, twin)
+    model(torch.full((1, 2), float(rank))).sum().backward()
+    assert model.module.weight.grad.eq(1.0).all()
+    model = hooked(nn.Linear(2, 2), reduce_scatter_all_gather_hook, half)
+    inside = r"of ranks \[0, 1, 2\], got a process_group of ranks \[0, 1\]"
+    outside = "expected a process group that this process belongs to"
+    with pytest.raises(UnsupportedConfigurationError, match=outside if rank == 2 else inside):
+        model(torch.ones(1, 2)).sum().backward()

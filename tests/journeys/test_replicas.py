@@ -26,10 +26,7 @@ def part_from(training: Training, name: str) -> None:
 
 @pytest.mark.parametrize("way", ["split", "crossover", "wrapped", "int8"])
 @in_ranks(3)
-def test_a_difference_is_one_error_on_all_ranks_that_names_parameter_ranks_and_step(
-    rank: int, way: str
-) -> None:
-    """One rank's parameter changes after five steps."""
+def test_a_difference_is_one_error_that_names_parameter_ranks_and_step(rank: int, way: str) -> None:
     training = Training(way, rank)
     training.run(5)
     if rank == 2:
@@ -58,9 +55,7 @@ class Kinds(nn.Module):
 
 @pytest.mark.parametrize("place", [None, *range(len(KINDS))])
 @in_ranks(2)
-def test_parameters_of_any_kind_without_gradients_are_compared_by_their_bits(
-    rank: int, place: int | None
-) -> None:
+def test_parameters_of_any_kind_are_compared_by_their_bits(rank: int, place: int | None) -> None:
     training = Training("crossover", rank, module=Kinds())
     if rank and place is not None:
         training.model.module.kinds[place].data = torch.zeros(5, 3).to(KINDS[place])

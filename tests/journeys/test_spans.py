@@ -27,7 +27,6 @@ def train(rank: int, world_size: int, way: str) -> None:
 
 
 def recorded(way: str, world_size: int, directory: Path) -> Spans:
-    """Return rank 0's spans of some steps, as the command shows them."""
     run_ranks(train, world_size, args=(way,), environment={"CROSSOVER_TIMELINE": str(directory)})
     trace = directory / "trace.json"
     assert cli.main(["timeline", str(directory), "--trace", str(trace)]) == 0
@@ -43,7 +42,7 @@ def recorded(way: str, world_size: int, directory: Path) -> Spans:
 @pytest.mark.parametrize(
     ("way", "world_size"), [("split", 1), *((way, 2) for way in (*EXCHANGING, "wrapped"))]
 )
-def test_each_step_has_its_compute_its_waits_and_both_halves_of_each_bucket(
+def test_a_step_has_its_waits_and_both_halves_of_each_bucket(
     way: str, world_size: int, tmp_path: Path
 ) -> None:
     spans = recorded(way, world_size, tmp_path)
@@ -63,7 +62,6 @@ def test_each_step_has_its_compute_its_waits_and_both_halves_of_each_bucket(
 
 
 def check_halves(spans: Spans, way: str) -> None:
-    """Each bucket has both halves with its size and times."""
     halves: dict[str, dict[tuple[int, int], dict[str, Any]]] = {kind: {} for kind in HALVES}
     for span in spans:
         if span["kind"] in HALVES and span["bucket"] >= 0:

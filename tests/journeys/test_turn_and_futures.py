@@ -32,13 +32,8 @@ TURNS_IN_BACKWARD = [
 
 @pytest.mark.parametrize(("way", "world_size"), TURNS_IN_BACKWARD)
 @in_ranks()
-def test_the_turn_goes_before_anybody_hears_of_the_last_bucket_whose_future_waits_for_the_next(
-    rank: int, world_size: int, way: str
-) -> None:
-    """Whoever hears of it may take the next turn at any moment; ranks would count turns differently, and hang.
-
-    No thread of gloo's takes it: one that waits for a sibling keeps all other collectives of the group waiting.
-    """
+def test_the_turn_goes_before_anybody_hears_of_the_last_bucket(rank: int, world_size: int, way: str) -> None:
+    """Whoever hears of it may take the next turn at any moment; ranks would count turns differently, and hang."""
     returned: queue.Queue[torch.futures.Future[torch.Tensor]] = queue.Queue()
     done: list[bool] = []
     noting = noted(lambda bucket, future: returned.put(future) if bucket.is_last() else None)
@@ -48,6 +43,7 @@ def test_the_turn_goes_before_anybody_hears_of_the_last_bucket_whose_future_wait
     assert turn.order == ["release", *asked, "acquire"] * STEPS
     assert done == [False] * STEPS, "the last Future was done before the turn"
     takers = [thread for call, thread in zip(turn.order, turn.threads, strict=True) if call != "release"]
+    # One of gloo's threads that waits for a sibling would keep all other collectives of the group waiting.
     assert not any(isinstance(each, threading._DummyThread) for each in takers)
 
 

@@ -39,8 +39,6 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 class Trainer(Training):
-    """One rank: DDP, an optimizer, and the hook's state."""
-
     def __init__(
         self,
         rank: int,
@@ -87,7 +85,6 @@ def new_scaler() -> torch.amp.GradScaler:
 def copies_of(
     world_size: int, optimizer: str, skips: Collection[tuple[int, int]] = (), *, first: int = 0
 ) -> Copies:
-    """The same in one process: a copy of the network for each rank, which goes on with batch ``first``."""
     models = [network() for _ in range(world_size)]
     steps = [itertools.count(first) for _ in models]
 

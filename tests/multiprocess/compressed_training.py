@@ -39,7 +39,6 @@ def loss_of(model: nn.Module, rank: int, step: int, device: str = "cpu") -> torc
 
 
 def way_of(kind: str, **settings: Any) -> Way:
-    """Return the way of a state that takes a codec; ``settings``: of the state."""
     if kind == "decoupled":
         return decoupled(**settings)
     if kind == "kfac":

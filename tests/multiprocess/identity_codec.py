@@ -7,8 +7,6 @@ import torch
 
 @dataclass(frozen=True)
 class Identity:
-    """Values as they are."""
-
     multiple: int = 1
 
     def nbytes(self, numel: int) -> int:

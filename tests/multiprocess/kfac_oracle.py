@@ -123,10 +123,7 @@ def cross_entropy(targets: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def errors_beside(oracle: Oracle, training: Any, steps: int, world_size: int) -> Iterator[float]:
-    """Train with `kfac_training.Training`; iterate over the relative errors of the steps.
-
-    Rank 0 computes what all ranks expect, for as long as their parameters are its own.
-    """
+    """Train with `kfac_training.Training`; iterate over the relative errors of the steps, as rank 0 expects them."""
     plain: nn.Module = training.model.module
     for _ in range(steps):
         batches = [training.data(rank, training.steps) for rank in range(world_size)]
@@ -193,7 +190,6 @@ class RankRun:
 def factors_of_call(
     module: nn.Module, x: Tensor, y: Tensor, loss_samples: int, sharing: str
 ) -> tuple[Tensor, Tensor]:
-    """Return A and G of one call, of its inputs and of the gradients of its outputs."""
     return factors_of_rows(input_rows(module, x), output_rows(module, y) * loss_samples, sharing)
 
 
@@ -223,7 +219,6 @@ def input_rows(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def output_rows(module: nn.Module, y: Tensor) -> Tensor:
-    """Return the output gradients in the same arrangement."""
     if isinstance(module, nn.Conv2d):
         return y.flatten(2).mT.unflatten(-1, (module.groups, -1))
     return y.reshape(len(y), -1, 1, y.shape[-1])

@@ -102,7 +102,6 @@ class Training(training.Training):
 
 
 def same(ones: Sequence[dict[str, Tensor]], others: Sequence[dict[str, Tensor]]) -> bool:
-    """Tell whether the gradients of some steps are the same to the last bit."""
     return all(
         one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
         for one, other in zip(ones, others, strict=True)

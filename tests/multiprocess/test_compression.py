@@ -24,9 +24,7 @@ TRIAL_STEPS = 34  # after which it is decided whether to defer
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @in_ranks()
-def test_parameters_are_those_of_the_codec_alone_on_all_ranks_by_every_state(
-    rank: int, world_size: int
-) -> list[list[str]]:
+def test_parameters_are_those_of_the_codec_alone(rank: int, world_size: int) -> list[list[str]]:
     """What each codec makes of the parameters, by each state; on two nodes one for each pair of ranks."""
     kinds: tuple[str, ...] = ("compressed", "decoupled")
     codecs: dict[str, Any] = {**CODECS}
@@ -74,7 +72,7 @@ class Late(SIDCo):
 def test_ranks_may_run_out_of_inputs(rank: int) -> dict[str, str]:
     """Let rank 0 run out of inputs some steps early, twice."""
     steps, early, found = 6, 3, {}  # the third step is the first that is deferred
-    for name, codec in {"pair": CODECS["pair"], "sidco": SIDCo(0.05), "late": Late(0.05)}.items():
+    for name, codec in {"sidco": SIDCo(0.05), "late": Late(0.05)}.items():
         training = Coded("decoupled", rank, codec)
         for epoch in range(2):
             with Join([training.model]):
@@ -89,7 +87,6 @@ def test_ranks_may_run_out_of_inputs(rank: int) -> dict[str, str]:
 
 @in_ranks(2)
 def test_residuals_follow_the_scale_of_the_loss(rank: int) -> None:
-    """Gradients of a loss whose scale changes are those of a constant one."""
     results = []
     for factors in ([1.0] * 4, [1.0, 1.0, 4.0, 0.5]):
         scale = [1.0]

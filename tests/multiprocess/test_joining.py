@@ -1,9 +1,11 @@
-"""A job that cannot join its siblings trains on without turns, on all ranks alike; a process is one job."""
+"""Jobs of several ranks that take turns or cannot join their siblings, on all ranks alike; a process is one job."""
 
+import datetime
 import errno
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,14 +22,16 @@ from crossover_ddp import (
 )
 from crossover_ddp._turns import joining
 from crossover_ddp._turns.channel import TurnChannel
-from crossover_ddp._turns.segment import lock_slots
+from crossover_ddp._turns.rules import Member
+from crossover_ddp._turns.segment import TurnSegment, lock_slots
 from crossover_ddp._turns.turns import Turns
-from crossover_ddp.errors import TurnError
+from crossover_ddp.errors import SegmentError, TurnError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import Job, in_ranks, inside, run_jobs
-from tests.harness.groups import new_group
+from tests.harness.groups import files_of, new_group
 from tests.harness.oracles import heard
 from tests.harness.training import WIDTH, Training, same
+from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import membership_of
 
 STEPS = 5
@@ -96,9 +100,7 @@ SPOILERS: dict[str, tuple[str, Any, str]] = {
     [(2, "missing"), (2, "locked"), (4, "full"), (2, "broken store"), (2, "late rank")],
 )
 @in_ranks()
-def test_a_job_of_which_one_rank_cannot_join_trains_as_without_turns(
-    rank: int, world_size: int, spoil: str
-) -> None:
+def test_a_job_whose_rank_cannot_join_trains_without_turns(rank: int, world_size: int, spoil: str) -> None:
     """One rank says why; where the store fails nobody can tell the others, and each says what it found, in time."""
     (place, found, cause), is_alone = SPOILERS[spoil], spoil in ("broken store", "late rank")
     plain = training_of(1, rank, hooked=False)
@@ -153,7 +155,6 @@ def test_a_rank_without_a_thread_for_its_turns_tells_its_peers(rank: int) -> Non
 def _alternate(
     rank: int, hooked: bool, groups: Sequence[Any], together: bool
 ) -> tuple[list[Training], list[float]]:
-    """Train a model on each group, in turn or in one backward; return the losses, too."""
     trainings, losses = [training_of(seed, rank, hooked, group) for seed, group in enumerate(groups, 1)], []
     for _ in range(2 * STEPS):
         if together:
@@ -168,7 +169,6 @@ def _alternate(
 
 
 def _are_one_job(rank: int, world_size: int, ranks: Sequence[int], together: bool) -> list[str]:
-    """Train two models, one on the default group and one on a group of ``ranks``; return what was said."""
     with heard() as warnings:
         group = dist.new_group(list(ranks))
         groups = [None, group] if rank in ranks else [None]
@@ -190,9 +190,7 @@ def _are_one_job(rank: int, world_size: int, ranks: Sequence[int], together: boo
 @pytest.mark.parametrize(
     ("world_size", "ranks", "together"), [(2, (0, 1), True), (4, (0, 2), False)], ids=str
 )
-def test_models_on_several_groups_are_one_job(
-    world_size: int, ranks: tuple[int, ...], together: bool
-) -> None:
+def test_models_on_several_groups_are_one_job(world_size: int, ranks: Any, together: bool) -> None:
     """Beside a sibling of the same kind: nobody waits a lease for itself."""
     own = DEVICES[:world_size]
     jobs = [Job(_are_one_job, world_size, (ranks, together), environment=own, name=name) for name in "ab"]
@@ -216,10 +214,7 @@ def test_the_wrapper_around_a_hook_of_a_partial_group_is_that_hook(rank: int) ->
 
 @in_ranks(2, environment=DEVICES[:2])
 def test_all_ranks_join_anew_after_one_had_failed_before_it_was_closed(rank: int) -> None:
-    """They would wait for each other for half an hour if only those whose mutex had been well did.
-
-    Two trainings in one process group; at the end of the first, peers of rank 0 are quicker to close than it.
-    """
+    """They would wait for each other for half an hour if only those whose mutex had been well did."""
     stats = []
     for _ in range(2):
         state = Training("crossover", rank).run(3).state
@@ -230,3 +225,107 @@ def test_all_ranks_join_anew_after_one_had_failed_before_it_was_closed(rank: int
     first = "closed" if rank else "RuntimeError: Connection closed by peer"
     assert [each["disabled_because"] for each in stats] == [first, "closed"]
     assert stats[1]["turns"] == 3
+
+
+LEASE_S = 100.0  # longer than any test: a turn that overlaps another one was not forgiven
+TIMEOUT_S = 60.0
+
+
+def take_turns(mutex: GPUMutex, count: int, group: dist.ProcessGroup | None = None) -> float:
+    """Take turns with a collective inside, as DDP's broadcast of buffers is; return the longest wait for one."""
+    longest_s = 0.0
+    for _ in range(count):
+        begin_s = time.monotonic()
+        mutex.acquire()
+        longest_s = max(longest_s, time.monotonic() - begin_s)
+        dist.barrier(group)
+        mutex.release()
+    return longest_s
+
+
+@in_ranks(2)
+def test_a_siblings_lease_never_outlasts_the_own_groups_timeout(rank: int) -> None:
+    """Rank 1's sibling never gives its turn back, and has published a lease of an hour."""
+    with heard() as warnings:
+        own = dist.new_group(timeout=datetime.timedelta(seconds=12))
+        sibling = TurnSegment(os.environ["CROSSOVER_GROUP"], f"dev{rank}")
+        sibling.join(Member(job=9, lead=sibling.machine, rank=rank, world_size=2, lease_s=3600.0))
+        if rank == 0:
+            sibling.publish_returned(sibling.draw_turn())
+        dist.barrier()
+        mutex = GPUMutex(device=f"dev{rank}", process_group=own)
+        longest_s = take_turns(mutex, 3, own)
+        expired = mutex.stats()["leases_expired"]
+        dist.barrier()
+        mutex.close()
+        sibling.leave()
+    assert (expired, len(warnings)) == (rank, rank), "once"
+    if rank:
+        assert 2.9 <= longest_s < 10.0, "a quarter of the timeout"
+        assert "a quarter of its process group's timeout" in warnings[0]
+
+
+@in_ranks(2)
+def test_ranks_that_cannot_join_all_raise(rank: int) -> str:
+    """What others have put there stays, the rest goes."""
+    group = f"{os.environ['CROSSOVER_GROUP']}-broken"
+    segment = TurnSegment(group, "dev1")
+    segment.forget()
+    dist.barrier()
+    if rank == 0:
+        os.truncate(segment.path, 100)
+    dist.barrier()
+    begin_s = time.monotonic()
+    with pytest.raises(SegmentError, match="rank 0 cannot take turns: expected slots of") as caught:
+        GPUMutex(group, device=f"dev{rank}")
+    assert time.monotonic() - begin_s < TIMEOUT_S / 2
+    dist.barrier()
+    assert files_of(group) == [Path(segment.path)]
+    dist.barrier()
+    if rank == 0:
+        os.unlink(segment.path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@in_ranks(2)
+def test_a_job_whose_turns_break_on_one_device_goes_on_without(rank: int, bad_rank: int) -> None:
+    with heard() as warnings:
+        mutex = GPUMutex(device=f"dev{rank}", lease=LEASE_S)
+        take_turns(mutex, 5)
+        if rank == bad_rank:
+            os.truncate(membership_of(mutex).segment.path, 100)
+        longest_s = take_turns(mutex, 5)
+        dist.barrier()
+        mutex.close()
+    assert longest_s < LEASE_S / 2
+    assert len(warnings) <= 1
+    assert rank != bad_rank or "trains on without" in warnings[0]
+
+
+def share_an_idle_turn(
+    rank: int, world_size: int, group: str, signs: str, trial: bool, is_first: bool
+) -> bool:
+    """Do nothing inside the first turn until the sibling is in its own, or has not come for long; did it come?"""
+    waits, inside = Path(signs) / "waits", Path(signs) / "inside"
+    mutex = GPUMutex(group, device="dev0", lease=LEASE_S, trial=trial)
+    if is_first:
+        eventually(lambda: mutex.stats()["siblings"] == 1)
+        mutex.acquire()
+        waits.touch()
+        came = eventually(inside.exists, timeout_s=TIMEOUT_S / 2 if trial else 1.0)
+        mutex.release()
+    else:
+        came = eventually(waits.exists, timeout_s=TIMEOUT_S / 2)
+        mutex.acquire()
+        inside.touch()
+        assert mutex.stats()["leases_expired"] == 0
+    mutex.close()
+    return came
+
+
+@pytest.mark.parametrize("trial", [True, False])
+def test_an_idle_turn_is_lent_where_that_is_wanted(tmp_path: Path, trial: bool) -> None:
+    group = new_group()
+    jobs = [Job(share_an_idle_turn, 1, (group, str(tmp_path), trial, is_first)) for is_first in (True, False)]
+    assert run_jobs(jobs, timeout_s=TIMEOUT_S) == [[trial], [True]]

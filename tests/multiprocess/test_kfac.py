@@ -1,6 +1,8 @@
-"""K-FAC in real ranks: the directions of an independent float64 computation, in every setting."""
+"""K-FAC in real ranks: an independent computation's directions, owners, factors behind later gradients, a codec."""
 
+import copy
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,15 +12,22 @@ import torch
 import torch.nn.functional as F
 import tqdm
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 
 from crossover_ddp._kfac import settings as kfac_settings
+from crossover_ddp._kfac.curvature import DampedInverse, Eigenbasis
+from crossover_ddp._kfac.factor_traffic import FactorTraffic
+from crossover_ddp._owners.kept import tensors_in
+from crossover_ddp.codecs import Codec, Int8, SIDCo
 from tests.harness import in_ranks, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.oracles import heard
+from tests.harness.turn import RecordingTurn
 from tests.multiprocess import kfac_training
 from tests.multiprocess.compressed_training import digest
 from tests.multiprocess.identity_codec import Identity
 from tests.multiprocess.kfac_oracle import Oracle, Settings, errors_beside
-from tests.multiprocess.kfac_training import LR, OUTPUTS, WIDTH, Training, mlp
+from tests.multiprocess.kfac_training import LR, OUTPUTS, WIDTH, Training, mlp, same
 
 TINY_MB, ONE_MB = 0.0015, 25.0
 TALL = (WIDTH, 300, 230, OUTPUTS)
@@ -70,6 +79,20 @@ class Branches(nn.Module):
         return self.head(torch.tanh(self.second(hidden)) if x[0, 0] > 0 else hidden)  # type: ignore[no-any-return]
 
 
+class Mixed(nn.Module):
+    """A layer of float64 before one of float32 that all ranks precondition together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first = nn.Linear(WIDTH, 300, dtype=torch.float64)
+        self.others = mlp(300, 230, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x.double()))
+        return self.others(hidden.to(self.others[0].weight.dtype))  # type: ignore[no-any-return]
+
+
 def uneven(rank: int, step: int) -> tuple[Tensor, Tensor]:
     """Return few samples and many, whose factors travel as columns and as triangles; rank 0 alone has both layers."""
     samples = [(3, 3), (3, 20), (40, 6), (30, 30)][step][rank]
@@ -80,7 +103,6 @@ def uneven(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def plain() -> nn.Module:
-    """Return a network without a norm, which bfloat16 would blur."""
     torch.manual_seed(3)
     convolutions = nn.Conv2d(2, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, 4, 3, stride=2), nn.Tanh()
     return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(48, 12), nn.Tanh(), nn.Linear(12, 5))
@@ -98,8 +120,6 @@ def channels_last(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained and how."""
-
     settings: Settings = field(default_factory=Settings)
     network: Callable[[], nn.Module] = Everything
     data: Callable[[int, int], tuple[Tensor, Tensor]] = batch  # of a rank and a step
@@ -109,15 +129,15 @@ class Case:
     wrap: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model  # makes what is called
     codec: Any = None
     rates: tuple[float, float] = (LR, LR)  # of weights and of biases; two optimizers, if they differ
-    is_spread: bool = False  # whether its second layer is
+    spread: str = ""  # the name of a layer that is
     tolerance: float = EXACT  # of the greatest error of a layer, relative to its greatest element
 
 
 def dominated(*hidden: int, settings: Mapping[str, Any] | None = None, **options: Any) -> Case:
-    """Return a case of a layer that costs more than all others."""
     seldom = {"factor_update_steps": 2, "inv_update_steps": 3, "kl_clip": 1e-4, **(settings or {})}
-    options = {"data": kfac_training.batch, "cap_mb": 0.1, "is_spread": True, **options}
-    return Case(Settings(**seldom), lambda: mlp(WIDTH, *hidden, OUTPUTS), **options)
+    options = {"data": kfac_training.batch, "cap_mb": 0.1, "spread": "2", **options}
+    options.setdefault("network", lambda: mlp(WIDTH, *hidden, OUTPUTS))
+    return Case(Settings(**seldom), **options)
 
 
 SEVERAL = (1, 2, 4)
@@ -141,6 +161,7 @@ CASES: dict[str, Case] = {
     "spread without a clip": dominated(230, 300, settings={"kl_clip": None}),
     "spread of local factors": dominated(230, 300, settings={"factors": "local"}),
     "spread of rates": dominated(230, 300, rates=(LR, 30 * LR)),
+    "spread, another_dtype": dominated(network=Mixed, spread="others.0"),
     "autocast": Case(network=plain, wrap=torch.autocast("cpu", torch.bfloat16), tolerance=COARSE),
     "compiled": Case(
         Settings(factor_update_steps=2, inv_update_steps=3), plain, wrap=compiled, cap_mb=ONE_MB
@@ -154,8 +175,6 @@ CELLS = [
 
 
 class Called(Training):
-    """Calls the model as a case says."""
-
     def __init__(self, rank: int, case: Case) -> None:
         ddp = {**case.ddp, "bucket_cap_mb": case.cap_mb}
         self.case = case
@@ -186,7 +205,7 @@ def test_gradients_are_those_of_an_independent_computation(rank: int, world_size
     training = Called(rank, case)
     oracle = Oracle(case.settings, training.rate_of, training.kfac.owners)
     assert max(errors_beside(oracle, training, STEPS, world_size)) < case.tolerance
-    assert training.spread() == ["2"] * case.is_spread
+    assert training.spread() == [case.spread] * bool(case.spread)
     assert (oracle.least_scale < 1) == (case.settings.kl_clip is not None), "the clip is to be seen at work"
     training.close()
     return digest([training.parameters()])
@@ -228,3 +247,236 @@ def test_four_ranks_or_one_go_on_with_the_factors_of_two(widths: tuple[int, ...]
     """Two go on to the last bit: test_checkpoint.py."""
     _, saved = run_ranks(save, 2, args=(widths,))  # any rank can save it
     run_ranks(resume, world_size, args=(widths, saved))
+
+
+OPTIONS: dict[str, Any] = {"damping": 0.03, "kl_clip": 1e-4}
+LATE: dict[str, Any] = {**OPTIONS, "factor_update_steps": 4, "inv_update_steps": 8}
+
+
+WIDTHS = (WIDTH, 7, 9, 11, 13, OUTPUTS)  # no two layers alike
+SIZES = [(inputs + 1, outputs) for inputs, outputs in itertools.pairwise(WIDTHS)]
+
+
+@pytest.mark.parametrize(
+    ("solver", "kind", "world_size"), [("inverse", DampedInverse, 4), ("eigen", Eigenbasis, 2)]
+)
+@in_ranks()
+def test_each_rank_makes_and_keeps_its_own_layers_only(rank: int, solver: str, kind: Any) -> list[int]:
+    compute, made = kind.compute, list[list[tuple[int, int]]]()
+
+    def counted(a: Tensor, g: Tensor, *arguments: Any, **options: Any) -> Any:
+        made[-1].append((a.shape[-1], g.shape[-1]))
+        return compute(a, g, *arguments, **options)
+
+    training = Training(rank, mlp(*WIDTHS), solver=solver, inv_update_steps=3)
+    owners = [*training.kfac.owners.values()]
+    own = [size for size, owner in zip(SIZES, owners, strict=True) if owner == rank]
+    assert own, "more layers than ranks"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "compute", staticmethod(counted))
+        for step in range(7):
+            made.append([])
+            training.step()
+            assert sorted(made[-1]) == (sorted(own) if step % 3 == 0 else [])
+    memory = training.kfac.memory_usage()
+    factors = 4 * sum(a**2 + g**2 for a, g in own)
+    eigenvalues = 4 * sum(a + g + 1 for a, g in own) if solver == "eigen" else 0  # and the damping
+    assert (memory["factors"], memory["solvers"]) == (factors, factors + eigenvalues)
+    return owners
+
+
+@in_ranks(2)
+def test_a_turn_is_asked_for_once_where_solvers_are_shared(rank: int) -> None:
+    turn = RecordingTurn()
+    training = Training(rank, mlp(WIDTH, 300, 230, OUTPUTS), ddp={"bucket_cap_mb": 25}, mutex=turn)
+    training.run(2)
+    assert training.spread()
+    assert turn.order == ["release", "request", "acquire"] * 2
+
+
+@in_ranks(2)
+def test_a_wider_layers_state_is_refused_on_all_ranks_and_nothing_is_lost(rank: int) -> None:
+    wider, training = (Training(rank, mlp(WIDTH, 8, 8, width)).run(2) for width in (OUTPUTS + 1, OUTPUTS))
+    saved, before = wider.kfac.state_dict(), copy.deepcopy(training.kfac.state_dict())
+    told = r"expected a factor of shape \(1, 5, 5\) for layer '4', got \(1, 6, 6\)"
+    with pytest.raises(ValueError, match=told):
+        training.kfac.load_state_dict(saved)
+    after = training.kfac.state_dict()
+    assert after["steps"] == 2
+    assert all(map(torch.equal, tensors_in(after["layers"]), tensors_in(before["layers"])))
+    training.run(2)
+
+
+LATE_STEPS = 18
+
+
+@in_ranks(3)
+def test_late_factors_train_the_same(rank: int) -> None:
+    """Count how many factors leave in each step; compare the gradients with those of factors in the buckets."""
+    counts: list[int] = []
+    leave = FactorTraffic.leave
+
+    def count(traffic: FactorTraffic, after: Any = None, *, all_groups: bool = False) -> None:
+        before = sum(map(len, traffic.late))
+        leave(traffic, after, all_groups=all_groups)
+        counts.append(before - sum(map(len, traffic.late)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FactorTraffic, "leave", count)
+        late = Training(rank, **LATE).trained(LATE_STEPS)
+        in_late = counts.copy()
+        patch.setattr(FactorTraffic, "can_trail", False)
+        assert same(late, Training(rank, **LATE).trained(LATE_STEPS))
+        assert not any(counts[len(in_late) :])
+    # Asked before each step. Four layers' factors of steps 4 and 12, one layer after each step, before 8 and 16.
+    assert in_late == [0] * 5 + [2] * 4 + [0] * 4 + [2] * 4 + [0] * 2
+
+
+@in_ranks(2)
+def test_after_close_no_factors_leave_any_more(rank: int) -> None:
+    made = Training(rank, **LATE).run(5)
+    assert made.kfac.memory_usage()["buffers"] > 0
+    made.kfac.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FactorTraffic, "send", None)
+        made.run(4)
+
+
+DEFERRED_STEPS = 12
+NOT_SETTLED = 2  # backward passes before DDP's buckets stay as they are
+
+
+def both(rank: int, *widths: int, **options: Any) -> tuple[Training, Training]:
+    widths = widths or (WIDTH, 8, 8, 8, OUTPUTS)
+    deferred, plain = (Training(rank, mlp(*widths), decoupled=each, **options) for each in (True, False))
+    return deferred, plain
+
+
+@pytest.mark.parametrize(
+    ("world_size", "widths", "options"),
+    [
+        (1, (), OPTIONS),
+        (2, (), OPTIONS),
+        (2, (), LATE | {"kl_clip": None, "solver": "eigen", "factors": "local"}),
+        (2, (WIDTH, 300, 230, OUTPUTS), LATE | {"ddp": {"bucket_cap_mb": 0.1}}),
+        (4, (), LATE | {"ddp": {"gradient_as_bucket_view": True}}),
+    ],
+    ids=["alone", "riding", "local", "spread", "late"],
+)
+@in_ranks()
+def test_it_trains_as_kfac_hook_does(rank: int, widths: tuple[int, ...], options: dict[str, Any]) -> None:
+    (ours, plain), deferred = both(rank, *widths, **options), 0
+    for _ in range(DEFERRED_STEPS):
+        assert ours.step() == plain.step()
+        deferred += bool(ours.state.stats()["deferred"])
+    assert torch.equal(ours.parameters(), plain.parameters())
+    assert deferred == DEFERRED_STEPS - NOT_SETTLED
+
+
+@in_ranks(2)
+def test_what_else_a_loop_does_has_the_same_results(rank: int) -> None:
+    ours, plain = both(rank, **LATE)
+    free = Training(rank, **{**LATE, "kl_clip": None}).run(4)
+
+    def both_do(*acts: Callable[[Training], object]) -> None:
+        for act in acts:
+            for each in (ours, plain):
+                act(each)
+
+    def equal() -> bool:
+        return torch.equal(ours.parameters(), plain.parameters())
+
+    both_do(lambda each: each.run(4))
+    assert ours.state.stats()["deferred"]
+    assert float((ours.parameters() - free.parameters()).abs().max()) > 1e-3, "clipped"
+    both_do(*[lambda each: each.backward(parts=2), Training.update] * 2)
+    assert equal(), "accumulated"
+    for _ in range(2):
+        both_do(Training.backward)
+        norm = nn.utils.clip_grad_norm_(plain.model.parameters(), 0.01)
+        assert ours.state.clip_grad_norm_(0.01) == norm > 0.01
+        both_do(Training.update)
+    assert equal(), "clipped by norm"
+    both_do(Training.backward, Training.step)
+    assert equal(), "a step was not taken"
+    both_do(Training.backward)
+    ours.state.flush()
+    assert same([ours.gradients()], [plain.gradients()]), "flushed"
+    both_do(Training.update, Training.step)
+    ours.state.close()
+    both_do(lambda each: each.run(2))
+    assert equal(), "closed"
+
+
+@in_ranks(2)
+def test_join_with_uneven_inputs_ends_with_the_same_model(rank: int) -> Tensor:
+    """Without `decoupled_hook` in tests/conformance."""
+    training = Training(rank, decoupled=True, inv_update_steps=2).run(3)
+    with Join([training.model]):
+        training.run(2 if rank else 4)
+    assert training.kfac.stats().items() >= {"strained": 0, "dropped": 0}.items()
+    assert training.kfac.steps == 7
+    return training.parameters()
+
+
+CODED_WORLDS = (2, 3, 4) if IN_CAMPAIGN else (2, 4)
+CODECS: dict[str, Codec | tuple[Codec, Codec]] = {"int8": Int8(64), "pair": (SIDCo(0.2), Int8(64))}
+CODED_STEPS = 6 if IN_CAMPAIGN else 5  # two of them travel exact
+
+
+def coded(rank: int, codec: Any) -> Training:
+    ddp, settings = {"bucket_cap_mb": TINY_MB}, asdict(Settings(kl_clip=None))
+    return Training(rank, Everything(), data=batch, ddp=ddp, codec=codec, **settings)
+
+
+def directions_of(rank: int, codec: Any) -> list[Tensor]:
+    training, directions = coded(rank, codec), []
+    for _ in range(CODED_STEPS):
+        training.backward()
+        directions.append(torch.cat([each.flatten() for each in training.gradients().values()]))
+        training.steps += 1
+    training.close()
+    return directions
+
+
+@pytest.mark.parametrize("world_size", CODED_WORLDS)
+@in_ranks()
+def test_directions_are_near_those_without_a_codec_and_the_same_on_all_ranks(rank: int) -> dict[str, str]:
+    """With a codec that loses nothing they are in test_kfac.py."""
+    exact = directions_of(rank, None)
+    found = {}  # how far one direction and the sum of all are apart
+    for name, codec in CODECS.items():
+        directions = directions_of(rank, codec)
+        apart = [a - b for a, b in zip(directions, exact, strict=True)]
+        one = max(float(each.norm() / b.norm()) for each, b in zip(apart[2:], exact[2:], strict=True))
+        both = torch.stack(exact[2:]).sum(0)
+        found[name] = digest(directions), one, float(torch.stack(apart[2:]).sum(0).norm() / both.norm())
+    assert found["int8"][2] < found["int8"][1] < 0.06
+    assert found["pair"][1] > 0.1
+    return {name: bits for name, (bits, *_) in found.items()}
+
+
+@in_ranks(3)
+def test_a_drained_step_leaves_nothing_behind(rank: int) -> str:
+    """After coded steps, after `drain` and a step, and after one more."""
+    training, lost = coded(rank, (SIDCo(0.2), Int8())), []
+    for steps in (CODED_STEPS - 1, 1, 1):
+        training.run(steps)
+        with heard() as warned:
+            training.kfac.state_dict()
+        lost.append(any("residuals" in each for each in warned))
+        if steps > 1:
+            training.kfac.drain()
+    training.close()
+    assert lost == [True, False, True]
+    return digest([training.parameters()])
+
+
+@in_ranks(2)
+def test_it_tells_the_rate(rank: int) -> None:
+    seldom = {"factor_update_steps": 100, "inv_update_steps": 100}
+    training = Training(
+        rank, mlp(WIDTH, 256, 128, OUTPUTS), ddp={"bucket_cap_mb": 25}, codec=Int8(), **seldom
+    )
+    training.run(6).close()
+    assert 0.25 < training.kfac.stats()["codec"]["rate"] < 0.29

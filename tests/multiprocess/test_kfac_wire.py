@@ -22,7 +22,6 @@ WIRE, PACKINGS = 0.02, 0.03
 
 
 def bytes_of_steps(rank: int, world_size: int, samples: int) -> dict[tuple[str, str], int]:
-    """Return what this rank has sent, by ``factors`` and kind of step."""
 
     def data(rank: int, step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(100 * step + rank)

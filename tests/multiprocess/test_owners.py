@@ -64,13 +64,12 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 class Soap(Optimizer):
-    """Adam in the eigenbases of both sides' second moments: what SOAP (arXiv 2409.11321) does, without its options.
+    """Turns gradients into eigenbases, as SOAP does; keeps lists, tuples, and a count of steps in the group.
 
-    It keeps lists and tuples, and a count of steps in the parameter group, on which the learning rate hangs.
     ``in_place``: products are made of the gradient where it lies, so that their bits depend on where that is.
     """
 
-    def __init__(self, params: Iterable[Any], *, in_place: bool = False) -> None:
+    def __init__(self, params: Iterable[Any], *, in_place: bool) -> None:
         super().__init__(params, {"lr": 0.01, "every": 2, "in_place": in_place, "steps": 0})
 
     @torch.no_grad()
@@ -82,50 +81,30 @@ class Soap(Optimizer):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        gradient = gradient if group["in_place"] else gradient.clone()
-        state = self.state[parameter]
+        state, gradient = self.state[parameter], gradient if group["in_place"] else gradient.clone()
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["sides"] = [gradient.new_zeros(size, size) for size in gradient.shape]
-            state["bases"] = [torch.eye(size, dtype=gradient.dtype) for size in gradient.shape]
-            state["first"], state["second"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+            state["sides"] = [1e-4 * torch.eye(size, dtype=gradient.dtype) for size in gradient.shape]
         state["step"] += 1
         for side, term in zip(state["sides"], (gradient @ gradient.T, gradient.T @ gradient), strict=True):
             side.lerp_(term, 0.1)
         if (int(state["step"]) - 1) % group["every"] == 0:
-            eye = [torch.eye(len(side), dtype=side.dtype) for side in state["sides"]]
-            state["bases"] = tuple(
-                torch.linalg.eigh(side + 1e-4 * one)[1] for side, one in zip(state["sides"], eye, strict=True)
-            )
+            state["bases"] = tuple(torch.linalg.eigh(side)[1] for side in state["sides"])
         left, right = state["bases"]
         turned = left.T @ gradient @ right
-        state["first"].lerp_(gradient, 0.1)
-        state["second"].lerp_(turned.square(), 0.05)
-        direction = (left.T @ state["first"] @ right) / (state["second"].sqrt() + 1e-3)
         lr = group["lr"] / (1 + 0.01 * group["steps"])
-        parameter.sub_(lr * (left @ direction @ right.T))
+        parameter.sub_(lr * (left @ (turned / (turned.abs() + 1e-3)) @ right.T))
 
 
-def halves(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the matrices, and the rest."""
-    parameters = [*module.parameters()]
-    return [p for p in parameters if p.dim() == 2], [p for p in parameters if p.dim() != 2]
-
-
-def soap(module: nn.Module) -> list[Optimizer]:
-    matrices, others = halves(module)
-    return [Soap(matrices, in_place=True), AdamW(others, lr=3e-3)]
-
-
-def soap_in_groups(module: nn.Module) -> list[Optimizer]:
+def soap(module: nn.Module, *, in_place: bool = True) -> list[Optimizer]:
     """The second group has one matrix: most ranks own nothing of it."""
-    matrices, others = halves(module)
+    parameters = [*module.parameters()]
+    matrices = [p for p in parameters if p.dim() == 2]
     groups = [{"params": matrices[:-1]}, {"params": matrices[-1:], "lr": 0.02}]
-    return [Soap(groups), SGD(others, lr=0.02, momentum=0.9)]
+    return [Soap(groups, in_place=in_place), AdamW([p for p in parameters if p.dim() != 2], lr=3e-3)]
 
 
 def muon_in_groups(module: Mixture, **settings: Any) -> list[Optimizer]:
-    """Muon has two groups with different settings."""
     matrices = module.matrices()
     others = [p for p in module.parameters() if all(p is not each for each in matrices)]
     groups = [
@@ -137,7 +116,7 @@ def muon_in_groups(module: Mixture, **settings: Any) -> list[Optimizer]:
 
 MAKE: dict[str, Callable[[Any], list[Optimizer]]] = {
     "soap": soap,
-    "soap in groups": soap_in_groups,
+    "soap copied": functools.partial(soap, in_place=False),
     "muon in groups": muon_in_groups,
     "muon without nesterov": functools.partial(muon_in_groups, nesterov=False, ns_steps=3),
     "adamw": lambda module: [AdamW(module.parameters(), lr=3e-3)],
@@ -158,7 +137,6 @@ def training_of(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Training:
-    """Return a training of the mixture by optimizers of a kind, with a schedule; ``options``: of DDP."""
     return Training(
         way,
         rank,
@@ -179,7 +157,6 @@ IN_GROUPS, MATRICES = ("muon in groups", "muon without nesterov"), 5
 
 
 def is_short(training: Training, step: int) -> None:
-    """Most matrices have no gradient in some steps."""
     training.model.module.is_short = step % 3 == 1
     training.step()
 
@@ -220,7 +197,7 @@ WALKS: dict[int, dict[str, dict[str, Any]]] = {
         "muon_hook-tensor_rate": {"way": "muon", "act": tensor_rate},
         "bfloat16": {"dtype": torch.bfloat16},
         "unused": UNUSED,
-        "unused-soap": {"kind": "soap in groups", **UNUSED},
+        "unused-soap": {"kind": "soap copied", **UNUSED},
         "changed": {"act": changed},
     },
     3: {"muon_hook": {"way": "muon"}, "owned-muon": {}},
@@ -235,9 +212,7 @@ def without_parameters(training: Training) -> str:
 
 @pytest.mark.parametrize(("world_size", "name"), [(size, name) for size in WALKS for name in WALKS[size]])
 @in_ranks()
-def test_ranks_get_the_bits_of_the_replicated_optimizers_at_a_part_of_their_state(
-    rank: int, world_size: int, name: str
-) -> None:
+def test_ranks_get_the_bits_of_the_replicated_optimizers(rank: int, world_size: int, name: str) -> None:
     """With three ranks and more those of optimizers that are fed the owners' sums."""
     settings = {"way": "owned", **WALKS[world_size][name]}
     way, act = settings.pop("way"), settings.pop("act", None)
@@ -336,11 +311,11 @@ def test_a_part_of_the_state_is_never_saved(rank: int, way: str, count: int) -> 
 @in_ranks(2)
 def test_state_of_lists_and_tuples_and_counts_of_groups_are_saved(rank: int) -> None:
     """What is a plain dictionary of tensors is resumed in tests/conformance, also with and without the hook."""
-    whole = training_of("owned", rank, "soap in groups").run(3)
+    whole = training_of("owned", rank, "soap copied").run(3)
     whole.state.consolidate()
     saved = [whole.save()]
     dist.broadcast_object_list(saved)
-    again = training_of("owned", rank, "soap in groups", seed=9).load(saved[0])
+    again = training_of("owned", rank, "soap copied", seed=9).load(saved[0])
     assert same(again.run(4), whole.run(4))
 
 

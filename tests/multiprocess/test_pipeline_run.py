@@ -42,9 +42,13 @@ def batch(step: int, size: int = MICRO * M) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def plan_of(
-    stages: Sequence[Stage], ranks: int, order: str = "search", microbatches: int = M, split: bool = False
+    places: Sequence[tuple[int, ...]],
+    ranks: int,
+    order: str = "search",
+    microbatches: int = M,
+    split: bool = False,
 ) -> Plan:
-    """Return a plan of given stages."""
+    stages = [Stage(start, stop, tuple(devices)) for start, stop, *devices in places]
     profile = Profile.measure(chain(), batch(0)[0][:MICRO], repeats=1)
     cluster = Cluster(((1e8,) * ranks,) * ranks)
     staged = StagedChain(profile, cluster, stages, microbatches, split=split)
@@ -73,33 +77,25 @@ def one_by_one(staged: StagedChain) -> Orders:
     return orders
 
 
+# The first layer of each stage, the one behind its last, and its devices; the number of ranks, and the order.
 PLANS: dict[str, Any] = {
-    "data parallel": ([Stage(0, 9, (1, 0))], 2),
-    "interleaved": (
-        [Stage(0, 2, (0,)), Stage(2, 4, (1,)), Stage(4, 7, (0,)), Stage(7, 9, (1,))],
-        2,
-        "interleaved",
-    ),
-    "four stages": ([Stage(0, 2, (2,)), Stage(2, 5, (0,)), Stage(5, 6, (3,)), Stage(6, 9, (1,))], 4),
-    "three and one": ([Stage(0, 5, (0, 1, 2)), Stage(5, 9, (3,))], 4),
-    "one and three": ([Stage(0, 3, (3,)), Stage(3, 9, (2, 1, 0))], 4),
-    "an idle rank, a stage without parameters": (
-        [Stage(0, 3, (0,)), Stage(3, 4, (1, 2)), Stage(4, 9, (0,))],
-        4,
-    ),
+    "data parallel": ([(0, 9, 1, 0)], 2),
+    "interleaved": ([(0, 2, 0), (2, 4, 1), (4, 7, 0), (7, 9, 1)], 2, "interleaved"),
+    "four stages": ([(0, 2, 2), (2, 5, 0), (5, 6, 3), (6, 9, 1)], 4),
+    "three and one": ([(0, 5, 0, 1, 2), (5, 9, 3)], 4),
+    "one and three": ([(0, 3, 3), (3, 9, 2, 1, 0)], 4),
+    "an idle rank, a stage without parameters": ([(0, 3, 0), (3, 4, 1, 2), (4, 9, 0)], 4),
     # The first stage computes nothing for the second replica before it has the first one's last gradient: a replica
     # that is done keeps back no gradient that another one needs.
-    "done before another replica": ([Stage(0, 5, (0,)), Stage(5, 9, (1, 2))], 3, "one by one"),
+    "done before another replica": ([(0, 5, 0), (5, 9, 1, 2)], 3, "one by one"),
 }
+TWO_STAGES = [(0, 4, 0), (4, 9, 1)]
 
 
 def train(
     rank: int, world_size: int, document: Any, turns: bool = False, updates: bool = True
 ) -> dict[str, Any]:
-    """Train by the plan beside the model that was not cut; return what the job's mutex counts.
-
-    Without ``updates`` gradients add up.
-    """
+    """Train by the plan beside the whole model, of which without ``updates`` gradients add up; return counts."""
     plan, whole = Plan.from_json(document), nn.Sequential(*chain())
     mutex = GPUMutex(device=f"device{rank}") if turns else None
     runner = Runner(plan, chain(), nn.functional.cross_entropy, mutex=mutex)
@@ -122,7 +118,6 @@ def train(
 
 
 def loss_of(whole: nn.Sequential, step: int) -> torch.Tensor:
-    """Return the loss on a batch, and add its gradients."""
     x, y = batch(step)
     loss = nn.functional.cross_entropy(whole(x), y)
     loss.backward()
@@ -140,12 +135,10 @@ def test_losses_and_gradients_are_those_of_the_whole_model(name: str) -> None:
 
 
 def test_gradients_are_added_to_those_of_the_step_before() -> None:
-    plan = plan_of(*PLANS["three and one"])
-    run_ranks(train, 4, args=[plan.to_json(), False, False])
+    run_ranks(train, 4, args=[plan_of(*PLANS["three and one"]).to_json(), False, False])
 
 
 def run_by_torch(rank: int, world_size: int, document: Any, path: str) -> None:
-    """Train one step by torch's `_PipelineScheduleRuntime`, with the same gradients."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
@@ -170,7 +163,7 @@ def run_by_torch(rank: int, world_size: int, document: Any, path: str) -> None:
 @pytest.mark.parametrize(("ranks", "split"), [(2, True), *([(4, False), (2, False)] if IN_CAMPAIGN else [])])
 def test_torch_runs_the_same_plan_with_the_same_gradients(ranks: int, split: bool, tmp_path: Path) -> None:
     edges = {2: [0, 4, 9], 4: [0, 2, 4, 7, 9]}[ranks]
-    stages = [Stage(a, b, (k,)) for k, (a, b) in enumerate(itertools.pairwise(edges))]
+    stages = [(a, b, k) for k, (a, b) in enumerate(itertools.pairwise(edges))]
     plan = plan_of(stages, ranks, "1f1b")
     exported = plan_of(stages, ranks, split=True) if split else plan
     path = tmp_path / "schedule.csv"
@@ -210,8 +203,7 @@ def refusals(rank: int, world_size: int, document: Any) -> None:
 
 
 def test_what_cannot_work_is_refused() -> None:
-    plan = plan_of([Stage(0, 4, (0,)), Stage(4, 9, (1,))], 2)
-    run_ranks(refusals, 2, args=[plan.to_json()])
+    run_ranks(refusals, 2, args=[plan_of(TWO_STAGES, 2).to_json()])
 
 
 def another_size(rank: int, world_size: int, document: Any) -> str:
@@ -225,9 +217,8 @@ def another_size(rank: int, world_size: int, document: Any) -> str:
 
 def test_micro_batches_of_another_size_are_refused() -> None:
     """The first stage finds it; its rank ends, which is an error for the others and no hang."""
-    plan = plan_of([Stage(0, 4, (0,)), Stage(4, 9, (1,))], 2)
-    _, second = run_ranks(another_size, 2, args=[plan.to_json()], deaths={0: signal.SIGKILL})
-    assert second
+    document = plan_of(TWO_STAGES, 2).to_json()
+    assert run_ranks(another_size, 2, args=[document], deaths={0: signal.SIGKILL})[1]
 
 
 @in_ranks(3)

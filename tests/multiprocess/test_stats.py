@@ -68,7 +68,6 @@ def gradients_bytes(training: Training) -> int:
 
 
 def settle(training: Training) -> None:
-    """Let all arrive that is under way."""
     for name in ("flush", "state_dict") if training.state is not None else ():
         getattr(training.state, name, lambda: None)()
 
@@ -107,9 +106,7 @@ def test_every_state_tells_the_same_keys_and_the_bytes_that_were_sent(rank: int,
     [("split", 0.1), ("int8", 0.1), ("decoupled", 0.3), ("decoupled", 0.0)],
 )
 @in_ranks(2)
-def test_on_a_slow_link_what_is_waited_for_and_what_is_hidden_add_up_to_no_more_than_the_clock(
-    rank: int, way: str, pause_s: float
-) -> None:
+def test_on_a_slow_link_seconds_add_up_to_the_clocks_at_most(rank: int, way: str, pause_s: float) -> None:
     with sending(slow_s=0.02):
         training = Training(way, rank).run(3)
         settle(training)

@@ -23,7 +23,6 @@ WIDTH = 8
 
 
 def diffs(heading: str) -> list[str]:
-    """Return the diffs that the document shows under a heading."""
     return documents.blocks(documents.section(_DOCUMENT, heading), "diff")
 
 
@@ -51,7 +50,6 @@ def square(output: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, loss: Any = square) -> None:
-    """An epoch of somebody's own."""
     for (inputs,) in loader:
         loss(model(inputs + dist.get_rank())).backward()
         optimizer.step()

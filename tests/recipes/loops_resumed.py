@@ -80,7 +80,6 @@ main_worker(args)
 
 
 def imagenet(job: Job) -> None:
-    """In the order of main.py, with its names."""
     model = DistributedDataParallel(network())
     optimizer = sgd(model)
     state = LocalSGDState(

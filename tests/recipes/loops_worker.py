@@ -108,7 +108,7 @@ class _Compiled(nn.Module):
         return self.network(inputs)
 
 
-def compiled(backend: str = "aot_eager") -> None:
+def compiled() -> None:
     """With the quickest back end that splits the graph as the default one does."""
     from torch._dynamo.utils import counters
 
@@ -116,7 +116,7 @@ def compiled(backend: str = "aot_eager") -> None:
 
     names = {"torch": torch, "DistributedDataParallel": DistributedDataParallel}
     names |= {"train": lambda model: train(model, sgd(model), batches(8))}
-    with patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+    with patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
         for diff in diffs("torch.compile"):  # inside of DDP, and outside
             runs, graphs = [], []
             for source in (documents.before(diff), documents.after(diff)):
@@ -132,11 +132,6 @@ def compiled(backend: str = "aot_eager") -> None:
             assert graphs[1] == graphs[0] > 0
 
 
-def inductor() -> None:
-    """With the default back end, which takes its time."""
-    compiled("inductor")
-
-
 def timm() -> None:
     """The line behind timm's own ``prepare_distributed``, in a loop of timm's parts."""
     dist.init_process_group("gloo")
@@ -148,7 +143,7 @@ def timm() -> None:
         assert run.inside_turns(training=False) == [run is hooked] * 3
 
 
-LOOPS = {each.__name__: each for each in (accelerate, trainer, lightning, compiled, inductor, timm)}
+LOOPS = {each.__name__: each for each in (accelerate, trainer, lightning, compiled, timm)}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -107,14 +107,12 @@ def test_differing_losses_are_the_verdict_and_stand_in_the_table() -> None:
 
 
 @pytest.mark.usefixtures("forked_lab")
-def test_all_of_the_demo(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_of_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On an emulated network where there can be one."""
     is_shaped = lab.why_not_shaped() is None
-    monkeypatch.setattr(demo, "CALIBRATION_STEPS", 5)
     options = ["--ratio", "0.5"] if is_shaped else ["--unshaped"]
-    assert demo.main(["--out", str(tmp_path), "--steps", "5", *options, *SMALL]) == 0
+    with mock.patch.object(demo, "CALIBRATION_STEPS", 5):
+        assert demo.main(["--out", str(tmp_path), "--steps", "5", *options, *SMALL]) == 0
     figures: dict[str, Any] = json.loads((tmp_path / "demo.json").read_text())
     assert figures["identical"]
     assert list(figures["variants"]) == [AFTER, UNMANAGED, CROSSOVER]
@@ -127,9 +125,7 @@ def test_all_of_the_demo(
     assert ("at best (bound S)" if is_shaped else "no wire time to fill") in printed
 
 
-def test_a_failing_job_is_reported_in_its_own_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_job_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.object(lab.Cluster, "run", side_effect=lab.JobFailedError("my own words")):
         assert demo.main(["--out", str(tmp_path), "--unshaped", "--steps", "5"]) == 1
     said = capsys.readouterr().out

@@ -3,8 +3,11 @@
 A command is an indented line that begins with one of `PROGRAMS`.
 """
 
+import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +18,8 @@ from _options import parse_arguments
 from crossover_ddp import cli
 from studies.claims import CLAIMS
 from tests.recipes.test_train import train_ranks
+
+from . import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -95,3 +100,19 @@ def test_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return
     for log in train_ranks(words[4:], tmp_path / "log"):
         assert log[-1]["event"] == "end"
+
+
+@pytest.mark.timeout(120)
+def test_a_job_under_torchrun_is_measured_and_ended(capfd: pytest.CaptureFixture[str]) -> None:
+    script = [str(RECIPES / "train.py"), "--preset", "tiny", "--hook", "decoupled", "--optimizer", "sgd"]
+    endless = ["--steps", "1000001", "--threads", "1", "--eval-every", "0"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *script, *endless]
+    code = cli.main(["advise", "--json", "--steps", "17", "--", *launch])
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    found = json.loads(out)["figures"]
+    assert found["ranks"] == 2
+    assert found["compute_s"] > 0
+    assert found["size_bytes"] == pytest.approx(2.1e5, rel=0.2)
+    running = subprocess.run(["pgrep", "-f", "steps 1000001"], capture_output=True, check=False)
+    assert running.stdout == b""

@@ -6,10 +6,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -19,17 +21,19 @@ import lab
 from lab import Cluster, Job, JobFailedError, LabError, RunTimeoutError, command, network, nodes
 from lab.network import NAMESPACE_DIRECTORY, LabId
 from lab.nodes import RUN_FILE
-from tests.harness.scripts import ROOT
+from lab.signals import ENDINGS, undisturbed
 from tests.harness.waiting import eventually, gone
 
 from . import RECIPES
 
 _REASON = lab.why_not_shaped()
-needs_root = [
-    pytest.mark.root,
-    pytest.mark.skipif(_REASON is not None, reason=f"no emulated network: {_REASON}"),
-]
+NEEDS_ROOT = pytest.mark.root, pytest.mark.skipif(bool(_REASON), reason=f"no emulated network: {_REASON}")
 pytestmark = [pytest.mark.quiet, pytest.mark.timeout(150)]
+
+
+def needs_root(test: Any) -> Any:
+    return NEEDS_ROOT[0](NEEDS_ROOT[1](test))
+
 
 SHOW_ENVIRONMENT = """
 import json, os
@@ -51,21 +55,6 @@ sending.wait()
 dist.barrier()
 dist.destroy_process_group()
 print(int((found == 0).sum()), taken_s)
-"""
-WILD = """
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from crossover_ddp import ElasticState, elastic_hook
-dist.init_process_group("gloo")
-model = DistributedDataParallel(torch.nn.Linear(30, 40))
-state = ElasticState(2, "wild")
-model.register_comm_hook(state, elastic_hook)
-for _ in range(4):
-    model(torch.randn(8, 30)).mean().backward()
-state.average()
-print(state.stats()["hosts"])
-state.close()
-dist.destroy_process_group()
 """
 # Says that it is ready, with a child that has left its session and does not mind SIGTERM.
 STUBBORN = """
@@ -91,7 +80,7 @@ def python(script: str, *arguments: object) -> list[str]:
 
 @pytest.mark.parametrize(
     ("on_links", "per_node", "pin"),
-    [pytest.param(True, 2, "core", marks=needs_root), (False, 1, "core"), (False, 2, "none")],
+    [pytest.param(True, 2, "core", marks=NEEDS_ROOT), (False, 1, "core"), (False, 2, "none")],
 )
 def test_ranks_find_their_place(on_links: bool, per_node: int, pin: Any, tmp_path: Path) -> None:
     jobs = [Job("a", python(SHOW_ENVIRONMENT)), Job("b", python(SHOW_ENVIRONMENT), {"OMP_NUM_THREADS": "2"})]
@@ -121,18 +110,16 @@ def test_ranks_find_their_place(on_links: bool, per_node: int, pin: Any, tmp_pat
     assert (told["nodes"], told["ranks_per_node"]) == (2, per_node)
 
 
+@needs_root
 @pytest.mark.usefixtures("forked_lab")
-@pytest.mark.parametrize("nodes", [pytest.param(4, marks=needs_root)])
-def test_nodes_reach_the_next_at_a_rate_that_can_change_and_bytes_are_counted(
-    nodes: int, tmp_path: Path
-) -> None:
+def test_nodes_reach_the_next_at_a_rate_that_can_change_and_bytes_are_counted(tmp_path: Path) -> None:
     size_bytes = 20_000_000  # 32 s at 5 Mbit/s
 
     def speed_up() -> None:
         if cluster.sent_bytes()[0] > 100_000:
             cluster.set_rate(800)
 
-    with Cluster(nodes, rate_mbit=5) as cluster:
+    with Cluster(4, rate_mbit=5) as cluster:
         result = cluster.run([Job("ring", python(RING, size_bytes))], 60, out=tmp_path, watch=speed_up)
         assert cluster.rate_mbit == 800
     for rank, sent_bytes in enumerate(result.sent_bytes):
@@ -142,19 +129,10 @@ def test_nodes_reach_the_next_at_a_rate_that_can_change_and_bytes_are_counted(
     assert result.dropped == 0
 
 
+@needs_root
 @pytest.mark.usefixtures("forked_lab")
-@pytest.mark.parametrize("per_node", [pytest.param(2, marks=needs_root)])
-def test_ranks_of_a_node_share_a_wild_centre_and_nodes_are_hosts(per_node: int, tmp_path: Path) -> None:
-    with Cluster(ranks_per_node=per_node) as cluster:
-        cluster.run([Job("wild", python(WILD), {"PYTHONPATH": str(ROOT)})], 100, out=tmp_path)
-    hosts = [path.read_text().splitlines()[-1] for path in (tmp_path / "wild").glob("rank*.log")]
-    assert hosts == ["2"] * 4
-
-
-@pytest.mark.usefixtures("forked_lab")
-@pytest.mark.parametrize("rate_mbit", [pytest.param(200, marks=needs_root)])
-def test_goodput_is_the_rate(rate_mbit: float) -> None:
-    with Cluster(rate_mbit=rate_mbit) as cluster:
+def test_goodput_is_the_rate() -> None:
+    with Cluster(rate_mbit=200) as cluster:
         figures = lab.measure(cluster, duration_s=0.4)
     # The machine may be busy with other things: low is no failure of the link, high is.
     assert 0.85 < figures["goodput_per_rate"] < 1.02
@@ -222,26 +200,22 @@ def namespaces_of(pid: int) -> list[str]:
     return [name for owner, name in network.lab_namespaces() if owner.pid == pid]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_labs_clean_up(number: int, status: int, tmp_path: Path) -> None:
-    on_links = _REASON is None and number == signal.SIGINT
-    process = start_lab(tmp_path, on_links=on_links)
-    assert bool(namespaces_of(process.pid)) == on_links
-    process.send_signal(number)
+def test_interrupted_labs_clean_up(tmp_path: Path) -> None:
+    process = start_lab(tmp_path, on_links=_REASON is None)
+    assert bool(namespaces_of(process.pid)) == (_REASON is None)
+    process.send_signal(signal.SIGTERM)
     for _ in range(10):  # impatient users press it again and again
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode in (status, 130), errors
+    assert process.returncode in (128 + signal.SIGTERM, 128 + signal.SIGINT), errors
     assert "Traceback" not in errors
     assert all(gone(pid) for pid in pids(tmp_path))
     assert namespaces_of(process.pid) == []
 
 
 @pytest.mark.parametrize("how", ["command", "next lab"])
-def test_what_a_killed_lab_leaves_is_cleaned(
-    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_killed_lab_leaves_is_cleaned(how: str, tmp_path: Path, capsys: Any) -> None:
     on_links = _REASON is None and how == "command"
     process = start_lab(tmp_path, on_links=on_links)
     process.kill()
@@ -262,16 +236,16 @@ def test_what_a_killed_lab_leaves_is_cleaned(
     assert namespaces_of(process.pid) == []
 
 
-@pytest.mark.parametrize("nodes", [pytest.param(2, marks=needs_root)])
-def test_cleaning_spares_running_labs_and_what_is_not_a_labs(nodes: int) -> None:
+@needs_root
+def test_cleaning_spares_running_labs_and_what_is_not_a_labs() -> None:
     foreign = f"crossover-labour-{os.getpid()}"
     subprocess.run(["ip", "netns", "add", foreign], check=True, timeout=60)
     try:
-        with Cluster(nodes) as cluster:
+        with Cluster(2) as cluster:
             process = cluster.popen(0, ["sleep", "300"])
             lab.clean()
             assert process.poll() is None
-            assert len(namespaces_of(os.getpid())) == nodes
+            assert len(namespaces_of(os.getpid())) == 2
         assert (NAMESPACE_DIRECTORY / foreign).exists()
     finally:
         subprocess.run(["ip", "netns", "del", foreign], check=True, timeout=60)
@@ -338,3 +312,47 @@ def test_an_unshaped_cluster_has_no_rate_and_refuses_jobs_that_it_cannot_run(tmp
             cluster.run([Job("a", "true"), Job("a", "true")], 10, out=tmp_path)
         with pytest.raises(LabError, match="got 'no-such-program'"):
             cluster.run([Job("bad", ["no-such-program"])], 30, out=tmp_path)
+
+
+@pytest.fixture
+def noted() -> Iterator[list[int]]:
+    """Handlers of the three signals that note them and raise, as Ctrl-C does."""
+    numbers: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        numbers.append(number)
+        raise InterruptedError(number)
+
+    before = {number: signal.signal(number, handler) for number in ENDINGS}
+    yield numbers
+    for number, each in before.items():
+        signal.signal(number, each)
+
+
+def test_each_signal_that_came_has_its_effect_behind_the_outer_block(noted: list[int]) -> None:
+    before = [signal.getsignal(number) for number in ENDINGS]
+    ended = threading.Event()
+    # The kernel gives a signal for the process to the main thread if that does not mask it, else to this one.
+    other = threading.Thread(target=ended.wait)
+    other.start()
+    with pytest.raises(InterruptedError), undisturbed():
+        with undisturbed():
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+                time.sleep(0.01)
+        assert noted == []
+    ended.set()
+    other.join()
+    assert sorted(noted) == sorted(ENDINGS)
+    assert [signal.getsignal(number) for number in ENDINGS] == before
+
+
+def test_what_is_ignored_stays_so_and_an_error_of_the_block_is_not_lost(noted: list[int]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with pytest.raises(InterruptedError) as raised, undisturbed():
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGINT)
+        _ = 1 / 0
+    assert noted == [signal.SIGINT]
+    assert isinstance(raised.value.__context__, ZeroDivisionError)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -1,20 +1,24 @@
 """What a run says, worked out from made-up step logs and spans: shares of devices, hand-overs, figures, the picture."""
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import lab
+from _hooks import HOOKS
+from _options import parse_arguments
 from lab import command
 from lab.analysis import MeteredStep, bound, job_figures, rate_for
 from lab.picture import draw, middle_window
 from lab.spans import TimelineSpan, handovers_s, occupancy
+from studies import peer, run
+from studies.claims import CLAIMS, Claim, Way, every
+from studies.run import Trained, as_markdown, batch_s, same_losses, summarize
 
 
 def span(job: str, kind: str, begin_s: float, end_s: float, *, rank: int = 0) -> TimelineSpan:
@@ -31,17 +35,6 @@ def siblings(turns: int = 10) -> list[TimelineSpan]:
         for kind, (begin_s, end_s) in parts.items()
     ]
     return sorted(spans, key=lambda each: each.begin_s)
-
-
-intervals = st.lists(
-    st.tuples(
-        st.sampled_from("abc"),
-        st.sampled_from(["compute", "exchange", "wait"]),
-        st.integers(0, 30),
-        st.integers(0, 9),
-    ),
-    max_size=12,
-).map(lambda drawn: [span(job, kind, begin, begin + length) for job, kind, begin, length in drawn])
 
 
 def steps(
@@ -173,18 +166,8 @@ def test_shares_are_of_the_time_in_which_all_jobs_were_active() -> None:
     active = [span("b", "exchange", 2, 3), span("a", "compute", 0, 4), span("b", "compute", 3, 6)]
     spans = [*active, span("a", "exchange", 4, 10), span("b", "exchange", 6, 9)]
     assert occupancy(spans, "device0") == pytest.approx({"idle": 3 / 7, "one": 3 / 7, "several": 1 / 7})
+    assert occupancy(spans, "device0", window_s=(3, 5)) == {"idle": 0.0, "one": 0.5, "several": 0.5}
     assert occupancy(spans, "device9") == {"idle": 1.0, "one": 0.0, "several": 0.0}
-
-
-@given(intervals)
-def test_shares_are_of_who_computes_in_each_second(spans: list[TimelineSpan]) -> None:
-    shares = occupancy(spans, "device0", window_s=(5, 20))
-    computing = [
-        {each.job for each in spans if each.kind == "compute" and each.begin_s <= second < each.end_s}
-        for second in range(5, 20)
-    ]
-    counted = [sum(min(2, len(jobs)) == many for jobs in computing) / 15 for many in range(3)]
-    assert shares == pytest.approx(dict(zip(("idle", "one", "several"), counted, strict=True)))
 
 
 def test_a_long_run_without_siblings_is_quick() -> None:
@@ -202,3 +185,73 @@ def test_names_and_shares_are_written_in_the_picture_of_the_middle(tmp_path: Pat
     ElementTree.parse(path)
     assert middle_window(siblings(100), steps=8) == (92.0, 108.0)
     assert middle_window(siblings(3), steps=8) == (0.0, 7.0)
+
+
+PLAIN = Way("--hook none", warm_up=0)
+
+
+def log(*, begin_s: float, step_s: float, steps: int) -> list[MeteredStep]:
+    ends = [begin_s + number * step_s for number in range(steps + 1)]
+    return [MeteredStep(number, *ends[number : number + 2]) for number in range(steps)]
+
+
+def test_a_lone_job_takes_the_mean_of_its_steps() -> None:
+    accumulated = Way("--accumulate 4", warm_up=1, batches=4)
+    assert batch_s([log(begin_s=3.0, step_s=2.0, steps=4)], accumulated) == pytest.approx(0.5)
+
+
+def test_siblings_are_timed_while_both_train() -> None:
+    """One begins later and ends later; in between they make three steps in two seconds."""
+    first, second = log(begin_s=0.0, step_s=1.0, steps=10), log(begin_s=2.5, step_s=2.0, steps=10)
+    assert batch_s([first, second], PLAIN) == pytest.approx(2 / 3)
+    with pytest.raises(ValueError, match="expected jobs that train at the same time"):
+        batch_s([log(begin_s=0.0, step_s=1.0, steps=2), log(begin_s=5.0, step_s=1.0, steps=2)], PLAIN)
+
+
+def test_losses_are_compared_as_long_as_both_train() -> None:
+    expected, near = {"a": [[2.0, 1.5], [2.0]]}, {"a": [[2.0, 1.501], [2.0]]}
+    assert same_losses(expected, {"a": [[2.0, 1.5, 1.2], [2.0]]}, 0.0)
+    assert same_losses(expected, near, 1e-2)
+    assert not same_losses(expected, near, 0.0)
+    assert not same_losses(expected, {"a": [[2.0, 1.5], [1.0]]}, 0.0)
+
+
+def test_ratios_are_of_one_repeat_and_over_the_best_of_the_plain_ways() -> None:
+    ways = {"ddp": PLAIN, "ddp, fine": PLAIN, "ours": PLAIN}
+    claim = Claim("", ways, ("tiny",), against=("ddp", "ddp, fine"), limit=every(1))
+    steps_s = [(4.0, 3.0, 2.0), (8.0, 6.0, 3.0), (4.0, 3.0, 1.0)]
+    runs = [
+        {name: Trained(step_s, 1.0, 1e6, {}) for name, step_s in zip(ways, each, strict=True)}
+        for each in steps_s
+    ]
+    row = summarize(claim, runs, rate_mbit=4.0, compute_s=1.0)
+    assert row["over"] == "ddp, fine"
+    assert row["factor"]["ours"] == 2.0
+    assert (row["n_s"], row["m_s"], row["bound"]) == (3.0, 2.0, 1.5)
+    table = as_markdown([{**row, "preset": "tiny", "said": {"ours": 1.9}}])
+    assert "| 2.00 (1.33 of the bound), said 1.90 |" in table
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_every_claim_has_a_row_and_its_ways_can_be_started(name: str) -> None:
+    """C, N, M and bytes are of its first way, whose job must therefore have the counters for itself."""
+    claim = CLAIMS[name]
+    runs = [{way: Trained(2.0, 1.0, 1e6, {}) for way in claim.ways}]
+    row = summarize(claim, runs, rate_mbit=8.0, compute_s=1.0)
+    assert row["m_s"] == 1.0
+    assert f"| {next(iter(claim.ways))} 1.000" in as_markdown([{**row, "preset": "tiny", "said": None}])
+    assert set(claim.exact) | set(claim.against) <= claim.ways.keys()
+    for way in claim.ways.values():
+        words = f"{run.TRAINING} --preset tiny {claim.arguments} {way.arguments}"
+        assert (run.RECIPES / way.script).exists()
+        args = parse_arguments(shlex.split(words), HOOKS)
+        assert args.warmup_steps > 2 * (way.warm_up + claim.steps), (
+            "the rate would depend on the number of steps"
+        )
+
+
+def test_a_claim_that_needs_a_checkout_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert peer.HOOKS is HOOKS
+    with pytest.raises(SystemExit):
+        run.main(["--claim", "kfac", "--out", str(tmp_path)])
+    assert "expected KFAC_PYTORCH in the environment" in capsys.readouterr().err

@@ -75,7 +75,6 @@ def test_decoupled_has_the_losses_of_plain_ddp(plain: list[str]) -> None:
         ("averaging", ["--elastic"], 1.0, ""),
         ("kfac", [], 0.05, "KFACState(3 layers"),
         ("pipeline", ["--max-replicas", "1"], 1.0, "micro-batches"),
-        ("pipeline", ["--max-replicas", "2"], 1.0, "micro-batches"),
     ],
 )
 def test_it_learns(name: str, arguments: list[str], limit: float, said: str) -> None:

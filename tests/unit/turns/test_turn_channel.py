@@ -1,6 +1,6 @@
 """The channel of a job's turns over all kinds of stores, its ranks in threads of one process.
 
-In real jobs, with ranks that come late or leave first: tests/multiprocess/test_joining.py, test_gpu_mutex_jobs.py.
+In real jobs, with ranks that come late or leave first: tests/multiprocess/test_joining.py.
 """
 
 import datetime
