@@ -29,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     hear_ignored_signals()
     # Tests must not meet the jobs that somebody really trains here, nor those of another test run.
     os.environ["CROSSOVER_GROUP"] = f"tests-{os.getpid()}"
+    # Torch's store asks the name server who connects: an answer that is lost holds a job up for five seconds.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")
     if (plugin := fake_cuda.plugin(config)) is not None:
         config.pluginmanager.register(plugin)
 

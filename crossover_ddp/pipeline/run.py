@@ -82,7 +82,7 @@ class PipelineRunner:
     Example::
 
         runner = Runner(plan, layers, nn.functional.cross_entropy)
-        optimizer = torch.optim.SGD(runner.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD([*runner.parameters()] or [torch.zeros(1)], lr=0.1)  # a rank may have no stage
         loss = runner.step(x, y)
         optimizer.step()
     """

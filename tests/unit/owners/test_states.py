@@ -1,9 +1,7 @@
 """Owners by `DecoupledState` and by `MuonState` in a job of one rank: refusals, skipped steps, ends."""
 
-import copy
 import functools
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -196,13 +194,6 @@ def test_matrices_of_another_model_are_refused() -> None:
     training = Training("muon", optimizers=lambda m: [Muon([m.module[0].weight, stranger])])
     with refuses("expected the matrices of one DDP model"):
         training.backward()
-
-
-def test_a_state_stays_in_its_process() -> None:
-    training = Training("muon")
-    for attempt in (lambda: pickle.dumps(training.state), lambda: copy.deepcopy(training.model)):
-        with pytest.raises(TypeError, match="expected a model without its hook"):
-            attempt()
 
 
 def test_a_torch_with_another_muon_is_refused() -> None:
