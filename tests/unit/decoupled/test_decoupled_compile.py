@@ -67,7 +67,7 @@ class Trained(harness.Training):
             harness.decoupled(defer=defer) if decoupled else None,
             module=module,
             loss=lambda model, rank, step: self.called(inputs(step)).square().mean(),
-            **DecoupledState.ddp_options(module, compiled=way == "model" or None),
+            **DecoupledState.ddp_options(module, compiled=way in ("model", "later") or None),
         )
         self.called: Any = torch.compile(self.model, backend=self.counter) if way == "model" else self.model
         self.graphs: list[int] = []
@@ -133,3 +133,16 @@ def test_blocks_compiled_one_by_one_are_updated_one_by_one() -> None:
     trained.run(1)
     assert pending == sorted(pending, reverse=True)
     trained.close()
+
+
+def test_a_module_compiled_during_training_is_noticed() -> None:
+    trainings = []
+    for decoupled in (True, False):
+        trained = Trained("later", decoupled=decoupled).run(5)
+        for block in trained.model.module.blocks:
+            block.compile(backend=trained.counter)
+        trainings.append(trained.run(5))
+    ours, plain = trainings
+    assert ours.graphs == plain.graphs and plain.graphs[-1] > 0
+    assert_same(ours, plain)
+    ours.close()

@@ -14,7 +14,7 @@ from torch import Tensor
 from crossover_ddp._kfac.curvature import SOLVERS as BY_NAME
 from crossover_ddp._kfac.curvature import DampedInverse, Eigenbasis, Solver
 from crossover_ddp._kfac.layers import LayerShape
-from crossover_ddp._kfac.spread import SpreadSolver
+from crossover_ddp._kfac.spread import SpreadSolver, rounding
 from tests.multiprocess.kfac_oracle import direction
 
 SOLVERS: tuple[type[Solver], ...] = tuple(BY_NAME.values())
@@ -148,3 +148,11 @@ def test_an_inverse_that_rounding_left_without_a_root_has_the_nearest() -> None:
     larger = torch.eye(60, dtype=torch.float64)
     root = SpreadSolver.of(larger.unsqueeze(0), broken.unsqueeze(0), LayerShape(1, 60, 40, False)).root
     torch.testing.assert_close(root.mT @ root, broken, rtol=0, atol=1e-10 * float(values.max()))
+
+
+def test_roundings_are_told_apart() -> None:
+    shapes = [LayerShape(1, 64, 200, False), LayerShape(1, 200, 64, False)]
+    cpu, seen = torch.device("cpu"), torch.get_rng_state()
+    assert rounding(shapes, cpu) == rounding(shapes[:1], cpu)
+    assert rounding(shapes, cpu) != rounding([LayerShape(1, 65, 200, False)], cpu)
+    assert torch.equal(torch.get_rng_state(), seen)
