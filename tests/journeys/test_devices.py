@@ -98,7 +98,7 @@ def test_what_is_late_changes_nothing(backend: str, way: str) -> None:
 @in_ranks(2, backend="gloo")
 def test_gradients_go_down_and_up_once(rank: int) -> None:
     torch.cuda.set_device(rank)
-    training = Training("split", rank, device=f"cuda:{rank}").run(4)
+    training = Training("split", rank, device=f"cuda:{rank}").run(5)
     copied = dict.fromkeys(("down", "up"), 0)
 
     def counted(way: str) -> Any:
@@ -111,7 +111,7 @@ def test_gradients_go_down_and_up_once(rank: int) -> None:
         return mock.patch.object(Staged, way, count)
 
     with counted("down"), counted("up"):
-        training.run(1)  # the fifth step, behind which no digest travels
+        training.run(1)  # the sixth step: a digest travelled behind the fourth
     assert copied == dict.fromkeys(copied, len(training.values))
     training.close()
 
