@@ -279,7 +279,7 @@ class JobTurn:
     @property
     def awaits_device(self) -> bool:
         """See `GPUMutex.awaits_device`; the first time is before the job has joined."""
-        return self.mutex is None or self.mutex.awaits_device
+        return not self._is_closed if self.mutex is None else self.mutex.awaits_device
 
     @property
     def mode(self) -> str:

@@ -44,13 +44,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _place_on_gpu(item: pytest.Item) -> None:
-    """Let what is marked ``gpu`` run on the fake device where there is no GPU; skip what the machine cannot run."""
+    """Let what is marked ``gpu`` run on the fake device where there is no GPU; skip what that lacks."""
     needs = {name: value for mark in item.iter_markers("gpu") for name, value in mark.kwargs.items()}
     if torch.cuda.is_available() and not fake_cuda.is_here():
-        found, count = torch.cuda.device_count(), needs.get("count", 1)
-        if found < count:
-            item.add_marker(pytest.mark.skip(reason=f"needs {count} GPUs, found {found}"))
-    elif "real" in needs:
+        return
+    if "real" in needs:
         where = "run tests/gpu/run_all.sh on a machine with an NVIDIA GPU"
         item.add_marker(pytest.mark.skip(reason=f"the fake device has {needs['real']}; {where}"))
     elif item.get_closest_marker("gpu"):

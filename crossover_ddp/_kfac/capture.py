@@ -253,8 +253,10 @@ class FactorCapture:
     def begin_step(self) -> None:
         """Forget all that was not taken, and count micro-batches anew."""
         if unseen := [self._layers[index].name for index, was_seen in self._seen.items() if not was_seen]:
-            everything = len(unseen) == len(self._seen)
-            self._warn_once(*((_NOTHING_SEEN,) if everything else (_UNSEEN, ", ".join(sorted(unseen)))))
+            if len(unseen) == len(self._seen):
+                self._warn_once(_NOTHING_SEEN)
+            else:
+                self._warn_once(_UNSEEN, ", ".join(sorted(unseen)))
         self._seen.clear()
         for call in itertools.chain.from_iterable(sums.open for sums in self._sums):
             call.make_a = None

@@ -44,6 +44,7 @@ def test_a_state_that_is_closed_before_its_first_step_joins_nobody() -> None:
     job = Training("crossover")
     job.state.close()
     assert job.run(3).state.mutex is None
+    assert not job.state.turn.awaits_device
 
 
 @pytest.mark.usefixtures("process_group")
