@@ -4,13 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from crossover_ddp.averaging_hooks import (
-        AveragingPlan,
-        ElasticState,
-        LocalSGDState,
-        elastic_hook,
-        local_sgd_hook,
-    )
+    from crossover_ddp.averaging_hooks import AveragingPlan, ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
     from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, Threshold, compressed_hook
     from crossover_ddp.comm_hooks import (
         CrossoverState,
@@ -67,16 +61,7 @@ __all__ = [
     "reduce_scatter_all_gather_hook",
 ]
 
-_MODULES = (
-    "averaging_hooks",
-    "codecs",
-    "comm_hooks",
-    "errors",
-    "gpu_mutex",
-    "kfac_hooks",
-    "metrics",
-    "muon_hooks",
-)
+_MODULES = ("averaging_hooks", "codecs", "comm_hooks", "errors", "gpu_mutex", "kfac_hooks", "metrics", "muon_hooks")
 
 if not TYPE_CHECKING:
 

@@ -21,17 +21,7 @@ from crossover_ddp._engine.exchange import answered
 
 from .gpu_mutex import GPUMutex
 
-__all__ = [
-    "Codec",
-    "CodecPlan",
-    "CompressedState",
-    "Half",
-    "Int8",
-    "PerPair",
-    "SIDCo",
-    "Threshold",
-    "compressed_hook",
-]
+__all__ = ["Codec", "CodecPlan", "CompressedState", "Half", "Int8", "PerPair", "SIDCo", "Threshold", "compressed_hook"]
 
 logger = logging.getLogger(__name__)
 

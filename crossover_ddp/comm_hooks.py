@@ -189,11 +189,7 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
     (arXiv 2103.07974); order, locking and switch points are our design.
     """
     return answered(
-        state,
-        bucket,
-        CrossoverState,
-        _REMEDY,
-        lambda exchange: state._carry(bucket, exchange, _turn_of(state, bucket)),
+        state, bucket, CrossoverState, _REMEDY, lambda exchange: state._carry(bucket, exchange, _turn_of(state, bucket))
     )
 
 
@@ -216,9 +212,7 @@ def crossover_wrapper(hook: Hook) -> Hook:
         model.register_comm_hook(state, crossover_wrapper(powerSGD_hook.powerSGD_hook))
     """
 
-    def crossover_wrapped_hook(
-        state: CrossoverState, bucket: dist.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
+    def crossover_wrapped_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         def carry(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
             if state.codec is not None:
                 raise UnsupportedConfigurationError(

@@ -129,9 +129,7 @@ class GPUMutex:
         self.device = ""
         self.closed = False
         """Whether `close` was called, whether or not turns had failed before."""
-        self.disabled_because = (
-            "CROSSOVER_DISABLE is set" if environment.is_set(environment.DISABLE) else None
-        )
+        self.disabled_because = "CROSSOVER_DISABLE is set" if environment.is_set(environment.DISABLE) else None
         self._lease = Lease(lease_s)
         self._patience = Patience(patience_limit_s(group))
         self._counters = Counters()

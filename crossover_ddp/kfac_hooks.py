@@ -254,9 +254,7 @@ class KFACState(HookState):
         """
         self._flush()
         if self._compression is not None and not self._compression.is_drained:
-            logger.warning(
-                "a codec's residuals are not saved; call drain() before the step before state_dict()"
-            )
+            logger.warning("a codec's residuals are not saved; call drain() before the step before state_dict()")
         owned = self._preconditioner
         owned.traffic.settle()
         own = {name: each.state_dict() for name, each in owned.own.items()}

@@ -161,9 +161,7 @@ def load_data(sizes: Any, directory: Path | None = None, seed: int = 0) -> Data:
     if directory is None:
         train, test = (Digits(train=part, **size) for part in parts)
         return Data(train, test, 10)
-    train, test = (
-        Folder(directory / ("train" if part else "val"), train=part, seed=seed, **size) for part in parts
-    )
+    train, test = (Folder(directory / ("train" if part else "val"), train=part, seed=seed, **size) for part in parts)
     if train.folder.classes != test.folder.classes:
         raise ValueError(
             f"expected the same classes in train and val, got train={train.folder.classes}, "

@@ -31,10 +31,7 @@ HOOKS: dict[str, MakeState] = {
     "allreduce": lambda model, optimizers, args: (None, allreduce_hook),
     "fp16": lambda model, optimizers, args: (None, fp16_compress_hook),
     # On gloo its collectives of several buckets mix: give it one, by --bucket-cap-mb.
-    "powersgd": lambda model, optimizers, args: (
-        PowerSGDState(None, 2, start_powerSGD_iter=2),
-        powerSGD_hook,
-    ),
+    "powersgd": lambda model, optimizers, args: (PowerSGDState(None, 2, start_powerSGD_iter=2), powerSGD_hook),
     "rsag": lambda model, optimizers, args: (None, reduce_scatter_all_gather_hook),
     "crossover": lambda model, optimizers, args: (CrossoverState(), crossover_hook),
     "compressed": lambda model, optimizers, args: (CompressedState(CODECS[args.codec]), compressed_hook),
@@ -43,10 +40,7 @@ HOOKS: dict[str, MakeState] = {
         LocalSGDState(args.sync_every, args.delay, args.fragments, args.local_after),
         local_sgd_hook,
     ),
-    "elastic": lambda model, optimizers, args: (
-        ElasticState(args.sync_every, args.elastic_mode),
-        elastic_hook,
-    ),
+    "elastic": lambda model, optimizers, args: (ElasticState(args.sync_every, args.elastic_mode), elastic_hook),
     "kfac": lambda model, optimizers, args: (
         KFACState(
             model,

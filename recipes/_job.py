@@ -30,9 +30,7 @@ def join_the_job(args: argparse.Namespace) -> torch.device:
         # NCCL refuses two ranks of one job on one GPU; gloo does not mind.
         backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
     # Without torchrun it is a job of one rank.
-    alone: dict[str, Any] = (
-        {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    )
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(args.backend or backend, **alone)
     return device
 

@@ -50,9 +50,7 @@ class TinyGPT(nn.Module):
     exchange behind. This is the shape of traffic that language models with large vocabularies have.
     """
 
-    def __init__(
-        self, *, vocabulary: int, context: int, dim: int = 128, depth: int = 2, heads: int = 4
-    ) -> None:
+    def __init__(self, *, vocabulary: int, context: int, dim: int = 128, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, dim)
         self.position = nn.Parameter(torch.zeros(context, dim))
@@ -76,9 +74,7 @@ def _find(name: str) -> tuple[str, str]:
     library, colon, model = name.rpartition(":")
     if colon:
         if library not in known:
-            raise ValueError(
-                f"expected a model library timm or torchvision, got {library!r}; write timm:NAME"
-            )
+            raise ValueError(f"expected a model library timm or torchvision, got {library!r}; write timm:NAME")
         known = {library: known[library]}
     for candidate, models in known.items():
         if model in models:

@@ -15,9 +15,7 @@ def parse_arguments(
     argv: Sequence[str] | None, hooks: Iterable[str], description: str | None = None
 ) -> argparse.Namespace:
     """Read train.py's arguments; the sizes of ``--preset`` are defaults, and what is also given wins."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser.add_argument_group("model and data"))
     add_training_arguments(parser.add_argument_group("training"))
     add_averaging_arguments(parser.add_argument_group("averaging, for --hook local_sgd and elastic"))
@@ -35,9 +33,7 @@ def parse_arguments(
     if (args.hook == "muon") > (args.optimizer == "muon"):
         parser.error(f"expected --optimizer muon with --hook muon, got {args.optimizer}; give both")
     if args.optimizer == "muon" and args.hook in ("decoupled", "kfac"):
-        parser.error(
-            f"expected one optimizer for --hook {args.hook}, got muon, which is two; take --hook muon"
-        )
+        parser.error(f"expected one optimizer for --hook {args.hook}, got muon, which is two; take --hook muon")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("expected a CUDA device, got none; leave --device out to train on the CPU")
     return args
@@ -82,16 +78,12 @@ def add_averaging_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--delay", type=int, default=0, help="steps that an exchange may take (default 0)")
     group.add_argument("--fragments", type=int, default=1, help="slices that leave one by one (default 1)")
     group.add_argument("--local-after", type=int, default=0, help="steps as by DDP before (default 0)")
-    group.add_argument(
-        "--elastic-mode", choices=("sync", "async", "wild"), default="async", help="(default async)"
-    )
+    group.add_argument("--elastic-mode", choices=("sync", "async", "wild"), default="async", help="(default async)")
 
 
 def add_kfac_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--damping", type=float, default=0.001, help="of the factors (default 0.001)")
-    group.add_argument(
-        "--kl-clip", type=float, default=0.001, help="bound of a step; 0: none (default 0.001)"
-    )
+    group.add_argument("--kl-clip", type=float, default=0.001, help="bound of a step; 0: none (default 0.001)")
     group.add_argument("--factor-update-steps", type=int, default=1, help="steps between factors (default 1)")
     group.add_argument("--inv-update-steps", type=int, default=10, help="steps between solvers (default 10)")
     group.add_argument(
@@ -110,14 +102,9 @@ def add_run_arguments(group: argparse._ArgumentGroup, hooks: Iterable[str]) -> N
         help="size of DDP's buckets (default: DDP's own; for decoupled a sixteenth of the model)",
     )
     group.add_argument(
-        "--codec",
-        choices=("int8", "half", "sidco"),
-        default="int8",
-        help="of --hook compressed (default int8)",
+        "--codec", choices=("int8", "half", "sidco"), default="int8", help="of --hook compressed (default int8)"
     )
-    group.add_argument(
-        "--backend", choices=("gloo", "nccl"), help="(default: nccl for a GPU of each rank's own)"
-    )
+    group.add_argument("--backend", choices=("gloo", "nccl"), help="(default: nccl for a GPU of each rank's own)")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default auto)")
     group.add_argument("--threads", type=int, help="of torch on the CPU (default: torch's choice)")
     group.add_argument("--checkpoint", type=Path, help="file to save to, after every epoch and at the end")

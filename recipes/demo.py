@@ -38,28 +38,14 @@ from demo_figures import (
     summarize,
     verdict,
 )
-from lab import (
-    STEADY_MEMORY,
-    Cluster,
-    Job,
-    LabError,
-    Run,
-    draw_run,
-    load_logs,
-    load_run,
-    rate_for,
-    why_not_shaped,
-)
+from lab import STEADY_MEMORY, Cluster, Job, LabError, Run, draw_run, load_logs, load_run, rate_for, why_not_shaped
 from lab.analysis import JobFigures
 from lab.command import progress
 
 LEARNING_RATES: Final = {"a": 0.5, "b": 0.2}
 # Small images in large batches: much computation per byte of gradients. With buckets of DDP's own size
 # the gradients travel in two of them, and the larger one is full only when the computation is done.
-TRAINING: Final = (
-    *("--preset", "convnet", "--image-size", "64", "--batch-size", "120"),
-    *("--bucket-cap-mb", "25"),
-)
+TRAINING: Final = (*("--preset", "convnet", "--image-size", "64", "--batch-size", "120"), *("--bucket-cap-mb", "25"))
 TRAIN: Final = Path(__file__).with_name("train.py")
 NODES: Final = 2
 CALIBRATION: Final = "calibrate the link"
@@ -152,9 +138,7 @@ class Runs:
         fit = "fit into" if self.args.steps > LEAST_STEPS else "are the fewest, even if they do not fit into"
         self.say(f"{self.args.steps} steps of each job {fit} {BUDGET_S / 60:g} minutes.")
 
-    def train(
-        self, title: str, directory: str, names: Iterable[str], hook: str, *, steps: int | None = None
-    ) -> Run:
+    def train(self, title: str, directory: str, names: Iterable[str], hook: str, *, steps: int | None = None) -> Run:
         """Run train.py for the jobs named, side by side, under one hook."""
         steps = steps or self.args.steps
         out: Path = self.args.out / directory
@@ -214,9 +198,7 @@ def outcomes(run: Run) -> dict[str, Outcome]:
 def cost(run: Run, job: str) -> dict[str, float]:
     figures = run.figures()[job]
     if figures.step_s is None or figures.busy_s is None:
-        raise ValueError(
-            f"expected the time and the load of job {job}'s steps, got neither; is /proc mounted?"
-        )
+        raise ValueError(f"expected the time and the load of job {job}'s steps, got neither; is /proc mounted?")
     # The kernel counts a core's load in ticks, and for whomever: it may seem busy for longer than the step.
     compute_s = min(figures.busy_s, figures.step_s)
     return {

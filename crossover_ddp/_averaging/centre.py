@@ -128,9 +128,7 @@ class Rounds:
     ``group`` exchanges host memory by messages. ``start``: of each block's `Centre`; with none tables alone travel.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, start: Sequence[torch.Tensor], rate: float, meter: Meter
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, start: Sequence[torch.Tensor], rate: float, meter: Meter) -> None:
         # What is registered first comes last: after the exchange's own end.
         self._forget = [on_destruction(group, self._join)]
         self._exchange = Exchange(group)
@@ -162,9 +160,7 @@ class Rounds:
             self._changed.notify_all()
             return True
 
-    def collect(
-        self, steps: int, apply: Callable[[Sequence[torch.Tensor]], None], *, leave: bool = False
-    ) -> bool:
+    def collect(self, steps: int, apply: Callable[[Sequence[torch.Tensor]], None], *, leave: bool = False) -> bool:
         """Let ``apply`` add the pull that has come, if one has; ``leave`` it there for another time."""
         self.check()
         if (number := self._back) is None:  # nobody but this thread takes it back
@@ -235,8 +231,7 @@ class Rounds:
         """Wait for an offer or for the pause to end; tell whether the rounds are over."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure is not None or self._offer is not None or self._wants_hold,
-                self._pause_s,
+                lambda: self._failure is not None or self._offer is not None or self._wants_hold, self._pause_s
             )
             return self._failure is not None
 

@@ -44,9 +44,7 @@ class Schedule:
         for name, least in {"sync_every": 1, "delay": 0, "fragments": 1, "warmup_steps": 0}.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(
-                    f"expected an integer {name} >= {least}, got {name}={value!r}; see LocalSGDState"
-                )
+                raise ValueError(f"expected an integer {name} >= {least}, got {name}={value!r}; see LocalSGDState")
         if self.sync_every < self.delay + 1:
             raise ValueError(
                 f"expected sync_every >= delay + 1, got sync_every={self.sync_every} and delay={self.delay}: of two "

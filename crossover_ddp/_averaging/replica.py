@@ -51,9 +51,7 @@ class FlatBlock:
         self.parameters_numel = sum(self._lengths[: len(parameters)])
         self.rest: torch.Tensor | None = None  # what `add` has rounded off
 
-    def copy(
-        self, span: Span, dtype: torch.dtype | None = None, device: torch.device | None = None
-    ) -> torch.Tensor:
+    def copy(self, span: Span, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
         values = torch.empty(span.stop - span.start, dtype=dtype or self.dtype, device=device or self.device)
         self.pack(span, values)
         return values
@@ -194,9 +192,7 @@ class Replica:
     acted = 0
     blocks: Sequence[FlatBlock] = ()
 
-    def adopt(
-        self, blocks: Sequence[FlatBlock], group: dist.ProcessGroup, turn: Turn | None, meter: Meter
-    ) -> None:
+    def adopt(self, blocks: Sequence[FlatBlock], group: dist.ProcessGroup, turn: Turn | None, meter: Meter) -> None:
         """Take a model; ``turn`` is given away while training waits, ``meter`` counts what travels."""
         self.blocks, self.group, self._turn, self.meter = blocks, group, turn, meter
         self.exchange = Exchange.of(group)
@@ -217,13 +213,9 @@ class Replica:
             if sent is not None:
                 values.sub_(sent)
 
-        return self.exchange.begin(
-            late_mean, values, "parameters", deferred=sent is not None, meter=self.meter
-        )
+        return self.exchange.begin(late_mean, values, "parameters", deferred=sent is not None, meter=self.meter)
 
-    def send(
-        self, block: FlatBlock, span: Span, owner_step: OwnPart | None = None, *, late: bool = False
-    ) -> Flight:
+    def send(self, block: FlatBlock, span: Span, owner_step: OwnPart | None = None, *, late: bool = False) -> Flight:
         """Send a copy of ``span`` on its way, see `begin_mean`; ``late``: training goes on meanwhile."""
         values = block.copy(span)
         sent = values.clone() if late else None

@@ -30,9 +30,7 @@ _SMALLEST_CHUNK: Final = 1 << 8
 _LARGEST_CHUNK: Final = 1 << 16
 
 
-def pull_shared(
-    centre: torch.Tensor, pieces: Sequence[torch.Tensor], moving_rate: float, first: float
-) -> None:
+def pull_shared(centre: torch.Tensor, pieces: Sequence[torch.Tensor], moving_rate: float, first: float) -> None:
     """Pull the centre and ``pieces``, the parameters' memory, together, see [Note: elastic pull], [Note: no lock]."""
     for start, values in chunks_from(first, pieces):
         there = centre[start : start + values.numel()]
@@ -56,9 +54,7 @@ def chunks_from(first: float, pieces: Sequence[torch.Tensor]) -> list[tuple[int,
     return placed[begin:] + placed[:begin]
 
 
-def share(
-    group: dist.ProcessGroup, start: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[int], list[int]]:
+def share(group: dist.ProcessGroup, start: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int], list[int]]:
     """Make one centre for each host, which begins with ``start``, and open it on all its ranks. **Collective**.
 
     Returns this host's, the first rank of each host, in the order of ranks, and this host's ranks. ``SegmentError`` on

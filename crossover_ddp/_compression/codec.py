@@ -242,9 +242,7 @@ class SIDCo(Codec):
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < 1:
-            raise ValueError(
-                f"expected 0 < rate < 1, got rate={self.rate}; 0.01 sends a hundredth of the elements"
-            )
+            raise ValueError(f"expected 0 < rate < 1, got rate={self.rate}; 0.01 sends a hundredth of the elements")
 
     def nbytes(self, numel: int) -> int:
         return _HEAD_BYTES + _ENTRY_BYTES * min(numel, int(_MOST * self.rate * numel) + 1)

@@ -118,9 +118,7 @@ class CodedLink(LinkAround):
         # Of each part's values those that are coded, and all of them. The residual of what travels exact stays 0.
         self._coded = [sum(padded(run.span.numel, multiple) for run in part.coded) for part in parts]
         exact = [sum(span.numel for span in part.exact) for part in parts]
-        self._kept = [
-            torch.zeros(sum(numels), device=device) for numels in zip(self._coded, exact, strict=True)
-        ]
+        self._kept = [torch.zeros(sum(numels), device=device) for numels in zip(self._coded, exact, strict=True)]
         self._addend = torch.empty_like(self._kept[rank])
         # CUDA multiplies by the reciprocal of a number of the host: other bits than the CPU's for three ranks or more.
         self._divisor = torch.full((), float(len(parts)), device=device)

@@ -131,9 +131,7 @@ class Compression:
         known = {name: parameter for parameter, name in self._model.names.items() if name}
         if self._loaded and known:
             by_plain = {_plain(name): parameter for name, parameter in known.items()}
-            found: dict[str, Any] = {
-                name: known.get(name, by_plain.get(_plain(name))) for name in self._loaded
-            }
+            found: dict[str, Any] = {name: known.get(name, by_plain.get(_plain(name))) for name in self._loaded}
             if unknown := [name for name, parameter in found.items() if parameter is None]:
                 raise UnsupportedConfigurationError(
                     f"expected residuals of this model's parameters, got some of {', '.join(unknown[:3])}; load the "
@@ -217,9 +215,7 @@ class Compression:
 class CodedState(HookState):
     """A state with ``codec=`` whose buckets travel by the split; see `CompressedState`."""
 
-    def __init__(
-        self, codec: AnyCodec, loss_scale: LossScale, group: dist.ProcessGroup | None, compares: bool
-    ) -> None:
+    def __init__(self, codec: AnyCodec, loss_scale: LossScale, group: dist.ProcessGroup | None, compares: bool) -> None:
         self.process_group, self.compare_replicas = group, compares
         self.codec, self._loss_scale = codec, loss_scale
         self.compression = None if codec is None else Compression(codec, loss_scale, self)

@@ -275,9 +275,7 @@ class OnlyModel:
         return model is not None and self.model() not in (None, model)
 
 
-def _holders(
-    bucket: dist.GradBucket, models: Iterable[DistributedDataParallel]
-) -> list[DistributedDataParallel]:
+def _holders(bucket: dist.GradBucket, models: Iterable[DistributedDataParallel]) -> list[DistributedDataParallel]:
     """Return those of ``models`` that have the bucket's parameters, and remember them."""
     parameter = bucket.parameters()[0]
     # No network: a constructor or a copy that has failed half-way.

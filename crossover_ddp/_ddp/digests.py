@@ -35,9 +35,7 @@ class Digests:
     _ddp: Callable[[], DistributedDataParallel | None] | None = None
     look: Callable[[Tell], None] | None = None  # at digests that nobody has looked at
 
-    def send(
-        self, bucket: dist.GradBucket, group: dist.ProcessGroup, state: object, begin: Callable[..., Any]
-    ) -> None:
+    def send(self, bucket: dist.GradBucket, group: dist.ProcessGroup, state: object, begin: Callable[..., Any]) -> None:
         """Send some, in the hook of a last bucket; ``look`` then raises a difference, on all ranks of ``group``.
 
         ``state``: says whether parameters are compared, or the environment does. ``begin``: see `Exchange.begin`.

@@ -109,9 +109,7 @@ class ModuleBuffers:
         model, tensors = self._model(), self._tensors()
         if model is None or not all(hasattr(model, name) for name in _NEEDED) or not _broadcasts(model):
             return 0
-        plain = all(
-            t.layout == torch.strided and t.device == device and not t.is_inference() for t in tensors
-        )
+        plain = all(t.layout == torch.strided and t.device == device and not t.is_inference() for t in tensors)
         return sum(tensor.nbytes for tensor in tensors) if plain else 0
 
     def copy(self, *, sends: bool) -> BufferCopy | None:

@@ -96,9 +96,7 @@ class _Guard:
     def is_as_before(self) -> bool:
         """Whether the module has the parameters, and runs the code, that it had."""
         variables = vars(self.module)
-        return (
-            len(variables["_parameters"]) == self.count and variables.get("_compiled_call_impl") is self.call
-        )
+        return len(variables["_parameters"]) == self.count and variables.get("_compiled_call_impl") is self.call
 
     def up(self, is_fresh: Callable[[Entry], bool], reads: Reads, key: int) -> None:
         variables = vars(self.module)
@@ -137,12 +135,7 @@ class Guards:
     """
 
     def __init__(
-        self,
-        network: nn.Module,
-        *,
-        is_fresh: Callable[[Entry], bool],
-        reads: Reads,
-        before: Callable[[], None],
+        self, network: nn.Module, *, is_fresh: Callable[[Entry], bool], reads: Reads, before: Callable[[], None]
     ) -> None:
         self.are_up = False
         self.network = network

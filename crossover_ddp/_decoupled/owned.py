@@ -146,9 +146,7 @@ class Owners:
             )
 
     @torch.no_grad()
-    def send(
-        self, bucket: dist.GradBucket, *, state: object, turn: Turn | None, copies: bool
-    ) -> "OwnedShare":
+    def send(self, bucket: dist.GradBucket, *, state: object, turn: Turn | None, copies: bool) -> "OwnedShare":
         """Send a bucket's gradients to their owners, and withhold them in the bucket.
 
         Its journey ends there, and passes no gate: ``step()`` begins the way back on the same link, see `_update`.

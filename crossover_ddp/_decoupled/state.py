@@ -183,12 +183,7 @@ class DecoupledState(Owning):
             )
         self.codec = codec
         self.agreement = Agreement()
-        self._settings = {
-            "codec": in_words(codec),
-            "defer": defer,
-            "owners": owners,
-            "kfac": kfac is not None,
-        }
+        self._settings = {"codec": in_words(codec), "defer": defer, "owners": owners, "kfac": kfac is not None}
         self._compression = None if codec is None else Compression(codec, loss_scale, self)
         if self.agreement.disabled:
             kfac = owners = None
@@ -462,16 +457,12 @@ class DecoupledState(Owning):
         model = self._model()
         return model is not None and not model.gradient_as_bucket_view
 
-    def _carry(
-        self, exchange: Exchange, bucket: dist.GradBucket, turn: Turn | None, *, hands_back: bool
-    ) -> Bucket:
+    def _carry(self, exchange: Exchange, bucket: dist.GradBucket, turn: Turn | None, *, hands_back: bool) -> Bucket:
         """Send a bucket on its way; ``hands_back``: backward does not wait for it."""
         if self._kfac is not None:
             # K-FAC first ends what a backward pass has left, for which `_begin_with` may wait.
             before = nothing if self._closed else functools.partial(self._begin_with, bucket)
-            return self._kfac.exchange(
-                exchange, bucket, state=self, turn=turn, hands_back=hands_back, before=before
-            )
+            return self._kfac.exchange(exchange, bucket, state=self, turn=turn, hands_back=hands_back, before=before)
         return exchange.carry(
             bucket,
             deferred if hands_back else split,
@@ -508,9 +499,7 @@ class DecoupledState(Owning):
         if not model.gradient_as_bucket_view:
             check_copyable(model)
         pending = self._pending
-        guards = Guards(
-            model.module, is_fresh=pending.is_fresh, reads=pending.reads, before=pending.update_unseen
-        )
+        guards = Guards(model.module, is_fresh=pending.is_fresh, reads=pending.reads, before=pending.update_unseen)
         self._model = weakref.ref(model)
         pending.guards, pending.on_look = guards, self._unpack_claimed
         self._hooks.callback(guards.close)

@@ -21,30 +21,14 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from crossover_ddp._ddp.checks import (
-    CAPTURED,
-    PYTHON_REDUCER,
-    check_group,
-    check_turn,
-    flat_gradients,
-    resolve_group,
-)
+from crossover_ddp._ddp.checks import CAPTURED, PYTHON_REDUCER, check_group, check_turn, flat_gradients, resolve_group
 from crossover_ddp._ddp.digests import COMPARED_EVERY
 from crossover_ddp._ddp.groups import let_collectives_go, on_destruction
 from crossover_ddp._ddp.layout import equal_lengths
 from crossover_ddp._ddp.module_buffers import BehindBuckets, ModuleBuffers
 from crossover_ddp.errors import CrossoverError, ExchangeError, UnsupportedConfigurationError
 
-from .buckets import (
-    Backward,
-    Bucket,
-    BucketWay,
-    StepRecords,
-    Turn,
-    TurnLink,
-    after_backward,
-    behind,
-)
+from .buckets import Backward, Bucket, BucketWay, StepRecords, Turn, TurnLink, after_backward, behind
 from .device import Device, Native, Staged
 from .journeys import Begin, GradientFuture, Meter, Place, Trip, Way, at_once
 from .links import Alone, Gloo, Layout, Link
@@ -68,9 +52,7 @@ class Exchange:
     ``leaves_buffers_to_ddp``: set on all ranks before the first backward: nobody asks the others.
     """
 
-    _of_group: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange]"] = (
-        weakref.WeakKeyDictionary()
-    )
+    _of_group: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange]"] = weakref.WeakKeyDictionary()
     _registry_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -293,9 +275,7 @@ class Exchange:
             way.close()
             self._ended(trip, failure)
 
-    def _send_buffers(
-        self, bucket: Bucket, grad_bucket: dist.GradBucket, state: object, *, late: bool
-    ) -> None:
+    def _send_buffers(self, bucket: Bucket, grad_bucket: dist.GradBucket, state: object, *, late: bool) -> None:
         """Let rank 0's buffers travel behind the last bucket."""
         device, sources = grad_bucket.buffer().device, self._model_of(grad_bucket).buffers
         key = None if state is None else weakref.ref(state)
@@ -307,9 +287,7 @@ class Exchange:
         if copy is not None:
             flat, layout = copy.flat, [copy.flat.numel()] + [0] * (self.size - 1)
             name = f"bucket {grad_bucket.index()}'s buffers"
-            copy.wait = self.begin(
-                lambda link: link.all_gather(flat, layout), flat, name, meter=bucket.meter
-            ).wait
+            copy.wait = self.begin(lambda link: link.all_gather(flat, layout), flat, name, meter=bucket.meter).wait
             after_backward(copy.claim if late else copy.claim_and_unpack)
         bucket.buffers = copy
 

@@ -165,9 +165,7 @@ class Trip(Milestone):
     begun_s = math.inf
     done_s: float | None = None
 
-    def __init__(
-        self, name: str, place: "Place", sent: Callable[[], int] = int, *, deferred: bool = False
-    ) -> None:
+    def __init__(self, name: str, place: "Place", sent: Callable[[], int] = int, *, deferred: bool = False) -> None:
         super().__init__()
         self.name, self.place, self.deferred, self.sent = name, place, deferred, sent
         self._lock = threading.Lock()
@@ -175,9 +173,7 @@ class Trip(Milestone):
         self._is_parked = False  # nobody runs it; who makes this False does, first of all who starts it
         self._doom: BaseException | None = None
 
-    def start(
-        self, begin: Begin, way: Way, then: Begin, ended: Callable[["Trip", BaseException | None], None]
-    ) -> None:
+    def start(self, begin: Begin, way: Way, then: Begin, ended: Callable[["Trip", BaseException | None], None]) -> None:
         """Run what ``begin`` returns, ``way``, and what ``then`` returns, to the first stop.
 
         ``way`` awaits nothing but stations, gates, and coroutines made of these. ``ended`` is called once, on the

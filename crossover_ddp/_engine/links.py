@@ -382,9 +382,7 @@ class _Sums:
         self._posted: deque[int] = deque()  # bytes of each row
         self._free: list[Tensor] = []
 
-    def post(
-        self, pieces: Sequence[Tensor], sources: Sequence[int], tag: int, ahead_bytes: int
-    ) -> Iterator[_Row]:
+    def post(self, pieces: Sequence[Tensor], sources: Sequence[int], tag: int, ahead_bytes: int) -> Iterator[_Row]:
         """Receive addends of ``pieces`` as early as memory allows; the rows must be `done` one by one."""
         rows: deque[_Row] = deque()
         with self._lock:

@@ -17,13 +17,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from crossover_ddp._ddp.checks import (
-    check_keys,
-    check_optimized,
-    check_rank,
-    registered_model,
-    resolve_group,
-)
+from crossover_ddp._ddp.checks import check_keys, check_optimized, check_rank, registered_model, resolve_group
 from crossover_ddp._ddp.groups import let_collectives_go
 from crossover_ddp._system import environment
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
@@ -242,9 +236,7 @@ class HookState:
         """Refuse ``call`` inside of ``_block``: the job would not go on from the values that it brings together."""
         if self._block is not None:
             text = "where the model holds a mean that the block's end takes away; call it before or after, on all ranks"
-            raise UnsupportedConfigurationError(
-                f"expected {call} outside of {self._block}, got it inside, {text}"
-            )
+            raise UnsupportedConfigurationError(f"expected {call} outside of {self._block}, got it inside, {text}")
 
     def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
         """Make whole what ranks keep apart, for rank ``to`` or for all, see [Note: checkpoints]. **Collective**.

@@ -111,9 +111,7 @@ class Sum:
         value = self.value
         if value is None or part is None:
             self.value = part if value is None else value
-        elif (
-            isinstance(value, Columns) and isinstance(part, Columns) and value.width + part.width <= self.room
-        ):
+        elif isinstance(value, Columns) and isinstance(part, Columns) and value.width + part.width <= self.room:
             self.value = Columns(torch.cat([value.source, part.source], dim=2))
         else:
             self.value = multiplied(value).add_(multiplied(part))
@@ -301,9 +299,7 @@ class FactorCapture:
         if not (self.active and torch.is_grad_enabled()):  # in eval mode, too: its parts may train
             return
         self._samples = _samples_of((*args, *kwargs.values()))
-        if self._micro_batch and (
-            not self._gradients_came or (self._began_before_backward and _in_backward())
-        ):
+        if self._micro_batch and (not self._gradients_came or (self._began_before_backward and _in_backward())):
             return
         self._began_before_backward = not _in_backward()
         self._micro_batch += 1

@@ -237,9 +237,7 @@ def _solved(factor: Tensor, damping: Tensor, attempt: Callable[[Tensor], Solved]
     solved, strained = attempt(_plus_identity(factor, damping)), 0
     failed = _failed(solved)
     # Below this, damping is lost in the rounding of the factor.
-    rounding = torch.finfo(factor.dtype).eps * _mean_diagonal(factor).clamp(
-        min=torch.finfo(factor.dtype).tiny
-    )
+    rounding = torch.finfo(factor.dtype).eps * _mean_diagonal(factor).clamp(min=torch.finfo(factor.dtype).tiny)
     for retry in range(_RETRIES + 1):
         if not bool(failed.any()):
             break

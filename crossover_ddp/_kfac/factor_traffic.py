@@ -141,10 +141,7 @@ class FactorMessages:
         await link.all_to_all(self._flat, self._to, incoming, of)
         arrived = parts(incoming, of)
         arrived[self._rank] = parts(self._flat, self._to)[self._rank]
-        by_rank = [
-            list(zip(*each, strict=True))
-            for each in zip(forms, map(torch.split, arrived, numels), strict=True)
-        ]
+        by_rank = [list(zip(*each, strict=True)) for each in zip(forms, map(torch.split, arrived, numels), strict=True)]
         return (
             (factor, factor.mean([share for share in shares if share[0] != _NONE], self._flat))
             for factor, *shares in zip(own, *by_rank, strict=True)

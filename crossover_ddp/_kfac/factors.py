@@ -134,11 +134,7 @@ def input_columns(module: nn.Module, shape: LayerShape, input: Tensor, sharing: 
 
 
 def output_columns(
-    module: nn.Module,
-    shape: LayerShape,
-    grad_output: Tensor,
-    sharing: WeightSharing,
-    model_samples: int | None = None,
+    module: nn.Module, shape: LayerShape, grad_output: Tensor, sharing: WeightSharing, model_samples: int | None = None
 ) -> Columns:
     """Return what G of one call of ``module`` is made of.
 

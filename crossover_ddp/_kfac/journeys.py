@@ -323,9 +323,7 @@ class Packed:
 
     def __post_init__(self) -> None:
         items = [layer.items(self.size) for layer in self.layers]
-        made = packing(
-            self.size, tuple([Item(owner, n, n) for each in items for owner, n in each]), self.passes
-        )
+        made = packing(self.size, tuple([Item(owner, n, n) for each in items for owner, n in each]), self.passes)
         self.layout, self._passing = made.there, made.passing
         flat, numel = self.free.pop(self.number, self.buffer[:0]), sum(made.there)
         if (flat.numel(), flat.dtype, flat.device) != (numel, self.buffer.dtype, self.buffer.device):

@@ -29,9 +29,7 @@ from .placement import LayerCost, place
 _MOST_GROUPS: Final = 16  # of late factors; each costs messages
 
 
-def learning_rates(
-    optimizer: Optimizer | Sequence[Optimizer] | None, layers: Sequence[Layer]
-) -> dict[int, float]:
+def learning_rates(optimizer: Optimizer | Sequence[Optimizer] | None, layers: Sequence[Layer]) -> dict[int, float]:
     """Return those of this moment, by the parameters' ids; refuse optimizers that do not hold all of the layers."""
     groups = [group for each in listed(optimizer) for group in each.param_groups]
     rates = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}

@@ -34,9 +34,7 @@ def check_choices(given: Mapping[str, str]) -> None:
     """Raise ``ValueError`` unless each argument is one of its choices."""
     for name, value in given.items():
         if value not in _CHOICES[name]:
-            raise ValueError(
-                f"expected {name} to be one of {', '.join(_CHOICES[name])}, got {name}={value!r}"
-            )
+            raise ValueError(f"expected {name} to be one of {', '.join(_CHOICES[name])}, got {name}={value!r}")
 
 
 def check_parameters(layers: Sequence[Layer], model: nn.Module) -> None:
@@ -105,10 +103,7 @@ def layer_costs(
 
 
 def agree(
-    costs: list[LayerCost],
-    layers: Sequence[Layer],
-    group: dist.ProcessGroup,
-    arguments: Mapping[str, object],
+    costs: list[LayerCost], layers: Sequence[Layer], group: dist.ProcessGroup, arguments: Mapping[str, object]
 ) -> list[LayerCost]:
     """Return the layers' ``costs``, the same on all ranks; raise on all ranks if layers or arguments differ.
 

@@ -17,11 +17,7 @@ class Assignment(NamedTuple):
 
 
 def assign(
-    costs: Sequence[float],
-    world_size: int,
-    *,
-    buckets: Sequence[int] | None = None,
-    ties: Sequence[Any] | None = None,
+    costs: Sequence[float], world_size: int, *, buckets: Sequence[int] | None = None, ties: Sequence[Any] | None = None
 ) -> Assignment:
     """Give each thing to the rank that has the least so far, the most expensive first; of equal ranks to the lowest.
 

@@ -112,9 +112,7 @@ class PartialOptimizer:
             for parameter, former, _ in kept:
                 parameter.grad = former
 
-    def _run(
-        self, step: Callable[..., Any], groups: list[Group], attributes: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _run(self, step: Callable[..., Any], groups: list[Group], attributes: dict[str, Any]) -> dict[str, Any]:
         """Take a step with other groups; return the attributes that the optimizer has then."""
         shadow: Optimizer = object.__new__(type(self.optimizer))
         shadow.__dict__.update(attributes, param_groups=groups)

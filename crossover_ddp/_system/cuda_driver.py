@@ -40,9 +40,7 @@ class CudaDriver:
         try:
             function = getattr(self._library, name)
         except AttributeError:
-            raise RuntimeError(
-                f"expected a driver with {name}, got an older one; update the NVIDIA driver"
-            ) from None
+            raise RuntimeError(f"expected a driver with {name}, got an older one; update the NVIDIA driver") from None
         function.argtypes, function.restype = _SIGNATURES[name], _INT
         result = function(*arguments)
         if result != _SUCCESS:

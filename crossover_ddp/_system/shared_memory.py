@@ -50,9 +50,7 @@ def open_directory(base: str, *, make: bool = False) -> int:
     """Open the directory of this user's segments, which must be private, and be there unless it is made."""
     path = segment_directory(base)
     if not sys.platform.startswith("linux") or not os.path.isdir(base):
-        raise SegmentError(
-            f"expected Linux with {base}, got {sys.platform}; turns need its shared memory and locks"
-        )
+        raise SegmentError(f"expected Linux with {base}, got {sys.platform}; turns need its shared memory and locks")
     if make:
         try:
             with contextlib.suppress(FileExistsError):

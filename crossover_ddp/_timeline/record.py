@@ -48,14 +48,7 @@ class Timeline:
     never an exception on the way of a bucket. Not collective. Thread-safe.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        rank: int,
-        device: str,
-        job: str | None = None,
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, rank: int, device: str, job: str | None = None) -> None:
         # `_begin_file` may change it: another state, or an earlier process, may have a file of that name.
         self.path = Path(directory).absolute() / f"rank{rank}-{os.getpid()}.json"
         self._pid = os.getpid()

@@ -303,9 +303,7 @@ class TurnSegment:
 
     def __init__(self, group: str, device: str, *, base: str = SHARED_MEMORY) -> None:
         if not GROUP_NAME.fullmatch(group):
-            raise ValueError(
-                f"expected a group name of 1-64 letters, digits, '.', '_', '-', got name={group!r}"
-            )
+            raise ValueError(f"expected a group name of 1-64 letters, digits, '.', '_', '-', got name={group!r}")
         self.group, self.device = group, device
         self.slot = -1
         self._base = base

@@ -88,9 +88,7 @@ class Way(NamedTuple):
 
 CROSSOVER: Final = Way(
     "crossover (two sibling jobs)",
-    lambda found: (
-        2 * found.step_s / max(2 * found.compute_s, found.step_s, 2 * min(found.wire_s, found.step_s))
-    ),
+    lambda found: 2 * found.step_s / max(2 * found.compute_s, found.step_s, 2 * min(found.wire_s, found.step_s)),
     0.94,  # of 8 rows, worst 8 % off
     "model.register_comm_hook(CrossoverState(), crossover_hook)",
     "over one job after the other; needs a second job of yours on the same devices, and memory for both",
@@ -211,9 +209,7 @@ def figures(directory: Path) -> Figures:
         raise ValueError("expected at least two ranks, got one, which exchanges nothing")
     apart = [[block for block in blocks if block["apart"]] for blocks in ranks]
     step_s = max(median(block["step_s"] for block in blocks if not block["apart"]) for blocks in ranks)
-    compute_s = max(
-        median(block["step_s"] - block["met_s"] - block["wire_s"] for block in blocks) for blocks in apart
-    )
+    compute_s = max(median(block["step_s"] - block["met_s"] - block["wire_s"] for block in blocks) for blocks in apart)
     return Figures(
         compute_s=min(compute_s, step_s),
         exposed_s=max(0.0, step_s - compute_s),
@@ -273,9 +269,7 @@ def _report(found: Figures) -> str:
     shown = verdict(found)
     worth = [] if shown.startswith("do not") else [way for way in WAYS if way.expected(found) >= _WORTH]
     sixteenth_mb = found.size_bytes / 16 / 2**20
-    lines = "".join(
-        f"{way.name}: {way.caveat.format(sixteenth_mb=sixteenth_mb)}\n    {way.line}\n" for way in worth
-    )
+    lines = "".join(f"{way.name}: {way.caveat.format(sixteenth_mb=sixteenth_mb)}\n    {way.line}\n" for way in worth)
     return (
         f"{found.ranks} ranks, {found.size_bytes / 1e6:.3g} MB of gradients\n"
         f"a step {_ms(found.step_s)} = C {_ms(found.compute_s)} compute + N {_ms(found.exposed_s)} exposed "

@@ -97,9 +97,7 @@ class _Meter:
             means = {name: value / BLOCK_STEPS for name, value in sums.items()}
             found = {"apart": self._apart, "ranks": ranks, **means}
             # A script may train in new processes again and again.
-            with open(
-                os.path.join(_HERE, f"rank-{dist.get_rank()}.jsonl"), "a" if self._is_noted else "w"
-            ) as file:
+            with open(os.path.join(_HERE, f"rank-{dist.get_rank()}.jsonl"), "a" if self._is_noted else "w") as file:
                 file.write(json.dumps(found) + "\n")
             self._is_noted = True
             self._apart = not self._apart

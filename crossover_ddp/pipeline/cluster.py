@@ -63,9 +63,7 @@ class DeviceCluster(Document):
                     f"expected {name} of {count} devices, got {len(values)}; give one for each row of bandwidth"
                 )
         if not count or len(set(self.names)) != count:
-            raise ValueError(
-                f"expected devices with different names, got names={self.names}; name each device once"
-            )
+            raise ValueError(f"expected devices with different names, got names={self.names}; name each device once")
         if not isinstance(self.latency_s, Sequence):
             object.__setattr__(self, "latency_s", ((self.latency_s,) * count,) * count)
         if unknown := sorted(self.cards.keys() - set(self.nodes)):
@@ -169,15 +167,11 @@ class DeviceCluster(Document):
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
-        memory_gib = [
-            {"memory_gib": size / _GIBIBYTE} if size < math.inf else {} for size in self.memory_bytes
-        ]
+        memory_gib = [{"memory_gib": size / _GIBIBYTE} if size < math.inf else {} for size in self.memory_bytes]
         return {
             "devices": [
                 {"name": name, "node": node, "speed": speed, **memory}
-                for name, node, speed, memory in zip(
-                    self.names, self.nodes, self.speed, memory_gib, strict=True
-                )
+                for name, node, speed, memory in zip(self.names, self.nodes, self.speed, memory_gib, strict=True)
             ],
             "bandwidth_gbit": _scaled(self.bandwidth, 1 / _GIGABIT, len(self)),
             "latency_us": _scaled(self.latency_s, 1e6, len(self)),
@@ -208,9 +202,7 @@ class DeviceCluster(Document):
         for one, two in combinations(range(size), 2):
             if rank in (one, two):
                 link = measure_pair(one + two - rank, process_group, size_bytes, repeats)
-                rate_and_latency = torch.tensor(
-                    [1 / max(link.beta_s, 1e-12), link.alpha_s], dtype=found.dtype
-                )
+                rate_and_latency = torch.tensor([1 / max(link.beta_s, 1e-12), link.alpha_s], dtype=found.dtype)
                 if rank == one:
                     found[:, one, two] = found[:, two, one] = rate_and_latency
             dist.barrier(process_group)

@@ -185,9 +185,7 @@ class StagedChain:
                 if stage:
                     target, hop = place - len(self.kinds) * count, self.hop(stage - 1, micro, back=True)
             slot = stage * len(self.cluster) + device
-            found.append(
-                Task(action, device, slot, self.seconds(stage, kind, micro), needs, then, target, hop)
-            )
+            found.append(Task(action, device, slot, self.seconds(stage, kind, micro), needs, then, target, hop))
         return found
 
     def lower_bound_s(self) -> float:

@@ -53,9 +53,9 @@ class Partitioner:
         # All runs of devices: r of them from place i.
         self._runs = [(i, r) for i in range(count) for r in range(1, min(self._replicas, count - i) + 1)]
         self._prefix = {
-            name: torch.tensor(
-                [0.0, *[getattr(layer, name) for layer in profile.layers]], dtype=torch.float64
-            ).cumsum(0)
+            name: torch.tensor([0.0, *[getattr(layer, name) for layer in profile.layers]], dtype=torch.float64).cumsum(
+                0
+            )
             for name in ("forward_s", "backward_s", "parameter_bytes", "state_bytes", "stored_bytes")
         }
         self._sent = [layer.activation_bytes for layer in profile.layers]
@@ -67,9 +67,7 @@ class Partitioner:
         for i, r in self._runs:
             devices = self._order[i : i + r]
             ring = ring_cost(cluster, devices)[:2] if r > 1 else (0.0, 0.0)
-            rows.append(
-                (min(cluster.speed[d] for d in devices), min(cluster.memory_bytes[d] for d in devices), *ring)
-            )
+            rows.append((min(cluster.speed[d] for d in devices), min(cluster.memory_bytes[d] for d in devices), *ring))
         self._speed, self._memory, self._ring, self._ring_s = torch.tensor(rows, dtype=torch.float64).T
         self._share = torch.tensor([-(-self._microbatches // r) for _, r in self._runs], dtype=torch.float64)
         self._next = torch.tensor([i + r for i, r in self._runs])
@@ -175,9 +173,7 @@ class Partitioner:
         fill: torch.Tensor = size * self._hop[runs] + self._hop_s[runs] + following
         return fill.masked_fill_(channel > cap_s, _INF)
 
-    def _walk(
-        self, s: int, place: int, behind: torch.Tensor, best: torch.Tensor, cap_s: float
-    ) -> Iterator[Stage]:
+    def _walk(self, s: int, place: int, behind: torch.Tensor, best: torch.Tensor, cap_s: float) -> Iterator[Stage]:
         """Find the stages behind a value by choosing again."""
         first = 0
         while s:

@@ -103,9 +103,7 @@ class Plan(Document):
             names: dict[str, Any] = {name: tuple(document[name]) for name in ("devices", "layers")}
             others = {n: document[n] for n in ("microbatches", "step_s", "method", "baselines", "split")}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"expected a plan, got another document ({error!r}); save it with Plan.save"
-            ) from error
+            raise ValueError(f"expected a plan, got another document ({error!r}); save it with Plan.save") from error
         return cls(tuple(stages), orders, outputs=outputs, spans=spans, **names, **others)
 
     def __str__(self) -> str:
@@ -232,10 +230,7 @@ class _Search:
     def partition(self) -> None:
         """Solve for the least bottleneck on all orders, then below caps for those that gave the shortest steps."""
         solved: list[tuple[float, int, float, Partitioner]] = []
-        limits = {
-            "max_stages": min(self.max_stages, 2 * self.microbatches),
-            "max_replicas": self.max_replicas,
-        }
+        limits = {"max_stages": min(self.max_stages, 2 * self.microbatches), "max_replicas": self.max_replicas}
         for order in device_orders(self.cluster):
             programme = Partitioner(self.profile, self.cluster, order, self.microbatches, **limits)
             if found := programme.solve():
@@ -247,9 +242,7 @@ class _Search:
 
     def _simulated(self, candidates: Sequence[Sequence[Stage]]) -> float:
         """Simulate what may beat the best, and return the shortest step, or the least bound of what is left out."""
-        fresh = [
-            self._chain(each) for each in dict.fromkeys(map(tuple, candidates)) if each not in self._seen
-        ]
+        fresh = [self._chain(each) for each in dict.fromkeys(map(tuple, candidates)) if each not in self._seen]
         bounds = sorted([(chain.lower_bound_s(), place) for place, chain in enumerate(fresh)])
         shortest_s = math.inf
         for bound_s, place in bounds[:_SIMULATED]:

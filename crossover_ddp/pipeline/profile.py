@@ -51,9 +51,7 @@ class LayerProfile:
         for cost in _COSTS:
             value = getattr(self, cost)
             if not (isinstance(value, int | float) and 0 <= value < math.inf):
-                raise ValueError(
-                    f"expected {cost} >= 0, got {cost}={value!r} of layer {self.name!r}; measure again"
-                )
+                raise ValueError(f"expected {cost} >= 0, got {cost}={value!r} of layer {self.name!r}; measure again")
 
 
 @dataclass(frozen=True)
@@ -65,20 +63,14 @@ class Profile(Document):
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]
         if not names or len(set(names)) != len(names):
-            raise ValueError(
-                f"expected at least one layer and different names, got {names}; name each layer once"
-            )
+            raise ValueError(f"expected at least one layer and different names, got {names}; name each layer once")
 
     def __len__(self) -> int:
         return len(self.layers)
 
     @classmethod
     def measure(
-        cls,
-        layers: Iterable[nn.Module | tuple[str, nn.Module]],
-        sample: torch.Tensor,
-        *,
-        repeats: int = 5,
+        cls, layers: Iterable[nn.Module | tuple[str, nn.Module]], sample: torch.Tensor, *, repeats: int = 5
     ) -> "Profile":
         """Run each layer forward and backward and return what it takes; layers and random state stay as they were.
 
@@ -113,9 +105,7 @@ class Profile(Document):
         return cls(tuple(layers))
 
 
-def _named(
-    layers: Iterable[nn.Module | tuple[str, nn.Module]] | nn.Module,
-) -> list[tuple[str, nn.Module]]:
+def _named(layers: Iterable[nn.Module | tuple[str, nn.Module]] | nn.Module) -> list[tuple[str, nn.Module]]:
     if isinstance(layers, nn.Sequential):
         return [(name, each) for name, each in layers._modules.items() if each is not None]  # some twice
     if isinstance(layers, nn.Module):
@@ -126,9 +116,7 @@ def _named(
     return [each if isinstance(each, tuple) else (str(place), each) for place, each in enumerate(layers)]
 
 
-def _measured(
-    name: str, layer: nn.Module, inputs: torch.Tensor, repeats: int
-) -> tuple[LayerProfile, torch.Tensor]:
+def _measured(name: str, layer: nn.Module, inputs: torch.Tensor, repeats: int) -> tuple[LayerProfile, torch.Tensor]:
     kept = [(p, p.grad) for p in layer.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
     for parameter, _ in kept:  # or backward would add to the gradients that are kept

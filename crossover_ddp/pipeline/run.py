@@ -52,9 +52,7 @@ _POSTED_AHEAD: Final = 4
 """Receives that are posted before they are needed; gloo sends only what is received."""
 
 
-def _summing_hook(
-    process_group: dist.ProcessGroup, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def _summing_hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Add up the replicas' gradients: a hook takes their mean, but each has its own micro-batches' part of the sum."""
     bucket.buffer().mul_(process_group.size())
     return reduce_scatter_all_gather_hook(process_group, bucket)
@@ -124,9 +122,7 @@ class PipelineRunner:
                 self._models[number] = model
                 self._replicated.append(model)
         # A rank's last backward of a stage is the one whose gradients are exchanged.
-        self._final = {
-            action.stage: action for action in plan.orders.get(self._rank, ()) if action.kind == BACKWARD
-        }
+        self._final = {action.stage: action for action in plan.orders.get(self._rank, ()) if action.kind == BACKWARD}
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of this rank's stages, for an optimizer."""
@@ -239,9 +235,7 @@ class BandTurns:
 class _StepRun:
     """One step of one rank: what has been computed, what is on its way."""
 
-    def __init__(
-        self, runner: PipelineRunner, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, runner: PipelineRunner, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         self._runner, self._plan = runner, runner.plan
         self._inputs, self._targets = inputs, targets
         # By stage and micro-batch: what forward has computed, and from what.

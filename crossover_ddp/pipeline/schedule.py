@@ -32,9 +32,7 @@ def _alternating(chain: StagedChain, ahead: Sequence[int]) -> Orders:
     for stage, (_, _, devices) in enumerate(chain.stages):
         for place, device in enumerate(devices):
             micros = range(place, chain.microbatches, len(devices))
-            kinds = _one_by_one(
-                [(stage, FORWARD)] * len(micros), [(stage, BACKWARD)] * len(micros), ahead[stage]
-            )
+            kinds = _one_by_one([(stage, FORWARD)] * len(micros), [(stage, BACKWARD)] * len(micros), ahead[stage])
             orders[device] = _numbered(kinds, {stage: micros})
     return orders
 

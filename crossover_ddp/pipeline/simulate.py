@@ -12,17 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from .model import (
-    BACKWARD,
-    EXCHANGE,
-    FORWARD,
-    INPUT_GRADIENT,
-    WEIGHT_GRADIENT,
-    Action,
-    Hop,
-    Orders,
-    StagedChain,
-)
+from .model import BACKWARD, EXCHANGE, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Hop, Orders, StagedChain
 
 _URGENCY: Final = {BACKWARD: 0.0, INPUT_GRADIENT: 0.0, FORWARD: 1.0, WEIGHT_GRADIENT: 2.0}
 
@@ -88,12 +78,7 @@ class _Play:
     """
 
     def __init__(
-        self,
-        chain: StagedChain,
-        limits: Sequence[int],
-        priority: Mapping[Action, float] | None,
-        *,
-        given: bool = False,
+        self, chain: StagedChain, limits: Sequence[int], priority: Mapping[Action, float] | None, *, given: bool = False
     ) -> None:
         self._chain, self._given, self._tasks = chain, given, chain.tasks
         self._left = len(self._tasks)

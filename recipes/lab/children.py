@@ -57,9 +57,7 @@ class Child(subprocess.Popen[Any]):
             if core is not None:
                 os.sched_setaffinity(0, {core})
 
-        super().__init__(
-            list(words), env=dict(environment), start_new_session=True, preexec_fn=begin, **options
-        )
+        super().__init__(list(words), env=dict(environment), start_new_session=True, preexec_fn=begin, **options)
 
     def poll(self) -> int | None:
         """Return the exit code, -n for signal n; None while it runs.

@@ -126,9 +126,7 @@ class LabRun:
         port = self._cluster.port()
         for rank, (node, local_rank) in enumerate(self._cluster.ranks):
             log = directory / f"rank{rank}.log"
-            environment = self._cluster.environment(
-                node, local_rank=local_rank, port=port, directory=directory
-            )
+            environment = self._cluster.environment(node, local_rank=local_rank, port=port, directory=directory)
             with log.open("wb") as file:
                 process = self._cluster.popen(
                     node,

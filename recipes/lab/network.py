@@ -151,9 +151,7 @@ class Network:
         cores: the core of each node, which takes the node's receive work; None leaves it.
     """
 
-    def __init__(
-        self, lab: LabId, *, nodes: int, rate_mbit: float, mtu: int, cores: Sequence[int | None]
-    ) -> None:
+    def __init__(self, lab: LabId, *, nodes: int, rate_mbit: float, mtu: int, cores: Sequence[int | None]) -> None:
         self.lab = lab
         self.nodes = nodes
         self._mtu = mtu

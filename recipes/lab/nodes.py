@@ -102,9 +102,7 @@ class Cluster:
     def set_rate(self, rate_mbit: float) -> None:
         """Change the rate of all links, also while jobs run."""
         if self.network is None:
-            raise LabError(
-                "an unshaped cluster has no links and so cannot have a rate; use shaped=True as root"
-            )
+            raise LabError("an unshaped cluster has no links and so cannot have a rate; use shaped=True as root")
         self.network.set_rate(rate_mbit)
         self.rate_mbit = rate_mbit
 
@@ -158,9 +156,7 @@ class Cluster:
             variables["CROSSOVER_TIMELINE"] = str(directory / "timeline")
         return variables
 
-    def popen(
-        self, node: int, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
-    ) -> Child:
+    def popen(self, node: int, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> Child:
         """Start one process on a node, pinned to its core, and return it.
 
         It leads a session of its own: ``process.signal_session(SIGSTOP)`` stops it with all its
@@ -179,9 +175,7 @@ class Cluster:
         variables["PATH"] = f"{Path(sys.executable).parent}:{variables.get('PATH', os.defpath)}"
         words = [sys.executable if command[0] == "python" else command[0], *command[1:]]
         if shutil.which(words[0], path=variables["PATH"]) is None:
-            raise LabError(
-                f"expected a program to run on node {node}, got {words[0]!r}, which cannot be found"
-            )
+            raise LabError(f"expected a program to run on node {node}, got {words[0]!r}, which cannot be found")
         process = Child(
             [*(self.network.enter(node) if self.network else []), *words],
             variables,
@@ -300,9 +294,7 @@ def _check(nodes: int, rate_mbit: float, mtu: int, pin: str, ranks_per_node: int
     if not 1 <= nodes <= 4:
         raise ValueError(f"expected 1 to 4 nodes, got nodes={nodes}")
     if not 1 <= ranks_per_node <= 8:
-        raise ValueError(
-            f"expected 1 to 8 ranks on a node, got ranks_per_node={ranks_per_node}; they share one core"
-        )
+        raise ValueError(f"expected 1 to 8 ranks on a node, got ranks_per_node={ranks_per_node}; they share one core")
     if rate_mbit <= 0:
         raise ValueError(f"expected a rate > 0, got rate_mbit={rate_mbit}; give it in Mbit/s")
     if not 576 <= mtu <= 65535:

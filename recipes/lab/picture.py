@@ -86,9 +86,7 @@ def _draw_device(
     across = axes.get_yaxis_transform()
     device = next((span.device for span in here), "")
     shares = occupancy(here, device, window_s=window_s)
-    text = (
-        f"busy {1 - shares['idle']:.0%}\nidle {shares['idle']:.0%}\nseveral at\nonce {shares['several']:.0%}"
-    )
+    text = f"busy {1 - shares['idle']:.0%}\nidle {shares['idle']:.0%}\nseveral at\nonce {shares['several']:.0%}"
     axes.text(0, bottom + 1.86, device, transform=across, va="bottom", fontsize=9, fontweight="bold")
     axes.text(1.005, bottom + 1.8, text, transform=across, va="top", fontsize=9, clip_on=False)
 
@@ -109,10 +107,7 @@ def _legend(figure: Any, jobs: Sequence[str]) -> None:
     from matplotlib.patches import Patch
 
     handles = [
-        *(
-            Patch(facecolor=COLOURS[place % len(COLOURS)], label=f"job {job}")
-            for place, job in enumerate(jobs)
-        ),
+        *(Patch(facecolor=COLOURS[place % len(COLOURS)], label=f"job {job}") for place, job in enumerate(jobs)),
         Patch(**_WAITING, edgecolor="#666666", label="waits for its turn"),
         Patch(facecolor=_BACKGROUND, label="idle"),
     ]

@@ -40,11 +40,7 @@ class Run:
         duration_s = self.lab["end_s"] - self.lab["begin_s"]
         capacity_bytes = (self.lab["rate_mbit"] or 0) * 1e6 / 8 * duration_s
         links = [
-            {
-                "node": node,
-                "sent_bytes": sent,
-                "utilisation": sent / capacity_bytes if capacity_bytes else None,
-            }
+            {"node": node, "sent_bytes": sent, "utilisation": sent / capacity_bytes if capacity_bytes else None}
             for node, sent in enumerate(self.lab["sent_bytes"])
         ]
         return {
@@ -101,9 +97,7 @@ def load_steps(directory: Path) -> dict[int, list[MeteredStep]]:
 def load_logs(directory: Path) -> dict[int, list[dict[str, Any]]]:
     """Read the logs of one job, by rank."""
     found = {path.stem.removeprefix("rank"): path for path in directory.glob("rank*.jsonl")}
-    return {
-        rank: _records(found[str(rank)]) for rank in sorted(int(rank) for rank in found if rank.isdigit())
-    }
+    return {rank: _records(found[str(rank)]) for rank in sorted(int(rank) for rank in found if rank.isdigit())}
 
 
 def _step(record: Mapping[str, Any]) -> MeteredStep:

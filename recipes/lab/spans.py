@@ -109,9 +109,7 @@ def handovers_s(spans: Iterable[TimelineSpan], job: str) -> list[float]:
     for span in sorted(spans, key=lambda span: (span.end_s, span.kind)):
         if span.kind == "compute" and span.job != job:
             released_s[span.device] = span.end_s
-        elif (
-            span.kind == "wait" and span.job == job and released_s.get(span.device, -math.inf) > span.begin_s
-        ):
+        elif span.kind == "wait" and span.job == job and released_s.get(span.device, -math.inf) > span.begin_s:
             found.append(span.end_s - released_s[span.device])
     return found
 

@@ -67,9 +67,7 @@ def batch_s(logs: Sequence[Sequence[MeteredStep]], way: Way) -> float:
     begin_s = max(log[way.warm_up].begin_s for log in logs)
     end_s = min(log[-1].end_s for log in logs)
     if end_s <= begin_s:
-        raise ValueError(
-            "expected jobs that train at the same time, got one after the other; give more --steps"
-        )
+        raise ValueError("expected jobs that train at the same time, got one after the other; give more --steps")
     done = sum(steps_between(log, begin_s, end_s) for log in logs)
     return (end_s - begin_s) / done / way.batches
 
@@ -137,11 +135,7 @@ class Study:
         """Train one way: its jobs at once, or one after the other."""
         steps = way.warm_up + (steps or self._claim.steps)
         jobs = [
-            Job(
-                job,
-                f"{self._command(way)} --seed {seed} --steps {steps}",
-                {**STEADY_MEMORY, **way.variables, **env},
-            )
+            Job(job, f"{self._command(way)} --seed {seed} --steps {steps}", {**STEADY_MEMORY, **way.variables, **env})
             for seed, job in enumerate(self._jobs)
         ]
         at_once = [jobs] if way.jobs > 1 else [[job] for job in jobs]
@@ -154,16 +148,10 @@ class Study:
         settled = [log[way.warm_up :] for run in runs for job in run.values() for log in job.values()]
         busy_s = [each.core_busy_s for log in settled for each in log if each.core_busy_s is not None]
         return Trained(
-            statistics.mean(
-                max(batch_s([run[job][rank] for job in run], way) for rank in ranks) for run in runs
-            ),
+            statistics.mean(max(batch_s([run[job][rank] for job in run], way) for rank in ranks) for run in runs),
             statistics.mean(busy_s) / way.batches if busy_s else None,
             statistics.mean(each.wire_bytes or 0 for log in settled for each in log) / way.batches,
-            {
-                job: [[each.loss or 0.0 for each in log] for log in run[job].values()]
-                for run in runs
-                for job in run
-            },
+            {job: [[each.loss or 0.0 for each in log] for log in run[job].values()] for run in runs for job in run},
         )
 
     def _command(self, way: Way) -> str:
@@ -188,9 +176,7 @@ class Study:
         return {"C": found.compute_s, "N": found.exposed_s, "M": found.wire_s, **factors}
 
 
-def summarize(
-    claim: Claim, runs: Sequence[Mapping[str, Trained]], rate_mbit: float | None, compute_s: float
-) -> Row:
+def summarize(claim: Claim, runs: Sequence[Mapping[str, Trained]], rate_mbit: float | None, compute_s: float) -> Row:
     """Compare the ways: medians over repeats, of ratios within one."""
     names = list(claim.ways)
     step_s = {name: statistics.median(run[name].step_s for run in runs) for name in names}
@@ -210,9 +196,7 @@ def summarize(
         "bound": claim.limit(compute_s, step_s[base], m_s) if claim.limit else None,
         "over": base,
         "step_s": step_s,
-        "factor": {
-            name: statistics.median(run[base].step_s / run[name].step_s for run in runs) for name in names
-        },
+        "factor": {name: statistics.median(run[base].step_s / run[name].step_s for run in runs) for name in names},
         "bytes": {name: each / sent[names[0]] for name, each in sent.items() if sent[names[0]]},
     }
 
@@ -241,11 +225,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
     """Return a table of all rows."""
     lines = [cells(row) for row in rows]
     headings = list(dict.fromkeys(heading for line in lines for heading in line))
-    table = [
-        headings,
-        ["---"] * len(headings),
-        *([line.get(each, "") for each in headings] for line in lines),
-    ]
+    table = [headings, ["---"] * len(headings), *([line.get(each, "") for each in headings] for line in lines)]
     return "\n".join(f"| {' | '.join(line)} |" for line in table)
 
 
@@ -260,10 +240,7 @@ def measure(name: str, claim: Claim, args: argparse.Namespace) -> list[Row]:
     """Measure one claim; what is there is kept in ``args.out`` after every row."""
     out = args.out.resolve() / name
     out.mkdir(parents=True, exist_ok=True)
-    print(
-        f"\n{name}: {claim.says}\n{circumstances()}, {claim.repeats} repeats of {claim.steps} steps\n",
-        flush=True,
-    )
+    print(f"\n{name}: {claim.says}\n{circumstances()}, {claim.repeats} repeats of {claim.steps} steps\n", flush=True)
     rows: list[Row] = []
     shaped = args.nodes > 1 and not args.unshaped
     with Cluster(nodes=args.nodes, rate_mbit=CALIBRATION_MBIT, pin="core", shaped=shaped) as cluster:
@@ -273,17 +250,13 @@ def measure(name: str, claim: Claim, args: argparse.Namespace) -> list[Row]:
                 (out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
                 print(f"{preset}: {cells(row)}", file=sys.stderr, flush=True)
         if cluster.dropped():
-            raise RuntimeError(
-                f"expected no packet to be dropped, got {cluster.dropped()}: these times are spoiled"
-            )
+            raise RuntimeError(f"expected no packet to be dropped, got {cluster.dropped()}: these times are spoiled")
     print(as_markdown(rows), flush=True)
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--claim", nargs="+", choices=CLAIMS, default=[], help="what to show")
     parser.add_argument("--list", action="store_true", help="print the claims")
     parser.add_argument("--preset", nargs="+", choices=PRESETS, help="other models")
@@ -301,9 +274,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     for name in args.claim:
         claim = CLAIMS[name]
         if missing := [each for each in claim.needs if each not in os.environ]:
-            parser.error(
-                f"expected {missing[0]} in the environment for --claim {name}, got none; see peer.py"
-            )
+            parser.error(f"expected {missing[0]} in the environment for --claim {name}, got none; see peer.py")
         given = {
             "presets": args.preset,
             "ratios": args.ratio,

@@ -9,10 +9,7 @@ from lab import why_not_shaped
 from studies import run
 
 REASON = why_not_shaped()
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(REASON is not None, reason=f"no emulated network: {REASON}"),
-]
+pytestmark = [pytest.mark.root, pytest.mark.skipif(REASON is not None, reason=f"no emulated network: {REASON}")]
 SMOKE = ["--preset", "tiny", "--ratio", "1.0", "--repeats", "1", "--steps", "2"]
 # The factor that each way must reach, and what part of its bound where there is one.
 LEAST = {

@@ -54,17 +54,13 @@ class Row:
     # over a tree of ranks; messages of a codec after the first step in their order. None: equal within ``tolerance``
     # there. With fewer ranks there is one order only.
     order: Literal["tree", "tree, then ranks"] | None = "tree"
-    tolerance: float = (
-        EPSILONS  # relative to a tensor's largest magnitude, in epsilons (float32's for float64)
-    )
+    tolerance: float = EPSILONS  # relative to a tensor's largest magnitude, in epsilons (float32's for float64)
     lossy: bool = False  # results are close, whatever the number of ranks
     is_like_others: bool = False  # runs few cases in the short form: its path is others' but for details
     takes_turns: bool = True  # whether the state takes a mutex
     reads: Literal["always", "flushed", "never"] = "always"  # whether gradients may be read before the step
     refuses: Mapping[str, str] = field(default_factory=dict)  # cases, each with words of its error
-    differs: Mapping[str, str] = field(
-        default_factory=dict
-    )  # cases, each with the reason, for the hook's page
+    differs: Mapping[str, str] = field(default_factory=dict)  # cases, each with the reason, for the hook's page
 
     def attach(self, model: DistributedDataParallel, optimizers: list[Optimizer]) -> Any:
         """Register the hook, with the turn that `MUTEX` has; the state is left with the model, for who closes it."""
@@ -94,9 +90,7 @@ def alone(state: Callable[..., Any], hook: Any, **settings: Any) -> Make:
 
 def decoupled(**settings: Any) -> Make:
     return lambda model, optimizers, **turn: (
-        ddp.DecoupledState(
-            optimizers if "owners" in settings else optimizers[0], defer="always", **settings, **turn
-        ),
+        ddp.DecoupledState(optimizers if "owners" in settings else optimizers[0], defer="always", **settings, **turn),
         ddp.decoupled_hook,
     )
 
@@ -127,21 +121,14 @@ HOOKS: dict[str, Row] = {
         tolerance=2.0**16,
     ),
     "averaged_every_step": Row(
-        alone(ddp.LocalSGDState, ddp.local_sgd_hook, sync_every=1),
-        refuses={**AS_MANY_STEPS, **NO_SEARCH},
+        alone(ddp.LocalSGDState, ddp.local_sgd_hook, sync_every=1), refuses={**AS_MANY_STEPS, **NO_SEARCH}
     ),
     "decoupled": Row(decoupled(), options=VIEWS, reads="never", refuses=NO_SEARCH),
     "decoupled_and_copied": Row(decoupled(), reads="never", refuses={**NO_VIEWS, **NO_SEARCH}),
-    "decoupled_and_flushed": Row(
-        decoupled(), options=VIEWS, reads="flushed", is_like_others=True, refuses=NO_SEARCH
-    ),
-    "compressed_by_nothing": Row(
-        alone(ddp.CompressedState, ddp.compressed_hook, codec=None), is_like_others=True
-    ),
+    "decoupled_and_flushed": Row(decoupled(), options=VIEWS, reads="flushed", is_like_others=True, refuses=NO_SEARCH),
+    "compressed_by_nothing": Row(alone(ddp.CompressedState, ddp.compressed_hook, codec=None), is_like_others=True),
     "identity_codec": Row(
-        alone(ddp.CompressedState, ddp.compressed_hook, codec=Identity()),
-        order="tree, then ranks",
-        refuses=IN_DOUBLE,
+        alone(ddp.CompressedState, ddp.compressed_hook, codec=Identity()), order="tree, then ranks", refuses=IN_DOUBLE
     ),
     "decoupled_identity_codec": Row(
         decoupled(codec=Identity()),
@@ -167,10 +154,7 @@ HOOKS: dict[str, Row] = {
     ),
     "kfac_of_nothing": Row(kfac_of_nothing, is_like_others=True),
     "kfac": Row(
-        lambda model, optimizers, **turn: (
-            ddp.KFACState(model, optimizers[0], **KFAC, **turn),
-            ddp.kfac_hook,
-        ),
+        lambda model, optimizers, **turn: (ddp.KFACState(model, optimizers[0], **KFAC, **turn), ddp.kfac_hook),
         like="kfac_in_float64",
         lossy=True,
         tolerance=2.0**12,
@@ -201,7 +185,5 @@ HOOKS: dict[str, Row] = {
 }
 # Rows that others walk with, and that are no hooks of ours.
 ORACLES: Final[dict[str, Row]] = {
-    "kfac_in_float64": Row(
-        lambda model, optimizers: kfac_in_float64(model, optimizers[0], **KFAC), takes_turns=False
-    ),
+    "kfac_in_float64": Row(lambda model, optimizers: kfac_in_float64(model, optimizers[0], **KFAC), takes_turns=False)
 }

@@ -43,9 +43,7 @@ KFACS: dict[str, dict[str, Any]] = {
     "kfac_int8": {"codec": ddp.Int8(), "inv_update_steps": 4},
 }
 RESUMED = {
-    name: Row(
-        lambda model, optimizers, given=given: (ddp.KFACState(model, optimizers[0], **given), ddp.kfac_hook)
-    )
+    name: Row(lambda model, optimizers, given=given: (ddp.KFACState(model, optimizers[0], **given), ddp.kfac_hook))
     for name, given in KFACS.items()
 }
 RESUMED["kfac_decoupled"] = Row(
@@ -125,9 +123,7 @@ def test_siblings_train_as_alone_and_take_turns(hook: str) -> None:
         for rank, (results, stats) in enumerate(job):
             assert not differences(results, alone[rank][0], 0.0)
             assert stats["turns"] >= STEPS // every - 1, "a turn an exchange"
-            assert all(stats["held"][every:]), (
-                "the first forwards come before the first turn, all others in one"
-            )
+            assert all(stats["held"][every:]), "the first forwards come before the first turn, all others in one"
             assert stats["disabled_because"] is None
             assert stats["leases_expired"] == 0
 
@@ -167,9 +163,7 @@ def resumed(rank: int, world_size: int, hook: str) -> tuple[list[str], dict[str,
     end(whole.model)
     expected = whole.finish()
     found = [differences(Walk(row, seed=9).go_on(rank, saved), expected, 0.0)]
-    if (
-        hook in HOOKS and row.like is None and not row.lossy
-    ):  # such a hook resumes plain DDP, which resumes it
+    if hook in HOOKS and row.like is None and not row.lossy:  # such a hook resumes plain DDP, which resumes it
         plain = Row(None, options=row.options, optimizers=row.optimizers)
         first = Walk(plain)
         first.train(rank, 0, 4)

@@ -108,10 +108,7 @@ def pack(results: Results) -> Packed:
 
 
 def unpack(packed: Packed) -> Results:
-    return {
-        name: torch.from_numpy(array).view(dtype).view(shape)
-        for name, (dtype, shape, array) in packed.items()
-    }
+    return {name: torch.from_numpy(array).view(dtype).view(shape) for name, (dtype, shape, array) in packed.items()}
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
@@ -167,9 +164,7 @@ def differences(got: Results, expected: Results, tolerance: float) -> str:
     # Where nobody may read gradients only the outcome is left to compare.
     unread = expected.keys() ^ got.keys()
     assert all(" gradient of " in name for name in unread), unread
-    found = [
-        difference(name, each, expected[name], tolerance) for name, each in got.items() if name in expected
-    ]
+    found = [difference(name, each, expected[name], tolerance) for name, each in got.items() if name in expected]
     return "\n".join(filter(None, found))
 
 
@@ -230,10 +225,7 @@ CELLS = [
         hook,
         case,
         id=f"{backend}-{hook}-{case}-{world_size}",
-        marks=[
-            *traits.marks,
-            *([pytest.mark.torch_version] if world_size <= 2 and backend == "gloo" else []),
-        ],
+        marks=[*traits.marks, *([pytest.mark.torch_version] if world_size <= 2 and backend == "gloo" else [])],
     )
     for backend, traits in BACKENDS.items()
     for world_size in (WORLD_SIZES if IN_CAMPAIGN else traits.world_sizes)
@@ -259,9 +251,7 @@ def refused(rank: int, world_size: int, backend: str, hook: str, case: str) -> N
 
 
 # One case for each reason of a hook.
-REFUSALS = {
-    (hook, words): case for hook, row in HOOKS.items() for case, words in reversed(row.refuses.items())
-}
+REFUSALS = {(hook, words): case for hook, row in HOOKS.items() for case, words in reversed(row.refuses.items())}
 
 
 @pytest.mark.parametrize(

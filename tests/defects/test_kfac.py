@@ -203,8 +203,7 @@ class Output:
 
 @pytest.mark.defect("kfac-S9")
 @pytest.mark.parametrize(
-    "wrapped",
-    [lambda output: output, lambda output: (Output(output),), lambda output: UserDict(logits=output)],
+    "wrapped", [lambda output: output, lambda output: (Output(output),), lambda output: UserDict(logits=output)]
 )
 def test_a_weight_used_beside_its_module_is_noticed(wrapped: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = Training(0, BesideItsModule(wrapped), kl_clip=None).model

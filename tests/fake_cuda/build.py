@@ -130,14 +130,9 @@ def _options(letter: str, *paths: Path) -> list[str]:
 def _write_rest(real: Path, mine: Sequence[Path], prefix: str, error: int) -> None:
     """Write a source file with each name of the real library that ours lacks: it fails and says so."""
     defined = set[str]().union(*map(_names, mine))
-    lacking = sorted(
-        name for name in _names(real, "-D") - defined if name.startswith((prefix, f"__{prefix}"))
-    )
+    lacking = sorted(name for name in _names(real, "-D") - defined if name.startswith((prefix, f"__{prefix}")))
     told = "" if prefix == "nvrtc" else 'fake_not_covered("{name}"); '  # it has no error of the runtime
-    lines = [
-        '#define API extern "C" __attribute__((visibility("default")))',
-        "API int fake_not_covered(const char*);",
-    ]
+    lines = ['#define API extern "C" __attribute__((visibility("default")))', "API int fake_not_covered(const char*);"]
     lines += [f"API int {name}() {{ {told.format(name=name)}return {error}; }}" for name in lacking]
     mine[0].with_suffix(".rest.cpp").write_text("\n".join(lines))
 
@@ -149,8 +144,7 @@ def _names(library: Path, *options: str) -> set[str]:
 
 def _run_all(*commands: Sequence[str]) -> None:
     running = [
-        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for words in commands
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for words in commands
     ]
     outputs = [process.communicate()[0] for process in running]
     failures = [

@@ -169,9 +169,7 @@ class Story:
         longest_s = max(rank.longest_s() for rank in steady.ranks)
         if longest_s >= LEASE_S + SLACK_S:
             broken.append(f"the steady job stalled for {longest_s:.2f} s")
-        if any(
-            (stats := rank.stats() or {}).get("disabled_because", "") is not None for rank in steady.ranks
-        ):
+        if any((stats := rank.stats() or {}).get("disabled_because", "") is not None for rank in steady.ranks):
             broken.append(f"turns of the steady job failed: {stats}, {steady.error()}")
         figures = {"steps": steady.count, "guests": len(self.everyone) - 1, "longest_step_s": longest_s}
         return {"by_kind": happened, **figures}, broken

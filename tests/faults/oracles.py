@@ -330,8 +330,7 @@ def _forgiven_at(rank: Rank, other: Rank, turn: int, begins_s: float) -> float:
         (
             lost.at_s
             for lost in rank.forgave
-            if lost.job == other.job_number
-            and (lost.turn >= turn or not _moved(other, lost.at_s + EARLY_S, begins_s))
+            if lost.job == other.job_number and (lost.turn >= turn or not _moved(other, lost.at_s + EARLY_S, begins_s))
         ),
         default=FOREVER,
     )

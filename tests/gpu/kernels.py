@@ -35,8 +35,7 @@ def busy_kernel() -> Busy:
         except Exception as error:
             problems.append(f"{make.__name__}: {type(error).__name__}: {error}")
     raise RuntimeError(
-        "expected Triton (with a C compiler) or torch.cuda._compile_kernel to work, got "
-        + "; ".join(problems)
+        "expected Triton (with a C compiler) or torch.cuda._compile_kernel to work, got " + "; ".join(problems)
     )
 
 

@@ -169,9 +169,7 @@ def outlive(rank: int, world_size: int, plan: Plan) -> float:
 
 
 @pytest.mark.parametrize("variant", ["holding", "given back"])
-def test_a_job_goes_on_when_its_sibling_is_killed_with_kernels_in_flight(
-    variant: str, tmp_path: Path
-) -> None:
+def test_a_job_goes_on_when_its_sibling_is_killed_with_kernels_in_flight(variant: str, tmp_path: Path) -> None:
     plan = new_plan(tmp_path, variant=variant)
     dying = Job(die_in_turn, 1, (plan,), backend=None, deaths={0: signal.SIGKILL}, name="dying")
     living = Job(outlive, 1, (plan,), backend=None, name="living")
@@ -284,9 +282,7 @@ def share_an_idle_turn(rank: int, world_size: int, plan: Plan, is_first: bool) -
 
 
 @pytest.mark.parametrize("variant", ["mutex", "streams", "graph"])
-def test_a_turn_is_lent_when_the_host_waits_and_the_device_has_done_its_part(
-    variant: str, tmp_path: Path
-) -> None:
+def test_a_turn_is_lent_when_the_host_waits_and_the_device_has_done_its_part(variant: str, tmp_path: Path) -> None:
     plan = new_plan(tmp_path, variant=variant)
     jobs = [Job(share_an_idle_turn, 1, args=(plan, is_first), backend=None) for is_first in (True, False)]
     [[(first, came)], [(second, _)]] = run_jobs(jobs, timeout_s=TIMEOUT_S)

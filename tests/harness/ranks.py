@@ -50,9 +50,7 @@ class Job:
     name: str = ""  # in failures
 
 
-def run_ranks(
-    function: Callable[..., Any], world_size: int, *, timeout_s: float = 60.0, **options: Any
-) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *, timeout_s: float = 60.0, **options: Any) -> list[Any]:
     """Call ``function`` in a `Job` of that many processes and return the results by rank.
 
     `RankError` if a rank raised, died, hung or left something behind.
@@ -73,9 +71,7 @@ def run_jobs(jobs: Sequence[Job], *, timeout_s: float = 60.0) -> list[list[Any]]
     return [[next(results) for _ in range(job.world_size)] for job in jobs]
 
 
-def in_ranks(
-    world_size: int | None = None, **options: Any
-) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def in_ranks(world_size: int | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Let each rank run the test, which may ask for ``rank`` and ``world_size``; all must return the same.
 
     No ``world_size`` is given if the test is parametrised by it; ``options`` are those of `run_ranks`.

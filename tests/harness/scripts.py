@@ -39,12 +39,7 @@ class ScriptRanks(contextlib.AbstractContextManager["ScriptRanks"]):
     """The running processes of a script, none of which survives its block."""
 
     def __init__(
-        self,
-        words: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
-        cwd: Path,
-        *,
-        forked: Collection[int],
+        self, words: Sequence[str], environments: Sequence[Mapping[str, str]], cwd: Path, *, forked: Collection[int]
     ) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="script-"))
         self._words = list(words)

@@ -57,10 +57,7 @@ def test_each_leak_fails_its_test_and_no_other(
 ) -> None:
     assert "_nothing_left_behind" in request.fixturenames, "all tests are looked at"
     monkeypatch.setattr(leaks, "GRACE_S", 0.1)  # what leaks here does not end by itself
-    with (
-        pytest.raises(pytest.fail.Exception, match=f"the test left behind: {told}"),
-        leaks.nothing_left_behind(),
-    ):
+    with pytest.raises(pytest.fail.Exception, match=f"the test left behind: {told}"), leaks.nothing_left_behind():
         mend = leak()
     assert "LEAKED" not in os.environ
     assert not dist.is_initialized()

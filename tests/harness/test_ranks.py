@@ -129,9 +129,7 @@ def test_function_that_ranks_cannot_import_is_refused() -> None:
         run_ranks(lambda rank, world_size: None, 2)
 
 
-def test_every_run_starts_from_the_same_state_with_variables_that_do_not_stay(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_run_starts_from_the_same_state_with_variables_that_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_TEST", "test")
     own = [{"OF_THE_RANK": "zero"}, {"OF_THE_RANK": "one"}]
     first = run_ranks(_found, 2, environment=own, backend=None)

@@ -23,9 +23,7 @@ Writer = Callable[[str], Path]
 def script(tmp_path: Path) -> Writer:
     def write(source: str) -> Path:
         path = tmp_path / "script.py"
-        path.write_text(
-            "import os, subprocess, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(source)
-        )
+        path.write_text("import os, subprocess, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(source))
         return path
 
     return write
@@ -93,9 +91,7 @@ def start_method(rank: int, world_size: int) -> str:
     return multiprocessing.get_start_method()
 
 
-def test_a_forked_process_has_every_module_and_starts_processes_as_if_nobody_had_forked_it(
-    script: Writer,
-) -> None:
+def test_a_forked_process_has_every_module_and_starts_processes_as_if_nobody_had_forked_it(script: Writer) -> None:
     """Else each rank, and each worker of a loader, imports all: that shows in nothing but the time of all tests."""
     with spawn_script(script(SHOW), 1, forked=True) as ranks:
         modules, frozen, method = json.loads(ranks.wait(60.0)[0])

@@ -19,9 +19,7 @@ class Last:
     def __init__(self, peer: int) -> None:
         self._peer = peer
 
-    def __del__(
-        self, kill: Callable[[int, int], None] = os.kill, sleep: Callable[[float], None] = time.sleep
-    ) -> None:
+    def __del__(self, kill: Callable[[int, int], None] = os.kill, sleep: Callable[[float], None] = time.sleep) -> None:
         kill(self._peer, signal.SIGKILL)
         sleep(0.3)
 

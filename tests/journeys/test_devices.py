@@ -86,8 +86,7 @@ def differing(rank: int, world_size: int, backend: str, way: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "way"),
-    [(backend, way) for backend in SHORT for way in (CELLS if IN_CAMPAIGN else SHORT[backend])],
+    ("backend", "way"), [(backend, way) for backend in SHORT for way in (CELLS if IN_CAMPAIGN else SHORT[backend])]
 )
 def test_what_is_late_changes_nothing(backend: str, way: str) -> None:
     """What is read, overwritten or freed before its copy or kernel shows as other numbers here."""
@@ -181,10 +180,7 @@ def overwritten(rank: int, world_size: int, way: str) -> int:
     return found
 
 
-@pytest.mark.parametrize(
-    ("backend", "way"),
-    [("nccl", "decoupled int8"), ("gloo", "wrapped"), ("gloo", "owned")],
-)
+@pytest.mark.parametrize(("backend", "way"), [("nccl", "decoupled int8"), ("gloo", "wrapped"), ("gloo", "owned")])
 def test_what_nobody_waits_for_writes_over_nothing(backend: str, way: str) -> None:
     assert run_ranks(overwritten, 2, args=(way,), backend=backend) == [0, 0]
 

@@ -11,10 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from crossover_ddp import (
-    UnsupportedConfigurationError,
-    reduce_scatter_all_gather_hook,
-)
+from crossover_ddp import UnsupportedConfigurationError, reduce_scatter_all_gather_hook
 from tests.harness import in_ranks, inside, run_ranks
 from tests.harness.networks import blow, mlp
 from tests.harness.oracles import error_of
@@ -85,9 +82,7 @@ def test_a_refused_bucket_is_a_refused_step(rank: int, way: str, which: Any, wor
     training, whole = (Training(way, rank, mutex=mutex).run(6) for mutex in (turn, RecordingTurn()))
     turn.order.clear()
     trouble = AssertionError("ours")
-    refused = (
-        inside.break_engine(trouble) if which == "engine" else inside.refuse_bucket(which, error=trouble)
-    )
+    refused = inside.break_engine(trouble) if which == "engine" else inside.refuse_bucket(which, error=trouble)
     # Not even a mistake of our own leaves the hook, which would be DDP's end.
     with refused, pytest.raises(AssertionError, match=r"^ours$"):
         training.backward()

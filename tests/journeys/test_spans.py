@@ -39,12 +39,8 @@ def recorded(way: str, world_size: int, directory: Path) -> Spans:
     ]
 
 
-@pytest.mark.parametrize(
-    ("way", "world_size"), [("split", 1), *((way, 2) for way in (*EXCHANGING, "wrapped"))]
-)
-def test_a_step_has_its_waits_and_both_halves_of_each_bucket(
-    way: str, world_size: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("way", "world_size"), [("split", 1), *((way, 2) for way in (*EXCHANGING, "wrapped"))])
+def test_a_step_has_its_waits_and_both_halves_of_each_bucket(way: str, world_size: int, tmp_path: Path) -> None:
     spans = recorded(way, world_size, tmp_path)
     counts = Counter(span["kind"] for span in spans)
     assert counts["wait"] >= STEPS - 1
@@ -52,9 +48,7 @@ def test_a_step_has_its_waits_and_both_halves_of_each_bucket(
     assert computed == list(range(1, STEPS)), "nobody knows when the first step's began"
     # Others wait for their buckets within backward.
     assert counts["exchange"] == (0 if way in DEFERRING else STEPS)
-    turns = sorted(
-        (span["begin"], span["end"]) for span in spans if span["kind"] in ("compute", "exchange", "wait")
-    )
+    turns = sorted((span["begin"], span["end"]) for span in spans if span["kind"] in ("compute", "exchange", "wait"))
     assert all(end <= begin + 1 for (_, end), (begin, _) in itertools.pairwise(turns))
 
     if way in EXCHANGING and world_size > 1:

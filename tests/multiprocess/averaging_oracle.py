@@ -40,13 +40,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 class Trainer(Training):
     def __init__(
-        self,
-        rank: int,
-        state: Any,
-        optimizer: str = "momentum",
-        *,
-        model: nn.Module | None = None,
-        **options: Any,
+        self, rank: int, state: Any, optimizer: str = "momentum", *, model: nn.Module | None = None, **options: Any
     ) -> None:
         hook = elastic_hook if isinstance(state, ElasticState) else local_sgd_hook
         super().__init__(
@@ -82,9 +76,7 @@ def new_scaler() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1000)
 
 
-def copies_of(
-    world_size: int, optimizer: str, skips: Collection[tuple[int, int]] = (), *, first: int = 0
-) -> Copies:
+def copies_of(world_size: int, optimizer: str, skips: Collection[tuple[int, int]] = (), *, first: int = 0) -> Copies:
     models = [network() for _ in range(world_size)]
     steps = [itertools.count(first) for _ in models]
 

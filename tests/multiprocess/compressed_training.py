@@ -43,18 +43,14 @@ def way_of(kind: str, **settings: Any) -> Way:
         return decoupled(**settings)
     if kind == "kfac":
         return lambda model, optimizers, mutex: (KFACState(model, optimizers[0], **settings), kfac_hook)
-    make, hook = (
-        (CrossoverState, crossover_hook) if kind == "crossover" else (CompressedState, compressed_hook)
-    )
+    make, hook = (CrossoverState, crossover_hook) if kind == "crossover" else (CompressedState, compressed_hook)
     return lambda model, optimizers, mutex: (make(mutex=mutex, **settings), hook)
 
 
 class Coded(Training):
     """The network; every third step has two micro-batches."""
 
-    def __init__(
-        self, way: str | Way, rank: int, codec: Any = None, *, device: str = "cpu", **settings: Any
-    ) -> None:
+    def __init__(self, way: str | Way, rank: int, codec: Any = None, *, device: str = "cpu", **settings: Any) -> None:
         super().__init__(
             way_of(way, codec=codec, **settings) if isinstance(way, str) else way,
             rank,

@@ -13,11 +13,7 @@ class Replay:
     """All ranks' steps and rounds once more, in the order of the rounds; ``logs``: of each rank."""
 
     def __init__(
-        self,
-        optimizer: str,
-        logs: Sequence[Sequence[Any]],
-        rate: float,
-        skips: Collection[tuple[int, int]] = (),
+        self, optimizer: str, logs: Sequence[Sequence[Any]], rate: float, skips: Collection[tuple[int, int]] = ()
     ) -> None:
         self.copies = copies_of(len(logs), optimizer, skips)
         first = copies_of(len(logs), "sgd")

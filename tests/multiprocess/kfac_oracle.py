@@ -45,8 +45,7 @@ class Oracle:
         is_local, sharing = self.settings.factors == "local", self.settings.weight_sharing
         taken = {name: [ranks[self.owners[name]]] if is_local else ranks for name in layers}
         factors = {
-            name: [run.factors(name, sharing) for run in runs if run.calls[name]]
-            for name, runs in taken.items()
+            name: [run.factors(name, sharing) for run in runs if run.calls[name]] for name, runs in taken.items()
         }
         return self.step_of(mean, factors, layers)
 
@@ -97,9 +96,7 @@ class Oracle:
         return mean | {name: scale * value for name, value in found.items()}
 
 
-def direction(
-    solver: str, matrix: Tensor, a: Tensor, g: Tensor, damping: float, *, pi: bool = True
-) -> Tensor:
+def direction(solver: str, matrix: Tensor, a: Tensor, g: Tensor, damping: float, *, pi: bool = True) -> Tensor:
     """Precondition group by group, over the flattened matrix where that is what the method says.
 
     "eigen" solves (G kron A + γ I) vec(V) = vec(∇), "inverse" (G + √γ/π I) kron (A + √γ π I) vec(V) = vec(∇), with
@@ -158,9 +155,7 @@ class RankRun:
 
     def __init__(self, model: nn.Module, inputs: Tensor, loss_of: Callable[[Tensor], Tensor]) -> None:
         self.layers = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear | nn.Conv2d)
+            name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)
         }
         calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in self.layers}
         handles = [
@@ -172,9 +167,7 @@ class RankRun:
             handle.remove()
         outputs = [out for of_layer in calls.values() for _, out in of_layer]
         by_output = iter(torch.autograd.grad(loss, outputs, retain_graph=True))
-        self.calls = {
-            name: [(x.detach(), next(by_output)) for x, _ in of_layer] for name, of_layer in calls.items()
-        }
+        self.calls = {name: [(x.detach(), next(by_output)) for x, _ in of_layer] for name, of_layer in calls.items()}
         named = dict(model.named_parameters())
         found = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
         self.gradients = dict(zip(named, found, strict=True))
@@ -187,9 +180,7 @@ class RankRun:
         return torch.stack([a for a, _ in pairs]).mean(0), torch.stack([g for _, g in pairs]).sum(0)
 
 
-def factors_of_call(
-    module: nn.Module, x: Tensor, y: Tensor, loss_samples: int, sharing: str
-) -> tuple[Tensor, Tensor]:
+def factors_of_call(module: nn.Module, x: Tensor, y: Tensor, loss_samples: int, sharing: str) -> tuple[Tensor, Tensor]:
     return factors_of_rows(input_rows(module, x), output_rows(module, y) * loss_samples, sharing)
 
 

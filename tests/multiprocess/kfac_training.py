@@ -61,9 +61,7 @@ class Training(training.Training):
         self.data, self.device = data, device
 
     def loss(self, part: int = 0, parts: int = 1) -> Tensor:
-        inputs, targets = (
-            each.chunk(parts)[part].to(self.device) for each in self.data(self.rank, self.steps)
-        )
+        inputs, targets = (each.chunk(parts)[part].to(self.device) for each in self.data(self.rank, self.steps))
         return F.cross_entropy(self.model(inputs), targets) / parts
 
     def backward(self, parts: int = 1) -> float:

@@ -26,9 +26,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 way = sys.argv[1]
 widths = [SMALL, LARGE] if way.startswith("muon") else [WIDTH, WIDTH]
-network = nn.Sequential(
-    *(nn.Linear(widths[place % 2], widths[1 - place % 2], bias=False) for place in range(LAYERS))
-)
+network = nn.Sequential(*(nn.Linear(widths[place % 2], widths[1 - place % 2], bias=False) for place in range(LAYERS)))
 model = DistributedDataParallel(network, bucket_cap_mb=9, gradient_as_bucket_view=True)
 optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 state = None

@@ -23,15 +23,7 @@ from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from tests.harness import Job, in_ranks, run_jobs, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.groups import impatient_group
-from tests.multiprocess.averaging_oracle import (
-    MAKERS,
-    NESTEROV,
-    OVERFLOWS,
-    SCALE,
-    Trainer,
-    copies_of,
-    new_scaler,
-)
+from tests.multiprocess.averaging_oracle import MAKERS, NESTEROV, OVERFLOWS, SCALE, Trainer, copies_of, new_scaler
 from tests.multiprocess.replicas import DelayedWalk
 from tests.multiprocess.test_checkpoint import listed
 
@@ -65,9 +57,7 @@ def cells(world_size: int) -> list[Cell]:
         found = [Cell(*each) for each in itertools.product(SETTINGS, MAKERS)]
     else:
         optimizers, shift = list(MAKERS), 2 if world_size == 2 else 1
-        found = [
-            Cell(name, optimizers[(place + shift) % len(optimizers)]) for place, name in enumerate(SETTINGS)
-        ]
+        found = [Cell(name, optimizers[(place + shift) % len(optimizers)]) for place, name in enumerate(SETTINGS)]
     if world_size == 2:
         found += [Cell(name, "momentum", True) for name in ("local", "post_local", "delayed", "streamed")]
     return found
@@ -319,9 +309,7 @@ def test_infinities_on_one_rank_are_an_error_on_all_and_spread_to_none(rank: int
         with torch.no_grad():
             list(trainer.model.parameters())[-1][0] = float("nan" if kind == "blocking" else "inf")
     who = "this rank's are among them" if rank else "see the other ranks"
-    with pytest.raises(
-        UnsupportedConfigurationError, match=f"expected finite parameters on all ranks.*{who}"
-    ):
+    with pytest.raises(UnsupportedConfigurationError, match=f"expected finite parameters on all ranks.*{who}"):
         trainer.run(8)
     assert rank or trainer.values.isfinite().all(), "the healthy rank took the mean over"
     trainer.close()

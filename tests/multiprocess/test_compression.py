@@ -31,10 +31,7 @@ def test_parameters_are_those_of_the_codec_alone(rank: int, world_size: int) -> 
     if world_size == 4:
         kinds = "compressed", "crossover", "decoupled", "kfac"
         codecs = {"per pair": (PerPair.by_node([0, 0, 1, 1], far=SIDCo(0.1), near=Half()), Int8(64))}
-    found = {
-        name: [Coded(kind, rank, codec).run(STEPS).digest() for kind in kinds]
-        for name, codec in codecs.items()
-    }
+    found = {name: [Coded(kind, rank, codec).run(STEPS).digest() for kind in kinds] for name, codec in codecs.items()}
     if world_size == 2:  # some steps are deferred, some are not
         ways: list[Any] = [("compressed", {}), ("decoupled", {"defer": "auto"})]
         made = [Coded(kind, rank, CODECS["pair"], **settings) for kind, settings in ways]

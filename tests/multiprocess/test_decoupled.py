@@ -144,8 +144,7 @@ def test_a_plain_loop_is_never_warned(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "trained", "cap_mb"),
-    [(8, True, 0.25), (2**12, True, 4.0), (2**12, False, 0.25), (2**15, True, 25.0)],
+    ("width", "trained", "cap_mb"), [(8, True, 0.25), (2**12, True, 4.0), (2**12, False, 0.25), (2**15, True, 25.0)]
 )
 def test_options_for_ddp_follow_the_size_of_what_is_trained(width: int, trained: bool, cap_mb: float) -> None:
     layer = nn.Linear(width, width, device="meta").requires_grad_(trained)

@@ -56,9 +56,7 @@ def test_rounds_can_be_replayed_from_their_log(rank: int, world_size: int, optim
         time.sleep(0.02 if rank == 1 else 0.004)
     log = assert_replayed(trainer, optimizer, *OWN_STEPS[:world_size])
     assert len(log) > 5
-    assert {record.offered[1] is None for record in log} == {True, False}, (
-        "rounds with the slow rank and without"
-    )
+    assert {record.offered[1] is None for record in log} == {True, False}, "rounds with the slow rank and without"
 
 
 STEPS = 11
@@ -151,10 +149,7 @@ def test_ranks_pull_on_a_device_as_on_the_host(backend: str) -> None:
 def test_the_wild_centre_gains_what_ranks_lose(rank: int) -> None:
     """Pull at the same time, from different places: of two additions at one moment one may be lost, which is rare."""
     training = apart(rank, "wild", "cpu", module=mlp(WIDTH, 1000, 60, seed=3))
-    before, start = (
-        training.values.double().sum(),
-        training.values.double().sum() - rank * len(training.values),
-    )
+    before, start = (training.values.double().sum(), training.values.double().sum() - rank * len(training.values))
     training.run(40)
     centre = training.state.state_dict()["kept"]["centre"].values()
     lost = torch.stack([before - training.values.double().sum()])

@@ -14,12 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from crossover_ddp import (
-    CrossoverState,
-    crossover_hook,
-    crossover_wrapper,
-    reduce_scatter_all_gather_hook,
-)
+from crossover_ddp import CrossoverState, crossover_hook, crossover_wrapper, reduce_scatter_all_gather_hook
 from crossover_ddp._turns import joining
 from crossover_ddp._turns.channel import TurnChannel
 from crossover_ddp._turns.rules import Member
@@ -48,9 +43,7 @@ def training_of(seed: int, rank: int, hooked: bool, group: Any = None) -> Traini
     torch.manual_seed(seed)
     layers = (nn.Linear(WIDTH, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
     return Training(
-        lambda *_: (
-            (CrossoverState(group), crossover_hook) if hooked else (group, reduce_scatter_all_gather_hook)
-        ),
+        lambda *_: (CrossoverState(group), crossover_hook) if hooked else (group, reduce_scatter_all_gather_hook),
         rank,
         module=nn.Sequential(*layers),
         process_group=group,
@@ -74,11 +67,7 @@ def _late(*arguments: Any, gather: Callable[..., Any] = TurnChannel.gather) -> A
 WING = "crossover_ddp._turns"
 # What rank 1 finds in a place, and what its job says then.
 SPOILERS: dict[str, tuple[str, Any, str]] = {
-    "missing": (
-        f"{WING}.segment.TurnSegment.__init__.__kwdefaults__",
-        {"base": "/missing"},
-        "expected Linux with",
-    ),
+    "missing": (f"{WING}.segment.TurnSegment.__init__.__kwdefaults__", {"base": "/missing"}, "expected Linux with"),
     "locked": (
         f"{WING}.segment.lock_slots",
         lambda fd, start, length, *kind: length > 1 and lock_slots(fd, start, length, *kind),
@@ -96,8 +85,7 @@ SPOILERS: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize(
-    ("world_size", "spoil"),
-    [(2, "missing"), (2, "locked"), (4, "full"), (2, "broken store"), (2, "late rank")],
+    ("world_size", "spoil"), [(2, "missing"), (2, "locked"), (4, "full"), (2, "broken store"), (2, "late rank")]
 )
 @in_ranks()
 def test_a_job_whose_rank_cannot_join_trains_without_turns(rank: int, world_size: int, spoil: str) -> None:
@@ -152,9 +140,7 @@ def test_a_rank_without_a_thread_for_its_turns_tells_its_peers(rank: int) -> Non
             mutex.close()
 
 
-def _alternate(
-    rank: int, hooked: bool, groups: Sequence[Any], together: bool
-) -> tuple[list[Training], list[float]]:
+def _alternate(rank: int, hooked: bool, groups: Sequence[Any], together: bool) -> tuple[list[Training], list[float]]:
     trainings, losses = [training_of(seed, rank, hooked, group) for seed, group in enumerate(groups, 1)], []
     for _ in range(2 * STEPS):
         if together:
@@ -187,9 +173,7 @@ def _are_one_job(rank: int, world_size: int, ranks: Sequence[int], together: boo
     return warnings
 
 
-@pytest.mark.parametrize(
-    ("world_size", "ranks", "together"), [(2, (0, 1), True), (4, (0, 2), False)], ids=str
-)
+@pytest.mark.parametrize(("world_size", "ranks", "together"), [(2, (0, 1), True), (4, (0, 2), False)], ids=str)
 def test_models_on_several_groups_are_one_job(world_size: int, ranks: Any, together: bool) -> None:
     """Beside a sibling of the same kind: nobody waits a lease for itself."""
     own = DEVICES[:world_size]
@@ -303,9 +287,7 @@ def test_a_job_whose_turns_break_on_one_device_goes_on_without(rank: int, bad_ra
     assert rank != bad_rank or "trains on without" in warnings[0]
 
 
-def share_an_idle_turn(
-    rank: int, world_size: int, group: str, signs: str, trial: bool, is_first: bool
-) -> bool:
+def share_an_idle_turn(rank: int, world_size: int, group: str, signs: str, trial: bool, is_first: bool) -> bool:
     """Do nothing inside the first turn until the sibling is in its own, or has not come for long; did it come?"""
     waits, inside = Path(signs) / "waits", Path(signs) / "inside"
     mutex = GPUMutex(group, device="dev0", lease=LEASE_S, trial=trial)

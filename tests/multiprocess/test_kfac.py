@@ -163,9 +163,7 @@ CASES: dict[str, Case] = {
     "spread of rates": dominated(230, 300, rates=(LR, 30 * LR)),
     "spread, another_dtype": dominated(network=Mixed, spread="others.0"),
     "autocast": Case(network=plain, wrap=torch.autocast("cpu", torch.bfloat16), tolerance=COARSE),
-    "compiled": Case(
-        Settings(factor_update_steps=2, inv_update_steps=3), plain, wrap=compiled, cap_mb=ONE_MB
-    ),
+    "compiled": Case(Settings(factor_update_steps=2, inv_update_steps=3), plain, wrap=compiled, cap_mb=ONE_MB),
 }
 CELLS = [
     (name, world_size)
@@ -257,9 +255,7 @@ WIDTHS = (WIDTH, 7, 9, 11, 13, OUTPUTS)  # no two layers alike
 SIZES = [(inputs + 1, outputs) for inputs, outputs in itertools.pairwise(WIDTHS)]
 
 
-@pytest.mark.parametrize(
-    ("solver", "kind", "world_size"), [("inverse", DampedInverse, 4), ("eigen", Eigenbasis, 2)]
-)
+@pytest.mark.parametrize(("solver", "kind", "world_size"), [("inverse", DampedInverse, 4), ("eigen", Eigenbasis, 2)])
 @in_ranks()
 def test_each_rank_makes_and_keeps_its_own_layers_only(rank: int, solver: str, kind: Any) -> list[int]:
     compute, made = kind.compute, list[list[tuple[int, int]]]()
@@ -475,8 +471,6 @@ def test_a_drained_step_leaves_nothing_behind(rank: int) -> str:
 @in_ranks(2)
 def test_it_tells_the_rate(rank: int) -> None:
     seldom = {"factor_update_steps": 100, "inv_update_steps": 100}
-    training = Training(
-        rank, mlp(WIDTH, 256, 128, OUTPUTS), ddp={"bucket_cap_mb": 25}, codec=Int8(), **seldom
-    )
+    training = Training(rank, mlp(WIDTH, 256, 128, OUTPUTS), ddp={"bucket_cap_mb": 25}, codec=Int8(), **seldom)
     training.run(6).close()
     assert 0.25 < training.kfac.stats()["codec"]["rate"] < 0.29

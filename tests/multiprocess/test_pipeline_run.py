@@ -42,11 +42,7 @@ def batch(step: int, size: int = MICRO * M) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def plan_of(
-    places: Sequence[tuple[int, ...]],
-    ranks: int,
-    order: str = "search",
-    microbatches: int = M,
-    split: bool = False,
+    places: Sequence[tuple[int, ...]], ranks: int, order: str = "search", microbatches: int = M, split: bool = False
 ) -> Plan:
     stages = [Stage(start, stop, tuple(devices)) for start, stop, *devices in places]
     profile = Profile.measure(chain(), batch(0)[0][:MICRO], repeats=1)
@@ -92,9 +88,7 @@ PLANS: dict[str, Any] = {
 TWO_STAGES = [(0, 4, 0), (4, 9, 1)]
 
 
-def train(
-    rank: int, world_size: int, document: Any, turns: bool = False, updates: bool = True
-) -> dict[str, Any]:
+def train(rank: int, world_size: int, document: Any, turns: bool = False, updates: bool = True) -> dict[str, Any]:
     """Train by the plan beside the whole model, of which without ``updates`` gradients add up; return counts."""
     plan, whole = Plan.from_json(document), nn.Sequential(*chain())
     mutex = GPUMutex(device=f"device{rank}") if turns else None

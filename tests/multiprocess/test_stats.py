@@ -101,10 +101,7 @@ def test_every_state_tells_the_same_keys_and_the_bytes_that_were_sent(rank: int,
     assert (stats["not_deferred_because"] is None) == (way in ("decoupled", "owned"))
 
 
-@pytest.mark.parametrize(
-    ("way", "pause_s"),
-    [("split", 0.1), ("int8", 0.1), ("decoupled", 0.3), ("decoupled", 0.0)],
-)
+@pytest.mark.parametrize(("way", "pause_s"), [("split", 0.1), ("int8", 0.1), ("decoupled", 0.3), ("decoupled", 0.0)])
 @in_ranks(2)
 def test_on_a_slow_link_seconds_add_up_to_the_clocks_at_most(rank: int, way: str, pause_s: float) -> None:
     with sending(slow_s=0.02):

@@ -82,9 +82,7 @@ main_worker(args)
 def imagenet(job: Job) -> None:
     model = DistributedDataParallel(network())
     optimizer = sgd(model)
-    state = LocalSGDState(
-        3, delay=1, outer_optimizer=partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-    )
+    state = LocalSGDState(3, delay=1, outer_optimizer=partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True))
     model.register_comm_hook(state, local_sgd_hook)
     path, rank = job.directory / "checkpoint.pth.tar", dist.get_rank()
     names = {

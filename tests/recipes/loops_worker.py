@@ -21,18 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp import decoupled_hook
 from tests.harness import documents
 from tests.recipes import loops_resumed
-from tests.recipes.loops_common import (
-    Run,
-    batches,
-    diffs,
-    evaluate,
-    network,
-    sgd,
-    shown,
-    square,
-    train,
-    watched,
-)
+from tests.recipes.loops_common import Run, batches, diffs, evaluate, network, sgd, shown, square, train, watched
 
 
 def takes_turns(hooked: Run, plain: Run) -> None:

@@ -12,16 +12,7 @@ from rich.console import Console
 
 import demo
 import lab
-from demo_figures import (
-    AFTER,
-    CROSSOVER,
-    UNMANAGED,
-    Outcome,
-    differences,
-    outcome_of,
-    summarize,
-    verdict,
-)
+from demo_figures import AFTER, CROSSOVER, UNMANAGED, Outcome, differences, outcome_of, summarize, verdict
 
 SMALL = ("--image-size", "16", "--batch-size", "32")
 

@@ -71,9 +71,7 @@ def missing(command: str) -> str | None:
             return next((each for each in named[:1] if each not in CLAIMS and each != "NAME"), None)
     if program == "make":
         text = (ROOT / "Makefile").read_text()
-        return next(
-            (each for each in rest if re.fullmatch(r"[a-z]+", each) and f"\n{each}:" not in text), None
-        )
+        return next((each for each in rest if re.fullmatch(r"[a-z]+", each) and f"\n{each}:" not in text), None)
     try:
         if program == "crossover-ddp" and "…" not in command:
             cli.parse(rest)

@@ -183,10 +183,7 @@ def start_lab(tmp_path: Path, *, on_links: bool) -> "subprocess.Popen[str]":
     command = f"a: python -c '{STUBBORN}' {tmp_path}"
     words = ["run", "--out", str(tmp_path / "out"), "--job", command, *([] if on_links else ["--unshaped"])]
     process = subprocess.Popen(
-        [sys.executable, str(RECIPES / "lab"), *words],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
+        [sys.executable, str(RECIPES / "lab"), *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
     assert eventually(lambda: all((tmp_path / rank).exists() for rank in "01"))
     return process
@@ -265,10 +262,7 @@ def test_only_living_labs_namespaces_are_known_by_name() -> None:
 
 def test_without_root_it_is_said_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_has_network_admin", lambda: False)
-    with (
-        pytest.raises(LabError, match=r"(?s)no network can be emulated here: .*need root.*shaped=False"),
-        Cluster(),
-    ):
+    with pytest.raises(LabError, match=r"(?s)no network can be emulated here: .*need root.*shaped=False"), Cluster():
         pass
     assert command.main(["link"]) == 1
 

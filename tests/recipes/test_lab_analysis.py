@@ -41,9 +41,7 @@ def steps(
     lengths_s: Sequence[float], *, busy_s: float | None = None, wire_bytes: int | None = None
 ) -> list[MeteredStep]:
     ends_s = [0.0, *accumulate(lengths_s)]
-    return [
-        MeteredStep(number, *times, busy_s, wire_bytes, 0.0) for number, times in enumerate(pairwise(ends_s))
-    ]
+    return [MeteredStep(number, *times, busy_s, wire_bytes, 0.0) for number, times in enumerate(pairwise(ends_s))]
 
 
 @pytest.mark.parametrize(
@@ -220,10 +218,7 @@ def test_ratios_are_of_one_repeat_and_over_the_best_of_the_plain_ways() -> None:
     ways = {"ddp": PLAIN, "ddp, fine": PLAIN, "ours": PLAIN}
     claim = Claim("", ways, ("tiny",), against=("ddp", "ddp, fine"), limit=every(1))
     steps_s = [(4.0, 3.0, 2.0), (8.0, 6.0, 3.0), (4.0, 3.0, 1.0)]
-    runs = [
-        {name: Trained(step_s, 1.0, 1e6, {}) for name, step_s in zip(ways, each, strict=True)}
-        for each in steps_s
-    ]
+    runs = [{name: Trained(step_s, 1.0, 1e6, {}) for name, step_s in zip(ways, each, strict=True)} for each in steps_s]
     row = summarize(claim, runs, rate_mbit=4.0, compute_s=1.0)
     assert row["over"] == "ddp, fine"
     assert row["factor"]["ours"] == 2.0
@@ -245,9 +240,7 @@ def test_every_claim_has_a_row_and_its_ways_can_be_started(name: str) -> None:
         words = f"{run.TRAINING} --preset tiny {claim.arguments} {way.arguments}"
         assert (run.RECIPES / way.script).exists()
         args = parse_arguments(shlex.split(words), HOOKS)
-        assert args.warmup_steps > 2 * (way.warm_up + claim.steps), (
-            "the rate would depend on the number of steps"
-        )
+        assert args.warmup_steps > 2 * (way.warm_up + claim.steps), "the rate would depend on the number of steps"
 
 
 def test_a_claim_that_needs_a_checkout_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

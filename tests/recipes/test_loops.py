@@ -38,9 +38,7 @@ LOOPS = {
 def work(loop: str, phase: str, directory: Path) -> list[str]:
     deaths = dict.fromkeys(range(2), signal.SIGKILL) if phase == "killed" else {}
     arguments = [loop, phase, str(directory)]
-    with spawn_script(
-        WORKER, 2, args=arguments, environment=ENVIRONMENT, cwd=directory, forked=True
-    ) as ranks:
+    with spawn_script(WORKER, 2, args=arguments, environment=ENVIRONMENT, cwd=directory, forked=True) as ranks:
         return ranks.wait(TIMEOUT_S, deaths=deaths)
 
 

@@ -20,9 +20,7 @@ def losses(output: str) -> list[str]:
 
 def train(name: str, *args: str, environment: dict[str, str] | None = None) -> str:
     """Return what two ranks have printed, of whom one says the losses."""
-    with spawn_script(
-        RECIPES / f"minimal_{name}.py", 2, args=args, environment=environment, forked=True
-    ) as ranks:
+    with spawn_script(RECIPES / f"minimal_{name}.py", 2, args=args, environment=environment, forked=True) as ranks:
         return "".join(ranks.wait(TIMEOUT_S))
 
 
@@ -51,9 +49,7 @@ def test_siblings_have_the_losses_of_plain_ddp(plain: list[str]) -> None:
     script, group = RECIPES / "minimal_crossover.py", {"CROSSOVER_GROUP": uuid.uuid4().hex}
     # The sibling trains longer, so that the other one is never alone.
     with (
-        spawn_script(
-            script, 2, args=["--epochs", "4", "--lr", "0.05"], environment=group, forked=True
-        ) as other,
+        spawn_script(script, 2, args=["--epochs", "4", "--lr", "0.05"], environment=group, forked=True) as other,
         spawn_script(script, 2, environment=group, forked=True) as one,
     ):
         assert losses(one.wait(TIMEOUT_S)[0]) == plain

@@ -63,9 +63,7 @@ class Place:
 
     def run(self, *words: str, code: int = 0, **more: str) -> None:
         """Run a command, which ends with this code."""
-        done = subprocess.run(
-            words, env={**self.environment, **more}, cwd=self.directory, timeout=240, check=False
-        )
+        done = subprocess.run(words, env={**self.environment, **more}, cwd=self.directory, timeout=240, check=False)
         assert done.returncode == code
 
     def notes(self) -> list[str]:

@@ -51,10 +51,7 @@ def watched_by_kfac() -> Any:
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (
-        lambda: model_of(LocalSGDState(4), find_unused_parameters=True),
-        "find_unused_parameters=False, got True",
-    ),
+    (lambda: model_of(LocalSGDState(4), find_unused_parameters=True), "find_unused_parameters=False, got True"),
     (
         lambda: model_of(CrossoverState(hook_state=LocalSGDState(4)), hook=crossover_wrapper(local_sgd_hook)),
         "got it inside of crossover_wrapper",

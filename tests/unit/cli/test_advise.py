@@ -36,11 +36,7 @@ def of(compute_s: float, exposed_s: float, wire_s: float) -> Figures:
     [
         (of(1.0, 0.04, 0.5), [1.04] * 4, "do not bother: communication costs only 3.8%"),
         (of(1.0, 0.08, 1.0), [1.08, 1.0, 1.08, 1.08], "do not bother: none of these"),
-        (
-            of(1.0, 0.5, 1.0),
-            [1.5, 1.286, 1.5, 1.5],
-            "crossover (two sibling jobs): 1.41× expected, 1.50× at best",
-        ),
+        (of(1.0, 0.5, 1.0), [1.5, 1.286, 1.5, 1.5], "crossover (two sibling jobs): 1.41× expected, 1.50× at best"),
         (of(1.0, 2.0, 2.5), [1.2, 1.2, 1.895, 3.0], "crossover (two sibling jobs): 1.13×"),  # the wire limits
         (of(0.2, 2.0, 2.2), [1.0, 1.0, 1.886, 3.445], "a codec, Int8(): 3.10× expected"),
         (of(1.0, 1.3, 2.2), [1.045, 1.045, 1.605, 2.3], "a codec, Int8(): 2.07×"),
@@ -85,10 +81,7 @@ def nothing() -> None:
 
 
 NEITHER_OR_BOTH = "expected -- COMMAND, or --link, --model and --ranks, got"
-LINK, NO_MODEL = (
-    "--link 10gbit --ranks 8 --model",
-    "expected a size such as 102MB, timm:NAME, torchvision:NAME or",
-)
+LINK, NO_MODEL = ("--link 10gbit --ranks 8 --model", "expected a size such as 102MB, timm:NAME, torchvision:NAME or")
 
 
 @pytest.mark.parametrize(
@@ -118,9 +111,7 @@ def test_models_are_built_and_what_cannot_be_advised_on_says_why(
     assert (found, what in "".join(capfd.readouterr())) == (code, True)
 
 
-def block(
-    apart: bool, step_s: float, met_s: float = 0.0, wire_s: float = 0.0, ranks: int = 2
-) -> dict[str, Any]:
+def block(apart: bool, step_s: float, met_s: float = 0.0, wire_s: float = 0.0, ranks: int = 2) -> dict[str, Any]:
     return {"apart": apart, "ranks": ranks, "step_s": step_s, "met_s": met_s, "wire_s": wire_s, "bytes": 4e6}
 
 
@@ -151,9 +142,7 @@ def watched(directory: Path) -> type[DistributedDataParallel]:
 
 def recorded(directory: Path) -> list[dict[str, Any]]:
     """Return the blocks of this rank."""
-    return [
-        json.loads(line) for line in (directory / f"rank-{dist.get_rank()}.jsonl").read_text().splitlines()
-    ]
+    return [json.loads(line) for line in (directory / f"rank-{dist.get_rank()}.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -30,9 +30,7 @@ class Skipping(nn.Module):
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    Profile(tuple(LayerProfile(f"l{k}", 1.0, 2.0, 1e6, 1e6) for k in range(4))).save(
-        tmp_path / "profile.json"
-    )
+    Profile(tuple(LayerProfile(f"l{k}", 1.0, 2.0, 1e6, 1e6) for k in range(4))).save(tmp_path / "profile.json")
     (tmp_path / "c.json").write_text(json.dumps({"devices": 2, "bandwidth_gbit": 1}))
     return tmp_path
 

@@ -13,9 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = ("status", "doctor", "run", "timeline", "advise", "plan")
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["nonsense"], ["run", "--at-once", "0"], ["plan"], ["advise", "--steps", "3"]]
-)
+@pytest.mark.parametrize("words", [[], ["nonsense"], ["run", "--at-once", "0"], ["plan"], ["advise", "--steps", "3"]])
 def test_wrong_usage_says_what_was_expected(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(words)

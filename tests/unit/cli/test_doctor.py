@@ -116,11 +116,7 @@ def with_gpu(driver: str, mps: bool = False, **variables: str) -> Callable[[pyte
         (at_host("192.0.2.1"), 1, "host name 192.0.2.1 resolves to no address"),
         (at_host("no-such-host.invalid"), 1, "host name no-such-host.invalid resolves to no address"),
         (with_gpu("exec sleep 1000"), 1, "nvidia-smi does not answer"),
-        (
-            with_gpu("echo NVIDIA-SMI has failed; exit 9"),
-            1,
-            "nvidia-smi does not answer: NVIDIA-SMI has failed",
-        ),
+        (with_gpu("echo NVIDIA-SMI has failed; exit 9"), 1, "nvidia-smi does not answer: NVIDIA-SMI has failed"),
         (with_gpu("echo No devices were found; exit 6"), 0, "nothing to fix"),
         (with_gpu("echo 'GPU-1, Default'"), 0, "no MPS in"),
         (with_gpu("echo 'GPU-1, Default'", mps=True), 0, "export CUDA_DEVICE_MAX_CONNECTIONS=8"),

@@ -101,9 +101,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
 
 
 @pytest.mark.parametrize(("job", "code"), [("true", 0), ("kill -KILL $$", 137), ("exec nosuch", 127)])
-def test_the_exit_code_is_the_jobs_although_the_caller_ignores_sigchld(
-    job: str, code: int, runs: Runs
-) -> None:
+def test_the_exit_code_is_the_jobs_although_the_caller_ignores_sigchld(job: str, code: int, runs: Runs) -> None:
     assert runs(job, "true", begin="signal.signal(signal.SIGCHLD, signal.SIG_IGN)").code() == code
 
 
@@ -223,9 +221,7 @@ def test_ports_are_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_commands_of_files_have_variables_of_their_own(runs: Runs, tmp_path: Path) -> None:
     """A port that is chosen at the start is no common one, and a program may have an equals sign in its path."""
-    (program := tmp_path / "lr=1").write_text(
-        "#!/bin/sh\necho LR=$LR\necho CROSSOVER_TIMELINE=$CROSSOVER_TIMELINE"
-    )
+    (program := tmp_path / "lr=1").write_text("#!/bin/sh\necho LR=$LR\necho CROSSOVER_TIMELINE=$CROSSOVER_TIMELINE")
     program.chmod(0o755)
     any_port = "--rdzv-endpoint 127.0.0.1:0 '--rdzv-endpoint=[::1]:0' --master-port 0"
     lines = (

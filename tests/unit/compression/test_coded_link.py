@@ -69,9 +69,7 @@ class InOneProcess:
 class Ranks:
     """All ranks of one bucket; owners with work double what they have."""
 
-    def __init__(
-        self, codec: CodecChoice, world_size: int, device: torch.device = CPU, **options: Any
-    ) -> None:
+    def __init__(self, codec: CodecChoice, world_size: int, device: torch.device = CPU, **options: Any) -> None:
         share = sum(NUMELS) // world_size
         self.layout = [share] * (world_size - 1) + [sum(NUMELS) - share * (world_size - 1)]
         parameters = [torch.empty(shape, device="meta") for shape in SHAPES]

@@ -50,10 +50,7 @@ def test_a_station_is_a_thread_in_order_of_arrival_takes_nothing_in_a_fork_and_k
     del kept
     assert eventually(lambda: alive() is None)
     assert seen == ["adopted", (0, "here"), (1, "here"), (2, "here")]
-    with (
-        monkeypatch.context() as fork,
-        pytest.raises(RuntimeError, match="this process is a fork of its owner"),
-    ):
+    with monkeypatch.context() as fork, pytest.raises(RuntimeError, match="this process is a fork of its owner"):
         fork.setattr(os, "getpid", lambda: 0)
         station.put(lambda: None)
     station.stop()

@@ -38,8 +38,7 @@ def test_sums_have_the_bits_of_the_tree_or_the_ring_in_bounded_memory(rank: int,
     for number in range(24):
         numel = choose.choice(SIZES)
         everyone = [
-            torch.randn(numel, generator=torch.Generator().manual_seed(1000 * number + r))
-            for r in range(world_size)
+            torch.randn(numel, generator=torch.Generator().manual_seed(1000 * number + r)) for r in range(world_size)
         ]
         cuts = sorted(choose.choices(range(numel + 1), k=world_size - 1))
         layout = [stop - start for start, stop in zip([0, *cuts], [*cuts, numel], strict=True)]

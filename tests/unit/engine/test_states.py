@@ -11,11 +11,7 @@ from crossover_ddp import ElasticState, elastic_hook
 from tests.harness.oracles import heard
 from tests.harness.training import WAYS, Training, batch
 
-COPIES = {
-    "deep": copy.deepcopy,
-    "shallow": copy.copy,
-    "pickled": lambda each: pickle.loads(pickle.dumps(each)),
-}
+COPIES = {"deep": copy.deepcopy, "shallow": copy.copy, "pickled": lambda each: pickle.loads(pickle.dumps(each))}
 
 
 # A rank that goes its own pace is pulled when the pull has come, and no two runs have the same bits.
@@ -32,11 +28,7 @@ def test_a_copied_or_pickled_state_stays_behind_with_a_warning(way: str) -> None
         with heard() as said:
             assert copied(training.state) is None, kind
         assert [type(training.state).__name__ in each for each in said] == [True]
-    for twin in (
-        copy.deepcopy(training.model),
-        AveragedModel(training.model),
-        copy.deepcopy(training.model.module),
-    ):
+    for twin in (copy.deepcopy(training.model), AveragedModel(training.model), copy.deepcopy(training.model.module)):
         twin(batch(0, 3)).square().mean().backward()
     assert torch.equal(training.run(2).values, alone.values)
     for each in (training, alone):

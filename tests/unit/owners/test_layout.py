@@ -28,9 +28,7 @@ def test_everything_travels_once_both_ways_in_its_owners_part(given: Any) -> Non
     for span, place in made.passing:
         assert span.numel == place.there.numel == place.back.numel
     # Spans of a bucket follow each other; they may touch.
-    assert [n for span, _ in made.passing for n in range(*span)] == [
-        n for span in spans for n in range(*span)
-    ]
+    assert [n for span, _ in made.passing for n in range(*span)] == [n for span in spans for n in range(*span)]
     places: list[Place] = [*made.items, *(place for _, place in made.passing)]
     for layout, both in ((made.there, [p.there for p in places]), (made.back, [p.back for p in places])):
         assert sorted(n for span in both for n in range(*span)) == [*range(sum(layout))]

@@ -17,17 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from crossover_ddp.errors import UnsupportedConfigurationError
-from crossover_ddp.pipeline import (
-    Action,
-    Cluster,
-    LayerProfile,
-    Plan,
-    Profile,
-    Runner,
-    Stage,
-    chain,
-    plan_pipeline,
-)
+from crossover_ddp.pipeline import Action, Cluster, LayerProfile, Plan, Profile, Runner, Stage, chain, plan_pipeline
 from crossover_ddp.pipeline import plan as planning
 from crossover_ddp.pipeline.model import EXCHANGE, StagedChain
 from crossover_ddp.pipeline.partition import Partitioner, balanced
@@ -41,15 +31,10 @@ INSTANCES = 300 if IN_CAMPAIGN else 60
 SEEDS = st.integers(0, 10**6)
 
 
-def random_instance(
-    dice: random.Random, *, layers: int, devices: int, memory: bool = False
-) -> tuple[Profile, Cluster]:
+def random_instance(dice: random.Random, *, layers: int, devices: int, memory: bool = False) -> tuple[Profile, Cluster]:
     """Return a chain and a cluster with costs of one magnitude; with ``memory`` some stages do not fit."""
     costs = ((0.5, 2), (1, 4), (0, 2), (0, 3), (0, 2))
-    made = [
-        LayerProfile(f"l{k}", *[dice.uniform(*each) for each in costs], frozen_bytes=k % 3)
-        for k in range(layers)
-    ]
+    made = [LayerProfile(f"l{k}", *[dice.uniform(*each) for each in costs], frozen_bytes=k % 3) for k in range(layers)]
     profile = Profile(tuple(made))
     rates = tuple([tuple([10 ** dice.uniform(-0.5, 1) for _ in range(devices)]) for _ in range(devices)])
     rooms = tuple([dice.uniform(20, 60) for _ in range(devices)]) if memory else ()
@@ -114,8 +99,7 @@ def random_chain(seed: int, split: bool = False) -> StagedChain:
     count = dice.randint(1, min(sizes.values()))
     devices = dice.sample(range(len(cluster)), len(cluster))
     edges, places = (
-        itertools.pairwise([0, *sorted(dice.sample(range(1, size), count - 1)), size])
-        for size in sizes.values()
+        itertools.pairwise([0, *sorted(dice.sample(range(1, size), count - 1)), size]) for size in sizes.values()
     )
     runs = zip(edges, places, strict=True)
     stages = [Stage(*layers, tuple(devices[slice(*place)])) for layers, place in runs]
@@ -313,9 +297,7 @@ def test_a_plan_is_no_longer_than_what_a_baseline_can_run(seed: int) -> None:
 
 def test_a_split_backward_is_tried_where_it_can_run() -> None:
     """A plan with replicas never has one: DDP knows whole backwards only."""
-    whole, split = (
-        plan_pipeline(even(8), flat(4), microbatches=8, max_replicas=1, split=s) for s in (False, True)
-    )
+    whole, split = (plan_pipeline(even(8), flat(4), microbatches=8, max_replicas=1, split=s) for s in (False, True))
     assert (whole.split, split.split) == (False, True)
     assert split.step_s < whole.step_s
     assert split.step_s <= (split.baselines["zero bubble"] or 0)

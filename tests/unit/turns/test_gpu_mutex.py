@@ -50,9 +50,7 @@ def test_shared_tells_of_siblings_when_the_turn_began(make: Make) -> None:
     assert found == [False, False, True, False]
 
 
-def test_a_caller_waits_for_its_device_in_turns_and_in_trials(
-    make: Make, threads: ThreadPoolExecutor
-) -> None:
+def test_a_caller_waits_for_its_device_in_turns_and_in_trials(make: Make, threads: ThreadPoolExecutor) -> None:
     """A host that runs ahead would count steps of one way that the device does in the other."""
 
     def train(mutex: GPUMutex) -> set[tuple[str, bool, bool]]:

@@ -42,8 +42,7 @@ def make(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     def make_channels(size: int = 2, timeout_s: float = SOON_S) -> list[TurnChannel]:
         groups: list[Any] = [
-            SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size, store=shared)
-            for rank in range(size)
+            SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size, store=shared) for rank in range(size)
         ]
         with ThreadPoolExecutor(size) as threads:
             made.extend(threads.map(lambda group: TurnChannel(group, timeout_s), groups))

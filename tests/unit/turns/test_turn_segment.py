@@ -21,15 +21,7 @@ from hypothesis import strategies as st
 from crossover_ddp._system.shared_memory import outer_user
 from crossover_ddp._turns import segment as segments
 from crossover_ddp._turns import view as segment_view
-from crossover_ddp._turns.segment import (
-    FILE_BYTES,
-    JOINED,
-    SLOT_BYTES,
-    SLOT_COUNT,
-    GroupFiles,
-    TurnSegment,
-    no_fork,
-)
+from crossover_ddp._turns.segment import FILE_BYTES, JOINED, SLOT_BYTES, SLOT_COUNT, GroupFiles, TurnSegment, no_fork
 from crossover_ddp._turns.view import look
 from crossover_ddp.cli.status import rows
 from crossover_ddp.errors import SegmentError
@@ -266,9 +258,7 @@ def test_a_log_that_is_a_link_is_refused(leftover: Path, join: Join) -> None:
         segment.draw_turn()
 
 
-def test_late_words_go_into_no_other_file(
-    join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_words_go_into_no_other_file(join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of a file that was closed is that of the next one that anybody opens."""
     segment, other, write = join(), tmp_path / "a user's", os.pwrite
     opened: list[int] = []

@@ -156,9 +156,7 @@ class Model:
         self._ends = [PLACES_PER_ROUND * rounds + QUEUE for rounds in rules.rounds]
         late = [j >= len(rules.jobs) - rules.late_jobs for j in range(len(rules.jobs))]
         kinds = [*zip(rules.jobs, rules.rounds, late, strict=True)]
-        self._twins = [
-            max((i for i in range(j) if kinds[i] == kind), default=None) for j, kind in enumerate(kinds)
-        ]
+        self._twins = [max((i for i in range(j) if kinds[i] == kind), default=None) for j, kind in enumerate(kinds)]
         self._decide, self._grant = cache(self._decide_uncached), cache(self._grant_uncached)
         self._member = cache(Member)
         ranks = [(j, r) for j, devices in enumerate(rules.jobs) for r in range(len(devices))]
@@ -366,15 +364,11 @@ class Model:
                 for lost, passed in self._decision(state, j, r)[1]:
                     stopped = any(each.stopped for k, _ in lost for each in state.jobs[k].ranks)
                     if stopped or state.hurries < self.rules.hurries:
-                        impatient = with_changed(
-                            state, j, r, passed=passed, lost=self._note(state, j, r, lost)
-                        )
+                        impatient = with_changed(state, j, r, passed=passed, lost=self._note(state, j, r, lost))
                         yield impatient._replace(hurries=state.hurries + (not stopped))
 
     def _stages(self, state: State, k: int, device: int) -> tuple[int, ...]:
-        return tuple(
-            rank.stage if self.rules.jobs[k][q] == device else 0 for q, rank in enumerate(state.jobs[k].ranks)
-        )
+        return tuple(rank.stage if self.rules.jobs[k][q] == device else 0 for q, rank in enumerate(state.jobs[k].ranks))
 
     def _note(self, state: State, j: int, r: int, lost: Sequence[tuple[int, int]]) -> tuple[Lost, ...]:
         known = {each.job: each for each in state.jobs[j].ranks[r].lost}
@@ -436,8 +430,7 @@ class Model:
     def _successors(self, state: State) -> Iterator[State]:
         onward = [*self.progress(state), *self.impatience(state)]
         finished = (
-            job.unhealthy or all(rank.place == self._ends[j] for rank in job.ranks)
-            for j, job in enumerate(state.jobs)
+            job.unhealthy or all(rank.place == self._ends[j] for rank in job.ranks) for j, job in enumerate(state.jobs)
         )
         if not onward and not all(finished):
             raise Violation(f"deadlock: {state}")
