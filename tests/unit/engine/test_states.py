@@ -15,15 +15,15 @@ COPIES = {"deep": copy.deepcopy, "shallow": copy.copy, "pickled": lambda each: p
 
 
 # A rank that goes its own pace is pulled when the pull has come, and no two runs have the same bits.
-REPEATABLE = WAYS | {"elastic": lambda *_: (ElasticState(2, "sync"), elastic_hook)}
+IN_STEP = {"elastic": lambda *_: (ElasticState(2, "sync"), elastic_hook)}
 
 
 @pytest.mark.defect("codecs-S11", "strangers-13", "turns-11")
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("way", [name for name in REPEATABLE if name != "split"])
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "split"])
 def test_a_copied_or_pickled_state_stays_behind_with_a_warning(way: str) -> None:
     """And a copy of the model trains as one without a hook, beside one that goes on."""
-    training, alone = Training(REPEATABLE[way]).run(3), Training(REPEATABLE[way]).run(5)
+    training, alone = (Training(IN_STEP.get(way, way)).run(steps) for steps in (3, 5))
     for kind, copied in COPIES.items():
         with heard() as said:
             assert copied(training.state) is None, kind
