@@ -59,8 +59,16 @@ class FlatBlock:
     def pieces(self, span: Span) -> list[torch.Tensor]:
         """Return the model's own memory of ``span``, as flat pieces."""
         first, last = bisect_right(self._stops, span.start), bisect_left(self._stops, span.stop) + 1
-        flats = zip(map(_flat, self.entries[first:last]), [0, *self._stops][first:last], strict=True)
-        return [flat[max(0, span.start - at) : span.stop - at] for flat, at in flats]
+        found, start = [], [0, *self._stops][first]
+        for entry, stop in zip(self.entries[first:last], self._stops[first:last], strict=True):
+            if (flat := _flat(entry)).numel() != stop - start:
+                raise UnsupportedConfigurationError(
+                    f"expected {entry.name} of {stop - start} elements, as before, got {flat.numel()}: what changes "
+                    "its size has no mean; make it a plain attribute of its module, not a buffer"
+                )
+            found.append(flat[max(0, span.start - start) : span.stop - start])
+            start = stop
+        return found
 
     def pack(self, span: Span, values: torch.Tensor) -> None:
         """Copy ``span`` into ``values``; into wider ones, which are of all, with what `add` has kept."""

@@ -50,6 +50,16 @@ def watched_by_kfac() -> Any:
     return model
 
 
+def grown(state: Any) -> Any:
+    network = nn.Linear(4, 2)
+    network.register_buffer("seen", torch.zeros(3))
+    model = model_of(state, network)
+    for _ in range(2):
+        backward(model)
+    network.seen = torch.zeros(5)
+    return model
+
+
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: model_of(LocalSGDState(4), find_unused_parameters=True), "find_unused_parameters=False, got True"),
     (
@@ -61,6 +71,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         "got it inside of fp16_compress_wrapper",
     ),
     (lambda: model_of(LocalSGDState(2), with_gaps()), "without gaps, got weight of shape"),
+    (lambda: grown(LocalSGDState(2)), "expected seen of 3 elements, as before, got 5"),
+    (lambda: grown(ElasticState(2, "sync")), "expected seen of 3 elements, as before, got 5"),
     (watched_by_kfac, "without K-FAC, got a KFACState that watches"),
 ]
 
