@@ -1,7 +1,7 @@
 """The hooks under DDP on a GPU: losses and parameters to the last bit those of plain DDP.
 
 All hooks in small models are in tests/conformance, K-FAC's are in test_kfac_gpu.py. Ranks share the GPU where there are
-not as many. With one rank the native way is forced where a test is about it.
+not as many.
 """
 
 import contextlib
@@ -25,7 +25,6 @@ from tests import fake_cuda
 from tests.gpu.races import meet
 from tests.harness import Job, run_jobs, run_ranks
 from tests.harness.groups import new_group
-from tests.harness.inside import force_native_alone
 from tests.harness.networks import mlp
 from tests.harness.oracles import error_of
 from tests.harness.training import WIDTH, Training
@@ -47,7 +46,6 @@ class Plan(NamedTuple):
     seed: int = 0
     steps: int = 8
     amp: str = "none"
-    force_native: bool = False
     meeting: str = ""  # a directory where sibling jobs wait for each other; none for a job alone
     processes: int = 0
 
@@ -75,15 +73,14 @@ def fp16(*_: Any) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def reproducible(plan: Any) -> Iterator[None]:
+def reproducible() -> Iterator[None]:
     """Deterministic algorithms without TF32, and put back how it was: the next test gets the same process."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
     matmul.allow_tf32 = cudnn.allow_tf32 = cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
     try:
-        with force_native_alone() if plan.force_native else contextlib.nullcontext():
-            yield
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
         matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
@@ -126,7 +123,7 @@ class OnDevice(Training):
 
 
 def train(rank: int, world_size: int, plan: Plan) -> Outcome:
-    with reproducible(plan):
+    with reproducible():
         training = OnDevice(rank, plan)
         losses = training.steps_of(2)  # buckets are rebuilt
         torch.cuda.synchronize()
@@ -175,14 +172,12 @@ RUNS = {
     "float16": (Plan("crossover", amp="float16", steps=4), 2, "gloo"),
     "decoupled, bfloat16": (Plan("decoupled", amp="bfloat16", steps=4), 2, "gloo"),
     "split, alone on NCCL": (Plan("split", steps=4), 1, "nccl"),
-    "crossover, native": (Plan("crossover", steps=4, force_native=True), 1, "nccl"),
-    "decoupled, native": (Plan("decoupled", steps=4, force_native=True), 1, "nccl"),
 }
 
 
 @pytest.mark.parametrize(("plan", "world_size", "backend"), RUNS.values(), ids=[*RUNS])
 def test_losses_equal_those_without_our_hook(plan: Plan, world_size: int, backend: str) -> None:
-    plain = plan._replace(hook="none", force_native=False)
+    plain = plan._replace(hook="none")
     expected = run(plain, world_size, backend)
     assert same(expected, run(plain, world_size, backend, again=True)), "plain DDP is not reproducible here"
     found = run(plan, world_size, backend)
@@ -195,7 +190,6 @@ def test_losses_equal_those_without_our_hook(plan: Plan, world_size: int, backen
     [
         pytest.param(Plan("crossover"), 2, "gloo", id="gloo"),
         pytest.param(Plan("fp16"), 2, "gloo", id="wrapped"),
-        pytest.param(Plan("crossover", force_native=True), 1, "nccl", id="one rank"),
         pytest.param(Plan("crossover"), 2, "nccl", id="nccl"),
     ],
 )

@@ -9,14 +9,12 @@ from collections.abc import Callable
 from typing import Any, Final
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 from crossover_ddp import DecoupledState, GPUMutex
 from crossover_ddp._averaging import shared_centre
 from crossover_ddp._decoupled.trial import BLOCK, WARM_UP, Trial
 from crossover_ddp._engine import links
-from crossover_ddp._engine.device import Device, Native
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._kfac import settings
 from crossover_ddp._system.comparing import PLAIN
@@ -61,15 +59,6 @@ def break_engine(error: Exception) -> Patch:
 def force_native() -> Patch:
     """Let gloo count as a backend with collectives of its own; it has all that is needed."""
     return mock.patch.object(Exchange, "sends_messages", lambda self, device: False)
-
-
-def force_native_alone() -> Patch:
-    """Let one rank on a device, which has nothing to send, take the backend's own collectives all the same."""
-
-    def made(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Native:
-        return Native(group, Device(device, by_host=False))
-
-    return mock.patch.object(Exchange, "_made", made)
 
 
 def pretend_times(state: DecoupledState, *, deferred_s: float, whole_s: float) -> None:

@@ -127,7 +127,7 @@ def errors_beside(oracle: Oracle, training: Any, steps: int, world_size: int) ->
         answer: list[Any] = [None]
         if training.rank == 0:
             runs = [
-                RankRun(copy.deepcopy(plain).double(), inputs.double(), cross_entropy(targets))
+                RankRun(copy.deepcopy(plain).cpu().double(), inputs.double(), cross_entropy(targets))
                 for inputs, targets in batches
             ]
             answer = [(oracle.step_of_runs(runs), oracle.least_scale)]

@@ -61,7 +61,7 @@ class Everything(nn.Module):
         x = torch.tanh(self.norm(self.first(x)))
         x = self.depthwise(torch.tanh(self.spread(torch.tanh(self.grouped(x)))))
         x = self.point(torch.tanh(x)).flatten(2).mT
-        x = torch.tanh(self.tokens(x)) + self.embedding(torch.arange(x.shape[1]) % 7)
+        x = torch.tanh(self.tokens(x)) + self.embedding(torch.arange(x.shape[1], device=x.device) % 7)
         x = self.twice(torch.tanh(self.twice(x)))
         return self.head(x.flatten(1))  # type: ignore[no-any-return]
 
@@ -173,11 +173,11 @@ CELLS = [
 
 
 class Called(Training):
-    def __init__(self, rank: int, case: Case) -> None:
+    def __init__(self, rank: int, case: Case, **given: Any) -> None:
         ddp = {**case.ddp, "bucket_cap_mb": case.cap_mb}
         self.case = case
         optimizers = self.two_optimizers if case.rates != (LR, LR) else None
-        options = {**asdict(case.settings), "codec": case.codec}
+        options = {**asdict(case.settings), "codec": case.codec, **given}
         super().__init__(rank, case.network(), data=case.data, ddp=ddp, optimizers=optimizers, **options)
         self.called = case.wrap(self.model)
 
@@ -191,7 +191,7 @@ class Called(Training):
         return self.case.rates[name.endswith("bias")]
 
     def loss(self, part: int = 0, parts: int = 1) -> Tensor:
-        inputs, targets = self.data(self.rank, self.steps)
+        inputs, targets = (each.to(self.device) for each in self.data(self.rank, self.steps))
         return F.cross_entropy(self.called(inputs).float(), targets)
 
 
