@@ -1,9 +1,7 @@
 """What arrives: the bits of plain DDP whatever the sizes, the traffic of others, and the number of messages before."""
 
-import contextlib
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from crossover_ddp._ddp.module_buffers import ModuleBuffers
 from crossover_ddp._engine.links import _GlooLink
-from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from tests.harness import in_ranks, inside, run_ranks
+from tests.harness import in_ranks, inside
 from tests.harness.networks import mlp
 from tests.harness.training import WIDTH, Training, muon_and_sgd, noted
 
@@ -45,19 +42,6 @@ def test_alone_all_is_done_at_once_without_a_thread(way: str) -> None:
     assert threading.enumerate() == before
     assert all(done)
     training.close()
-
-
-def of_a_codec(rank: int, world_size: int, native: bool) -> torch.Tensor:
-    """All parts are multiples of 128 bytes, so that both cut them alike."""
-    with inside.force_native() if native else contextlib.nullcontext():
-        training = Training("int8", rank, module=mlp(WIDTH, 64, 64, seed=0)).run(5)
-        training.close()
-    return training.values
-
-
-def test_a_codec_gives_the_same_bits_on_a_backend_of_its_own() -> None:
-    on_gloo, native = (run_ranks(of_a_codec, 2, args=(native,)) for native in (False, True))
-    assert all(torch.equal(each, on_gloo[0]) for each in on_gloo + native)
 
 
 @in_ranks(2)
@@ -113,7 +97,7 @@ COUNTED = pytest.mark.skipif(
     not Path("/proc/self/io").exists(), reason="the kernel does not count what a process writes"
 )
 WIDE = 128
-# Sent by a rank of two, as parts of the model's bytes: half there, half back.
+# Sent by a rank of two, as parts of the model's bytes: half there, half back. K-FAC's: multiprocess/test_kfac_wire.py.
 SENT = {
     "split": (1.0, 1.05),
     "crossover": (1.0, 1.05),
@@ -121,13 +105,7 @@ SENT = {
     "owned": (1.0, 1.15),
     "int8": (0.25, 0.32),
     "muon": (0.7, 0.8),
-    "kfac seldom": (1.0, 1.0),  # columns of four samples are 4 %
 }
-
-
-def kfac_seldom(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mutex: Any) -> tuple[Any, Any]:
-    """Neither factors nor solvers in the steps that are counted."""
-    return KFACState(model, optimizers[0], factor_update_steps=50, inv_update_steps=50), kfac_hook
 
 
 def sent_bytes() -> int:
@@ -141,7 +119,7 @@ def sent_bytes() -> int:
 @in_ranks()
 def test_bytes_on_the_wire(rank: int, world_size: int, way: str) -> None:
     training = Training(
-        kfac_seldom if way == "kfac seldom" else way,
+        way,
         rank,
         module=mlp(WIDTH, WIDE, WIDE, WIDE, WIDE, seed=0),
         optimizers=muon_and_sgd if way == "muon" else None,
