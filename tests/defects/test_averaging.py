@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
-from crossover_ddp.errors import CrossoverError
 from tests.harness import in_ranks, inside, run_ranks
 from tests.harness.groups import impatient_group
 from tests.harness.oracles import error_of, heard
@@ -79,23 +78,6 @@ def test_replicas_of_bfloat16_come_together(rank: int, mode: Any) -> None:
             break
     assert apart <= 1 / 128
     loop.close()
-
-
-def first_centre(rank: int, world_size: int, mode: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    # The owners' border is in the means.
-    network = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1))
-    loop = loop_of(ElasticState(9, mode), network).run(1)
-    centre = loop.state.state_dict()["kept"]["centre"]["0.running_mean"]
-    loop.close()
-    return centre, network[0].running_mean
-
-
-@pytest.mark.defect("codecs-S12")
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_the_centre_begins_with_one_replica_or_the_mean(mode: str) -> None:
-    (centre, first), (_, second) = run_ranks(first_centre, 2, args=(mode,))
-    candidates = first, second, (first + second) / 2, torch.zeros(4)
-    assert any(torch.allclose(centre, each) for each in candidates)
 
 
 @pytest.mark.defect("codecs-S7", "strangers-12")
@@ -240,32 +222,6 @@ def test_a_mean_that_one_rank_asks_for_is_an_error(rank: int) -> None:
 
     assert error_of(train) != "no error"
     loop.close()
-
-
-MEANS = {
-    "elastic": functools.partial(ElasticState, 2, "sync"),
-    "at once": functools.partial(LocalSGDState, 2),
-    "late": functools.partial(LocalSGDState, 2, 1),
-}
-
-
-@pytest.mark.parametrize("way", MEANS)
-@in_ranks(2)
-def test_of_a_mean_that_is_not_finite_nothing_is_taken_over(way: str) -> None:
-    """Whatever of it has come: what is of another type lies in a block of its own."""
-    network = nn.Linear(4, 4)
-    network.register_buffer("noted", torch.zeros(4, dtype=torch.bfloat16))
-    loop = loop_of(MEANS[way](), network).run(2)
-    network.noted[0] = float("nan")
-    own = loop.values
-    with contextlib.suppress(CrossoverError):
-        for _ in range(3):
-            loop.loss()
-            assert torch.equal(loop.values, own)
-            loop.step()
-            own = loop.values
-    assert torch.equal(loop.values, own)
-    assert "expected finite parameters" in error_of(loop.loss)
 
 
 @pytest.mark.parametrize("call", ["average", "averaged", "checkpoint"])

@@ -62,6 +62,7 @@ def test_rounds_can_be_replayed_from_their_log(rank: int, world_size: int, optim
 STEPS = 11
 
 
+@pytest.mark.defect("codecs-S12")
 @pytest.mark.parametrize(("world_size", "optimizer"), PACES)
 @in_ranks()
 def test_ranks_that_pull_together_walk_the_path_of_copies(rank: int, world_size: int, optimizer: str) -> None:
