@@ -141,16 +141,6 @@ def test_ranks_of_other_environments_are_told(rank: int, way: str, variable: str
     assert message.startswith(f"expected the same {variable} on all ranks, got")
 
 
-@pytest.mark.defect("strangers-0", "kfac-S10")
-@pytest.mark.parametrize("way", ["decoupled", "owned", "kfac", "muon"])  # others: journeys/test_replicas.py
-@in_ranks(2)
-def test_replicas_that_differ_are_found(rank: int, way: str) -> None:
-    training = Training(way, rank)
-    with torch.no_grad():
-        training.model.module[2].weight.add_(float(rank))
-    assert "2.weight" in error_of(lambda: training.run(10))
-
-
 # What rank 0 alone calls in mid-training; states have the model's own group.
 CHANGED: dict[str, Way] = {
     "load_state_dict": lambda model, optimizers, _: (

@@ -24,7 +24,8 @@ def part_from(training: Training, name: str) -> None:
         training.model.module.get_parameter(name).flatten()[0] += 1
 
 
-@pytest.mark.parametrize("way", ["split", "crossover", "wrapped", "int8"])
+@pytest.mark.defect("strangers-0", "kfac-S10")
+@pytest.mark.parametrize("way", ["split", "crossover", "wrapped", "int8", "decoupled", "kfac", "muon"])
 @in_ranks(3)
 def test_a_difference_is_one_error_that_names_parameter_ranks_and_step(rank: int, way: str) -> None:
     training = Training(way, rank)
@@ -92,10 +93,11 @@ def test_ranks_that_have_joined_are_not_compared(rank: int) -> None:
         training.run(3 + 6 * rank)
 
 
+@pytest.mark.parametrize("way", ["split", "owned"])  # owners' parameters take the place of others' behind the step
 @in_ranks(2)
-def test_each_model_of_a_group_has_steps_of_its_own(rank: int) -> None:
+def test_each_model_of_a_group_has_steps_of_its_own(rank: int, way: str) -> None:
     """Two models take turns on one group, the second one twice as often; rank 1 has another second one."""
-    first, second = Training("split", rank), Training("split", rank, module=mlp(WIDTH, 4, WIDTH, seed=1))
+    first, second = Training(way, rank), Training(way, rank, module=mlp(WIDTH, 4, WIDTH, seed=1))
     if rank:
         part_from(second, "2.bias")
 
