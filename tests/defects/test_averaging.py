@@ -120,8 +120,6 @@ def test_a_count_of_steps_is_exact_in_rounds() -> None:
 
 def train_wild(rank: int, world_size: int, device: str) -> tuple[torch.Tensor, int]:
     """Return the centre's way from the beginning, and how many process groups are left behind."""
-    if device == "cuda":
-        torch.cuda.set_device(rank)
     groups = dist.distributed_c10d._world.pg_map
     before = len(groups)
     with inside.pretend_host(f"host {rank}"):

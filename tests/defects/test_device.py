@@ -30,17 +30,13 @@ pytestmark = pytest.mark.fake_cuda
 STEPS = 5
 
 
-def own_device(rank: int) -> str:
-    torch.cuda.set_device(rank)
-    return f"cuda:{rank}"
-
-
 def on_device(rank: int, state: Any, hook: Any) -> Training:
     """Train on batches that are on the device before: copies of them would make the host wait."""
-    device = own_device(rank)
-    batches = [batch(rank, step).to(device) for step in range(3 * STEPS)]
+    batches: list[torch.Tensor] = []
     given: Any = {"loss": lambda model, _, step: model(batches[step]).square().mean()}
-    return Training(lambda *_: (state, hook), rank, device=device, **given)
+    training = Training(lambda *_: (state, hook), rank, device="cuda", **given)
+    batches += [batch(rank, step).cuda() for step in range(3 * STEPS)]
+    return training
 
 
 @pytest.mark.defect("codecs-S4")
@@ -55,12 +51,12 @@ def test_a_plan_on_nccl_is_made_or_refused_and_training_goes_on(rank: int) -> No
 
 def coded(rank: int, world_size: int, kind: str) -> list[float]:
     """Train with a branch that counts for nothing in the fourth step; half a matrix is cut alike by both."""
-    device, weights = own_device(rank) if kind == "cuda" else kind, (1.0, 0.5, 1.0, 0.0, 1.0)
+    weights = (1.0, 0.5, 1.0, 0.0, 1.0)
 
     def loss(model: Any, rank: int, step: int) -> torch.Tensor:
-        return model(gradient(rank, step).to(device), weights[step])  # type: ignore[no-any-return]
+        return model(gradient(rank, step).to(kind), weights[step])  # type: ignore[no-any-return]
 
-    training = compressed(rank, CompressedState(Int8()), Branches(), loss=loss, device=device)
+    training = compressed(rank, CompressedState(Int8()), Branches(), loss=loss, device=kind)
     return training.run(STEPS).values.tolist()  # type: ignore[no-any-return]
 
 
@@ -121,11 +117,10 @@ def test_nothing_is_taken_or_saved_of_a_mean_that_is_not_finite(rank: int, call:
 @in_ranks(2, backend="nccl")
 def test_clipping_sees_the_mean_that_a_codec_brings(rank: int) -> None:
     """However late the other ranks' parts are: the own part is the one that this rank has decoded."""
-    device = own_device(rank)
     module = mlp(25, 40, seed=0, bias=False)  # NCCL's parts begin at multiples of 32 elements
-    inputs = torch.randn(7, 8, 25, generator=torch.Generator().manual_seed(rank)).to(device)
-    loss: Any = {"loss": lambda model, _, step: model(inputs[step]).square().sum()}
-    training = Training(decoupled(codec=Int8()), module=module, device=device, **loss)
+    inputs = torch.randn(7, 8, 25, generator=torch.Generator().manual_seed(rank))
+    loss: Any = {"loss": lambda model, _, step: model(inputs[step].cuda()).square().sum()}
+    training = Training(decoupled(codec=Int8()), rank, module=module, device="cuda", **loss)
     for _ in range(7):  # the first one travels exact
         with late(nccl_us=40_000):
             training.backward()
@@ -166,7 +161,8 @@ def test_a_lease_follows_the_devices_turns(tmp_path: Path) -> None:
 
 def computing(rank: int, world_size: int, plan: Plan) -> bool:
     """Take a turn on another stream while kernels of the former one run; tell whether the sibling came in between."""
-    mutex, came = GPUMutex(plan.group, device=own_device(0), lease=LEASE_S), []
+    torch.cuda.set_device(0)
+    mutex, came = GPUMutex(plan.group, device=0, lease=LEASE_S), []
     first, other = torch.cuda.Stream(), torch.cuda.Stream()
     tell(plan, "joined")
     hear(plan, "joined", 3)
@@ -191,7 +187,8 @@ def computing(rank: int, world_size: int, plan: Plan) -> bool:
 
 
 def asking(rank: int, world_size: int, plan: Plan) -> None:
-    mutex = GPUMutex(plan.group, device=own_device(0), lease=LEASE_S)
+    torch.cuda.set_device(0)
+    mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
     tell(plan, "joined")
     hear(plan, "computing", 2)
     mutex.request()

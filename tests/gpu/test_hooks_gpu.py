@@ -90,7 +90,6 @@ class OnDevice(Training):
     """Trains as a plan says; losses stay on the device, so that the host runs ahead."""
 
     def __init__(self, rank: int, plan: Plan) -> None:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
         self.scaler = torch.amp.GradScaler("cuda", enabled=plan.amp == "float16")
         self._autocast = {"dtype": getattr(torch, plan.amp, torch.bfloat16), "enabled": plan.amp != "none"}
         self._generator = torch.Generator().manual_seed(100 * plan.seed + rank)
@@ -243,7 +242,6 @@ def test_pinned_memory_of_the_first_iteration_is_given_back() -> None:
 
 def told_of_a_dead_peer(rank: int, world_size: int) -> list[str]:
     """Rank 1 is killed in its third step; return what rank 0 is told, twice."""
-    torch.cuda.set_device(rank % torch.cuda.device_count())
     group = dist.new_group(timeout=timedelta(seconds=2))
     split = group, reduce_scatter_all_gather_hook
     training = Training(lambda *_: split, rank, device="cuda", process_group=group).run(2)

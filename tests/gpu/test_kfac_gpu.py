@@ -28,7 +28,6 @@ CASES = {
 
 class OnDevice(Called):
     def __init__(self, rank: int, name: str) -> None:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
         is_scaled = name == "a scaled loss"
         self.scaler = torch.amp.GradScaler("cuda", init_scale=GRADIENT_SCALE, enabled=is_scaled)
         super().__init__(rank, CASES[name], device="cuda", loss_scale=self.scaler.get_scale if is_scaled else 1.0)

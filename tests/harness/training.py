@@ -113,6 +113,7 @@ class Training:
         mutex: of the state, if it takes one.
         optimizers: makes them; default SGD with momentum, and Muon for its own way.
         schedule: makes a scheduler for each of them.
+        device: "cuda" is the rank's own, which becomes the current one.
         loss: default the mean square on `batch`.
         around: makes the registered hook of the package's.
         options: of DDP.
@@ -134,6 +135,8 @@ class Training:
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
+        if device == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         self.rank, self.steps = rank, 0
         self._loss = loss or (lambda model, *place: model(batch(*place).to(device)).square().mean())
         module = mlp(WIDTH, WIDTH, WIDTH, WIDTH, seed=3, tanh_last=True) if module is None else module

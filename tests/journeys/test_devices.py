@@ -72,9 +72,7 @@ def paused(seed: int) -> Any:
 
 
 def differing(rank: int, world_size: int, backend: str, way: str) -> list[int]:
-    device = "cpu" if backend == "cpu" else f"cuda:{rank}"
-    if backend != "cpu":
-        torch.cuda.set_device(device)
+    device = "cpu" if backend == "cpu" else "cuda"
     exact = way in ("split", "crossover", "wrapped", "decoupled")
     expected, found = trained(rank, device, "plain" if exact else way), []
     for seed in range(1, 1 + LATENESSES):
@@ -96,8 +94,7 @@ def test_what_is_late_changes_nothing(backend: str, way: str) -> None:
 
 @in_ranks(2, backend="gloo")
 def test_gradients_go_down_and_up_once(rank: int) -> None:
-    torch.cuda.set_device(rank)
-    training = Training("split", rank, device=f"cuda:{rank}").run(5)
+    training = Training("split", rank, device="cuda").run(5)
     copied = dict.fromkeys(("down", "up"), 0)
 
     def counted(way: str) -> Any:
@@ -139,8 +136,7 @@ def test_no_thread_makes_a_context_on_another_ranks_device() -> None:
 @pytest.mark.parametrize("way", ["owned", "muon"])
 @in_ranks(2, backend="nccl")
 def test_state_of_owners_comes_to_each_ranks_own_device(rank: int, way: str) -> None:
-    torch.cuda.set_device(rank)
-    training = Training(way, rank, device=f"cuda:{rank}").run(3)
+    training = Training(way, rank, device="cuda").run(3)
     training.state.consolidate()
     kept = [state for each in training.optimizers for state in each.state_dict()["state"].values()]
     tensors = [tensor for state in kept for tensor in state.values() if tensor is not None]
@@ -153,7 +149,6 @@ LATE_S = 0.1
 
 def overwritten(rank: int, world_size: int, way: str) -> int:
     """Train a model, drop it, and return how many numbers of what is made then somebody else has written."""
-    torch.cuda.set_device(rank)
     found, order = 0, Trip.__del__
 
     def late_order(trip: Trip) -> None:
@@ -161,7 +156,7 @@ def overwritten(rank: int, world_size: int, way: str) -> int:
         order(trip)
 
     for _ in range(2):
-        training, made = Training(CELLS[way], rank, device=f"cuda:{rank}").run(7), []
+        training, made = Training(CELLS[way], rank, device="cuda").run(7), []
         torch.cuda.synchronize()
         with (
             late(nccl_us=int(LATE_S * 1e6), copy_us=int(LATE_S / 4 * 1e6)),  # of copies some come one by one
@@ -187,8 +182,7 @@ def test_what_nobody_waits_for_writes_over_nothing(backend: str, way: str) -> No
 
 @in_ranks(2, backend="nccl")
 def test_factors_that_nobody_waits_for_do_not_hold_up_backward(rank: int) -> None:
-    torch.cuda.set_device(rank)
-    training = Training("kfac", rank, device=f"cuda:{rank}").run(3)
+    training = Training("kfac", rank, device="cuda").run(3)
     reached: list[torch.cuda.Event] = []
     first = next(training.model.parameters())
     first.register_hook(lambda _: reached.append(torch.cuda.current_stream().record_event()))
@@ -206,8 +200,7 @@ def test_factors_that_nobody_waits_for_do_not_hold_up_backward(rank: int) -> Non
 
 def drained(rank: int, world_size: int, us: int) -> torch.Tensor:
     """Train with K-FAC and a codec, the last step exact; behind its buckets others want memory of that size."""
-    torch.cuda.set_device(rank)
-    training, made = Training(CELLS["kfac int8"], rank, device=f"cuda:{rank}").run(5), []
+    training, made = Training(CELLS["kfac int8"], rank, device="cuda").run(5), []
 
     def others(*_: Any) -> None:
         made.extend([torch.full((numel,), 1e6, device="cuda") for numel in sizes for _ in range(20)])
@@ -232,8 +225,7 @@ def test_residuals_that_a_drained_step_adds_stay_until_the_device_has_read_them(
 @in_ranks(2, backend="gloo")
 def test_a_device_that_fails_under_way_is_an_error(rank: int, way: str) -> None:
     """Whatever the host asks of it is refused from then on, and the peer loses the connection."""
-    torch.cuda.set_device(rank)
-    training = Training(way, rank, device=f"cuda:{rank}").run(4)
+    training = Training(way, rank, device="cuda").run(4)
     if rank == 1:
         with pytest.raises(RuntimeError, match="exchange of bucket"):
             training.run(3)
@@ -260,10 +252,9 @@ def test_a_device_that_fails_under_way_is_an_error(rank: int, way: str) -> None:
 @in_ranks(2, backend="nccl")
 def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_the_first_gradients(rank: int) -> None:
     """On NCCL a Future is complete long before its kernels are: the device would idle inside of the turn."""
-    torch.cuda.set_device(rank)
     taken: list[float] = []
     turn = RecordingTurn(at_acquire=lambda: taken.append(time.monotonic()))
-    training = Training("decoupled", rank, device=f"cuda:{rank}", mutex=turn).run(6)
+    training = Training("decoupled", rank, device="cuda", mutex=turn).run(6)
     with late(nccl_us=int(LATE_S * 1e6)):
         training.step()
         launched_s = time.monotonic()
@@ -278,7 +269,6 @@ def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_the_first_gradie
 @in_ranks(2, backend="gloo")
 def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_done_a_wrapped_hook(rank: int) -> None:
     """Copies, and what a hook computes in callbacks, run outside of the turn."""
-    torch.cuda.set_device(rank)
     busy_s: list[float] = []
 
     def acquired() -> None:
@@ -287,7 +277,7 @@ def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_done_a_wrapped_h
         busy_s.append(time.monotonic() - begin_s)
 
     turn = RecordingTurn(at_acquire=acquired)
-    training = Training("wrapped", rank, device=f"cuda:{rank}", mutex=turn).run(3)
+    training = Training("wrapped", rank, device="cuda", mutex=turn).run(3)
     with late(copy_us=int(LATE_S * 1e6)):
         training.backward()
         assert busy_s[-1] < LATE_S / 2
