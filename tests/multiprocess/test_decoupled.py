@@ -109,14 +109,16 @@ def train(training: Training, verdict: bool | None = None) -> tuple[list[float],
 @pytest.mark.torch_version
 @in_ranks(2, timeout_s=120.0)
 def test_training_is_that_of_the_split_hook_whatever_is_chosen(rank: int) -> list[bool]:
-    """With bucket views and a verdict of the trial the job takes turns, one for each backward pass."""
+    """And nobody is warned. With bucket views and a verdict the job takes turns, one for each backward pass."""
     plain = training_of("split", rank)
     expected, chosen = train(plain)[0], []
     for views, verdict in itertools.product((True, False), (True, False, None)):
         mutex = GPUMutex(device=f"device{rank}") if views and verdict is not None else None
         way = decoupled(defer="auto")
-        training = training_of(way, rank, mutex=mutex, gradient_as_bucket_view=views)
-        losses, deferred = train(training, verdict)
+        with heard() as said:
+            training = training_of(way, rank, mutex=mutex, gradient_as_bucket_view=views)
+            losses, deferred = train(training, verdict)
+        assert said == []
         chosen.append(training.state.deferring)
         training.close()
         assert losses == expected
@@ -131,16 +133,6 @@ def test_training_is_that_of_the_split_hook_whatever_is_chosen(rank: int) -> lis
             assert STEPS <= mutex.stats()["turns"] <= FORWARDS + 4
             mutex.close()
     return chosen
-
-
-@in_ranks(2)
-def test_a_plain_loop_is_never_warned(rank: int) -> None:
-    with heard() as said:
-        training = training_of(decoupled(defer="auto"), rank)
-        inside.pretend_times(training.state, deferred_s=1.0, whole_s=2.0)
-        training.run(STEPS)
-    assert training.state.deferring is not None, "the trial is to be over"
-    assert said == []
 
 
 @pytest.mark.parametrize(

@@ -97,11 +97,6 @@ def test_log_has_a_start_each_step_an_evaluation_and_an_end(reference: list[list
 
 RESUMED = {
     "decoupled": [*CONVNET, "--steps", "10"],  # only the run that is stopped has the hook
-    # Factors and solvers in some steps only; a checkpoint lies between two of each.
-    "kfac": [
-        *(*CONVNET, "--hook", "kfac", "--damping", "0.03", "--kl-clip", "0.01", "--steps", "10"),
-        *("--factor-update-steps", "2", "--inv-update-steps", "4"),
-    ],
     "muon": [*SMALL_GPT, "--hook", "muon", "--optimizer", "muon", "--steps", "10"],
     "local_sgd": [*CONVNET, "--hook", "local_sgd", "--delay", "1", "--fragments", "4", "--steps", "10"],
     "adamw": [*SMALL_GPT, "--context", "128", "--batch-size", "50", "--epochs", "2"],
