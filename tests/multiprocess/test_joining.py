@@ -26,7 +26,6 @@ from tests.harness import Job, in_ranks, inside, run_jobs
 from tests.harness.groups import files_of, new_group
 from tests.harness.oracles import heard
 from tests.harness.training import WIDTH, Training, same
-from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import membership_of
 
 STEPS = 5
@@ -285,29 +284,3 @@ def test_a_job_whose_turns_break_on_one_device_goes_on_without(rank: int, bad_ra
     assert longest_s < LEASE_S / 2
     assert len(warnings) <= 1
     assert rank != bad_rank or "trains on without" in warnings[0]
-
-
-def share_an_idle_turn(rank: int, world_size: int, group: str, signs: str, trial: bool, is_first: bool) -> bool:
-    """Do nothing inside the first turn until the sibling is in its own, or has not come for long; did it come?"""
-    waits, inside = Path(signs) / "waits", Path(signs) / "inside"
-    mutex = GPUMutex(group, device="dev0", lease=LEASE_S, trial=trial)
-    if is_first:
-        eventually(lambda: mutex.stats()["siblings"] == 1)
-        mutex.acquire()
-        waits.touch()
-        came = eventually(inside.exists, timeout_s=TIMEOUT_S / 2 if trial else 1.0)
-        mutex.release()
-    else:
-        came = eventually(waits.exists, timeout_s=TIMEOUT_S / 2)
-        mutex.acquire()
-        inside.touch()
-        assert mutex.stats()["leases_expired"] == 0
-    mutex.close()
-    return came
-
-
-@pytest.mark.parametrize("trial", [True, False])
-def test_an_idle_turn_is_lent_where_that_is_wanted(tmp_path: Path, trial: bool) -> None:
-    group = new_group()
-    jobs = [Job(share_an_idle_turn, 1, (group, str(tmp_path), trial, is_first)) for is_first in (True, False)]
-    assert run_jobs(jobs, timeout_s=TIMEOUT_S) == [[trial], [True]]
