@@ -33,9 +33,7 @@ from tests.faults import lanes
 from tests.faults.averaging_worker import ELASTIC, LOCAL, REBUILD, digest
 from tests.faults.lanes import Lane, Rank, Told, hung
 from tests.harness.waiting import eventually
-from tests.multiprocess.averaging_oracle import copies_of
-from tests.multiprocess.elastic_oracle import Replay
-from tests.multiprocess.replicas import DelayedWalk, flat
+from tests.multiprocess.averaging_oracle import DelayedWalk, Replay, copies_of, flat
 
 KINDS = (*LOCAL, *ELASTIC)
 OWN_PACE = ("async", "wild")

@@ -17,8 +17,7 @@ from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.networks import mlp
 from tests.harness.training import WIDTH, Training
 from tests.harness.waiting import eventually
-from tests.multiprocess.averaging_oracle import OVERFLOWS, Trainer, new_scaler
-from tests.multiprocess.elastic_oracle import Replay
+from tests.multiprocess.averaging_oracle import OVERFLOWS, Replay, Trainer, new_scaler
 
 EVERY = 2
 
