@@ -1,4 +1,4 @@
-"""A short form of the mutex's campaign, and what judges it: `python -m tests.faults.mutex_campaign` is the long one."""
+"""Short forms of campaigns, and what judges the mutex's: `python -m tests.faults.mutex_campaign` is a long one."""
 
 import dataclasses
 import json
@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.faults import mutex_campaign
+from tests.faults import averaging_campaign, mutex_campaign
 from tests.faults.oracles import FOREVER, Leftovers, Rank, Story, read_rank, violations
 from tests.faults.schedules import FAULTS, MEDDLINGS, JobPlan, Schedule, schedule
 from tests.harness.campaign import SEED, only_in_campaign
 
 SHORT_EVENTS = 120
+AVERAGING_EVENTS = 4
 BROKEN_EVENTS = 20
 TOLD = {
     "overlap": "two holders",
@@ -24,8 +25,9 @@ TOLD = {
 LEASE_S = 1.0
 
 
-def run(tmp_path: Path, *arguments: object) -> dict[str, Any]:
-    return mutex_campaign.main([*map(str, arguments), "--keep", str(tmp_path)])
+def run(tmp_path: Path, *arguments: object, campaign: Any = mutex_campaign) -> dict[str, Any]:
+    found: dict[str, Any] = campaign.main([*map(str, arguments), "--keep", str(tmp_path)])
+    return found
 
 
 @pytest.mark.quiet
@@ -34,6 +36,15 @@ def test_random_faults_break_no_promise(tmp_path: Path) -> None:
     assert found["violations"] == 0, json.dumps(found["failures"], indent=1)
     assert found["events"] == SHORT_EVENTS
     assert found["turns"] > SHORT_EVENTS
+
+
+@pytest.mark.quiet
+def test_random_faults_of_replicas_leave_no_hang_and_no_wrong_bit(tmp_path: Path) -> None:
+    arguments = ["--seed", SEED, "--events", AVERAGING_EVENTS, "--lanes", 1]
+    found = run(tmp_path, *arguments, campaign=averaging_campaign)
+    assert found["failures"] == [], json.dumps(found["failures"], indent=1)
+    assert found["events"] == AVERAGING_EVENTS
+    assert found["steps"] > AVERAGING_EVENTS * averaging_campaign.STEPS / 4
 
 
 @only_in_campaign
