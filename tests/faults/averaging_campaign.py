@@ -30,10 +30,11 @@ import torch
 from crossover_ddp import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp._averaging.centre import ElasticRound
 from tests.faults import lanes
-from tests.faults.averaging_worker import ELASTIC, LOCAL, REBUILD, digest
+from tests.faults.averaging_worker import ELASTIC, LOCAL, REBUILD
 from tests.faults.lanes import Lane, Rank, Told, hung
 from tests.harness.waiting import eventually
 from tests.multiprocess.averaging_oracle import DelayedWalk, Replay, copies_of, flat
+from tests.multiprocess.compressed_training import digest
 
 KINDS = (*LOCAL, *ELASTIC)
 OWN_PACE = ("async", "wild")
@@ -200,14 +201,14 @@ class Story:
         seen = [steps_of(rank) for rank in ranks]
         for step in range(self.first + 1, self.first + STEPS + 1):
             walk.step()
-            expected = [digest(values) for values in walk.copies.snapshots()]
+            expected = [digest([values]) for values in walk.copies.snapshots()]
             for number, digests in enumerate(seen):
                 poisoned = plan.fault == "inf" and number == plan.victim and step > self.first + plan.at
                 if not poisoned and digests.get(step, expected[number]) != expected[number]:
                     yield f"rank {number} has other bits after step {step}"
                     return
         walk.average()
-        if means - {digest(walk.copies.snapshots()[0])}:
+        if means - {digest(walk.copies.snapshots()[:1])}:
             yield "the mean has other bits"
 
     def _wrong_replay(self, ranks: Sequence[Rank]) -> Iterator[str]:
@@ -221,7 +222,7 @@ class Story:
             replay.done = [self.first] * len(ranks)
         replay.run([last] * len(ranks))
         for number, values in enumerate(replay.trained):
-            if digest(values) != steps_of(ranks[number])[last]:
+            if digest([values]) != steps_of(ranks[number])[last]:
                 yield f"rank {number} has other bits than its rounds say"
 
 

@@ -1,6 +1,5 @@
 """A rank of the averaging states' campaign, which trains, saves, and writes down each step and each error."""
 
-import hashlib
 import json
 import os
 import time
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from crossover_ddp import CrossoverError, ExchangeError
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState
 from tests.multiprocess.averaging_oracle import NESTEROV, Trainer
+from tests.multiprocess.compressed_training import digest
 
 LOCAL: dict[str, dict[str, int]] = {
     "blocking": {"sync_every": 2},
@@ -33,10 +33,6 @@ def make_state(kind: str, group: Any) -> Any:
         outer = NESTEROV if kind == "diloco" else None
         return LocalSGDState(**LOCAL[kind], outer_optimizer=outer, process_group=group)
     return ElasticState(EVERY, kind, process_group=group)  # type: ignore[arg-type]
-
-
-def digest(values: torch.Tensor) -> str:
-    return hashlib.blake2b(values.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
 
 
 class Life:
@@ -77,11 +73,11 @@ class Life:
                 with torch.no_grad():
                     next(trainer.model.parameters()).view(-1)[0] = float("inf")
             trainer.step()
-            self._say(step=trainer.steps, digest=digest(trainer.values))
+            self._say(step=trainer.steps, digest=digest([trainer.values]))
             time.sleep(self._order["pace_s"])
         state.average()
         rounds = state.rounds() if isinstance(state, ElasticState) else []
-        self._say(averaged=digest(trainer.values), rounds=rounds)
+        self._say(averaged=digest([trainer.values]), rounds=rounds)
         checkpoint = {"model": trainer.model.module.state_dict(), "state": state.state_dict()}
         if self._rank == 0:
             torch.save(checkpoint, self._order["save"])

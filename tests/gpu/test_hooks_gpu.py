@@ -6,7 +6,6 @@ not as many.
 
 import contextlib
 import functools
-import hashlib
 import os
 import signal
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from tests.harness.groups import new_group
 from tests.harness.networks import mlp
 from tests.harness.oracles import error_of
 from tests.harness.training import WIDTH, Training
+from tests.multiprocess.compressed_training import digest
 
 pytestmark = pytest.mark.gpu
 
@@ -139,20 +139,13 @@ def train(rank: int, world_size: int, plan: Plan) -> Outcome:
         torch.cuda.synchronize()
         outcome = Outcome(
             [float(loss) for loss in losses],
-            digest(training.model, rank),
+            # Others have rank 0's buffers in the end: ours travel behind the gradients.
+            digest(training.weights() if rank == 0 else [*training.model.parameters()]),
             torch.cuda.max_memory_allocated() - before_bytes,
             training.state.stats() if mutex is not None else {},
         )
         training.close()
     return outcome
-
-
-def digest(model: nn.Module, rank: int) -> str:
-    """Sum up the parameters, and rank 0's buffers, which others have in the end: ours travel behind the gradients."""
-    summed = hashlib.sha256()
-    for tensor in model.state_dict().values() if rank == 0 else model.parameters():
-        summed.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
-    return summed.hexdigest()
 
 
 @functools.cache

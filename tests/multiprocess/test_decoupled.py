@@ -2,8 +2,11 @@
 
 import copy
 import itertools
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -13,7 +16,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from crossover_ddp import DecoupledState, GPUMutex
-from tests.harness import in_ranks, inside
+from tests.harness import in_ranks, inside, spawn_script
+from tests.harness.campaign import only_in_campaign
 from tests.harness.oracles import heard
 from tests.harness.training import Training, decoupled
 from tests.multiprocess.averaging_oracle import MAKERS, loss_of, network
@@ -148,3 +152,30 @@ def test_an_unknown_way_to_defer_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     with pytest.raises(ValueError, match="expected defer='auto' or 'always', got defer='never'"):
         DecoupledState(optimizer, defer="never")  # type: ignore[arg-type]
+
+
+WORKER = Path(__file__).with_name("memory_worker.py")
+BUCKET_BYTES = 4 * 1600 * 1600
+
+
+def peaks_bytes(way: str) -> list[int]:
+    with spawn_script(WORKER, 4, args=[way], forked=True) as ranks:
+        outputs = ranks.wait(120)
+    return [int(re.findall(r"peak of (\d+) bytes", output)[0]) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("plain", "hooked", "more_buckets"),
+    [
+        ("plain", "decoupled", 1),
+        # Four ranks save as much as directions take, which are computed while backward's memory is in use.
+        pytest.param("muon", "muon owners", 2, marks=only_in_campaign),
+        pytest.param("adamw", "adamw owners", 0, marks=only_in_campaign),
+    ],
+)
+def test_peak_is_that_of_plain_ddp_and_some_buckets(plain: str, hooked: str, more_buckets: int) -> None:
+    """Of memory, with four ranks: decoupled training's, owners', and Muon's beside plain DDP's."""
+    expected = peaks_bytes(plain)
+    assert min(expected) > 3 * 6 * BUCKET_BYTES, "parameters, gradients, momentum"
+    # On a busy machine a single rank may peak higher: what it receives early waits for it.
+    assert median(peaks_bytes(hooked)) <= median(expected) + more_buckets * BUCKET_BYTES
