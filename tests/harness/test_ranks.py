@@ -1,6 +1,7 @@
-"""Each way in which a rank can fail must turn the test red, with that rank's own words."""
+"""Each way in which a rank can fail must turn the test red, with that rank's own words; so must what a test leaves."""
 
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import Job, RankError, in_ranks, leaks, run_jobs, run_ranks
+from tests.harness.children import Child, end
 from tests.harness.waiting import eventually, gone
 
 
@@ -139,3 +141,53 @@ def test_every_run_starts_from_the_same_state_with_variables_that_do_not_stay(mo
     assert [variables for _, variables, _ in second] == [[None, None], [None, None]]
     assert [pid for pid, *_ in first] == [pid for pid, *_ in second], "clean processes are used again"
     assert [state for *_, state in first + second] == [[first[0][2][0], 1, False]] * 4
+
+
+def thread() -> Callable[[], object]:
+    ever = threading.Event()
+    threading.Thread(target=ever.wait, name="leaked-thread", daemon=True).start()
+    return ever.set
+
+
+def child() -> Callable[[], object]:
+    process = Child(["sleep", "30"], os.environ)
+    return lambda: end([process], grace_s=0.0)
+
+
+def variable() -> Callable[[], object]:
+    os.environ["LEAKED"] = "yes"
+    return lambda: None
+
+
+def segment() -> Callable[[], object]:
+    directory = Path(f"/dev/shm/crossover_ddp-leaked-{os.getpid()}")
+    directory.mkdir()
+    (directory / f"{os.environ['CROSSOVER_GROUP']}-0.turns").touch()
+    return lambda: shutil.rmtree(directory)
+
+
+def group() -> Callable[[], object]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return lambda: None
+
+
+@pytest.mark.parametrize(
+    ("leak", "told"),
+    [
+        (thread, "thread 'leaked-thread'"),
+        (child, r"child process \d+ \(sleep 30\)"),
+        (variable, "environment variable LEAKED: None became 'yes'"),
+        (segment, "file /dev/shm/crossover_ddp-leaked-"),
+        (group, "default process group"),
+    ],
+)
+def test_each_leak_fails_its_test_and_no_other(
+    leak: Callable[[], Callable[[], object]], told: str, monkeypatch: Any, request: pytest.FixtureRequest
+) -> None:
+    assert "_nothing_left_behind" in request.fixturenames, "all tests are looked at"
+    monkeypatch.setattr(leaks, "GRACE_S", 0.1)  # what leaks here does not end by itself
+    with pytest.raises(pytest.fail.Exception, match=f"the test left behind: {told}"), leaks.nothing_left_behind():
+        mend = leak()
+    assert "LEAKED" not in os.environ
+    assert not dist.is_initialized()
+    mend()
