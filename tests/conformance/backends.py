@@ -1,9 +1,12 @@
 """What carries the buckets: gloo by messages, a backend with collectives of its own, and a CUDA device on both."""
 
 import contextlib
+import functools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,13 +40,7 @@ def on_cuda() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def switched_off() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CROSSOVER_DISABLE", "1")
-        yield
-
-
+SWITCHED_OFF = functools.partial(mock.patch.dict, os.environ, {"CROSSOVER_DISABLE": "1"})
 # All that runs there in the short form, and what adds to it from three ranks on.
 SHORT = (
     *("many_buckets", "accumulation_viewed", "unused_parameters_viewed"),
@@ -54,7 +51,7 @@ _CUDA: dict[str, Any] = {"around": on_cuda, "world_sizes": (2,)}
 BACKENDS = {
     "gloo": Backend(),
     "native": Backend(around=inside.force_native, world_sizes=(2,), adds_in_order=False),
-    "switched_off": Backend(around=switched_off, world_sizes=(2,), adds_in_order=False, switches_off=True),
+    "switched_off": Backend(around=SWITCHED_OFF, world_sizes=(2,), adds_in_order=False, switches_off=True),
     "cuda_gloo": Backend(marks=(pytest.mark.gpu,), **_CUDA),
     "cuda_nccl": Backend("nccl", adds_in_order=False, marks=(pytest.mark.gpu,), **_CUDA),
 }

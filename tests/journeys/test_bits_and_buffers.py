@@ -97,15 +97,9 @@ COUNTED = pytest.mark.skipif(
     not Path("/proc/self/io").exists(), reason="the kernel does not count what a process writes"
 )
 WIDE = 128
-# Sent by a rank of two, as parts of the model's bytes: half there, half back. K-FAC's: multiprocess/test_kfac_wire.py.
-SENT = {
-    "split": (1.0, 1.05),
-    "crossover": (1.0, 1.05),
-    "decoupled": (1.0, 1.15),
-    "owned": (1.0, 1.15),
-    "int8": (0.25, 0.32),
-    "muon": (0.7, 0.8),
-}
+# Sent by a rank of two, as parts of the model's bytes: half there, half back. K-FAC's: multiprocess/test_kfac_wire.py;
+# of others that send as much as the split, what is given to gloo: multiprocess/test_stats.py.
+SENT = {"split": (1.0, 1.05), "int8": (0.25, 0.32), "muon": (0.7, 0.8)}
 
 
 def sent_bytes() -> int:
