@@ -23,22 +23,9 @@ from crossover_ddp import UnsupportedConfigurationError
 from crossover_ddp._system.device import device_name
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests import fake_cuda
+from tests.gpu import races
 from tests.gpu.kernels import Interval, busy_kernel, gaps_s, intervals, overlaps
-from tests.gpu.races import (
-    LEASE_S,
-    TIMEOUT_S,
-    TURNS,
-    WARM_UP_TURNS,
-    Plan,
-    check_turns,
-    hear,
-    meet,
-    mutex_of,
-    new_plan,
-    run_race,
-    take_turn,
-    tell,
-)
+from tests.gpu.races import LEASE_S, TIMEOUT_S, Plan, hear, meet, mutex_of, new_plan, run_race, take_turn, tell
 from tests.harness import Job, run_jobs, spawn_script
 from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import membership_of
@@ -51,7 +38,7 @@ LONG_NS = 1_000_000_000
 @pytest.mark.parametrize("variant", ["mutex", "side", "streams", "graph"])
 def test_kernels_of_two_jobs_never_overlap(variant: str, tmp_path: Path, capsys: Any) -> None:
     [[first], [second]] = run_race(new_plan(tmp_path, variant=variant))
-    check_turns(first, second)
+    races.check_turns(first, second)
     gaps = gaps_s(first.ran, second.ran)
     with capsys.disabled():  # a figure for docs/measurements.md
         print(
@@ -60,7 +47,7 @@ def test_kernels_of_two_jobs_never_overlap(variant: str, tmp_path: Path, capsys:
             f"median of {len(gaps)}, at most {1e6 * max(gaps):.0f}"
         )
     # A host that runs ahead of its device draws several turns; the fake device's hosts are its devices, and busy.
-    assert len(gaps) >= (1 if fake_cuda.is_here() else TURNS), "the jobs did not alternate"
+    assert len(gaps) >= (1 if fake_cuda.is_here() else races.TURNS), "the jobs did not alternate"
 
 
 NO_CLOCK = pytest.mark.gpu(real="no clock: on a busy machine kernels of the two need not meet")
@@ -74,7 +61,7 @@ def test_the_same_run_overlaps_when_the_device_does_not_wait(variant: str, tmp_p
 
 def test_a_turn_belongs_to_all_ranks_of_a_job_on_the_device(tmp_path: Path) -> None:
     for mine, theirs in itertools.product(*run_race(new_plan(tmp_path, processes=4, turns=10), world_size=2)):
-        check_turns(mine, theirs)
+        races.check_turns(mine, theirs)
 
 
 def test_giving_back_does_not_wait_for_the_device(tmp_path: Path) -> None:
@@ -183,7 +170,7 @@ MANY_TURNS = 1000 if fake_cuda.is_here() else 3000
 def test_thousands_of_turns_leave_nothing_behind(tmp_path: Path) -> None:
     for [outcome] in run_race(new_plan(tmp_path, turns=MANY_TURNS, spin_ns=10_000)):
         before, after = outcome.held
-        assert outcome.stats["turns"] == MANY_TURNS + WARM_UP_TURNS
+        assert outcome.stats["turns"] == MANY_TURNS + races.WARM_UP_TURNS
         assert after[0] <= before[0]
         assert after[1] == before[1]
         # What is enqueued on the fake device lies in the process's own memory, for as long as it is late.

@@ -10,15 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from crossover_ddp import (
-    CompressedState,
-    DecoupledState,
-    Int8,
-    LocalSGDState,
-    compressed_hook,
-    decoupled_hook,
-    local_sgd_hook,
-)
+import crossover_ddp as ddp
 from crossover_ddp._engine import states
 from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import in_ranks
@@ -32,9 +24,9 @@ PATIENCE_S = 3.0
 
 # Of a model and its optimizers the state; the hook.
 KINDS: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
-    "owners": (lambda _, optimizers: DecoupledState(optimizers[0], owners="layers"), decoupled_hook),
-    "replicas": (lambda *_: LocalSGDState(4), local_sgd_hook),
-    "codec": (lambda model, _: CompressedState(Int8(), process_group=model.process_group), compressed_hook),
+    "owners": (lambda _, optimizers: ddp.DecoupledState(optimizers[0], owners="layers"), ddp.decoupled_hook),
+    "replicas": (lambda *_: ddp.LocalSGDState(4), ddp.local_sgd_hook),
+    "codec": (lambda model, _: ddp.CompressedState(ddp.Int8(), process_group=model.process_group), ddp.compressed_hook),
 }
 
 

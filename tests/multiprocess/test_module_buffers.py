@@ -8,12 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import (
-    CrossoverState,
-    UnsupportedConfigurationError,
-    crossover_wrapper,
-    reduce_scatter_all_gather_hook,
-)
+import crossover_ddp as ddp
 from tests.harness import in_ranks
 from tests.harness.training import WIDTH, Training, batch, decoupled
 
@@ -28,7 +23,7 @@ def broadcasts() -> Any:
 
 
 def wrapped_split(*_: Any) -> tuple[Any, Any]:
-    return CrossoverState(), crossover_wrapper(reduce_scatter_all_gather_hook)
+    return ddp.CrossoverState(), ddp.crossover_wrapper(ddp.reduce_scatter_all_gather_hook)
 
 
 def training_of(hook: str | None, rank: int) -> Training:
@@ -99,7 +94,7 @@ def test_statistics_are_those_of_plain_ddp_whatever_comes_between_steps(rank: in
 def test_a_forward_that_goes_past_ddps_hooks_is_refused(rank: int) -> None:
     """Nobody would copy rank 0's buffers in, and DDP broadcasts none."""
     training = training_of("decoupled", rank).run(STEPS)
-    with pytest.raises(UnsupportedConfigurationError, match=r"not model\.forward"):
+    with pytest.raises(ddp.UnsupportedConfigurationError, match=r"not model\.forward"):
         training.model.forward(batch(rank, 0)).sum().backward()
     training.drop()
     training.run(2).close()

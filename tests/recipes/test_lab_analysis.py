@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -37,11 +38,9 @@ def siblings(turns: int = 10) -> list[TimelineSpan]:
     return sorted(spans, key=lambda each: each.begin_s)
 
 
-def steps(
-    lengths_s: Sequence[float], *, busy_s: float | None = None, wire_bytes: int | None = None
-) -> list[MeteredStep]:
-    ends_s = [0.0, *accumulate(lengths_s)]
-    return [MeteredStep(number, *times, busy_s, wire_bytes, 0.0) for number, times in enumerate(pairwise(ends_s))]
+def steps(lengths_s: Sequence[float], begin_s: float = 0.0, **figures: Any) -> list[MeteredStep]:
+    ends_s = accumulate(lengths_s, initial=begin_s)
+    return [MeteredStep(number, *times, **figures) for number, times in enumerate(pairwise(ends_s))]
 
 
 @pytest.mark.parametrize(
@@ -79,8 +78,8 @@ def test_what_cannot_be_worked_out_is_refused(made: Callable[[], object], messag
 
 
 def test_figures_of_a_job_alone() -> None:
-    log = steps([9.0, 5.0, 3.0] + [1.5] * 10, busy_s=1.0, wire_bytes=12_500_000)
-    slower = steps([9.0, 5.0, 3.0] + [1.5] * 10, busy_s=1.25, wire_bytes=12_500_000)
+    log = steps([9.0, 5.0, 3.0] + [1.5] * 10, core_busy_s=1.0, wire_bytes=12_500_000)
+    slower = steps([9.0, 5.0, 3.0] + [1.5] * 10, core_busy_s=1.25, wire_bytes=12_500_000)
     exchanges = [span("a", "exchange", 17 + 1.5 * i + 1, 17 + 1.5 * i + 1.5) for i in range(10)]
     exchanges.append(span("a", "exchange", 1.0, 9.0))  # in the warm-up: left out
     figures = job_figures("a", {0: log, 1: slower}, exchanges, rate_mbit=200, alone=True)
@@ -94,7 +93,7 @@ def test_figures_of_a_job_alone() -> None:
 
 
 def test_beside_a_sibling_computation_comes_from_spans_and_wire_bytes_are_unknown() -> None:
-    log = steps([2.0] * 10, busy_s=1.99, wire_bytes=100)
+    log = steps([2.0] * 10, core_busy_s=1.99, wire_bytes=100)
     figures = job_figures("a", {0: log, 1: log}, siblings(), rate_mbit=200, alone=False)
     assert figures.busy_s == pytest.approx(0.999)
     assert figures.exposed_s == pytest.approx(0.501)
@@ -188,22 +187,17 @@ def test_names_and_shares_are_written_in_the_picture_of_the_middle(tmp_path: Pat
 PLAIN = Way("--hook none", warm_up=0)
 
 
-def log(*, begin_s: float, step_s: float, steps: int) -> list[MeteredStep]:
-    ends = [begin_s + number * step_s for number in range(steps + 1)]
-    return [MeteredStep(number, *ends[number : number + 2]) for number in range(steps)]
-
-
 def test_a_lone_job_takes_the_mean_of_its_steps() -> None:
     accumulated = Way("--accumulate 4", warm_up=1, batches=4)
-    assert batch_s([log(begin_s=3.0, step_s=2.0, steps=4)], accumulated) == pytest.approx(0.5)
+    assert batch_s([steps([2.0] * 4, 3.0)], accumulated) == pytest.approx(0.5)
 
 
 def test_siblings_are_timed_while_both_train() -> None:
     """One begins later and ends later; in between they make three steps in two seconds."""
-    first, second = log(begin_s=0.0, step_s=1.0, steps=10), log(begin_s=2.5, step_s=2.0, steps=10)
+    first, second = steps([1.0] * 10), steps([2.0] * 10, 2.5)
     assert batch_s([first, second], PLAIN) == pytest.approx(2 / 3)
     with pytest.raises(ValueError, match="expected jobs that train at the same time"):
-        batch_s([log(begin_s=0.0, step_s=1.0, steps=2), log(begin_s=5.0, step_s=1.0, steps=2)], PLAIN)
+        batch_s([steps([1.0] * 2), steps([1.0] * 2, 5.0)], PLAIN)
 
 
 def test_losses_are_compared_as_long_as_both_train() -> None:
