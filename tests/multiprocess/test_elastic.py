@@ -116,10 +116,9 @@ def test_a_rank_that_blows_up_spoils_nobody(rank: int, mode: str) -> None:
 
 
 def apart(rank: int, mode: Any, device: str, **options: Any) -> Training:
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
     training = Training(
         lambda *_: (ElasticState(1, mode, 0.3), elastic_hook),
+        rank,
         device=device,
         optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr=0.0)],
         **options,
