@@ -44,23 +44,6 @@ def training() -> Iterator[Training]:
         made.state.close()
 
 
-# Who waits for sums that nobody ends hears no signal.
-@pytest.mark.timeout(60, method="thread")
-def test_a_loop_goes_on_after_its_last_bucket_was_refused_before_it_travelled() -> None:
-    """With K-FAC: tests/unit/kfac/test_kfac_state.py."""
-    ddp, losses = {"find_unused_parameters": True}, list[float]()
-    training = Training(decoupled=True, make=lambda m: torch.optim.SGD([*m.parameters()][1:], lr=0.1), ddp=ddp)
-    with refused(match=r"got 1 that are not in it \(0\.weight\)"):
-        training.backward(0)
-    training.optimizer.add_param_group({"params": training.held[:1]})
-    for _ in range(4):
-        training.drop()
-        losses.append(training.backward(0))
-        training.optimizer.step()
-    assert losses[-1] < losses[0]
-    training.state.close()
-
-
 LOOKS: dict[str, Callable[[Training], object]] = {
     "flush": lambda t: t.state.flush(),
     "model.state_dict": lambda t: t.model.state_dict(),

@@ -1,19 +1,15 @@
 """What becomes of journeys: failures are final and reach everybody, ends are ends."""
 
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._engine.buckets import Backward, Bucket
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Gate, Meter
 from crossover_ddp._engine.links import Link
 from crossover_ddp.errors import ExchangeError
-from tests.harness import in_ranks, single_process_group
+from tests.harness import in_ranks
 from tests.harness.oracles import error_of
 
 CPU = torch.device("cpu")
@@ -27,19 +23,6 @@ async def fails(link: Link) -> None:
 
 async def gathers(link: Link) -> None:
     await link.all_gather(torch.ones(link.size), [1] * link.size)
-
-
-def test_a_failure_ends_all_that_is_under_way() -> None:
-    never = Gate()
-
-    async def waits(link: Link) -> None:
-        await never
-
-    with single_process_group():
-        waiting = Exchange.of(None).begin(waits, NOTHING, "what waits")
-        for trip in (Exchange.of(None).begin(fails, NOTHING, "it"), waiting):
-            with pytest.raises(ExchangeError, match="ours"):
-                trip.wait()
 
 
 @in_ranks(3, timeout_s=90)
@@ -73,17 +56,3 @@ def test_a_closed_exchange_takes_nothing_and_leaves_its_number_to_another(rank: 
     assert len(channels) == 1
     with pytest.raises(ExchangeError, match="make a new one"):
         lane.begin(gathers, NOTHING, "it").wait()
-
-
-def test_backward_is_exposed_from_its_last_bucket_until_all_are_back() -> None:
-    backward, meter = Backward(), Meter()
-
-    def ends(done_s: float, begun_s: float, *, last: bool = False) -> float:
-        bucket: Any = SimpleNamespace(backward=backward, meter=meter, begun_s=begun_s, last=last)
-        Bucket.waited_for(bucket, done_s)
-        return meter.exposed_s
-
-    assert ends(1.0, 0.0) == 0.0
-    assert ends(3.0, 2.0, last=True) == 1.0
-    assert ends(3.5, 0.5) == 1.5
-    assert ends(3.2, 0.5) == 1.5

@@ -1,14 +1,11 @@
-"""Both solvers against dense algebra on vec(∇), and with factors that no solver likes."""
+"""Both solvers with factors that no solver likes; against dense algebra on others: tests/multiprocess/test_kfac.py."""
 
 import itertools
 import math
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from crossover_ddp._kfac.curvature import SOLVERS as BY_NAME
@@ -29,32 +26,6 @@ def factor_of(seed: int, groups: int, size: int, rank: int | None = None) -> Ten
 def gradient_of(seed: int, groups: int, g: int, a: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randn(groups, g, a, generator=generator, dtype=torch.float64)
-
-
-@given(
-    groups=st.integers(1, 3),
-    a=st.integers(1, 6),
-    g=st.integers(1, 6),
-    damping=st.sampled_from([1e-3, 0.03, 1.0]),
-    pi=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-)
-@settings(max_examples=40, deadline=None)
-def test_the_step_is_the_dense_one(groups: int, a: int, g: int, damping: float, pi: bool, dtype: Any) -> None:
-    factors = factor_of(a, groups, a), factor_of(g + 10, groups, g)
-    gradient = gradient_of(a + g, groups, g, a)
-    rounded = [tensor.to(dtype) for tensor in (*factors, gradient)]
-    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}[dtype]
-    before = [tensor.clone() for tensor in rounded]
-    for name, solver in BY_NAME.items():
-        made = solver.compute(rounded[0], rounded[1], damping, pi=pi)
-        assert made.strained == 0
-        got = made.precondition(rounded[2])
-        expected = direction(name, gradient, *factors, damping, pi=pi)
-        assert got.dtype == dtype
-        scale = float(expected.abs().max())
-        torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance * scale)
-    assert all(map(torch.equal, rounded, before)), "factors and gradient are left as they were"
 
 
 SIZE = 12

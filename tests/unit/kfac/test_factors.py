@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 from typing import Literal
-from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from crossover_ddp._kfac import factors as factors_module
-from crossover_ddp._kfac.factors import WeightSharing, input_columns, output_columns, pack_triangle
+from crossover_ddp._kfac.factors import WeightSharing, input_columns, output_columns
 from crossover_ddp._kfac.layers import LayerShape, find_layers, layer_shape
 from tests.multiprocess.kfac_oracle import factors_of_rows, input_rows, output_rows
 
@@ -167,20 +164,6 @@ def symmetric(groups: int, size: int) -> Tensor:
     torch.manual_seed(size)
     upper = torch.randn(groups, size, size).triu()
     return upper + upper.triu(1).mT
-
-
-@given(st.integers(1, 4), st.integers(1, 300), st.integers(0, 5), st.sampled_from([16, 128]))
-@settings(max_examples=60, deadline=None)
-def test_triangles_survive_packing_into_a_buffer(groups: int, size: int, gap: int, block: int) -> None:
-    factor, numel = symmetric(groups, size), groups * size * (size + 1) // 2
-    buffer = torch.full((numel + 2 * gap,), torch.nan)
-    packed = buffer[gap : gap + numel]
-    with mock.patch.object(factors_module, "_PACK_BLOCK", block):
-        pack_triangle(factor, packed)
-        assert torch.equal(factors_module.unpack_triangle(packed, groups, size), factor)
-    assert buffer[:gap].isnan().all()
-    assert buffer[gap + numel :].isnan().all()
-    assert torch.equal(packed.sort().values, factor[torch.ones_like(factor).triu().bool()].sort().values)
 
 
 @pytest.mark.parametrize("start", ["batch", "identity"])

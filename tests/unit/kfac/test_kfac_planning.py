@@ -6,18 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._kfac.placement import LayerCost, expected_buckets, most_columns, place, spreads
+from crossover_ddp._kfac.placement import LayerCost, expected_buckets, place, spreads
 
 
 def layer(name: str, dim: int, gradient_bytes: int = 0) -> LayerCost:
     return LayerCost(name, 1, dim, 1, gradient_bytes)
-
-
-@given(dim=st.integers(1, 500), world_size=st.integers(2, 9))
-def test_columns_travel_where_those_of_all_ranks_are_fewer_numbers(dim: int, world_size: int) -> None:
-    most = most_columns(dim, world_size)
-    assert world_size * most * dim < dim * (dim + 1) / 2 <= world_size * (most + 1) * dim
-    assert most_columns(dim, 1) == 0
 
 
 @given(data=st.data(), dims=st.lists(st.integers(1, 3), min_size=1, max_size=12))

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import timm.optim
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 
@@ -94,19 +92,6 @@ def test_an_optimizer_is_accepted_left_as_it_was_and_its_steps_in_parts_are_the_
     (states, groups), (wanted, of_plain) = (each.state_dict().values() for each in (partial, plain))
     torch.testing.assert_close(states, wanted, rtol=0, atol=0)
     assert str(groups) == str(of_plain)
-
-
-@given(st.tuples(*[st.integers(0, 3)] * 4), st.tuples(*[st.integers(0, 1)] * 4))
-@settings(max_examples=25, deadline=None)
-def test_any_parts_of_any_groups_are_the_step(cuts: Sequence[int], group: Sequence[int]) -> None:
-    def make(parameters: Iterable[Any]) -> Optimizer:
-        numbered = [*zip(parameters, group, strict=True)]
-        groups = [{"params": [p for p, g in numbered if g == n], "lr": 0.1 / (1 + n)} for n in (0, 1)]
-        return torch.optim.SGD([each for each in groups if each["params"]], lr=1.0, momentum=0.9)
-
-    parts = [[i for i, cut in enumerate(cuts) if cut == which] for which in range(4)]
-    (expected, _), (got, _) = trained(make), trained(make, parts)
-    assert all(map(torch.equal, got, expected))
 
 
 class SumsPerGroup(torch.optim.SGD):

@@ -187,11 +187,7 @@ def test_jobs_that_share_a_device_through_others_are_siblings() -> None:
     [
         (1.3, 1, None, None),
         (1.6, 2, None, SIDE),
-        (0.6, 2, None, BACK),
-        (1.3, 2, None, None),
-        (1.3, 3, None, SIDE),
         (1.03, 7, None, None),
-        (1.03, 8, None, SIDE),
         (1.01, 8, None, BACK),
         (0.99, 8, SIDE, SIDE),
         (0.97, 8, SIDE, BACK),

@@ -3,11 +3,11 @@
 The largest worlds are for the campaign. For each of them a smaller one stays that has the same kinds of events.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from crossover_ddp._turns.rules import Blocker, Grant, Lost, Member, Mode, Patience, TurnLog, Word, blockers
+from crossover_ddp._turns.rules import Blocker, Grant, Lost, Member, Patience, Word, blockers
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.unit.turns.turn_model import Model, Rules, Violation
 
@@ -84,58 +84,6 @@ def waits_for_others(by: int) -> Callable[..., list[Blocker]]:
     return waits_for
 
 
-def waits_for_started_turns_only(grant: Grant, own_job: int, members: Sequence[Member]) -> list[Blocker]:
-    return [each for each in blockers(grant, own_job, members) if each.member.started > each.member.returned]
-
-
-def with_joined_at(seen: Callable[[int], int]) -> type[TurnLog]:
-    """Take the places at which the owners of slots have joined for others."""
-
-    class Mistaken(TurnLog):
-        def grant(self, turn: int, own_job: int, members: Iterable[Member]) -> Grant:
-            members = [each._replace(joined_at=seen(each.joined_at)) for each in members]
-            return super().grant(turn, own_job, members)
-
-    return Mistaken
-
-
-class NotWaitingWhereTurnsPay(TurnLog):
-    """Does not wait once it was decided that turns pay."""
-
-    def grant(self, turn: int, own_job: int, members: Iterable[Member]) -> Grant:
-        grant = super().grant(turn, own_job, members)
-        return grant._replace(after=()) if grant.mode is Mode.TURNS else grant
-
-
-class ForgivesForGood(Patience):
-    """Never waits again for a slot that it has once ceased to wait for."""
-
-    def _passes(self, blocker: Blocker) -> bool:
-        return any(slot == blocker.member.slot for slot, *_ in self.passed)
-
-
-class ForgivesJobsNotSlots(Patience):
-    """Passes all of a job's slots over for as long as one of them has not moved."""
-
-    def remaining(self, waiting: Sequence[Blocker], members: Sequence[Member], now_s: float) -> float | None:
-        stuck = {
-            each.job
-            for each in members
-            if each.started > each.returned
-            and (each.slot, each.incarnation, each.started, each.returned) in self.passed
-        }
-        return super().remaining([each for each in waiting if each.member.job not in stuck], members, now_s)
-
-
-class ForgivesSlotsNotJobs(Patience):
-    """Waits for a lease of each slot of a job, one after the other."""
-
-    def _lose(self, lost: Lost, members: Sequence[Member]) -> None:
-        fresh = [each for each in members if each.job == lost.job and not self._passes(Blocker(each, 0))]
-        others = [each for each in members if self._passes(Blocker(each, 0))]
-        super()._lose(lost, [*others, *fresh[:1]])
-
-
 class ForgivesOneTurnOnly(Patience):
     """Waits for a lease of every turn that a stopped job has drawn."""
 
@@ -149,26 +97,14 @@ class ForgivesOneTurnOnly(Patience):
 
 
 OVERLAP, DEADLOCK, SECOND_LEASE = "before job . has given back", "deadlock", "waits for a second lease"
-BOTH, STOP = Rules(TWO, (2, 2)), Rules(TWO, (2, 2), stops=1)
-SLOT_REUSED, GOING_ON = Rules(THREE, (1, 1, 1), late_jobs=1), Rules(ALONE, (3, 1), loans=1, goes_on=True)
+BOTH = Rules(TWO, (2, 2))
+# Further ones, in the functions themselves: tests/seeded/faults/turns.txt.
 WRONG = {
-    "a-mutex-per-device": (BOTH._replace(mutex_per_device=True), DEADLOCK),
-    "a-mutex-per-device-ring": (Rules(RING, (1, 1, 1), mutex_per_device=True), DEADLOCK),
-    "overlapping-too-few": (Rules(OVERLAPPING, (2, 2), waits_for=waits_for_others(-1)), OVERLAP),
-    "no-wait": (BOTH._replace(waits_for=lambda *_: []), OVERLAP),
     "one-turn-too-few": (BOTH._replace(waits_for=waits_for_others(-1)), OVERLAP),
     "one-turn-too-many": (BOTH._replace(waits_for=waits_for_others(1)), DEADLOCK),
-    "started-turns-only": (BOTH._replace(waits_for=waits_for_started_turns_only), OVERLAP),
     "reads-before-it-appends": (BOTH._replace(draw_steps=("read", "append", "look")), OVERLAP),
     "looks-before-it-appends": (BOTH._replace(late_jobs=1, draw_steps=("look", "append")), OVERLAP),
-    "an-earlier-owners-turns": (SLOT_REUSED._replace(turn_log=with_joined_at(lambda _: -1)), DEADLOCK),
-    "the-first-turn-missed": (BOTH._replace(turn_log=with_joined_at(lambda at: at + 1)), OVERLAP),
-    "no-wait-where-turns-pay": (BOTH._replace(words=(BACK,), turn_log=NotWaitingWhereTurnsPay), OVERLAP),
-    "nothing-given-back-after-going-on": (GOING_ON._replace(goes_on_lent=False), DEADLOCK),
-    "forgives-for-good": (STOP._replace(patience=ForgivesForGood), OVERLAP),
-    "forgives-all-slots": (Rules(SLOTS, (2, 2), hurries=1, patience=ForgivesJobsNotSlots), OVERLAP),
-    "a-lease-for-each-turn": (STOP._replace(patience=ForgivesOneTurnOnly), SECOND_LEASE),
-    "a-lease-for-each-slot": (Rules(SLOTS, (2, 2), stops=1, patience=ForgivesSlotsNotJobs), SECOND_LEASE),
+    "a-lease-for-each-turn": (BOTH._replace(stops=1, patience=ForgivesOneTurnOnly), SECOND_LEASE),
 }
 
 

@@ -26,6 +26,7 @@ from crossover_ddp._turns.view import look
 from crossover_ddp.cli.status import rows
 from crossover_ddp.errors import SegmentError
 from tests.harness import in_ranks
+from tests.harness.campaign import IN_CAMPAIGN
 from tests.unit.turns.mutexes import DEVICE, Join, files, home, jobs, join_at, member, state
 
 REST = SLOT_BYTES - 8  # of a slot behind its state
@@ -118,7 +119,7 @@ def test_a_full_bell_blocks_nobody(join: Join) -> None:
 
 @in_ranks(4)
 def test_joining_races_with_the_last_one_leaving(rank: int, tmp_path: Path) -> None:
-    for _ in range(150):
+    for _ in range(150 if IN_CAMPAIGN else 50):
         segment = join_at(tmp_path, job=rank)
         turn = segment.draw_turn()
         # A log that another one has removed and made anew would not hold what was drawn.

@@ -119,9 +119,6 @@ class Rules(NamedTuple):
     draw_steps: tuple[str, ...] = ("append", "look")
     waits_for: Callable[[Grant, int, Sequence[Member]], list[Blocker]] = real.blockers
     patience: type[Patience] = Patience
-    turn_log: type[TurnLog] = TurnLog
-    mutex_per_device: bool = False
-    goes_on_lent: bool = True  # such a number counts as given back if the turn had been before
     alone: bool = True  # a rank that sees no sibling on its device begins without its number
 
 
@@ -189,8 +186,6 @@ class Model:
     def _decide_uncached(
         self, grant: Grant, j: int, members: tuple[Member, ...], passed: frozenset[Progress]
     ) -> tuple[bool, frozenset[Loss]]:
-        if self.rules.mutex_per_device:
-            return all(each.job == j or each.started <= each.returned for each in members), frozenset()
         waiting = self.rules.waits_for(grant, j, members)
         if self.rules.patience(passed=passed).remaining(waiting, members, 0.0) is None:
             return True, frozenset()
@@ -222,7 +217,7 @@ class Model:
     def _grant_uncached(self, turn: int, j: int, seen: tuple[Member, ...], records: bytes) -> Grant:
         trial = Trial(j)
         trial.look(seen)
-        log = self.rules.turn_log(trial)
+        log = TurnLog(trial)
         log.read(records)
         return log.grant(turn, j, seen)
 
@@ -292,10 +287,10 @@ class Model:
                 yield self._go_on(state, j, r)
 
     def _go_on(self, state: State, j: int, r: int) -> State:
-        """Give the turn that a rank is in the number that was drawn meanwhile."""
+        """Give the turn that a rank is in the number that was drawn meanwhile; lent, it counts as given back."""
         rank = state.jobs[j].ranks[r]
         turn = state.jobs[j].grants[rank.round + 1].turn
-        returned = turn if rank.lent and self.rules.goes_on_lent else rank.returned
+        returned = turn if rank.lent else rank.returned
         place = rank.place + PLACES_PER_ROUND
         return with_changed(state, j, r, place=place, started=turn, returned=returned)
 
@@ -383,7 +378,7 @@ class Model:
         device, rank = self.rules.jobs[j][r], state.jobs[j].ranks[r]
         if grant.turn <= rank.started:
             raise Violation(f"job {j} starts turn {grant.turn} after {rank.started}: {state}")
-        if self.rules.mutex_per_device or not grant.mode.waits:
+        if not grant.mode.waits:
             return
         lost = {each.job: each for each in rank.lost}
         for k, other in enumerate(state.jobs):
