@@ -1,16 +1,12 @@
 """Stations and journeys, without processes: one thread at a time, one end, and errors wherever a journey is."""
 
 import itertools
-import os
-import threading
-import weakref
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 import pytest
 
-from crossover_ddp._engine.journeys import Place, Station, Trip, at_once
-from tests.harness.waiting import eventually
+from crossover_ddp._engine.journeys import Place, Trip, at_once
 
 Ends = list[BaseException | None]
 
@@ -30,33 +26,6 @@ class Parked:
 
     def __await__(self) -> Generator[Any, None, None]:
         yield lambda go_on: setattr(self, "go_on", go_on)
-
-
-def test_a_station_is_a_thread_in_order_of_arrival_takes_nothing_in_a_fork_and_keeps_nothing_alive_when_idle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[Any] = []
-    station, done, kept = Station("here", lambda: seen.append("adopted")), threading.Event(), Parked()
-
-    async def way(number: int) -> None:
-        await station
-        seen.append((number, threading.current_thread().name))
-
-    for number in range(3):
-        start(way(number))
-    alive = weakref.ref(kept)
-    station.put(lambda kept=kept: done.set())
-    assert done.wait(60)
-    del kept
-    assert eventually(lambda: alive() is None)
-    assert seen == ["adopted", (0, "here"), (1, "here"), (2, "here")]
-    with monkeypatch.context() as fork, pytest.raises(RuntimeError, match="this process is a fork of its owner"):
-        fork.setattr(os, "getpid", lambda: 0)
-        station.put(lambda: None)
-    station.stop()
-    assert station.join(60)
-    with pytest.raises(RuntimeError, match="takes no more work"):
-        raise start(way(3))[1][0] or AssertionError("the journey went on")
 
 
 def test_what_is_no_exception_ends_the_journey_and_goes_on() -> None:
