@@ -13,7 +13,9 @@ from crossover_ddp._compression.codec import CodecChoice, Scratch, codecs_of
 from crossover_ddp._compression.coded_link import CodedLink, parts_of
 from crossover_ddp._ddp.contents import Run
 from crossover_ddp._ddp.layout import spans_of
+from crossover_ddp._engine.links import LinkAround
 from crossover_ddp.codecs import Codec, Half, Int8, PerPair, SIDCo
+from tests.multiprocess.identity_codec import Identity
 
 # A large matrix, a bias, and matrices whose last blocks are short.
 SHAPES = [(40000, 1), (50,), (3000, 1), (20,), (7, 1)]
@@ -65,14 +67,14 @@ class InOneProcess:
 
 
 class Ranks:
-    """All ranks of one bucket."""
+    """All ranks of one bucket; owners with work double what they have."""
 
     def __init__(self, codec: CodecChoice, world_size: int, device: torch.device = CPU, **options: Any) -> None:
         share = sum(NUMELS) // world_size
         self.layout = [share] * (world_size - 1) + [sum(NUMELS) - share * (world_size - 1)]
         parameters = [torch.empty(shape, device="meta") for shape in SHAPES]
         runs = [Run(p, 0, span) for p, span in zip(parameters, spans_of(tuple(NUMELS)), strict=True)]
-        self.parts = parts_of(runs, self.layout)
+        self.parts, self.has_work = parts_of(runs, self.layout), bool(options.get("has_work"))
         self.by_collectives = options.pop("by_collectives", False)
         each = codecs_of(codec), parameters, self.parts, device, Scratch()
         self.coded = [CodedLink(link, *each, **options) for link in self._links()]
@@ -82,14 +84,22 @@ class Ranks:
         size = len(self.layout)
         return [InOneProcess(rank, size, mail, self.by_collectives) for rank in range(size)]
 
-    def step(self, flats: Sequence[torch.Tensor]) -> None:
+    def step(self, flats: Sequence[torch.Tensor], *, drained: bool = False) -> None:
         """Replace each rank's gradient by the mean."""
+        kept = self.kept() if drained else []
 
         async def journey(rank: int, link: Any) -> None:
             coded, flat = self.coded[rank], flats[rank]
-            coded.encode(flat, link)
-            await coded.reduce_scatter(flat, self.layout)
-            await coded.all_gather(flat, self.layout)
+            way: LinkAround = coded
+            if drained:  # ranks' residuals are in the gradients
+                flat.add_(kept[rank])
+                coded.drained(link)
+            else:
+                coded.encode(flat, link)
+            own = await way.reduce_scatter(flat, self.layout)
+            if self.has_work:
+                own.mul_(2)
+            await way.all_gather(flat, self.layout)
 
         async def run() -> None:
             journeys = (journey(rank, link) for rank, link in enumerate(self._links()))
@@ -184,6 +194,22 @@ def check_infinities(codecs: CodecChoice, bad: float, device: torch.device) -> N
 @pytest.mark.parametrize("codecs", [*PAIRS[:3], (SIDCo(0.05), Int8())], ids=repr)
 def test_infinities_reach_all_ranks_and_no_residual(codecs: CodecChoice, bad: float) -> None:
     check_infinities(codecs, bad, CPU)
+
+
+@pytest.mark.parametrize("codec", [Int8(), Identity()], ids=repr)
+def test_what_owners_make_of_the_mean_comes_back(codec: Codec) -> None:
+    """Twice the mean, rounded by two codecs; what is missing comes with an exact step."""
+    ranks, missing, steps = Ranks(codec, 3, has_work=True), torch.zeros(sum(NUMELS)), 4
+    exact = torch.cat([torch.full((shape[0],), len(shape) == 1) for shape in SHAPES])
+    for step in range(steps):
+        flats = gradients(3, step)
+        wanted = 2 * torch.stack(flats).mean(0)
+        ranks.step(flats, drained=step == steps - 1)
+        assert all(torch.equal(flat, flats[0]) for flat in flats)
+        assert torch.allclose(flats[0][exact], wanted[exact], atol=1e-6)
+        missing += wanted - flats[0]
+        is_rounded = codec != Identity() and step < steps - 1
+        assert bool(missing.abs().max() > 1e-3) == is_rounded
 
 
 def test_what_is_no_codec_is_refused() -> None:

@@ -1,6 +1,6 @@
 """Under torch.compile, decoupled training makes as many graphs as plain DDP, and has its weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from tests.harness import inside
 from tests.harness import training as harness
 from tests.unit.decoupled.decoupled_training import assert_same, inputs
 
-pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
+pytestmark = [pytest.mark.usefixtures("process_group", "fresh_compiler"), pytest.mark.torch_version]
 STEPS = 8
 
 
@@ -45,13 +45,6 @@ class Blocks(nn.Module):
 
 # What is compiled: the network by a wrapper or in place, the DDP model, or block by block.
 WAYS = ("network", "network in place", "model", "blocks")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Trained(harness.Training):

@@ -1,4 +1,4 @@
-"""Stations and journeys, without processes: one thread at a time, one end, and errors wherever a journey is."""
+"""Journeys, without processes: one end, and errors wherever a journey is; stations: tests/journeys."""
 
 import itertools
 from collections.abc import Callable, Coroutine, Generator

@@ -4,10 +4,9 @@ Only what ends up in the step's gradient forms factors, whatever else a training
 """
 
 import copy
-import importlib.util
 import itertools
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -346,22 +345,6 @@ def test_layers_are_skipped_by_patterns_or_names_any_of_a_shared_one() -> None:
         find_layers(Zoo(), skip="first")
 
 
-# Into how many graphs a compiled model falls where layers are captured: what docs/kfac.md says of it.
-LAYERS = 4
-CALLS = 5
-MOST = 2 * LAYERS + 2
-
-
-@pytest.fixture
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Where tqdm is installed torch's compiler uses it, and it starts a thread for good.
-    if importlib.util.find_spec("tqdm"):
-        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 class Stack(nn.Sequential):
     """Four layers with something before, between and behind them; a loop over them would be one cut."""
 
@@ -379,7 +362,7 @@ def graphs_by_call(widths: Sequence[int], *skip: str) -> list[int]:
     counter, model, counts = CompileCounter(), Stack(widths), []
     capture = FactorCapture(find_layers(model, skip)[0], sharing="expand", model=model)
     called = torch.compile(DistributedDataParallel(model), backend=counter)
-    for call in range(CALLS):
+    for call in range(5):
         capture.begin_step()
         capture.active = call % 2 == 0
         called(torch.randn(3, widths[0])).sum().backward()
@@ -387,12 +370,13 @@ def graphs_by_call(widths: Sequence[int], *skip: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("widths", [(4,) * (LAYERS + 1), (4, 5, 6, 7, 8)])
+@pytest.mark.parametrize("widths", [(4, 4, 4, 4, 4), (4, 5, 6, 7, 8)])
 @pytest.mark.usefixtures("process_group", "fresh_compiler")
 def test_the_graph_is_cut_around_each_captured_layer_and_made_once(widths: Sequence[int]) -> None:
+    """As docs/kfac.md says."""
     counts = graphs_by_call(widths)
     # What is before, between and behind the layers; some compilers make one of a layer's own code, too, and parts
     # that have the same code may share one.
-    assert 2 <= counts[0] <= MOST
+    assert 2 <= counts[0] <= 2 * 4 + 2
     assert len(set(counts[1:])) == 1, "nothing is compiled again, whether a step takes factors or not"
     assert graphs_by_call(widths, "*")[-1] <= 2, "layers that are skipped are not cut out"
