@@ -1,7 +1,8 @@
 """One fault, the tables that faults stand in, and the copy of the tree that they are seeded into.
 
 A table, ``faults/*.txt``, has after ``@`` a file, and of each mistake in it a reason after ``#``, what pytest is given
-after ``$``, and a diff whose lines are whole: those with a space or a minus stand once in the file.
+after ``$`` (if that is not what it is given for the mistake above), and a diff whose lines are whole: those with a
+space or a minus stand once in the file.
 """
 
 import shlex
@@ -49,7 +50,7 @@ def read(table: str) -> list[Fault]:
         if line[0] == "@":
             path = line[2:]
         elif line[0] == "#":
-            faults.append(Fault(path, line[2:]))
+            faults.append(Fault(path, line[2:], faults[-1].tests if faults else []))
         elif line[0] == "$":
             faults[-1].tests = shlex.split(line[2:])
         else:

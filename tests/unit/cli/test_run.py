@@ -12,12 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 
 from crossover_ddp import cli
-from crossover_ddp.cli import jobs
 from crossover_ddp.cli import run as cli_run
 from tests.harness.waiting import eventually, state
 
@@ -211,12 +209,6 @@ def test_siblings_have_one_group_and_ports_of_their_own(runs: Runs, monkeypatch:
     assert variables(run, 2, "CROSSOVER_GROUP") == ["mine", "mine"]
     assert [variables(run, 2, name) for name in ports] == [["7000", "7001"]] * 2
     assert variables(runs("env; : --nnodes 2", "env"), 1, "MASTER_PORT") == ["29500"]
-
-
-def test_ports_are_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs.socket, "socket", MagicMock())  # all are free
-    monkeypatch.setattr(jobs, "_NOT_EPHEMERAL", range(20, 30))
-    assert sorted(itertools.islice(jobs.free_ports(), 10)) == [*range(20, 30)]
 
 
 def test_commands_of_files_have_variables_of_their_own(runs: Runs, tmp_path: Path) -> None:

@@ -181,15 +181,6 @@ def test_reading_brings_up_to_date_what_is_read(way: str, pending: Pending) -> N
     assert pending.is_pending == (names != ALL)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_is_an_ordinary_module(copied: Callable[[nn.Module], nn.Module], pending: Pending) -> None:
-    twin = copied(pending.network)
-    pending.pend()
-    twin(torch.ones(1, 6))
-    assert pending.updated() == []
-    assert all(type(module._parameters) is dict for module in twin.modules())
-
-
 def test_a_module_looks_as_before_when_guards_are_down_with_what_was_set_meanwhile(pending: Pending) -> None:
     module: Any = pending.network.get_submodule("0")
     module.register_parameter("late", nn.Parameter(torch.ones(1)))

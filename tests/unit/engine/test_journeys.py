@@ -8,14 +8,11 @@ import pytest
 
 from crossover_ddp._engine.journeys import Place, Trip, at_once
 
-Ends = list[BaseException | None]
 
-
-def start(way: Coroutine[Any, Any, None]) -> tuple[Trip, Ends]:
-    ends: Ends = []
+def start(way: Coroutine[Any, Any, None], ends: list[BaseException | None]) -> Trip:
     trip = Trip("it", Place())
     trip.start(at_once, way, at_once, lambda _, error: ends.append(error))
-    return trip, ends
+    return trip
 
 
 class Parked:
@@ -29,20 +26,20 @@ class Parked:
 
 
 def test_what_is_no_exception_ends_the_journey_and_goes_on() -> None:
-    ends: Ends = []
+    ends: list[Any] = []
 
     async def way() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Trip("it", Place()).start(at_once, way(), at_once, lambda _, error: ends.append(error))
+        start(way(), ends)
     assert isinstance(ends[0], KeyboardInterrupt)
 
 
 def test_all_orders_of_a_journey_two_wakers_and_two_errors() -> None:
     """Whatever comes when, from whichever side: the way runs on one side at a time, ends once, and cleans up."""
     for order in set(itertools.permutations(["go on", "go on", "throw", "throw"])):
-        parked, finals = Parked(), []
+        parked, finals, ends = Parked(), [], []
 
         async def way(parked: Parked = parked, finals: list[int] = finals) -> None:
             try:
@@ -51,7 +48,7 @@ def test_all_orders_of_a_journey_two_wakers_and_two_errors() -> None:
             finally:
                 finals.append(1)
 
-        journey, ends = start(way())
+        journey = start(way(), ends)
         for call in order:
             parked.go_on() if call == "go on" else journey.throw(ValueError(call))
         assert len(ends) == 1 and finals == [1], order

@@ -154,3 +154,19 @@ def test_every_group_is_tried() -> None:
 def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got optimizer=list"):
         check_separable([])  # type: ignore[arg-type]
+
+
+class Failing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if any(group["params"] for group in self.param_groups):
+            raise ArithmeticError("no")
+
+
+def test_a_failing_step_leaves_groups_and_gradients_as_they_were() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = Failing([parameter], lr=1.0)
+    groups, partial = optimizer.param_groups, PartialOptimizer(optimizer)
+    with pytest.raises(ArithmeticError):
+        partial.apply(partial.plan(), [Update(parameter, torch.ones(1))])
+    assert optimizer.param_groups is groups
+    assert parameter.grad is None

@@ -336,9 +336,10 @@ class Order(DeviceOrder):
         assert end.wait(SOON_S)
 
 
-def test_siblings_and_who_leaves_wait_for_the_device_and_who_cannot_say_so_ends_its_turns(
+def test_who_leaves_waits_for_the_device_and_who_cannot_say_so_ends_its_turns(
     make: Make, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """That siblings wait for it: tests/gpu."""
     monkeypatch.setattr(joining, "order_on", lambda device: Order())
     first, second, leaving = make(), make(), make()
 
@@ -351,10 +352,6 @@ def test_siblings_and_who_leaves_wait_for_the_device_and_who_cannot_say_so_ends_
         over: threading.Event = order.over
         return over
 
-    over = end_a_turn(first)
-    with held_up(threads, second):
-        over.set()
-    second.release()
     over = end_a_turn(leaving)
     closing = threads.submit(leaving.close)
     assert not eventually(lambda: second.stats()["siblings"] == 1, 0.1), "it left before the device had ended"

@@ -6,7 +6,6 @@ In real jobs, with ranks that come late or leave first: tests/multiprocess/test_
 import datetime
 import gc
 import math
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -23,29 +22,22 @@ from crossover_ddp._turns.rules import Grant
 from crossover_ddp.errors import TurnError
 from tests.harness import single_process_group
 
-SOON_S = 60.0
-Make = Callable[..., list[TurnChannel]]
+Make = Callable[[dist.Store], list[TurnChannel]]
 
 
 @pytest.fixture
-def store(request: pytest.FixtureRequest) -> dist.Store:
-    is_served = request.param == "TCPStore"
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if is_served else dist.HashStore()
-
-
-@pytest.fixture
-def make(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Make the channels of two ranks on a store."""
     monkeypatch.setattr(turn_channel, "_get_process_group_store", lambda group: group.store)
-    shared = dist.PrefixStore(uuid.uuid4().hex, store)
     made: list[TurnChannel] = []
 
-    def make_channels(size: int = 2, timeout_s: float = SOON_S) -> list[TurnChannel]:
+    def make_channels(store: dist.Store) -> list[TurnChannel]:
         groups: list[Any] = [
-            SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size, store=shared) for rank in range(size)
+            SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2, store=store) for rank in range(2)
         ]
-        with ThreadPoolExecutor(size) as threads:
-            made.extend(threads.map(lambda group: TurnChannel(group, timeout_s), groups))
-        return made[-size:]
+        with ThreadPoolExecutor(2) as threads:
+            made.extend(threads.map(lambda group: TurnChannel(group, 60.0), groups))
+        return made[-2:]
 
     yield make_channels
     for channel in made:
@@ -57,15 +49,15 @@ def receive(channel: TurnChannel) -> Grant:
     return channel.receive()
 
 
-@pytest.mark.parametrize("store", ["HashStore"], indirect=True)  # where the channel has made the server
 def test_an_ended_store_and_a_silent_lead_rank_are_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()  # beside which the channel makes a server
     with monkeypatch.context() as patch:
         patch.setattr(turn_channel, "group_timeout_s", lambda group: 0.4)
-        _, other = make()
+        _, other = make(store)
     other.listen(lambda: None)
     with pytest.raises(TurnError, match="expected the job's next turn from its lead rank within 0 s"):
         receive(other)
-    _, other = make()
+    _, other = make(store)
     other.listen(lambda: None)
     turn_channel._servers.clear()
     gc.collect()
@@ -73,10 +65,10 @@ def test_an_ended_store_and_a_silent_lead_rank_are_told(make: Make, monkeypatch:
         receive(other)
 
 
-@pytest.mark.parametrize("store", ["TCPStore"], indirect=True)
 def test_grants_are_removed_by_who_listens_and_else_by_the_lead_rank(make: Make) -> None:
     """The lead rank seldom waits for the store as long as another one does its work."""
-    lead, other = make()
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    lead, other = make(server)
     other.listen(lambda: None)
     lead._store = store = mock.Mock(wraps=lead._store)
     count, looks = 2 * turn_channel._KEPT, 2 * turn_channel._KEPT // turn_channel._LOOK

@@ -34,7 +34,6 @@ LARGE = {
 }
 WORLDS = {
     "two-jobs": Rules(TWO, (3, 3)),
-    "two-jobs-late-draw": Rules(TWO, (3, 3), early_draw=False),
     "two-deaths": Rules(TWO, (2, 2), deaths=2),
     "a-stop-and-a-death": Rules(TWO, (2, 2), stops=1, deaths=1),
     "two-leases-of-slow-jobs": Rules(TWO, (2, 2), hurries=2),
@@ -57,7 +56,6 @@ WORLDS = {
     "ring-a-loan": Rules(RING, (1, 1, 1), loans=1),
     "side-by-side": Rules(TWO, (2, 2), words=(SIDE,)),
     "side-by-side-and-back": Rules(TWO, (1, 2), words=(SIDE, BACK)),
-    "side-by-side-a-death": Rules(TWO, (1, 1), words=(SIDE,), deaths=1),
     "side-by-side-a-stop": Rules(TWO, (1, 1), words=(SIDE,), stops=1),
     "three-jobs-side-by-side": Rules(THREE, (1, 1, 1), words=(SIDE,)),
     "overlapping-side-by-side": Rules(OVERLAPPING, (1, 2), words=(SIDE,)),

@@ -114,7 +114,6 @@ class Rules(NamedTuple):
     words: tuple[Word, ...] = ()  # what lead ranks write into the log, in this order and at any moment
     loans: int = 0  # how many turns may be published as given back before they are over
     goes_on: bool = False  # a job of one rank may draw inside a turn, whose number that turn has if it lasts
-    early_draw: bool = True
     # What is before the own record can be read at any later moment, too.
     draw_steps: tuple[str, ...] = ("append", "look")
     waits_for: Callable[[Grant, int, Sequence[Member]], list[Blocker]] = real.blockers
@@ -228,7 +227,7 @@ class Model:
         if lead.place < 0 or lead.stopped or drawn == self.rules.rounds[j] or lead.round + inside < drawn:
             return False
         due = lead.round > drawn or lead.place % PLACES_PER_ROUND >= QUEUE  # perhaps begun without its number
-        return due or (self.rules.early_draw and drawn > 0)
+        return due or drawn > 0
 
     def _needs_no_number(self, state: State, j: int, r: int) -> bool:
         """Whether a rank is alone on its device, or its last turn with a number has waited for nobody."""
