@@ -228,7 +228,6 @@ SIZE = r"slots of \d+ bytes.*; remove it", "expected slots of"
         (".turns", lambda path: os.truncate(path, 100), *SIZE),
         (".turns", lambda path: os.truncate(path, 1 << 20), *SIZE),
         (".turns", lambda path: path.write_bytes(OLD.ljust(path.stat().st_size)), "another version", ""),
-        (".turns", lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "Illegal seek; remove it", "seek"),
         (".turns", _link, "got a symbolic link; remove it", "symbolic links"),
         (".turns", lambda path: (path.unlink(), path.mkdir(0o700)), "Is a directory; remove it", "directory"),
         ("", lambda path: path.chmod(0o755), "got mode 0755; chmod 0700 it", ""),
@@ -338,6 +337,15 @@ def test_looking_writes_nothing_takes_no_lock_and_opens_nothing_for_good(
         patched.setattr(fcntl, "fcntl", ask)
         assert [place.slot.job for place in look(str(tmp_path)).places] == [1, 2]
     assert (state(tmp_path), len(os.listdir("/proc/self/fd"))) == (before, descriptors)
+
+
+def test_a_pipe_is_a_problem(leftover: Path, tmp_path: Path) -> None:
+    """And what is no file of turns: tests/unit/cli/test_doctor.py."""
+    leftover.unlink()
+    os.mkfifo(leftover, 0o600)
+    seen = look(str(tmp_path))
+    assert seen.places == seen.abandoned == ()
+    assert any("seek" in what for _, what in seen.problems)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
