@@ -102,16 +102,6 @@ def test_nobody_is_told_of_references_where_there_are_none(caplog: pytest.LogCap
     assert_same(training, plain)
 
 
-def test_hyper_parameters_and_zero_grad_bring_nothing_up_to_date() -> None:
-    training = Training(decoupled=True).run()
-    for group in training.optimizer.param_groups:
-        group["lr"] *= 0.9
-        assert len(group["params"]) == 6
-    training.optimizer.zero_grad()
-    torch.optim.lr_scheduler.StepLR(training.optimizer, 1).step()
-    assert training.is_pending
-
-
 class Pending(Training):
     """All parameters of a network are to be updated, each in a bucket of its own; tells which of them were."""
 

@@ -19,7 +19,7 @@ import torch
 from crossover_ddp._system import environment
 from crossover_ddp._turns import joining
 from crossover_ddp._turns import segment as turn_segment
-from crossover_ddp._turns.device_order import DeviceOrder, order_on
+from crossover_ddp._turns.device_order import order_on
 from crossover_ddp.errors import SegmentError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness.waiting import eventually
@@ -321,26 +321,18 @@ def test_threads_of_a_job_do_not_break_its_mutex(make: Make, threads: ThreadPool
     assert mutex.stats()["turns"] == 200
 
 
-class Order(DeviceOrder):
-    """Of a device that has done a turn when the test says so; real ones are in tests/gpu."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cuda", 0))
-        self.over = threading.Event()
-        self.over.set()
-        self.check_usable = lambda: None
-        self.streams = lambda: ()
-        self.mark = lambda streams=(): self.over  # type: ignore[assignment,return-value]
-
-    def wait(self, end: Any) -> None:
-        assert end.wait(SOON_S)
+def new_order() -> mock.Mock:
+    """Return the order of a device that has done a turn when the test says so; real ones are in tests/gpu."""
+    over = threading.Event()
+    over.set()
+    return mock.Mock(over=over, streams=lambda: (), mark=lambda _: over, wait=lambda end: end.wait(SOON_S))
 
 
 def test_who_leaves_waits_for_the_device_and_who_cannot_say_so_ends_its_turns(
     make: Make, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That siblings wait for it: tests/gpu."""
-    monkeypatch.setattr(joining, "order_on", lambda device: Order())
+    monkeypatch.setattr(joining, "order_on", lambda device: new_order())
     first, second, leaving = make(), make(), make()
 
     def end_a_turn(mutex: Any) -> threading.Event:
