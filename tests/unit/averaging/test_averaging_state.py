@@ -1,8 +1,10 @@
-"""Averaging hooks with one rank: what is refused, what a loop sees, when fragments travel, and plans for a link."""
+"""Averaging hooks with one rank: what is refused, what a loop sees, and plans for a link.
+
+When fragments travel: tests/multiprocess/test_averaging.py.
+"""
 
 import functools
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -251,37 +253,6 @@ def test_other_loops_go_on(loop: Callable[[Any, torch.Tensor], object], static_g
         loop(model, torch.randn(5, 4))
     assert state.stats()["steps"] >= 4
     state.average()
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    every = draw(st.integers(2, 12))
-    return Schedule(every, draw(st.integers(0, every - 1)), draw(st.integers(1, 15)), draw(st.integers(0, 5)))
-
-
-@given(schedules())
-def test_each_fragment_leaves_once_an_interval_and_is_back_before_it_leaves_again(schedule: Schedule) -> None:
-    flying: dict[int, int] = {}
-    left: dict[int, list[int]] = {}
-    for steps in range(schedule.warmup_steps + 5 * schedule.sync_every):
-        if schedule.delay:
-            for fragment in schedule.arriving(steps):
-                assert steps - flying.pop(fragment) == schedule.delay
-        for fragment in schedule.leaving(steps):
-            assert fragment not in flying, "two exchanges of one element"
-            assert steps > schedule.warmup_steps
-            flying[fragment] = steps
-            left.setdefault(fragment, []).append(steps)
-            if not schedule.delay:
-                assert fragment in schedule.arriving(steps)
-                del flying[fragment]
-    assert set(left) == set(range(schedule.fragments))
-    begin = schedule.warmup_steps + schedule.sync_every
-    counts = [len(schedule.leaving(steps)) for steps in range(begin, begin + schedule.sync_every)]
-    assert max(counts) - min(counts) <= 1, "they are spread over the interval"
-    for times in left.values():
-        assert {later - earlier for earlier, later in pairwise(times)} <= {schedule.sync_every}
-        assert len(times) >= 4
 
 
 @given(st.floats(1e-3, 10), st.floats(1e3, 1e9), st.floats(0, 1e-2), st.floats(1e-11, 1e-7))
