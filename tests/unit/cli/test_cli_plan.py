@@ -72,7 +72,6 @@ def test_a_transformer_is_a_chain_as_documented() -> None:
     ("model", "more", "code", "message"),
     [
         (f"{__name__}:Skipping", ["--input", "2,8"], 1, "and takes (2, 8), got"),
-        (f"{__name__}:Skipping", ["--input", "2,9"], 1, "and takes (2, 9), got"),
         (f"{__name__}:nothing", [], 1, "expected a profile (a .json file), timm:NAME"),
         (f"{__name__}:blocks", ["--input", "2,9"], 1, "got layer '0', which refuses shape=(2, 9)"),
         ("missing.json", [], 2, "missing.json"),

@@ -46,8 +46,6 @@ def training() -> Iterator[Training]:
 
 LOOKS: dict[str, Callable[[Training], object]] = {
     "flush": lambda t: t.state.flush(),
-    "model.state_dict": lambda t: t.model.state_dict(),
-    "an evaluation through DDP": lambda t: torch.no_grad()(t.model.eval())(inputs(0)),
     "the state's own dict": lambda t: t.state.state_dict(),
     "the optimizer's": lambda t: t.optimizer.state_dict(),
     "loading the optimizer's": lambda t: t.optimizer.load_state_dict(copy.deepcopy(t.optimizer.state_dict())),
