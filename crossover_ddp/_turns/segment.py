@@ -31,6 +31,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import itertools
 import os
 import re
 import secrets
@@ -89,14 +90,14 @@ def digest(text: str) -> int:
 
 def read_slots(fd: int, path: str) -> list[Member]:
     """Return the slots that say they are in use, whether or not their owners live."""
-    raw = os.pread(fd, FILE_BYTES + 1, 0)
-    if len(raw) != FILE_BYTES:
+    raw = os.pread(fd, FILE_BYTES + 1, 0)  # mostly a few hundred bytes: it is as long as its last slot needs
+    if len(raw) % SLOT_BYTES:
         raise SegmentError(
-            f"expected slots of {FILE_BYTES} bytes, got another size at {path}: it was cut short, or is of another "
+            f"expected slots of {SLOT_BYTES} bytes, got a part of one at {path}: it was cut short, or is of another "
             "version of crossover_ddp; remove it while no job runs"
         )
     states = memoryview(raw).cast("Q")[:: SLOT_BYTES // 8].tolist()
-    used = [index for index, state in enumerate(states) if state]
+    used = [*itertools.compress(range(SLOT_COUNT), states)]
     if any(states[index] != JOINED for index in used):
         words = "it is of another version of crossover_ddp, or no file of turns; remove it while no job runs"
         raise SegmentError(f"expected slots of this version, got others at {path}: {words}")
@@ -331,13 +332,6 @@ class TurnSegment:
     def _open_slots(self) -> None:
         """Open the file that other jobs find now, made if there is none."""
         self.slots_file.open(lambda: self._files.open_file(_SLOTS, os.O_RDWR | os.O_CREAT))
-        try:
-            if not os.fstat(self.slots_file.fd).st_size:
-                os.posix_fallocate(self.slots_file.fd, 0, FILE_BYTES)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._remove_if_unused()
-            raise self._files.refused(_SLOTS, error) from error
         read_slots(self.slots_file.fd, self.path)
 
     def join(self, member: Member) -> None:
@@ -369,6 +363,10 @@ class TurnSegment:
             fd = self.slots_file.fd
             slot = next((slot for slot in range(SLOT_COUNT) if lock_slots(fd, slot, 1)), -1)
             if slot >= 0 and not self.slots_file.is_removed():
+                try:
+                    os.posix_fallocate(fd, slot * SLOT_BYTES, SLOT_BYTES)  # whole slots, in one go
+                except OSError as error:
+                    raise self._files.refused(_SLOTS, error) from error
                 self.slot = slot
                 self.publish(state=FREE)
             elif time.monotonic() > deadline_s:
@@ -443,22 +441,25 @@ class TurnSegment:
 
         On failure: `SegmentError` if a file that siblings need was removed.
         """
-        if any(file.is_removed() for file in (self.slots_file, self.log_file, self.bells.own)):
-            raise SegmentError(
-                f"expected {self.path} and the files beside it to stay while jobs run, got one removed under way; "
-                "where logind removes shared memory at logout, loginctl enable-linger keeps it; start the job again"
-            )
-        return [
+        found = [
             each
             for each in read_slots(self.slots_file.fd, self.path)
             if (each.lead == self._lead if in_order else each.device == self._device)
             and (each.slot == self.slot or self.bells.is_alive(each.process))
         ]
+        is_missing = self.slot not in [each.slot for each in found]  # others would compute beside it
+        if is_missing or any(file.is_removed() for file in (self.slots_file, self.log_file, self.bells.own)):
+            raise SegmentError(
+                f"expected {self.path} and the files beside it to stay while jobs run, got one removed under way, or "
+                "cut short; where logind removes shared memory at logout, loginctl enable-linger keeps it; start the "
+                "job again"
+            )
+        return found
 
     def ring_others(self) -> None:
-        """Wake every sibling process on this device."""
-        for each in self.members():
-            if each.slot != self.slot:
+        """Wake every sibling process on this device, dead ones left out by their bells."""
+        for each in read_slots(self.slots_file.fd, self.path):
+            if each.device == self._device and each.slot != self.slot:
                 self.bells.ring(each.process)
 
     # --- the order of turns, on the lead machine -----------------------------------------------------------

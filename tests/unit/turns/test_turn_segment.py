@@ -300,6 +300,17 @@ def test_files_removed_under_way_are_noticed(suffix: str, join: Join, tmp_path: 
     assert jobs(following) == [2], "the first one's leaving does not touch what is not its own"
 
 
+def test_who_is_cut_off_the_slots_notices_it(join: Join) -> None:
+    """And is not waited for; who comes later has the slot's memory anew."""
+    first, second = join(job=1), join(job=2)
+    os.truncate(first.path, SLOT_BYTES)
+    assert jobs(first) == [1]
+    third = join(job=3)
+    assert (third.slot, jobs(first)) == (2, [1, 3])
+    with pytest.raises(SegmentError, match="or cut short; where"):
+        second.members()
+
+
 @pytest.mark.parametrize("kept", [0, 2])
 def test_no_turn_is_drawn_from_a_log_that_was_cut_short(kept: int, join: Join) -> None:
     """Its number would be one of long ago, for which no sibling waits."""
