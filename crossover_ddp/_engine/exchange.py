@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar, Final, cast
 
 import torch
@@ -269,7 +270,8 @@ class Exchange:
                 trip.meter.begin()
             failure = self._failure
         if failure is None:
-            with torch.no_grad():
+            # Mostly in backward, where gradients are not recorded anyway.
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 trip.start(begin, way, then, self._ended)
         else:
             way.close()

@@ -121,7 +121,8 @@ class Milestone:
     _is_followed = False
 
     def __init__(self) -> None:
-        self._arrived = threading.Event()
+        self._is_reached, self._away = False, threading.Lock()  # held until then: an Event is dear
+        self._away.acquire()
         self._error: BaseException | None = None
         self._follow: Callable[[], None] = nothing
 
@@ -131,7 +132,9 @@ class Milestone:
         Raises what has ended the journeys of the group, if anything has.
         """
         since_s = time.monotonic()
-        self._arrived.wait()
+        if not self._is_reached:  # so that a signal's handler may wait, too, in the moment when this holds the lock
+            with self._away:
+                pass
         if self.waits is not None:
             self.waits.exposed_s += time.monotonic() - since_s
         if self._error is not None:
@@ -141,9 +144,9 @@ class Milestone:
 
     def reach(self, error: BaseException | None, follow: Callable[[], None]) -> None:
         """Let nobody wait any more; what comes first counts."""
-        if not self._arrived.is_set():
-            self._error, self._follow = error, follow
-            self._arrived.set()
+        if not self._is_reached:
+            self._error, self._follow, self._is_reached = error, follow, True
+            self._away.release()
 
 
 class Trip(Milestone):
