@@ -1,6 +1,5 @@
 """Under torch.compile, decoupled training makes as many graphs as plain DDP, and has its weights."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,19 +12,27 @@ from crossover_ddp import DecoupledState
 from crossover_ddp._ddp.compiled import uncompiled
 from tests.harness import inside
 from tests.harness import training as harness
-from tests.harness.networks import mlp
 from tests.unit.decoupled.decoupled_training import assert_same, inputs
 
 pytestmark = [pytest.mark.usefixtures("process_group", "fresh_compiler"), pytest.mark.torch_version]
 STEPS = 8
 
 
-network = functools.partial(mlp, 6, 6, 6, 6, 6, seed=5)
+class Block(nn.Module):
+    """Not a layer of torch's own: torch 2.11 compiles no frame of these where they stand alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return features + self.inner(features).tanh()
 
 
-def blocks(net: Any) -> list[nn.Module]:
-    """Return what may be compiled one by one, as the blocks of many large models are."""
-    return [each for each in net if isinstance(each, nn.Linear)]
+def network() -> nn.Sequential:
+    """Return a stack whose blocks may be compiled one by one, as those of many large models are."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 6), Block(), Block(), Block())
 
 
 # What is compiled: the network by a wrapper or in place, the DDP model, or block by block.
@@ -38,7 +45,7 @@ class Trained(harness.Training):
     def __init__(self, way: str, *, decoupled: bool, defer: str = "always") -> None:
         torch._dynamo.reset()
         self.counter, net = CompileCounter(), network()
-        for each in {"blocks": blocks(net)[1:], "network in place": [net]}.get(way, []):
+        for each in {"blocks": [*net[1:]], "network in place": [net]}.get(way, []):
             each.compile(backend=self.counter)
         module: Any = torch.compile(net, backend=self.counter) if way == "network" else net
         super().__init__(
@@ -73,7 +80,7 @@ def test_as_many_graphs_as_without_the_hook_deferred_or_not(way: str, defer: str
     if defer == "auto":
         inside.pretend_times(decoupled.state, deferred_s=3.0, whole_s=2.0)
     decoupled.run(steps)
-    assert decoupled.graphs == plain.graphs
+    assert decoupled.graphs == plain.graphs and plain.graphs[-1] > 0
     assert decoupled.deferred == STEPS - 2 if defer == "always" else 0 < decoupled.deferred < steps
     assert_same(decoupled, plain)
     decoupled.close()
@@ -106,7 +113,7 @@ def test_who_looks_between_step_and_forward_sees_the_update_and_makes_no_graph(w
 def test_blocks_compiled_one_by_one_are_updated_one_by_one() -> None:
     trained = Trained("blocks", decoupled=True).run(6)
     pending: list[int] = []
-    for block in blocks(trained.model.module):
+    for block in trained.model.module:
         block.register_forward_hook(uncompiled(lambda *_: pending.append(trained.state.stats()["deferred"])))
     trained.run(1)
     assert pending == sorted(pending, reverse=True)
@@ -117,7 +124,7 @@ def test_a_module_compiled_during_training_is_noticed() -> None:
     trainings = []
     for decoupled in (True, False):
         trained = Trained("later", decoupled=decoupled).run(5)
-        for block in blocks(trained.model.module):
+        for block in trained.model.module[1:]:
             block.compile(backend=trained.counter)
         trainings.append(trained.run(5))
     ours, plain = trainings
