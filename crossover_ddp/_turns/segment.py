@@ -3,7 +3,8 @@
 Files, all in one directory of mode 0700 that belongs to the user (``/dev/shm/crossover_ddp-<uid>``), so nobody else can
 put one there; it stays when the last file has gone:
 
-- ``<group>@.turns``: the slots. Every field has one writer, the slot's owner. Zeros are free slots.
+- ``<group>@.turns``: the slots, up to the last one that was ever taken. Every field has one writer, the slot's owner.
+  Zeros are free slots.
 - ``<group>@.log``: the order of turns on all devices, one byte (the slot) per turn, see [Note: turn order] in `rules`.
 - ``<group>@.<slot>.bell``: a FIFO that the slot's owner holds open for reading.
 
@@ -457,7 +458,7 @@ class TurnSegment:
         return found
 
     def ring_others(self) -> None:
-        """Wake every sibling process on this device, dead ones left out by their bells."""
+        """Wake every sibling process on this device; the bell of a dead one is not rung."""
         for each in read_slots(self.slots_file.fd, self.path):
             if each.device == self._device and each.slot != self.slot:
                 self.bells.ring(each.process)

@@ -72,11 +72,11 @@ SPOILERS: dict[str, tuple[str, Any, str]] = {
         lambda fd, start, length, *kind: length > 1 and lock_slots(fd, start, length, *kind),
         "expected a free slot",
     ),
-    # Ranks of one machine share the file: the one that comes too late finds no room for its bell.
+    # Ranks of one machine share the file: the one that comes too late finds no room for its slot.
     "full": (
-        f"{WING}.segment.TurnSegment.reserve",
+        f"{WING}.segment.os.posix_fallocate",
         _fails(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
-        "No space left on device",
+        "got No space left on device; make room there",
     ),
     "broken store": (f"{WING}.channel.TurnChannel._met", _fails(RuntimeError("refused")), ""),
     "late rank": (f"{WING}.channel.TurnChannel.gather", _late, "expected all 2 ranks to join within"),
