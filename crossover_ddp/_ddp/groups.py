@@ -32,13 +32,13 @@ def on_destruction(
     return lambda: None
 
 
-def let_collectives_go(process_group: dist.ProcessGroup | None) -> None:
-    """Wait a moment after collectives of a group (None: one of gloo's, which may be gone): the process may end now.
+def let_collectives_go(process_group: dist.ProcessGroup) -> None:
+    """Wait a moment after collectives of a group: the process may end now.
 
     gloo's threads let go of a collective a moment after it, and abort a process that ends by then
     (https://github.com/pytorch/pytorch/pull/179291). Nothing tells when they have; other backends need no wait.
     """
-    if process_group is None or "gloo" in dist.get_backend(process_group):
+    if "gloo" in dist.get_backend(process_group):
         time.sleep(_LET_GO_S)
 
 

@@ -223,10 +223,9 @@ class _StagedLink(LinkAround):
         self._net.up(pairs)
 
     async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
-        """Copy down and up once. By halves: gloo's own, from a thread, would come between the program's collectives."""
+        """Copy down and up once."""
         host = await self._addend(flat)
-        await self._link.reduce_scatter(host, layout)
-        await self._link.all_gather(host, layout)
+        await self._link.all_reduce(host, layout)
         self._net.up([(flat, host)])
 
     async def _addend(self, flat: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.checks import CAPTURED, PYTHON_REDUCER, check_group, check_turn, flat_gradients, resolve_group
 from crossover_ddp._ddp.digests import COMPARED_EVERY
-from crossover_ddp._ddp.groups import let_collectives_go, on_destruction
+from crossover_ddp._ddp.groups import on_destruction
 from crossover_ddp._ddp.layout import equal_lengths
 from crossover_ddp._ddp.module_buffers import BehindBuckets, ModuleBuffers
 from crossover_ddp.errors import CrossoverError, ExchangeError, UnsupportedConfigurationError
@@ -416,7 +416,6 @@ class Exchange:
         if not self._close_networks(_NEEDED_BY_OTHERS_S if needed else _END_S):
             self.fail("what was under way", RuntimeError("the process group was destroyed meanwhile"))
             self._close_networks(_END_S)
-            let_collectives_go(None)  # it may have been in an all-reduce of its own, which has failed now
         with self._lock:  # what has arrived may still be used
             self._failure = self._failure or ExchangeError(_DESTROYED)
 

@@ -20,9 +20,9 @@ while it is under way each one has a thread to itself, so that it waits for its 
 posted piece by piece, in the order of journeys, which is the same on all ranks, and at most some megabytes ahead of
 what is added. That cannot lock up: nothing in a sum waits for a later one, nor around a ring for a later hop.
 
-[Note: two addends] Two addends have one sum. So where nothing happens between the halves two ranks use gloo's own
-all-reduce, which needs one wake-up of a thread of ours instead of two, and no messages from Python. A codec's link, a
-timeline's and staged CUDA tensors go by halves all the same.
+[Note: two addends] Two addends have one sum. So where nothing happens between the halves two ranks send each other all
+that they have, and both add: as many bytes, in one hop. Measured, see docs/measurements.md: gloo's own all-reduce takes
+up to three times as long for what is below a megabyte. A codec's link and a timeline's go by halves all the same.
 """
 
 import contextlib
@@ -62,7 +62,6 @@ _MIN_ADDEND_BYTES: Final = 512 << 10  # of as many ranks as there may be
 _ROW_BYTES: Final = 4 << 20
 _AHEAD_BYTES: Final = 8 << 20
 _AHEAD_ROWS: Final = 2
-_ADDED_ALIKE: Final = (torch.float32, torch.float64)  # gloo's arithmetic in half precision is its own
 # Around a ring, where each hop waits for a piece; and what a later journey sends must not hold up what is passed on.
 _RING_PIECES: Final = 16
 _MIN_RING_PIECE_BYTES: Final = 128 << 10
@@ -334,14 +333,20 @@ class _GlooLink(Link):
 
     async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
         """See [Note: two addends]."""
-        net = self._net
-        if self.size > 2 or flat.dtype not in _ADDED_ALIKE:
+        if self.size > 2:
             await super().all_reduce(flat, layout)
             return
-        self._sent_bytes += flat.numel() * flat.itemsize  # half of it there, half of it back
-        work = living(net.group).allreduce([flat.div_(self.size)])
-        await net.gathering
-        work.wait()
+        net, tag, pieces = self._net, next(self._tags), _pieces(flat, _ROW_BYTES // 2)
+        if net.divides:
+            flat.div_(self.size)
+        rows = net.sums.post(pieces, net.others, tag, _ROW_BYTES)
+        leaving = [self._send(piece, net.others[0], tag) for piece in pieces]
+        await net.reducing
+        for piece, row, sending in zip(pieces, rows, leaving, strict=True):
+            row.arriving[0].wait()
+            sending.wait()  # from where the sum is going to be
+            tree_sum(row.addends, piece)
+            net.sums.done(row)
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         net, tag, leaving, coming = self._net, next(self._tags), parts(outgoing, to), parts(incoming, of)

@@ -74,6 +74,28 @@ def test_sums_have_the_bits_of_the_tree_or_the_ring_in_bounded_memory(rank: int,
 
 
 @in_ranks(2)
+def test_two_ranks_exchange_all_and_both_add(rank: int) -> None:
+    """The bits of halves by way of owners, as many bytes, and bounded memory."""
+    exchange, most = Exchange.of(None), 0
+    choose, jobs = random.Random(0), []
+    for number in range(24):
+        dtype = choose.choice([torch.float32, torch.float64, torch.bfloat16])
+        numel, seeds = choose.choice(SIZES), [torch.Generator().manual_seed(1000 * number + r) for r in range(2)]
+        both = [torch.randn(numel, generator=seed).to(dtype) for seed in seeds]
+        layout = exchange.equal_layout(both[0])
+        jobs.append((both[rank].clone(), layout, both[0] / 2 + both[1] / 2))
+    trips = []
+    for flat, layout, _ in jobs:
+        trips.append(exchange.begin(lambda link, flat=flat, layout=layout: link.all_reduce(flat, layout), flat, "it"))
+        most = max(most, sum(exchange.network(CPU).sums._posted))  # type: ignore[union-attr]
+    for trip in trips:
+        trip.wait()
+    assert all(torch.equal(flat, wanted) for flat, _, wanted in jobs)
+    assert [trip.sent() for trip in trips] == [flat.numel() * flat.itemsize for flat, *_ in jobs]
+    assert 0 < most <= links._ROW_BYTES
+
+
+@in_ranks(2)
 def test_exchanges_of_one_group_keep_their_messages_apart(rank: int) -> None:
     """Each of two gathers a table, and rank 0 and the other begin in another order."""
     exchanges = [Exchange.of(None), Exchange(dist.group.WORLD)]  # type: ignore[arg-type]
