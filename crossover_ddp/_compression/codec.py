@@ -47,7 +47,10 @@ class Codec(Protocol):
 
 def tiles(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Cut all tensors alike, into so many rows, for a core; a device takes all at once."""
-    return zip(*[each.split(rows) if each.device.type == "cpu" else [each] for each in tensors], strict=True)
+    first = tensors[0]
+    if first.device.type != "cpu" or len(first) <= rows:
+        return iter([tensors])
+    return zip(*[each.split(rows) for each in tensors], strict=True)
 
 
 class Scratch(threading.local):
@@ -101,7 +104,7 @@ class Half(Codec):
         before = residual if finite is True else residual.clone()
         for piece, sent, kept in tiles(TILE_NUMEL, values, rounded, residual):
             sent.copy_(torch.clamp(piece, -limit, limit, out=scratch.like(piece)))
-            torch.sub(piece, sent, out=kept)
+            torch.sub(piece, scratch.like(piece).copy_(sent), out=kept)  # of two dtypes it takes longer
         if finite is not True:
             rounded.masked_fill_(finite.logical_not(), torch.nan)
             torch.where(finite, residual, before, out=residual)
@@ -166,7 +169,7 @@ class Int8(Codec):
             return
         by = largest.new_full((), _LARGEST)  # CUDA multiplies by the reciprocal of a number of the host
         scales.copy_(_rounded_up(largest / by))
-        inverse = scales.reciprocal().masked_fill_(scales.eq(0), 0)
+        inverse = scales.reciprocal().nan_to_num_(posinf=0.0)
         if finite is not True:
             scales.masked_fill_(finite.logical_not(), torch.nan)
         before = left if finite is True else left.clone()
@@ -194,12 +197,11 @@ class Int8(Codec):
         return scales.view(torch.float32)[:, None], codes.view(torch.int8).view(blocks, self.block)
 
     def _largest(self, rows: torch.Tensor) -> torch.Tensor:
-        largest, smallest = rows.new_empty(2, len(rows), 1)
         # torch.aminmax and torch.linalg.vector_norm(ord=inf) take ten times as long.
-        for row, most, least in tiles(self._tile_rows, rows, largest, smallest):
-            torch.amax(row, dim=1, keepdim=True, out=most)
-            torch.amin(row, dim=1, keepdim=True, out=least)
-        return torch.maximum(largest, smallest.neg_(), out=largest)
+        largest = rows.new_empty(len(rows), 1)
+        for row, most in tiles(self._tile_rows, rows, largest):
+            torch.amax(torch.abs(row, out=scratch.like(row)), dim=1, keepdim=True, out=most)
+        return largest
 
     @property
     def _tile_rows(self) -> int:
@@ -210,9 +212,8 @@ def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
     """Round float32 scales up to 16 significant bits, so that 127 reaches the largest; 0 for what is too small."""
     # The bits of a positive float32 are in the order of the numbers.
     mask = (1 << _DROPPED_BITS) - 1
-    bits = scales.view(torch.int32).add(mask).bitwise_and_(~mask)
-    rounded = bits.view(torch.float32).clamp_max_(_LARGEST_SCALE)
-    return rounded.masked_fill_(scales.le(_SMALLEST_SCALE), 0)
+    rounded = scales.view(torch.int32).add(mask).bitwise_and_(~mask).view(torch.float32)
+    return torch.threshold_(rounded.clamp_max_(_LARGEST_SCALE), _SMALLEST_SCALE, 0)
 
 
 _HEAD_BYTES: Final = 4
