@@ -292,13 +292,13 @@ class TurnLink(LinkAround):
 
     async def take(self) -> None:
         """Take the turn again, which `Bucket.launched` gave away. Alone the host runs ahead as it would without us."""
-        whole_way = self._bucket.place.reached()
+        whole_way, self._bucket.done_s = self._bucket.place.reached(), time.monotonic()
         await self.settle()
         if self.in_program_order and self._turn.awaits_device:
             self._reached()
             self._turn.request()
             whole_way()
-        self._bucket.done_s = time.monotonic()
+            self._bucket.done_s = time.monotonic()
         self._turn.acquire()
 
 

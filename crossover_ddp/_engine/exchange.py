@@ -144,6 +144,7 @@ class Exchange:
         backward, meter = self._enter(grad_bucket, turn), self.meter_of(state)
         link = self.network(grad_bucket.buffer().device).link()  # also for a refused one: ranks count alike
         then: Begin = at_once
+        journey: Way | None = None
         try:
             bucket = self._bucket(grad_bucket, link, backward)
             link = link if around is None else around(link)
@@ -156,16 +157,18 @@ class Exchange:
             if hands_back:
                 bucket.deferred = True
                 bucket.future.set_result(bucket.result)
+            bucket.meter = bucket.waits = bucket.own_sum.waits = meter
             journey = way(bucket, link)
+            if bucket.last and self.size > 1 and late_buffers is not None and not self.leaves_buffers_to_ddp:
+                # Before: the next forward begins with them, and gathers arrive one after the other.
+                self._send_buffers(bucket, grad_bucket, state, late=late_buffers or hands_back)
         except Exception:
+            if journey is not None:
+                journey.close()
             backward.refuse(grad_bucket)
             raise
-        bucket.meter = bucket.waits = bucket.own_sum.waits = meter
         meter.steps += bucket.last
         meter.is_timed = not link.in_program_order
-        if bucket.last and self.size > 1 and late_buffers is not None and not self.leaves_buffers_to_ddp:
-            # Before: the next forward begins with them, and gathers arrive one after the other.
-            self._send_buffers(bucket, grad_bucket, state, late=late_buffers or hands_back)
         self._start(bucket, journey, then)
         return bucket
 

@@ -41,15 +41,19 @@ class Station(Worker):
 
 
 def stop_all(stations: Sequence[Station], timeout_s: float) -> bool:
-    """End all threads after what they have; return whether each did in ``timeout_s`` seconds.
+    """End all threads after what they have; return whether all did in ``timeout_s`` seconds.
 
-    A thread that takes longer still ends the next one when it ends itself. One that gives work to another comes before.
+    A thread that takes longer still ends the next one when it ends itself. One that gives work to another comes before,
+    and what comes back once, as K-FAC's owners do to agree, is waited for.
     """
+    end_s = time.monotonic() + timeout_s
+    for station in (*stations, *stations):
+        station.flush(max(0.0, end_s - time.monotonic()))
     stop: Job = nothing
     for station in reversed(stations):
         stop = functools.partial(station.stop, stop)
     stop()
-    return all(station.join(timeout_s) for station in stations)
+    return all([station.join(max(0.0, end_s - time.monotonic())) for station in stations])
 
 
 class Gate:
@@ -61,7 +65,8 @@ class Gate:
         self.is_open = False
 
     def __await__(self) -> Stops:
-        yield self._put
+        if not self.is_open:  # or who passes many would go on within himself each time
+            yield self._put
 
     @types.coroutine
     def passed_first(self) -> Stops:

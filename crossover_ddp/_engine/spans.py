@@ -1,4 +1,4 @@
-"""What a timeline is told: which job this is, and when each half of a journey began and ended."""
+"""What a timeline is told: which job this is, and when each half of a journey, or all of it, began and ended."""
 
 import os
 import time
@@ -22,7 +22,7 @@ _of_group: "weakref.WeakKeyDictionary[dist.ProcessGroup, Timeline]" = weakref.We
 
 
 class TracedLink(LinkAround):
-    """A link around a link that tells a timeline when its halves began and ended, and ``whose`` they are."""
+    """A link around a link that tells a timeline when its collectives began and ended, and ``whose`` they are."""
 
     def __init__(self, link: Link, timeline: Timeline, **whose: Detail) -> None:
         super().__init__(link)
@@ -34,11 +34,14 @@ class TracedLink(LinkAround):
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         await self._told("all_gather", super().all_gather(flat, layout), flat)
 
+    async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
+        # A rank with a timeline must send what others expect.
+        await self._told("all_reduce", self._link.all_reduce(flat, layout), flat)
+
     async def _told(self, kind: str, half: Awaitable[Made], flat: Tensor) -> Made:
         begin_s = time.monotonic()
         made = await half
-        nbytes = flat.numel() * flat.itemsize  # `nbytes` of a view may be that of its storage
-        self._timeline.span(kind, begin_s, time.monotonic(), bytes=nbytes, **self._whose)
+        self._timeline.span(kind, begin_s, time.monotonic(), bytes=flat.nbytes, **self._whose)
         return made
 
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from crossover_ddp._timeline.trace import events
 
-NETWORK_KINDS: Final = frozenset({"exchange", "reduce_scatter", "all_gather"})
+NETWORK_KINDS: Final = frozenset({"exchange", "all_reduce", "reduce_scatter", "all_gather"})
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from crossover_ddp import UnsupportedConfigurationError, reduce_scatter_all_gather_hook
+from crossover_ddp import (
+    DecoupledState,
+    KFACState,
+    UnsupportedConfigurationError,
+    decoupled_hook,
+    reduce_scatter_all_gather_hook,
+)
+from crossover_ddp._ddp.module_buffers import ModuleBuffers
 from tests.harness import in_ranks, inside, run_ranks
 from tests.harness.networks import blow, mlp
 from tests.harness.oracles import error_of
@@ -34,9 +41,13 @@ def test_nobody_waits_for_a_gather_that_was_never_issued(rank: int, world_size: 
             assert told == "no error" or "backward" in told
 
 
-def last_step(rank: int, world_size: int, leaves: bool) -> list[float]:
+def kfac_deferred(model: Any, optimizers: Any, mutex: Any) -> tuple[Any, Any]:
+    return DecoupledState(optimizers[0], kfac=KFACState(model, optimizers[0])), decoupled_hook
+
+
+def last_step(rank: int, world_size: int, is_kfac: bool, leaves: bool) -> list[float]:
     """Rank 0 may leave right after its last step; rank 1's last gradient comes two seconds later then."""
-    training = Training("decoupled", rank).run(6)
+    training = Training(kfac_deferred if is_kfac else "decoupled", rank).run(6)
     if rank and leaves:
         training.model.module[0].weight.register_hook(lambda _: time.sleep(2))
     training.step()
@@ -47,8 +58,9 @@ def last_step(rank: int, world_size: int, leaves: bool) -> list[float]:
     return [float(p.detach().sum()) for p in training.model.module.parameters()]
 
 
-def test_a_rank_may_leave_while_another_still_needs_its_parts() -> None:
-    assert run_ranks(last_step, 2, args=(True,))[1] == run_ranks(last_step, 2, args=(False,))[1]
+@pytest.mark.parametrize("is_kfac", [False, True])
+def test_a_rank_may_leave_while_another_still_needs_its_parts(is_kfac: bool) -> None:
+    assert run_ranks(last_step, 2, args=(is_kfac, True))[1] == run_ranks(last_step, 2, args=(is_kfac, False))[1]
 
 
 @in_ranks(2)
@@ -99,6 +111,20 @@ def test_a_refused_bucket_is_a_refused_step(rank: int, way: str, which: Any, wor
     whole.close()
     assert losses == expected or way not in AS_IF_IT_HAD_NOT_BEEN
     assert torch.tensor(losses + expected).isfinite().all()
+
+
+@pytest.mark.parametrize("way", ["crossover", "decoupled"])
+@in_ranks(2)
+def test_buffers_that_cannot_leave_refuse_their_bucket(rank: int, way: str) -> None:
+    """The journey is there by then, and the turn is the job's."""
+    turn = RecordingTurn()
+    training = Training(way, rank, mutex=turn)
+    trouble = mock.patch.object(ModuleBuffers, "nbytes", mock.Mock(side_effect=AssertionError("ours")))
+    with trouble, pytest.raises(AssertionError, match=r"^ours$"):
+        training.backward()
+    assert "release" in turn.order
+    training.drop()
+    training.run(2).close()
 
 
 # What no hook exchanges, outside of a backward pass, with words of the error.

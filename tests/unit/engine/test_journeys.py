@@ -1,12 +1,13 @@
 """Journeys, without processes: one end, and errors wherever a journey is; stations: tests/journeys."""
 
 import itertools
+import sys
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 import pytest
 
-from crossover_ddp._engine.journeys import Place, Trip, at_once
+from crossover_ddp._engine.journeys import Gate, Place, Trip, at_once
 
 
 def start(way: Coroutine[Any, Any, None], ends: list[BaseException | None]) -> Trip:
@@ -34,6 +35,19 @@ def test_what_is_no_exception_ends_the_journey_and_goes_on() -> None:
     with pytest.raises(KeyboardInterrupt):
         start(way(), ends)
     assert isinstance(ends[0], KeyboardInterrupt)
+
+
+def test_many_open_gates_are_no_recursion() -> None:
+    ends: list[Any] = []
+    gate = Gate()
+    gate.open()
+
+    async def way() -> None:
+        for _ in range(sys.getrecursionlimit()):
+            await gate
+
+    start(way(), ends)
+    assert ends == [None]
 
 
 def test_all_orders_of_a_journey_two_wakers_and_two_errors() -> None:
