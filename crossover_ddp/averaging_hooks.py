@@ -315,10 +315,10 @@ class LocalSGDState(AveragingState):
     """State of `local_sgd_hook`: each rank trains on its own gradients, and parameters are averaged now and then.
 
     The training loop stays as it is. ``sync_every`` alone is local SGD, with ``warmup_steps`` post-local SGD. With
-    ``delay`` no step waits: after step k + delay parameters get mean - snapshot of step k, so that steps in between are
-    kept. ``outer_optimizer`` makes it DiLoCo, with ``fragments`` and ``delay`` streaming DiLoCo. ``sync_every=1`` is
-    the split hook itself, and has plain DDP's gradients. A step is a backward pass that reaches the hook: one for
-    several under ``no_sync()``, and also if a GradScaler skips the optimizer's on one rank alone.
+    ``delay`` the mean has time to come: after step k + delay parameters get mean - snapshot of step k, so that steps in
+    between are kept. ``outer_optimizer`` makes it DiLoCo, with ``fragments`` and ``delay`` streaming DiLoCo.
+    ``sync_every=1`` is the split hook itself, and has plain DDP's gradients. A step is a backward pass that reaches the
+    hook: one for several under ``no_sync()``, and also if a GradScaler skips the optimizer's on one rank alone.
 
     Args:
         sync_every: steps from one exchange of an element to the next.

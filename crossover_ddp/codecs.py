@@ -78,7 +78,7 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
         bucket: DDP's bucket.
 
     Returns:
-        A Future of the bucket's own buffer, completed by a thread of this package's own.
+        A Future of the bucket's own buffer, completed by a thread of our own on gloo, at once on NCCL.
 
     On failure: as `reduce_scatter_all_gather_hook`; see also `CompressedState`. Nothing leaves the hook.
     **Collective**: DDP calls it on all ranks in the same order. Source: our design, see the module.

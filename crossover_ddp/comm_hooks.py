@@ -57,10 +57,10 @@ def reduce_scatter_all_gather_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket over the ranks by a reduce-scatter and an all-gather instead of one all-reduce.
 
-    A drop-in for torch's ``allreduce_hook``: the gradients are those of plain DDP, to the last bit with one
-    or two ranks, and up to the order of additions with more: a balanced tree over ranks. Wire traffic is that of an
-    all-reduce. On gloo the two halves are messages straight to and from owners, driven by threads of this process;
-    two ranks send each other all that they have in one hop, and both add it: as many bytes, and the same bits.
+    A drop-in for torch's ``allreduce_hook``: the gradients are those of plain DDP, to the last bit with one or two
+    ranks (float32 and float64), and up to the order of additions with more: a balanced tree over ranks. Wire
+    traffic is that of an all-reduce. On gloo the two halves are messages straight to and from owners, driven by threads
+    of this process; two ranks send each other all that they have in one hop, and both add: as many bytes.
 
     Args:
         process_group: the group that DDP was given; None means the default group, as DDP does.
@@ -158,7 +158,8 @@ class CrossoverState(CodedState):
     def close(self) -> None:
         """Leave the siblings for good, with all models of the process group; steps go on without turns.
 
-        Not collective, but before another state of the group is used all ranks must have closed this one: joining is.
+        Not collective, but before another state of the group is used all ranks must have closed this one: ranks join
+        together.
         """
         cast(JobTurn | GPUMutex, self.turn).close()
 
@@ -181,7 +182,7 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
         bucket: DDP's bucket.
 
     Returns:
-        A future of the averaged bucket, completed by a thread of this package's own.
+        A future of the averaged bucket, completed by a thread of our own on gloo, at once on NCCL.
 
     On failure: as `reduce_scatter_all_gather_hook`; see also `CrossoverState`.
 
@@ -257,7 +258,7 @@ class JobTurn:
     """Turns on whatever device the first bucket is on: makes the mutex in the first exchange.
 
     Making it is collective and may block, so it happens on a thread of the link, where all ranks come to the same
-    point: by messages in `request`, between the halves of the last bucket; by NCCL and with one rank in `take` of
+    point: by messages in `request`, with the last bucket half-way or through; by NCCL and with one rank in `take` of
     `TurnLink`. The first iteration, which DDP runs as one big bucket, computes before the job has joined.
 
     Args:

@@ -131,7 +131,7 @@ class MuonState(Owning):
         compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps, and every thousand.
 
     Attributes:
-        owners: rank of each matrix, in the order of ``muon.param_groups``.
+        owners: rank of each matrix that is not empty, in the order of ``muon.param_groups``.
         loads: cost of each rank's Newton-Schulz in a step, in FLOP: 20·m²·n + 10·m³ a matrix, m the smaller side.
         newton_schulz_calls: number of directions that this rank has computed so far.
         is_disabled: whether ``CROSSOVER_DISABLE=1`` was set when the state was made.

@@ -46,7 +46,7 @@ class Codec(Protocol):
 
 
 def tiles(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Cut all tensors alike, into so many rows, for a core; a device takes all at once."""
+    """Cut all tensors alike, so many rows at a time, for a core; a device takes all at once."""
     first = tensors[0]
     if first.device.type != "cpu" or len(first) <= rows:
         return iter([tensors])
@@ -104,7 +104,7 @@ class Half(Codec):
         before = residual if finite is True else residual.clone()
         for piece, sent, kept in tiles(TILE_NUMEL, values, rounded, residual):
             sent.copy_(torch.clamp(piece, -limit, limit, out=scratch.like(piece)))
-            torch.sub(piece, scratch.like(piece).copy_(sent), out=kept)  # of two dtypes it takes longer
+            torch.sub(piece, scratch.like(piece).copy_(sent), out=kept)  # in two dtypes it would take longer
         if finite is not True:
             rounded.masked_fill_(finite.logical_not(), torch.nan)
             torch.where(finite, residual, before, out=residual)
@@ -169,7 +169,7 @@ class Int8(Codec):
             return
         by = largest.new_full((), _LARGEST)  # CUDA multiplies by the reciprocal of a number of the host
         scales.copy_(_rounded_up(largest / by))
-        inverse = scales.reciprocal().nan_to_num_(posinf=0.0)
+        inverse = scales.reciprocal().nan_to_num_(posinf=0.0)  # of a scale of 0
         if finite is not True:
             scales.masked_fill_(finite.logical_not(), torch.nan)
         before = left if finite is True else left.clone()
@@ -209,7 +209,7 @@ class Int8(Codec):
 
 
 def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
-    """Round float32 scales up to 16 significant bits, so that 127 reaches the largest; 0 for what is too small."""
+    """Round scales of 0 or more up to 16 significant bits, so that 127 reaches the largest; 0 for what is too small."""
     # The bits of a positive float32 are in the order of the numbers.
     mask = (1 << _DROPPED_BITS) - 1
     rounded = scales.view(torch.int32).add(mask).bitwise_and_(~mask).view(torch.float32)

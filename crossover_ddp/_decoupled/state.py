@@ -633,7 +633,7 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
         bucket: DDP's bucket.
 
     Returns:
-        A future that is complete already.
+        A future that is complete already; in a step that is not deferred, of the mean.
 
     On failure: nothing leaves the hook; see `DecoupledState`.
 

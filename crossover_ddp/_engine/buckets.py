@@ -31,7 +31,7 @@ _STEPS_KEPT: Final = 16
 
 
 class Turn(Protocol):
-    """What a mutex offers to the engine. No method raises.
+    """What a mutex offers to the engine. What a method raises ``backward()`` raises.
 
     ``awaits_device``: whether the device is done with a step's buckets when the turn is taken. ``mode``: how the job
     computes beside its siblings, for a timeline.
@@ -47,7 +47,7 @@ class Turn(Protocol):
         """Give the turn away, on the hook's thread or that of owners' work: compute is launched. Never blocks."""
 
     def request(self) -> None:
-        """Join the queue early: the last bucket is half-way. Called on a thread of the engine."""
+        """Join the queue early: the last bucket is half-way, or through. Called on a thread of the engine."""
 
     def acquire(self) -> None:
         """Take the turn again, on a thread that may block: the step's buckets are complete, see ``awaits_device``."""
@@ -251,7 +251,7 @@ class StepRecords:
 
 
 class TurnLink(LinkAround):
-    """The link of a step's last bucket, which joins the siblings' queue early: when the means are there.
+    """The link of a step's last bucket, which joins the siblings' queue half-way, or with the mean at the latest.
 
     Where collectives go in the program's order, only a thread that issues nothing afterwards may wait for that: what
     waits for it is left to `take`.

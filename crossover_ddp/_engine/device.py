@@ -162,7 +162,7 @@ class Native(Alone):
 
 
 def _wait(work: Any) -> None:
-    """Have the current stream (on a CPU this thread) wait; ``work`` is None where this process is no rank."""
+    """Have the current stream (on a CPU this thread) wait for a ``dist.Work``."""
     work.wait()
 
 
@@ -203,7 +203,7 @@ class Staged(Gloo):
 
 
 class _StagedLink(LinkAround):
-    """One journey's collectives; owners compute where those of the host do: launching kernels takes time, too."""
+    """One journey's collectives; owners compute on the thread of the host's link: to launch kernels takes time, too."""
 
     def __init__(self, net: Staged, link: Link) -> None:
         super().__init__(link)

@@ -144,7 +144,6 @@ class Exchange:
         backward, meter = self._enter(grad_bucket, turn), self.meter_of(state)
         link = self.network(grad_bucket.buffer().device).link()  # also for a refused one: ranks count alike
         then: Begin = at_once
-        journey: Way | None = None
         try:
             bucket = self._bucket(grad_bucket, link, backward)
             link = link if around is None else around(link)
@@ -158,13 +157,11 @@ class Exchange:
                 bucket.deferred = True
                 bucket.future.set_result(bucket.result)
             bucket.meter = bucket.waits = bucket.own_sum.waits = meter
-            journey = way(bucket, link)
             if bucket.last and self.size > 1 and late_buffers is not None and not self.leaves_buffers_to_ddp:
                 # Before: the next forward begins with them, and gathers arrive one after the other.
                 self._send_buffers(bucket, grad_bucket, state, late=late_buffers or hands_back)
+            journey = way(bucket, link)
         except Exception:
-            if journey is not None:
-                journey.close()
             backward.refuse(grad_bucket)
             raise
         meter.steps += bucket.last
@@ -415,8 +412,11 @@ class Exchange:
             return
         if self._timeline is not None:
             self._timeline.flush()
-        needed = any([trip.deferred for trip in list(self._under_way)])
-        if not self._close_networks(_NEEDED_BY_OTHERS_S if needed else _END_S):
+        end_s = time.monotonic() + _NEEDED_BY_OTHERS_S
+        for trip in list(self._under_way):
+            if trip.deferred and (not isinstance(trip, Bucket) or trip.backward.is_whole):  # else nobody else has it
+                trip.block(max(0.0, end_s - time.monotonic()))
+        if not self._close_networks(_END_S):
             self.fail("what was under way", RuntimeError("the process group was destroyed meanwhile"))
             self._close_networks(_END_S)
         with self._lock:  # what has arrived may still be used

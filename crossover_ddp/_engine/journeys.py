@@ -41,19 +41,15 @@ class Station(Worker):
 
 
 def stop_all(stations: Sequence[Station], timeout_s: float) -> bool:
-    """End all threads after what they have; return whether all did in ``timeout_s`` seconds.
+    """End all threads after what they have; return whether each did in ``timeout_s`` seconds.
 
-    A thread that takes longer still ends the next one when it ends itself. One that gives work to another comes before,
-    and what comes back once, as K-FAC's owners do to agree, is waited for.
+    A thread that takes longer still ends the next one when it ends itself. One that gives work to another comes before.
     """
-    end_s = time.monotonic() + timeout_s
-    for station in (*stations, *stations):
-        station.flush(max(0.0, end_s - time.monotonic()))
     stop: Job = nothing
     for station in reversed(stations):
         stop = functools.partial(station.stop, stop)
     stop()
-    return all([station.join(max(0.0, end_s - time.monotonic())) for station in stations])
+    return all(station.join(timeout_s) for station in stations)
 
 
 class Gate:
@@ -137,15 +133,19 @@ class Milestone:
         Raises what has ended the journeys of the group, if anything has.
         """
         since_s = time.monotonic()
-        if not self._is_reached:  # so that a signal's handler may wait, too, in the moment when this holds the lock
-            with self._away:
-                pass
+        self.block()
         if self.waits is not None:
             self.waits.exposed_s += time.monotonic() - since_s
         if self._error is not None:
             raise self._error.with_traceback(None)
         self._follow()
         self._is_followed = True
+
+    def block(self, timeout_s: float = -1) -> None:
+        """Block until it is reached, or ``timeout_s`` is over; -1: without a bound."""
+        # A signal's handler may wait, too, in the moment when this holds the lock.
+        if not self._is_reached and self._away.acquire(timeout=timeout_s):
+            self._away.release()
 
     def reach(self, error: BaseException | None, follow: Callable[[], None]) -> None:
         """Let nobody wait any more; what comes first counts."""

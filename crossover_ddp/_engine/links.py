@@ -5,8 +5,8 @@ messages; `device` has those of a backend's own collectives, and of a device's t
 
 [Note: straight to the owner] Every part goes to its owner in one hop, who adds all addends of it as a tree over ranks,
 and sends the result to all in one hop. A rank sends (W - 1)/W of the tensor in either half, the least possible. Nobody
-passes on what it receives, so sends are handed to gloo as soon as their values are final, and threads only ever wait
-for arrivals.
+passes on what it receives, so sends are handed to gloo as soon as their values are final, and no thread of ours has
+anything to do but to wait and to add.
 
 [Note: around a ring] Where one rank owns most of a large tensor, its cable would carry W - 1 copies of its part in
 either half. Such a layout, see `goes_around`, travels from left to right, each rank adding or passing on: no cable
@@ -129,7 +129,7 @@ def all_finite(values: Tensor) -> bool | Tensor:
 
 
 class LinkAround(Link):
-    """A link around a link, which does all that a subclass leaves to it."""
+    """A link around a link, which does all that a subclass leaves to it, but for `all_reduce`, which goes by halves."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -307,11 +307,7 @@ class _GlooLink(Link):
         return cut[self.rank]
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        """Copy each owner's part to all, in one hop or around a ring.
-
-        Receives may be posted before all addends of ``flat`` have left: a part comes back only after its owner has
-        received them.
-        """
+        """Copy each owner's part to all, in one hop or around a ring."""
         net, tag, cut = self._net, next(self._tags), parts(flat, layout)
         around, right, left = goes_around(layout, flat.itemsize), net.others[0], net.others[-1]
         cut_up, targets = (_ring_pieces, [right]) if around else (_pieces, net.others)
@@ -334,18 +330,17 @@ class _GlooLink(Link):
     async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
         """See [Note: two addends]."""
         if self.size > 2:
-            await super().all_reduce(flat, layout)
-            return
+            return await super().all_reduce(flat, layout)
         net, tag, pieces = self._net, next(self._tags), _pieces(flat, _ROW_BYTES // 2)
         if net.divides:
-            flat.div_(self.size)
+            flat.div_(2)
         rows = net.sums.post(pieces, net.others, tag, _ROW_BYTES)
         leaving = [self._send(piece, net.others[0], tag) for piece in pieces]
         await net.reducing
         for piece, row, sending in zip(pieces, rows, leaving, strict=True):
             row.arriving[0].wait()
             sending.wait()  # from where the sum is going to be
-            tree_sum(row.addends, piece)
+            torch.add(*row.addends, out=piece)
             net.sums.done(row)
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:

@@ -35,8 +35,7 @@ class TracedLink(LinkAround):
         await self._told("all_gather", super().all_gather(flat, layout), flat)
 
     async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
-        # A rank with a timeline must send what others expect.
-        await self._told("all_reduce", self._link.all_reduce(flat, layout), flat)
+        await self._told("all_reduce", self._link.all_reduce(flat, layout), flat)  # as ranks without a timeline do
 
     async def _told(self, kind: str, half: Awaitable[Made], flat: Tensor) -> Made:
         begin_s = time.monotonic()

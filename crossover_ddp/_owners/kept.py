@@ -109,7 +109,7 @@ class Kept:
 
 
 class Owning(HookState):
-    """A state with ``optimizers``, of which owners may keep what belongs to their parameters."""
+    """A state with an ``optimizer``, or several, of which owners may keep what belongs to their parameters."""
 
     _kept: Kept | None = None
 

@@ -1,6 +1,5 @@
 """A daemon thread that runs jobs in order, started by the first of them."""
 
-import contextlib
 import os
 import queue
 import threading
@@ -64,15 +63,6 @@ class Worker:
                 return
         if then is not None:
             then()
-
-    def flush(self, timeout_s: float) -> None:
-        """Wait until the thread has run the jobs that it has, for ``timeout_s`` seconds at most."""
-        if self._thread is None or self._thread is threading.current_thread():
-            return
-        is_done = threading.Event()
-        with contextlib.suppress(RuntimeError):  # it has been stopped
-            self.put(is_done.set)
-            is_done.wait(timeout_s)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread to end after ``stop``; return whether it has."""

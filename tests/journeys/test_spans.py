@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -72,6 +74,19 @@ def check_halves(spans: Spans, way: str) -> None:
             of_one = BUCKET_BYTES - 36 * 2 + 8 if way == "muon" and span is back else BUCKET_BYTES
             exact_bytes = of_one * (BUCKETS if place == (0, 0) else 1)
             assert span["bytes"] == exact_bytes or (way == "kfac" and span["bytes"] > exact_bytes)
+
+
+def train_where_one_records(rank: int, world_size: int, way: str) -> None:
+    with mock.patch.dict(os.environ):
+        if rank:
+            del os.environ["CROSSOVER_TIMELINE"]
+        train(rank, world_size, way)
+
+
+@pytest.mark.parametrize("way", ["split", "int8", "decoupled"])
+def test_a_rank_may_record_alone(way: str, tmp_path: Path) -> None:
+    run_ranks(train_where_one_records, 2, args=(way,), environment={"CROSSOVER_TIMELINE": str(tmp_path)})
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_averaging_tells_what_its_rounds_exchange(tmp_path: Path) -> None:
