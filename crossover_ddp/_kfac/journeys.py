@@ -46,12 +46,14 @@ async def precondition(packed: "Packed", step: "Step", bucket: Bucket, link: Lin
     step.worked.passes()
     if bucket.last:
         await step.worked
-        await step.agree(link)
-        await step.clip.passed_first()
+        if bucket.deferred:  # before all gathers; else behind them, or the last one would wait for the others
+            await step.agree(link)
 
     if not bucket.deferred or await bucket.summed():
         await link.all_gather(packed.flat, packed.layout)
         await packed.share_solvers(link, anew=step.now.inverts)
+        if bucket.last and not bucket.deferred:
+            await step.agree(link)
         await step.clip
         for gate in packed.elsewhere:
             await gate
@@ -168,9 +170,12 @@ class Step:
             gate.open()
 
     async def agree(self, link: Link) -> None:
-        """Find the scale, from the sums of all ranks' terms."""
-        if self.is_refused or self.now.kl_clip is None:
-            return
+        """Find the scale, from the sums of all ranks' terms, and go on before all that wait for it."""
+        if not self.is_refused and self.now.kl_clip is not None:
+            await self._sum_up(link, self.now.kl_clip)
+        await self.clip.passed_first()
+
+    async def _sum_up(self, link: Link, kl_clip: float) -> None:
         terms = [term for _, term in sorted(self.terms.items())]  # rounded alike whatever the buckets
         own = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64, device=self.device)
         sums, counts = own.new_empty(link.size), [1] * link.size
@@ -178,7 +183,7 @@ class Step:
         sums[link.rank] = own
         # In the order of ranks, so that all get the same. Where all gradients are zero the scale is min(1, inf).
         total = sums.sum().abs() / self.loss_scale**2
-        self.scale = (self.now.kl_clip / total).sqrt().clamp(max=1.0)
+        self.scale = (kl_clip / total).sqrt().clamp(max=1.0)
 
 
 @dataclass(eq=False)
