@@ -445,5 +445,5 @@ def _ring_pieces(part: Tensor) -> Sequence[Tensor]:
 
 
 def _cut(part: Tensor, count: int, least_bytes: int, most_bytes: int) -> Sequence[Tensor]:
-    nbytes = min(max(part.numel() * part.itemsize // count, least_bytes), most_bytes)
-    return part.split(max(1, nbytes // part.itemsize)) if part.numel() else ()
+    numel = max(1, min(max(part.numel() * part.itemsize // count, least_bytes), most_bytes) // part.itemsize)
+    return part.split(numel) if part.numel() > numel else (part,) * bool(part.numel())  # to split takes a while
