@@ -98,7 +98,12 @@ def test_costs_have_the_rate_of_the_codec(codec: Half | Int8 | SIDCo, least: flo
     assert cost_of(codec, 4).hook_s > cost_of(codec, 2).hook_s > 0
     table = PerPair.by_node([0, 0, 1, 1], far=codec)
     assert cost_of(codec, 4).rate < cost_of((table, codec), 4).rate < 1
-    assert cost_of(None, 2) == cost_of(codec, 1) == EXACT
+    assert cost_of(None, 4) == cost_of(codec, 1) == EXACT
+
+
+def test_two_ranks_exchange_what_is_exact_in_one_hop() -> None:
+    exact, coded = (coded_step_s(work(), Link(0.1, 1e-9), cost_of(codec, 2)) for codec in (None, Half()))
+    assert coded - exact == pytest.approx(0.1 * len(work().buckets), rel=0.1)
 
 
 def test_records_become_a_workload_of_medians() -> None:
