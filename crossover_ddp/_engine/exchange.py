@@ -414,7 +414,7 @@ class Exchange:
             self._timeline.flush()
         end_s = time.monotonic() + _NEEDED_BY_OTHERS_S
         for trip in list(self._under_way):
-            if trip.deferred and (not isinstance(trip, Bucket) or trip.backward.is_whole):  # else nobody else has it
+            if trip.deferred and (not isinstance(trip, Bucket) or trip.backward.is_whole):  # else nobody waits for it
                 trip.block(max(0.0, end_s - time.monotonic()))
         if not self._close_networks(_END_S):
             self.fail("what was under way", RuntimeError("the process group was destroyed meanwhile"))
