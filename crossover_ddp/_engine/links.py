@@ -6,7 +6,7 @@ messages; `device` has those of a backend's own collectives, and of a device's t
 [Note: straight to the owner] Every part goes to its owner in one hop, who adds all addends of it as a tree over ranks,
 and sends the result to all in one hop. A rank sends (W - 1)/W of the tensor in either half, the least possible. Nobody
 passes on what it receives, so sends are handed to gloo as soon as their values are final, and no thread of ours has
-anything to do but to wait and to add.
+anything to do but to wait and to add. Sends before receives: while one of ours writes, gloo's spins on what arrives.
 
 [Note: around a ring] Where one rank owns most of a large tensor, its cable would carry W - 1 copies of its part in
 either half. Such a layout, see `goes_around`, travels from left to right, each rank adding or passing on: no cable
@@ -21,8 +21,8 @@ posted piece by piece, in the order of journeys, which is the same on all ranks,
 what is added. That cannot lock up: nothing in a sum waits for a later one, nor around a ring for a later hop.
 
 [Note: two addends] Two addends have one sum. So where nothing happens between the halves two ranks send each other all
-that they have, and both add: as many bytes, in one hop. Below a megabyte gloo's own all-reduce takes up to three times
-as long, see docs/measurements.md; of 8 MB it is a little faster where no link limits it. A codec's link goes by halves.
+that they have, and both add: as many bytes, in one hop. Below a megabyte gloo's own all-reduce takes up to twice as
+long, see docs/measurements.md. A codec's link goes by halves.
 """
 
 import contextlib
@@ -292,8 +292,8 @@ class _GlooLink(Link):
             sources, ahead_bytes = net.others, _AHEAD_BYTES
             added, first = [self.rank], [(owner, owner) for owner in net.others]
         sums = [(part, piece) for part in added for piece in cut_up(cut[part])]
-        rows = net.sums.post([piece for _, piece in sums], sources, tag, ahead_bytes)
         leaving = [self._send(piece, to, tag) for part, to in first for piece in cut_up(cut[part])]
+        rows = net.sums.post([piece for _, piece in sums], sources, tag, ahead_bytes)
         await net.reducing
         for (part, piece), row in zip(sums, rows, strict=True):
             for work in row.arriving:
@@ -312,8 +312,8 @@ class _GlooLink(Link):
         around, right, left = goes_around(layout, flat.itemsize), net.others[0], net.others[-1]
         cut_up, targets = (_ring_pieces, [right]) if around else (_pieces, net.others)
         coming = [(part, piece) for part in net.others[:: -1 if around else 1] for piece in cut_up(cut[part])]
-        arriving = [net.receive(piece, left if around else part, tag) for part, piece in coming]
         leaving = [self._send(piece, rank, tag) for piece in cut_up(cut[self.rank]) for rank in targets]
+        arriving = [net.receive(piece, left if around else part, tag) for part, piece in coming]
         thread = net.relay() if around else net.gathering
         await thread
         if around:
@@ -334,8 +334,8 @@ class _GlooLink(Link):
         net, tag, pieces = self._net, next(self._tags), _pieces(flat, _ROW_BYTES // 2)
         if net.divides:
             flat.div_(2)
-        rows = net.sums.post(pieces, net.others, tag, _ROW_BYTES)
         leaving = [self._send(piece, net.others[0], tag) for piece in pieces]
+        rows = net.sums.post(pieces, net.others, tag, _ROW_BYTES)
         await net.reducing
         for piece, row, sending in zip(pieces, rows, leaving, strict=True):
             row.arriving[0].wait()
@@ -345,8 +345,8 @@ class _GlooLink(Link):
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         net, tag, leaving, coming = self._net, next(self._tags), parts(outgoing, to), parts(incoming, of)
-        works = [net.receive(piece, rank, tag) for rank in net.others for piece in _pieces(coming[rank])]
-        works += [self._send(piece, rank, tag) for rank in net.others for piece in _pieces(leaving[rank])]
+        works = [self._send(piece, rank, tag) for rank in net.others for piece in _pieces(leaving[rank])]
+        works += [net.receive(piece, rank, tag) for rank in net.others for piece in _pieces(coming[rank])]
         await net.reducing
         for work in works:
             work.wait()
