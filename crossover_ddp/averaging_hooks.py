@@ -30,10 +30,11 @@ from crossover_ddp._averaging.late import LateMeans, OuterOptimizer, Schedule
 from crossover_ddp._averaging.replica import blocks_of
 from crossover_ddp._ddp import checks
 from crossover_ddp._ddp.compiled import OwnHook
+from crossover_ddp._ddp.groups import compare
 from crossover_ddp._engine.buckets import StepRecord, split
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.journeys import GradientFuture
-from crossover_ddp._engine.states import Agreement, HookState, compare
+from crossover_ddp._engine.states import Agreement, HookState
 from crossover_ddp._owners.kept import tensors_in
 from crossover_ddp._system import environment
 from crossover_ddp._tuning.link_probe import recorded_by_all

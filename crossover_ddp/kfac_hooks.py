@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 from crossover_ddp._compression.codec import CodecChoice, in_words
 from crossover_ddp._compression.compression import Compression
 from crossover_ddp._ddp.checks import resolve_group
+from crossover_ddp._ddp.groups import told_by_all
 from crossover_ddp._engine.buckets import Bucket, Turn
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.journeys import nothing
-from crossover_ddp._engine.states import Agreement, HookState, told_by_all
+from crossover_ddp._engine.states import Agreement, HookState
 from crossover_ddp._kfac import settings
 from crossover_ddp._kfac.factors import WeightSharing
 from crossover_ddp._kfac.journeys import Hyper, Hypers

@@ -20,7 +20,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._engine.states import told_by_all
+from crossover_ddp._ddp.groups import told_by_all
 from crossover_ddp._system.machine import machine
 from crossover_ddp.errors import SegmentError
 

@@ -19,11 +19,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.checks import HIDDEN, OnlyModel, check_keys, resolve_group
 from crossover_ddp._ddp.contents import Run, contents_of
+from crossover_ddp._ddp.groups import told_by_all
 from crossover_ddp._engine.buckets import Turn, split
 from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.links import Link
-from crossover_ddp._engine.states import Agreement, HookState, told_by_all
+from crossover_ddp._engine.states import Agreement, HookState
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .codec import CodecChoice, Scratch, codecs_of, in_words

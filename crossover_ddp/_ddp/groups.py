@@ -1,20 +1,25 @@
-"""Process groups, as far as torch keeps it private: when one ends, when its collectives have, a name for its job."""
+"""Process groups: when one ends, when its collectives have, a name for its job, what its ranks tell each other."""
 
 import contextlib
 import logging
 import secrets
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
+
+from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
+
+Said = TypeVar("Said")
 
 _log = logging.getLogger(__name__)
 
 _JOB_KEY: Final = "crossover-timeline-job"
 _LET_GO_S: Final = 0.1
+_LONGEST: Final = 300  # characters of what a rank has said, in errors
 
 
 def on_destruction(
@@ -54,3 +59,32 @@ def job_name(process_group: dist.ProcessGroup) -> str | None:
         _log.warning("the timeline does not know its job, so it is called after its directory: %s", error)
         return None
     return name.decode()
+
+
+def compare(group: dist.ProcessGroup, said: Mapping[str, object]) -> None:
+    """Raise on all ranks of ``group`` unless the values of each name have the same ``repr``. **Collective**.
+
+    On failure: ``UnsupportedConfigurationError`` on all ranks. ``ExchangeError`` if a peer is gone.
+    """
+    everyone = told_by_all(group, {name: repr(value) for name, value in said.items()})
+    for name in said:
+        values = [each.get(name, "nothing") for each in everyone]
+        if len({*values}) > 1:
+            by_rank = ", ".join(f"{rank}: {value[:_LONGEST]}" for rank, value in enumerate(values))
+            raise UnsupportedConfigurationError(
+                f"expected the same {name} on all ranks, got {name} by rank {{{by_rank}}}; pass the same everywhere, "
+                "and call load_state_dict on all ranks or on none"
+            )
+
+
+def told_by_all(group: dist.ProcessGroup, said: Said) -> list[Said]:
+    """Return by rank what the ranks of ``group`` say; ``ExchangeError`` if one is gone. **Collective**."""
+    everyone: list[Any] = [None] * group.size()
+    try:
+        dist.all_gather_object(everyone, said, group=group)
+    except RuntimeError as error:
+        raise ExchangeError(
+            f"rank {group.rank()} of {group.size()}: comparing with the other ranks failed: {error}; either one is "
+            "gone, or checkpoint(), load_state_dict() or drain() was not called on all of them: restart the job"
+        ) from error
+    return everyone

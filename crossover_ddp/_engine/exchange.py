@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.checks import CAPTURED, PYTHON_REDUCER, check_group, check_turn, flat_gradients, resolve_group
 from crossover_ddp._ddp.digests import COMPARED_EVERY
-from crossover_ddp._ddp.groups import on_destruction
+from crossover_ddp._ddp.groups import on_destruction, told_by_all
 from crossover_ddp._ddp.layout import equal_lengths
 from crossover_ddp._ddp.module_buffers import BehindBuckets, ModuleBuffers
 from crossover_ddp.errors import CrossoverError, ExchangeError, UnsupportedConfigurationError
@@ -34,7 +34,7 @@ from .device import Device, Native, Staged
 from .journeys import Begin, GradientFuture, Meter, Place, Trip, Way, at_once
 from .links import Alone, Gloo, Layout, Link
 from .spans import TracedLink, timeline_of
-from .states import HookState, counted, line, told, told_by_all
+from .states import HookState, counted, line, told
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,12 @@ messages; `device` has those of a backend's own collectives, and of a device's t
 [Note: straight to the owner] Every part goes to its owner in one hop, who adds all addends of it as a tree over ranks,
 and sends the result to all in one hop. A rank sends (W - 1)/W of the tensor in either half, the least possible. Nobody
 passes on what it receives, so sends are handed to gloo as soon as their values are final, and no thread of ours has
-anything to do but to wait and to add. Sends before receives: while one of ours writes, gloo's spins on what arrives.
+anything to do but to wait and to add.
+
+[Note: which first] gloo sends nothing before it hears that the other rank receives. That is told behind what is being
+sent already, and until then the other direction is idle. But while a thread of ours writes, gloo's spins on what
+arrives, on the same core if a rank has one. So sends come before receives where they are short, by the fastest rate
+seen. Measured: docs/measurements.md.
 
 [Note: around a ring] Where one rank owns most of a large tensor, its cable would carry W - 1 copies of its part in
 either half. Such a layout, see `goes_around`, travels from left to right, each rank adding or passing on: no cable
@@ -21,8 +26,7 @@ posted piece by piece, in the order of journeys, which is the same on all ranks,
 what is added. That cannot lock up: nothing in a sum waits for a later one, nor around a ring for a later hop.
 
 [Note: two addends] Two addends have one sum. So where nothing happens between the halves two ranks send each other all
-that they have, and both add: as many bytes, in one hop. Below a megabyte gloo's own all-reduce takes up to twice as
-long, see docs/measurements.md. A codec's link goes by halves.
+that they have, and both add: as many bytes, in one hop. A codec's link goes by halves.
 """
 
 import contextlib
@@ -30,11 +34,12 @@ import functools
 import itertools
 import math
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,14 +52,12 @@ from .journeys import Place, Station, living, stop_all
 Layout = Sequence[int]
 """Number of elements of each rank's part of a flat tensor, in rank order."""
 
-# gloo matches messages by an int32 tag: bit 30 is ours, far from what users count up from 0; then the channel, and the
-# number of the collective.
+# gloo's tags are an int32: bit 30 is ours, far from what users count up from 0; then channel and number of collective.
 _PRIVATE_TAG: Final = 1 << 30
 _CHANNEL_BITS: Final = 4
 _NUMBER_BITS: Final = 30 - _CHANNEL_BITS
 _STAGES: Final = 8  # collectives of one link, at most
-# Measured, see docs/measurements.md: two pieces of a part keep the link busy while the first one is added; below the
-# lower bound the cost per message shows, above the upper one nothing is gained.
+# Measured: two pieces of a part keep the link busy while one is added; shorter ones cost, longer ones gain nothing.
 _PIECES: Final = 2
 _MIN_PIECE_BYTES: Final = 1 << 20
 _MAX_PIECE_BYTES: Final = 4 << 20
@@ -62,6 +65,7 @@ _MIN_ADDEND_BYTES: Final = 512 << 10  # of as many ranks as there may be
 _ROW_BYTES: Final = 4 << 20  # two pieces of all that two ranks exchange
 _AHEAD_BYTES: Final = 8 << 20
 _AHEAD_ROWS: Final = 2
+_SHORT_S: Final = 2e-3
 # Around a ring, where each hop waits for a piece; and what a later journey sends must not hold up what is passed on.
 _RING_PIECES: Final = 16
 _MIN_RING_PIECE_BYTES: Final = 128 << 10
@@ -205,6 +209,7 @@ class Gloo:
         self.gathering = Station("crossover-gather", place.adopt_thread)
         self.settling = Station("crossover-settle", place.adopt_thread)
         self.sums = _Sums(self)
+        self.bytes_per_s = 0.0  # the fastest
         self._relays: list[Station] = []
         self._idle_relays: list[Station] = []
         self._channels = _channels.setdefault(group, set())
@@ -277,6 +282,17 @@ class _GlooLink(Link):
         self._sent_bytes += piece.numel() * piece.itemsize
         return living(self._net.group).send([piece], rank, tag)
 
+    def _both(self, outgoing: Sequence[tuple[Tensor, int]], tag: int, receive: Callable[[], Any]) -> tuple[Any, Any]:
+        """Send pieces to ranks, and `receive`; see [Note: which first]."""
+        self._since_s = time.monotonic()
+        is_short = sum([piece.nbytes for piece, _ in outgoing]) < _SHORT_S * self._net.bytes_per_s
+        received = None if is_short else receive()
+        sent = [self._send(piece, rank, tag) for piece, rank in outgoing]
+        return sent, receive() if is_short else received
+
+    def _arrived(self, nbytes: int) -> None:
+        self._net.bytes_per_s = max(self._net.bytes_per_s, nbytes / (time.monotonic() - self._since_s + 1e-9))
+
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         net, tag, cut = self._net, next(self._tags), parts(flat, layout)
         if net.divides:
@@ -292,8 +308,9 @@ class _GlooLink(Link):
             sources, ahead_bytes = net.others, _AHEAD_BYTES
             added, first = [self.rank], [(owner, owner) for owner in net.others]
         sums = [(part, piece) for part in added for piece in cut_up(cut[part])]
-        leaving = [self._send(piece, to, tag) for part, to in first for piece in cut_up(cut[part])]
-        rows = net.sums.post([piece for _, piece in sums], sources, tag, ahead_bytes)
+        outgoing = [(piece, to) for part, to in first for piece in cut_up(cut[part])]
+        addends = [piece for _, piece in sums]
+        leaving, rows = self._both(outgoing, tag, lambda: net.sums.post(addends, sources, tag, ahead_bytes))
         await net.reducing
         for (part, piece), row in zip(sums, rows, strict=True):
             for work in row.arriving:
@@ -302,6 +319,7 @@ class _GlooLink(Link):
             if part != self.rank:
                 leaving.append(self._send(piece, right, tag))
             net.sums.done(row)
+        self._arrived(cut[self.rank].nbytes)
         for work in leaving:
             work.wait()
         return cut[self.rank]
@@ -311,13 +329,13 @@ class _GlooLink(Link):
         net, tag, cut = self._net, next(self._tags), parts(flat, layout)
         around, right, left = goes_around(layout, flat.itemsize), net.others[0], net.others[-1]
         cut_up, targets = (_ring_pieces, [right]) if around else (_pieces, net.others)
-        coming = [(part, piece) for part in net.others[:: -1 if around else 1] for piece in cut_up(cut[part])]
-        leaving = [self._send(piece, rank, tag) for piece in cut_up(cut[self.rank]) for rank in targets]
-        arriving = [net.receive(piece, left if around else part, tag) for part, piece in coming]
+        due = [(part, piece) for part in net.others[:: -1 if around else 1] for piece in cut_up(cut[part])]
+        out = [(piece, rank) for piece in cut_up(cut[self.rank]) for rank in targets]
+        leaving, arriving = self._both(out, tag, lambda: [net.receive(p, left if around else o, tag) for o, p in due])
         thread = net.relay() if around else net.gathering
         await thread
         if around:
-            for (part, piece), work in zip(coming, arriving, strict=True):
+            for (part, piece), work in zip(due, arriving, strict=True):
                 work.wait()
                 if part != right:
                     leaving.append(self._send(piece, right, tag))
@@ -334,22 +352,25 @@ class _GlooLink(Link):
         net, tag, pieces = self._net, next(self._tags), _pieces(flat, _ROW_BYTES // 2)
         if net.divides:
             flat.div_(2)
-        leaving = [self._send(piece, net.others[0], tag) for piece in pieces]
-        rows = net.sums.post(pieces, net.others, tag, _ROW_BYTES)
+        outgoing = [(piece, net.others[0]) for piece in pieces]
+        leaving, rows = self._both(outgoing, tag, lambda: net.sums.post(pieces, net.others, tag, _ROW_BYTES))
         await net.reducing
         for piece, row, sending in zip(pieces, rows, leaving, strict=True):
             row.arriving[0].wait()
             sending.wait()  # from where the sum is going to be
             torch.add(*row.addends, out=piece)
             net.sums.done(row)
+        self._arrived(flat.nbytes)
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         net, tag, leaving, coming = self._net, next(self._tags), parts(outgoing, to), parts(incoming, of)
-        works = [self._send(piece, rank, tag) for rank in net.others for piece in _pieces(leaving[rank])]
-        works += [net.receive(piece, rank, tag) for rank in net.others for piece in _pieces(coming[rank])]
+        going = [(piece, rank) for rank in net.others for piece in _pieces(leaving[rank])]
+        due = [(piece, rank) for rank in net.others for piece in _pieces(coming[rank])]
+        sent, received = self._both(going, tag, lambda: [net.receive(*each, tag) for each in due])
         await net.reducing
-        for work in works:
+        for work in received + sent:
             work.wait()
+        self._arrived(coming[net.others[0]].nbytes)
 
     async def compute(self) -> None:
         await self._net.computing

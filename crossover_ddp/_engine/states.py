@@ -12,25 +12,23 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import check_keys, check_optimized, check_rank, registered_model, resolve_group
-from crossover_ddp._ddp.groups import let_collectives_go
+from crossover_ddp._ddp.groups import compare, let_collectives_go
 from crossover_ddp._system import environment
-from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
+from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .journeys import Meter
 
 logger = logging.getLogger(__name__)
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
-Said = TypeVar("Said")
 
 _PATIENCE_S: Final = 10.0
-_LONGEST: Final = 300
 
 
 class Agreement:
@@ -53,35 +51,6 @@ class Agreement:
         if group.size() > 1:
             compare(group, {environment.DISABLE: int(self.disabled), **({} if self.disabled else said())})
         self.made = True
-
-
-def compare(group: dist.ProcessGroup, said: Mapping[str, object]) -> None:
-    """Raise on all ranks of ``group`` unless the values of each name have the same ``repr``. **Collective**.
-
-    On failure: ``UnsupportedConfigurationError`` on all ranks. ``ExchangeError`` if a peer is gone.
-    """
-    everyone = told_by_all(group, {name: repr(value) for name, value in said.items()})
-    for name in said:
-        values = [each.get(name, "nothing") for each in everyone]
-        if len({*values}) > 1:
-            by_rank = ", ".join(f"{rank}: {value[:_LONGEST]}" for rank, value in enumerate(values))
-            raise UnsupportedConfigurationError(
-                f"expected the same {name} on all ranks, got {name} by rank {{{by_rank}}}; pass the same everywhere, "
-                "and call load_state_dict on all ranks or on none"
-            )
-
-
-def told_by_all(group: dist.ProcessGroup, said: Said) -> list[Said]:
-    """Return by rank what the ranks of ``group`` say; ``ExchangeError`` if one is gone. **Collective**."""
-    everyone: list[Any] = [None] * group.size()
-    try:
-        dist.all_gather_object(everyone, said, group=group)
-    except RuntimeError as error:
-        raise ExchangeError(
-            f"rank {group.rank()} of {group.size()}: comparing with the other ranks failed: {error}; either one is "
-            "gone, or checkpoint(), load_state_dict() or drain() was not called on all of them: restart the job"
-        ) from error
-    return everyone
 
 
 class HookState:

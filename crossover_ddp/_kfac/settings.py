@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from crossover_ddp._engine.states import compare, told_by_all
+from crossover_ddp._ddp.groups import compare, told_by_all
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .factors import WeightSharing

@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from crossover_ddp._ddp.groups import compare
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.states import compare
 from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_turns": {"_system", "errors"},
     "_ddp": {"_system", "errors"},
     "_engine": {"_ddp", "_system", "_timeline.record", "errors"},
-    "_tuning": {"_engine", "_system", "errors"},
+    "_tuning": {"_engine", "_ddp", "_system", "errors"},
     "gpu_mutex": {"_turns", "_system", "errors"},
     "metrics": {"_engine"},
     "_owners": {"_engine", "_ddp", "_tuning", "errors"},
