@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{hooks: {*BELOW, f"_{hooks.removesuffix('_hooks')}"} for hooks in HOOKS},
     "comm_hooks": {*BELOW, "_decoupled"},
     "codecs": {*BELOW, "_compression"},
-    "pipeline": {*HOOKS, "_tuning", "gpu_mutex", "errors"},
+    "pipeline": {*HOOKS, "_tuning", "_ddp", "gpu_mutex", "errors"},
     "cli": {"__init__", "_turns.view", "_timeline", "_system", "pipeline", "errors"},
     "__init__": PUBLIC,
     "recipes": {*PUBLIC, "__init__", "lab"},
