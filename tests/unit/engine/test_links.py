@@ -1,11 +1,12 @@
 """Exchanges over gloo: means in the order of a tree or a ring, whatever ranks do when; failures are everybody's."""
 
 import functools
+import itertools
 import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from crossover_ddp._engine import links
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Gate
+from crossover_ddp._engine.journeys import Gate, Way
 from crossover_ddp._engine.links import Link
 from crossover_ddp.errors import ExchangeError
 from tests.harness import in_ranks
@@ -31,6 +32,41 @@ def mean(everyone: Sequence[torch.Tensor], layout: Sequence[int]) -> torch.Tenso
         return tree_sum(addends)
     cut = [each.split(list(layout)) for each in addends]
     return torch.cat([sum_as_owners_do([each[owner] for each in cut], owner) for owner in range(len(layout))])
+
+
+@in_ranks(2)
+def test_short_messages_leave_before_what_arrives_is_asked_for_and_long_ones_after(rank: int) -> None:
+    exchange, calls = Exchange.of(None), list[str]()
+    net: Any = exchange.network(CPU)
+    group = net.group
+
+    class Noted:
+        def send(self, *message: Any) -> dist.Work:
+            calls.append("send")
+            return group().send(*message)  # type: ignore[no-any-return]
+
+        def recv(self, *message: Any) -> dist.Work:
+            calls.append("recv")
+            return group().recv(*message)  # type: ignore[no-any-return]
+
+    equal = [500, 500]
+    ways: list[Callable[[torch.Tensor, Link], Way]] = [
+        lambda flat, link: link.reduce_scatter(flat, equal),
+        lambda flat, link: link.all_gather(flat, equal),
+        lambda flat, link: link.all_reduce(flat, equal),
+        lambda flat, link: link.all_to_all(flat, equal, flat.clone(), equal),
+    ]
+    exchange.begin(functools.partial(ways[2], torch.ones(1000)), NOTHING, "a tensor").wait()
+    assert net.bytes_per_s > 0
+    for way, (rate, first) in itertools.product(ways, {1.0: "recv", 1e12: "send"}.items()):
+        net.bytes_per_s = rate
+        net.group = Noted
+        trip = exchange.begin(functools.partial(way, torch.ones(1000)), NOTHING, "a tensor")
+        net.group = group
+        trip.wait()
+        assert {*calls} == {"send", "recv"}
+        assert calls[0] == first
+        calls.clear()
 
 
 @in_ranks(4)  # two and three: tests/conformance
