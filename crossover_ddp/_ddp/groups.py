@@ -1,4 +1,4 @@
-"""Process groups: when one ends, when its collectives have, a name for its job, what its ranks tell each other."""
+"""Process groups: when one or its collectives have ended, a name for its job, what its ranks tell each other."""
 
 import contextlib
 import logging

@@ -39,7 +39,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .journeys import Place, Station, living, stop_all
 
+Received = TypeVar("Received")
 Layout = Sequence[int]
 """Number of elements of each rank's part of a flat tensor, in rank order."""
 
@@ -65,7 +66,7 @@ _MIN_ADDEND_BYTES: Final = 512 << 10  # of as many ranks as there may be
 _ROW_BYTES: Final = 4 << 20  # two pieces of all that two ranks exchange
 _AHEAD_BYTES: Final = 8 << 20
 _AHEAD_ROWS: Final = 2
-_SHORT_S: Final = 2e-3
+_SHORT_S: Final = 2e-3  # what takes less on the wire is sent before receives are posted
 # Around a ring, where each hop waits for a piece; and what a later journey sends must not hold up what is passed on.
 _RING_PIECES: Final = 16
 _MIN_RING_PIECE_BYTES: Final = 128 << 10
@@ -209,7 +210,7 @@ class Gloo:
         self.gathering = Station("crossover-gather", place.adopt_thread)
         self.settling = Station("crossover-settle", place.adopt_thread)
         self.sums = _Sums(self)
-        self.bytes_per_s = 0.0  # the fastest
+        self.bytes_per_s = 0.0  # at most, of what has arrived
         self._relays: list[Station] = []
         self._idle_relays: list[Station] = []
         self._channels = _channels.setdefault(group, set())
@@ -224,6 +225,9 @@ class Gloo:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._is_closed = False
+
+    def arrived(self, nbytes: int, since_s: float) -> None:
+        self.bytes_per_s = max(self.bytes_per_s, nbytes / (time.monotonic() - since_s + 1e-9))
 
     def link(self) -> Link:
         return _GlooLink(self, next(self._numbers))
@@ -282,16 +286,14 @@ class _GlooLink(Link):
         self._sent_bytes += piece.numel() * piece.itemsize
         return living(self._net.group).send([piece], rank, tag)
 
-    def _both(self, outgoing: Sequence[tuple[Tensor, int]], tag: int, receive: Callable[[], Any]) -> tuple[Any, Any]:
-        """Send pieces to ranks, and `receive`; see [Note: which first]."""
-        self._since_s = time.monotonic()
+    def _both(
+        self, outgoing: Sequence[tuple[Tensor, int]], tag: int, receive: Callable[[], Received]
+    ) -> tuple[list[dist.Work], Received]:
+        """Send pieces to ranks, and call ``receive``, see [Note: which first]."""
         is_short = sum([piece.nbytes for piece, _ in outgoing]) < _SHORT_S * self._net.bytes_per_s
         received = None if is_short else receive()
         sent = [self._send(piece, rank, tag) for piece, rank in outgoing]
-        return sent, receive() if is_short else received
-
-    def _arrived(self, nbytes: int) -> None:
-        self._net.bytes_per_s = max(self._net.bytes_per_s, nbytes / (time.monotonic() - self._since_s + 1e-9))
+        return sent, receive() if received is None else received
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         net, tag, cut = self._net, next(self._tags), parts(flat, layout)
@@ -309,7 +311,7 @@ class _GlooLink(Link):
             added, first = [self.rank], [(owner, owner) for owner in net.others]
         sums = [(part, piece) for part in added for piece in cut_up(cut[part])]
         outgoing = [(piece, to) for part, to in first for piece in cut_up(cut[part])]
-        addends = [piece for _, piece in sums]
+        addends, since_s = [piece for _, piece in sums], time.monotonic()
         leaving, rows = self._both(outgoing, tag, lambda: net.sums.post(addends, sources, tag, ahead_bytes))
         await net.reducing
         for (part, piece), row in zip(sums, rows, strict=True):
@@ -319,7 +321,7 @@ class _GlooLink(Link):
             if part != self.rank:
                 leaving.append(self._send(piece, right, tag))
             net.sums.done(row)
-        self._arrived(cut[self.rank].nbytes)
+        net.arrived(cut[self.rank].nbytes, since_s)
         for work in leaving:
             work.wait()
         return cut[self.rank]
@@ -352,7 +354,7 @@ class _GlooLink(Link):
         net, tag, pieces = self._net, next(self._tags), _pieces(flat, _ROW_BYTES // 2)
         if net.divides:
             flat.div_(2)
-        outgoing = [(piece, net.others[0]) for piece in pieces]
+        outgoing, since_s = [(piece, net.others[0]) for piece in pieces], time.monotonic()
         leaving, rows = self._both(outgoing, tag, lambda: net.sums.post(pieces, net.others, tag, _ROW_BYTES))
         await net.reducing
         for piece, row, sending in zip(pieces, rows, leaving, strict=True):
@@ -360,17 +362,18 @@ class _GlooLink(Link):
             sending.wait()  # from where the sum is going to be
             torch.add(*row.addends, out=piece)
             net.sums.done(row)
-        self._arrived(flat.nbytes)
+        net.arrived(flat.nbytes, since_s)
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         net, tag, leaving, coming = self._net, next(self._tags), parts(outgoing, to), parts(incoming, of)
         going = [(piece, rank) for rank in net.others for piece in _pieces(leaving[rank])]
         due = [(piece, rank) for rank in net.others for piece in _pieces(coming[rank])]
+        since_s = time.monotonic()
         sent, received = self._both(going, tag, lambda: [net.receive(*each, tag) for each in due])
         await net.reducing
         for work in received + sent:
             work.wait()
-        self._arrived(coming[net.others[0]].nbytes)
+        net.arrived(coming[net.others[0]].nbytes, since_s)
 
     async def compute(self) -> None:
         await self._net.computing
