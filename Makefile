@@ -81,9 +81,10 @@ clean: ## remove what tools and runs have left behind, .venv too
 	rm -rf .venv .venv-torch-* build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Python compiles what it loads, which is the lesser part of what pip would compile.
 # pip leaves alone what already satisfies pyproject.toml, so an up-to-date .venv costs seconds.
 $(INSTALLED): pyproject.toml
 	@echo "setup: installing into $(VENV) (the first time this downloads PyTorch, several GB)"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' $(if $(TORCH),torch==$(TORCH))
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]' $(if $(TORCH),torch==$(TORCH))
 	@touch $@
