@@ -6,8 +6,9 @@ runs it at its start. It is not imported from the package, imports nothing of it
 [Note: blocks of steps]
 After a few steps, in which DDP forms its buckets, blocks of two kinds take turns. In the one, buckets travel as plain
 DDP sends them: a step takes C + N. In the other they are held back to the end of backward, and travel when the device
-has finished and all ranks have met: a step takes C + M, with what ranks wait for each other beside. A block begins and
-ends with an idle device, so the clock of the host will do. In both kinds the gradient is the mean. Our design.
+has finished and all ranks have met: a step takes C + M, with what ranks wait for each other beside. In this kind the
+part of C from the end of the model's last forward to its last bucket is backward. A block begins and ends with an idle
+device, so the clock of the host will do. In both kinds the gradient is the mean. Our design.
 """
 
 import functools
@@ -34,8 +35,14 @@ class _Meter:
         self._others = _PATIENCE  # so the first model is measured at once
         self._step, self._apart, self._is_noted = 0, False, False
         self._block_s: float | None = None
+        self._forward_s: float | None = None  # when the model's last forward ended
         self._held, self._sent = list[Any](), list[Any]()
-        self._sums = dict.fromkeys(("met_s", "wire_s", "bytes"), 0.0)
+        self._sums = dict.fromkeys(("backward_s", "met_s", "wire_s", "bytes"), 0.0)
+
+    def end_forward(self, model: Any) -> None:
+        """Note the time, in steps whose communication is apart."""
+        if self._apart and model is self._model:
+            self._forward_s = _now_s(next(model.parameters()).device)
 
     def exchange(self, model, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations
         """Send one bucket, now or at the end of backward; its Future holds the mean of all ranks."""
@@ -60,7 +67,7 @@ class _Meter:
 
     def _end_backward(self, model: Any, device: Any) -> None:
         if self._held:  # DDP waits for them at the end of each model's backward
-            self._send_held(device, model.process_group)
+            self._send_held(device, model)
         self._others = 0 if model is self._model else self._others + 1
         if self._others > _PATIENCE:
             self._model, self._others, self._step = model, 0, -WARM_UP_STEPS
@@ -72,12 +79,15 @@ class _Meter:
                 self._end_block(_now_s(device), model.process_group.size())
             self._step, self._sent = self._step + 1, []
 
-    def _send_held(self, device: Any, group: Any) -> None:
+    def _send_held(self, device: Any, model: Any) -> None:
         import torch
         import torch.distributed as dist
 
         begin_s = _now_s(device)
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        if model is self._model and self._forward_s is not None:
+            self._sums["backward_s"] += begin_s - self._forward_s
+            self._forward_s = None
+        dist.all_reduce(torch.zeros(1, device=device), group=model.process_group)
         met_s = _now_s(device)
         for buffer, its_group, _ in self._held:
             self._send(buffer, its_group)
@@ -116,7 +126,7 @@ def _now_s(device: Any) -> float:
 
 def _watch(ddp: Any) -> None:
     """Let every model of the class be measured, whatever hook the script registers."""
-    meter, made, register = _Meter(), ddp.__init__, ddp.register_comm_hook
+    meter, made, register, after_forward = _Meter(), ddp.__init__, ddp.register_comm_hook, ddp._post_forward
 
     @functools.wraps(made)
     def made_and_measured(self: Any, *args: Any, **options: Any) -> None:
@@ -132,7 +142,12 @@ def _watch(ddp: Any) -> None:
         else:  # not run, but a script that resumes finds the model of a state by it
             self._comm_hooks.append((hook, state))
 
-    ddp.__init__, ddp.register_comm_hook = made_and_measured, register_own
+    def after_forward_measured(self: Any, output: Any) -> Any:
+        output = after_forward(self, output)
+        meter.end_forward(self)
+        return output
+
+    ddp.__init__, ddp.register_comm_hook, ddp._post_forward = made_and_measured, register_own, after_forward_measured
     ddp._register_builtin_comm_hook = lambda *args, **options: None
 
 
