@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 PARALLEL := $(if $(WORKERS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
 # Some machines forbid Python to keep what it has compiled; each of a hundred processes then compiles all of it again.
-COMPILE_ONCE := PYTHONDONTWRITEBYTECODE=
+export PYTHONDONTWRITEBYTECODE :=
 MYPY := $(BIN)/mypy --no-error-summary
 
 .DEFAULT_GOAL := help
@@ -26,14 +26,14 @@ test: $(if $(TORCH),$(INSTALLED),style) ## lint, type check and all tests; bench
 	@echo "test: $(if $(TORCH),,types and )all tests; benchmarks run once, untimed"
 	@status=0; $(if $(TORCH),true,nice -n 19 $(MYPY)) >$(VENV)/types.log 2>&1 & types=$$!; \
 	for kind in quiet "not quiet"; do \
-		$(COMPILE_ONCE) CROSSOVER_BENCH=smoke $(BIN)/python -m pytest -m "$$kind" $(PARALLEL) $(PYTEST_ARGS); \
+		CROSSOVER_BENCH=smoke $(BIN)/python -m pytest -m "$$kind" $(PARALLEL) $(PYTEST_ARGS); \
 		case $$? in 0|5) ;; *) status=1 ;; esac; \
 		test "$$kind" != quiet || wait $$types || { cat $(VENV)/types.log; status=1; }; \
 	done; exit $$status  # 5: nothing of this kind was asked for
 
 marked: $(INSTALLED) ## only the tests that depend on what torch itself does
 	@echo "marked: the tests that depend on what torch itself does"
-	@$(COMPILE_ONCE) $(BIN)/python -m pytest -m torch_version $(PARALLEL) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m torch_version $(PARALLEL) $(PYTEST_ARGS)
 
 demo: $(INSTALLED) ## two sibling jobs on an emulated two-node cluster: table, picture, JSON in runs/demo/
 	@echo "demo: two sibling jobs on an emulated two-node cluster, results in runs/demo/"

@@ -40,8 +40,10 @@ class _Meter:
         self._sums = dict.fromkeys(("backward_s", "met_s", "wire_s", "bytes"), 0.0)
 
     def end_forward(self, model: Any) -> None:
-        """Note the time, in steps whose communication is apart."""
-        if self._apart and model is self._model:
+        """Note the time of a forward that trains, in steps whose communication is apart."""
+        import torch
+
+        if self._apart and model is self._model and torch.is_grad_enabled():
             self._forward_s = _now_s(next(model.parameters()).device)
 
     def exchange(self, model, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations
@@ -93,8 +95,11 @@ class _Meter:
             self._send(buffer, its_group)
         for sent in self._sent:
             sent.wait()
+        end_s = _now_s(device)
         self._sums["met_s"] += met_s - begin_s
-        self._sums["wire_s"] += _now_s(device) - met_s
+        self._sums["wire_s"] += end_s - met_s
+        if self._forward_s is not None:  # another model's: backward goes on
+            self._forward_s += end_s - begin_s
         for buffer, _, future in self._held:
             future.set_result(buffer)
         self._held = []

@@ -151,9 +151,9 @@ def recorded(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / f"rank-{dist.get_rank()}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("count", "chained"), [(1, False), (2, False), (2, True)])
 @in_ranks(2, timeout_s=30.0)
-def test_a_measured_job_trains_as_plain_ddp(tmp_path: Path, rank: int, count: int) -> None:
+def test_a_measured_job_trains_as_plain_ddp(tmp_path: Path, rank: int, count: int, chained: bool) -> None:
     """Also two models, whose buckets DDP waits for at the end of each one's backward; steps are the first one's."""
     sums = []
     for kind in (watched(tmp_path), DistributedDataParallel):
@@ -165,8 +165,11 @@ def test_a_measured_job_trains_as_plain_ddp(tmp_path: Path, rank: int, count: in
         parameters = [parameter for net in nets for parameter in net.parameters()]
         optimizer = torch.optim.SGD(parameters, lr=0.01)
         for step in range(STEPS):
-            for model in models:
-                model(torch.full((2, 8), rank + step / STEPS)).square().mean().backward()
+            inputs = torch.full((2, 8), rank + step / STEPS)
+            if chained:  # one backward, in which the other model's buckets travel first
+                models[1](models[0](inputs)).square().mean().backward()
+            for model in [] if chained else models:
+                model(inputs).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         sums.append(sum(parameter.detach().double().sum().item() for parameter in parameters))
@@ -212,18 +215,19 @@ class Takes(torch.autograd.Function):
 
 @in_ranks(2, timeout_s=30.0)
 def test_the_share_of_backward_is_measured_also_where_gradients_are_accumulated(tmp_path: Path, rank: int) -> None:
-    """Only the last backward can hide communication; what is computed besides, in a forward without one, is no part."""
+    """Only the last backward can hide communication; a forward that does not train is not its begin."""
     model = watched(tmp_path)(nn.Linear(4, 4))
     with mock.patch.object(step_meter, "_now_s", lambda device: Takes.now_s):
         for _ in range(STEPS):
             with model.no_sync():
                 model(Takes.apply(torch.ones(2, 4))).mean().backward()
+            loss = Takes.apply(model(Takes.apply(torch.ones(2, 4)))).mean()
             with torch.no_grad():
-                model(torch.ones(2, 4))
-            Takes.apply(model(Takes.apply(torch.ones(2, 4)))).mean().backward()
+                model(Takes.apply(torch.ones(2, 4)))
+            loss.backward()
             Takes.now_s += 1.0  # the optimizer
     apart = [each for each in recorded(tmp_path) if each["apart"]]
-    assert [(each["step_s"], each["backward_s"]) for each in apart] == [(7.0, 4.0)] * 2
+    assert [(each["step_s"], each["backward_s"]) for each in apart] == [(8.0, 5.0)] * 2
 
 
 class MixedPrecision:
