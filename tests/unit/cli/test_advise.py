@@ -166,10 +166,11 @@ def test_a_measured_job_trains_as_plain_ddp(tmp_path: Path, rank: int, count: in
         optimizer = torch.optim.SGD(parameters, lr=0.01)
         for step in range(STEPS):
             inputs = torch.full((2, 8), rank + step / STEPS)
-            if chained:  # one backward, in which the other model's buckets travel first
+            if chained and step:  # one backward, in which the other model's buckets travel first
                 models[1](models[0](inputs)).square().mean().backward()
-            for model in [] if chained else models:
-                model(inputs).square().mean().backward()
+            else:
+                for model in models:
+                    model(inputs).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         sums.append(sum(parameter.detach().double().sum().item() for parameter in parameters))
