@@ -13,17 +13,17 @@ sent already, and until then the other direction is idle. But while a thread of 
 arrives, on the same core if a rank has one. So sends come before receives where they are short, by the fastest rate
 of a megabyte: less may pass in a link's burst. Measured: docs/measurements.md.
 
-[Note: around a ring] Where one rank owns most of a large tensor, its cable would carry W - 1 copies of its part in
-either half. Such a layout, see `goes_around`, travels from left to right, each rank adding or passing on: no cable
-carries more than the tensor. A part's sum begins behind its owner and ends there.
+[Note: around a ring] Where one rank owns most of a large tensor its cable would carry W - 1 copies of that. Such a
+layout goes from left to right, each rank adding or passing on; a part's sum begins behind its owner and ends there.
 
-Who passes on keeps others waiting. Sums are passed on by the reducing thread, to which journeys come in the order in
-which they were started, on all ranks. Gathers begin on whatever thread and in whatever order, as the program likes:
-while it is under way each one has a thread to itself, so that it waits for its like only.
+[Note: who waits where] A thread that waits keeps others waiting, on other ranks, too. A journey's first collective is
+posted when it starts, in one order on all ranks: it waits on the reducing thread. Whether its first gather is posted
+depends on no gather behind it: it waits on the gathering thread. A later exchange or gather, and who passes on around
+a ring, has a thread to itself and waits for its like only.
 
-[Note: memory for sums] What arrives to be added needs memory, with an owner W - 1 times its part. So receives are
-posted piece by piece, in the order of journeys, which is the same on all ranks, and at most some megabytes ahead of
-what is added. That cannot lock up: nothing in a sum waits for a later one, nor around a ring for a later hop.
+[Note: memory for sums] What arrives to be added needs memory, with an owner W - 1 times its part. So it is received
+piece by piece, in the order of journeys, at most some megabytes ahead of what is added. That cannot lock up: nothing
+in a sum waits for a later one, nor around a ring for a later hop.
 
 [Note: two addends] Two addends have one sum. So where nothing happens between the halves two ranks send each other all
 that they have, and both add: as many bytes, in one hop. A codec's link goes by halves.
@@ -225,15 +225,15 @@ class Gloo:
             self._channel: int = min(free)
             self._channels.add(self._channel)
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        self._is_closed = False
+        self._lock, self._is_closed = threading.Lock(), False
 
     def arrived(self, nbytes: int, since_s: float) -> None:
-        self._arrived_bytes += nbytes
-        self._arrived_s += time.monotonic() - since_s + 1e-9
-        if self._arrived_bytes >= _BURST_BYTES:
-            self.bytes_per_s = max(self.bytes_per_s, self._arrived_bytes / self._arrived_s)
-            self._arrived_bytes, self._arrived_s = 0, 0.0
+        with self._lock:
+            self._arrived_bytes += nbytes
+            self._arrived_s += time.monotonic() - since_s + 1e-9
+            if self._arrived_bytes >= _BURST_BYTES:
+                self.bytes_per_s = max(self.bytes_per_s, self._arrived_bytes / self._arrived_s)
+                self._arrived_bytes, self._arrived_s = 0, 0.0
 
     def link(self) -> Link:
         return _GlooLink(self, next(self._numbers))
@@ -259,11 +259,11 @@ class Gloo:
             if not self._is_closed:
                 self._channels.discard(self._channel)  # none of its messages is under way
             self._is_closed = True
-        workers = [self.reducing, self.computing, *self._relays, self.gathering, self.settling]
+        workers = [self.reducing, *self._relays, self.computing, self.gathering, self.settling]
         return stop_all(workers, timeout_s)
 
     def relay(self) -> Station:
-        """Lend a thread for one gather, see [Note: around a ring]."""
+        """Lend a thread for one collective, see [Note: who waits where]."""
         with self._lock:
             if self._is_closed:
                 return self.gathering  # which says so
@@ -273,9 +273,10 @@ class Gloo:
             return self._idle_relays.pop()
 
     def give_back(self, relay: Station) -> None:
-        """Let another gather have the thread, for which nothing remains but the rest of this journey."""
+        """Let another collective have the thread, if it was lent; the rest of this journey waits for nobody there."""
         with self._lock:
-            self._idle_relays.append(relay)
+            if relay in self._relays:
+                self._idle_relays.append(relay)
 
 
 class _GlooLink(Link):
@@ -284,7 +285,7 @@ class _GlooLink(Link):
     in_program_order = False
 
     def __init__(self, net: Gloo, number: int) -> None:
-        self._net = net
+        self._net, self._has_gathered = net, False
         self.rank, self.size = net.rank, net.size
         self._tags = map(net.tag, range(_STAGES * number, _STAGES * (number + 1)))
 
@@ -340,7 +341,7 @@ class _GlooLink(Link):
         due = [(part, piece) for part in net.others[:: -1 if around else 1] for piece in cut_up(cut[part])]
         out = [(piece, rank) for piece in cut_up(cut[self.rank]) for rank in targets]
         leaving, arriving = self._both(out, tag, lambda: [net.receive(p, left if around else o, tag) for o, p in due])
-        thread = net.relay() if around else net.gathering
+        thread, self._has_gathered = net.relay() if around or self._has_gathered else net.gathering, True
         await thread
         if around:
             for (part, piece), work in zip(due, arriving, strict=True):
@@ -350,8 +351,7 @@ class _GlooLink(Link):
             arriving = []
         for work in reversed(arriving + leaving):  # the last one first: fewer wake-ups
             work.wait()
-        if around:
-            net.give_back(thread)
+        net.give_back(thread)
 
     async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
         """See [Note: two addends]."""
@@ -372,13 +372,14 @@ class _GlooLink(Link):
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         net, tag, leaving, coming = self._net, next(self._tags), parts(outgoing, to), parts(incoming, of)
-        going = [(piece, rank) for rank in net.others for piece in _pieces(leaving[rank])]
-        due = [(piece, rank) for rank in net.others for piece in _pieces(coming[rank])]
+        going, due = ([(p, rank) for rank in net.others for p in _pieces(each[rank])] for each in (leaving, coming))
         since_s = time.monotonic()
         sent, received = self._both(going, tag, lambda: [net.receive(*each, tag) for each in due])
-        await net.reducing
+        thread = net.relay() if tag % _STAGES else net.reducing
+        await thread
         for work in received + sent:
             work.wait()
+        net.give_back(thread)
         net.arrived(coming[net.others[0]].nbytes, since_s)
 
     async def compute(self) -> None:

@@ -128,13 +128,15 @@ class FactorMessages:
             for factor, form in zip(*of_owner, strict=True):
                 factor.pack(form, next(places))
 
-    async def travel(self, link: Link) -> Iterator[tuple[Factor, BatchFactor]]:
-        """Have all factors go to their owners; return the own ones and their means."""
+    async def travel(self, link: Link, after: Gate | None) -> Iterator[tuple[Factor, BatchFactor]]:
+        """Have all factors go to their owners, ``after`` a gate was opened; return the own ones and their means."""
         if self._flat.is_cuda:  # the host lets go of it before the device has read it
             self._flat.record_stream(torch.cuda.current_stream(self._flat.device))
         own, forms = self._by_owner[self._rank], [self._forms[self._rank]] * self._size
         if self._tells:
             forms = await self._told(link)
+            if after is not None:
+                await after
         numels = [_numels(own, of_rank) for of_rank in forms]
         of = [sum(of_rank) for of_rank in numels]
         incoming = self._flat.new_empty(sum(of))
@@ -244,10 +246,8 @@ class FactorTraffic:
         here = self.arrived
 
         async def bring(link: Link) -> None:
-            if after is not None and not link.in_program_order:
-                await after
             alone = ((each, each.alone(like)) for each in factors)
-            means = alone if messages is None else await messages.travel(link)
+            means = alone if messages is None else await messages.travel(link, after)
 
             await link.compute()
             await former

@@ -1,0 +1,145 @@
+"""Who waits where: ranks whose threads are late in handing over, and what is posted in which order."""
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from crossover_ddp import DecoupledState, ElasticState, decoupled_hook, elastic_hook
+from crossover_ddp._engine import links
+from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.journeys import Station
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from tests.harness import in_ranks
+from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.training import WIDTH, Training
+
+LAYOUT = [2, 2]
+
+
+class Elsewhere:
+    """A journey that awaits it goes on in a thread of this name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __await__(self) -> Iterator[Any]:
+        yield lambda go_on: threading.Thread(target=go_on, name=self._name).start()
+
+
+async def gather(link: links.Link) -> torch.Tensor:
+    flat = torch.full((4,), float(link.rank))
+    await link.all_gather(flat, LAYOUT)
+    return flat
+
+
+async def exchange_parts(link: links.Link) -> torch.Tensor:
+    incoming = torch.full((4,), float(link.rank))
+    await link.all_to_all(torch.full((4,), float(link.rank)), LAYOUT, incoming, LAYOUT)
+    return incoming
+
+
+@pytest.mark.parametrize("collective", [gather, exchange_parts])
+@in_ranks(2)
+def test_two_journeys_in_another_order_on_another_rank_hold_up_nobody(
+    rank: int, collective: Callable[..., Any]
+) -> None:
+    """Each rank is late to wait for what one journey has begun, until the other one's second collective has begun.
+
+    That is the other journey on the other rank: on a shared thread each would wait for what is behind it there.
+    """
+    exchange, second, put = Exchange.of(None), [threading.Event(), threading.Event()], Station.put
+    found: list[tuple[int, list[float]]] = []
+
+    def held(station: Station, job: Any) -> None:
+        if threading.current_thread().name == "late":
+            assert second[rank].wait(20)
+            time.sleep(0.1)  # it comes to wait
+        put(station, job)
+
+    def journey(number: int) -> Callable[[links.Link], Any]:
+        async def way(link: links.Link) -> None:
+            flat = torch.ones(4)
+            await link.reduce_scatter(flat, LAYOUT)
+            await Elsewhere("early" if number == rank else "late")
+            await collective(link)
+            second[number].set()
+            found.append((number, (await collective(link)).tolist()))
+
+        return way
+
+    with mock.patch.object(Station, "put", held):
+        trips = [exchange.begin(journey(number), torch.empty(0), f"journey {number}") for number in range(2)]
+        for trip in trips:
+            trip.block(20)
+    assert sorted(found) == [(number, [0.0, 0.0, 1.0, 1.0]) for number in range(2)]
+
+
+def late_factors(model: Any, optimizers: Any, mutex: Any) -> tuple[Any, Any]:
+    return KFACState(model, optimizers[0], factor_update_steps=4, inv_update_steps=8), kfac_hook
+
+
+def late_factors_decoupled(model: Any, optimizers: Any, mutex: Any) -> tuple[Any, Any]:
+    kfac, _ = late_factors(model, optimizers, mutex)
+    return DecoupledState(optimizers[0], kfac=kfac, defer="always"), decoupled_hook
+
+
+def elastic(model: Any, optimizers: Any, mutex: Any) -> tuple[Any, Any]:
+    return ElasticState(2, "sync"), elastic_hook
+
+
+@pytest.mark.parametrize(
+    "way", ["split", "int8", "decoupled", "owned", "muon", "averaged", elastic, late_factors, late_factors_decoupled]
+)
+@in_ranks(2)
+def test_what_a_journey_begins_with_is_posted_by_the_program(rank: int, way: Any) -> list[int]:
+    """In one order on all ranks, therefore, so that it may wait on a thread that journeys share."""
+    both, first = links._GlooLink._both, list[int]()
+
+    def noting(link: Any, outgoing: Any, tag: int, receive: Any) -> Any:
+        if not tag % links._STAGES:
+            first.append(tag)
+            assert threading.current_thread() is threading.main_thread()
+        return both(link, outgoing, tag, receive)
+
+    module = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)])
+    with mock.patch.object(links._GlooLink, "_both", noting):
+        training = Training(way, rank, module=module).run(12)
+        training.close()
+    assert len(first) > 4
+    return first
+
+
+PAIRS = list(itertools.combinations(["split", "int8", "decoupled", "owned", "kfac", "muon", late_factors_decoupled], 2))
+
+
+@pytest.mark.parametrize("seed", range(84 if IN_CAMPAIGN else 3))
+@in_ranks(3)
+def test_two_models_on_one_group_end_however_late_threads_are(rank: int, seed: int) -> None:
+    chance, (begin, put) = random.Random(3 * seed + rank), (links._GlooLink._both, Station.put)
+    ways = PAIRS[seed % len(PAIRS)] if IN_CAMPAIGN else ("kfac", late_factors_decoupled)
+
+    def late(do: Callable[..., Any]) -> Callable[..., Any]:
+        def done(*given: Any) -> Any:
+            time.sleep(chance.choice([0, 0, 0, 0, 0, 0.001, 0.003, 0.01]))
+            return do(*given)
+
+        return done
+
+    pair, plain = ([Training(way, rank) for way in ways] for _ in range(2))
+    with mock.patch.object(links._GlooLink, "_both", late(begin)), mock.patch.object(Station, "put", late(put)):
+        for _ in range(12):
+            for each in pair:
+                each.step()
+        for each in pair:
+            each.close()
+    for one, other in zip(pair, plain, strict=True):
+        other.run(12).close()
+        assert torch.equal(one.values, other.values)
