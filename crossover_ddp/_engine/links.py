@@ -266,7 +266,7 @@ class Gloo:
         """Lend a thread for one collective, see [Note: who waits where]."""
         with self._lock:
             if self._is_closed:
-                return self.gathering  # which says so
+                return self.gathering  # which ends after all that lend, and says so
             if not self._idle_relays:
                 self._relays.append(Station("crossover-relay", self.place.adopt_thread))
                 return self._relays[-1]

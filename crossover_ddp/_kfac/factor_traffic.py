@@ -10,7 +10,8 @@ solvers begins its exchange, so the running means are the same as if they had co
 trail, too; the groups are our design.
 
 [Note: forms of a factor] A rank sends the triangle of a factor, or the columns that it is made of, whichever is less,
-or nothing if it has none. So the ranks first tell the owners how much will come. Where collectives are issued in the
+or nothing if it has none. So the ranks first tell the owners how much will come, also of late factors when the journey
+begins: in one order on all ranks, see [Note: who waits where] in `_engine.links`. Where collectives are issued in the
 program's order the host would have to wait for that, and all ranks send triangles. Behind a triangle stands whether
 there is one. An owner's own factors that meet no others stay as they are.
 
@@ -129,7 +130,10 @@ class FactorMessages:
                 factor.pack(form, next(places))
 
     async def travel(self, link: Link, after: Gate | None) -> Iterator[tuple[Factor, BatchFactor]]:
-        """Have all factors go to their owners, ``after`` a gate was opened; return the own ones and their means."""
+        """Have all factors go to their owners; return the own ones and their means.
+
+        ``after``: opened before they leave, unless collectives are issued in the program's order.
+        """
         if self._flat.is_cuda:  # the host lets go of it before the device has read it
             self._flat.record_stream(torch.cuda.current_stream(self._flat.device))
         own, forms = self._by_owner[self._rank], [self._forms[self._rank]] * self._size

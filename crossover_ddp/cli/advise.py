@@ -275,10 +275,11 @@ def _report(found: Figures) -> str:
     worth = [] if shown.startswith("do not") else [way for way in WAYS if way.expected(found) >= _WORTH]
     sixteenth_mb = found.size_bytes / 16 / 2**20
     lines = "".join(f"{way.name}: {way.caveat.format(sixteenth_mb=sixteenth_mb)}\n    {way.line}\n" for way in worth)
+    assumed = ", assumed" if found.backward_share == _BACKWARD_SHARE else ""
     return (
         f"{found.ranks} ranks, {found.size_bytes / 1e6:.3g} MB of gradients\n"
-        f"a step {_ms(found.step_s)} = C {_ms(found.compute_s)} compute ({found.backward_share:.0%} backward) + "
-        f"N {_ms(found.exposed_s)} exposed communication ({found.exposed_s / found.step_s:.0%}); "
+        f"a step {_ms(found.step_s)} = C {_ms(found.compute_s)} compute ({found.backward_share:.0%} backward{assumed}) "
+        f"+ N {_ms(found.exposed_s)} exposed communication ({found.exposed_s / found.step_s:.0%}); "
         f"M {_ms(found.wire_s)} on the wire\n\n"
         f"{columns(['what', 'expected', 'at best'], rows)}\n{lines}→ {shown}\n"
     )

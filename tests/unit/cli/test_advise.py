@@ -51,6 +51,8 @@ def test_bounds_and_verdict_follow_from_c_n_and_m(found: Figures, bounds: list[f
     shown = cli_advise._report(found)
     assert shown.endswith(f"→ {verdict(found)}\n")
     assert ("register_comm_hook" in shown) == (not what.startswith("do not"))
+    assert "(67% backward, assumed)" in shown
+    assert "(60% backward)" in cli_advise._report(found._replace(backward_share=0.6))
 
 
 def test_the_rows_of_the_document_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
