@@ -52,7 +52,7 @@ campaign: $(INSTALLED) ## hours: fault campaigns, the benchmarks in full, and th
 	@$(BIN)/python -m tests.conformance.torch_ddp
 	@CROSSOVER_CAMPAIGN=1 $(BIN)/python -m pytest
 	@$(MAKE) --no-print-directory bench
-	@$(BIN)/python recipes/studies/run.py --claim siblings decoupled muon codecs averaging advice --out runs/campaign
+	@$(BIN)/python recipes/studies/run.py --claim muon codecs averaging advice --out runs/campaign
 
 lint: style ## ruff (rules and format) and mypy
 	@echo "lint: mypy"

@@ -60,7 +60,7 @@ def reduce_scatter_all_gather_hook(
     A drop-in for torch's ``allreduce_hook``: the gradients are those of plain DDP, to the last bit with one or two
     ranks (float32 and float64), and up to the order of additions with more: a balanced tree over ranks. Wire
     traffic is that of an all-reduce. On gloo the two halves are messages straight to and from owners, driven by threads
-    of this process; two ranks send each other all that they have in one hop, and both add: as many bytes.
+    of this process; two ranks on CPUs, whose sum is the same whoever adds, leave both to gloo's all-reduce.
 
     Args:
         process_group: the group that DDP was given; None means the default group, as DDP does.

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch.distributed as dist
@@ -65,7 +65,7 @@ def plan_from(group: dist.ProcessGroup, present: AnyCodec, candidates: Sequence[
 def cost_of(codec: AnyCodec, world_size: int) -> CodecCost:
     """Return what ``codec`` costs a rank: it encodes what is not its own, and its own part of the mean again."""
     if codec is None or world_size < 2:
-        return replace(EXACT, hops=1) if world_size == 2 else EXACT  # see [Note: two addends] in `_engine.links`
+        return EXACT
     push, pull = codecs_of(codec)
     there = zip(*[_half_of(push.between(0, peer)) for peer in range(1, world_size)], strict=True)
     push_rate, push_encode_s, push_decode_s = (statistics.mean(each) for each in there)

@@ -25,8 +25,9 @@ a ring, has a thread to itself and waits for its like only.
 piece by piece, in the order of journeys, at most some megabytes ahead of what is added. That cannot lock up: nothing
 in a sum waits for a later one, nor around a ring for a later hop.
 
-[Note: two addends] Two addends have one sum. So where nothing happens between the halves two ranks send each other all
-that they have, and both add: as many bytes, in one hop. A codec's link goes by halves.
+[Note: two addends] Two addends have one sum, whoever adds them. So where nothing happens between the halves two ranks
+leave both to gloo, whose own thread sends and adds: as many bytes, and less of the processor. gloo tells collectives
+apart by their order, so this is for what is posted on the thread that starts journeys. A codec's link goes by halves.
 """
 
 import contextlib
@@ -63,7 +64,7 @@ _PIECES: Final = 2
 _MIN_PIECE_BYTES: Final = 1 << 20
 _MAX_PIECE_BYTES: Final = 4 << 20
 _MIN_ADDEND_BYTES: Final = 512 << 10  # of as many ranks as there may be
-_ROW_BYTES: Final = 4 << 20  # two pieces of all that two ranks exchange
+_ROW_BYTES: Final = 4 << 20
 _AHEAD_BYTES: Final = 8 << 20
 _AHEAD_ROWS: Final = 2
 _BURST_BYTES: Final = 1 << 20
@@ -102,7 +103,7 @@ class Link:
         """Copy each owner's part to all."""
 
     async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
-        """Do both, where nothing happens in between; the bits are the same."""
+        """Do both, where nothing happens in between, at the beginning of a journey; the bits are the same."""
         await self.reduce_scatter(flat, layout)
         await self.all_gather(flat, layout)
 
@@ -355,20 +356,13 @@ class _GlooLink(Link):
 
     async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
         """See [Note: two addends]."""
-        if self.size > 2:
+        net = self._net
+        if self.size > 2 or not net.divides:  # what is divided already is posted by a device's thread
             return await super().all_reduce(flat, layout)
-        net, tag, pieces = self._net, next(self._tags), _pieces(flat, _ROW_BYTES // 2)
-        if net.divides:
-            flat.div_(2)
-        outgoing, since_s = [(piece, net.others[0]) for piece in pieces], time.monotonic()
-        leaving, rows = self._both(outgoing, tag, lambda: net.sums.post(pieces, net.others, tag, _ROW_BYTES))
+        self._sent_bytes += flat.nbytes
+        summing = living(net.group).allreduce([flat.div_(2)])
         await net.reducing
-        for piece, row, sending in zip(pieces, rows, leaving, strict=True):
-            row.arriving[0].wait()
-            sending.wait()  # from where the sum is going to be
-            torch.add(*row.addends, out=piece)
-            net.sums.done(row)
-        net.arrived(flat.nbytes, since_s)
+        summing.wait()
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         net, tag, leaving, coming = self._net, next(self._tags), parts(outgoing, to), parts(incoming, of)

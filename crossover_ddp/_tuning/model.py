@@ -135,13 +135,11 @@ class CodecCost:
         rate: bytes on the wire over those of an exact exchange.
         hook_s: seconds of encoding on the thread that computes.
         worker_s: processor seconds of adding, encoding again and decoding on other threads.
-        hops: of an exchange; each costs α.
     """
 
     rate: float
     hook_s: float
     worker_s: float
-    hops: int = 2
 
 
 EXACT: Final = CodecCost(1.0, 0.0, 0.0)
@@ -154,7 +152,7 @@ def coded_step_s(work: Workload, link: Link, cost: CodecCost) -> float:
     takes less than all compute of both. ``work`` is without a codec.
     """
     coded, total = work.encoded(cost.hook_s), sum(bucket.size_bytes for bucket in work.buckets)
-    slowed = Link(link.alpha_s * cost.hops / 2, link.beta_s * cost.rate + cost.worker_s / 2)
+    slowed = Link(link.alpha_s, link.beta_s * cost.rate + cost.worker_s / 2)
     return max(all_reduce_step_s(coded, slowed), coded.compute_s + cost.worker_s * total)
 
 

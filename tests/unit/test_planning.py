@@ -101,11 +101,6 @@ def test_costs_have_the_rate_of_the_codec(codec: Half | Int8 | SIDCo, least: flo
     assert cost_of(None, 4) == cost_of(codec, 1) == EXACT
 
 
-def test_two_ranks_exchange_what_is_exact_in_one_hop() -> None:
-    exact, coded = (coded_step_s(work(), Link(0.1, 1e-9), cost_of(codec, 2)) for codec in (None, Half()))
-    assert coded - exact == pytest.approx(0.1 * len(work().buckets), rel=0.1)
-
-
 def test_records_become_a_workload_of_medians() -> None:
     records = StepRecords()
     records.add([(400, 11.0)], None)  # nobody knows when it began

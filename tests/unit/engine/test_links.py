@@ -53,11 +53,13 @@ def test_short_messages_leave_before_what_arrives_is_asked_for_and_long_ones_aft
     ways: list[Callable[[torch.Tensor, Link], Way]] = [
         lambda flat, link: link.reduce_scatter(flat, equal),
         lambda flat, link: link.all_gather(flat, equal),
-        lambda flat, link: link.all_reduce(flat, equal),
         lambda flat, link: link.all_to_all(flat, equal, flat.clone(), equal),
     ]
-    for numel, says_the_rate in {1000: False, 1 << 18: True}.items():  # less may pass in a link's burst
-        exchange.begin(functools.partial(ways[2], torch.ones(numel)), NOTHING, "a tensor").wait()
+    for numel, says_the_rate in {500: False, 1 << 18: True}.items():  # less may pass in a link's burst
+        flat, halves = torch.ones(2 * numel), [numel, numel]
+        exchange.begin(
+            lambda link, flat=flat, halves=halves: link.reduce_scatter(flat, halves), NOTHING, "a tensor"
+        ).wait()
         assert (net.bytes_per_s > 0) == says_the_rate
     for way, (rate, first) in itertools.product(ways, {1.0: "recv", 1e12: "send"}.items()):
         net.bytes_per_s = rate
@@ -111,9 +113,9 @@ def test_sums_have_the_bits_of_the_tree_or_the_ring_in_bounded_memory(rank: int,
 
 
 @in_ranks(2)
-def test_two_ranks_exchange_all_and_both_add(rank: int) -> None:
-    """The bits of halves by way of owners, as many bytes, and bounded memory."""
-    exchange, most = Exchange.of(None), 0
+def test_two_ranks_have_one_sum_whoever_adds(rank: int) -> None:
+    """The bits of halves by way of owners, and as many bytes."""
+    exchange = Exchange.of(None)
     choose, jobs = random.Random(0), []
     for number in range(24):
         dtype = choose.choice([torch.float32, torch.float64, torch.bfloat16])
@@ -124,12 +126,10 @@ def test_two_ranks_exchange_all_and_both_add(rank: int) -> None:
     trips = []
     for flat, layout, _ in jobs:
         trips.append(exchange.begin(lambda link, flat=flat, layout=layout: link.all_reduce(flat, layout), flat, "it"))
-        most = max(most, sum(exchange.network(CPU).sums._posted))  # type: ignore[union-attr]
     for trip in trips:
         trip.wait()
     assert all(torch.equal(flat, wanted) for flat, _, wanted in jobs)
     assert [trip.sent() for trip in trips] == [flat.numel() * flat.itemsize for flat, *_ in jobs]
-    assert 0 < most <= links._ROW_BYTES
 
 
 @in_ranks(2)
