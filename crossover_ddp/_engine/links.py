@@ -198,7 +198,8 @@ _taking = threading.Lock()
 class Gloo:
     """The connections of a group, which is held weakly, threads, and memory for sums.
 
-    ``place``: of the tensors that journeys compute with. ``divides``: whether what it adds has yet to be divided.
+    ``place``: of the tensors that journeys compute with. ``divides``: whether what it adds has yet to be divided, as on
+    CPUs; a device's tensors come divided, on a thread of their own.
     """
 
     alignment_bytes, divides = 1, True

@@ -101,7 +101,7 @@ def elastic(model: Any, optimizers: Any, mutex: Any) -> tuple[Any, Any]:
 @in_ranks(2)
 def test_what_a_journey_begins_with_is_posted_by_the_program(rank: int, way: Any) -> list[int]:
     """In one order on all ranks, therefore, so that it may wait on a thread that journeys share."""
-    both, both_halves, first = links._GlooLink._both, links._GlooLink.all_reduce, list[int]()
+    both, all_reduce, first = links._GlooLink._both, links._GlooLink.all_reduce, list[int]()
 
     def noting(link: Any, outgoing: Any, tag: int, receive: Any) -> Any:
         if not tag % links._STAGES:
@@ -112,7 +112,7 @@ def test_what_a_journey_begins_with_is_posted_by_the_program(rank: int, way: Any
     async def noting_sum(link: Any, flat: Any, layout: Any) -> None:  # gloo tells sums apart by their order
         first.append(flat.numel())
         assert threading.current_thread() is threading.main_thread()
-        await both_halves(link, flat, layout)
+        await all_reduce(link, flat, layout)
 
     module = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)])
     with mock.patch.multiple(links._GlooLink, _both=noting, all_reduce=noting_sum):
