@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,13 @@ def steps_between(log: Iterable[MeteredStep], begin_s: float, end_s: float) -> f
     return sum(max(0.0, part) for part in inside)
 
 
-def same_losses(expected: Losses, got: Losses, tolerance: float) -> bool:
-    """Say whether all ranks of all jobs had the same losses, as long as both trained."""
+def same_losses(expected: Losses, got: Losses, tolerance: float = 0.0, steps: int | None = None) -> bool:
+    """Say whether all ranks of all jobs had the same losses, in so many steps or as long as both trained."""
     pairs = (
         (a, b)
         for job in got
         for ranks in zip(expected[job], got[job], strict=True)
-        for a, b in zip(*ranks, strict=False)
+        for a, b in islice(zip(*ranks, strict=False), steps)
     )
     return all(abs(a - b) <= tolerance * abs(a) for a, b in pairs)
 
@@ -127,7 +128,7 @@ class Study:
         expected = found[self._first].losses
         # More ranks add in another order.
         for name in self._claim.exact if self._cluster.nodes == 2 else ():
-            if not same_losses(expected, found[name].losses, self._claim.tolerance):
+            if not same_losses(expected, found[name].losses, self._claim.tolerance, self._claim.compared):
                 raise RuntimeError(f"expected the losses of {self._first!r} with {name!r}, got others")
         return found
 

@@ -65,11 +65,13 @@ def hooked(module: nn.Module, hook: Any, state: Any = None, **options: Any) -> D
     return model
 
 
-def waited_for_by_nobody(hook: Any) -> Any:
-    """Return a user's hook that lets backward end at once, whatever becomes of ``hook``'s Futures."""
+def waited_for_by_nobody(hook: Any, journeys: list[torch.futures.Future[torch.Tensor]] | None = None) -> Any:
+    """Return a user's hook that lets backward end at once, and puts ``hook``'s Futures into ``journeys``."""
 
     def hurried(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        hook(state, bucket)
+        journey = hook(state, bucket)
+        if journeys is not None:
+            journeys.append(journey)
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done

@@ -205,6 +205,7 @@ def test_losses_are_compared_as_long_as_both_train() -> None:
     assert same_losses(expected, {"a": [[2.0, 1.5, 1.2], [2.0]]}, 0.0)
     assert same_losses(expected, near, 1e-2)
     assert not same_losses(expected, near, 0.0)
+    assert same_losses(expected, {"a": [[2.0, 9.0], [2.0]]}, steps=1)
     assert not same_losses(expected, {"a": [[2.0, 1.5], [1.0]]}, 0.0)
 
 
