@@ -6,10 +6,11 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
-# So many tests run at a time, a file in one worker; WORKERS= runs one after the other. Tests marked `quiet` have bounds
-# in seconds and wait for most of their time: they run beside each other, not beside those that keep all cores busy.
+# So many workers; who is done takes half of what another one has left. WORKERS= runs one test after the other. Tests
+# marked `quiet` have bounds in seconds and wait for most of their time: they run beside each other, not beside those
+# that keep all cores busy.
 WORKERS ?= 2
-PARALLEL := $(if $(WORKERS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
+PARALLEL := $(if $(WORKERS),-n $(WORKERS) --dist worksteal)
 # Some machines forbid Python to keep what it has compiled; each of a hundred processes then compiles all of it again.
 export PYTHONDONTWRITEBYTECODE :=
 MYPY := $(BIN)/mypy --no-error-summary
