@@ -43,7 +43,8 @@ class Claim:
         rates_mbit: rates of the link, in the place of ratios.
         against: ways of which the fastest is what the others are compared to; by default the first.
         limit: the best factor that is possible.
-        exact: ways that must have the first one's losses, job by job, to ``tolerance``, for ``compared`` steps.
+        exact: ways that must have the first one's losses, job by job, to ``tolerance``.
+        tolerance, compared: relative; for so many steps, None for as long as both train.
         arguments: of train.py, for all ways.
         advise: put what `crossover-ddp advise` says of the first way beside what is measured.
         steps, repeats: to measure.
@@ -174,7 +175,7 @@ CLAIMS: Mapping[str, Claim] = {
         presets=("convnet", "vit"),
         rates_mbit=(100.0,),
         exact=("kfac", "kfac, decoupled"),
-        # Losses that differ by 1e-7 differ by 1e-2 after sixty steps more, between two ways of either package, too.
+        # Losses that differ by 1e-7 differ by 1e-2 sixty steps later, those of `kfac_hook` decoupled or not, too.
         tolerance=1e-3,
         compared=40,
         arguments="--optimizer sgd --lr 0.01 --batch-size 16 --image-size 64 --bucket-cap-mb 25 "

@@ -1,5 +1,6 @@
 """What `make dist` builds is whole: a stranger installs the wheel into an empty place, and a minimal recipe trains."""
 
+import fcntl
 import os
 import re
 import subprocess
@@ -20,7 +21,9 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built, place = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", built, ROOT], check=True)
+    with (ROOT / "pyproject.toml").open() as turn:  # setuptools works in the tree, and pytest's workers share it
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", built, ROOT], check=True)
     (wheel,) = built.glob("*.whl")
     assert len([*built.glob("*.tar.gz")]) == 1
     own = re.compile(r"crossover_ddp(-[\d.]+\.dist-info)?/")
