@@ -189,7 +189,7 @@ class StagedChain:
         return found
 
     def lower_bound_s(self) -> float:
-        """Return a time that no order beats: the work of a device, or the load of a port."""
+        """Return a time that no order beats: a device's work and the way to it and back, or the load of a port."""
         load_s: dict[int | str, float] = defaultdict(float)
         for task in self.tasks:
             load_s[task.device] += task.seconds
@@ -197,7 +197,23 @@ class StagedChain:
         for hop in filter(None, [*(task.hop for task in self.tasks), *exchanges]):
             for port in hop.ports:
                 load_s[port] += hop.wire_s
-        return max(load_s.values())
+        idle_s: dict[int | str, float] = {}
+        way_s = 0.0
+        for stage, (_, _, devices) in enumerate(self.stages):
+            way_s += self._way_s(stage - 1) if stage else 0.0
+            for device in devices:
+                idle_s[device] = min(idle_s.get(device, math.inf), way_s)
+        return max(load + idle_s.get(place, 0.0) for place, load in load_s.items())
+
+    def _way_s(self, stage: int) -> float:
+        """Return the least time in which a micro-batch passes a stage and the link behind it, forward and back."""
+        micros, total_s = range(self.microbatches), 0.0
+        # Of a split backward the weights' half may come last, and then nothing has to go back.
+        for kind in self.kinds[:1] if self.split else self.kinds:
+            hops = [self.hop(stage, micro, back=kind != FORWARD) for micro in micros]
+            total_s += min(self.seconds(stage, kind, micro) for micro in micros)
+            total_s += min(hop.wire_s + hop.latency_s if hop else 0.0 for hop in hops)
+        return total_s
 
 
 def ring_cost(cluster: DeviceCluster, devices: Sequence[int]) -> tuple[float, float, tuple[str, ...]]:

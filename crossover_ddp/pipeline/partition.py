@@ -16,6 +16,7 @@ Arrays are torch's, since torch needs no numpy; networkx comes with torch.
 
 import itertools
 import math
+import random
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -28,6 +29,9 @@ from .profile import Profile
 
 CAPS: Final = (1.1, 1.25)
 _INF: Final = math.inf
+_IN_ORDERS: Final = 128
+"""Devices in all orders together, since those of many devices take long."""
+_SEED: Final = 0
 _ANY_BANDWIDTH: Final = 1e30
 _CACHED: Final = 1 << 16
 _ALL: Final = slice(None)
@@ -199,12 +203,15 @@ def balanced(profile: Profile, count: int) -> list[tuple[int, int]]:
 
 
 def device_orders(cluster: DeviceCluster) -> list[list[int]]:
-    """Return orders worth trying: as given, by nodes, along the fastest neighbours, by minimum cuts, and reversed."""
+    """Return orders: as given, by nodes, by fastest neighbours, by minimum cuts, all of these reversed, and random."""
     natural = list(range(len(cluster)))
     by_node = sorted(natural, key=lambda device: (cluster.nodes.index(cluster.nodes[device]), device))
     orders = [natural, by_node, greedy_path(cluster), minimum_cut_order(cluster)]
-    orders += [order[::-1] for order in orders]
-    return [list(order) for order in dict.fromkeys(map(tuple, orders))]
+    found = dict.fromkeys(map(tuple, orders + [order[::-1] for order in orders]))
+    dice = random.Random(_SEED)
+    while len(found) < min(_IN_ORDERS // len(cluster), math.factorial(len(cluster))):
+        found[tuple(dice.sample(natural, len(natural)))] = None
+    return [list(order) for order in found]
 
 
 def _slower_way(cluster: DeviceCluster, one: int, two: int) -> float:

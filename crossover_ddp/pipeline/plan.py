@@ -6,6 +6,7 @@ earlier. DDP knows whole backwards only, so `Runner` does as well; torch's own r
 with ``split=True`` stages on one device each are also tried with a split backward.
 """
 
+import itertools
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -251,19 +252,24 @@ class _Search:
         return shortest_s
 
     def move(self) -> None:
-        """Exchange devices and move cuts of the best stages at random, as long as steps become shorter."""
+        """Change the best stages of each number at random, once or twice at a time, as long as steps become shorter."""
         if not self.found:
             return
         dice = random.Random(_SEED)
-        _, chain, step = self.best()
-        best_s = step.step_s
-        for _ in range(self._affordable(chain, 200)):
-            stages = tuple(_moved(list(chain.stages), len(self.cluster), self.max_replicas, dice))
+        best: dict[int, tuple[float, StagedChain]] = {}
+        for _, chain, step in sorted(self.found, key=lambda each: each.step.step_s):
+            best.setdefault(len(chain.stages), (step.step_s, chain))
+        lengths = itertools.cycle([*best])
+        for length in itertools.islice(lengths, self._affordable(self.best().chain, 200)):
+            shortest_s, chain = best[length]
+            stages = chain.stages
+            for _ in range(dice.choice((1, 2))):
+                stages = tuple(_moved(list(stages), len(self.cluster), self.max_replicas, dice))
             other = self._chain(stages)
-            if stages not in self._seen and other.lower_bound_s() < best_s:
+            if stages not in self._seen and other.lower_bound_s() < shortest_s:
                 step_s = self._try(other)
-                if step_s < best_s:
-                    chain, best_s = other, step_s
+                if step_s < shortest_s:
+                    best[length] = step_s, other
 
     def _affordable(self, chain: StagedChain, most: int) -> int:
         """Return how many orders to look for, since large steps take long to simulate."""

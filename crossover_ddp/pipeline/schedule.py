@@ -2,7 +2,8 @@
 
 GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503), its interleaved form (arXiv 2104.04473) and an order
 with split backward after zero bubble (arXiv 2401.10241) serve as baselines. The search is our design: the list
-scheduler of `simulate` under many limits of micro-batches in flight, then random changes of limits and priorities.
+scheduler of `simulate` under many limits of micro-batches in flight and 1F1B, which may let a device wait, then random
+changes of limits and priorities.
 """
 
 import itertools
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from .model import BACKWARD, FORWARD, Action, Orders, StagedChain
-from .simulate import SimulatedStep, StepSpan, list_schedule
+from .simulate import SimulatedStep, StepSpan, list_schedule, simulate
 
 _DONE: Final = 1 + 1e-9
 _SEED: Final = 0
@@ -95,6 +96,11 @@ def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
         limits = [min(factor * depth + extra, most) for depth, most in zip(depths(chain), room, strict=True)]
         if is_shortest(limits, None):
             return found[-1][2]
+    # With different numbers of replicas devices may wait for each other for ever in 1F1B.
+    if tries and not chain.split and len({len(stage.devices) for stage in chain.stages}) == 1:
+        step = simulate(chain, one_forward_one_backward(chain))
+        if step.fits(chain.cluster.memory_bytes):
+            found.append((step.step_s, len(found), step, depths(chain)))
     dice = random.Random(_SEED)
     for number in range(tries):
         _, _, step, limits = min(found) if number >= len(found) else sorted(found)[number]

@@ -32,7 +32,7 @@ from tests.multiprocess.kfac_training import LR, OUTPUTS, WIDTH, Training, mlp, 
 TINY_MB, ONE_MB = 0.0015, 25.0
 TALL = (WIDTH, 300, 230, OUTPUTS)
 STEPS = 4
-EXACT, COARSE = 1e-4, 0.05  # float32 and bfloat16 against float64
+EXACT, FINE, COARSE = 1e-4, 1e-3, 0.05  # float32, its 16 first bits, and bfloat16 against float64
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -154,7 +154,8 @@ CASES: dict[str, Case] = {
     "reduce": Case(Settings(weight_sharing="reduce")),
     # The first two steps travel exact.
     "identity codec": Case(codec=Identity(), worlds=(2, 3)),
-    "int8 codec": Case(Settings(kl_clip=None), codec=Int8(64), tolerance=COARSE),
+    # With a scale for each element: those of a block have errors that solvers of more ranks' means make larger.
+    "int8 codec": Case(Settings(kl_clip=None), codec=Int8(1), tolerance=FINE),
     "rates": Case(rates=(LR, 30 * LR)),
     "uneven": Case(network=Branches, data=uneven, ddp={"find_unused_parameters": True}),
     "wide and spread": dominated(230, 300),

@@ -276,9 +276,10 @@ def test_orders_are_shorter_than_the_known_one_and_not_far_from_what_no_order_be
         assert step is not None
         over_known.append(step.step_s / simulate(chain, one_forward_one_backward(chain)).step_s)
         over_bound.append(step.step_s / chain.lower_bound_s())
-    assert max(over_known) <= 1.05, over_known
+    assert max(over_known) <= 1, over_known
     assert statistics.median(over_known) <= 0.96, over_known
-    assert statistics.median(over_bound) <= 1.25, over_bound
+    assert statistics.median(over_bound) <= 1 + 1e-6, "half of them are proven"
+    assert statistics.mean(over_bound) <= 1.06, over_bound
 
 
 @pytest.mark.parametrize("seed", range(6 if IN_CAMPAIGN else 2))
@@ -309,10 +310,10 @@ def test_a_split_backward_is_tried_where_it_can_run() -> None:
 
 
 def test_plans_near_the_best_of_all_device_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    ratios = []
+    ratios, most = [], 5 if IN_CAMPAIGN else 4
     for seed in range(100 if IN_CAMPAIGN else 4):
         dice = random.Random(seed)
-        profile, cluster = random_instance(dice, layers=dice.randint(2, 8), devices=dice.randint(2, 4))
+        profile, cluster = random_instance(dice, layers=dice.randint(2, 8), devices=dice.randint(2, most))
         found = plan_pipeline(profile, cluster, microbatches=4)
         with monkeypatch.context() as patch:
             patch.setattr(planning, "device_orders", lambda each: itertools.permutations(range(len(each))))
