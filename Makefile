@@ -51,7 +51,8 @@ campaign: $(INSTALLED) ## hours: fault campaigns, the benchmarks in full, and th
 	@$(BIN)/python -m tests.faults.averaging_campaign --events 1000
 	@$(BIN)/python -m tests.seeded
 	@$(BIN)/python -m tests.conformance.torch_ddp
-	@CROSSOVER_CAMPAIGN=1 $(BIN)/python -m pytest
+	@CROSSOVER_CAMPAIGN=1 $(BIN)/python -m pytest -m quiet
+	@CROSSOVER_CAMPAIGN=1 $(BIN)/python -m pytest -m "not quiet" $(PARALLEL)
 	@$(MAKE) --no-print-directory bench
 	@$(BIN)/python recipes/studies/run.py --claim muon codecs averaging advice --out runs/campaign
 

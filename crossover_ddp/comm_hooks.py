@@ -221,11 +221,15 @@ def crossover_wrapper(hook: Hook) -> Hook:
                     "what travels; leave codec out, or register crossover_hook"
                 )
             compare = functools.partial(exchange.compare, bucket, state)
-            # Not before backward has ended: any thread may issue the other hook's collectives.
-            if not after_backward(compare):
-                compare()
-            future = hook(state.hook_state, bucket)
-            return exchange.follow(future, bucket, turn=_turn_of(state, bucket), state=state)
+            # Not before backward has ended: any thread may issue the other hook's collectives. In Join's shadow passes,
+            # which are no backward, behind the bucket, as on the ranks that have one.
+            is_later = after_backward(compare)
+            try:
+                future = hook(state.hook_state, bucket)
+                return exchange.follow(future, bucket, turn=_turn_of(state, bucket), state=state)
+            finally:
+                if not is_later:
+                    compare()
 
         def plain(*_: object) -> torch.futures.Future[torch.Tensor]:
             return hook(state.hook_state, bucket)

@@ -19,15 +19,17 @@ two matrices for each matrix owned, instead of one for each matrix of the model.
 import functools
 import logging
 import math
+import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Muon
 
-from crossover_ddp._ddp.checks import model_of, resolve_group
+from crossover_ddp._ddp.checks import check_not_joined, model_of, resolve_group
 from crossover_ddp._ddp.contents import contents_of, part_of
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Bucket
@@ -181,6 +183,7 @@ class MuonState(Owning):
         # The new momentum of owned matrices, beside the old one until the step.
         self._next: dict[Tensor, Tensor] = {}
         self._is_checked = self._is_closed = False
+        self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None  # while it has matrices that are trained
         self._round: _Round | None = None
         self._waiting: _Round | None = None
         self._latest: _Round | None = None
@@ -297,6 +300,8 @@ class MuonState(Owning):
         if not self._is_checked:
             self._check_model(bucket)
             self._is_checked = True
+        if (model := self._ddp()) is not None:
+            check_not_joined(model, "an owner without data takes no step, and so updates no momentum")
         self._waiting = self._latest = None
         return _Round(self._settings(), _power_of_two(self._loss_scale()))
 
@@ -422,6 +427,8 @@ class MuonState(Owning):
                 f"expected the matrices of one DDP model in Muon, got {len(foreign)} that the model with this hook "
                 f"does not have, one of shape {tuple(foreign[0].shape)}; make a Muon and a MuonState for each model"
             )
+        if model is not None and any(each.requires_grad for each in self._owner_of):
+            self._ddp = weakref.ref(model)
 
     def _forget(self) -> None:
         self._waiting = None

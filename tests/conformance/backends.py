@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests import fake_cuda
 from tests.conformance import cases
 from tests.harness import inside, run_ranks
 
@@ -24,6 +25,8 @@ class Backend:
     marks: tuple[pytest.MarkDecorator, ...] = ()  # of its tests
     world_sizes: tuple[int, ...] = (1, 2, 3, 4)  # in the short form
     adds_in_order: bool = True  # from three ranks on as `reference` does
+    decodes_in_order: bool = True  # a codec's messages, too
+    lacks: tuple[str, ...] = ()  # cases that cannot run there
     switches_off: bool = False  # hooks are torch's all-reduce there, as ``CROSSOVER_DISABLE=1`` has it
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -47,11 +50,15 @@ SHORT = (
     *("batch_norm_buffers", "clipping", "several_dtypes"),
 )
 OF_LAYOUTS = ("fewer_elements_than_ranks", "joined_ranks_with_buffers", "messages_of_the_users")
-_CUDA: dict[str, Any] = {"around": on_cuda, "world_sizes": (2,)}
+# Messages of another thread: gloo sends none of a device's tensors, NCCL wants one order of all. The fake device has no
+# conjugate views.
+_LACKS = ["messages_of_the_users"]
+_LACKS += [] if torch.cuda.is_available() and not fake_cuda.is_here() else ["complex_parameters"]
+_CUDA: dict[str, Any] = {"around": on_cuda, "world_sizes": (2,), "lacks": tuple(_LACKS)}
 BACKENDS = {
     "gloo": Backend(),
     "native": Backend(around=inside.force_native, world_sizes=(2,), adds_in_order=False),
     "switched_off": Backend(around=SWITCHED_OFF, world_sizes=(2,), adds_in_order=False, switches_off=True),
-    "cuda_gloo": Backend(marks=(pytest.mark.gpu,), **_CUDA),
+    "cuda_gloo": Backend(decodes_in_order=False, marks=(pytest.mark.gpu,), **_CUDA),  # a device divides before it sends
     "cuda_nccl": Backend("nccl", adds_in_order=False, marks=(pytest.mark.gpu,), **_CUDA),
 }

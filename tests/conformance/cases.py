@@ -303,11 +303,12 @@ def complex_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
 def joined_ranks_with_buffers(wrap: Wrap, rank: int, world_size: int) -> Results:
     """Ranks run out of inputs one after the other, rank 0 first; they go on to answer with zeros.
 
-    The buffers of the last rank with inputs count meanwhile, and rank 0's afterwards.
+    The buffers of the last rank with inputs count meanwhile, and rank 0's afterwards. A rank answers twice in a row,
+    once in the eighth step, behind which digests of the parameters travel.
     """
     recorder = BufferRecorder(wrap, rank)
     with Join([recorder.model]):
-        for _ in range(STEPS + rank):
+        for _ in range(6 + 2 * rank):
             recorder.step(recorder.next_loss())
     recorder.next_loss()
     return {name: value for name, value in recorder.finish().items() if not name.startswith("step")}

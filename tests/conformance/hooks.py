@@ -116,9 +116,9 @@ HOOKS: dict[str, Row] = {
     "wrapped_all_reduce": Row(alone(ddp.CrossoverState, ddp.crossover_wrapper(allreduce_hook)), order=None),
     "wrapped_fp16": Row(
         alone(ddp.CrossoverState, ddp.crossover_wrapper(fp16_compress_hook)),
-        lossy=True,
+        like="fp16_compress_hook",
+        order=None,
         is_like_others=True,
-        tolerance=2.0**16,
     ),
     "averaged_every_step": Row(
         alone(ddp.LocalSGDState, ddp.local_sgd_hook, sync_every=1), refuses={**AS_MANY_STEPS, **NO_SEARCH}
@@ -171,8 +171,9 @@ HOOKS: dict[str, Row] = {
     "muon": Row(
         lambda model, optimizers, **turn: (ddp.MuonState(optimizers[0], **turn), ddp.muon_hook),  # type: ignore[arg-type]
         optimizers=muon_and_sgd,
+        tolerance=2.0**15,  # an epsilon of bfloat16, which directions are
         reads="never",
-        refuses={"complex_parameters": "complex"},
+        refuses={**AS_MANY_STEPS, "complex_parameters": "complex"},
         differs={"clipping": "clipping sees the parameters that are no matrices"},
     ),
     "owners": Row(
@@ -185,5 +186,6 @@ HOOKS: dict[str, Row] = {
 }
 # Rows that others walk with, and that are no hooks of ours.
 ORACLES: Final[dict[str, Row]] = {
-    "kfac_in_float64": Row(lambda model, optimizers: kfac_in_float64(model, optimizers[0], **KFAC), takes_turns=False)
+    "fp16_compress_hook": Row(lambda model, optimizers: (None, fp16_compress_hook), order=None, takes_turns=False),
+    "kfac_in_float64": Row(lambda model, optimizers: kfac_in_float64(model, optimizers[0], **KFAC), takes_turns=False),
 }
