@@ -295,10 +295,11 @@ class JobTurn:
         if not self._is_closed:
             self._joined().request()
 
-    def acquire(self) -> None:
-        """Take the turn again."""
-        if not self._is_closed:
-            self._joined().acquire()
+    def acquire(self, *, blocking: bool = True) -> bool:
+        """Take the turn again; to join may block."""
+        if self._is_closed:
+            return True
+        return (blocking or self.mutex is not None) and self._joined().acquire(blocking=blocking)
 
     def close(self) -> None:
         """Leave the siblings, or never join them."""

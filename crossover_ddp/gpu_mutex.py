@@ -227,7 +227,7 @@ class GPUMutex:
         if (turns := self._turns) is not None:
             turns.request()
 
-    def acquire(self, *, ahead: bool = False, streams: Sequence[torch.cuda.Stream] = ()) -> None:
+    def acquire(self, *, blocking: bool = True, ahead: bool = False, streams: Sequence[torch.cuda.Stream] = ()) -> bool:
         """Block until this job's turn has come on this device: siblings' kernels are done then.
 
         Siblings that die are passed over at once, others after their lease; without siblings it does not wait. If
@@ -235,8 +235,11 @@ class GPUMutex:
         gives it back first.
 
         Args:
+            blocking: with False do nothing if this would wait for a sibling. Call it again, with True, then.
             ahead: without effect, as ``streams``; both go with the next version.
             streams: without effect.
+
+        Returns whether it is done: False only where it would have waited.
 
         On failure: `UnsupportedConfigurationError` while the current stream captures a CUDA graph, whose replays
             would take no turn; nothing has changed then. Raises nothing else.
@@ -244,8 +247,8 @@ class GPUMutex:
         if ahead or streams:
             words = "acquire(ahead=…, streams=…) has no effect: the host waits, and alone nobody does; leave it out"
             warnings.warn(words, FutureWarning, stacklevel=2)
-        if (turns := self._turns) is not None:
-            turns.acquire()
+        turns = self._turns
+        return turns is None or turns.acquire(blocking=blocking)
 
     def release(self, *, streams: Sequence[torch.cuda.Stream] = ()) -> None:
         """Give the turn back once the current stream has finished what it has queued; on a CPU at once.

@@ -49,22 +49,25 @@ class Turn(Protocol):
     def request(self) -> None:
         """Join the queue early: the last bucket is half-way, or through. Called on a thread of the engine."""
 
-    def acquire(self) -> None:
-        """Take the turn again, on a thread that may block: the step's buckets are complete, see ``awaits_device``."""
+    def acquire(self, *, blocking: bool = True) -> bool:
+        """Take the turn again: the step's buckets are complete, see ``awaits_device``.
+
+        On a thread that may block, unless ``blocking`` is False: then return whether that needed no wait.
+        """
 
 
 class Backward:
     """The buckets of one backward pass, up to the one that DDP calls the last.
 
     ``gathers``: where buckets that backward does not wait for stay until all are summed, since forward needs the last
-    one first. ``is_whole``: the last one was handed out. ``begun_s``: when the step's compute began, if that is known.
-    ``waited_s``: until when it has waited for its buckets, as far as that was counted.
+    one first. ``is_whole``: the last one was handed out; ``compute_ended``: and launched. ``begun_s``: when the step's
+    compute began, if that is known. ``waited_s``: until when it has waited for its buckets, as far as that was counted.
     """
 
     turn: Turn | None = None
     begun_s: float | None = None
     waited_s: float | None = None
-    is_whole = _compute_ended = False
+    is_whole = compute_ended = False
 
     def __init__(self, number: int = 0, timeline: Timeline | None = None) -> None:
         self.number, self.timeline = number, timeline
@@ -108,9 +111,9 @@ class Backward:
 
     def end_compute(self) -> None:
         """The step's compute is launched: let a sibling have the turn, before another one may take it. Once."""
-        if self._compute_ended:
+        if self.compute_ended:
             return
-        self._compute_ended = True
+        self.compute_ended = True
         if self.timeline is not None and self.begun_s is not None and self.ready:
             mode = {} if self.turn is None else {"turns": self.turn.mode}
             self.timeline.span("compute", self.begun_s, self.ready[-1][1], step=self.number, **mode)
@@ -293,6 +296,10 @@ class TurnLink(LinkAround):
     async def take(self) -> None:
         """Take the turn again, which `Bucket.launched` gave away. Alone the host runs ahead as it would without us."""
         whole_way, self._bucket.done_s = self._bucket.place.reached(), time.monotonic()
+        # Which spares a hop to another thread; with one rank the compute ends behind the first one.
+        can_begin = self._bucket.backward.compute_ended and not self.in_program_order
+        if can_begin and self._turn.acquire(blocking=False):
+            return
         await self.settle()
         if self.in_program_order and self._turn.awaits_device:
             self._reached()

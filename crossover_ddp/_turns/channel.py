@@ -271,10 +271,10 @@ class TurnChannel:
         """Ask for grants one after the other, so that they have arrived when they are needed."""
         try:
             while self._asks.get() and not self._ended:
-                turn, after, mode = json.loads(store.get(f"grant/{self._received}"))
+                turn, after, mode, steps = json.loads(store.get(f"grant/{self._received}"))
                 if turn == _END.turn:
                     return self.interrupt("the job's lead rank takes no more turns")
-                self._arrive(Grant(turn, tuple((job, last) for job, last in after), Mode(mode)))
+                self._arrive(Grant(turn, tuple((job, last) for job, last in after), Mode(mode), steps))
                 on_grant()
                 if self._received > _KEPT and self.rank == (0 if self.lead else 1):  # the first listener
                     store.delete_key(f"grant/{self._received - _KEPT - 1}")

@@ -65,6 +65,8 @@ REST: Final = 200
 """Steps of each job from one trial to the next, where siblings come and go."""
 REPEAT: Final = 4000
 """Steps of each job from one trial to the next."""
+SIDE_STEPS: Final = 8
+"""Steps for one turn of a job that stays side by side: drawing one costs each rank a quarter of a millisecond."""
 _LONGEST_BLOCK: Final = 8
 """A block ends after so many times its turns, too: somebody is stopped, or does not train."""
 
@@ -111,6 +113,8 @@ class Grant(NamedTuple):
     """(job, turn): the turns that the other live jobs must have given back on a device before this turn starts."""
     mode: Mode = Mode.UNTRIED
     """A turn that does not wait has nothing in ``after``."""
+    steps: int = 1
+    """So many times the job may `acquire` with it; after the first one it waits for nobody, and nobody waits for it."""
 
 
 Process = tuple[int, int]
@@ -195,7 +199,7 @@ class TurnLog:
             last = self._last_turn.get(member.slot, 0)
             if member.job != own_job and last > member.joined_at:
                 after[member.job] = max(last, after.get(member.job, 0))
-        return Grant(turn, tuple(sorted(after.items())), mode)
+        return Grant(turn, tuple(sorted(after.items())), mode, self._trial.steps)
 
 
 def blockers(grant: Grant, own_job: int, members: Iterable[Member]) -> list[Blocker]:
@@ -342,7 +346,7 @@ class Trial:
         self._drawn = Counter[int]()  # by job, in the present block
         self._members: Mapping[int, Member] = {}  # by slot
         self._siblings = frozenset({job})
-        self._settled = self._since = 0  # turns of siblings since one came or went, and since the last word
+        self._settled = self._since = 0  # steps of siblings since one came or went, and since the last word
         self._draws_s: list[float] = []  # when the job drew its turns in the block that it is in
         self._drawn_in = 0  # that block
         self._times_s: tuple[list[float], list[float]] = [], []  # side by side, in turns
@@ -355,6 +359,11 @@ class Trial:
         if self._verdict is None:
             return Mode.UNTRIED
         return Mode.TURNS if self._verdict is Word.TAKE_TURNS else Mode.SIDE_BY_SIDE
+
+    @property
+    def steps(self) -> int:
+        """For how many steps a sibling draws one turn."""
+        return SIDE_STEPS if self.mode is Mode.SIDE_BY_SIDE else 1
 
     # --- what the log says -----------------------------------------------------------------------------------
 
@@ -377,8 +386,8 @@ class Trial:
         job = self._job_of(slot, record)
         if job is None:
             return
-        self._settled += 1
-        self._since += 1
+        self._settled += self.steps
+        self._since += self.steps
         if not self._running:
             return
         self._drawn[job] += 1
@@ -403,7 +412,7 @@ class Trial:
     # --- what the job measures -------------------------------------------------------------------------------
 
     def drew(self, now_s: float) -> bool:
-        """Note that the job draws a turn, which it does once a step; return whether there is a new `vote`."""
+        """Note that the job draws a turn, once a step while something is tried; return whether there is a new vote."""
         if not self._running:
             return False
         voted = False

@@ -430,9 +430,13 @@ class TurnSegment:
 
     def publish_returned(self, turn: int) -> None:
         """Publish that ``turn`` was given back, and wake the siblings."""
-        self._turns += 1
         self.publish(returned_at_ns=time.monotonic_ns(), returned=turn)
         self.ring_others()
+        self.count_turn()
+
+    def count_turn(self) -> None:
+        """Publish that one more turn is over, for people to see."""
+        self._turns += 1
         self.publish(turns=self._turns)
 
     # --- who is on the device ------------------------------------------------------------------------------

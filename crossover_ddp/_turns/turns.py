@@ -5,7 +5,9 @@ The lead rank draws turns, and the job's other ranks take their numbers in the s
 models, one's exchange may end before or after the other's compute, differently on each rank. So neither the number of
 turns drawn nor which of them a rank is in may depend on whether it is inside a turn at that moment: in a job of
 several ranks every `acquire` draws one, and a rank that is still inside a turn gives that back first. If it kept both,
-it would stay before a sibling that its own peers, already behind that sibling, wait for: a deadlock.
+it would stay before a sibling that its own peers, already behind that sibling, wait for: a deadlock. A job that stays
+side by side draws one turn for several `acquire` (`Grant.steps`), the same ones on all ranks: so the next turn is asked
+for once it is known for how many the last one was. Those behind the first have no number, and siblings do not see them.
 
 [Note: a turn is for computing]
 A rank that waits for data, writes a checkpoint or sleeps inside its turn does not use the device. That shows in the
@@ -107,6 +109,7 @@ class _Turn:
     def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
         self.streams = streams
         self.number: int | None = None
+        """None as long as it is not known, 0 if it has none."""
         self.began_s = 0.0
         self.awaited = threading.Event()
         """Set when it has begun, or never will."""
@@ -145,6 +148,7 @@ class Turns:
         self._current: _Turn | None = None
         # Held for moments only: the current turn, numbers and ends, who waits. A signal's handler may come in one.
         self._lock = threading.RLock()
+        self._more = 0  # for how many further `acquire` the last grant is
         self._wanted: set[_Turn] = set()
         self._ended = False
         self._closing = False
@@ -152,7 +156,9 @@ class Turns:
         # What follows is the thread's own.
         self._trial = Trial(membership.job)
         self._log = TurnLog(self._trial)
-        self._requested = 0  # turns drawn for an `acquire` that is still to come
+        self._requested = 0  # claimed for an `acquire` that is still to come
+        self._unknown = 0  # claimed, and it is not known with which grant: for the first of them one was asked for
+        self._grants: deque[Grant] = deque()  # of those claimed that are known
         self._unnumbered: deque[_Turn] = deque()  # turns begun whose grants have not come
         self._warned_of: set[bool] = set()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -178,33 +184,43 @@ class Turns:
         return len({each.job for each in self._segment.members()} - {self.membership.job})
 
     def request(self) -> None:
-        """Draw the turn of the next `acquire`."""
-        self._put(self._request)
+        """Draw the turn of the next `acquire`, if that would wait for it."""
+        if self.counters.mode.waits:
+            self._put(self._request)
 
-    def acquire(self) -> None:
+    def acquire(self, *, blocking: bool = True) -> bool:
         """Begin the job's next turn when it has come; as `GPUMutex.acquire`."""
         if not self._is_here():
-            return
+            return True
         order, inside = self._order, self._current
         streams: Sequence[torch.cuda.Stream] = ()
         if order is not None:
             if inside is None or self.has_peers:
                 order.check_usable()
             streams = order.streams()
-        if inside is not None and self.has_peers:  # see [Note: one draw for each acquire]
-            self.release(inside.streams)  # another thread's stream may take the next turn
-        elif inside is not None:  # siblings wait for this rank: it must not wait for them
-            return self._put(self._pass_request, inside)
+        if inside is not None and not self.has_peers:  # siblings wait for this rank: it must not wait for them
+            self._put(self._pass_request, inside)
+            return True
         try:
-            self.shared = self.counters.mode.waits and self.count_siblings() > 0
+            shared = self.counters.mode.waits and self.count_siblings() > 0
         except Exception as error:  # promise 3: giving up on turns costs speed, never the job
-            return self._fail(error)
-        turn = _Turn(streams)
-        if self.shared:
-            return self._wait(turn)
+            self._fail(error)
+            return True
+        if shared and not blocking:
+            return False
+        if inside is not None:  # see [Note: one draw for each acquire]
+            self.release(inside.streams)  # another thread's stream may take the next turn
+        self.shared, turn = shared, _Turn(streams)
+        if shared:
+            self._wait(turn)
+            return True
         # See [Note: alone on a device] in `rules`; side by side nobody is waited for, either.
         self._begin(turn)
-        self._put(self._number, turn)
+        if self._takes_more():
+            turn.number = 0
+        else:
+            self._put(self._number, turn)
+        return True
 
     def _wait(self, turn: _Turn) -> None:
         with self._lock:
@@ -345,27 +361,64 @@ class Turns:
             if self._lease.note(time.monotonic() - turn.began_s):
                 self._segment.publish(lease_s=self._lease.seconds)
             if turn.number is not None:
-                self._segment.publish_returned(turn.number)
+                self._publish_returned(turn.number)
 
     def _give_number(self, turn: _Turn, number: int) -> None:
-        self.counters.turn = number
+        self.counters.turn = number or self.counters.turn
         with self._lock:
             turn.number = number
             if turn.returned:
-                self._segment.publish_returned(number)
-            else:
+                self._publish_returned(number)
+            elif number:
                 self._segment.publish(started=number)
+
+    def _publish_returned(self, number: int) -> None:
+        if number:
+            self._segment.publish_returned(number)
+        else:
+            self._segment.count_turn()
 
     # --- drawing -------------------------------------------------------------------------------------------
 
     def _request(self) -> None:
-        self._draw()
+        self._claim_next()
         self._requested += 1
 
     def _claim(self) -> None:
         if not self._requested:
             self._request()
         self._requested -= 1
+
+    def _claim_next(self) -> None:
+        """Claim a grant for one more `acquire`: one that is there already, or a new one."""
+        self._hear()
+        if self._takes_more():
+            self._grants.append(Grant(0, (), self.counters.mode))
+            return
+        self._unknown += 1
+        if self._unknown == 1:
+            self._draw()
+
+    def _takes_more(self) -> bool:
+        """Use the last grant once more, if it is for more."""
+        with self._lock:
+            takes = self._more > 0
+            self._more -= takes
+        return takes
+
+    def _hear(self, *, wait: bool = False) -> None:
+        """Take in the grant that was asked for, if it has come, and ask for the next one that is claimed."""
+        while self._unknown and (wait or self._channel.arrived):
+            wait, grant = False, self._channel.receive()
+            self.counters.mode = grant.mode
+            self._grants.append(grant)
+            same = min(grant.steps, self._unknown) - 1
+            self._grants.extend([Grant(0, (), grant.mode)] * same)
+            self._unknown -= same + 1
+            with self._lock:
+                self._more += grant.steps - same - 1
+            if self._unknown:
+                self._draw()
 
     def _draw(self) -> None:
         """Append, look, read, in this order: the model finds overlaps in others. Other ranks ask for the grant."""
@@ -412,11 +465,12 @@ class Turns:
         self._number_begun()
 
     def _grant_came(self) -> None:
-        if self._unnumbered:
+        if self._unnumbered or self._unknown > 1:
             self._put(self._number_begun)
 
     def _number_begun(self, *, wait: bool = False) -> None:
-        while self._unnumbered and (wait or self._channel.arrived):
+        self._hear()
+        while self._unnumbered and (wait or self._grants):
             self._give_number(self._unnumbered.popleft(), self._grant().turn)
 
     def _pass_request(self, inside: _Turn) -> None:
@@ -426,9 +480,9 @@ class Turns:
             self._give_number(inside, self._grant().turn)
 
     def _grant(self) -> Grant:
-        grant = self._channel.receive()
-        self.counters.mode = grant.mode
-        return grant
+        if not self._grants:
+            self._hear(wait=True)
+        return self._grants.popleft()
 
     # --- waiting -------------------------------------------------------------------------------------------
 

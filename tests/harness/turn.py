@@ -29,10 +29,13 @@ class RecordingTurn:
         self._note("request")
         self._asked.set()
 
-    def acquire(self, *, ahead: bool = False) -> None:
+    def acquire(self, *, blocking: bool = True, ahead: bool = False) -> bool:
+        if not blocking:
+            return False
         self._asked.set()
         self._at_acquire()
         self._note("acquire")
+        return True
 
     def close(self) -> None:
         """Nothing to leave."""

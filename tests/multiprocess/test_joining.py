@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from crossover_ddp import CrossoverState, crossover_hook, crossover_wrapper, reduce_scatter_all_gather_hook
 from crossover_ddp._turns import joining
 from crossover_ddp._turns.channel import TurnChannel
-from crossover_ddp._turns.rules import Member
+from crossover_ddp._turns.rules import SIDE_STEPS, Member, Word
 from crossover_ddp._turns.segment import TurnSegment, lock_slots
 from crossover_ddp._turns.turns import Turns
 from crossover_ddp.errors import SegmentError, TurnError
@@ -224,6 +224,49 @@ def take_turns(mutex: GPUMutex, count: int, group: dist.ProcessGroup | None = No
         dist.barrier(group)
         mutex.release()
     return longest_s
+
+
+@in_ranks(2)
+def test_a_job_that_stays_side_by_side_draws_one_turn_for_several_steps(rank: int) -> tuple[int, int]:
+    """The same ones on all ranks, whoever asks early and whenever it hears of the verdict."""
+    mutex = GPUMutex(device=f"dev{rank}", trial=True)
+    segment = membership_of(mutex).segment
+
+    def go_on(steps: int, turns: int, word: Word | None = None) -> None:
+        """Take so many steps behind a word, for which so many turns are drawn."""
+        if rank == 0 and word is not None:
+            segment.write_word(word)
+        dist.barrier()
+        expected = segment.drawn() + turns
+        dist.barrier()
+        for step in range(steps):
+            if step % 3 == rank:
+                mutex.request()
+            take_turns(mutex, 1)
+            time.sleep(0.001 * (step % 4 * rank))
+        ends_s = time.monotonic() + TIMEOUT_S
+        while mutex.stats()["turn"] < expected and time.monotonic() < ends_s:
+            time.sleep(0.001)
+        dist.barrier()
+        found = segment.drawn(), mutex.stats()["turn"]
+        dist.barrier()
+        assert found == (expected, expected)
+
+    go_on(4, 4)
+    go_on(20 * SIDE_STEPS + 1, 21, Word.SIDE_BY_SIDE)
+    assert mutex.mode == "side by side"
+    go_on(SIDE_STEPS - 1 + 3, 3, Word.TAKE_TURNS)
+    assert mutex.mode == "turns"
+    sibling = TurnSegment(os.environ["CROSSOVER_GROUP"], f"dev{rank}")  # for which all numbers must be known
+    sibling.join(Member(job=9, lead=sibling.machine, rank=rank, world_size=2, lease_s=1.0))
+    dist.barrier()
+    go_on(10, 10)
+    assert mutex.shared
+    sibling.leave()
+    found = mutex.stats()
+    dist.barrier()
+    mutex.close()
+    return found["turns"], found["turn"]
 
 
 @in_ranks(2)

@@ -50,6 +50,17 @@ def test_shared_tells_of_siblings_when_the_turn_began(make: Make) -> None:
     assert found == [False, False, True, False]
 
 
+def test_who_would_not_wait_for_a_sibling_is_told_so(make: Make) -> None:
+    mutex, sibling = make(), make()
+    with sibling:
+        assert not mutex.acquire(blocking=False)
+        assert not mutex.holding
+    sibling.close()
+    assert mutex.acquire(blocking=False)
+    assert mutex.holding
+    assert mutex.stats()["turns"] == 1
+
+
 def test_a_caller_waits_for_its_device_in_turns_and_in_trials(make: Make, threads: ThreadPoolExecutor) -> None:
     """A host that runs ahead would count steps of one way that the device does in the other."""
 

@@ -38,19 +38,26 @@ class Lead:
         self.trial = Trial(job)
         self.log = TurnLog(self.trial)
         self.place = Member(job, job, 7, 0, 0, 0, 5.0, device, trial)
-        self.times, self.now_s, self.steps, self.modes = times, 0.0, 0, list[Mode]()
+        self.times, self.now_s, self.steps, self.more, self.modes = times, 0.0, 0, 0, list[Mode]()
 
     def step(self, siblings: "Siblings") -> None:
-        """Draw a turn as `Turns` does, and compute."""
+        """Draw a turn as `Turns` does, unless the last one is for this step, too, and compute."""
+        if self.more:
+            self.more -= 1
+            return self._compute(self.modes[-1])
         siblings.log += bytes([self.place.job])
         turn = len(siblings.log)
         self.trial.look([lead.place for lead in siblings.leads])
         self.log.read(siblings.log[self.log.read_numel : turn - 1])
-        mode = self.log.grant(turn, self.place.job, []).mode
+        grant = self.log.grant(turn, self.place.job, [])
+        self.more = grant.steps - 1
         if self.trial.drew(self.now_s):
             self.place = self.place._replace(tried=self.trial.begun_at, **self.trial.vote._asdict())
         if (word := self.trial.due()) is not None:
             siblings.log += bytes([word, self.place.job])
+        self._compute(grant.mode)
+
+    def _compute(self, mode: Mode) -> None:
         self.modes.append(mode)
         self.steps += 1
         self.now_s += self.times(mode)

@@ -21,6 +21,10 @@ OVERLAPPING, INSIDE = (PLAIN, (1, 2)), (PLAIN, (1,))
 RING = (PLAIN, (1, 2), (2, 0))  # each job shares one device with each other job
 
 LARGE = {
+    "side-by-side-and-back-turns-for-two": Rules(TWO, (2, 3), words=(SIDE, BACK), steps=2),
+    "side-by-side-a-turn-for-two-a-stop": Rules(TWO, (1, 3), words=(SIDE,), steps=2, stops=1),
+    "side-by-side-turns-for-two-joining-late": Rules(TWO, (3, 1), words=(SIDE,), steps=2, late_jobs=1),
+    "one-device-inside-two-turns-for-two-a-loan": Rules(INSIDE, (3, 3), words=(SIDE,), steps=2, loans=1),
     "side-by-side-a-death-two-turns": Rules(TWO, (1, 2), words=(SIDE,), deaths=1),
     "side-by-side-a-stop-two-turns": Rules(TWO, (1, 2), words=(SIDE,), stops=1),
     "side-by-side-joining-late": Rules(TWO, (1, 1), words=(SIDE,), late_jobs=1),
@@ -59,6 +63,9 @@ WORLDS = {
     "side-by-side-a-stop": Rules(TWO, (1, 1), words=(SIDE,), stops=1),
     "three-jobs-side-by-side": Rules(THREE, (1, 1, 1), words=(SIDE,)),
     "overlapping-side-by-side": Rules(OVERLAPPING, (1, 2), words=(SIDE,)),
+    "side-by-side-a-turn-for-two": Rules(TWO, (1, 3), words=(SIDE,), steps=2),
+    "side-by-side-and-back-a-turn-for-two": Rules(TWO, (1, 3), words=(SIDE, BACK), steps=2),
+    "side-by-side-a-turn-for-two-a-death": Rules(TWO, (1, 2), words=(SIDE,), steps=2, deaths=1),
     "going-on-lent": Rules(ALONE, (3, 2), loans=2, goes_on=True),
     "two-loans": Rules(TWO, (2, 2), loans=2),
     "a-loan-a-death": Rules(TWO, (2, 2), loans=1, deaths=1),

@@ -75,7 +75,7 @@ class Rank(NamedTuple):
 
 class Job(NamedTuple):
     ranks: tuple[Rank, ...]
-    grants: tuple[Grant, ...] = ()  # drawn, one a round; reading one late is the same as starting late
+    grants: tuple[Grant, ...] = ()  # of each round, as drawn; reading one late is the same as starting late
     draw: Draw = Draw()
 
     def passes(self, place: int) -> bool:
@@ -83,9 +83,10 @@ class Job(NamedTuple):
         return place >= 0 and all(rank.place >= place for rank in self.ranks)
 
     @property
-    def turns(self) -> list[int]:
-        """All that its lead rank has appended to the log."""
-        return [*(grant.turn for grant in self.grants), *([self.draw.turn] if self.draw.turn else [])]
+    def turns(self) -> dict[int, int]:
+        """All that its lead rank has appended to the log, and in which round each was taken first."""
+        drawn = [*(grant.turn for grant in self.grants), *([self.draw.turn] if self.draw.turn else [])]
+        return dict(reversed([(turn, number) for number, turn in enumerate(drawn)]))
 
     @property
     def unhealthy(self) -> bool:
@@ -118,6 +119,7 @@ class Rules(NamedTuple):
     draw_steps: tuple[str, ...] = ("append", "look")
     waits_for: Callable[[Grant, int, Sequence[Member]], list[Blocker]] = real.blockers
     patience: type[Patience] = Patience
+    steps: int = 1  # of a job that is side by side, for one turn
     alone: bool = True  # a rank that sees no sibling on its device begins without its number
 
 
@@ -211,14 +213,21 @@ class Model:
             return with_job(state, j, job._replace(draw=draw))
         records = draw.records if "read" in steps else draw.turn - 1
         grant = self._grant(draw.turn, j, draw.seen, state.log[:records])
-        return with_job(state, j, job._replace(draw=Draw(), grants=(*job.grants, grant)))
+        same = min(grant.steps, self.rules.rounds[j] - len(job.grants))
+        return with_job(state, j, job._replace(draw=Draw(), grants=(*job.grants, *[grant] * same)))
 
     def _grant_uncached(self, turn: int, j: int, seen: tuple[Member, ...], records: bytes) -> Grant:
         trial = Trial(j)
         trial.look(seen)
         log = TurnLog(trial)
         log.read(records)
-        return log.grant(turn, j, seen)
+        grant = log.grant(turn, j, seen)
+        return grant._replace(steps=1 if grant.steps == 1 else self.rules.steps)
+
+    def _is_again(self, state: State, j: int, number: int) -> bool:
+        """Tell whether this round of a job has the turn of the round before."""
+        grants = state.jobs[j].grants
+        return number > 0 and grants[number].turn == grants[number - 1].turn
 
     def _may_draw(self, j: int, job: Job) -> bool:
         """Once a round; early draws come as soon as the lead rank has given the turn before back."""
@@ -275,7 +284,11 @@ class Model:
         elif place == EXCHANGE and rank.place + 1 == self._ends[j]:
             if job.passes(rank.place):  # to leave frees a slot, which siblings see
                 yield with_rank(state, j, r, Rank(rank.place + 1, rank.slot))
-        elif place in (INSIDE, MET) and state.loans < self.rules.loans and not (rank.lent or rank.unnumbered):
+        elif (
+            place in (INSIDE, MET)
+            and state.loans < self.rules.loans
+            and not (rank.lent or rank.unnumbered or self._is_again(state, j, rank.round))
+        ):
             lent = with_changed(state, j, r, returned=job.grants[rank.round].turn, lent=True)
             yield lent._replace(loans=state.loans + 1)
         if place == MET and rank.place >= 0:
@@ -324,6 +337,8 @@ class Model:
         rank = state.jobs[j].ranks[r]
         number, *unnumbered = rank.unnumbered
         turn = state.jobs[j].grants[number].turn
+        if self._is_again(state, j, number):
+            return with_changed(state, j, r, unnumbered=tuple(unnumbered))
         inside = number == rank.round and rank.place % PLACES_PER_ROUND >= INSIDE
         returned = rank.returned if inside else turn
         return with_changed(state, j, r, unnumbered=tuple(unnumbered), started=turn, returned=returned)
@@ -331,6 +346,8 @@ class Model:
     def _start(self, state: State, j: int, r: int) -> State:
         rank = state.jobs[j].ranks[r]
         grant = state.jobs[j].grants[rank.round]
+        if self._is_again(state, j, rank.round):
+            return with_changed(state, j, r, place=rank.place + 1)
         self._check_start(state, j, r, grant)
         return with_changed(state, j, r, place=rank.place + 1, started=grant.turn)
 
@@ -382,12 +399,12 @@ class Model:
         lost = {each.job: each for each in rank.lost}
         for k, other in enumerate(state.jobs):
             lead_died = other.ranks[0].place == DEAD and k not in dict(grant.after)
-            earlier = [turn for turn in other.turns if turn < grant.turn]
+            earlier = sorted(turn for turn in other.turns if turn < grant.turn)
             if k == j or lead_died or not earlier:
                 continue
             stages = self._stages(state, k, device)
             for q, peer in enumerate(other.ranks):
-                given_back = len(earlier) <= peer.round  # whether or not its number has come
+                given_back = other.turns[earlier[-1]] < peer.round  # whether or not its number has come
                 if self.rules.jobs[k][q] != device or peer.place == DEAD or given_back or peer.lent:
                     continue
                 forgave = k in lost and (earlier[-1] <= lost[k].turn or lost[k].stages[q] == stages[q])
