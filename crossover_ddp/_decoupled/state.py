@@ -215,7 +215,6 @@ class DecoupledState(Owning):
                 unwatched=self._pending.unwatched,
             )
             self._hooks.enter_context(methods)
-        self.answered = uncompiled(answered)  # backward may have been called by compiled code
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return what all ranks must have in common."""
@@ -645,7 +644,6 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
             state._pending.is_broken = True  # ``step()`` is refused until the next backward
 
     remedy = "pass DecoupledState(optimizer), or register the hook of that state"
-    answer = state.answered if isinstance(state, DecoupledState) else answered
-    return answer(
+    return answered(
         state, bucket, DecoupledState, remedy, lambda exchange: state._take(exchange, bucket), refused=refused
     )

@@ -8,6 +8,7 @@ another one. Where nothing will look for the error (outside of a backward pass, 
 does carry the exception.
 """
 
+import functools
 import threading
 import time
 from collections import deque
@@ -22,7 +23,7 @@ from crossover_ddp._ddp.module_buffers import BufferCopy
 from crossover_ddp._timeline.record import Timeline
 from crossover_ddp.errors import ExchangeError
 
-from .journeys import Gate, GradientFuture, Milestone, Place, Trip, Way, nothing
+from .journeys import Gate, GradientFuture, Milestone, Place, Trip, Way, nothing, uncompiled_when_called
 from .links import Layout, Link, LinkAround
 
 BucketWay = Callable[["Bucket", Link], Way]
@@ -218,12 +219,18 @@ def after_backward(callback: Callable[[], None]) -> bool:
 
     Call it in a hook. What ``callback`` raises is raised by ``backward()``.
     """
+    return _queue(functools.partial(_run_at_end, callback))
 
-    def at_end_of_backward() -> None:
-        if not _queue(callback):
-            callback()
 
-    return _queue(at_end_of_backward)
+@uncompiled_when_called
+def _run_at_end(callback: Callable[[], None]) -> None:
+    if not _queue(functools.partial(_run, callback)):
+        callback()
+
+
+@uncompiled_when_called
+def _run(callback: Callable[[], None]) -> None:
+    callback()
 
 
 def _queue(callback: Callable[[], None]) -> bool:

@@ -31,7 +31,7 @@ from crossover_ddp.errors import CrossoverError, ExchangeError, UnsupportedConfi
 
 from .buckets import Backward, Bucket, BucketWay, StepRecords, Turn, TurnLink, after_backward, behind
 from .device import Device, Native, Staged
-from .journeys import Begin, GradientFuture, Meter, Place, Trip, Way, at_once
+from .journeys import Begin, GradientFuture, Meter, Place, Trip, Way, at_once, uncompiled_when_called
 from .links import Alone, Gloo, Layout, Link
 from .spans import TracedLink, timeline_of
 from .states import HookState, counted, line, told
@@ -429,6 +429,7 @@ class Exchange:
 Carry = Callable[[Exchange], GradientFuture]
 
 
+@uncompiled_when_called
 def answered(
     state: Any,
     bucket: dist.GradBucket | tuple[Tensor, ...],

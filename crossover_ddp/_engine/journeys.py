@@ -15,12 +15,13 @@ import types
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from crossover_ddp._ddp.compiled import Function, uncompiled
 from crossover_ddp._system.worker import Job, Worker
 
 GradientFuture = torch.futures.Future[torch.Tensor]
@@ -304,6 +305,22 @@ def living(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
 
 async def at_once() -> None:
     return None
+
+
+def uncompiled_when_called(function: Function) -> Function:
+    """Keep dynamo out of ``function``, which compiled code may call through ``backward()``.
+
+    For functions of a module: `uncompiled` loads dynamo, which takes seconds; DDP has loaded it by the first call.
+    """
+    made: list[Function] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not made:
+            made.append(uncompiled(function))
+        return made[0](*args, **kwargs)
+
+    return cast(Function, call)
 
 
 def nothing() -> None:
