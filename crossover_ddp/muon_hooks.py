@@ -32,6 +32,7 @@ from torch.optim import Muon
 from crossover_ddp._ddp.checks import check_not_joined, model_of, resolve_group
 from crossover_ddp._ddp.contents import contents_of, part_of
 from crossover_ddp._ddp.layout import Span
+from crossover_ddp._ddp.seals import Seal
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.links import Link
@@ -61,6 +62,7 @@ __all__ = ["MuonState", "muon_hook", "muon_parameters"]
 logger = logging.getLogger(__name__)
 
 _NORM_BYTES: Final = 8
+_SKIPPED_STEPS_TO_WARN: Final = 3
 
 
 class _Round:
@@ -68,7 +70,7 @@ class _Round:
 
     ``directions``: of all matrices that had a gradient, bfloat16, equal on all ranks. ``squared_norms``: of their mean
     gradients, before the loss's scale, float64 without dimension. ``travelled``: memory that other streams may use
-    until the next backward pass.
+    until the next backward pass. ``seal``: the matrices as backward has left them.
     """
 
     def __init__(self, settings: dict[Tensor, Settings], scale: float) -> None:
@@ -76,6 +78,12 @@ class _Round:
         self.directions: dict[Tensor, Tensor] = {}
         self.squared_norms: dict[Tensor, Tensor] = {}
         self.travelled: list[Tensor] = []
+        self.seal: Seal | None = None
+
+    @property
+    def can_step(self) -> bool:
+        """Whether there are directions, and the mean gradients were finite. The host waits for a device."""
+        return bool(self.directions) and math.isfinite(float(self.grad_norm))
 
     @property
     def grad_norm(self) -> Tensor:
@@ -188,6 +196,7 @@ class MuonState(Owning):
         self._waiting: _Round | None = None
         self._latest: _Round | None = None
         self.newton_schulz_calls = 0
+        self._skipped = 0  # steps in a row
         self.is_disabled = self.agreement.disabled
         if self.is_disabled:
             return
@@ -260,6 +269,7 @@ class MuonState(Owning):
             if bucket.is_last():
                 ended, self._round = self._round, None
                 if ended is not None:
+                    ended.seal = Seal(ended.settings)
                     self._waiting = self._latest = ended
 
     def _way(self, grad_bucket: dist.GradBucket, bucket: Bucket, link: Link) -> Coroutine[Any, Any, None]:
@@ -292,7 +302,7 @@ class MuonState(Owning):
 
     def _begin(self, bucket: dist.GradBucket) -> _Round:
         waiting = self._waiting
-        if waiting is not None and waiting.directions and math.isfinite(float(waiting.grad_norm)):
+        if waiting is not None and waiting.can_step:
             raise UnsupportedConfigurationError(
                 "expected muon.step() between two exchanges, got a second backward() without it; accumulate gradients "
                 "in model.no_sync(), or drop them by muon.zero_grad() if the step is to be skipped"
@@ -389,8 +399,10 @@ class MuonState(Owning):
                 old, state[MOMENTUM] = state.get(MOMENTUM), self._next.pop(matrix)
                 if old is not None:
                     self._next[matrix] = old
-        if gradients and kept.is_whole:
-            kept.stepped()
+        if gradients:
+            self._skipped = 0
+            if kept.is_whole:
+                kept.stepped()
         return result
 
     def _check(self, round_: _Round | None, matrices: Iterable[Tensor]) -> None:
@@ -431,7 +443,25 @@ class MuonState(Owning):
             self._ddp = weakref.ref(model)
 
     def _forget(self) -> None:
-        self._waiting = None
+        """The user drops the gradients: the step is skipped, unless something else has taken it."""
+        dropped, self._waiting = self._waiting, None
+        if dropped is None or not dropped.can_step:
+            return
+        if dropped.seal is not None and dropped.seal.is_broken:
+            raise UnsupportedConfigurationError(
+                "expected muon.step() after backward(), got matrices that were written without it, and gradients that "
+                "were dropped (by another optimizer, a SAM step on exchanged gradients, or p -= lr * p.grad): with "
+                "muon_hook the gradients of Muon's matrices are zero, and muon.step() alone applies their directions. "
+                "To train with another optimizer wrap the model again with another hook; for SAM keep the first pass "
+                "in model.no_sync()"
+            )
+        self._skipped += 1
+        if self._skipped == _SKIPPED_STEPS_TO_WARN:
+            logger.warning(
+                "%d steps of Muon in a row were skipped: with muon_hook the gradients of its matrices are zero after "
+                "backward(), and muon.step() alone trains them",
+                self._skipped,
+            )
 
     def _loaded(self) -> None:
         self._waiting = None

@@ -56,6 +56,18 @@ TOUCHED: Final = (
     "torch.nn.utils.clip_grad_norm_, GradScaler, p.grad.mul_): with owners='layers' they are NaN, and only a "
     "parameter's owner has its mean; use state.clip_grad_norm_ to clip, and bfloat16 instead of a GradScaler"
 )
+UNOWNED: Final = (
+    "expected step() of the optimizers that DecoupledState was made with, got parameters that were written without it, "
+    "and gradients that were dropped (by another optimizer, a SAM step on exchanged gradients, or p -= lr * p.grad): "
+    "with owners='layers' gradients are NaN, and only a parameter's owner has its mean. Restore the parameters from a "
+    "checkpoint; to train with another optimizer wrap the model again, with a DecoupledState of it; for SAM keep the "
+    "first pass in model.no_sync(), or use owners=None"
+)
+UNEXCHANGED: Final = (
+    "expected the gradients that backward() left, got others in their place: either p.grad was replaced, which "
+    "owners='layers' does not allow, or model.require_backward_grad_sync was changed between forward and backward, so "
+    "that this backward() was not exchanged; set it before forward, or use model.no_sync()"
+)
 
 
 # By the gradient's type: the type of its bits, and their value.
@@ -206,11 +218,10 @@ class Owners:
             plans, pending.plans = pending.plans, {}
             pending.guard()
             for share in shares:
-                with contextlib.suppress(ExchangeError):  # final: the next backward pass tells it
+                with contextlib.suppress(ExchangeError):  # final: the next backward pass raises it
                     share.bucket.own_sum.wait()  # its memory goes
-                # After a refused backward, which has added to it, it is no wonder.
-                if not pending.is_broken and any([is_computed_with(each) for each in share.sealed()]):
-                    raise UnsupportedConfigurationError(TOUCHED)  # he may skip all steps for what he saw
+            if not pending.is_broken:  # a refused backward has added to the gradients
+                self._check_dropped(shares)
             if plans:
                 names = [type(self._partials[number].optimizer).__name__ for number in sorted(plans)]
                 raise UnsupportedConfigurationError(
@@ -225,6 +236,13 @@ class Owners:
                     "finite or not; a loop that skips such steps never trains: look at what state.clip_grad_norm_ says",
                     self._skipped,
                 )
+
+    def _check_dropped(self, shares: Sequence["OwnedShare"]) -> None:
+        """Refuse to drop a step whose gradients, which are NaN, user code has used."""
+        if any([share.is_written() for share in shares]):
+            raise UnsupportedConfigurationError(UNOWNED)
+        if any([is_computed_with(each) for share in shares for each in share.sealed()]):
+            raise UnsupportedConfigurationError(TOUCHED)  # the user may be skipping steps because of the NaNs
 
     # --- step() ----------------------------------------------------------------------------------------------
 
@@ -323,6 +341,7 @@ class OwnedShare(Share):
     """
 
     changed: ClassVar[str] = TOUCHED  # see [Note: gradients that are withheld]
+    replaced: ClassVar[str] = UNEXCHANGED
     packed: torch.Tensor
     layout: tuple[int, ...]
     pieces: Mapping[int, torch.Tensor]

@@ -5,9 +5,10 @@ Forward, somebody who reads a parameter, or `flush` makes updates come.
 [Note: versions] A tensor counts its in-place changes. What we do to a bucket goes through an alias with a counter of
 its own, so a change of the counter that gradients carry is somebody else's, made while they were averaged in parts.
 
-[Note: changes that no counter sees] A change through ``.data`` counts no version. So in a few steps the exchange is
-awaited at the end of backward, when this package writes no more, and sums of what is pending are compared whenever
-it is used. Code that changes gradients or parameters mostly does so in every step. ``CROSSOVER_CHECK=1`` checks always.
+[Note: checked steps] A change through ``.data`` counts no version, see [Note: changes that no counter sees] in
+``_ddp/seals.py``. In the first steps the exchange is awaited at the end of backward, when this package writes no more,
+and checksums of pending gradients and parameters are compared whenever they are used. In every step a few elements of
+each parameter are compared when its update comes. ``CROSSOVER_CHECK=1`` compares checksums in every step.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,8 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 
-from crossover_ddp._ddp.checks import names_of
-from crossover_ddp._ddp.digests import fingerprint
+from crossover_ddp._ddp.checks import named_parameters_of, names_of
+from crossover_ddp._ddp.seals import Sample, Seal
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.journeys import Trip, nothing
 from crossover_ddp._engine.links import parts
@@ -37,6 +38,9 @@ from .guards import Guards
 
 logger = logging.getLogger(__name__)
 
+States = dict[torch.Tensor, dict[str, Any]]
+"""What an optimizer keeps, by parameter."""
+
 _CHECKED_STEPS: Final = 3
 _EARLY_STEPS_TO_WARN: Final = 3
 _STEPS_CLOSE_TOGETHER: Final = 10
@@ -47,31 +51,35 @@ CHANGED: Final = (
     "a part of them had been averaged; use state.clip_grad_norm_, or call state.flush() before that line"
 )
 WRITTEN: Final = (
-    "expected parameters that nobody writes between optimizer.step() and their update, got some changed in place (by "
-    "p.add_, p.data.clamp_, ... on parameters taken earlier); call state.flush() after step(), or go through "
-    "model.parameters() in that line"
+    "parameters were written between optimizer.step() and their update, through references that were taken earlier (an "
+    "average that is swapped in for an evaluation, p.add_, p.data.clamp_, p.data = ...); call state.flush() after "
+    "step(), or take the parameters from model.parameters() in that line"
+)
+STATE_WRITTEN: Final = (
+    "the optimizer's state was written between optimizer.step() and the update that it belongs to, through a reference "
+    "that was taken earlier (momentum = optimizer.state[p][...]); call state.flush() after step(), or take it from "
+    "optimizer.state in that line"
 )
 UNSTEPPED: Final = (
     "expected step() of the optimizer that DecoupledState was made with, got parameters that were written without it "
-    "while only a part of their gradients had been averaged (by another optimizer, or p -= lr * p.grad on parameters "
-    "taken earlier); call state.flush() before that line (with owners='layers' nobody but owners has gradients), or "
-    "wrap the model again, with a DecoupledState of the optimizer that steps"
+    "while only a part of their gradients had been averaged (by another optimizer, a SAM step on exchanged gradients, "
+    "or p -= lr * p.grad on parameters taken earlier); call state.flush() before that line, or wrap the model again, "
+    "with a DecoupledState of the optimizer that steps"
 )
-
-
-class Seal:
-    """Tensors as they are now, which nobody else is to change; ``bits``: look at their bits, too."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor], *, bits: bool = False) -> None:
-        self._noted = [(each, each._version, fingerprint(each) if bits else None) for each in tensors]
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether somebody has changed one of them since."""
-        if any([tensor._version != version for tensor, version, _ in self._noted]):
-            return True
-        looked_at = [(fingerprint(tensor), bits) for tensor, _, bits in self._noted if bits is not None]
-        return any([not torch.equal(now, bits) for now, bits in looked_at])
+REPLACED: Final = (
+    "expected the gradients that backward() left, got others in their place: either p.grad was replaced, or "
+    "model.require_backward_grad_sync was changed between forward and backward, so that this backward() was not "
+    "exchanged; set it before forward (or use model.no_sync()), and call flush() before you replace p.grad"
+)
+STRANGERS: Final = (
+    "expected an optimizer of one DDP model, got gradients of %d other parameters in it; give them an optimizer of "
+    "their own"
+)
+UNFROZEN: Final = (
+    "expected gradients that DDP averages, got %d of parameters that DDP does not know (%s): their requires_grad was "
+    "set after the model was wrapped, so each rank would keep its own gradients and replicas would drift apart; wrap "
+    "the model in DistributedDataParallel again, with a new state"
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -85,10 +93,12 @@ class Share:
             mean is copied into them then; DDP allows nothing else.
 
     ``step``: what ``optimizer.step()`` has left to do for it. ``arriving``: what that waits for.
-    ``pending``: its update is still to come; listeners hear of ``told``. The seals: what nobody else has changed since.
+    ``pending``: its update is still to come; listeners are called with ``told``. The seals, and the sample of the
+    parameters, show what user code has written since.
     """
 
     changed: ClassVar[str] = CHANGED
+    replaced: ClassVar[str] = REPLACED
     bucket: Bucket
     parameters: list[torch.Tensor]
     views: Mapping[int, torch.Tensor] | None = None
@@ -100,6 +110,8 @@ class Share:
     arriving: Trip = field(init=False)
     gradient_seal: Seal = field(init=False)
     parameter_seal: Seal | None = None
+    parameter_sample: Sample | None = None
+    state_seal: "StateSeal | None" = None
     _separate: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -121,10 +133,7 @@ class Share:
             else:
                 is_ours = begin <= gradient.data_ptr() < end or not gradient.numel()
             if not is_ours:
-                raise UnsupportedConfigurationError(
-                    "expected the gradients that backward() left, got others in their place; "
-                    "call flush() before you replace p.grad"
-                )
+                raise UnsupportedConfigurationError(self.replaced)
             self.updates.append(Update(parameter, gradient))
 
     def note_separate(self) -> None:
@@ -146,10 +155,31 @@ class Share:
         """Return the gradients as the user has them."""
         return [self.bucket.result] if self.views is None else [*self._separate.values()]
 
-    @property
-    def is_written(self) -> bool:
-        """Whether somebody has written the parameters since they were noted."""
-        return self.parameter_seal is not None and self.parameter_seal.is_broken
+    def note_parameters(
+        self, parameters: Sequence[torch.Tensor], *, bits: bool, views: dict[int, torch.Tensor]
+    ) -> None:
+        """Note parameters that user code is not to write from now on; see `Seal` and `Sample`."""
+        self.parameter_seal = Seal(parameters, bits=bits)
+        self.parameter_sample = Sample(parameters, views)
+
+    def is_written(self, *, compares_values: bool = True) -> bool:
+        """Tell whether user code has written the parameters since they were noted.
+
+        ``compares_values``: look at the sample as well, for which the host waits for a device.
+        """
+        if self.parameter_seal is None or self.parameter_sample is None:
+            return False
+        return self.parameter_seal.is_broken or (compares_values and self.parameter_sample.differs())
+
+    def check_pending(self, *, evaluates: bool) -> None:
+        """Refuse an update whose parameters, or whose part of the optimizer's state, user code has written.
+
+        ``evaluates``: gradients are not recorded, so the host may wait for a device to compare values on it.
+        """
+        if self.is_written(compares_values=evaluates or not self.bucket.flat.is_cuda):
+            raise UnsupportedConfigurationError(WRITTEN)
+        if self.state_seal is not None and self.state_seal.is_broken:
+            raise UnsupportedConfigurationError(STATE_WRITTEN)
 
     def check_gradients(self) -> None:
         """Refuse gradients that somebody has changed, see [Note: versions]."""
@@ -175,6 +205,38 @@ class Share:
             stop = min(begin + place.numel() * reals, start + own.numel())
             if first < stop:
                 yield own[first - start : stop - start]
+
+
+class StateSeal:
+    """The tensors that an optimizer keeps for some parameters, as they are now.
+
+    Args:
+        states: by parameter, the optimizer's ``state``.
+        parameters: whose entries are noted.
+        shared: ids of tensors that several parameters share, which the update of one of them may write.
+        bits: see `Seal`.
+    """
+
+    def __init__(self, states: States, parameters: Sequence[torch.Tensor], shared: set[int], *, bits: bool) -> None:
+        self._states, self._parameters, self._shared = states, parameters, shared
+        self._tensors = self._now()
+        self._seal = Seal(self._tensors, bits=bits)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether one of them was written, replaced or taken away since."""
+        now = self._now()
+        same = len(now) == len(self._tensors) and all([a is b for a, b in zip(now, self._tensors, strict=True)])
+        return not same or self._seal.is_broken
+
+    def _now(self) -> list[torch.Tensor]:
+        return [t for p in self._parameters for t in tensors_of(self._states, p) if id(t) not in self._shared]
+
+
+def tensors_of(states: States, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that an optimizer keeps for a parameter, past the guard of its ``state``."""
+    kept = dict.get(states, parameter)
+    return [] if kept is None else [each for each in kept.values() if isinstance(each, torch.Tensor)]
 
 
 class Pending:
@@ -209,6 +271,7 @@ class Pending:
         self.steps = self._backwards = 0
         self._failure: BaseException | None = None  # of an update
         self._shape: tuple[object, ...] = ()
+        self._sampled: dict[int, torch.Tensor] = {}  # views of parameters, see `Sample`
         self._withheld, self._always_checked = withheld, environment.is_set(environment.CHECK)
         # Told of parameters that are new, see `DecoupledState.on_update`.
         self.listeners: OrderedDict[int, Callable[[Sequence[torch.Tensor]], object]] = OrderedDict()
@@ -216,8 +279,9 @@ class Pending:
         self._unseen: list[Share] = []  # of which it is not known that forward reads all through guards
         self._all_seen = self._has_recorded = self._warned_of_unseen = False  # the first: in the last step
         self._early_reads = _Often(
-            "parameters are read between optimizer.step() and the next forward (a moving average, "
-            "model.zero_grad() instead of optimizer.zero_grad(), ...): correct, but updates wait for the network"
+            "parameters or the optimizer's state are read between optimizer.step() and the next forward (a moving "
+            "average, model.zero_grad() instead of optimizer.zero_grad(), ...): correct, but updates wait for the "
+            "network"
         )
         self._early_looks = _Often(
             "parameters or gradients are looked at between backward() and optimizer.step() (clipping, GradScaler, logs "
@@ -226,7 +290,7 @@ class Pending:
 
     @property
     def is_checked(self) -> bool:
-        """Whether the step under way is, see [Note: changes that no counter sees]."""
+        """Whether the step under way is, see [Note: checked steps]."""
         return self._always_checked or self.steps < _CHECKED_STEPS
 
     # --- backward --------------------------------------------------------------------------------------------
@@ -246,14 +310,14 @@ class Pending:
         shape = tuple([(share.bucket.flat.numel(), *map(id, share.parameters)) for share in self.shares])
         for share in self.shares:
             # Code that writes parameters before ``step()`` may read gradients.
-            share.parameter_seal = Seal(share.parameters)
+            share.note_parameters(share.parameters, bits=False, views=self._sampled)
         self._backwards += 1
         same, self._shape = shape == self._shape, shape
         self.is_settled = same and self._backwards > rebuilt_after
         self.guard()
 
     def note_gradients(self) -> None:
-        """Note what DDP has written, which is through; see [Note: changes that no counter sees]."""
+        """Note what DDP has written, which is through; see [Note: checked steps]."""
         for share in self.shares:
             if share.views is not None:
                 share.note_separate()
@@ -261,7 +325,7 @@ class Pending:
                 share.bucket.wait()
                 share.land()
                 share.gradient_seal = Seal(share.sealed(), bits=True)
-                share.parameter_seal = Seal(share.parameters, bits=True)
+                share.note_parameters(share.parameters, bits=True, views=self._sampled)
         self.is_open = False
 
     # --- before step() ---------------------------------------------------------------------------------------
@@ -282,7 +346,7 @@ class Pending:
     def check_stepped(self) -> None:
         """Refuse parameters that were written in the place of ``step()``: what wrote them saw gradients in parts."""
         with self.lock:
-            if self._is_whole and any([share.is_written for share in self.shares]):
+            if self._is_whole and any([share.is_written() for share in self.shares]):
                 self.make_whole()
                 raise UnsupportedConfigurationError(UNSTEPPED)
 
@@ -316,26 +380,35 @@ class Pending:
         for share in self.shares:
             share.collect()
         strangers = [p for p in self.parameters() if p.grad is not None and id(p) not in self.known]
-        if strangers:
-            raise UnsupportedConfigurationError(
-                f"expected an optimizer of one DDP model, got gradients of {len(strangers)} other parameters in it; "
-                "give them an optimizer of their own"
-            )
+        if not strangers:
+            return
+        in_model = set() if self.guards is None else {id(p) for _, p in named_parameters_of(self.guards.network)}
+        unfrozen = [p for p in strangers if id(p) in in_model]
+        if unfrozen and self.guards is not None:
+            raise UnsupportedConfigurationError(UNFROZEN % (len(unfrozen), names_of(unfrozen, self.guards.network)))
+        raise UnsupportedConfigurationError(STRANGERS % len(strangers))
 
     def parameters(self, number: int | None = None) -> list[torch.Tensor]:
         """Return all parameters of one optimizer, or of all of them, past the guards of their groups."""
         chosen = self.optimizers if number is None else self.optimizers[number : number + 1]
         return [p for each in chosen for group in each.param_groups for p in list.__iter__(group["params"])]
 
-    def defer(self, step: Callable[[Share], None]) -> None:
-        """Have ``step`` done for each bucket that has been collected, when somebody needs its parameters."""
+    def defer(self, step: Callable[[Share], None], states: States | None = None) -> None:
+        """Have ``step`` done for each bucket that has been collected, when its parameters are needed.
+
+        ``states``: of the optimizer whose state ``step`` is going to update; None: it updates none.
+        """
         with self.lock:
             checked = self.is_checked
+            shared = set() if states is None else self._shared_in(states)
             self.steps, self.why_whole = self.steps + 1, None
             self._unseen = [s for s in self.shares if not self.seen.issuperset(id(p) for p, _ in s.updates)]
             for share in self.shares:
                 share.step, share.pending = step, True
-                share.parameter_seal = Seal([update.parameter for update in share.updates], bits=checked)
+                updated = [update.parameter for update in share.updates]
+                share.note_parameters(updated, bits=checked, views=self._sampled)
+                if states is not None:
+                    share.state_seal = StateSeal(states, updated, shared, bits=checked)
                 for parameter in share.parameters:
                     self.stale[id(parameter)] = share
             self._all_seen = not self._unseen
@@ -351,6 +424,15 @@ class Pending:
                 )
             self.shares = []
             self.guard()
+
+    def _shared_in(self, states: States) -> set[int]:
+        """Return the ids of tensors that an optimizer keeps for several parameters together."""
+        seen, shared = set[int](), set[int]()
+        for share in self.shares:
+            for parameter, _ in share.updates:
+                for tensor in tensors_of(states, parameter):
+                    (shared if id(tensor) in seen else seen).add(id(tensor))
+        return shared
 
     # --- after step() ----------------------------------------------------------------------------------------
 
@@ -401,6 +483,15 @@ class Pending:
                             self._early_reads.note(self.steps)
                         self._update_those([share])
 
+    def state_is_read(self) -> None:
+        """User code is about to read or write the optimizer's state, which pending updates are going to change."""
+        if not self.stale or threading.get_ident() in self._blind:
+            return
+        with self.lock:
+            if any([share.pending for share in self.stale.values()]):
+                self._early_reads.note(self.steps)
+                self.update_all()
+
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
         """Let this thread read what it likes: it does not look at values."""
@@ -435,14 +526,15 @@ class Pending:
                 f"expected updates that succeed, got {type(self._failure).__name__} in one, an unknown part of which "
                 "is done; go on from a checkpoint, with a new model, optimizer and state"
             ) from self._failure
+        evaluates = not torch.is_grad_enabled()
         share.arriving.wait()
         share.check_gradients()
-        if share.is_written:
-            raise UnsupportedConfigurationError(WRITTEN)
+        with as_in_step(share.bucket.flat.device.type):
+            share.check_pending(evaluates=evaluates)
         # A signal's handler may read in the middle of it, and gets what is there by then.
         share.pending = False
         try:
-            with as_in_step(share.bucket.flat.device.type):
+            with as_in_step(share.bucket.flat.device.type), self.unwatched():
                 share.scale()
                 share.land()
                 share.step(share)

@@ -55,6 +55,7 @@ from crossover_ddp._owners.optimizer import (
     check_not_intercepted,
     check_separable,
     guard_groups,
+    guard_state,
     intercept,
     is_watched,
 )
@@ -211,6 +212,7 @@ class DecoupledState(Owning):
                 on_step=functools.partial(self._stepped, number),
                 on_zero_grad=drop,
                 on_look=self._look,
+                on_state=None if self._owners is not None else self._pending.state_is_read,
                 flush=self.flush,
                 unwatched=self._pending.unwatched,
             )
@@ -566,6 +568,8 @@ class DecoupledState(Owning):
             self._pending.update_all()
             for each in self._pending.optimizers:
                 guard_groups(each, self._look)
+                if self._owners is None:
+                    guard_state(each, self._pending.state_is_read)
 
             def whole() -> Any:
                 updated = [p for p in self._pending.parameters(number) if p.requires_grad]
@@ -593,7 +597,7 @@ class DecoupledState(Owning):
             return original()
         with pending.unwatched():
             plan = partial.plan()
-            pending.defer(lambda share: partial.apply(plan, share.updates))
+            pending.defer(lambda share: partial.apply(plan, share.updates), plan.attributes["state"])
         return None
 
 

@@ -13,6 +13,10 @@ steps, and is bound to the optimizer itself: where one is, none is taken in part
 
 Optimizers that mix parameters (a global norm, a line search) are found by trying two tiny ones, see `check_separable`.
 
+[Note: state of an optimizer] Momentum that is restarted (``optimizer.state.clear()``) or scaled between two steps is
+meant for the steps after that. A pending update belongs to the step before. So the dictionary in ``optimizer.state``
+reports each access by user code, and what is pending is applied first.
+
 [Note: groups] Code that goes through ``group["params"]`` (GradScaler, clipping, weight clamping, a Lookahead around the
 optimizer) reads parameters or gradients. The list in the group reports it; hyper-parameters are read as ever, by
 schedulers in every step.
@@ -22,7 +26,7 @@ import contextlib
 import functools
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -279,6 +283,54 @@ class GuardedList(list[torch.Tensor]):
         return list, ([*self],)
 
 
+def _reported(name: str) -> Any:
+    """Return the method of that name of a dictionary's, which first calls ``look``."""
+    original = getattr(defaultdict, name)
+
+    @functools.wraps(original)
+    def method(self: "GuardedState", *args: Any, **kwargs: Any) -> Any:
+        self.look()
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+class GuardedState(defaultdict[torch.Tensor, dict[str, Any]]):
+    """The state of an optimizer; reports each access by user code. Copies of it are plain dictionaries."""
+
+    def __init__(self, entries: Mapping[torch.Tensor, dict[str, Any]], look: Callable[[], None]) -> None:
+        super().__init__(dict, entries)
+        self.look = uncompiled(look)
+
+    __getitem__ = _reported("__getitem__")
+    __setitem__ = _reported("__setitem__")
+    __delitem__ = _reported("__delitem__")
+    __iter__ = _reported("__iter__")
+    __reversed__ = _reported("__reversed__")
+    __eq__ = _reported("__eq__")
+    __or__ = _reported("__or__")
+    __ror__ = _reported("__ror__")
+    __ior__ = _reported("__ior__")
+    get = _reported("get")
+    items = _reported("items")
+    keys = _reported("keys")
+    values = _reported("values")
+    pop = _reported("pop")
+    popitem = _reported("popitem")
+    setdefault = _reported("setdefault")
+    update = _reported("update")
+    clear = _reported("clear")
+
+    def copy(self) -> Any:
+        """Make a plain dictionary."""
+        return defaultdict(dict, self.items())
+
+    __copy__ = copy
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return defaultdict, (dict, dict(self.items()))
+
+
 def check_not_intercepted(optimizer: Optimizer) -> None:
     """Refuse an optimizer that has a state already."""
     if getattr(optimizer, _MARK, None) is not None:
@@ -313,6 +365,7 @@ def intercept(
     on_step: Callable[[Callable[[], Any]], Any],
     on_zero_grad: Callable[[], None],
     on_look: Callable[[], None] | None = None,
+    on_state: Callable[[], None] | None = None,
     flush: Callable[[], None] = nothing,
     unwatched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> contextlib.ExitStack:
@@ -322,7 +375,8 @@ def intercept(
         optimizer: without a state of ours.
         on_step: called in the place of ``step`` with the original one, after a closure.
         on_zero_grad: called after ``zero_grad``.
-        on_look: called before somebody goes through the parameters in the groups.
+        on_look: called before user code goes through the parameters in the groups.
+        on_state: called before user code reads or writes ``optimizer.state``, see [Note: state of an optimizer].
         flush: called before somebody needs everything up to date.
         unwatched: entered where this thread goes through parameters without reading values.
     """
@@ -369,6 +423,8 @@ def intercept(
         for group in optimizer.param_groups:
             if type(group["params"]) is GuardedList:
                 group["params"] = [*list.__iter__(group["params"])]
+        if type(optimizer.state) is GuardedState:
+            optimizer.state = optimizer.state.copy()
         for name, value in own.items():
             # A scheduler may have wrapped ours meanwhile; ours hands everything on by now.
             if vars(optimizer).get(name) is ours[name]:
@@ -378,6 +434,8 @@ def intercept(
 
     if on_look is not None:
         guard_groups(optimizer, on_look)
+    if on_state is not None:
+        guard_state(optimizer, on_state)
     for register in (optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
         stack.callback(register(lambda *_: flush()).remove)
     return stack
@@ -388,3 +446,9 @@ def guard_groups(optimizer: Optimizer, look: Callable[[], None]) -> None:
     for group in optimizer.param_groups:
         if type(group["params"]) is not GuardedList:
             group["params"] = GuardedList(group["params"], look)
+
+
+def guard_state(optimizer: Optimizer, look: Callable[[], None]) -> None:
+    """Guard the optimizer's state; it may have been replaced since the last call."""
+    if type(optimizer.state) is not GuardedState:
+        optimizer.state = GuardedState(optimizer.state, look)
