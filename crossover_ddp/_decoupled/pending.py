@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from crossover_ddp._ddp.checks import named_parameters_of, names_of
 from crossover_ddp._ddp.seals import Sample, Seal
 from crossover_ddp._engine.buckets import Bucket
-from crossover_ddp._engine.journeys import Trip, nothing
+from crossover_ddp._engine.journeys import Trip
 from crossover_ddp._engine.links import parts
 from crossover_ddp._owners.optimizer import StepPlan, Update
 from crossover_ddp._system import environment
@@ -261,7 +261,6 @@ class Pending:
         self.stale: dict[int, Share] = {}
         self.seen: set[int] = set()
         self.guards: Guards | None = None
-        self.on_look: Callable[[], None] = nothing  # outside of forward
         self.known: set[int] = set()
         self.shares: list[Share] = []
         self.plans: dict[int, StepPlan] = {}
@@ -464,8 +463,6 @@ class Pending:
         """
         if threading.get_ident() in self._blind:
             return
-        if not self.in_forward:
-            self.on_look()
         self.check_all_stepped()
         if self._is_whole and not self._withheld:
             with self.lock:

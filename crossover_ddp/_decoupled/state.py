@@ -36,14 +36,12 @@ from crossover_ddp._ddp.checks import (
     check_copyable,
     check_forward,
     flat_gradients,
-    is_joined,
     names_of,
     needed_model_of,
     resolve_group,
 )
 from crossover_ddp._ddp.compiled import OwnHook, uncompiled
 from crossover_ddp._ddp.contents import contents_of
-from crossover_ddp._ddp.module_buffers import BufferCopy
 from crossover_ddp._engine.buckets import Bucket, Turn, after_backward, split
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.journeys import nothing
@@ -203,7 +201,6 @@ class DecoupledState(Owning):
         self._trial = Trial() if kfac is None and owners is None and defer == "auto" else None
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._exchange: Exchange | None = None
-        self._buffers: BufferCopy | None = None
         self._has_turn, self._closed = mutex is None, False
         for number, each in enumerate(optimizers):
             drop = nothing if self._owners is None else functools.partial(self._owners.drop, number)
@@ -267,7 +264,6 @@ class DecoupledState(Owning):
         """
         self._pending.update_all()
         self._pending.make_whole()
-        self._unpack_claimed()
 
     def on_update(self, listener: Callable[[Sequence[torch.Tensor]], object]) -> RemovableHandle:
         """Have ``listener`` called when a step has updated parameters, with those that are new.
@@ -394,7 +390,6 @@ class DecoupledState(Owning):
         self._closed, pending = True, self._pending
         try:
             self.flush()
-            self._unpack_buffers()
         finally:
             pending.is_open = pending.is_broken = False
             pending.shares = []
@@ -423,22 +418,13 @@ class DecoupledState(Owning):
                 model = self._model()
                 pending.end(rebuilt_after=2 if model is not None and model.static_graph else 1)
                 pending.is_open = after_backward(pending.note_gradients)  # without views DDP still copies
-        if bucket.is_last():
-            self._buffers = taken.buffers
-            if self._trial is not None and pending.is_settled:
-                self._trial.backward_ended(exchange, taken.flat.device)
+        if bucket.is_last() and self._trial is not None and pending.is_settled:
+            self._trial.backward_ended(exchange, taken.flat.device)
         return taken.future
 
     def _begin_with(self, bucket: dist.GradBucket) -> None:
         """Note the next bucket, and look at each parameter once in its life."""
         self._pending.begin_with(bucket)
-        goes_past = bucket.index() == 0 and self._buffers is not None and not self._pending.in_forward
-        # Of a graph that is kept DDP exchanges nothing again; in Join it answers for a rank without forward.
-        if goes_past and not is_joined(cast(DistributedDataParallel, self._model())):
-            raise UnsupportedConfigurationError(
-                "expected a call of the DDP model before backward(), got one of its forward() past its hooks, and so "
-                "without rank 0's buffers; call model(...), not model.forward(...)"
-            )
         if not self._pending.known.issuperset(map(id, bucket.parameters())):
             self._check(bucket)
         if bucket.is_last():
@@ -471,7 +457,6 @@ class DecoupledState(Owning):
             state=self,
             around=None if self._compression is None else self._compression.around(bucket, exchange),
             hands_back=hands_back,
-            late_buffers=not self._closed,  # in all steps alike
         )
 
     def _check(self, bucket: dist.GradBucket) -> None:
@@ -502,7 +487,7 @@ class DecoupledState(Owning):
         pending = self._pending
         guards = Guards(model.module, is_fresh=pending.is_fresh, reads=pending.reads, before=pending.update_unseen)
         self._model = weakref.ref(model)
-        pending.guards, pending.on_look = guards, self._unpack_claimed
+        pending.guards = guards
         self._hooks.callback(guards.close)
         before, after = uncompiled(self._before_forward), uncompiled(lambda *_: pending.forward_ends())
         self._hooks.callback(model.register_forward_pre_hook(OwnHook(before), prepend=True).remove)
@@ -521,21 +506,10 @@ class DecoupledState(Owning):
         (pending.update_all if compiled or not pending.is_settled else pending.update_unseen)()
         pending.make_whole()  # nobody has stepped, and forward's own reads are no early looks
         pending.forward_begins(may_record=torch.is_grad_enabled() and not compiled)
-        self._unpack_buffers()
         if torch.is_grad_enabled():
             self._take_turn(self._wait_for_first)
         if self._exchange is not None:
             self._exchange.compute_begins()
-
-    def _unpack_claimed(self) -> None:
-        """Copy rank 0's buffers in once backward has ended, before code that reads parameters may write other ones."""
-        if self._buffers is not None:
-            self._buffers.unpack()
-
-    def _unpack_buffers(self) -> None:
-        buffers, self._buffers = self._buffers, None
-        if buffers is not None:
-            buffers.unpack()
 
     def _take_turn(self, until_needed: Callable[[], None]) -> None:
         """Take the turn, unless it is held, once there is something to compute, which ``until_needed`` waits for."""
@@ -577,10 +551,7 @@ class DecoupledState(Owning):
                 self._pending.tell(updated)
                 return result
 
-            result = self._step(whole) if self._owners is None else self._owners.step(number, whole)
-            if not self._pending.stale:  # nobody is seen who goes through the model
-                self._unpack_claimed()
-            return result
+            return self._step(whole) if self._owners is None else self._owners.step(number, whole)
 
     def _step(self, original: Callable[[], Any]) -> Any:
         pending, partial = self._pending, self._partials[0]

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from crossover_ddp._ddp.module_buffers import BufferCopy
 from crossover_ddp._timeline.record import Timeline
 from crossover_ddp.errors import ExchangeError
 
@@ -133,10 +132,9 @@ class Bucket(Trip):
 
     ``flat``: its buffer, with a version counter of its own: what is changed through the gradients shows in theirs.
     ``layout``: of equal parts. ``keeps_turn``: its way says, in the hook, that owners' work after the reduce-scatter is
-    part of the turn. ``own_sum``: reached with the own part. ``buffers``: the model's, behind the last bucket.
+    part of the turn. ``own_sum``: reached with the own part.
     """
 
-    buffers: BufferCopy | None = None
     keeps_turn = _is_dropped = False
 
     def __init__(

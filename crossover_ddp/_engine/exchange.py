@@ -123,7 +123,7 @@ class Exchange:
         state: object = None,
         around: Around | None = None,
         hands_back: bool = False,
-        late_buffers: bool | None = False,
+        leaves_buffers: bool = False,
     ) -> Bucket:
         """Send a bucket on its way, in its hook; its ``future`` holds what the way has made of its buffer.
 
@@ -136,8 +136,7 @@ class Exchange:
             state: that the hook was registered with; see `ModuleBuffers`. Its meter counts, if it has one.
             around: makes the link that the bucket travels on of the group's; may raise, to refuse the bucket.
             hands_back: backward goes on as if the bucket were exchanged; whoever needs it waits for it.
-            late_buffers: whoever calls unpacks the bucket's ``buffers`` before the next forward, as whoever has it
-                handed back does; else they are when backward has ended. None: they are left to DDP.
+            leaves_buffers: leave the model's buffers to DDP, which broadcasts them in forward.
 
         Raises what refuses the bucket.
         """
@@ -157,9 +156,9 @@ class Exchange:
                 bucket.deferred = True
                 bucket.future.set_result(bucket.result)
             bucket.meter = bucket.waits = bucket.own_sum.waits = meter
-            if bucket.last and self.size > 1 and late_buffers is not None and not self.leaves_buffers_to_ddp:
+            if bucket.last and self.size > 1 and not (leaves_buffers or self.leaves_buffers_to_ddp):
                 # Before: the next forward begins with them, and gathers arrive one after the other.
-                self._send_buffers(bucket, grad_bucket, state, late=late_buffers or hands_back)
+                self._send_buffers(bucket, grad_bucket, state)
             journey = way(bucket, link)
         except Exception:
             backward.refuse(grad_bucket)
@@ -181,7 +180,7 @@ class Exchange:
         futures.append(future)
         if grad_bucket.is_last():
             way = functools.partial(behind, futures)
-            return self.carry(grad_bucket, way, turn=turn, state=state, late_buffers=None).future
+            return self.carry(grad_bucket, way, turn=turn, state=state, leaves_buffers=True).future
         self._enter(grad_bucket, turn)
         return future
 
@@ -277,21 +276,27 @@ class Exchange:
             way.close()
             self._ended(trip, failure)
 
-    def _send_buffers(self, bucket: Bucket, grad_bucket: dist.GradBucket, state: object, *, late: bool) -> None:
-        """Let rank 0's buffers travel behind the last bucket."""
+    def _send_buffers(self, bucket: Bucket, grad_bucket: dist.GradBucket, state: object) -> None:
+        """Let rank 0's buffers travel behind the last bucket, see [Note: buffers behind the gradients]."""
         device, sources = grad_bucket.buffer().device, self._model_of(grad_bucket).buffers
+        if not self.sends_messages(device):
+            return
         key = None if state is None else weakref.ref(state)
         if (source := sources.get(key)) is None:
-            source = sources[key] = ModuleBuffers(grad_bucket, state)
+            byte_device = torch.device("cpu") if self._backends.get("cpu") == "gloo" else device
+            source = ModuleBuffers(grad_bucket, state, sends=self.rank == 0, byte_device=byte_device)
+            sources[key] = source
             nbytes = source.nbytes(device)
-            source.travel = self.gather_numbers([nbytes], device) == [[nbytes]] * self.size and nbytes > 0
-        copy = source.copy(sends=self.rank == 0) if source.travel else None
+            alike = self.gather_numbers([nbytes], device) == [[nbytes]] * self.size
+            if alike and nbytes > 0:
+                source.begin()
+        copy = source.copy() if source.travel else None
         if copy is not None:
             flat, layout = copy.flat, [copy.flat.numel()] + [0] * (self.size - 1)
             name = f"bucket {grad_bucket.index()}'s buffers"
-            copy.wait = self.begin(lambda link: link.all_gather(flat, layout), flat, name, meter=bucket.meter).wait
-            after_backward(copy.claim if late else copy.claim_and_unpack)
-        bucket.buffers = copy
+            copy.wait = self.begin(
+                lambda link: link.all_gather(flat, layout), flat, name, deferred=True, meter=bucket.meter
+            ).wait
 
     def equal_layout(self, flat: Tensor) -> Layout:
         """Return who owns which part of a tensor of this size, dtype and device if parts are equal."""
