@@ -64,7 +64,8 @@ class KFACState(HookState):
             positions of a sample, or "kfac-pytorch", which has that package's scale and start of the factors.
         factors: "global" averages the factors over the ranks; "local" (DP-KFAC) takes the owner's own: no traffic.
         loss_scale: what the loss was multiplied by before ``backward()``, such as ``scaler.get_scale``.
-        accumulated: with several ``backward()`` per step, whether their losses were divided by their number ("mean").
+        accumulated: with several ``backward()`` per step, whether each loss is its share of the step's ("mean"), such
+            as a mean divided by their number, or a mean of its own ("sum").
         skip: list of names of modules, or patterns of names, that shall pass through. Each must match a module.
         max_factor_dim: a layer with more inputs or outputs than this passes through, with a warning. A solver costs
             time with the cube and memory with the square: 14 s of one CPU core and 256 MiB a factor at 8192.

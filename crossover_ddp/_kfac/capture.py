@@ -1,11 +1,19 @@
 """The hooks that record the factors of this rank's mini-batch, while a model trains.
 
 [Note: one step of several calls] A layer may be called more than once: it is used twice in one forward, or the
-gradient of a step is accumulated over m micro-batches. Each call adds its factors to a sum. A is the mean over all
-calls. The gradient of the weight is a sum over the calls of one micro-batch, hence so is G; over micro-batches it is
-a mean. Where the loss of each was divided by m, as usual, a sample's own gradient is m N g instead of N g, so G is
-multiplied by m². "kfac-pytorch" takes plain means of both, as that package does; the result is what one large
-batch would have given there. What does not end up in the step's gradient is no part of it: see [Note: on trial].
+gradient of a step is accumulated over m micro-batches of nᵢ samples, n in all. Each call adds its factors to a sum.
+A is the mean over all calls, weighted by the samples of each. The gradient of the weight is a sum over the calls of
+one micro-batch, hence so is its Gᵢ, which takes a sample's own gradient to be nᵢ g. Where the loss of each micro-batch
+is its share of the step's loss, a sample's own gradient is n g instead, so G is Σ n/nᵢ Gᵢ. Where it is a mean of its
+own ("sum"), G is the mean Σ nᵢ/n Gᵢ. "kfac-pytorch" takes plain means over calls of both, as that package does; the
+result is what one large batch would have given there. Gradients outside of the step form no part of it: see
+[Note: on trial].
+
+[Note: unequal micro-batches] Weights are relative to the first size, nᵢ/n₁ or n₁/nᵢ, and the sum is multiplied by
+n/n₁, or its inverse, when it is taken: equal micro-batches weigh exactly 1. One whose size is not known weighs as the
+first known size. A call without samples does not count, neither in A nor as a micro-batch. A rank whose whole step is
+empty has no factors, and the mean over ranks leaves it out. Several forwards in one micro-batch (two views) give it
+the size of the largest. A forward whose graph is gone when backward begins gives none.
 
 [Note: few columns] A factor is C Cᵀ of columns, one per sample and position. Where a mini-batch has few of them they
 are smaller than the factor, so they are kept, and sent, instead of it: exactly the same, with less traffic, and the
@@ -78,50 +86,77 @@ _USED_BESIDE: Final = (
 
 
 @dataclass(eq=False)
+class Forward:
+    """One forward of the model; its calls hold it, and the capture holds the latest one.
+
+    Args:
+        samples: how many the model was called with. None: not known.
+    """
+
+    micro_batch: int = 0
+    samples: int | None = None
+
+
+@dataclass(eq=False)
 class Call:
     """One call of a layer with gradients enabled; autograd's graph holds it.
 
     Args:
         number: orders calls.
-        make_a: returns A, or its columns. None: A is counted already.
-        samples: how many the model was called with; None: that is not known.
+        make_a: returns A, or its columns. None: A is counted already, or the call is empty.
+        is_empty: whether it has no samples, or none for this layer.
     """
 
     number: int
     step: int
-    micro_batch: int
+    forward: Forward
     make_a: Callable[[], BatchFactor] | None
-    samples: int | None
+    is_empty: bool
 
 
 @dataclass
 class Sum:
-    """What one layer has gathered of one of its factors.
+    """What one layer has gathered of one of its factors, see [Note: unequal micro-batches].
 
     Args:
         room: as columns for as long as they are no more.
+        power: a part of n samples weighs n to this power: 1, -1, or 0 if all parts weigh the same.
+
+    Attributes:
+        unit: the number of samples that weighs 1, that of the first part whose number is known.
+        weight: the sum of all weights.
     """
 
     room: int
+    power: int
     value: BatchFactor | None = None
-    calls: int = 0
+    unit: int | None = None
+    weight: float = 0.0
 
-    def add(self, part: BatchFactor | None, calls: int = 1) -> None:
-        self.calls += calls
+    def add(self, part: BatchFactor | None, samples: int | None, weight: float = 1.0) -> None:
+        """Add a part of so many samples, which may be changed; ``weight``: those in it, if it is a sum itself."""
+        if part is None:
+            return
+        if self.unit is None:
+            self.unit = samples
+        factor = (samples / self.unit) ** self.power if samples and self.unit else 1.0
+        if factor != 1.0:
+            _multiply(part, factor)
+        self.weight += factor * weight
         value = self.value
-        if value is None or part is None:
-            self.value = part if value is None else value
+        if value is None:
+            self.value = part
         elif isinstance(value, Columns) and isinstance(part, Columns) and value.width + part.width <= self.room:
             self.value = Columns(torch.cat([value.source, part.source], dim=2))
         else:
             self.value = multiplied(value).add_(multiplied(part))
 
-    def take(self, scale: Callable[[int], float]) -> BatchFactor | None:
-        """Return the factor, or its columns, times ``scale`` of the number of calls, and forget it; None: none."""
-        value, calls, self.value, self.calls = self.value, self.calls, None, 0
+    def take(self, scale: float) -> BatchFactor | None:
+        """Return the factor, or its columns, times ``scale``, and forget it; None: none."""
+        value, self.value, self.unit, self.weight = self.value, None, None, 0.0
         if isinstance(value, Columns):
-            return Columns(value.source * math.sqrt(scale(calls)))
-        return None if value is None else value.mul_(scale(calls))
+            return Columns(value.source * math.sqrt(scale))
+        return None if value is None else value.mul_(scale)
 
 
 @dataclass
@@ -137,30 +172,31 @@ class LayerSums:
 
     Args:
         rooms: how many columns may be kept of A and of G.
+        powers: by which both weigh the number of samples.
 
     Attributes:
         trials: by the number of the backward pass.
         open: calls whose A is counted nowhere.
-        micro_batches: those in the weight's ``.grad``.
+        micro_batches: those in the weight's ``.grad`` that have samples.
     """
 
-    def __init__(self, rooms: tuple[int, int]) -> None:
-        self.a, self.g = map(Sum, rooms)
+    def __init__(self, rooms: tuple[int, int], powers: tuple[int, int]) -> None:
+        self.a, self.g = map(Sum, rooms, powers)
         self.trials: dict[int, PassSums] = {}
         self.open: weakref.WeakSet[Call] = weakref.WeakSet()
         self.micro_batches: set[int] = set()
         self._left: tuple[weakref.ref[Tensor], int] | None = None
 
     def trial(self, task: int) -> PassSums:
-        return self.trials.setdefault(task, PassSums(Sum(self.g.room)))
+        return self.trials.setdefault(task, PassSums(Sum(self.g.room, self.g.power)))
 
     def commit(self, trial: PassSums) -> None:
         for call in sorted(trial.calls, key=lambda call: call.number):
             make_a, call.make_a = call.make_a, None
             self.open.discard(call)
             if make_a is not None:
-                self.a.add(make_a())
-        self.g.add(trial.g.value, trial.g.calls)
+                self.a.add(make_a(), call.forward.samples)
+        self.g.add(trial.g.value, trial.g.unit, trial.g.weight)
 
     def left(self, gradient: Tensor | None, micro_batches: Iterable[int]) -> None:
         """Note how a pass that added to it has left ``.grad``."""
@@ -173,7 +209,7 @@ class LayerSums:
 
     def drop(self) -> None:
         """Forget what was committed: it was given up."""
-        self.a, self.g = Sum(self.a.room), Sum(self.g.room)
+        self.a, self.g = (Sum(old.room, old.power) for old in (self.a, self.g))
         self.micro_batches.clear()
 
 
@@ -218,17 +254,19 @@ class FactorCapture:
         self._loss_scale = loss_scale
         self._scale: float | None = None
         self._accumulated = accumulated
+        self._powers = (0, 0) if sharing == "kfac-pytorch" else (1, -1 if accumulated == "mean" else 1)
         self._captured = frozenset(range(len(self._layers)) if only is None else only)
         # Of all layers: those that are not captured also show which micro-batches count.
-        self._sums = list(map(LayerSums, self._rooms))
+        self._sums = self._new_sums()
         self._step = 0
         self._numbers = itertools.count()
         self._newest_task = _NO_BACKWARD
         self._told: set[str] = set()
         self._looked_beside = False
         self._seen: dict[int, bool] = {}  # whether layers were, of those whose gradients came in this step
-        self._micro_batch = 0
-        self._samples: int | None = None
+        self._forward = Forward()
+        self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self._samples: dict[int, int | None] = {}  # of each micro-batch
         self._gradients_came = False
         self._began_before_backward = False
         self._handles = list(self._hooked(unwrapped(model)))
@@ -243,10 +281,16 @@ class FactorCapture:
         yield model.register_forward_pre_hook(weak_hook(self, "_on_root"), with_kwargs=True)
         yield model.register_forward_hook(weak_hook(self, "_on_output"))
 
+    def _new_sums(self) -> list[LayerSums]:
+        return [LayerSums(rooms, self._powers) for rooms in self._rooms]
+
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches have their gradients in this step's so far."""
-        return len(set().union(*(sums.micro_batches for sums in self._sums)))
+        """How many micro-batches have their gradients in this step's so far; empty ones do not count."""
+        return len(self._counted())
+
+    def _counted(self) -> set[int]:
+        return set().union(*(sums.micro_batches for sums in self._sums))
 
     def begin_step(self) -> None:
         """Forget all that was not taken, and count micro-batches anew."""
@@ -258,9 +302,11 @@ class FactorCapture:
         self._seen.clear()
         for call in itertools.chain.from_iterable(sums.open for sums in self._sums):
             call.make_a = None
-        self._sums = list(map(LayerSums, self._rooms))
+        self._sums = self._new_sums()
         self._step += 1
-        self._micro_batch = 0
+        self._forward = Forward(0, self._forward.samples)
+        self._forwards.clear()
+        self._samples.clear()
         self._calls.clear()
         self._gradients_came = False
         self._scale = None
@@ -273,13 +319,15 @@ class FactorCapture:
     def take(self, index: int) -> tuple[BatchFactor | None, BatchFactor | None]:
         """Return A and G of a layer as of now, or their columns, and forget them; None if it had no gradient."""
         sums = self._sums[index]
-        return sums.a.take(lambda calls: 1 / calls), sums.g.take(self._output_scale)
+        return sums.a.take(1 / (sums.a.weight or 1)), sums.g.take(self._output_scale(sums.g))
 
-    def _output_scale(self, calls: int) -> float:
+    def _output_scale(self, g: Sum) -> float:
         if self._sharing == "kfac-pytorch":
-            return 1 / calls
-        m = max(1, self.micro_batches)
-        return m if self._accumulated == "mean" else 1 / m
+            return 1 / (g.weight or 1)
+        sizes = [self._samples.get(each) for each in sorted(self._counted())]
+        unit = g.unit or next(filter(None, sizes), 1)
+        total = sum(unit if size is None else size for size in sizes) or unit
+        return total / unit if self._accumulated == "mean" else unit / total
 
     def close(self) -> None:
         """Remove the hooks and forget what was captured."""
@@ -298,11 +346,14 @@ class FactorCapture:
         """
         if not (self.active and torch.is_grad_enabled()):  # in eval mode, too: its parts may train
             return
-        self._samples = _samples_of((*args, *kwargs.values()))
-        if self._micro_batch and (not self._gradients_came or (self._began_before_backward and _in_backward())):
+        samples, number = _samples_of((*args, *kwargs.values())), self._forward.micro_batch
+        is_same = number and (not self._gradients_came or (self._began_before_backward and _in_backward()))
+        self._forward = Forward(number if is_same else number + 1, samples)
+        self._forwards.add(self._forward)
+        self._size_micro_batches()
+        if is_same:
             return
         self._began_before_backward = not _in_backward()
-        self._micro_batch += 1
         self._gradients_came = False
         self._scale = None
         self._calls.clear()
@@ -322,8 +373,9 @@ class FactorCapture:
         # Activation checkpointing calls a layer again, and with the kind that is not reentrant for nothing: then the
         # first output has the hook that will fire.
         make = self._made if in_forward else self._made_later
-        made = make(index, module, input)
-        call = Call(next(self._numbers), self._step, self._micro_batch, made, self._samples)
+        is_empty = self._forward.samples == 0 or input.numel() == 0
+        made = None if is_empty else make(index, module, input)
+        call = Call(next(self._numbers), self._step, self._forward, made, is_empty)
         sums.open.add(call)
         _hook_output(output, lambda gradient: self._on_gradient(index, module, call, gradient))
         if in_forward:
@@ -370,29 +422,32 @@ class FactorCapture:
         if not self._handles or call.step != self._step:
             return
         self._begin_pass()
-        if self._scale is None:  # a GradScaler's makes the host wait for the device
-            self._scale = self._loss_scale()
         trial, shape = self._sums[index].trial(_task()), self._layers[index].shape
         trial.calls.append(call)
-        columns = output_columns(module, shape, gradient, self._sharing, call.samples)
+        if call.is_empty:
+            return
+        if self._scale is None:  # a GradScaler's makes the host wait for the device
+            self._scale = self._loss_scale()
+        columns = output_columns(module, shape, gradient, self._sharing, call.forward.samples)
         part = _in_small(columns, trial.g.room)
         if isinstance(part, Columns):
             part.source.div_(self._scale)
         else:
             part.div_(self._scale**2)
-        trial.g.add(part)
+        trial.g.add(part, self._samples.get(call.forward.micro_batch))
 
     def _on_accumulated(self, index: int, weight: Tensor) -> None:
         """The gradient of a layer's weight was added to: what its pass has brought is the step's."""
         if not self.active:
             return
-        sums, made_in = self._sums[index], {self._micro_batch}
+        sums, forward = self._sums[index], self._forward
+        made_in = set() if forward.samples == 0 else {forward.micro_batch}
         if index in self._captured:
             trial = sums.trials.pop(_task(), None)
             self._seen[index] = trial is not None or self._seen.get(index, False)
             if trial is None:
                 return
-            made_in = {call.micro_batch for call in trial.calls}
+            made_in = {call.forward.micro_batch for call in trial.calls if not call.is_empty}
             sums.commit(trial)
         self._gradients_came = True
         sums.left(weight.grad, made_in)
@@ -402,6 +457,7 @@ class FactorCapture:
         if _task() <= self._newest_task:
             return
         self._newest_task = _task()
+        self._size_micro_batches()
         written: list[tuple[LayerSums, Tensor]] = []
         for sums, layer in zip(self._sums, self._layers, strict=True):
             gradient = layer.weight.grad
@@ -417,6 +473,14 @@ class FactorCapture:
                 if not something:
                     sums.drop()
 
+    def _size_micro_batches(self) -> None:
+        """Note the size of each micro-batch whose gradients are still to come, by the forwards that are left of it."""
+        counted, sizes = self._counted(), Counter[int]()
+        for forward in self._forwards:
+            if forward.micro_batch not in counted:
+                sizes[forward.micro_batch] = max(sizes[forward.micro_batch], forward.samples or 0)
+        self._samples.update({number: size or None for number, size in sizes.items()})
+
     def _warn_once(self, message: str, *arguments: object) -> None:
         if message not in self._told:
             self._told.add(message)
@@ -427,17 +491,31 @@ def _in_small(columns: Columns, room: int) -> BatchFactor:
     return columns.scaled() if 0 < columns.width <= room else columns.factor()
 
 
-def _samples_of(inputs: Iterable[object]) -> int | None:
+def _multiply(part: BatchFactor, factor: float) -> None:
+    """Multiply in place."""
+    if isinstance(part, Columns):
+        part.source.mul_(math.sqrt(factor))
+    else:
+        part.mul_(factor)
+
+
+def _samples_of(inputs: Sequence[object]) -> int | None:
     """Return how many samples a model is called with: the first dimension of the first tensor that has two or more.
 
-    A list of tensors may be samples or parts of them: it tells nothing.
+    0: all tensors are empty. None: not known; a list of tensors may hold samples or parts of them.
     """
+    found = next(_first_dimensions(inputs), None)
+    if found is None and (tensors := list(tensors_in(inputs))) and not any(map(torch.numel, tensors)):
+        return 0
+    return found
+
+
+def _first_dimensions(inputs: Iterable[object]) -> Iterator[int]:
     for each in inputs:
-        if isinstance(each, Tensor) and each.dim() > 1:
-            return max(1, each.shape[0])
-        if isinstance(each, Mapping) and (found := _samples_of(each.values())):
-            return found
-    return None
+        if isinstance(each, Mapping):
+            yield from _first_dimensions(each.values())
+        elif isinstance(each, Tensor) and each.dim() > 1 and each.shape[0]:
+            yield each.shape[0]
 
 
 def _uses(outputs: Iterable[Tensor]) -> Counter[Tensor]:

@@ -1,9 +1,10 @@
 """K-FAC in real ranks: an independent computation's directions, owners, factors behind later gradients, a codec."""
 
+import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -209,6 +210,50 @@ def test_gradients_are_those_of_an_independent_computation(rank: int, world_size
     assert (oracle.least_scale < 1) == (case.settings.kl_clip is not None), "the clip is to be seen at work"
     training.close()
     return digest([training.parameters()])
+
+
+# Of rank 1; rank 0 has one part.
+PARTS = {"3+3+2": (3, 3, 2), "8+0": (8, 0), "0+1+7": (0, 1, 7)}
+
+
+def factors_of_parts(
+    rank: int, sizes: Sequence[int], data: Callable[[int, int], tuple[Tensor, Tensor]], **options: Any
+) -> list[Tensor]:
+    """Accumulate one step over parts of so many samples, weighted by them; return all factors and directions."""
+    training = Training(rank, data=data, factor_decay=0.0, **options)
+    parts = [each.split(list(sizes)) for each in training.data(rank, 0)]
+    for number, (inputs, targets) in enumerate(zip(*parts, strict=True)):
+        with contextlib.nullcontext() if number == len(sizes) - 1 else training.model.no_sync():
+            (F.cross_entropy(training.model(inputs), targets, reduction="sum") / kfac_training.SAMPLES).backward()
+    found = [*training.gradients().values()]
+    training.update()
+    layers = training.kfac.state_dict()["layers"]
+    training.close()
+    return [*found, *[each[name] for each in layers.values() for name in ("a", "g")]]
+
+
+@pytest.mark.parametrize(("parts", "decoupled"), [*((each, False) for each in PARTS), ("3+3+2", True)])
+@in_ranks(2)
+def test_ranks_with_different_micro_batches_have_the_factors_of_one_batch_each(
+    rank: int, parts: str, decoupled: bool
+) -> None:
+    size = kfac_training.SAMPLES
+    whole = factors_of_parts(rank, (size,), kfac_training.batch)
+    found = factors_of_parts(rank, PARTS[parts] if rank else (size,), kfac_training.batch, decoupled=decoupled)
+    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+
+
+@in_ranks(2)
+def test_a_rank_whose_whole_step_is_empty_leaves_the_factors_to_the_others(rank: int) -> None:
+    def empty(rank: int, step: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = kfac_training.batch(0, step)
+        return (inputs[:0], targets[:0]) if rank else (inputs, targets)
+
+    size = kfac_training.SAMPLES
+    alike = factors_of_parts(rank, (size,), lambda rank, step: kfac_training.batch(0, step))
+    found = factors_of_parts(rank, (0,) if rank else (size,), empty)
+    gradients = len(alike) // 2
+    torch.testing.assert_close(found[gradients:], alike[gradients:])
 
 
 @in_ranks(2)

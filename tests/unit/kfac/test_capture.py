@@ -7,10 +7,12 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
@@ -88,6 +90,13 @@ class Recorded:
         for part in parts:
             (loss_of(self.model(part)) / len(parts)).backward()
 
+    def backward_by_samples(self, sizes: Sequence[int]) -> None:
+        """Accumulate over micro-batches of so many samples; their losses are shares, or, for "sum", means."""
+        total = sum(sizes)
+        for part in batch(total).split(list(sizes)):
+            divisor = max(1, len(part)) if self.capture._accumulated == "sum" else total
+            (self.model(part).exp().sum() / divisor).backward()
+
     def taken(self) -> Factors:
         """Take the factors of all layers; each is None where it was not called, or no gradient came."""
         return {layer.name: self.capture.take(index) for index, layer in enumerate(self.layers)}
@@ -104,6 +113,163 @@ def test_four_micro_batches_are_one_large_batch(sharing: WeightSharing, uses: in
         (loss_of(small.model(part)) / (4 if accumulated == "mean" else 1)).backward()
     assert small.capture.micro_batches == 4
     assert_close(small.taken(), large.taken())
+
+
+Accumulated = Literal["mean", "sum"]
+ACCUMULATED: tuple[Accumulated, ...] = ("mean", "sum")
+
+
+@pytest.mark.parametrize("accumulated", ACCUMULATED)
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 3, 2), (1, 7), (8, 0), (0, 8), (3, 0, 5)], ids=str)
+def test_micro_batches_count_by_their_samples(sizes: Sequence[int], accumulated: Accumulated) -> None:
+    run = Recorded(net(2), accumulated=accumulated)
+    run.backward_by_samples(sizes)
+    assert run.capture.micro_batches == sum(map(bool, sizes))
+    assert_close(run.taken(), expected(2, batch(8)))
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any), st.sampled_from(ACCUMULATED), st.booleans())
+def test_any_split_has_the_factors_of_one_batch(sizes: list[int], accumulated: Accumulated, few: bool) -> None:
+    """``few``: as columns."""
+    run = Recorded(net(), accumulated=accumulated)
+    if few:
+        run.capture._rooms = [(1000, 1000)] * 3
+        run.capture.begin_step()
+    run.backward_by_samples(sizes)
+    taken = run.taken()
+    assert all(isinstance(factor, Columns) == few for each in taken.values() for factor in each)
+    whole = expected(1, batch(sum(sizes)))
+    assert_close({name: tuple(map(multiplied, each)) for name, each in taken.items()}, whole)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_unequal_micro_batches_are_checkpointed_and_captured_in_part(sharing: WeightSharing, reentrant: bool) -> None:
+    """The first layer is not captured, as with local factors of another owner."""
+    large, small = Recorded(net(2), sharing), Recorded(net(2, reentrant), sharing, only=[1, 2])
+    large.backward(batch(8))
+    small.backward_by_samples((0, 1, 4, 3))
+    assert_close(small.taken(), large.taken() | {"conv": (None, None)})
+
+
+@pytest.mark.parametrize("accumulated", ACCUMULATED)
+def test_equal_micro_batches_are_plain_sums_to_the_last_bit(accumulated: Accumulated) -> None:
+    parts, whole, alone = batch(9).chunk(3), Recorded(net(), accumulated=accumulated), Recorded(net())
+    sums: dict[str, list[Tensor]] = {}
+    for part in parts:
+        loss_of(whole.model(part)).backward()
+        loss_of(alone.model(part)).backward()
+        for name, each in alone.taken().items():
+            sums[name] = [a + b for a, b in zip(sums[name], each, strict=True)] if name in sums else list(each)
+        alone.model.zero_grad()
+        alone.capture.begin_step()
+    scales = 1 / 3, 3 if accumulated == "mean" else 1 / 3
+    made = {name: tuple(s * scale for s, scale in zip(each, scales, strict=True)) for name, each in sums.items()}
+    assert_close(whole.taken(), made, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [(8, 0), (0, 3, 5)], ids=str)
+def test_plain_means_over_calls_leave_empty_ones_out(sizes: Sequence[int]) -> None:
+    whole, run = Recorded(net(), "kfac-pytorch"), Recorded(net(), "kfac-pytorch")
+    run.backward_by_samples(sizes)
+    whole.backward_by_samples([size for size in sizes if size])
+    assert_close(run.taken(), whole.taken(), rtol=0, atol=0)
+
+
+def test_a_step_without_samples_has_no_factors() -> None:
+    run = Recorded(net())
+    (run.model(batch(0)).sum() * 1.0).backward()
+    assert run.capture.micro_batches == 0
+    assert run.taken() == dict.fromkeys(("conv", "token", "head"), (None, None))
+    run.model.zero_grad()
+    run.capture.begin_step()
+    run.backward()
+    assert_close(run.taken(), expected())
+
+
+def test_two_views_are_one_micro_batch_of_the_largests_size() -> None:
+    """Their calls count by their own samples."""
+    large, small = Recorded(net()), Recorded(net())
+    views = batch(8), batch(4, seed=1)
+
+    def backward(run: Recorded, *views: Tensor) -> None:
+        outputs = [run.model(view).exp().sum() / whole for view, whole in zip(views, (8, 4), strict=True)]
+        sum(outputs[1:], outputs[0]).backward()
+
+    backward(large, *views)
+    for parts in zip(*[view.split([len(view) // 4, 3 * len(view) // 4]) for view in views], strict=True):
+        backward(small, *parts)
+    assert small.capture.micro_batches == 2
+    taken, one_batch = small.taken(), large.taken()
+    assert_close([g for _, g in taken.values()], [g for _, g in one_batch.values()])
+    first, second = (expected(1, view) for view in views)
+    mean = {name: (8 * first[name][0] + 4 * second[name][0]) / 12 for name in first}
+    assert_close({name: a for name, (a, _) in taken.items()}, mean)
+    assert_close({name: a for name, (a, _) in one_batch.items()}, mean)
+
+
+def test_a_forward_whose_graph_is_gone_gives_no_size() -> None:
+    """It is gone by the next backward, as in a loop that skips a loss that is not finite."""
+    run = Recorded(net())
+    for part in batch(8).split([3, 5]):
+        loss = run.model(batch(20, seed=1)).sum() if len(part) == 5 else torch.zeros(())
+        assert loss.isfinite()
+        loss = run.model(part).exp().sum() / 8
+        loss.backward()
+    assert_close(run.taken(), expected(1, batch(8)))
+
+
+class Listed(nn.Module):
+    """Called with a list, whose number of samples is not known."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, parts: Any) -> Tensor:
+        return self.model(torch.cat(parts) if isinstance(parts, list) else parts)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("known_first", [None, True, False])
+def test_sizes_that_are_not_known_count_as_the_first_known_one(known_first: bool | None) -> None:
+    """None: none is known."""
+    run, (first, second, third) = Recorded(Listed(net())), batch(9).split([3, 5, 1])
+    inputs: list[Any] = [[first], [second], [third[:0]]]
+    if known_first is not None:
+        inputs[not known_first] = inputs[not known_first][0]
+    for each in inputs:
+        loss_of(run.model(each)).backward()
+    assert run.capture.micro_batches == 2
+    one, other = (expected(1, each) for each in (first, second))
+    wanted = {
+        f"model.{name}": ((one[name][0] + other[name][0]) / 2, 2 * (one[name][1] + other[name][1])) for name in one
+    }
+    assert_close(run.taken(), wanted)
+
+
+class Expert(nn.Module):
+    """Calls its second layer with the samples whose first feature is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, 0] > 0
+        return torch.cat([self.first(x[~chosen]), self.second(x[chosen])])
+
+
+def test_calls_without_samples_of_a_layer_leave_its_inputs_factor_as_it_is() -> None:
+    run, x = Recorded(Expert().double()), torch.randn(6, 4, dtype=torch.float64)
+    x[:, 0] = torch.tensor([1, 1, -1, -1, -1, -1])
+    for part in x.split([2, 4]):
+        (run.model(part).exp().sum() / 6).backward()
+    (first, _), (second, _) = run.taken().values()
+    for factor, rows in ((first, x[2:]), (second, x[:2])):
+        rows = torch.cat([rows, torch.ones_like(rows[:, :1])], dim=1)
+        assert_close(factor[0], rows.T @ rows / len(rows))
 
 
 def test_micro_batches_are_counted_where_the_model_is_in_eval_mode_and_its_parts_train() -> None:
