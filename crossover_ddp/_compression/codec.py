@@ -56,14 +56,14 @@ def tiles(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...
 class Scratch(threading.local):
     """Floats that a thread may use until it takes again: the kernel takes longer to map new ones than to write them."""
 
-    _floats = torch.empty(0)
+    _floats = torch.empty(0, dtype=torch.float32)
 
     def take(self, numel: int, device: torch.device) -> torch.Tensor:
         """Return ``numel`` float32 that hold anything."""
         if device.type != "cpu":
-            return torch.empty(numel, device=device)  # torch keeps a device's memory itself
+            return torch.empty(numel, dtype=torch.float32, device=device)  # torch keeps a device's memory itself
         if self._floats.numel() < numel:
-            self._floats = torch.empty(numel)
+            self._floats = torch.empty(numel, dtype=torch.float32)
         return self._floats[:numel]
 
     def like(self, values: torch.Tensor) -> torch.Tensor:

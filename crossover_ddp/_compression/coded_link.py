@@ -118,10 +118,11 @@ class CodedLink(LinkAround):
         # Of each part's values those that are coded, and all of them. The residual of what travels exact stays 0.
         self._coded = [sum(padded(run.span.numel, multiple) for run in part.coded) for part in parts]
         exact = [sum(span.numel for span in part.exact) for part in parts]
-        self._kept = [torch.zeros(sum(numels), device=device) for numels in zip(self._coded, exact, strict=True)]
+        sizes = map(sum, zip(self._coded, exact, strict=True))
+        self._kept = [torch.zeros(size, dtype=torch.float32, device=device) for size in sizes]
         self._addend = torch.empty_like(self._kept[rank])
         # CUDA multiplies by the reciprocal of a number of the host: other bits than the CPU's for three ranks or more.
-        self._divisor = torch.full((), float(len(parts)), device=device)
+        self._divisor = torch.full((), float(len(parts)), dtype=torch.float32, device=device)
         # Their memory stays: a device's other stream may still read the last step's when the next one begins.
         others = [peer for peer in ranks if peer != rank]
         made = push.between

@@ -109,8 +109,8 @@ def rounding(shapes: Sequence[LayerShape], device: torch.device) -> str:
     generator = torch.Generator().manual_seed(0)
     digest = hashlib.sha256()
     for small, large in sorted({sides(shape) for shape in shapes}):
-        root = torch.randn(small, small, generator=generator).to(device)
-        made = torch.randn(small, large, generator=generator).to(device)
+        root = torch.randn(small, small, generator=generator, dtype=torch.float32).to(device)
+        made = torch.randn(small, large, generator=generator, dtype=torch.float32).to(device)
         digest.update((root.mT @ made).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 

@@ -106,7 +106,9 @@ def check_torch() -> None:
     """Refuse a torch whose Muon is not made of our two halves. Takes about a millisecond, once a process."""
     generator = torch.Generator().manual_seed(0)
     for shape in ((5, 3), (3, 5)):
-        start, *gradients = (torch.randn(shape, generator=generator, device="cpu") for _ in range(3))
+        start, *gradients = (
+            torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for _ in range(3)
+        )
         whole, halves = start.clone().requires_grad_(), start.clone()
         muon = Muon([whole], lr=0.3, weight_decay=0.2, momentum=0.9)
         momentum, new_momentum = torch.zeros_like(halves), torch.zeros_like(halves)

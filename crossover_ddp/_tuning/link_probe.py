@@ -28,7 +28,7 @@ def measure_link(process_group: dist.ProcessGroup) -> Link:
     engine = Exchange.of(process_group)
     samples = []
     for size_bytes in _SIZES_BYTES:
-        tensor = torch.zeros(size_bytes // 4)
+        tensor = torch.zeros(size_bytes // 4, dtype=torch.float32)
         took_s = [_timed(engine, tensor) for _ in range(1 + _REPEATS)][1:]
         samples.append((float(size_bytes), statistics.median(took_s) / 2))
     return Link.fitted(samples)

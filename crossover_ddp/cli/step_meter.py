@@ -89,7 +89,7 @@ class _Meter:
         if model is self._model and self._forward_s is not None:
             self._sums["backward_s"] += begin_s - self._forward_s
             self._forward_s = None
-        dist.all_reduce(torch.zeros(1, device=device), group=model.process_group)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=model.process_group)
         met_s = _now_s(device)
         for buffer, its_group, _ in self._held:
             self._send(buffer, its_group)

@@ -1,7 +1,8 @@
 """Every hook of the package on a small model, by public names only."""
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -221,6 +222,32 @@ class Training:
             self.state.consolidate()
         if hasattr(self.state, "close"):
             self.state.close()
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def losses_of(way: str | Way, rank: int, dtype: torch.dtype, default: torch.dtype, steps: int = STEPS) -> list[float]:
+    """Train a model of ``dtype`` where torch's default is another one; return the losses, and the last weights' sum."""
+
+    def loss(model: nn.Module, *place: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * place[0] + place[1])
+        inputs = torch.randn(4, WIDTH, generator=generator, dtype=torch.float32)
+        return model(inputs.to(dtype)).square().mean()  # type: ignore[no-any-return]
+
+    module = mlp(WIDTH, WIDTH, WIDTH, WIDTH, seed=3, tanh_last=True).to(dtype)
+    with default_dtype(default):
+        training = Training(way, rank, module=module, loss=loss)
+        losses = [training.step() for _ in range(steps)]
+        training.close()
+    return [*losses, float(training.values.double().sum())]
 
 
 def same(one: Training, other: Training) -> bool:

@@ -1,5 +1,6 @@
 """What arrives: the bits of plain DDP whatever the sizes, the traffic of others, and the number of messages before."""
 
+import math
 import threading
 import time
 from datetime import timedelta
@@ -17,7 +18,7 @@ from crossover_ddp._ddp.module_buffers import ModuleBuffers
 from crossover_ddp._engine.links import _GlooLink
 from tests.harness import in_ranks, inside
 from tests.harness.networks import mlp
-from tests.harness.training import WIDTH, Training, muon_and_sgd, noted
+from tests.harness.training import WAYS, WIDTH, Training, losses_of, muon_and_sgd, noted
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -42,6 +43,19 @@ def test_alone_all_is_done_at_once_without_a_thread(way: str) -> None:
     assert threading.enumerate() == before
     assert all(done)
     training.close()
+
+
+@pytest.mark.parametrize(
+    ("default", "dtype"),
+    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64, torch.float32)],
+    ids=str,
+)
+@in_ranks(2)
+def test_no_hook_depends_on_the_default_dtype(rank: int, default: torch.dtype, dtype: torch.dtype) -> None:
+    for way in WAYS:
+        found, usual = (losses_of(way, rank, dtype, each) for each in (default, torch.float32))
+        # An elastic rank meets the centre whenever it likes.
+        assert all(map(math.isfinite, found)) if way == "elastic" else found == usual, way
 
 
 @in_ranks(2)

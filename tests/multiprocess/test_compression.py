@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from crossover_ddp import UnsupportedConfigurationError
-from crossover_ddp.codecs import CodecPlan, CompressedState, Half, Int8, PerPair, SIDCo
+from crossover_ddp.codecs import CodecPlan, CompressedState, Half, Int8, PerPair, SIDCo, Threshold
 from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
-from tests.harness.training import Training
+from tests.harness.training import Training, losses_of
 from tests.multiprocess.compressed_training import CODECS, Coded, way_of
 from tests.multiprocess.identity_codec import Identity
 
@@ -42,6 +42,19 @@ def test_parameters_are_those_of_the_codec_alone(rank: int, world_size: int) -> 
         assert set(by_others) == {alone}
     assert len({alone for alone, *_ in found.values()}) == len(found)
     return [*found.values()]
+
+
+@pytest.mark.parametrize(
+    ("default", "dtype"),
+    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (torch.float64, torch.float32)],
+    ids=str,
+)
+@in_ranks(2)
+def test_codecs_do_not_depend_on_the_default_dtype(rank: int, default: torch.dtype, dtype: torch.dtype) -> None:
+    for codec in (Int8(), Half(), SIDCo(0.1), Threshold(0.1)):
+        way = way_of("compressed", codec=codec)
+        found, usual = (losses_of(way, rank, dtype, each) for each in (default, torch.float32))
+        assert found == usual, codec
 
 
 @pytest.mark.parametrize("kind", ["crossover", "decoupled"])

@@ -18,6 +18,7 @@ from crossover_ddp._kfac.curvature import SOLVERS, DampedInverse, Eigenbasis, So
 from crossover_ddp._kfac.factors import WeightSharing, input_columns, output_columns
 from crossover_ddp._kfac.layers import LayerShape, find_layers, layer_shape
 from crossover_ddp._kfac.spread import SpreadSolver, rounding
+from tests.harness.training import default_dtype
 from tests.multiprocess.kfac_oracle import direction, factors_of_rows, input_rows, output_rows
 
 # An even kernel with "same" is the one case of unequal sides; torch warns of what that costs.
@@ -284,3 +285,11 @@ def test_roundings_are_told_apart() -> None:
     assert rounding(shapes, cpu) == rounding(shapes[:1], cpu)
     assert rounding(shapes, cpu) != rounding([LayerShape(1, 65, 200, False)], cpu)
     assert torch.equal(torch.get_rng_state(), seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_roundings_do_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
+    shapes, cpu = [LayerShape(1, 5, 7, False)], torch.device("cpu")
+    usual = rounding(shapes, cpu)
+    with default_dtype(dtype):
+        assert rounding(shapes, cpu) == usual
