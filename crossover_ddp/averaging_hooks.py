@@ -31,7 +31,7 @@ from crossover_ddp._averaging.replica import blocks_of
 from crossover_ddp._ddp import checks
 from crossover_ddp._ddp.compiled import OwnHook
 from crossover_ddp._ddp.groups import compare
-from crossover_ddp._engine.buckets import StepRecord, split
+from crossover_ddp._engine.buckets import StepRecord, before_next_step, split
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.states import Agreement, HookState
@@ -184,6 +184,7 @@ class AveragingState(HookState):
         """Answer ``bucket``; raises what makes local steps impossible."""
         if self._is_closed:
             return exchange.carry(bucket, split, state=self).future
+        exchange.check(bucket)
         self._enter(bucket)
         gradients = bucket.buffer()
         if self._steps >= self._replica.local_from:
@@ -197,6 +198,7 @@ class AveragingState(HookState):
                 with torch.no_grad():
                     self._replica.begin()
                 self._began = True
+                self._hooks.callback(before_next_step(self._only.names, _check_optimizer))
             elif self._replica.acted != self._steps:
                 raise UnsupportedConfigurationError(
                     "expected a call of the DDP model before each backward(), got only its forward(): parameters are "
@@ -240,7 +242,6 @@ class AveragingState(HookState):
         if self._failure is not None:
             raise self._failure
         if bucket.parameters()[0] not in self._only.names:  # once for each bucket
-            Exchange.of(self.process_group).check(bucket)
             self._only.enter(bucket, self)
         if not self._replica.blocks:
             self._adopt(bucket)
@@ -256,7 +257,7 @@ class AveragingState(HookState):
         if self._failure is not None:
             raise self._failure
         if self._began and self._replica.acted < self._steps:
-            if (model := self._only.model()) is not None:
+            if (model := self._only.model()) is not None and model._join_config.enable:
                 checks.check_not_joined(model, _WITHOUT_DATA)
             with self._noting_failure(), torch.no_grad():
                 while self._replica.acted < self._steps:
@@ -476,6 +477,17 @@ def _check_waits(mutex: GPUMutex | None, wanted: str, got: str) -> None:
         raise ValueError(
             f"expected {wanted} with a mutex, got {got}: no step waits for an exchange then, so there is no time to "
             f"give away; leave mutex out, or pass {wanted}"
+        )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that brings each parameter from one rank, which has stepped it by its own gradient."""
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+        raise UnsupportedConfigurationError(
+            f"expected an optimizer that steps all of this rank's parameters, got {type(optimizer).__name__}: with "
+            "local steps each parameter would be stepped by its owner's gradient alone, and the samples of the other "
+            "ranks would be lost for it; use the optimizer inside of it for all parameters, or another hook (the "
+            "split, crossover and codecs work with it; DecoupledState(owners='layers') divides the state as well)"
         )
 
 

@@ -32,7 +32,6 @@ from torch.optim import Muon
 from crossover_ddp._ddp.checks import check_not_joined, model_of, resolve_group
 from crossover_ddp._ddp.contents import contents_of, part_of
 from crossover_ddp._ddp.layout import Span
-from crossover_ddp._ddp.seals import Seal
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.links import Link
@@ -51,7 +50,7 @@ from crossover_ddp._owners.muon import (
     settings_of,
     take_step,
 )
-from crossover_ddp._owners.optimizer import SPANS, check_not_intercepted, check_unhooked, intercept, stripped
+from crossover_ddp._owners.optimizer import SPANS, Seal, check_not_intercepted, check_unhooked, intercept, stripped
 from crossover_ddp._owners.packing import Item, Packing, Place, packing
 
 from .errors import UnsupportedConfigurationError

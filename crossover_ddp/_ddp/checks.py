@@ -168,20 +168,34 @@ def check_optimized(model: DistributedDataParallel, optimizers: Sequence[Any]) -
         )
 
 
-def check_group(bucket: dist.GradBucket, process_group: dist.ProcessGroup) -> None:
+def check_exchanged_group(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> None:
+    """Refuse a model whose process group was replaced by one of other ranks than the hook's."""
+    got, hooks = _ranks(model), dist.get_process_group_ranks(process_group)
+    if sorted(got) != sorted(hooks):
+        raise UnsupportedConfigurationError(
+            f"expected the process group with which the hook was registered, of ranks {hooks}, got a model whose group "
+            f"is now of ranks {got} (DDP._update_process_group): the hook's states, and what ranks owe each other, "
+            "belong to the former one; wrap the module in DistributedDataParallel again, with the new group and a new "
+            "state"
+        )
+
+
+def check_group(bucket: dist.GradBucket, process_group: dist.ProcessGroup) -> DistributedDataParallel | None:
     """Refuse a hook whose process group has other ranks than that of the DDP model behind ``bucket``.
 
-    Otherwise it would silently average over the wrong ranks.
+    Otherwise it would silently average over the wrong ranks. Returns the model, or None if ``gc.freeze()`` has hidden
+    it.
     """
     got = dist.get_process_group_ranks(process_group)
     models: list[DistributedDataParallel] = []
     for look in _PLACES:
         models = _holders(bucket, look())
-        if any(sorted(_ranks(model)) == sorted(got) for model in models):
-            return
+        for model in models:
+            if sorted(_ranks(model)) == sorted(got):
+                return model
     if not models:
         _tell_hidden()
-        return
+        return None
     raise UnsupportedConfigurationError(
         f"expected the process group that DDP was given, of ranks {_ranks(models[-1])}, got a process_group of "
         f"ranks {got}; pass process_group=model.process_group to the hook's state"
@@ -202,6 +216,19 @@ def _tell_hidden() -> None:
         "the hook's process group is not compared with the model's, which is not among the objects that Python's "
         "collector knows; call gc.freeze() after the first backward(), not before"
     )
+
+
+def unknown_to_ddp(model: DistributedDataParallel) -> list[str]:
+    """Return the names of parameters that require gradients, but did not when the model was wrapped."""
+    if not hasattr(model.reducer, "_get_zeros_like_grad_buckets"):
+        return []
+    known = {id(each) for bucket in model.reducer._get_zeros_like_grad_buckets() for each in bucket.parameters()}
+    ignored = getattr(model, "parameters_to_ignore", ())
+    return [
+        name
+        for name, each in named_parameters_of(model.module)
+        if each is not None and each.requires_grad and id(each) not in known and name not in ignored
+    ]
 
 
 # --- the model: see [Note: finding the model] ----------------------------------------------------------------------

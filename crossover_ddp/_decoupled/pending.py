@@ -6,9 +6,9 @@ Forward, somebody who reads a parameter, or `flush` makes updates come.
 its own, so a change of the counter that gradients carry is somebody else's, made while they were averaged in parts.
 
 [Note: checked steps] A change through ``.data`` counts no version, see [Note: changes that no counter sees] in
-``_ddp/seals.py``. In the first steps the exchange is awaited at the end of backward, when this package writes no more,
-and checksums of pending gradients and parameters are compared whenever they are used. In every step a few elements of
-each parameter are compared when its update comes. ``CROSSOVER_CHECK=1`` compares checksums in every step.
+``_owners/optimizer.py``. In the first steps the exchange is awaited at the end of backward, when this package writes
+no more, and checksums of pending gradients and parameters are compared whenever they are used. In every step a few
+elements of each parameter are compared when its update comes. ``CROSSOVER_CHECK=1`` compares checksums in every step.
 """
 
 import contextlib
@@ -26,11 +26,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import named_parameters_of, names_of
-from crossover_ddp._ddp.seals import Sample, Seal
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.journeys import Trip
 from crossover_ddp._engine.links import parts
-from crossover_ddp._owners.optimizer import StepPlan, Update
+from crossover_ddp._owners.optimizer import Sample, Seal, StepPlan, Update
 from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
 

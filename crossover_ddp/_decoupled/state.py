@@ -42,7 +42,7 @@ from crossover_ddp._ddp.checks import (
 )
 from crossover_ddp._ddp.compiled import OwnHook, uncompiled
 from crossover_ddp._ddp.contents import contents_of
-from crossover_ddp._engine.buckets import Bucket, Turn, after_backward, split
+from crossover_ddp._engine.buckets import Bucket, Turn, after_backward, split, step_begins
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.journeys import nothing
 from crossover_ddp._engine.links import Link
@@ -551,6 +551,7 @@ class DecoupledState(Owning):
                 self._pending.tell(updated)
                 return result
 
+            step_begins(self._pending.optimizers[number])
             return self._step(whole) if self._owners is None else self._owners.step(number, whole)
 
     def _step(self, original: Callable[[], Any]) -> Any:

@@ -6,19 +6,28 @@ failure is raised on the training thread after DDP's own end of backward, by a c
 ``backward()`` raises the very error. DDP queues its end of backward after our hook ran, hence a callback that queues
 another one. Where nothing will look for the error (outside of a backward pass, as in Join's shadow pass) the Future
 does carry the exception.
+
+[Note: steps of optimizers] torch calls its global step hooks around every ``step()``, those of optimizers inside of a
+wrapper included. A step that decoupled training takes in parts calls no hook, so `DecoupledState` reports that it
+begins. The two hooks stay for the rest of the process once they are needed: a hook that is removed while torch goes
+through them, on whatever thread, is an error there.
 """
 
 import functools
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from crossover_ddp._ddp.compiled import OwnHook
 from crossover_ddp._timeline.record import Timeline
 from crossover_ddp.errors import ExchangeError
 
@@ -238,6 +247,97 @@ def _queue(callback: Callable[[], None]) -> bool:
         return False
     return True
 
+
+# --- steps of optimizers: see [Note: steps of optimizers] -------------------------------------------------------------
+
+Report = Callable[[Optimizer], object]
+
+_numbers: Final = itertools.count()
+_at_begin: Final[dict[int, Report]] = {}
+_at_end: Final[dict[int, Report]] = {}
+
+
+@uncompiled_when_called
+def step_begins(optimizer: Optimizer, *_: Any) -> None:
+    """Report the beginning of a step."""
+    for report in [*_at_begin.values()]:
+        report(optimizer)
+
+
+def at_each_step(
+    parameters: Iterable[Tensor], *, begins: Callable[[], object], ends: Callable[[], object]
+) -> Callable[[], None]:
+    """Have functions called at the beginning and the end of each step of an optimizer that has one of ``parameters``.
+
+    Returns:
+        A function that ends it.
+    """
+    known = {id(each) for each in parameters}
+
+    def at_begin(optimizer: Optimizer) -> None:
+        if _has_one_of(known, optimizer):
+            begins()
+
+    def at_end(optimizer: Optimizer) -> None:
+        if _has_one_of(known, optimizer):
+            ends()
+
+    left = _entered(_at_begin, at_begin), _entered(_at_end, at_end)
+
+    def end() -> None:
+        for leave in left:
+            leave()
+
+    return end
+
+
+def before_next_step(parameters: Iterable[Tensor], check: Report) -> Callable[[], None]:
+    """Have ``check`` called once, with the next optimizer that is about to step one of ``parameters``.
+
+    ``step()`` raises what ``check`` raises, and changes nothing then.
+
+    Returns:
+        A function that ends it.
+    """
+    known = {id(each) for each in parameters}
+
+    def at_begin(optimizer: Optimizer) -> None:
+        if _has_one_of(known, optimizer):
+            check(optimizer)
+            end()
+
+    end = _entered(_at_begin, at_begin)
+    return end
+
+
+def _entered(reports: dict[int, Report], report: Report) -> Callable[[], None]:
+    _register_step_hooks()
+    number = next(_numbers)
+    reports[number] = report
+    return lambda: _left(reports, number)
+
+
+def _left(reports: dict[int, Report], number: int) -> None:
+    reports.pop(number, None)
+
+
+@uncompiled_when_called
+def _step_ends(optimizer: Optimizer, *_: Any) -> None:
+    for report in [*_at_end.values()]:
+        report(optimizer)
+
+
+@functools.cache
+def _register_step_hooks() -> None:
+    register_optimizer_step_pre_hook(OwnHook(step_begins))
+    register_optimizer_step_post_hook(OwnHook(_step_ends))
+
+
+def _has_one_of(known: set[int], optimizer: Optimizer) -> bool:
+    return any(id(each) in known for group in optimizer.param_groups for each in list.__iter__(group["params"]))
+
+
+# --- records --------------------------------------------------------------------------------------------------------
 
 StepRecord = tuple[tuple[int, float], ...]
 """One step that backward waited for: of each bucket its bytes, and the seconds from the exchange before to its hook."""

@@ -14,22 +14,31 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from crossover_ddp._ddp.checks import CAPTURED, PYTHON_REDUCER, check_group, check_turn, flat_gradients, resolve_group
+from crossover_ddp._ddp.checks import (
+    CAPTURED,
+    PYTHON_REDUCER,
+    check_exchanged_group,
+    check_group,
+    check_turn,
+    flat_gradients,
+    resolve_group,
+)
 from crossover_ddp._ddp.digests import COMPARED_EVERY
 from crossover_ddp._ddp.groups import on_destruction, told_by_all
 from crossover_ddp._ddp.layout import equal_lengths
 from crossover_ddp._ddp.module_buffers import BehindBuckets, ModuleBuffers
 from crossover_ddp.errors import CrossoverError, ExchangeError, UnsupportedConfigurationError
 
-from .buckets import Backward, Bucket, BucketWay, StepRecords, Turn, TurnLink, after_backward, behind
+from .buckets import Backward, Bucket, BucketWay, StepRecords, Turn, TurnLink, after_backward, at_each_step, behind
 from .device import Device, Native, Staged
 from .journeys import Begin, GradientFuture, Meter, Place, Trip, Way, at_once, uncompiled_when_called
 from .links import Alone, Gloo, Layout, Link
@@ -44,7 +53,27 @@ Network = Alone | Gloo
 _END_S: Final = 0.5
 _NEEDED_BY_OTHERS_S: Final = 30.0
 _TOLD_AFTER: Final = 100  # steps, before the line of the log
-_DESTROYED: Final = "the process group was destroyed; make a new one"
+_DESTROYED: Final = (
+    "the process group that the hook was registered with was destroyed; wrap the module in DistributedDataParallel "
+    "again, with a group that exists, and register the hook with a new state"
+)
+_TIMED_OUT: Final = (
+    " (another rank has stopped, computes for longer than the group's timeout, or makes fewer steps than this one: "
+    "give all ranks as many batches)"
+)
+
+
+class _Checked(NamedTuple):
+    """The model of a bucket, None if it is not known, and its process group, which was compared with the hook's."""
+
+    model: Callable[[], DistributedDataParallel | None]
+    group: Callable[[], dist.ProcessGroup | None]
+
+    @classmethod
+    def of(cls, model: DistributedDataParallel | None) -> "_Checked":
+        if model is None:
+            return cls(lambda: None, lambda: None)
+        return cls(weakref.ref(model), weakref.ref(model.process_group))
 
 
 class Exchange:
@@ -69,7 +98,7 @@ class Exchange:
         self._models: Any = WeakTensorKeyDictionary()  # by the parameters of a last bucket
         self._backward = Backward(timeline=self._timeline)
         self._entered = 0
-        self._checked: Any = WeakTensorKeyDictionary()  # a parameter of each bucket
+        self._checked: Any = WeakTensorKeyDictionary()  # by a parameter of each bucket
         self._lock = threading.Lock()
         self._under_way: set[Trip] = set()
         self._failure: CrossoverError | None = None
@@ -203,12 +232,13 @@ class Exchange:
             return
         digests = self._model_of(grad_bucket).digests
         step = digests.steps = digests.steps + 1
-        if digests.look is not None:
-            look, digests.look = functools.partial(digests.look, functools.partial(told_by_all, group)), None
+        if digests.comparison is None and step & (step - 1) and step % COMPARED_EVERY:
+            return
+        look = digests.exchanged(grad_bucket, group, state, self.begin, at_each_step)
+        if look is not None:
+            look = functools.partial(look, functools.partial(told_by_all, group))
             if not after_backward(look):
                 look()
-        if step & (step - 1) == 0 or step % COMPARED_EVERY == 0:
-            digests.send(grad_bucket, group, state, self.begin)
 
     def meter_of(self, state: object) -> Meter:
         """Return what counts for a hook with or without a state; rank 0 says once what its first steps did."""
@@ -252,10 +282,19 @@ class Exchange:
     def check(self, grad_bucket: dist.GradBucket) -> None:
         """Refuse a bucket that the group cannot exchange."""
         group = self._group()
-        if group is not None and grad_bucket.parameters()[0] not in self._checked:
+        if group is None:
+            return
+        parameter = grad_bucket.parameters()[0]
+        checked = self._checked.get(parameter)
+        if checked is None:
             flat_gradients(grad_bucket)  # its parameters do not change their kind
-            check_group(grad_bucket, group)
-            self._checked[grad_bucket.parameters()[0]] = True
+            model = check_group(grad_bucket, group)
+        else:
+            model = checked.model()
+            if model is None or model.process_group is checked.group():
+                return
+            check_exchanged_group(model, group)
+        self._checked[parameter] = _Checked.of(model)
 
     def _start(self, trip: Trip, way: Way, then: Begin = at_once) -> None:
         try:
@@ -384,8 +423,9 @@ class Exchange:
 
         Returns the group's failure: an earlier one, or what is made of ``cause``; ours says its own remedy.
         """
+        hint = _TIMED_OUT if "timed out" in str(cause).lower() or "timeout" in str(cause).lower() else ""
         text = (
-            f"rank {self.rank} of {self.size}: the exchange of {name} failed: {cause}; no later exchange on this "
+            f"rank {self.rank} of {self.size}: the exchange of {name} failed: {cause}{hint}; no later exchange on this "
             "process group can succeed, restart the job"
         )
         with self._lock:

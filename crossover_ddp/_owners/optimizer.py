@@ -20,6 +20,16 @@ reports each access by user code, and what is pending is applied first.
 [Note: groups] Code that goes through ``group["params"]`` (GradScaler, clipping, weight clamping, a Lookahead around the
 optimizer) reads parameters or gradients. The list in the group reports it; hyper-parameters are read as ever, by
 schedulers in every step.
+
+[Note: changes that no counter sees] A tensor counts its in-place changes, but a change through ``.data`` is not
+counted. Three cheaper or dearer checks find such a change:
+
+* An exchange of storages (``p.data = average``) moves the tensor's memory.
+* `Sample` compares the bits of a few elements of each tensor. Reading them costs microseconds, so it is done in every
+  step. An average that is swapped in for an evaluation differs in nearly all elements. A clamp that changes a few
+  elements may go unnoticed.
+* `Seal` with ``bits=True`` compares a checksum of all bits. That reads the whole tensor, so only the first steps do it,
+  and all of them with ``CROSSOVER_CHECK=1``. Code that writes gradients or parameters mostly does so in every step.
 """
 
 import contextlib
@@ -33,7 +43,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from crossover_ddp._ddp.compiled import uncompiled
+from crossover_ddp._ddp.compiled import OwnHook, uncompiled
+from crossover_ddp._ddp.contents import is_dense
+from crossover_ddp._ddp.digests import fingerprint
 from crossover_ddp._engine.journeys import nothing
 from crossover_ddp.errors import UnsupportedConfigurationError
 
@@ -45,6 +57,8 @@ _MISSING: Final = object()
 _TRIED_STEPS: Final = 2
 _MARK: Final = "_crossover_ddp_state"
 _OURS: Final = ("step", "zero_grad", "__getstate__")
+_SAMPLED: Final = 8
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Update(NamedTuple):
@@ -341,12 +355,12 @@ def check_not_intercepted(optimizer: Optimizer) -> None:
 
 
 def is_watched(optimizer: Optimizer) -> bool:
-    """Tell whether somebody has registered hooks that expect a whole step."""
-    return any(
-        getattr(optimizer_module, f"_global_optimizer_{when}_hooks", None)
-        or getattr(optimizer, f"_optimizer_step_{when}_hooks", None)
-        for when in ("pre", "post")
-    )
+    """Tell whether user code has registered hooks that expect a whole step."""
+    found: list[Any] = []
+    for when in ("pre", "post"):
+        found += getattr(optimizer_module, f"_global_optimizer_{when}_hooks", {}).values()
+        found += getattr(optimizer, f"_optimizer_step_{when}_hooks", {}).values()
+    return not all([isinstance(hook, OwnHook) for hook in found])
 
 
 def check_unhooked(optimizer: Optimizer) -> None:
@@ -452,3 +466,73 @@ def guard_state(optimizer: Optimizer, look: Callable[[], None]) -> None:
     """Guard the optimizer's state; it may have been replaced since the last call."""
     if type(optimizer.state) is not GuardedState:
         optimizer.state = GuardedState(optimizer.state, look)
+
+
+# --- tensors that user code is not to write ------------------------------------------------------------------------
+
+
+class Seal:
+    """Tensors as they are now: their version counters, and where they begin in memory.
+
+    Args:
+        tensors: that only this package may write from now on.
+        bits: also note a checksum of their bits, see [Note: changes that no counter sees].
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], *, bits: bool = False) -> None:
+        self._noted = [(each, each._version, each.data_ptr(), fingerprint(each) if bits else None) for each in tensors]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether one of the tensors was written since."""
+        for tensor, version, begin, _ in self._noted:
+            if tensor._version != version or tensor.data_ptr() != begin:
+                return True
+        return any(
+            [bits is not None and not torch.equal(fingerprint(tensor), bits) for tensor, _, _, bits in self._noted]
+        )
+
+
+class Sample:
+    """The bits of a few elements of each tensor, see [Note: changes that no counter sees].
+
+    On a device, `differs` makes the host wait.
+
+    Args:
+        tensors: of one device.
+        views: of the elements that are looked at, by the tensor's id; filled here, so that later samples are cheaper.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], views: dict[int, torch.Tensor]) -> None:
+        self._views = [found for each in tensors for found in _sampled(each, views)]
+        self._noted = self._read()
+
+    def differs(self) -> bool:
+        """Tell whether one of the elements has other bits than it had."""
+        return any([not torch.equal(now, then) for now, then in zip(self._read(), self._noted, strict=True)])
+
+    def _read(self) -> list[torch.Tensor]:
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for view in self._views:
+            by_dtype.setdefault(view.dtype, []).append(view)
+        return [torch.cat(each) for each in by_dtype.values()]
+
+
+def _sampled(tensor: torch.Tensor, views: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    """Return a view of some elements, spread over the tensor, as integers; none of a tensor that has gaps."""
+    known = views.get(id(tensor))
+    if known is not None and known.data_ptr() == tensor.data_ptr():
+        return [known]
+    if (
+        tensor.layout != torch.strided
+        or not tensor.numel()
+        or not is_dense(tensor)
+        or type(tensor.data) is not torch.Tensor
+    ):
+        return []
+    values = tensor.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    count = min(_SAMPLED, values.numel())
+    spread = values.as_strided((count,), (values.numel() // count,), values.storage_offset())
+    views[id(tensor)] = spread.view(_BITS[spread.itemsize])
+    return [views[id(tensor)]]

@@ -1,5 +1,6 @@
 """Parameters that must be the same on all ranks are compared in some steps; who differs is named."""
 
+import functools
 import os
 from typing import Any
 from unittest import mock
@@ -12,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.harness import in_ranks
 from tests.harness.networks import Branches, mlp
-from tests.harness.oracles import error_of
-from tests.harness.training import WIDTH, Training, decoupled
+from tests.harness.oracles import error_of, heard
+from tests.harness.training import WAYS, WIDTH, Training, decoupled, optimizers_of
 
 OFF = "CROSSOVER_COMPARE_REPLICAS"
 KINDS = (torch.uint8, torch.bfloat16, torch.float32, torch.complex64)  # that gloo broadcasts
@@ -57,17 +58,17 @@ class Kinds(nn.Module):
 @pytest.mark.parametrize("place", [None, *range(len(KINDS))])
 @in_ranks(2)
 def test_parameters_of_any_kind_are_compared_by_their_bits(rank: int, place: int | None) -> None:
+    """None of these is trained: a difference is a warning, once."""
     training = Training("crossover", rank, module=Kinds())
     if rank and place is not None:
         training.model.module.kinds[place].data = torch.zeros(5, 3).to(KINDS[place])
-
-    def train() -> None:
+    with heard() as messages:
         with training.model.no_sync():
             training.backward()
-        training.run(2)
-
-    expected = "no error" if place is None else f"got kinds.{place} that differ in step 1, "
-    assert expected in error_of(train)
+        training.run(8)
+    warnings = [each for each in messages if each.startswith("frozen parameters differ")]
+    assert len(warnings) == (place is not None)
+    assert place is None or f"since step 1 at the latest: kinds.{place}. " in warnings[0]
 
 
 @pytest.mark.parametrize("how", ["ignored", "argument", "argument on one rank", "environment", "nothing"])
@@ -82,7 +83,7 @@ def test_replicas_may_differ_on_purpose(rank: int, how: str) -> None:
     with torch.no_grad():
         module[2].weight += rank
     with mock.patch.dict(os.environ, {OFF: "0"} if how == "environment" else {}):
-        assert (error_of(lambda: training.run(4)) == "no error") == (how != "nothing")
+        assert (error_of(lambda: training.run(5)) == "no error") == (how != "nothing")
 
 
 @in_ranks(2)
@@ -101,11 +102,12 @@ def test_each_model_of_a_group_has_steps_of_its_own(rank: int, way: str) -> None
     if rank:
         part_from(second, "2.bias")
 
-    def round_of_steps() -> None:
-        first.step()
-        second.run(2)
+    def rounds_of_steps() -> None:
+        for _ in range(2):
+            first.step()
+            second.run(2)
 
-    assert "2.bias that differ in step 1" in error_of(round_of_steps)
+    assert "2.bias that differ in step 1" in error_of(rounds_of_steps)
 
 
 @pytest.mark.parametrize("owners", [None, "layers"])
@@ -115,3 +117,201 @@ def test_updates_that_one_rank_has_read_and_another_has_not_are_no_difference(ra
     training = Training(way, rank, module=Branches(rank), find_unused_parameters=True).run(18)
     training.state.consolidate()
     training.close()
+
+
+# --- parameters that differ on purpose while gradients travel: right with plain DDP ----------------------------------
+
+COMPARED = [way for way in WAYS if way not in ("averaged", "elastic")]
+
+
+def kept_values(training: Training) -> list[torch.Tensor]:
+    return [each.detach().clone() for each in training.model.parameters()]
+
+
+@torch.no_grad()
+def put_back(training: Training, kept: list[torch.Tensor]) -> None:
+    for parameter, value in zip(training.held, kept, strict=True):
+        parameter.copy_(value)
+
+
+def put_back_data(training: Training, kept: list[torch.Tensor]) -> None:
+    for parameter, value in zip(training.held, kept, strict=True):
+        parameter.data = value
+
+
+def noise(training: Training) -> list[torch.Tensor]:
+    """Return other values on each rank and in each step."""
+    generator = torch.Generator().manual_seed(100 * training.steps + training.rank)
+    return [0.01 * torch.randn(each.shape, generator=generator) for each in training.held]
+
+
+@torch.no_grad()
+def add(training: Training, values: list[torch.Tensor]) -> None:
+    torch._foreach_add_(list(training.model.parameters()), values)
+
+
+def sam(training: Training) -> float:
+    """Sharpness-aware minimization whose first pass stays on its rank."""
+    with training.model.no_sync():
+        training.backward()
+    ups = [0.05 * each.grad / each.grad.norm() for each in training.held]
+    kept = kept_values(training)
+    training.drop()
+    add(training, ups)
+    loss = training.backward()
+    put_back(training, kept)
+    training.update()
+    return loss
+
+
+def sam_by_data(training: Training) -> float:
+    with training.model.no_sync():
+        training.backward()
+    ups = [0.05 * each.grad.data / each.grad.data.norm() for each in training.held]
+    kept = [each.data for each in training.held]
+    training.drop()
+    for parameter, up in zip(training.model.parameters(), ups, strict=True):
+        parameter.data = parameter.data + up
+    loss = training.backward()
+    put_back_data(training, kept)
+    training.update()
+    return loss
+
+
+def perturbed(training: Training) -> float:
+    """Adversarial weight perturbation: one forward of the model in a step, and that of perturbed weights."""
+    kept = kept_values(training)
+    add(training, noise(training))
+    loss = training.backward()
+    put_back(training, kept)
+    training.update()
+    return loss
+
+
+def noisy_forward(training: Training) -> float:
+    """Noise on weights that a hook of the model adds, and one of its outputs takes out when backward is through."""
+    if not hasattr(training.model, "adds_noise"):
+        training.model.adds_noise = True
+
+        def before(*_: Any) -> None:
+            training.kept = [each.detach().clone() for each in training.model.module.parameters()]
+            add(training, noise(training))
+
+        training.model.module.register_forward_pre_hook(before)
+    loss = training.backward()
+    put_back(training, training.kept)
+    training.update()
+    return loss
+
+
+LOOPS = [sam, sam_by_data, perturbed, noisy_forward]
+
+
+@pytest.mark.torch_version
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("way", COMPARED)
+@in_ranks(2)
+def test_parameters_that_are_put_back_before_step_are_no_difference(rank: int, way: str, loop: Any) -> None:
+    found = []
+    for each in (None, way):
+        if way in ("int8", "kfac") and each is None:
+            continue
+        training = Training(each, rank, optimizers=functools.partial(optimizers_of, way))
+        found.append([loop(training) for _ in range(18)])
+        training.close()
+        found[-1].append(float(training.values.double().sum()))
+    assert found[0] == found[-1]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("way", ["split", "decoupled", "owned", "kfac", "muon"])
+@in_ranks(2)
+def test_a_real_difference_is_found_in_such_a_loop(rank: int, way: str, loop: Any) -> None:
+    """With owners a step heals it, so that it must be in the step that is compared."""
+    training = Training(way, rank)
+    for _ in range(7):
+        loop(training)
+    if rank:
+        part_from(training, "2.weight")
+
+    def train() -> None:
+        for _ in range(3):
+            loop(training)
+
+    assert "2.weight that differ in step 8, 2.weight between ranks [0] and [1]" in error_of(train)
+
+
+@pytest.mark.parametrize("way", ["split", "decoupled"])
+@in_ranks(2)
+def test_skipped_steps_do_not_turn_a_doubt_into_an_error(rank: int, way: str) -> None:
+    """As a GradScaler skips the first ones: then only perturbed parameters are seen."""
+    training = Training(way, rank)
+    for step in range(9):
+        kept = kept_values(training)
+        add(training, noise(training))
+        training.backward()
+        if way == "decoupled":
+            training.state.flush()
+        put_back(training, kept)
+        if step in (2, 3):
+            training.drop()
+        else:
+            training.update()
+    training.close()
+
+
+@in_ranks(2)
+def test_a_loop_without_an_optimizer_is_compared_as_well(rank: int) -> None:
+    training = Training("split", rank)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            training.backward()
+            with torch.no_grad():
+                for parameter in training.held:
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+            training.steps += 1
+
+    train(9)
+    if rank:
+        part_from(training, "2.weight")
+    assert "2.weight that differ in step 16" in error_of(lambda: train(12))
+
+
+@pytest.mark.parametrize("way", ["split", "decoupled", "muon"])
+@in_ranks(2)
+def test_adapters_that_are_merged_on_one_rank_leave_a_warning(rank: int, way: str) -> None:
+    """LoRA: rank 0 merges its adapters into frozen weights for a sample, and takes them out with a rounding error."""
+    module = mlp(WIDTH, WIDTH, WIDTH, seed=3)
+    module[0].requires_grad_(False)
+    training = Training(way, rank, module=module, optimizers=functools.partial(optimizers_of, way))
+    with heard() as messages:
+        for _ in range(5):
+            training.run(4)
+            if rank == 0:
+                module[0].weight.data.add_(0.3).sub_(0.3)
+    training.close()
+    warnings = [each for each in messages if each.startswith("frozen parameters differ between ranks since step 8")]
+    assert len(warnings) == 1 and "0.weight" in warnings[0]
+    assert "0.bias" not in warnings[0]
+
+
+@pytest.mark.parametrize("way", ["split", "decoupled", "owned"])
+@in_ranks(2)
+def test_a_layer_unfrozen_after_wrapping_is_named(rank: int, way: str) -> None:
+    module = mlp(WIDTH, WIDTH, WIDTH, seed=3)
+    module[0].requires_grad_(False)
+
+    def trained(model: nn.Module) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)]
+
+    training = Training(way, rank, module=module, optimizers=trained).run(5)
+    module[0].requires_grad_(True)
+
+    def train() -> None:
+        training.optimizer.add_param_group({"params": list(module[0].parameters())})
+        training.run(6)
+
+    told = error_of(train)
+    assert "requires_grad was set after the model was wrapped" in told and "0.weight, 0.bias" in told

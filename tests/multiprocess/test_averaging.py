@@ -17,12 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState
+from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, local_sgd_hook
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from tests.harness import Job, in_ranks, run_jobs, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.groups import impatient_group
+from tests.harness.oracles import error_of
+from tests.harness.training import Training
 from tests.multiprocess.averaging_oracle import MAKERS, NESTEROV, OVERFLOWS, DelayedWalk, Trainer, copies_of, new_scaler
 from tests.multiprocess.test_checkpoint import listed
 
@@ -325,3 +328,36 @@ def test_infinities_on_one_rank_are_an_error_on_all_and_nothing_is_taken_over(ra
     with pytest.raises(UnsupportedConfigurationError, match=refused):
         trainer.loss()
     trainer.close()
+
+
+def zero(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)]
+
+
+@pytest.mark.torch_version
+@pytest.mark.parametrize("way", ["averaged", "elastic", "after warm-up"])
+@in_ranks(2)
+def test_an_optimizer_that_steps_by_owners_is_refused_before_it_has_stepped(rank: int, way: str) -> None:
+    """ZeroRedundancyOptimizer would step each parameter by the samples of its owner alone."""
+    warmup_steps = 3 if way == "after warm-up" else 0
+    made = LocalSGDState(sync_every=4, warmup_steps=warmup_steps), local_sgd_hook
+    training = Training(way if way == "elastic" else lambda *_: made, rank, optimizers=zero).run(warmup_steps)
+    training.backward()
+    before = training.values
+    told = error_of(training.update)
+    assert told.startswith(
+        "expected an optimizer that steps all of this rank's parameters, got ZeroRedundancyOptimizer"
+    )
+    assert torch.equal(training.values, before)
+    training.drop()
+    training.close()
+
+
+@in_ranks(2)
+def test_another_models_optimizer_that_steps_by_owners_is_none_of_ours(rank: int) -> None:
+    averaged = Training("averaged", rank)
+    other = Training(None, rank, optimizers=zero)
+    averaged.backward()
+    other.step()
+    averaged.update()
+    averaged.run(3).close()
