@@ -300,9 +300,9 @@ def test_the_greatest_gradient_is_nan_if_any_is(rank: int) -> None:
 def test_buffers_between_steps_do_not_hang_on_whether_a_step_is_deferred(rank: int) -> None:
     """Code that goes through the model after a step finds the running mean of plain DDP: this rank's own."""
     found: list[list[torch.Tensor]] = []
-    for decoupled in (False, True):
+    for is_ours in (False, True):
         net = nn.Sequential(network(), nn.BatchNorm1d(6))
-        training = Training(decoupled=decoupled, net=lambda net=net: net, **({"defer": "auto"} if decoupled else {}))
+        training = Training(decoupled=is_ours, net=lambda net=net: net, **({"defer": "auto"} if is_ours else {}))
         means = []
         for step in range(24):
             training.steps = 2 * step + rank

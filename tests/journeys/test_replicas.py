@@ -315,3 +315,52 @@ def test_a_layer_unfrozen_after_wrapping_is_named(rank: int, way: str) -> None:
 
     told = error_of(train)
     assert "requires_grad was set after the model was wrapped" in told and "0.weight, 0.bias" in told
+
+
+# --- other loops that are right with plain DDP -----------------------------------------------------------------------
+
+
+def averages_on_rank_0(training: Training) -> None:
+    """Rank 0 alone evaluates an average, which it swaps in and out."""
+    training.step()
+    if training.rank == 0 and training.steps % 3 == 0:
+        if hasattr(training.state, "flush"):
+            training.state.flush()
+        kept = [each.data.clone() for each in training.held]
+        for each in training.held:
+            each.data.mul_(0.9)
+        with torch.no_grad():
+            training.model.module(torch.ones(2, WIDTH))
+        put_back_data(training, kept)
+
+
+def toggles(training: Training) -> None:
+    """As GANs do: a part is frozen while another one is trained, in a backward that is not exchanged."""
+    first = training.model.module[0]
+    for each in first.parameters():
+        each.requires_grad_(False)
+    with training.model.no_sync(), torch.no_grad():
+        training.loss()
+    for each in first.parameters():
+        each.requires_grad_(True)
+    training.step()
+
+
+def resumes(training: Training) -> None:
+    training.step()
+    if training.steps in (3, 4, 7, 8):
+        training.load(training.save())
+
+
+@pytest.mark.parametrize("loop", [averages_on_rank_0, toggles, resumes])
+@pytest.mark.parametrize("way", ["split", "crossover", "int8", "decoupled"])
+@in_ranks(2)
+def test_other_loops_raise_no_alarm_either(rank: int, way: str, loop: Any) -> None:
+    found = []
+    for each in (None, way) if way != "int8" else (way,):
+        training = Training(each, rank)
+        for _ in range(18):
+            loop(training)
+        training.close()
+        found.append(training.weights())
+    assert all(map(torch.equal, found[0], found[-1]))
