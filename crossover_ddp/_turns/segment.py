@@ -1,7 +1,8 @@
 """The home of turns in shared memory: one segment per group and machine, one slot per local process. Our design.
 
 Files, all in one directory of mode 0700 that belongs to the user (``/dev/shm/crossover_ddp-<uid>``), so nobody else can
-put one there; it stays when the last file has gone:
+put one there; it stays when the last file has gone. The last process to leave removes the files of its group; those of
+groups whose processes were killed are removed by the next process that joins any group:
 
 - ``<group>@.turns``: the slots, up to the last one that was ever taken. Every field has one writer, the slot's owner.
   Zeros are free slots.
@@ -179,6 +180,7 @@ class GroupFiles(OpenFile):
     def __init__(self, group: str, base: str) -> None:
         super().__init__()
         self.stem = f"{group}@"  # no group's name holds the sign
+        self._base = base
         self._path = segment_directory(base)
         self.open(lambda: open_directory(base, make=True))
 
@@ -206,6 +208,44 @@ class GroupFiles(OpenFile):
         """Remove a file, if it is still there."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{self.stem}{suffix}", dir_fd=self.fd)
+
+    def remove_dead_groups(self) -> None:
+        """Remove the files of other groups whose processes have all ended without leaving (killed, ``os._exit``).
+
+        See `remove_if_unused`. Files that this version does not know, or cannot open, are left alone.
+        """
+        for name in os.listdir(self.fd):
+            group, _, suffix = name.partition("@")
+            if suffix == _SLOTS and f"{group}@" != self.stem and GROUP_NAME.fullmatch(group):
+                with contextlib.suppress(OSError, SegmentError):
+                    self._remove_if_dead(group)
+
+    def _remove_if_dead(self, group: str) -> None:
+        other = GroupFiles(group, self._base)
+        slots = OpenFile()
+        try:
+            slots.open(lambda: other.open_file(_SLOTS, os.O_RDWR))
+            read_slots(slots.fd, other.path(_SLOTS))
+            remove_if_unused(other, slots)
+        finally:
+            slots.close()
+            other.close()
+
+
+def remove_if_unused(files: GroupFiles, slots: OpenFile) -> None:
+    """Remove all files of a group if no process has a slot there; all slots stay locked until ``slots`` is closed.
+
+    A process that joins meanwhile finds all slots locked, or a slot of a file that has no name any more, and opens the
+    file of that name once more (`TurnSegment.reserve`).
+    """
+    if not lock_slots(slots.fd, 0, SLOT_COUNT) or slots.is_removed():
+        return
+    ours = re.compile(rf"{re.escape(files.stem)}(\.log|\.[0-9]+\.bell)")
+    for name in os.listdir(files.fd):
+        if ours.fullmatch(name):
+            files.remove(name.removeprefix(files.stem))
+    # The slots last: while that file is there, all its slots locked, no process can join and make the others again.
+    files.remove(_SLOTS)
 
 
 class Bells:
@@ -370,6 +410,7 @@ class TurnSegment:
                     raise self._files.refused(_SLOTS, error) from error
                 self.slot = slot
                 self.publish(state=FREE)
+                self._files.remove_dead_groups()
             elif time.monotonic() > deadline_s:
                 raise SegmentError(
                     f"expected a free slot, got all {SLOT_COUNT} taken in {self.path}; use another group"
@@ -394,24 +435,13 @@ class TurnSegment:
         with contextlib.suppress(OSError):
             # Before the files are removed: of two processes that leave at once neither must take the other for a user.
             lock_slots(self.slots_file.fd, 0, SLOT_COUNT, fcntl.F_UNLCK)
-            self._remove_if_unused()
+            remove_if_unused(self._files, self.slots_file)
         self.forget()
         if stranded:
             # Somebody has removed the slots, perhaps not the bells and the log, which only a process that holds all
             # slots may remove: so come and go once more, in the segment that others would find.
             with contextlib.suppress(OSError, SegmentError):
                 TurnSegment(self.group, self.device, base=self._base).leave()
-
-    def _remove_if_unused(self) -> None:
-        """Remove all files of the group if no process has a slot; all slots are locked until they are closed."""
-        if not lock_slots(self.slots_file.fd, 0, SLOT_COUNT) or self.slots_file.is_removed():
-            return
-        ours = re.compile(rf"{re.escape(self._files.stem)}(\.log|\.[0-9]+\.bell)")
-        for name in os.listdir(self._files.fd):
-            if ours.fullmatch(name):
-                self._files.remove(name.removeprefix(self._files.stem))
-        # The slots last: while that file is there, all its slots locked, no process can join and make the others anew.
-        self._files.remove(_SLOTS)
 
     def forget(self) -> None:
         """Close every file and wake no sibling."""

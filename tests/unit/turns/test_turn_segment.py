@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import stat
 import threading
 import time
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from crossover_ddp._system.shared_memory import outer_user
 from crossover_ddp._turns import segment as segments
 from crossover_ddp._turns import view as segment_view
+from crossover_ddp._turns.rules import Member
 from crossover_ddp._turns.segment import FILE_BYTES, JOINED, SLOT_BYTES, SLOT_COUNT, GroupFiles, TurnSegment, no_fork
 from crossover_ddp._turns.view import look
 from crossover_ddp.cli.status import rows
@@ -130,6 +132,96 @@ def test_joining_races_with_the_last_one_leaving(rank: int, tmp_path: Path) -> N
         segment.leave()
     dist.barrier()
     assert files(tmp_path) == []
+
+
+# --- groups whose processes have all ended without leaving -----------------------------------------------------------
+
+
+def killed_in(base: Path, *, group: str, reserves: bool = False) -> None:
+    """Let a process of its own join, draw a turn, and be killed."""
+    readable, writable = os.pipe()
+    if (child := os.fork()) == 0:
+        segment = TurnSegment(group, DEVICE, base=str(base))
+        if reserves:
+            segment.reserve()
+        else:
+            segment.join(Member(job=7, lead=5, world_size=1, lease_s=1.0))
+            segment.draw_turn()
+        os.write(writable, b"joined")
+        signal.pause()
+    os.read(readable, 6)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(readable)
+    os.close(writable)
+
+
+@pytest.mark.parametrize("reserves", [False, True])
+def test_files_of_a_dead_group_go_when_a_job_of_another_group_joins(join: Join, tmp_path: Path, reserves: bool) -> None:
+    killed_in(tmp_path, group="dead", reserves=reserves)
+    assert "dead@.turns" in files(tmp_path)
+    living = join(group="living")
+    living.draw_turn()
+    join(group="alive").leave()
+    assert files(tmp_path) == ["living@.0.bell", "living@.log", "living@.turns"]
+    assert living.members(), "nothing of a living group was removed"
+
+
+def test_a_group_that_reserves_or_lives_keeps_its_files(join: Join, tmp_path: Path) -> None:
+    living, reserving = join(group="living"), TurnSegment("reserving", DEVICE, base=str(tmp_path))
+    reserving.reserve()
+    killed_in(tmp_path, group="living")  # one of the group's processes is dead
+    join(group="other", job=3)
+    assert not any(each.slots_file.is_removed() for each in (living, reserving))
+    reserving.join(Member(job=4, lead=5, world_size=1, lease_s=1.0))
+    assert (jobs(living), jobs(reserving)) == ([1], [4])
+    reserving.leave()
+
+
+def test_foreign_and_malformed_files_of_other_groups_stay(join: Join, tmp_path: Path) -> None:
+    join(group="first").leave()
+    directory = home(tmp_path)
+    contents = {"a@.turns": b"x", "b@.turns": b"y" * SLOT_BYTES, "c.turns": b"", "@.turns": b"", "d@.log": b"z"}
+    for name, content in contents.items():
+        (directory / name).write_bytes(content)
+    (directory / "link@.turns").symlink_to(directory / "c.turns")
+    os.mkfifo(directory / "pipe@.turns")
+    before = {*files(tmp_path)}
+    join(group="second").leave()
+    assert {*files(tmp_path)} == before
+
+
+def test_a_job_that_is_just_joining_finds_its_siblings(join: Join, tmp_path: Path) -> None:
+    """Another group's job removes the files between the opening of the file of slots and the locking of one."""
+    killed_in(tmp_path, group="jobs")
+    late = TurnSegment("jobs", DEVICE, base=str(tmp_path))  # has opened the file
+    join(group="other")
+    assert late.slots_file.is_removed()
+    late.join(Member(job=2, lead=5, world_size=1, lease_s=1.0))
+    sibling = join(group="jobs", job=3)
+    assert jobs(late) == jobs(sibling) == [2, 3]
+    late.leave()
+
+
+@in_ranks(4)
+def test_groups_that_come_and_go_remove_no_living_ones_files(rank: int, tmp_path: Path) -> None:
+    """Two processes of each of two groups; one in five deaths is a kill."""
+    group = "a" if rank % 2 else "b"
+    for attempt in range(150 if IN_CAMPAIGN else 40):
+        segment = join_at(tmp_path, job=rank, group=group)
+        turn = segment.draw_turn()
+        assert segment.read_log(turn - 1, turn) == bytes([segment.slot])
+        assert rank in jobs(segment)
+        assert not segment.slots_file.is_removed()
+        if attempt % 5 == 0:
+            segment.forget()  # as a kill does: locks and bells are gone, files stay
+        else:
+            segment.leave()
+    dist.barrier()
+    if rank == 0:
+        join_at(tmp_path, group="last").leave()
+        assert files(tmp_path) == []
+    dist.barrier()
 
 
 def test_users_of_containers_are_known_by_their_number_outside() -> None:
