@@ -274,6 +274,7 @@ class Pending:
         # Told of parameters that are new, see `DecoupledState.on_update`.
         self.listeners: OrderedDict[int, Callable[[Sequence[torch.Tensor]], object]] = OrderedDict()
         self._blind: set[int] = set()  # threads
+        self._applying = 0  # the thread whose optimizer reads its own state; 0: none
         self._unseen: list[Share] = []  # of which it is not known that forward reads all through guards
         self._all_seen = self._has_recorded = self._warned_of_unseen = False  # the first: in the last step
         self._early_reads = _Often(
@@ -481,7 +482,8 @@ class Pending:
 
     def state_is_read(self) -> None:
         """User code is about to read or write the optimizer's state, which pending updates are going to change."""
-        if not self.stale or threading.get_ident() in self._blind:
+        thread = threading.get_ident()
+        if not self.stale or thread in self._blind or thread == self._applying:
             return
         with self.lock:
             if any([share.pending for share in self.stale.values()]):
@@ -530,13 +532,16 @@ class Pending:
         # A signal's handler may read in the middle of it, and gets what is there by then.
         share.pending = False
         try:
-            with as_in_step(share.bucket.flat.device.type), self.unwatched():
+            with as_in_step(share.bucket.flat.device.type):
                 share.scale()
                 share.land()
+                self._applying = threading.get_ident()
                 share.step(share)
         except BaseException as error:  # Ctrl-C, too, after which a notebook goes on
             self._failure, share.pending = error, True
             raise
+        finally:
+            self._applying = 0
         for parameter in share.parameters:
             self.stale.pop(id(parameter), None)
         if share in self._unseen:
