@@ -13,6 +13,8 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
+from .leaving import leave_together
+
 Said = TypeVar("Said")
 
 _log = logging.getLogger(__name__)
@@ -28,9 +30,12 @@ def on_destruction(
     """Call ``end`` in ``destroy_process_group``, or else at exit if ``at_exit``; return what takes that back.
 
     A group object that a DDP model has used is never collected (torch 2.15), so its end cannot be seen. But
-    torch's registry holds the only handle of the group's store, and drops it when the group is destroyed.
+    torch's registry holds the only handle of the group's store, and drops it when the group is destroyed. The ranks of
+    a default group leave together behind that, see [Note: the life before] in `leaving`.
     """
     with contextlib.suppress(KeyError, TypeError, ValueError):
+        with contextlib.suppress(RuntimeError):  # the store's process has ended
+            leave_together(process_group)  # first: of one store's finalizers the first comes last
         finalizer = weakref.finalize(_get_process_group_store(process_group), end)
         finalizer.atexit = at_exit
         return finalizer.detach

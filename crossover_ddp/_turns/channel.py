@@ -37,6 +37,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from crossover_ddp._system.stores import innermost
 from crossover_ddp.errors import TurnError
 
 from .rules import Grant, Mode
@@ -108,7 +109,7 @@ class TurnChannel:
     def _connect(self, group: dist.ProcessGroup) -> dist.Store:
         try:
             shared = _get_process_group_store(group)
-            is_served = isinstance(_innermost(shared), dist.TCPStore)
+            is_served = isinstance(innermost(shared), dist.TCPStore)
             own = shared.clone() if is_served else shared  # whose waiting blocks no other caller
             name = f"crossover-turns-{self._met(dist.PrefixStore(_MEETING, own))}"
             if not is_served:
@@ -280,9 +281,3 @@ class TurnChannel:
                     store.delete_key(f"grant/{self._received - _KEPT - 1}")
         except Exception as error:  # the store's process has ended, mostly with the job; `receive` raises it
             self.interrupt(f"the job's store failed ({type(error).__name__}: {error}); turns need it")
-
-
-def _innermost(store: dist.Store) -> dist.Store:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store

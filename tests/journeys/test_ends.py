@@ -20,6 +20,7 @@ from tests.harness.turn import RecordingTurn
 from tests.harness.waiting import eventually
 
 WORKER = Path(__file__).with_name("ends_worker.py")
+LIVES, LAST_ONE = (Path(__file__).with_name(f"{name}_worker.py") for name in ("lives", "last_one"))
 IMPATIENT_S = 60.0
 
 
@@ -114,3 +115,21 @@ def test_a_thread_that_is_late_is_not_waited_for_and_strands_no_other(rank: int,
     gate.set()
     assert seconds < 20, "what others may need is waited for 30 s, and here they need nothing"
     assert threads_left(before) == []
+
+
+# One rank is late in each life: without our help the other one meets what the life before has left in the store.
+@pytest.mark.parametrize("way", WAYS if IN_CAMPAIGN else ["crossover", "elastic"])
+def test_a_process_trains_in_one_group_after_the_other(way: str) -> None:
+    with spawn_script(LIVES, 2, args=[way, "001110"], forked=True) as ranks:
+        assert ["lived 6 lives" in output for output in ranks.wait(120)] == [True, True]
+
+
+@pytest.mark.parametrize("lost", [0, 1])  # rank 0's process has the store
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_group_is_destroyed_although_a_rank_is_dead_or_stopped(lost: int, how: str) -> None:
+    others = [rank for rank in range(3) if rank != lost]
+    with spawn_script(LAST_ONE, 3, args=[str(lost), how], forked=True) as ranks:
+        for rank in others:
+            ranks.wait_for_output(rank, "destroyed", IMPATIENT_S)
+        ranks.processes[lost].signal_session(signal.SIGCONT)
+        ranks.wait(IMPATIENT_S, deaths={lost: signal.SIGKILL} if how == "SIGKILL" else {})

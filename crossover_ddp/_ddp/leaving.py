@@ -1,0 +1,107 @@
+"""The ranks of a job leave its default process group together, and leave nothing of it in the job's store.
+
+[Note: the life before] A process may destroy its default group and make another one. Torch gives the store's keys of
+both lives the same names: the addresses of gloo's ranks, NCCL's id. The store often outlives the group: torchrun has
+it, or rank 0, for as long as a DDP model of the former life exists. A rank that begins a life before its peers do then
+reads an address of the life before, and connects to a rank that has closed. Milliseconds decide, and some pass while
+our threads end. So all ranks wait for each other in ``destroy_process_group``, rank 0 removes the group's keys, and
+then they return.
+
+Rank 0's store ends a moment later where no model keeps it. A rank that connects to it in this moment loses its next
+group, so the other ranks give rank 0 a lead: they return when its store has ended, or after `_LEAD_S`.
+
+A rank that has waited for `_TOGETHER_S` leaves by itself. Then no key is removed, since the ranks that have left may be
+making their next group. Our design.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from crossover_ddp._system.stores import innermost
+
+_TOGETHER_S: Final = 10.0
+_ANSWER_S: Final = 1.0  # after that: the store's process is stopped
+_LEAD_S: Final = 0.1
+_SHORTEST_LOOK_S: Final = 5e-4
+_LONGEST_LOOK_S: Final = 2e-2
+_LEAVING: Final = "crossover-leaving/"
+_FREE: Final = f"{_LEAVING}free"
+_HERE, _GONE = "here", "gone"
+
+_known: "weakref.WeakSet[dist.Store]" = weakref.WeakSet()
+
+
+def leave_together(group: dist.ProcessGroup) -> None:
+    """Let the ranks leave together when ``group`` is destroyed, after everything that is registered later.
+
+    Does nothing for a group that is not the default one, and with a store that cannot list its keys. May be called
+    again. **Collective**, but it waits for no other rank.
+    """
+    store = _get_process_group_store(group)
+    if store in _known or group is not dist.group.WORLD or group.size() == 1:
+        return
+    if not isinstance(innermost(store), dist.TCPStore) or not hasattr(store, "list_keys"):
+        return
+    _known.add(store)
+    own = store.clone()  # a connection that user code cannot block. It does not keep rank 0's server alive.
+    if group.rank() == 0:  # all ranks have made this group, so they have left the life before
+        _remove(own, _LEAVING)
+    # Not at exit: a process that ends does not make another group.
+    weakref.finalize(store, _leave, own, group.rank(), group.size(), os.getpid()).atexit = False
+
+
+def _leave(store: dist.Store, rank: int, size: int, pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    # On a thread, since a call of the store has no bound while the process that serves it is stopped.
+    thread = threading.Thread(target=_part, args=(store, rank, size), name="crossover-leave", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no more threads
+        thread.start()
+        thread.join(_TOGETHER_S + _ANSWER_S)
+
+
+def _part(store: dist.Store, rank: int, size: int) -> None:
+    with contextlib.suppress(RuntimeError, OSError):  # the store's process has ended
+        if rank:
+            _wait_for_rank_0(store, f"{_LEAVING}{rank}")
+        else:
+            places = [f"{_LEAVING}{other}" for other in range(1, size)]
+            if _comes(store, places) and store.multi_get(places) == [_HERE.encode()] * len(places):
+                _remove(store)
+            store.set(_FREE, "")  # rank 0 removes it in the next life
+
+
+def _wait_for_rank_0(store: dist.Store, place: str) -> None:
+    server = innermost(store)
+    assert isinstance(server, dist.TCPStore)
+    with socket.create_connection((server.host, server.port), _ANSWER_S) as connection:
+        store.set(place, _HERE)
+        if _comes(store, [_FREE]):
+            connection.settimeout(_LEAD_S)
+            connection.recv(1)  # the store sends nothing here: this ends when the store does
+        else:
+            store.set(place, _GONE)
+
+
+def _comes(store: dist.Store, keys: Sequence[str]) -> bool:
+    """Wait for the keys, and return whether they have come. A ``store.wait`` that ends in vain prints a traceback."""
+    deadline_s, look_s = time.monotonic() + _TOGETHER_S, _SHORTEST_LOOK_S
+    while not (found := store.check([*keys])) and time.monotonic() < deadline_s:
+        time.sleep(look_s)
+        look_s = min(2 * look_s, _LONGEST_LOOK_S)
+    return found
+
+
+def _remove(store: dist.Store, prefix: str = "") -> None:
+    for key in store.list_keys():
+        if key.startswith(prefix):
+            store.delete_key(key)
