@@ -11,12 +11,14 @@ Rank 0's store ends a moment later where no model keeps it. A rank that connects
 group, so the other ranks give rank 0 a lead: they return when its store has ended, or after `_LEAD_S`.
 
 A rank that has waited for `_TOGETHER_S` leaves by itself. Then no key is removed, since the ranks that have left may be
-making their next group. Our design.
+making their next group. A rank that leaves because of an exception (``finally: destroy_process_group()``) waits for no
+other, which may be blocked in a collective until this one has gone. Our design.
 """
 
 import contextlib
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -60,7 +62,7 @@ def leave_together(group: dist.ProcessGroup) -> None:
 
 
 def _leave(store: dist.Store, rank: int, size: int, pid: int) -> None:
-    if os.getpid() != pid:
+    if os.getpid() != pid or sys.exc_info()[0] is not None:
         return
     # On a thread, since a call of the store has no bound while the process that serves it is stopped.
     thread = threading.Thread(target=_part, args=(store, rank, size), name="crossover-leave", daemon=True)

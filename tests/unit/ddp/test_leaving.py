@@ -1,5 +1,7 @@
 """How ranks leave the default process group together: their parts on one store, each on a thread."""
 
+import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -74,3 +76,13 @@ def test_a_group_of_one_rank_leaves_at_once() -> None:
     with single_process_group() as group:
         on_destruction(group, lambda: ended.append([*threading.enumerate()]))
     assert ended == [before]
+
+
+def test_a_rank_that_leaves_because_of_an_exception_waits_for_no_other(stores: list[dist.Store]) -> None:
+    """Another rank may be blocked in a collective until this one has gone."""
+    with contextlib.suppress(ArithmeticError):
+        try:
+            raise ArithmeticError
+        finally:
+            leaving._leave(stores[1], 1, SIZE, os.getpid())
+    assert stores[0].list_keys() == [OF_GROUP]
