@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.compiled import OwnHook
 from crossover_ddp._timeline.record import Timeline
@@ -272,11 +273,13 @@ def at_each_step(
     Returns:
         A function that ends it.
     """
-    known = {id(each) for each in parameters}
+    known = _weakly(parameters)
 
     def at_begin(optimizer: Optimizer) -> None:
         if _has_one_of(known, optimizer):
             begins()
+        elif not known:  # the model has gone
+            end()
 
     def at_end(optimizer: Optimizer) -> None:
         if _has_one_of(known, optimizer):
@@ -299,11 +302,13 @@ def before_next_step(parameters: Iterable[Tensor], check: Report) -> Callable[[]
     Returns:
         A function that ends it.
     """
-    known = {id(each) for each in parameters}
+    known = _weakly(parameters)
 
     def at_begin(optimizer: Optimizer) -> None:
         if _has_one_of(known, optimizer):
             check(optimizer)
+            end()
+        elif not known:  # the model has gone
             end()
 
     end = _entered(_at_begin, at_begin)
@@ -333,8 +338,16 @@ def _register_step_hooks() -> None:
     register_optimizer_step_post_hook(OwnHook(_step_ends))
 
 
-def _has_one_of(known: set[int], optimizer: Optimizer) -> bool:
-    return any(id(each) in known for group in optimizer.param_groups for each in list.__iter__(group["params"]))
+def _weakly(parameters: Iterable[Tensor]) -> Any:
+    """Return a dictionary of these parameters that keeps none of them; an id may be another tensor's later."""
+    known = WeakTensorKeyDictionary()
+    for each in parameters:
+        known[each] = True
+    return known
+
+
+def _has_one_of(known: Any, optimizer: Optimizer) -> bool:
+    return any(each in known for group in optimizer.param_groups for each in list.__iter__(group["params"]))
 
 
 # --- records --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Parameters that must be the same on all ranks are compared in some steps; who differs is named."""
 
 import functools
+import gc
 import os
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from crossover_ddp._engine import buckets
 from tests.harness import in_ranks
 from tests.harness.networks import Branches, mlp
 from tests.harness.oracles import error_of, heard
@@ -364,3 +366,16 @@ def test_other_loops_raise_no_alarm_either(rank: int, way: str, loop: Any) -> No
         training.close()
         found.append(training.weights())
     assert all(map(torch.equal, found[0], found[-1]))
+
+
+@in_ranks(2)
+def test_a_model_that_goes_while_it_is_compared_leaves_nothing_behind(rank: int) -> None:
+    """Its parameters' ids may be those of other tensors later."""
+    before = len(buckets._at_begin)
+    gone = Training("split", rank)
+    gone.backward()
+    assert len(buckets._at_begin) == before + 1
+    del gone
+    gc.collect()
+    Training(None, rank).step()
+    assert len(buckets._at_begin) <= before
