@@ -32,12 +32,13 @@ from crossover_ddp._system.stores import innermost
 
 _TOGETHER_S: Final = 10.0
 _ANSWER_S: Final = 1.0  # after that: the store's process is stopped
-_LEAD_S: Final = 0.1
+_LEAD_S: Final = 0.3
 _SHORTEST_LOOK_S: Final = 5e-4
 _LONGEST_LOOK_S: Final = 2e-2
 _LEAVING: Final = "crossover-leaving/"
+_WAITS, _READ = f"{_LEAVING}waits/", f"{_LEAVING}read/"  # and a rank
 _FREE: Final = f"{_LEAVING}free"
-_HERE, _GONE = "here", "gone"
+_YES, _GONE = "yes", "gone"
 
 _known: "weakref.WeakSet[dist.Store]" = weakref.WeakSet()
 
@@ -68,35 +69,47 @@ def _leave(store: dist.Store, rank: int, size: int, pid: int) -> None:
     thread = threading.Thread(target=_part, args=(store, rank, size), name="crossover-leave", daemon=True)
     with contextlib.suppress(RuntimeError):  # no more threads
         thread.start()
-        thread.join(_TOGETHER_S + _ANSWER_S)
+        thread.join(_TOGETHER_S + 2 * _ANSWER_S)
 
 
 def _part(store: dist.Store, rank: int, size: int) -> None:
     with contextlib.suppress(RuntimeError, OSError):  # the store's process has ended
         if rank:
-            _wait_for_rank_0(store, f"{_LEAVING}{rank}")
+            _wait_for_rank_0(store, rank)
         else:
-            places = [f"{_LEAVING}{other}" for other in range(1, size)]
-            if _comes(store, places) and store.multi_get(places) == [_HERE.encode()] * len(places):
-                _remove(store)
-            store.set(_FREE, "")  # rank 0 removes it in the next life
+            _free_others(store, [*range(1, size)])
 
 
-def _wait_for_rank_0(store: dist.Store, place: str) -> None:
+def _wait_for_rank_0(store: dist.Store, rank: int) -> None:
     server = innermost(store)
     assert isinstance(server, dist.TCPStore)
     with socket.create_connection((server.host, server.port), _ANSWER_S) as connection:
-        store.set(place, _HERE)
-        if _comes(store, [_FREE]):
+        store.set(f"{_WAITS}{rank}", _YES)
+        if _come(store, [_FREE], _TOGETHER_S):
+            store.set(f"{_READ}{rank}", _YES)
             connection.settimeout(_LEAD_S)
             connection.recv(1)  # the store sends nothing here: this ends when the store does
         else:
-            store.set(place, _GONE)
+            store.set(f"{_WAITS}{rank}", _GONE)
 
 
-def _comes(store: dist.Store, keys: Sequence[str]) -> bool:
-    """Wait for the keys, and return whether they have come. A ``store.wait`` that ends in vain prints a traceback."""
-    deadline_s, look_s = time.monotonic() + _TOGETHER_S, _SHORTEST_LOOK_S
+def _free_others(store: dist.Store, others: Sequence[int]) -> None:
+    """Remove the group's keys if all other ranks wait, and let those that wait return."""
+    _come(store, [f"{_WAITS}{rank}" for rank in others], _TOGETHER_S)
+    come = [rank for rank in others if store.check([f"{_WAITS}{rank}"])]
+    waiting = [rank for rank in come if store.get(f"{_WAITS}{rank}") == _YES.encode()]
+    are_all = len(waiting) == len(others)
+    if are_all:
+        _remove(store)
+    store.set(_FREE, _YES)
+    # The store may end with this rank. A rank that asks it then prints a traceback.
+    if waiting and _come(store, [f"{_READ}{rank}" for rank in waiting], _ANSWER_S) and are_all:
+        _remove(store, _LEAVING)
+
+
+def _come(store: dist.Store, keys: Sequence[str], timeout_s: float) -> bool:
+    """Wait for the keys, and return whether they have come. A ``store.wait`` in vain prints a traceback."""
+    deadline_s, look_s = time.monotonic() + timeout_s, _SHORTEST_LOOK_S
     while not (found := store.check([*keys])) and time.monotonic() < deadline_s:
         time.sleep(look_s)
         look_s = min(2 * look_s, _LONGEST_LOOK_S)

@@ -44,8 +44,23 @@ def test_the_groups_keys_have_gone_when_any_rank_returns(
         leaving._part(stores[rank], rank, SIZE)
         return stores[rank].list_keys()
 
-    assert [*ranks.map(leaves, range(SIZE))] == [["crossover-leaving/free"]] * SIZE
-    assert server.get("a user's") == b"value"
+    found = [*ranks.map(leaves, range(SIZE))]
+    assert all(key.startswith(leaving._LEAVING) for keys in found for key in keys)
+    assert (stores[0].list_keys(), server.get("a user's")) == ([], b"value")
+
+
+def test_a_store_that_ends_with_rank_0_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    def leaves(rank: int) -> None:
+        leaving._part(clones.pop(rank), rank, SIZE)
+        if not rank:
+            servers.clear()
+
+    for _ in range(20):
+        servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+        clones = {rank: dist.PrefixStore("default_pg/0/", servers[0]).clone() for rank in range(SIZE)}
+        with ThreadPoolExecutor(SIZE) as ranks:
+            [*ranks.map(leaves, range(SIZE))]
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("late", [0, 1])
