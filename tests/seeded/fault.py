@@ -1,39 +1,84 @@
-"""One fault, the tables that faults stand in, and the copy of the tree that they are seeded into.
+"""Seeded faults: the format of their tables, and how a fault is put into a copy of the tree.
 
-A table, ``faults/*.txt``, has after ``@`` a file, and of each mistake in it a reason after ``#``, what pytest is given
-after ``$`` (if that is not what it is given for the mistake above), and a diff whose lines are whole: those with a
-space or a minus stand once in the file.
+A table, ``faults/*.txt``, holds mutations of functions. Its lines begin with one of these:
+
+- ``@`` names what is mutated from here on: a function, method or class as in a traceback (``Bucket.end``), or a file
+  (for code outside of functions, and for C++)
+- ``#`` begins a fault, and says what is wrong with the code then
+- ``$`` gives pytest's arguments, if they differ from those of the fault above; at least one of the tests must fail
+- a space, ``-`` or ``+`` is a line of a fragment of code, as in a diff
+
+[Note: fragments] A fragment is compared token by token. Line breaks, comments, indentation, trailing commas, the
+parentheses around a wrapped expression and the file that the function stands in do not matter, so that a fault survives reformatting and moves. After a rename apply
+the same rename to the tables.
 """
 
+import ast
+import functools
+import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+SEARCHED = ("crossover_ddp", "recipes", "tests/harness")
+
+_TOKEN = re.compile(
+    r"""
+    (?P<skipped> \s+ | \#[^\n]* | \\\n )
+    | (?P<token>
+        [A-Za-z]{0,2}(?: \"{3}.*?\"{3} | '{3}.*?'{3} | "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' )
+        | \w[\w.]* | [-+*/%@&|^<>=!:]= | \*\* | // | -> | .
+    )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+
+class Token(NamedTuple):
+    text: str
+    begin: int  # offsets
+    end: int
+
+
+class Scope(NamedTuple):
+    path: str  # from the root of the tree
+    begin: int  # offsets in the file
+    end: int
 
 
 @dataclass
 class Fault:
-    """A mistake that somebody could make, or has made."""
+    """A mistake that a developer could make, or has made, at one place of a function."""
 
-    path: str  # from the root of the tree
+    target: str  # a qualified name, or a path from the root of the tree
     why: str
-    tests: list[str] = field(default_factory=list)  # what pytest is given; some of these tests must fail
-    diff: list[str] = field(default_factory=list)  # lines of the file, with their sign
+    tests: list[str] = field(default_factory=list)  # pytest's arguments
+    diff: list[str] = field(default_factory=list)  # lines of code behind their sign
 
-    def seeded(self, root: Path) -> str:
-        """Return the file's text with the fault in it."""
-        text = "\n" + (root / self.path).read_text()
-        old, new = ("\n".join(["", *(x[1:] for x in self.diff if x[0] != sign), ""]) for sign in "+-")
-        found = text.count(old)
-        if found != 1 or new == old:
+    def seeded(self, root: Path) -> tuple[str, str]:
+        """Return the path of the file that the fault belongs to, from ``root``, and its text with the fault in it."""
+        old, new = ("\n".join(line[1:] for line in self.diff if line[0] != sign).rstrip(", ") for sign in "+-")
+        wanted = [token.text for token in tokens(old)]
+        places = [(scope, *place) for scope in scopes(root, self.target) for place in found(wanted, root, scope)]
+        if len(places) != 1 or old == new:
             raise ValueError(
-                f"expected the lines of fault {self.why!r} once in {self.path}, found them {found} times; "
-                "seed the same mistake into what the code is now"
+                f"expected the code of the fault {self.why!r} once in {self.target}, found it {len(places)} times; "
+                "seed the same mistake into today's code"
             )
-        return text.replace(old, new)[1:]
+        scope, begin, end = places[0]
+        text = (root / scope.path).read_text()
+        column = begin - (text.rfind("\n", 0, begin) + 1)
+        shift = column - (len(old) - len(old.lstrip()))
+        lines = [" " * max(0, len(line) - len(line.lstrip()) + shift) + line.lstrip() for line in new.split("\n")]
+        seeded = text[:begin] + "\n".join(lines).lstrip() + text[end:]
+        if not new and scope.path.endswith(".py") and not is_valid(seeded):  # nothing else is left in its block
+            seeded = text[:begin] + "pass" + text[end:]
+        return scope.path, seeded
 
     def missing(self, root: Path) -> list[str]:
         def is_there(test: str) -> bool:
@@ -44,13 +89,94 @@ class Fault:
         return [test for test in self.tests if test.startswith("tests/") and not is_there(test)]
 
 
+def is_valid(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
+
+
+def tokens(text: str) -> list[Token]:
+    """Return the tokens of a text that need not be whole, without comments and trailing commas."""
+    matches = (match for match in _TOKEN.finditer(text) if match["token"])
+    all_of_them = [Token(match["token"], *match.span()) for match in matches]
+    followers = [token.text for token in all_of_them[1:]] + [""]
+    return [each for each, next_ in zip(all_of_them, followers, strict=True) if each.text != "," or next_ not in ")]}"]
+
+
+def found(wanted: list[str], root: Path, scope: Scope) -> Iterator[tuple[int, int]]:
+    """Yield where a scope has these tokens, as offsets in its file."""
+    there = tokens((root / scope.path).read_text()[scope.begin : scope.end])
+    for first, token in enumerate(there):
+        end = _end_of_match(there, first, wanted) if token.text == wanted[0] else None
+        if end is not None:
+            yield scope.begin + token.begin, scope.begin + there[end - 1].end
+
+
+def _end_of_match(there: list[Token], position: int, wanted: list[str]) -> int | None:
+    """Return the position behind the last token if the tokens from ``position`` on are those wanted.
+
+    Parentheses that are not wanted are skipped in pairs: a formatter puts them around an expression that it wraps.
+    """
+    skipped = 0
+    for text in [*wanted, None]:  # None: what is left to be closed
+        while position < len(there) and there[position].text != text:
+            if there[position].text == "(" and text is not None:
+                skipped += 1
+            elif there[position].text == ")" and skipped:
+                skipped -= 1
+            else:
+                break
+            position += 1
+        if text is None:
+            return None if skipped else position
+        if position == len(there) or there[position].text != text:
+            return None
+        position += 1
+    return None
+
+
+def scopes(root: Path, target: str) -> list[Scope]:
+    """Return the functions and classes of this qualified name, or the file of this path."""
+    if (root / target).is_file():
+        return [Scope(target, 0, len((root / target).read_text()))]
+    return _definitions(root).get(target, [])
+
+
+@functools.cache
+def _definitions(root: Path) -> dict[str, list[Scope]]:
+    known: dict[str, list[Scope]] = {}
+    for path in sorted(path for directory in SEARCHED for path in (root / directory).rglob("*.py")):
+        text = path.read_text()
+        begins = [0]
+        for line in text.splitlines(keepends=True):
+            begins.append(begins[-1] + len(line))
+        for name, node in _named(ast.parse(text)):
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            scope = Scope(str(path.relative_to(root)), begins[first - 1], begins[node.end_lineno or first])
+            known.setdefault(name, []).append(scope)
+    return known
+
+
+def _named(
+    node: ast.AST, prefix: str = ""
+) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield prefix + child.name, child
+            yield from _named(child, f"{prefix}{child.name}.")
+        else:
+            yield from _named(child, prefix)
+
+
 def read(table: str) -> list[Fault]:
-    path, faults = "", list[Fault]()
+    target, faults = "", list[Fault]()
     for line in filter(None, table.splitlines()):
         if line[0] == "@":
-            path = line[2:]
+            target = line[2:]
         elif line[0] == "#":
-            faults.append(Fault(path, line[2:], faults[-1].tests if faults else []))
+            faults.append(Fault(target, line[2:], faults[-1].tests if faults else []))
         elif line[0] == "$":
             faults[-1].tests = shlex.split(line[2:])
         else:
