@@ -4,7 +4,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from crossover_ddp.averaging_hooks import AveragingPlan, ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
+    from crossover_ddp.averaging_hooks import (
+        AveragingPlan,
+        ElasticState,
+        LocalSGDState,
+        elastic_hook,
+        local_sgd_hook,
+    )
     from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, Threshold, compressed_hook
     from crossover_ddp.comm_hooks import (
         CrossoverState,
@@ -61,7 +67,16 @@ __all__ = [
     "reduce_scatter_all_gather_hook",
 ]
 
-_MODULES = ("averaging_hooks", "codecs", "comm_hooks", "errors", "gpu_mutex", "kfac_hooks", "metrics", "muon_hooks")
+_MODULES = (
+    "averaging_hooks",
+    "codecs",
+    "comm_hooks",
+    "errors",
+    "gpu_mutex",
+    "kfac_hooks",
+    "metrics",
+    "muon_hooks",
+)
 
 if not TYPE_CHECKING:
 
@@ -70,5 +85,7 @@ if not TYPE_CHECKING:
         if name not in (*__all__, *_MODULES):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         for module in [importlib.import_module(f"{__name__}.{each}") for each in _MODULES]:
-            globals().update({each: getattr(module, each) for each in __all__ if hasattr(module, each)})
+            globals().update(
+                {each: getattr(module, each) for each in __all__ if hasattr(module, each)}
+            )
         return globals()[name]

@@ -56,7 +56,10 @@ class AveragingState(HookState):
     """A model whose parameters are averaged between steps, by [Note: the clock] in ``_averaging/late.py``."""
 
     def __init__(
-        self, rule: LateMeans | TogetherElastic, group: dist.ProcessGroup | None, mutex: GPUMutex | None
+        self,
+        rule: LateMeans | TogetherElastic,
+        group: dist.ProcessGroup | None,
+        mutex: GPUMutex | None,
     ) -> None:
         self.process_group, self.mutex, self.agreement = group, mutex, Agreement()
         self._replica, self._only, self._hooks = rule, checks.OnlyModel(), contextlib.ExitStack()
@@ -84,7 +87,11 @@ class AveragingState(HookState):
             self._catch_up()
             kept = tensors_in([each.state_dict() for each in optimizers])
             # Numbers by themselves count steps.
-            beside = [each for each in kept if each.dim() and (each.is_floating_point() or each.is_complex())]
+            beside = [
+                each
+                for each in kept
+                if each.dim() and (each.is_floating_point() or each.is_complex())
+            ]
             self._take_mean("checkpoint()", leave=False, beside=beside)
 
     @contextlib.contextmanager
@@ -129,8 +136,15 @@ class AveragingState(HookState):
 
     def stats(self) -> dict[str, Any]:
         """Return what all states tell, this rank's exchanges, and "waited_s". Not collective."""
-        common = self._told(not_deferred="gradients stay on their rank, or are averaged in backward()")
-        return {**common, "steps": self._steps, "waited_s": self.meter.exposed_s, **self._replica.stats()}
+        common = self._told(
+            not_deferred="gradients stay on their rank, or are averaged in backward()"
+        )
+        return {
+            **common,
+            "steps": self._steps,
+            "waited_s": self.meter.exposed_s,
+            **self._replica.stats(),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the clock, and what is kept beside the model, by the parameters' names, on the host.
@@ -225,7 +239,9 @@ class AveragingState(HookState):
         self._replica.adopt(blocks_of(model), group, self.mutex, self.meter)
         before = OwnHook(torch.compiler.disable(self._before_forward))
         self._hooks.callback(model.register_forward_pre_hook(before, prepend=True).remove)
-        self._hooks.callback(model.module.register_state_dict_pre_hook(OwnHook(self._tell_apart)).remove)
+        self._hooks.callback(
+            model.module.register_state_dict_pre_hook(OwnHook(self._tell_apart)).remove
+        )
         logger.info("averaging: %s with %s", type(model.module).__name__, self._replica.settings)
 
     def said(self, bucket: dist.GradBucket) -> Mapping[str, object]:
@@ -234,7 +250,11 @@ class AveragingState(HookState):
             return {}
         self._enter(bucket)
         blocks = self._replica.blocks
-        named = [(each.name, *each.get().shape, block.dtype) for block in blocks for each in block.entries]
+        named = [
+            (each.name, *each.get().shape, block.dtype)
+            for block in blocks
+            for each in block.entries
+        ]
         return {"steps": self._steps, **self._replica.settings, "model": named}
 
     def _enter(self, bucket: dist.GradBucket) -> None:
@@ -369,7 +389,9 @@ class LocalSGDState(AveragingState):
         super().__init__(LateMeans(schedule, outer_optimizer), process_group, mutex)
 
 
-def local_sgd_hook(state: LocalSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def local_sgd_hook(
+    state: LocalSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Hand the bucket back with this rank's own gradients; see `LocalSGDState` for what is averaged when.
 
     Args:
@@ -383,7 +405,12 @@ def local_sgd_hook(state: LocalSGDState, bucket: dist.GradBucket) -> torch.futur
     order. Source: see the module.
     """
     return answered(
-        state, bucket, LocalSGDState, _REMEDY, lambda exchange: state._carry(bucket, exchange), compares=False
+        state,
+        bucket,
+        LocalSGDState,
+        _REMEDY,
+        lambda exchange: state._carry(bucket, exchange),
+        compares=False,
     )
 
 
@@ -435,7 +462,9 @@ class ElasticState(AveragingState):
     ) -> None:
         rules = {rule.mode: rule for rule in (TogetherElastic, OwnPaceElastic, WildElastic)}
         if mode not in rules:
-            raise ValueError(f"expected mode='sync', 'async' or 'wild', got mode={mode!r}; see ElasticState")
+            raise ValueError(
+                f"expected mode='sync', 'async' or 'wild', got mode={mode!r}; see ElasticState"
+            )
         Schedule(sync_every)  # says what is wrong with it
         moving_rate_for(checks.resolve_group(process_group).size(), moving_rate)
         _check_waits(mutex, "mode='sync'", f"mode={mode!r}")
@@ -452,7 +481,9 @@ class ElasticState(AveragingState):
         return [*self._rule.log]
 
 
-def elastic_hook(state: ElasticState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def elastic_hook(
+    state: ElasticState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Hand the bucket back with this rank's own gradients; see `ElasticState` for what is exchanged when.
 
     Args:
@@ -467,7 +498,12 @@ def elastic_hook(state: ElasticState, bucket: dist.GradBucket) -> torch.futures.
     without a server, and the centre of a host, are our design.
     """
     return answered(
-        state, bucket, ElasticState, _REMEDY, lambda exchange: state._carry(bucket, exchange), compares=False
+        state,
+        bucket,
+        ElasticState,
+        _REMEDY,
+        lambda exchange: state._carry(bucket, exchange),
+        compares=False,
     )
 
 
@@ -515,7 +551,10 @@ def _check_model(model: DistributedDataParallel, state: object, *, is_local: boo
             )
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         functions = [getattr(hook, "func", hook) for hook in hooks]  # an `OwnHook` is a partial
-        if any(str(getattr(each, "__module__", "")).startswith("crossover_ddp._kfac") for each in functions):
+        if any(
+            str(getattr(each, "__module__", "")).startswith("crossover_ddp._kfac")
+            for each in functions
+        ):
             raise UnsupportedConfigurationError(
                 f"expected a model without K-FAC, got a KFACState that watches module '{name}': it preconditions the "
                 "mean gradient, which a local step does not have; register kfac_hook instead, or make no KFACState"

@@ -14,14 +14,32 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._compression.codec import Codec, CodecChoice, Half, Int8, PerPair, SIDCo, Threshold
+from crossover_ddp._compression.codec import (
+    Codec,
+    CodecChoice,
+    Half,
+    Int8,
+    PerPair,
+    SIDCo,
+    Threshold,
+)
 from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._compression.planning import CodecPlan
 from crossover_ddp._engine.exchange import answered
 
 from .gpu_mutex import GPUMutex
 
-__all__ = ["Codec", "CodecPlan", "CompressedState", "Half", "Int8", "PerPair", "SIDCo", "Threshold", "compressed_hook"]
+__all__ = [
+    "Codec",
+    "CodecPlan",
+    "CompressedState",
+    "Half",
+    "Int8",
+    "PerPair",
+    "SIDCo",
+    "Threshold",
+    "compressed_hook",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +88,9 @@ class CompressedState(CodedState):
         return f"CompressedState(codec={self.codec!r})"
 
 
-def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def compressed_hook(
+    state: CompressedState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket over the ranks, coded on the way to owners and on the way back.
 
     Args:
@@ -85,5 +105,9 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
     """
     remedy = "pass codec= to that state instead, and register its own hook"
     return answered(
-        state, bucket, CompressedState, remedy, lambda exchange: state._carry(bucket, exchange, state.mutex)
+        state,
+        bucket,
+        CompressedState,
+        remedy,
+        lambda exchange: state._carry(bucket, exchange, state.mutex),
     )

@@ -170,7 +170,9 @@ class CrossoverState(CodedState):
         return {**super().said(bucket), environment.GROUP: siblings}
 
 
-def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def crossover_hook(
+    state: CrossoverState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket as DDP does, and give the job's turn to a sibling meanwhile.
 
     The turn is given back when the last bucket's compute is launched (on a GPU behind its last kernel) and taken
@@ -190,7 +192,11 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
     (arXiv 2103.07974); order, locking and switch points are our design.
     """
     return answered(
-        state, bucket, CrossoverState, _REMEDY, lambda exchange: state._carry(bucket, exchange, _turn_of(state, bucket))
+        state,
+        bucket,
+        CrossoverState,
+        _REMEDY,
+        lambda exchange: state._carry(bucket, exchange, _turn_of(state, bucket)),
     )
 
 
@@ -213,7 +219,9 @@ def crossover_wrapper(hook: Hook) -> Hook:
         model.register_comm_hook(state, crossover_wrapper(powerSGD_hook.powerSGD_hook))
     """
 
-    def crossover_wrapped_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def crossover_wrapped_hook(
+        state: CrossoverState, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         def carry(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
             if state.codec is not None:
                 raise UnsupportedConfigurationError(

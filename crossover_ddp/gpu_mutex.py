@@ -80,14 +80,18 @@ class GPUMutex:
         if isinstance(lease, datetime.timedelta):
             lease = lease.total_seconds()
         if lease is not None and not lease > 0:
-            raise ValueError(f"expected a lease > 0 seconds, got lease={lease}; leave it out for the default")
+            raise ValueError(
+                f"expected a lease > 0 seconds, got lease={lease}; leave it out for the default"
+            )
         try:
             self._join(name, device, process_group, None if lease is None else float(lease), trial)
         except NotJoinedError as error:
             raise error.reason from error.__cause__
 
     @classmethod
-    def for_hook(cls, device: torch.device | None, process_group: ProcessGroup, trial: bool) -> "GPUMutex":
+    def for_hook(
+        cls, device: torch.device | None, process_group: ProcessGroup, trial: bool
+    ) -> "GPUMutex":
         """Return the mutex of a hook's own: where the job cannot join it takes no turns, with one warning.
 
         Raises wrong arguments only (a bad ``CROSSOVER_GROUP``): the user has not asked for a mutex, so it must not stop
@@ -129,7 +133,9 @@ class GPUMutex:
         self.device = ""
         self.closed = False
         """Whether `close` was called, whether or not turns had failed before."""
-        self.disabled_because = "CROSSOVER_DISABLE is set" if environment.is_set(environment.DISABLE) else None
+        self.disabled_because = (
+            "CROSSOVER_DISABLE is set" if environment.is_set(environment.DISABLE) else None
+        )
         self._lease = Lease(lease_s)
         self._patience = Patience(patience_limit_s(group))
         self._counters = Counters()
@@ -139,7 +145,9 @@ class GPUMutex:
             return
         trial = trial and environment.is_set(environment.TRIAL, default="1")
         lease_s = self._lease.seconds
-        membership = join(self.name, device, group, lease_s=lease_s, trial=trial, timeout_s=timeout_s)
+        membership = join(
+            self.name, device, group, lease_s=lease_s, trial=trial, timeout_s=timeout_s
+        )
         self.job, self.device = membership.job, membership.segment.device
         mutex = weakref.ref(self)  # or its own thread would keep the mutex alive
 
@@ -148,13 +156,19 @@ class GPUMutex:
                 living._give_up(error)
 
         try:
-            self._turns = Turns(membership, self._lease, self._patience, self._counters, trial, failed)
-        except RuntimeError as error:  # peers, which have joined, hear at once that no grants will come
+            self._turns = Turns(
+                membership, self._lease, self._patience, self._counters, trial, failed
+            )
+        except (
+            RuntimeError
+        ) as error:  # peers, which have joined, hear at once that no grants will come
             leave(membership)
             problem = TurnError(f"expected a thread for turns, got: {error}; raise ulimit -u")
             raise NotJoinedError(problem, agreed=False) from error
         self._finalizer = weakref.finalize(self, self._turns.close)
-        logger.info("takes turns on %s with the jobs of group %r (job %x)", self.device, self.name, self.job)
+        logger.info(
+            "takes turns on %s with the jobs of group %r (job %x)", self.device, self.name, self.job
+        )
 
     def close(self) -> None:
         """Leave for good: siblings no longer wait for this job. Not collective; may be called twice.
@@ -212,7 +226,9 @@ class GPUMutex:
 
         A host that runs ahead of its device would count steps of one way that the device does in the other.
         """
-        return self.shared or (self._turns is not None and self._counters.mode is Mode.TRYING_SIDE_BY_SIDE)
+        return self.shared or (
+            self._turns is not None and self._counters.mode is Mode.TRYING_SIDE_BY_SIDE
+        )
 
     @property
     def mode(self) -> str:
@@ -227,7 +243,13 @@ class GPUMutex:
         if (turns := self._turns) is not None:
             turns.request()
 
-    def acquire(self, *, blocking: bool = True, ahead: bool = False, streams: Sequence[torch.cuda.Stream] = ()) -> bool:
+    def acquire(
+        self,
+        *,
+        blocking: bool = True,
+        ahead: bool = False,
+        streams: Sequence[torch.cuda.Stream] = (),
+    ) -> bool:
         """Block until this job's turn has come on this device: siblings' kernels are done then.
 
         Siblings that die are passed over at once, others after their lease; without siblings it does not wait. If

@@ -121,7 +121,11 @@ class KFACState(HookState):
     ) -> None:
         hypers = Hypers(damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps)
         first = hypers.at(0)  # says what is wrong with them
-        choices: dict[str, str] = {"solver": solver, "weight_sharing": weight_sharing, "factors": factors}
+        choices: dict[str, str] = {
+            "solver": solver,
+            "weight_sharing": weight_sharing,
+            "factors": factors,
+        }
         choices["accumulated"] = accumulated
         settings.check_choices(choices)
         arguments = {**dict(zip(hypers._fields, first, strict=False)), **choices, "pi": pi}
@@ -172,7 +176,9 @@ class KFACState(HookState):
             rates=lambda: learning_rates(self.optimizer, layers),
         )
         scale = self._preconditioner.loss_scale
-        self._compression = None if codec is None else Compression(codec, scale, self, has_work=True)
+        self._compression = (
+            None if codec is None else Compression(codec, scale, self, has_work=True)
+        )
         logger.info("%s", self)
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
@@ -206,7 +212,9 @@ class KFACState(HookState):
                 counts = {"times damped further": own.strained, "batches dropped": own.dropped}
                 lines[-1] += "".join(f", {count} {what}" for what, count in counts.items() if count)
         for rank in range(owned.world_size):
-            load_s = sum(e.cost.step_s(owned.inverse_steps) for e in owned.layers if e.owner == rank)
+            load_s = sum(
+                e.cost.step_s(owned.inverse_steps) for e in owned.layers if e.owner == rank
+            )
             lines.append(f"rank {rank} works for {1e3 * load_s:.3g} ms a step")
         lines += [f"{name} passes through: {reason}" for name, reason in self.passing.items()]
         return "\n  ".join(lines)
@@ -215,10 +223,15 @@ class KFACState(HookState):
         """Return the bytes that this rank keeps: "factors", "solvers", "buffers". Not collective."""
         owned = self._preconditioner
         own = owned.own.values()
-        others = [each.solver for each in owned.layers if each.curvature is None and each.solver is not None]
+        others = [
+            each.solver
+            for each in owned.layers
+            if each.curvature is None and each.solver is not None
+        ]
         return {
             "factors": sum(each.factor_bytes() for each in own),
-            "solvers": sum(each.solver_bytes() for each in own) + sum(each.nbytes for each in others),
+            "solvers": sum(each.solver_bytes() for each in own)
+            + sum(each.nbytes for each in others),
             "buffers": owned.traffic.nbytes + sum(flat.nbytes for flat in owned.free.values()),
         }
 
@@ -231,7 +244,10 @@ class KFACState(HookState):
         Part of a `DecoupledState`, what travels is counted there. Not collective. See docs/troubleshooting.md.
         """
         own = self._preconditioner.own.values()
-        found = {"strained": sum(each.strained for each in own), "dropped": sum(each.dropped for each in own)}
+        found = {
+            "strained": sum(each.strained for each in own),
+            "dropped": sum(each.dropped for each in own),
+        }
         coded = None if self._compression is None else self._compression.stats()
         return {**self._told(codec=self.codec, coded=coded), **found}
 
@@ -256,11 +272,15 @@ class KFACState(HookState):
         """
         self._flush()
         if self._compression is not None and not self._compression.is_drained:
-            logger.warning("a codec's residuals are not saved; call drain() before the step before state_dict()")
+            logger.warning(
+                "a codec's residuals are not saved; call drain() before the step before state_dict()"
+            )
         owned = self._preconditioner
         owned.traffic.settle()
         own = {name: each.state_dict() for name, each in owned.own.items()}
-        states = {name: state for each in told_by_all(owned.group, own) for name, state in each.items()}
+        states = {
+            name: state for each in told_by_all(owned.group, own) for name, state in each.items()
+        }
         return {
             "steps": self.steps,
             "solver": owned.solver,
@@ -363,13 +383,19 @@ class KFACState(HookState):
 
         ``before`` is called when what another backward pass has left is ended; it may refuse the bucket.
         """
-        pack = functools.cache(lambda: self._preconditioner.pack(bucket))  # when all else has been checked
+        pack = functools.cache(
+            lambda: self._preconditioner.pack(bucket)
+        )  # when all else has been checked
         way = functools.partial(self._preconditioner.way, pack)
         self._preconditioner.enter(bucket, exchange.meter_of(state))
-        coded = None if self._compression is None else self._compression.around(bucket, exchange, pack)
+        coded = (
+            None if self._compression is None else self._compression.around(bucket, exchange, pack)
+        )
         try:
             before()
-            taken = exchange.carry(bucket, way, turn=turn, state=state, around=coded, hands_back=hands_back)
+            taken = exchange.carry(
+                bucket, way, turn=turn, state=state, around=coded, hands_back=hands_back
+            )
         except Exception:
             self._preconditioner.refuse(bucket)
             raise

@@ -50,7 +50,14 @@ from crossover_ddp._owners.muon import (
     settings_of,
     take_step,
 )
-from crossover_ddp._owners.optimizer import SPANS, Seal, check_not_intercepted, check_unhooked, intercept, stripped
+from crossover_ddp._owners.optimizer import (
+    SPANS,
+    Seal,
+    check_not_intercepted,
+    check_unhooked,
+    intercept,
+    stripped,
+)
 from crossover_ddp._owners.packing import Item, Packing, Place, packing
 
 from .errors import UnsupportedConfigurationError
@@ -87,8 +94,12 @@ class _Round:
     @property
     def grad_norm(self) -> Tensor:
         """The norm over all matrices; summed in one order whatever buckets they came in."""
-        squares = [self.squared_norms[matrix] for matrix in self.settings if matrix in self.squared_norms]
-        return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
+        squares = [
+            self.squared_norms[matrix] for matrix in self.settings if matrix in self.squared_norms
+        ]
+        return (
+            torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
+        )
 
 
 class _Packed(NamedTuple):
@@ -179,7 +190,9 @@ class MuonState(Owning):
         self._rank, self._world_size = group.rank(), group.size()
         self._loss_scale = loss_scale if callable(loss_scale) else lambda: loss_scale
         costs: dict[Tensor, int] = {
-            matrix: newton_schulz_flop(matrix.shape, each["ns_steps"]) if matrix.requires_grad else 0
+            matrix: newton_schulz_flop(matrix.shape, each["ns_steps"])
+            if matrix.requires_grad
+            else 0
             for each in muon.param_groups
             for matrix in each["params"]
             if matrix.numel()
@@ -190,7 +203,9 @@ class MuonState(Owning):
         # The new momentum of owned matrices, beside the old one until the step.
         self._next: dict[Tensor, Tensor] = {}
         self._is_checked = self._is_closed = False
-        self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None  # while it has matrices that are trained
+        self._ddp: Callable[[], DistributedDataParallel | None] = lambda: (
+            None
+        )  # while it has matrices that are trained
         self._round: _Round | None = None
         self._waiting: _Round | None = None
         self._latest: _Round | None = None
@@ -228,7 +243,9 @@ class MuonState(Owning):
         return {
             "momentum": 0 if self._kept is None else self._kept.nbytes,
             "next_momentum": sum(each.nbytes for each in self._next.values()),
-            "buffers": 0 if self._latest is None else sum(each.nbytes for each in self._latest.travelled),
+            "buffers": 0
+            if self._latest is None
+            else sum(each.nbytes for each in self._latest.travelled),
         }
 
     def close(self) -> None:
@@ -254,12 +271,21 @@ class MuonState(Owning):
         """Return what all ranks must have in common."""
         names = (*settings_of(self.muon.param_groups[0]), "lr", "weight_decay", "adjust_lr_fn")
         settings = [
-            {name: v.tolist() if isinstance(v, Tensor) else v for name, v in each.items() if name in names}
+            {
+                name: v.tolist() if isinstance(v, Tensor) else v
+                for name, v in each.items()
+                if name in names
+            }
             for each in self.muon.param_groups
         ]
-        return {"matrices": [tuple(matrix.shape) for matrix in self._owner_of], "settings": settings}
+        return {
+            "matrices": [tuple(matrix.shape) for matrix in self._owner_of],
+            "settings": settings,
+        }
 
-    def _take(self, exchange: Exchange, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _take(
+        self, exchange: Exchange, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of ``bucket``. Raises what makes it impossible."""
         try:
             way = functools.partial(self._way, bucket)
@@ -271,7 +297,9 @@ class MuonState(Owning):
                     ended.seal = Seal(ended.settings)
                     self._waiting = self._latest = ended
 
-    def _way(self, grad_bucket: dist.GradBucket, bucket: Bucket, link: Link) -> Coroutine[Any, Any, None]:
+    def _way(
+        self, grad_bucket: dist.GradBucket, bucket: Bucket, link: Link
+    ) -> Coroutine[Any, Any, None]:
         """Make a bucket's journey; on the hook's thread, in the order of buckets."""
         if self._is_closed:
             raise UnsupportedConfigurationError(
@@ -289,7 +317,9 @@ class MuonState(Owning):
         moves = [(span, place.there) for _, span, place in packed.matrices]
         moves += [(span, place.there) for span, place in plan.passing]
         # The bucket itself travels if it lies so, as a large matrix alone does.
-        there = flat if all(span == place for span, place in moves) else flat.new_empty(sum(plan.there))
+        there = (
+            flat if all(span == place for span, place in moves) else flat.new_empty(sum(plan.there))
+        )
         for span, place in moves if there is not flat else ():
             part_of(there, place).copy_(part_of(flat, span))
         await link.reduce_scatter(there, plan.there)
@@ -310,7 +340,9 @@ class MuonState(Owning):
             self._check_model(bucket)
             self._is_checked = True
         if (model := self._ddp()) is not None:
-            check_not_joined(model, "an owner without data takes no step, and so updates no momentum")
+            check_not_joined(
+                model, "an owner without data takes no step, and so updates no momentum"
+            )
         self._waiting = self._latest = None
         return _Round(self._settings(), _power_of_two(self._loss_scale()))
 
@@ -324,7 +356,9 @@ class MuonState(Owning):
             numel = direction_numel(matrix.numel(), flat.itemsize) + norm_numel
             items.append(Item(self._owner_of[matrix], matrix.numel(), numel))
         plan = packing(self._world_size, tuple(items), passing)
-        back = flat.new_empty(sum(plan.back))  # of the hook's stream, as `muon.step` is, which reads it
+        back = flat.new_empty(
+            sum(plan.back)
+        )  # of the hook's stream, as `muon.step` is, which reads it
         round_.travelled.append(back)
         matrices = [(*each, place) for each, place in zip(owned, plan.items, strict=True)]
         return _Packed(round_, plan, matrices, flat, back)
@@ -338,7 +372,10 @@ class MuonState(Owning):
             for matrix, _, place in packed.matrices:
                 if place.owner != self._rank:
                     continue
-                gradient, sent = matrix_view(part_of(there, place.there), matrix), part_of(back, place.back)
+                gradient, sent = (
+                    matrix_view(part_of(there, place.there), matrix),
+                    part_of(back, place.back),
+                )
                 if round_.scale != 1.0:
                     gradient.mul_(1.0 / round_.scale)
                 norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
@@ -347,8 +384,12 @@ class MuonState(Owning):
                 if momentum is None:
                     momentum = torch.zeros_like(matrix, memory_format=torch.preserve_format)
                 if matrix not in self._next:
-                    self._next[matrix] = torch.empty_like(matrix, memory_format=torch.preserve_format)
-                direction = direction_of(gradient, momentum, self._next[matrix], round_.settings[matrix])
+                    self._next[matrix] = torch.empty_like(
+                        matrix, memory_format=torch.preserve_format
+                    )
+                direction = direction_of(
+                    gradient, momentum, self._next[matrix], round_.settings[matrix]
+                )
                 direction_view(sent, matrix.shape).copy_(direction)
                 self.newton_schulz_calls += 1
         for _, place in packed.plan.passing:
@@ -377,7 +418,9 @@ class MuonState(Owning):
         if self._is_closed or (self._waiting is None and kept.only_makes_state(self.muon)):
             return original()
         round_, self._waiting = self._waiting, None
-        gradients = {matrix: matrix.grad for matrix, _ in self._in_groups() if matrix.grad is not None}
+        gradients = {
+            matrix: matrix.grad for matrix, _ in self._in_groups() if matrix.grad is not None
+        }
         if gradients:
             self._check(round_, gradients)
         try:
@@ -406,7 +449,9 @@ class MuonState(Owning):
 
     def _check(self, round_: _Round | None, matrices: Iterable[Tensor]) -> None:
         check_unhooked(self.muon)
-        missing = [matrix for matrix in matrices if round_ is None or matrix not in round_.directions]
+        missing = [
+            matrix for matrix in matrices if round_ is None or matrix not in round_.directions
+        ]
         if round_ is None or missing:
             raise UnsupportedConfigurationError(
                 f"expected a backward() with muon_hook between two steps, got {len(missing)} matrices with a gradient "
@@ -482,7 +527,9 @@ def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future
     **Collective**: DDP calls it on all ranks in the same order.
     """
     remedy = "pass MuonState(muon), with mutex= to share the device"
-    return answered(state, bucket, MuonState, remedy, lambda exchange: state._take(exchange, bucket))
+    return answered(
+        state, bucket, MuonState, remedy, lambda exchange: state._take(exchange, bucket)
+    )
 
 
 def muon_parameters(

@@ -42,7 +42,9 @@ def on_files(files: Files, config: Any) -> Files:
 def _offered(module: str) -> list[str]:
     """Return the names of ``__all__``, else of all public classes and functions."""
     path = ROOT / "crossover_ddp" / module
-    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    tree = ast.parse(
+        (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    )
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return [*ast.literal_eval(node.value)]

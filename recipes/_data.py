@@ -62,7 +62,10 @@ class Digits:
     def __getitem__(self, index: int) -> Batch:
         # Enlarged here, one at a time: 1,797 images of 224 by 224 would take a gigabyte.
         image = functional.interpolate(
-            self.images[index][None, None], size=self.image_size, mode="bilinear", align_corners=False
+            self.images[index][None, None],
+            size=self.image_size,
+            mode="bilinear",
+            align_corners=False,
         )
         return image[0].expand(self.channels, -1, -1), self.labels[index]
 
@@ -73,7 +76,9 @@ class Folder:
     So neither the number of loader workers nor a resume in the middle of an epoch changes them.
     """
 
-    def __init__(self, root: Path, *, train: bool, image_size: int, channels: int, seed: int) -> None:
+    def __init__(
+        self, root: Path, *, train: bool, image_size: int, channels: int, seed: int
+    ) -> None:
         from torchvision import datasets, transforms
 
         if not root.is_dir():
@@ -81,9 +86,15 @@ class Folder:
                 f"expected a directory DATA_DIR/train and DATA_DIR/val with one folder per class, "
                 f"got {root}; pass their parent as --data-dir"
             )
-        size = [transforms.RandomResizedCrop(image_size, antialias=True), transforms.RandomHorizontalFlip()]
+        size = [
+            transforms.RandomResizedCrop(image_size, antialias=True),
+            transforms.RandomHorizontalFlip(),
+        ]
         if not train:
-            size = [transforms.Resize(image_size, antialias=True), transforms.CenterCrop(image_size)]
+            size = [
+                transforms.Resize(image_size, antialias=True),
+                transforms.CenterCrop(image_size),
+            ]
         spread = (0.5,) * channels
         self.folder = datasets.ImageFolder(
             root,
@@ -161,7 +172,10 @@ def load_data(sizes: Any, directory: Path | None = None, seed: int = 0) -> Data:
     if directory is None:
         train, test = (Digits(train=part, **size) for part in parts)
         return Data(train, test, 10)
-    train, test = (Folder(directory / ("train" if part else "val"), train=part, seed=seed, **size) for part in parts)
+    train, test = (
+        Folder(directory / ("train" if part else "val"), train=part, seed=seed, **size)
+        for part in parts
+    )
     if train.folder.classes != test.folder.classes:
         raise ValueError(
             f"expected the same classes in train and val, got train={train.folder.classes}, "

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_hook,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
@@ -31,16 +34,25 @@ HOOKS: dict[str, MakeState] = {
     "allreduce": lambda model, optimizers, args: (None, allreduce_hook),
     "fp16": lambda model, optimizers, args: (None, fp16_compress_hook),
     # On gloo its collectives of several buckets mix: give it one, by --bucket-cap-mb.
-    "powersgd": lambda model, optimizers, args: (PowerSGDState(None, 2, start_powerSGD_iter=2), powerSGD_hook),
+    "powersgd": lambda model, optimizers, args: (
+        PowerSGDState(None, 2, start_powerSGD_iter=2),
+        powerSGD_hook,
+    ),
     "rsag": lambda model, optimizers, args: (None, reduce_scatter_all_gather_hook),
     "crossover": lambda model, optimizers, args: (CrossoverState(), crossover_hook),
-    "compressed": lambda model, optimizers, args: (CompressedState(CODECS[args.codec]), compressed_hook),
+    "compressed": lambda model, optimizers, args: (
+        CompressedState(CODECS[args.codec]),
+        compressed_hook,
+    ),
     "decoupled": lambda model, optimizers, args: (DecoupledState(optimizers[0]), decoupled_hook),
     "local_sgd": lambda model, optimizers, args: (
         LocalSGDState(args.sync_every, args.delay, args.fragments, args.local_after),
         local_sgd_hook,
     ),
-    "elastic": lambda model, optimizers, args: (ElasticState(args.sync_every, args.elastic_mode), elastic_hook),
+    "elastic": lambda model, optimizers, args: (
+        ElasticState(args.sync_every, args.elastic_mode),
+        elastic_hook,
+    ),
     "kfac": lambda model, optimizers, args: (
         KFACState(
             model,

@@ -20,7 +20,9 @@ def join_the_job(args: argparse.Namespace) -> torch.device:
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it by this name
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS asks for it by this name
         torch.use_deterministic_algorithms(True)
     device, backend = torch.device("cpu"), "gloo"
     if args.device != "cpu" and torch.cuda.is_available():
@@ -30,7 +32,9 @@ def join_the_job(args: argparse.Namespace) -> torch.device:
         # NCCL refuses two ranks of one job on one GPU; gloo does not mind.
         backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
     # Without torchrun it is a job of one rank.
-    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict[str, Any] = (
+        {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    )
     dist.init_process_group(args.backend or backend, **alone)
     return device
 

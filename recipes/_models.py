@@ -27,7 +27,9 @@ class Block(nn.Module):
         self.query_key_value = nn.Linear(dim, 3 * dim)
         self.projection = nn.Linear(dim, dim)
         self.norm_feed_forward = nn.LayerNorm(dim)
-        self.feed_forward = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.feed_forward = nn.Sequential(
+            nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.projection(self.attend(self.norm_attention(hidden)))
@@ -50,7 +52,9 @@ class TinyGPT(nn.Module):
     exchange behind. This is the shape of traffic that language models with large vocabularies have.
     """
 
-    def __init__(self, *, vocabulary: int, context: int, dim: int = 128, depth: int = 2, heads: int = 4) -> None:
+    def __init__(
+        self, *, vocabulary: int, context: int, dim: int = 128, depth: int = 2, heads: int = 4
+    ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, dim)
         self.position = nn.Parameter(torch.zeros(context, dim))
@@ -74,12 +78,16 @@ def _find(name: str) -> tuple[str, str]:
     library, colon, model = name.rpartition(":")
     if colon:
         if library not in known:
-            raise ValueError(f"expected a model library timm or torchvision, got {library!r}; write timm:NAME")
+            raise ValueError(
+                f"expected a model library timm or torchvision, got {library!r}; write timm:NAME"
+            )
         known = {library: known[library]}
     for candidate, models in known.items():
         if model in models:
             return candidate, model
-    close = difflib.get_close_matches(model, {each for models in known.values() for each in models}, n=5)
+    close = difflib.get_close_matches(
+        model, {each for models in known.values() for each in models}, n=5
+    )
     raise ValueError(
         f"expected the name of a model of {' or '.join(known)}, or {GPT!r}, got model={name!r}; "
         + (f"did you mean {', '.join(close)}?" if close else "see timm.list_models()")
@@ -113,23 +121,34 @@ def _vit(dim: int, depth: int, heads: int) -> Mapping[str, Any]:
 
 PRESETS: Mapping[str, Preset] = {
     # BatchNorm buffers, which DDP broadcasts in forward; seven buckets of about the same size.
-    "convnet": Preset("timm:resnet18", 40, 0.3, "sgd", 0.2, {"channels": (32, 48, 64, 96)}, image_size=128),
+    "convnet": Preset(
+        "timm:resnet18", 40, 0.3, "sgd", 0.2, {"channels": (32, 48, 64, 96)}, image_size=128
+    ),
     # Four buckets of about the same size: one repeated layer after the other.
     "vit": Preset("timm:vit_tiny_patch16_224", 80, 0.5, "adamw", 1e-3, _vit(96, 5, 3)),
     # Many small layers, no buffers: what decoupled training wants.
     "deep_vit": Preset("timm:vit_tiny_patch16_224", 80, 0.3, "adamw", 1e-3, _vit(64, 12, 2)),
     # Nine tenths of the bytes are in the last two stages, whose gradients come first.
     "convnext": Preset(
-        "timm:convnext_atto", 128, 0.4, "adamw", 1e-3, {"dims": (24, 48, 96, 128), "depths": (2, 2, 6, 2)}
+        "timm:convnext_atto",
+        128,
+        0.4,
+        "adamw",
+        1e-3,
+        {"dims": (24, 48, 96, 128), "depths": (2, 2, 6, 2)},
     ),
     # For tests: a step takes some ten milliseconds.
-    "tiny": Preset("timm:vit_tiny_patch16_224", 8, 0.05, "adamw", 1e-3, _vit(32, 4, 2), image_size=32),
+    "tiny": Preset(
+        "timm:vit_tiny_patch16_224", 8, 0.05, "adamw", 1e-3, _vit(32, 4, 2), image_size=32
+    ),
     # Models of timm's as they are, on small images.
     "vit_tiny": Preset("timm:vit_tiny_patch16_224", 16, 5.0, "adamw", 1e-3, channels=3),
     "convnext_atto": Preset("timm:convnext_atto", 8, 4.0, "adamw", 1e-3, channels=3),
     "regnety_002": Preset("timm:regnety_002", 16, 3.0, "sgd", 0.05, channels=3),
     # The last bucket holds the tied embedding, more than half of all bytes.
-    "gpt": Preset("gpt", 40, 0.12, "adamw", 1e-3, {"dim": 96, "depth": 2, "heads": 3}, vocabulary=3072),
+    "gpt": Preset(
+        "gpt", 40, 0.12, "adamw", 1e-3, {"dim": 96, "depth": 2, "heads": 3}, vocabulary=3072
+    ),
 }
 
 

@@ -38,14 +38,28 @@ from demo_figures import (
     summarize,
     verdict,
 )
-from lab import STEADY_MEMORY, Cluster, Job, LabError, Run, draw_run, load_logs, load_run, rate_for, why_not_shaped
+from lab import (
+    STEADY_MEMORY,
+    Cluster,
+    Job,
+    LabError,
+    Run,
+    draw_run,
+    load_logs,
+    load_run,
+    rate_for,
+    why_not_shaped,
+)
 from lab.analysis import JobFigures
 from lab.command import progress
 
 LEARNING_RATES: Final = {"a": 0.5, "b": 0.2}
 # Small images in large batches: much computation per byte of gradients. With buckets of DDP's own size
 # the gradients travel in two of them, and the larger one is full only when the computation is done.
-TRAINING: Final = (*("--preset", "convnet", "--image-size", "64", "--batch-size", "120"), *("--bucket-cap-mb", "25"))
+TRAINING: Final = (
+    *("--preset", "convnet", "--image-size", "64", "--batch-size", "120"),
+    *("--bucket-cap-mb", "25"),
+)
 TRAIN: Final = Path(__file__).with_name("train.py")
 NODES: Final = 2
 CALIBRATION: Final = "calibrate the link"
@@ -56,7 +70,9 @@ TIMEOUT_S: Final = 300.0
 BUDGET_S: Final = 240.0
 RESERVE_S: Final = 20.0
 LOAD_TOLERATED: Final = 0.5
-PICTURE_TITLE: Final = "Two siblings take turns: while the gradients of one travel, the other computes"
+PICTURE_TITLE: Final = (
+    "Two siblings take turns: while the gradients of one travel, the other computes"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,10 +113,15 @@ class Runs:
         """Return each job's run alone, and the runs of both by variant."""
         if self.cluster.rate_mbit is not None or self.args.steps is None:
             self.calibrate()
-        alone = {job: self.train(f"job {job} alone", f"alone-{job}", [job], "none") for job in LEARNING_RATES}
+        alone = {
+            job: self.train(f"job {job} alone", f"alone-{job}", [job], "none")
+            for job in LEARNING_RATES
+        }
         together = {
             UNMANAGED: self.train("side by side, unmanaged", "unmanaged", LEARNING_RATES, "none"),
-            CROSSOVER: self.train("side by side, crossover", "crossover", LEARNING_RATES, "crossover"),
+            CROSSOVER: self.train(
+                "side by side, crossover", "crossover", LEARNING_RATES, "crossover"
+            ),
         }
         return alone, together
 
@@ -117,7 +138,9 @@ class Runs:
 
     def set_rate(self, figures: JobFigures) -> None:
         if figures.busy_s is None or figures.wire_bytes is None:
-            raise ValueError("expected each core's load and the bytes sent, got neither; is /proc mounted?")
+            raise ValueError(
+                "expected each core's load and the bytes sent, got neither; is /proc mounted?"
+            )
         rate_mbit = rate_for(self.args.ratio, figures.busy_s, figures.wire_bytes)
         self.cluster.set_rate(rate_mbit)
         self.say(
@@ -135,14 +158,29 @@ class Runs:
             step_s=max(figures.step_s, figures.busy_s or 0.0),
             ratio=self.args.ratio if self.cluster.rate_mbit is not None else 0.0,
         )
-        fit = "fit into" if self.args.steps > LEAST_STEPS else "are the fewest, even if they do not fit into"
+        fit = (
+            "fit into"
+            if self.args.steps > LEAST_STEPS
+            else "are the fewest, even if they do not fit into"
+        )
         self.say(f"{self.args.steps} steps of each job {fit} {BUDGET_S / 60:g} minutes.")
 
-    def train(self, title: str, directory: str, names: Iterable[str], hook: str, *, steps: int | None = None) -> Run:
+    def train(
+        self,
+        title: str,
+        directory: str,
+        names: Iterable[str],
+        hook: str,
+        *,
+        steps: int | None = None,
+    ) -> Run:
         """Run train.py for the jobs named, side by side, under one hook."""
         steps = steps or self.args.steps
         out: Path = self.args.out / directory
-        jobs = [Job(name, command(name, hook, steps, self.args.training), STEADY_MEMORY) for name in names]
+        jobs = [
+            Job(name, command(name, hook, steps, self.args.training), STEADY_MEMORY)
+            for name in names
+        ]
         began_s = time.monotonic()
         with progress(jobs, out, title) as watch:
             self.cluster.run(jobs, TIMEOUT_S, out=out, watch=watch)
@@ -161,7 +199,10 @@ def command(name: str, hook: str, steps: int, training: Sequence[str]) -> list[s
 
 
 def report(
-    alone: Mapping[str, Run], together: Mapping[str, Run], args: argparse.Namespace, rate_mbit: float | None
+    alone: Mapping[str, Run],
+    together: Mapping[str, Run],
+    args: argparse.Namespace,
+    rate_mbit: float | None,
 ) -> dict[str, Any]:
     """Work out the figures, write them and the picture."""
     runs = (*alone.values(), *together.values())
@@ -198,7 +239,9 @@ def outcomes(run: Run) -> dict[str, Outcome]:
 def cost(run: Run, job: str) -> dict[str, float]:
     figures = run.figures()[job]
     if figures.step_s is None or figures.busy_s is None:
-        raise ValueError(f"expected the time and the load of job {job}'s steps, got neither; is /proc mounted?")
+        raise ValueError(
+            f"expected the time and the load of job {job}'s steps, got neither; is /proc mounted?"
+        )
     # The kernel counts a core's load in ticks, and for whomever: it may seem busy for longer than the step.
     compute_s = min(figures.busy_s, figures.step_s)
     return {
@@ -276,7 +319,8 @@ def composition(figures: Mapping[str, Any]) -> str:
     """What a step consists of, from which the bound follows."""
     each = figures["costs"].values()
     step, compute, exposed, wire = (
-        sum(one[name] for one in each) / len(each) for name in ("step_s", "compute_s", "exposed_s", "wire_s")
+        sum(one[name] for one in each) / len(each)
+        for name in ("step_s", "compute_s", "exposed_s", "wire_s")
     )
     rate = f" at {figures['rate_mbit']:.0f} Mbit/s" if figures["rate_mbit"] else ""
     return (
@@ -287,7 +331,9 @@ def composition(figures: Mapping[str, Any]) -> str:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--steps",
@@ -299,7 +345,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--unshaped", action="store_true", help="emulate no network: needs no root")
     args, training = parser.parse_known_args(argv)
     if (args.steps is not None and args.steps < 1) or args.ratio <= 0:
-        parser.error(f"expected steps >= 1 and ratio > 0, got steps={args.steps}, ratio={args.ratio}")
+        parser.error(
+            f"expected steps >= 1 and ratio > 0, got steps={args.steps}, ratio={args.ratio}"
+        )
     args.training = training
     return args
 

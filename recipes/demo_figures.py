@@ -71,7 +71,9 @@ def steps_within(budget_s: float, *, overhead_s: float, step_s: float, ratio: fl
 
 def makespan_s(outcomes: Mapping[str, Outcome]) -> float:
     """From the first step of the job that begins first to the last step of the one that ends last."""
-    return max(each.end_s for each in outcomes.values()) - min(each.begin_s for each in outcomes.values())
+    return max(each.end_s for each in outcomes.values()) - min(
+        each.begin_s for each in outcomes.values()
+    )
 
 
 def differences(expected: Mapping[str, Outcome], got: Mapping[str, Outcome]) -> list[str]:

@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--elastic", action="store_true", help="ranks at their own pace, tied to a centre")
+parser.add_argument(
+    "--elastic", action="store_true", help="ranks at their own pace, tied to a centre"
+)
 args = parser.parse_args()
 
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

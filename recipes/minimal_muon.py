@@ -29,12 +29,16 @@ if torch.cuda.is_available():
     torch.cuda.set_device(device)
 
 digits = load_digits()
-data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
+data = TensorDataset(
+    torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+)
 sampler: DistributedSampler[TensorDataset] = DistributedSampler(data, seed=0)
 loader = DataLoader(data, batch_size=32, sampler=sampler, drop_last=True)
 
 torch.manual_seed(0)
-network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
+network = nn.Sequential(
+    nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
+).to(device)
 # Muon is for hidden matrices; biases, embeddings and the head go to another optimizer.
 matrices, others = muon_parameters(network)
 muon, adamw = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-3)

@@ -31,7 +31,9 @@ for _ in range(args.turns):
     mutex.release()
     time.sleep(0.01)  # the part of a step that needs no device
 
-with mutex.paused():  # a long pause, such as a checkpoint: the turn is given away for its whole length
+with (
+    mutex.paused()
+):  # a long pause, such as a checkpoint: the turn is given away for its whole length
     torch.save(values.cpu(), "/dev/null")
 print(f"{args.name}: {mutex.stats()}")
 mutex.close()

@@ -40,7 +40,9 @@ cluster = Cluster.measure()  # latency and bandwidth of each pair of ranks
 document: list[Any] = [None]
 if dist.get_rank() == 0:
     profile = Profile.measure(layers, images[:MICRO_SIZE])
-    plan = plan_pipeline(profile, cluster, microbatches=MICROBATCHES, max_replicas=args.max_replicas)
+    plan = plan_pipeline(
+        profile, cluster, microbatches=MICROBATCHES, max_replicas=args.max_replicas
+    )
     print(plan, flush=True)
     document = [plan.to_json()]
 dist.broadcast_object_list(document)

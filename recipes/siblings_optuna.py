@@ -14,14 +14,18 @@ from pathlib import Path
 
 import optuna
 
-SCRIPT = Path(__file__).with_name("minimal_crossover.py")  # says "epoch 0: loss 0.1" after each epoch
+SCRIPT = Path(__file__).with_name(
+    "minimal_crossover.py"
+)  # says "epoch 0: loss 0.1" after each epoch
 
 
 def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--trials", type=int, default=12)
-    parser.add_argument("--at-once", type=int, default=2, help="siblings; the devices' memory must hold all")
+    parser.add_argument(
+        "--at-once", type=int, default=2, help="siblings; the devices' memory must hold all"
+    )
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--storage", default="sqlite:///siblings.db")
     parser.add_argument("--seed", type=int)

@@ -103,7 +103,9 @@ def train(job: TrainingJob) -> None:
     say(f"{step} steps, {wall_s:.1f} s, parameters sha256 {sha256}")
 
 
-def train_step(job: TrainingJob, batches: Iterator[_data.Batch], step: int, total: int) -> torch.Tensor:
+def train_step(
+    job: TrainingJob, batches: Iterator[_data.Batch], step: int, total: int
+) -> torch.Tensor:
     """Do one optimizer step over ``--accumulate`` batches; return this rank's mean loss."""
     args, device = job.args, job.device
     job.meter.begin_step()

@@ -45,7 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _place_on_gpu(item: pytest.Item) -> None:
     """Let what is marked ``gpu`` run on the fake device where there is no GPU; skip what that lacks."""
-    needs = {name: value for mark in item.iter_markers("gpu") for name, value in mark.kwargs.items()}
+    needs = {
+        name: value for mark in item.iter_markers("gpu") for name, value in mark.kwargs.items()
+    }
     if torch.cuda.is_available() and not fake_cuda.is_here():
         return
     if "real" in needs:

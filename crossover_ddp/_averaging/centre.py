@@ -50,7 +50,12 @@ def moving_rate_for(ranks: int, given: float | None) -> float:
 
 
 async def pull(
-    values: torch.Tensor, layout: Layout, centre: torch.Tensor, rate: float, pulls: Sequence[bool], link: Link
+    values: torch.Tensor,
+    layout: Layout,
+    centre: torch.Tensor,
+    rate: float,
+    pulls: Sequence[bool],
+    link: Link,
 ) -> None:
     """Replace ``values``, of ranks that pull, by what pulls them; pull the centre. See [Note: elastic pull]."""
     is_pulling = pulls[link.rank]
@@ -88,7 +93,9 @@ def _move(centre: torch.Tensor, addends: torch.Tensor, rate: float) -> torch.Ten
 class Centre:
     """This rank's parts of each block's centre, which begins as ``start`` on all ranks, in float32 or wider; rate α."""
 
-    def __init__(self, exchange: Exchange, start: Sequence[torch.Tensor], rate: float, meter: Meter) -> None:
+    def __init__(
+        self, exchange: Exchange, start: Sequence[torch.Tensor], rate: float, meter: Meter
+    ) -> None:
         self._exchange, self._rate, self._meter = exchange, rate, meter
         self._layouts = [exchange.equal_layout(vector) for vector in start]
         cut = [parts(vector, layout) for vector, layout in zip(start, self._layouts, strict=True)]
@@ -96,7 +103,9 @@ class Centre:
 
     def begin_pull(self, place: int, values: torch.Tensor, pulls: Sequence[bool]) -> Trip:
         """Begin `pull` of the block in this place. **Collective**."""
-        way = functools.partial(pull, values, self._layouts[place], self._own[place], self._rate, pulls)
+        way = functools.partial(
+            pull, values, self._layouts[place], self._own[place], self._rate, pulls
+        )
         return self._exchange.begin(way, values, "parameters", meter=self._meter)
 
     def gathered(self) -> list[torch.Tensor]:
@@ -128,7 +137,9 @@ class Rounds:
     ``group`` exchanges host memory by messages. ``start``: of each block's `Centre`; with none tables alone travel.
     """
 
-    def __init__(self, group: dist.ProcessGroup, start: Sequence[torch.Tensor], rate: float, meter: Meter) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, start: Sequence[torch.Tensor], rate: float, meter: Meter
+    ) -> None:
         # What is registered first comes last: after the exchange's own end.
         self._forget = [on_destruction(group, self._join)]
         self._exchange = Exchange(group)
@@ -160,7 +171,9 @@ class Rounds:
             self._changed.notify_all()
             return True
 
-    def collect(self, steps: int, apply: Callable[[Sequence[torch.Tensor]], None], *, leave: bool = False) -> bool:
+    def collect(
+        self, steps: int, apply: Callable[[Sequence[torch.Tensor]], None], *, leave: bool = False
+    ) -> bool:
         """Let ``apply`` add the pull that has come, if one has; ``leave`` it there for another time."""
         self.check()
         if (number := self._back) is None:  # nobody but this thread takes it back
@@ -231,7 +244,8 @@ class Rounds:
         """Wait for an offer or for the pause to end; tell whether the rounds are over."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure is not None or self._offer is not None or self._wants_hold, self._pause_s
+                lambda: self._failure is not None or self._offer is not None or self._wants_hold,
+                self._pause_s,
             )
             return self._failure is not None
 
@@ -250,7 +264,9 @@ class Rounds:
         if any(pulls):
             # One block after the other, so that only one centre is under way.
             for place, vector in enumerate(self._vectors):
-                trip = self.centre.begin_pull(place, vector if steps is not None else vector[:0], pulls)
+                trip = self.centre.begin_pull(
+                    place, vector if steps is not None else vector[:0], pulls
+                )
                 trip.waits = None  # training does not wait
                 trip.wait()
             with self._changed:

@@ -64,7 +64,10 @@ class TogetherElastic(Replica):
         self._counts["pulls"] += 1
 
     def kept(self) -> dict[str, Any]:
-        named = [block.named(whole) for block, whole in zip(self.blocks, self._whole_centre(), strict=True)]
+        named = [
+            block.named(whole)
+            for block, whole in zip(self.blocks, self._whole_centre(), strict=True)
+        ]
         return {"centre": {name: each for found in named for name, each in found.items()}}
 
     def _whole_centre(self) -> Sequence[torch.Tensor]:
@@ -76,7 +79,11 @@ class TogetherElastic(Replica):
 
     def stats(self) -> dict[str, Any]:
         nbytes = sum(block.numel * wide(block.dtype).itemsize for block in self.blocks)
-        return {**self._counts, "exchanged_bytes": self._counts["pulls"] * nbytes, "rounds": len(self.log)}
+        return {
+            **self._counts,
+            "exchanged_bytes": self._counts["pulls"] * nbytes,
+            "rounds": len(self.log),
+        }
 
 
 class OwnPaceElastic(TogetherElastic):
@@ -92,7 +99,9 @@ class OwnPaceElastic(TogetherElastic):
     def begin(self) -> None:
         group = self._host_group()
         rate = moving_rate_for(group.size(), self._given_rate)
-        self._rounds = Rounds(group, self._start(Exchange.of(group), _HOST_MEMORY), rate, self.meter)
+        self._rounds = Rounds(
+            group, self._start(Exchange.of(group), _HOST_MEMORY), rate, self.meter
+        )
         self.log, self._centre, self._pulled = self._rounds.log, self._rounds.centre, self.blocks
 
     def _host_group(self) -> dist.ProcessGroup:
@@ -136,7 +145,9 @@ class OwnPaceElastic(TogetherElastic):
     @contextlib.contextmanager
     def at_rest(self, *, leave: bool) -> Iterator[None]:
         with self._rounds.held():
-            self._counts["pulls"] += self._rounds.collect(self.acted, self._apply, leave=leave) and not leave
+            self._counts["pulls"] += (
+                self._rounds.collect(self.acted, self._apply, leave=leave) and not leave
+            )
             yield
 
     def kept(self) -> dict[str, Any]:
@@ -176,8 +187,12 @@ class WildElastic(OwnPaceElastic):
         self._first, hosts = mates.index(group.rank()) / len(mates), len(leaders)
         self._offers = hosts > 1 and group.rank() in leaders
         if hosts > 1:
-            self._pulled = [FlatBlock([FlatEntry("centre", each.detach)], []) for each in self._shared]
-        self._rounds = Rounds(group, start if hosts > 1 else (), moving_rate_for(hosts, None), self.meter)
+            self._pulled = [
+                FlatBlock([FlatEntry("centre", each.detach)], []) for each in self._shared
+            ]
+        self._rounds = Rounds(
+            group, start if hosts > 1 else (), moving_rate_for(hosts, None), self.meter
+        )
         self.log = self._rounds.log
         self._counts |= {"own_pulls": 0, "hosts": hosts}
 
@@ -186,7 +201,9 @@ class WildElastic(OwnPaceElastic):
         if self._offers:
             super().act()
         pieces = [block.pieces(block.whole) for block in self.blocks]
-        if self.acted % self._every == 0 and self._is_fit([piece for each in pieces for piece in each]):
+        if self.acted % self._every == 0 and self._is_fit(
+            [piece for each in pieces for piece in each]
+        ):
             for centre, each in zip(self._shared, pieces, strict=True):
                 pull_shared(centre, each, self._rate, self._first)
             self._counts["own_pulls"] += 1
@@ -198,7 +215,10 @@ class WildElastic(OwnPaceElastic):
         """Return the centre of rank 0's host, when nobody writes to it any more."""
         self.exchange.gather_numbers([0.0], self.blocks[0].device)
         pairs = zip(self._shared, self.blocks, strict=True)
-        return [from_first_rank(self.exchange, vector.to(block.device, copy=True)) for vector, block in pairs]
+        return [
+            from_first_rank(self.exchange, vector.to(block.device, copy=True))
+            for vector, block in pairs
+        ]
 
     def close(self) -> None:
         super().close()

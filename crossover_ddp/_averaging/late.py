@@ -44,7 +44,9 @@ class Schedule:
         for name, least in {"sync_every": 1, "delay": 0, "fragments": 1, "warmup_steps": 0}.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"expected an integer {name} >= {least}, got {name}={value!r}; see LocalSGDState")
+                raise ValueError(
+                    f"expected an integer {name} >= {least}, got {name}={value!r}; see LocalSGDState"
+                )
         if self.sync_every < self.delay + 1:
             raise ValueError(
                 f"expected sync_every >= delay + 1, got sync_every={self.sync_every} and delay={self.delay}: of two "
@@ -65,7 +67,9 @@ class Schedule:
         every, local = self.sync_every, steps - self.local_from
         if local <= 0:
             return []
-        return [f for f in range(self.fragments) if (local - f * every // self.fragments) % every == 0]
+        return [
+            f for f in range(self.fragments) if (local - f * every // self.fragments) % every == 0
+        ]
 
     def arriving(self, steps: int) -> list[int]:
         return self.leaving(steps - self.delay)
@@ -91,7 +95,9 @@ def described(make: OuterOptimizer) -> str:
 class OuterPart:
     """What one owner keeps of a slice of a block: z and the optimizer's state of its parameters, not of buffers."""
 
-    def __init__(self, block: FlatBlock, piece: Span, exchange: Exchange, make: OuterOptimizer) -> None:
+    def __init__(
+        self, block: FlatBlock, piece: Span, exchange: Exchange, make: OuterOptimizer
+    ) -> None:
         self.piece = piece
         # Cut by the wire's dtype, which is the block's.
         flat = torch.empty(piece.numel, dtype=block.dtype, device=block.device)
@@ -128,7 +134,9 @@ class OuterPart:
         """Take over ``part``; what is None there is in ``tensors``, which are of the whole block."""
         own = slice(*self.span)
         state = {
-            key: tensors[key][own].clone() if number is None else torch.tensor(number, dtype=torch.float32)
+            key: tensors[key][own].clone()
+            if number is None
+            else torch.tensor(number, dtype=torch.float32)
             for key, number in part.items()
         }
         self.anchor.data.copy_(state.pop("anchor"))
@@ -207,7 +215,9 @@ class LateMeans(Replica):
         return {
             "fragments": self._schedule.fragments,
             "tensors": {name: self._gathered(name) for name in names},
-            "parts": [[dict.fromkeys(tensors) | numbers for tensors, numbers in each] for each in states],
+            "parts": [
+                [dict.fromkeys(tensors) | numbers for tensors, numbers in each] for each in states
+            ],
         }
 
     def _gathered(self, name: str) -> dict[str, torch.Tensor]:
@@ -245,7 +255,9 @@ class LateMeans(Replica):
             "exchanged_bytes": self._bytes,
             "in_flight": len(self._flights),
             "peak_bytes": self._peak_bytes,
-            "outer_bytes": sum(each.nbytes for outer in outers for each in outer.state()[0].values()),
+            "outer_bytes": sum(
+                each.nbytes for outer in outers for each in outer.state()[0].values()
+            ),
         }
 
     def close(self) -> None:

@@ -51,8 +51,12 @@ class FlatBlock:
         self.parameters_numel = sum(self._lengths[: len(parameters)])
         self.rest: torch.Tensor | None = None  # what `add` has rounded off
 
-    def copy(self, span: Span, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
-        values = torch.empty(span.stop - span.start, dtype=dtype or self.dtype, device=device or self.device)
+    def copy(
+        self, span: Span, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> torch.Tensor:
+        values = torch.empty(
+            span.stop - span.start, dtype=dtype or self.dtype, device=device or self.device
+        )
         self.pack(span, values)
         return values
 
@@ -200,14 +204,19 @@ class Replica:
     acted = 0
     blocks: Sequence[FlatBlock] = ()
 
-    def adopt(self, blocks: Sequence[FlatBlock], group: dist.ProcessGroup, turn: Turn | None, meter: Meter) -> None:
+    def adopt(
+        self, blocks: Sequence[FlatBlock], group: dist.ProcessGroup, turn: Turn | None, meter: Meter
+    ) -> None:
         """Take a model; ``turn`` is given away while training waits, ``meter`` counts what travels."""
         self.blocks, self.group, self._turn, self.meter = blocks, group, turn, meter
         self.exchange = Exchange.of(group)
         self._unread: deque[tuple[int, torch.cuda.Event, torch.Tensor]] = deque()
 
     def begin_mean(
-        self, values: torch.Tensor, owner_step: OwnPart | None = None, sent: torch.Tensor | None = None
+        self,
+        values: torch.Tensor,
+        owner_step: OwnPart | None = None,
+        sent: torch.Tensor | None = None,
     ) -> Trip:
         """Begin to replace ``values`` by the ranks' mean less ``sent``, see [Note: delta rule]. **Collective**."""
         layout = self.exchange.equal_layout(values)
@@ -221,9 +230,13 @@ class Replica:
             if sent is not None:
                 values.sub_(sent)
 
-        return self.exchange.begin(late_mean, values, "parameters", deferred=sent is not None, meter=self.meter)
+        return self.exchange.begin(
+            late_mean, values, "parameters", deferred=sent is not None, meter=self.meter
+        )
 
-    def send(self, block: FlatBlock, span: Span, owner_step: OwnPart | None = None, *, late: bool = False) -> Flight:
+    def send(
+        self, block: FlatBlock, span: Span, owner_step: OwnPart | None = None, *, late: bool = False
+    ) -> Flight:
         """Send a copy of ``span`` on its way, see `begin_mean`; ``late``: training goes on meanwhile."""
         values = block.copy(span)
         sent = values.clone() if late else None
@@ -259,7 +272,9 @@ class Replica:
         fine = torch.stack([torch.isfinite(each).all() for each in (values, sent)])
         told = torch.empty(2, dtype=torch.bool, pin_memory=True)
         told.copy_(fine, non_blocking=True)
-        self._unread.append((self.acted, torch.cuda.current_stream(values.device).record_event(), told))
+        self._unread.append(
+            (self.acted, torch.cuda.current_stream(values.device).record_event(), told)
+        )
         return torch.where(fine[0], values, 0)
 
     def check_landed(self, steps: int) -> None:

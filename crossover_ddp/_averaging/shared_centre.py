@@ -30,7 +30,9 @@ _SMALLEST_CHUNK: Final = 1 << 8
 _LARGEST_CHUNK: Final = 1 << 16
 
 
-def pull_shared(centre: torch.Tensor, pieces: Sequence[torch.Tensor], moving_rate: float, first: float) -> None:
+def pull_shared(
+    centre: torch.Tensor, pieces: Sequence[torch.Tensor], moving_rate: float, first: float
+) -> None:
     """Pull the centre and ``pieces``, the parameters' memory, together, see [Note: elastic pull], [Note: no lock]."""
     for start, values in chunks_from(first, pieces):
         there = centre[start : start + values.numel()]
@@ -54,13 +56,17 @@ def chunks_from(first: float, pieces: Sequence[torch.Tensor]) -> list[tuple[int,
     return placed[begin:] + placed[:begin]
 
 
-def share(group: dist.ProcessGroup, start: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int], list[int]]:
+def share(
+    group: dist.ProcessGroup, start: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[int], list[int]]:
     """Make one centre for each host, which begins with ``start``, and open it on all its ranks. **Collective**.
 
     Returns this host's, the first rank of each host, in the order of ranks, and this host's ranks. ``SegmentError`` on
     all ranks, if it fails on one of them.
     """
-    starts = [*accumulate((-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in start), initial=0)]
+    starts = [
+        *accumulate((-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in start), initial=0)
+    ]
     size_bytes, rank = max(_ALIGNMENT, starts[-1]), group.rank()
     vectors: list[torch.Tensor] = []
     problem: OSError | None = None
@@ -80,16 +86,22 @@ def share(group: dist.ProcessGroup, start: Sequence[torch.Tensor]) -> tuple[list
             files.callback(os.close, fd)
             if os.fstat(fd).st_ino != inode:
                 raise OSError(f"process {process} is another one in the leader's container")
-            os.posix_fallocate(fd, 0, size_bytes)  # too little memory shows here, not in a later write
+            os.posix_fallocate(
+                fd, 0, size_bytes
+            )  # too little memory shows here, not in a later write
             memory = mmap.mmap(fd, size_bytes)
             for at, each in zip(starts, start, strict=False):
-                vectors.append(torch.frombuffer(memory, dtype=each.dtype, count=each.numel(), offset=at))
+                vectors.append(
+                    torch.frombuffer(memory, dtype=each.dtype, count=each.numel(), offset=at)
+                )
                 if rank == leader:
                     vectors[-1].copy_(each)
             problem = None
         except OSError as error:
             problem = problem or error
-        failed = [each for each, fails in enumerate(told_by_all(group, problem is not None)) if fails]
+        failed = [
+            each for each, fails in enumerate(told_by_all(group, problem is not None)) if fails
+        ]
     if failed:
         raise SegmentError(
             f"expected a shared centre on every host, got none on ranks {failed}: {problem or 'see there'}; use "

@@ -61,7 +61,9 @@ class Scratch(threading.local):
     def take(self, numel: int, device: torch.device) -> torch.Tensor:
         """Return ``numel`` float32 that hold anything."""
         if device.type != "cpu":
-            return torch.empty(numel, dtype=torch.float32, device=device)  # torch keeps a device's memory itself
+            return torch.empty(
+                numel, dtype=torch.float32, device=device
+            )  # torch keeps a device's memory itself
         if self._floats.numel() < numel:
             self._floats = torch.empty(numel, dtype=torch.float32)
         return self._floats[:numel]
@@ -91,20 +93,28 @@ class Half(Codec):
 
     def __post_init__(self) -> None:
         if self.dtype not in self._allowed:
-            raise ValueError(f"expected dtype of {self._allowed}, got dtype={self.dtype}; pass one of these")
+            raise ValueError(
+                f"expected dtype of {self._allowed}, got dtype={self.dtype}; pass one of these"
+            )
 
     def nbytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize
 
     def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
-        rounded, limit, finite = message.view(self.dtype), torch.finfo(self.dtype).max, all_finite(values)
+        rounded, limit, finite = (
+            message.view(self.dtype),
+            torch.finfo(self.dtype).max,
+            all_finite(values),
+        )
         if finite is False:
             rounded.fill_(torch.nan)
             return
         before = residual if finite is True else residual.clone()
         for piece, sent, kept in tiles(TILE_NUMEL, values, rounded, residual):
             sent.copy_(torch.clamp(piece, -limit, limit, out=scratch.like(piece)))
-            torch.sub(piece, scratch.like(piece).copy_(sent), out=kept)  # in two dtypes it would take longer
+            torch.sub(
+                piece, scratch.like(piece).copy_(sent), out=kept
+            )  # in two dtypes it would take longer
         if finite is not True:
             rounded.masked_fill_(finite.logical_not(), torch.nan)
             torch.where(finite, residual, before, out=residual)
@@ -167,13 +177,17 @@ class Int8(Codec):
         if finite is False:
             scales.fill_(torch.nan)
             return
-        by = largest.new_full((), _LARGEST)  # CUDA multiplies by the reciprocal of a number of the host
+        by = largest.new_full(
+            (), _LARGEST
+        )  # CUDA multiplies by the reciprocal of a number of the host
         scales.copy_(_rounded_up(largest / by))
         inverse = scales.reciprocal().nan_to_num_(posinf=0.0)  # of a scale of 0
         if finite is not True:
             scales.masked_fill_(finite.logical_not(), torch.nan)
         before = left if finite is True else left.clone()
-        for row, code, kept, factor, scale in tiles(self._tile_rows, rows, codes, left, inverse, scales):
+        for row, code, kept, factor, scale in tiles(
+            self._tile_rows, rows, codes, left, inverse, scales
+        ):
             rounded = torch.mul(row, factor, out=scratch.like(row)).round_()
             # What NaN is as a byte nobody defines.
             code.copy_(rounded if finite is True else rounded.nan_to_num(0.0))
@@ -243,7 +257,9 @@ class SIDCo(Codec):
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < 1:
-            raise ValueError(f"expected 0 < rate < 1, got rate={self.rate}; 0.01 sends a hundredth of the elements")
+            raise ValueError(
+                f"expected 0 < rate < 1, got rate={self.rate}; 0.01 sends a hundredth of the elements"
+            )
 
     def nbytes(self, numel: int) -> int:
         return _HEAD_BYTES + _ENTRY_BYTES * min(numel, int(_MOST * self.rate * numel) + 1)
@@ -321,7 +337,9 @@ class PerPair:
             far: for ranks on different nodes.
             near: for ranks on one node. Default: float32.
         """
-        return cls(tuple([tuple([near if one == other else far for other in nodes]) for one in nodes]))
+        return cls(
+            tuple([tuple([near if one == other else far for other in nodes]) for one in nodes])
+        )
 
     def between(self, sender: int, owner: int) -> Codec:
         codec = self.codecs[sender % len(self.codecs)][owner % len(self.codecs)]
@@ -352,7 +370,9 @@ def codecs_of(codec: CodecChoice) -> tuple[PerPair, Codec]:
     push, pull = both if len(both) == 2 else (both, both)
     table = push if isinstance(push, PerPair) else PerPair(((push,),))
     for each in (*(table.all() if table is push else (push,)), pull):
-        if isinstance(each, type) or not all(callable(getattr(each, name, None)) for name in _NEEDED):
+        if isinstance(each, type) or not all(
+            callable(getattr(each, name, None)) for name in _NEEDED
+        ):
             raise TypeError(
                 f"expected a codec such as Int8(), got codec={each!r} without {', '.join(_NEEDED)}; pass an object of "
                 "crossover_ddp.codecs, two of them for the two halves, of which only the first may be a PerPair, or "

@@ -44,7 +44,9 @@ class Part(NamedTuple):
         """Return where the spans are when coded runs begin at multiples, one behind the other, and the rest follows."""
         room = [padded(run.span.numel, multiple) for run in self.coded]
         starts = accumulate([*room, *[span.numel for span in self.exact]], initial=0)
-        return [Span(start, start + span.numel) for start, span in zip(starts, self.spans, strict=False)]
+        return [
+            Span(start, start + span.numel) for start, span in zip(starts, self.spans, strict=False)
+        ]
 
 
 def padded(numel: int, multiple: int) -> int:
@@ -116,7 +118,9 @@ class CodedLink(LinkAround):
         self._multiple = multiple = math.lcm(*[codec.multiple for codec in (*push.all(), pull)])
         self._slots = [part.slots(multiple) for part in parts]
         # Of each part's values those that are coded, and all of them. The residual of what travels exact stays 0.
-        self._coded = [sum(padded(run.span.numel, multiple) for run in part.coded) for part in parts]
+        self._coded = [
+            sum(padded(run.span.numel, multiple) for run in part.coded) for part in parts
+        ]
         exact = [sum(span.numel for span in part.exact) for part in parts]
         sizes = map(sum, zip(self._coded, exact, strict=True))
         self._kept = [torch.zeros(size, dtype=torch.float32, device=device) for size in sizes]
@@ -126,16 +130,24 @@ class CodedLink(LinkAround):
         # Their memory stays: a device's other stream may still read the last step's when the next one begins.
         others = [peer for peer in ranks if peer != rank]
         made = push.between
-        self._outgoing, self._sent = self._messages({peer: (peer, made(rank, peer)) for peer in others})
-        self._incoming, self._received = self._messages({peer: (rank, made(peer, rank)) for peer in others})
+        self._outgoing, self._sent = self._messages(
+            {peer: (peer, made(rank, peer)) for peer in others}
+        )
+        self._incoming, self._received = self._messages(
+            {peer: (rank, made(peer, rank)) for peer in others}
+        )
         self._gather, self._returned = self._messages({owner: (owner, pull) for owner in ranks})
 
     def _messages(self, made: dict[int, tuple[int, Codec]]) -> tuple[Sent, dict[int, _Message]]:
         """Return memory for messages, and these by peer; ``made``: whose part each is about, and what encodes it."""
         aligned = _ALIGNED_BY_COLLECTIVES if self.in_program_order else _ALIGNED
-        exact = [4 * (len(kept) - coded) for kept, coded in zip(self._kept, self._coded, strict=True)]
+        exact = [
+            4 * (len(kept) - coded) for kept, coded in zip(self._kept, self._coded, strict=True)
+        ]
         heads = [padded(nbytes, _ALIGNED) for nbytes in exact]
-        ends = {peer: heads[of] + codec.nbytes(self._coded[of]) for peer, (of, codec) in made.items()}
+        ends = {
+            peer: heads[of] + codec.nbytes(self._coded[of]) for peer, (of, codec) in made.items()
+        }
         sizes = [padded(ends.get(peer, 0), aligned) for peer in range(len(self.parts))]
         if self.in_program_order and len(made) == len(sizes):  # one all-gather has equal parts
             sizes = [max(sizes)] * len(sizes)
@@ -199,7 +211,9 @@ class CodedLink(LinkAround):
             own = self._kept[self.rank]
             if own.is_cuda:  # the host lets go of it before the device has read it
                 own.record_stream(torch.cuda.current_stream(own.device))
-            for run, kept in zip(self.parts[self.rank].coded, self._views(own, self.rank), strict=False):
+            for run, kept in zip(
+                self.parts[self.rank].coded, self._views(own, self.rank), strict=False
+            ):
                 flat[slice(*run.span)].add_(kept)
             await super().all_gather(flat, layout)
             return
@@ -214,7 +228,10 @@ class CodedLink(LinkAround):
     def sent_bytes(self, flat: Tensor) -> tuple[int, int]:
         """Return what this rank sends in both halves, and would if it were exact."""
         exact = flat.numel() * flat.itemsize * (self.size - 1) // self.size
-        to_owners, to_all = len(self._outgoing.tensor), (self.size - 1) * self._gather.layout[self.rank]
+        to_owners, to_all = (
+            len(self._outgoing.tensor),
+            (self.size - 1) * self._gather.layout[self.rank],
+        )
         return to_owners + to_all, 2 * exact
 
     def _mean(self) -> Tensor:
@@ -249,12 +266,17 @@ class CodedLink(LinkAround):
                 message.codec.add_decoded(message.coded, coded.zero_())
         self._write(owner, values)
 
-    def _encode(self, pieces: Sequence[Tensor], owner: int, message: _Message, values: Tensor) -> None:
+    def _encode(
+        self, pieces: Sequence[Tensor], owner: int, message: _Message, values: Tensor
+    ) -> None:
         """Encode ``pieces`` plus residuals, in the memory of ``values``; residuals of what is all zero stay.
 
         A parameter that is used nowhere keeps its gradient of None, so what travelled for it would be lost.
         """
-        (coded, exact), (kept, _) = self._halves(values, owner), self._halves(self._kept[owner], owner)
+        (coded, exact), (kept, _) = (
+            self._halves(values, owner),
+            self._halves(self._kept[owner], owner),
+        )
         coded_pieces = pieces[: len(self.parts[owner].coded)] if self._leaves_unused else ()
         unused = [each.any().logical_not() for each in coded_pieces]
         self._collect(pieces, owner, values, self._kept[owner])
@@ -287,13 +309,17 @@ class CodedLink(LinkAround):
         if pieces := self._pieces(owner):
             torch._foreach_copy_(pieces, self._views(values, owner))
 
-    def _collect(self, pieces: Sequence[Tensor], owner: int, out: Tensor, kept: Tensor | None = None) -> None:
+    def _collect(
+        self, pieces: Sequence[Tensor], owner: int, out: Tensor, kept: Tensor | None = None
+    ) -> None:
         """Write ``pieces``, and what is ``kept`` of them, to ``out``, and zeros between them."""
         for slot, _ in zip(self._slots[owner], self.parts[owner].coded, strict=False):
             out[slot.stop : padded(slot.stop, self._multiple)].zero_()
         places = self._views(out, owner)
         if kept is not None:
-            for piece, residual, place in zip(pieces, self._views(kept, owner), places, strict=True):
+            for piece, residual, place in zip(
+                pieces, self._views(kept, owner), places, strict=True
+            ):
                 torch.add(piece, residual, out=place)
         elif places:
             torch._foreach_copy_(places, list(pieces))

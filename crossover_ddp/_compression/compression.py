@@ -45,7 +45,9 @@ class Compression:
     ``has_work``: owners make something of the mean, and something else travels in the place of buckets.
     """
 
-    def __init__(self, codec: CodecChoice, loss_scale: LossScale, state: Any, has_work: bool = False) -> None:
+    def __init__(
+        self, codec: CodecChoice, loss_scale: LossScale, state: Any, has_work: bool = False
+    ) -> None:
         self._codecs, self._dtypes = codecs_of(codec), _DTYPES[: 1 if has_work else 3]
         self._loss_scale, self._state, self._has_work = loss_scale, state, has_work
         self._scale: Scale | None = None
@@ -95,7 +97,9 @@ class Compression:
             return known.drained(link) if known is not None and self._has_work else link
         if known is None:
             options = self._has_work, self._leaves_unused
-            known = CodedLink(link, self._codecs, parameters, parts, flat.device, self._scratch, *options)
+            known = CodedLink(
+                link, self._codecs, parameters, parts, flat.device, self._scratch, *options
+            )
             self._buckets[bucket.index()] = known
         known.encode(flat, link)
         sent, exact = known.sent_bytes(flat)
@@ -132,13 +136,17 @@ class Compression:
         known = {name: parameter for parameter, name in self._model.names.items() if name}
         if self._loaded and known:
             by_plain = {_plain(name): parameter for name, parameter in known.items()}
-            found: dict[str, Any] = {name: known.get(name, by_plain.get(_plain(name))) for name in self._loaded}
+            found: dict[str, Any] = {
+                name: known.get(name, by_plain.get(_plain(name))) for name in self._loaded
+            }
             if unknown := [name for name, parameter in found.items() if parameter is None]:
                 raise UnsupportedConfigurationError(
                     f"expected residuals of this model's parameters, got some of {', '.join(unknown[:3])}; load the "
                     "state dict of the same model"
                 )
-            self._aside.update({each: self._loaded[name].to(each.device) for name, each in found.items()})
+            self._aside.update(
+                {each: self._loaded[name].to(each.device) for name, each in found.items()}
+            )
             self._loaded = {}
 
     def _forget(self) -> None:
@@ -179,19 +187,27 @@ class Compression:
 
     def state(self) -> dict[str, Any]:
         """Return the loss's scale, and a copy of this rank's residuals, by name, flat, on the host."""
-        kept = [*self._aside.items(), *(pair for each in self._buckets.values() for pair in each.kept())]
+        kept = [
+            *self._aside.items(),
+            *(pair for each in self._buckets.values() for pair in each.kept()),
+        ]
         if not all(self._model.names.get(parameter) for parameter, _ in kept):
             raise UnsupportedConfigurationError(HIDDEN)
         named = {name: residual.clone() for name, residual in self._loaded.items()}
         for parameter, residual in kept:  # of a gradient of zeros aside and in its bucket
             name = self._model.names[parameter]
             named[name] = residual.cpu() + named.get(name, 0)
-        return {"residuals": named, "loss_scale": None if self._scale is None else float(self._scale)}
+        return {
+            "residuals": named,
+            "loss_scale": None if self._scale is None else float(self._scale),
+        }
 
     def load(self, residuals: Mapping[str, torch.Tensor], scale: float | None) -> None:
         """Begin with ``residuals``; the next step travels exact."""
         self._forget()
-        self._loaded = {name: residual.detach().float().clone() for name, residual in residuals.items()}
+        self._loaded = {
+            name: residual.detach().float().clone() for name, residual in residuals.items()
+        }
         self._scale = scale
         self._state.agreement.forget()  # as in `drain`
 
@@ -216,7 +232,13 @@ class Compression:
 class CodedState(HookState):
     """A state with ``codec=`` whose buckets travel by the split; see `CompressedState`."""
 
-    def __init__(self, codec: AnyCodec, loss_scale: LossScale, group: dist.ProcessGroup | None, compares: bool) -> None:
+    def __init__(
+        self,
+        codec: AnyCodec,
+        loss_scale: LossScale,
+        group: dist.ProcessGroup | None,
+        compares: bool,
+    ) -> None:
         self.process_group, self.compare_replicas = group, compares
         self.codec, self._loss_scale = codec, loss_scale
         self.compression = None if codec is None else Compression(codec, loss_scale, self)
@@ -231,7 +253,9 @@ class CodedState(HookState):
         """Return what all ranks must have in common."""
         return {"codec": in_words(self.codec)}
 
-    def _carry(self, bucket: dist.GradBucket, exchange: Exchange, turn: Turn | None) -> GradientFuture:
+    def _carry(
+        self, bucket: dist.GradBucket, exchange: Exchange, turn: Turn | None
+    ) -> GradientFuture:
         """Begin the split of ``bucket``, with the codec if there is one, in its hook."""
         way = None if self.compression is None else self.compression.around(bucket, exchange)
         return exchange.carry(bucket, split, turn=turn, state=self, around=way).future
@@ -264,7 +288,9 @@ class CodedState(HookState):
         None}``; with another number of ranks the sum of residuals is divided by the new number.
         """
         if self.compression is not None:
-            check_keys(state, {"residuals", "loss_scale"}, "'residuals' and 'loss_scale'", has_more=True)
+            check_keys(
+                state, {"residuals", "loss_scale"}, "'residuals' and 'loss_scale'", has_more=True
+            )
             self.compression.load(state["residuals"], state["loss_scale"])
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:

@@ -45,7 +45,9 @@ class CodecPlan:
     options: tuple[tuple[AnyCodec, float, float], ...]
 
 
-def plan_from(group: dist.ProcessGroup, present: AnyCodec, candidates: Sequence[AnyCodec]) -> CodecPlan:
+def plan_from(
+    group: dist.ProcessGroup, present: AnyCodec, candidates: Sequence[AnyCodec]
+) -> CodecPlan:
     """Return rank 0's plan on all ranks, from steps that were recorded with ``present``. **Collective**."""
     if any(isinstance(each, tuple) and isinstance(each[0], PerPair) for each in candidates):
         raise ValueError(

@@ -76,7 +76,9 @@ def check_keys(
 def check_rank(to: int | None, group: dist.ProcessGroup) -> None:
     """Refuse a rank that ``group`` does not have."""
     if to is not None and not 0 <= to < group.size():
-        raise ValueError(f"expected 0 <= to < {group.size()}, got to={to}; pass a rank of the group, or None")
+        raise ValueError(
+            f"expected 0 <= to < {group.size()}, got to={to}; pass a rank of the group, or None"
+        )
 
 
 def check_turn(ranks: Sequence[int] | None, process_group: dist.ProcessGroup) -> None:
@@ -157,7 +159,9 @@ def check_forward(model: DistributedDataParallel, why: str) -> None:
 def check_optimized(model: DistributedDataParallel, optimizers: Sequence[Any]) -> None:
     """Refuse to leave out optimizers of parameters that are trained."""
     groups = [group for each in optimizers for group in each.param_groups]
-    known = {id(p) for group in groups for p in list.__iter__(group["params"])}  # past the guards of groups
+    known = {
+        id(p) for group in groups for p in list.__iter__(group["params"])
+    }  # past the guards of groups
     trained = [p for _, p in named_parameters_of(model.module) if p is not None and p.requires_grad]
     unknown = [p for p in trained if id(p) not in known]
     if unknown:
@@ -180,7 +184,9 @@ def check_exchanged_group(model: DistributedDataParallel, process_group: dist.Pr
         )
 
 
-def check_group(bucket: dist.GradBucket, process_group: dist.ProcessGroup) -> DistributedDataParallel | None:
+def check_group(
+    bucket: dist.GradBucket, process_group: dist.ProcessGroup
+) -> DistributedDataParallel | None:
     """Refuse a hook whose process group has other ranks than that of the DDP model behind ``bucket``.
 
     Otherwise it would silently average over the wrong ranks. Returns the model, or None if ``gc.freeze()`` has hidden
@@ -222,7 +228,11 @@ def unknown_to_ddp(model: DistributedDataParallel) -> list[str]:
     """Return the names of parameters that require gradients, but did not when the model was wrapped."""
     if not hasattr(model.reducer, "_get_zeros_like_grad_buckets"):
         return []
-    known = {id(each) for bucket in model.reducer._get_zeros_like_grad_buckets() for each in bucket.parameters()}
+    known = {
+        id(each)
+        for bucket in model.reducer._get_zeros_like_grad_buckets()
+        for each in bucket.parameters()
+    }
     ignored = getattr(model, "parameters_to_ignore", ())
     return [
         name
@@ -302,7 +312,9 @@ class OnlyModel:
         return model is not None and self.model() not in (None, model)
 
 
-def _holders(bucket: dist.GradBucket, models: Iterable[DistributedDataParallel]) -> list[DistributedDataParallel]:
+def _holders(
+    bucket: dist.GradBucket, models: Iterable[DistributedDataParallel]
+) -> list[DistributedDataParallel]:
     """Return those of ``models`` that have the bucket's parameters, and remember them."""
     parameter = bucket.parameters()[0]
     # No network: a constructor or a copy that has failed half-way.
@@ -310,7 +322,8 @@ def _holders(bucket: dist.GradBucket, models: Iterable[DistributedDataParallel])
     found = [
         model
         for model, network in networks
-        if network is not None and any(parameter is other for _, other in named_parameters_of(network))
+        if network is not None
+        and any(parameter is other for _, other in named_parameters_of(network))
     ]
     _known_models.update(found)
     return found
@@ -349,7 +362,10 @@ def _of_types(types: frozenset[type], objects: Iterator[Any], same: Iterator[Any
     return itertools.compress(objects, map(types.__contains__, map(type, same)))
 
 
-_PLACES: tuple[Callable[[], list[DistributedDataParallel]], ...] = (lambda: list(_known_models), _all_models)
+_PLACES: tuple[Callable[[], list[DistributedDataParallel]], ...] = (
+    lambda: list(_known_models),
+    _all_models,
+)
 
 
 def named_parameters_of(network: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -365,4 +381,8 @@ def names_of(parameters: list[torch.Tensor], network: torch.nn.Module) -> str:
     """Name the first few of ``parameters`` as ``network`` does, for a message."""
     names = {id(p): name for name, p in named_parameters_of(network)}
     known = [names[id(p)] for p in parameters if id(p) in names]
-    return ", ".join(known[:3]) + (", ..." if len(known) > 3 else "") if known else "not of the model either"
+    return (
+        ", ".join(known[:3]) + (", ..." if len(known) > 3 else "")
+        if known
+        else "not of the model either"
+    )

@@ -37,9 +37,13 @@ def contents_of(bucket: dist.GradBucket, buffer: Tensor) -> list[Content]:
     contents, start = [], 0
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         # DDP shows complex gradients as pairs of real numbers.
-        stop = start + parameter.numel() * (2 if parameter.is_complex() and not buffer.is_complex() else 1)
+        stop = start + parameter.numel() * (
+            2 if parameter.is_complex() and not buffer.is_complex() else 1
+        )
         span = Span(start, stop)
-        contents.append(Content(parameter, _as_parameter(parameter, gradient, buffer[start:stop]), span))
+        contents.append(
+            Content(parameter, _as_parameter(parameter, gradient, buffer[start:stop]), span)
+        )
         start = stop
     if start != buffer.numel():
         raise UnsupportedConfigurationError(
@@ -54,7 +58,11 @@ def _as_parameter(parameter: Tensor, gradient: Tensor, part: Tensor) -> Tensor:
 
     ``bucket.gradients()`` has the parameter's shape, but takes any order for the contiguous one.
     """
-    return gradient if parameter.is_contiguous() or parameter.is_complex() else view_of(part, parameter)
+    return (
+        gradient
+        if parameter.is_contiguous() or parameter.is_complex()
+        else view_of(part, parameter)
+    )
 
 
 def view_of(part: Tensor, parameter: Tensor) -> Tensor:

@@ -100,7 +100,9 @@ class Digests:
             A function that looks at the digests that were sent, and raises a difference on all ranks, or None. It must
             be called on all ranks of ``group``.
         """
-        look = None if self.comparison is None else self._send(self.comparison, bucket, group, begin)
+        look = (
+            None if self.comparison is None else self._send(self.comparison, bucket, group, begin)
+        )
         self.comparison = None
         if is_compared(self.steps):
             model = self._compared_model(bucket, state)
@@ -108,7 +110,11 @@ class Digests:
         return look
 
     def _send(
-        self, comparison: "Comparison", bucket: dist.GradBucket, group: dist.ProcessGroup, begin: Callable[..., Any]
+        self,
+        comparison: "Comparison",
+        bucket: dist.GradBucket,
+        group: dist.ProcessGroup,
+        begin: Callable[..., Any],
     ) -> Callable[[Tell], None]:
         moments = comparison.moments
         numel, device = len(moments) * _KINDS, bucket.buffer().device
@@ -135,7 +141,9 @@ class Digests:
 
         return look
 
-    def _compared_model(self, bucket: dist.GradBucket, state: object) -> DistributedDataParallel | None:
+    def _compared_model(
+        self, bucket: dist.GradBucket, state: object
+    ) -> DistributedDataParallel | None:
         """Return the model; None if it is not known, or not to be compared."""
         if (wanted := getattr(state, "compare_replicas", None)) is None:
             wanted = environment.is_set(environment.COMPARE_REPLICAS, default="1")
@@ -179,7 +187,11 @@ class Comparison:
     """
 
     def __init__(
-        self, step: int, model: DistributedDataParallel | None, device: torch.device, at_each_step: Callable[..., Any]
+        self,
+        step: int,
+        model: DistributedDataParallel | None,
+        device: torch.device,
+        at_each_step: Callable[..., Any],
     ) -> None:
         self.step = step
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
@@ -194,7 +206,9 @@ class Comparison:
             self._model = weakref.ref(model)
             self._in_backward = self._now()
             parameters = [each for _, each in named_parameters_of(model.module) if each is not None]
-            self._leave.append(at_each_step(parameters, begins=self._on_step_begin, ends=self._on_step_end))
+            self._leave.append(
+                at_each_step(parameters, begins=self._on_step_begin, ends=self._on_step_end)
+            )
 
     @property
     def moments(self) -> tuple[Sums | None, ...]:
@@ -244,7 +258,8 @@ class _Found:
         self.has_step = known[0] or known[1]
         """Whether all ranks have summed around a step of an optimizer."""
         self.differs = bool(compared) and any(
-            all(len({digests[kind] for digests in each}) > 1 for each in compared) for kind in range(_KINDS)
+            all(len({digests[kind] for digests in each}) > 1 for each in compared)
+            for kind in range(_KINDS)
         )
         """Whether parameters of one kind differ at all moments that all ranks know."""
         self.at = known.index(True) if compared else -1
@@ -258,7 +273,9 @@ class _Difference(NamedTuple):
     ranks: list[list[int]]  # those that have the same
 
 
-def _differing(everyone: list[tuple[dict[str, int], dict[str, bool], Sequence[str]]]) -> list[_Difference]:
+def _differing(
+    everyone: list[tuple[dict[str, int], dict[str, bool], Sequence[str]]],
+) -> list[_Difference]:
     """Return the parameters whose sums of bits differ."""
     found = []
     for name in dict.fromkeys(name for sums, _, _ in everyone for name in sums):
@@ -302,7 +319,9 @@ def _compared(model: DistributedDataParallel | None) -> dict[str, Tensor]:
         return {}
     ignored = getattr(model, "parameters_to_ignore", ())
     found = {name: each for name, each in named_parameters_of(model.module) if each is not None}
-    if any(hasattr(each, "_in_backward_optimizers") for each in found.values()):  # may be about to change
+    if any(
+        hasattr(each, "_in_backward_optimizers") for each in found.values()
+    ):  # may be about to change
         return {}
     return {name: each for name, each in found.items() if name not in ignored}
 

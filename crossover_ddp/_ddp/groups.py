@@ -61,7 +61,9 @@ def job_name(process_group: dist.ProcessGroup) -> str | None:
         store = _get_process_group_store(process_group)
         name: bytes = store.compare_set(_JOB_KEY, "", secrets.token_hex(4))
     except (RuntimeError, KeyError, NotImplementedError) as error:
-        _log.warning("the timeline does not know its job, so it is called after its directory: %s", error)
+        _log.warning(
+            "the timeline does not know its job, so it is called after its directory: %s", error
+        )
         return None
     return name.decode()
 

@@ -55,7 +55,9 @@ def leave_together(group: dist.ProcessGroup) -> None:
     if not isinstance(innermost(store), dist.TCPStore) or not hasattr(store, "list_keys"):
         return
     _known.add(store)
-    own = store.clone()  # a connection that user code cannot block. It does not keep rank 0's server alive.
+    own = (
+        store.clone()
+    )  # a connection that user code cannot block. It does not keep rank 0's server alive.
     if group.rank() == 0:  # all ranks have made this group, so they have left the life before
         _remove(own, _LEAVING)
     # Not at exit: a process that ends does not make another group.
@@ -66,7 +68,9 @@ def _leave(store: dist.Store, rank: int, size: int, pid: int) -> None:
     if os.getpid() != pid or sys.exc_info()[0] is not None:
         return
     # On a thread, since a call of the store has no bound while the process that serves it is stopped.
-    thread = threading.Thread(target=_part, args=(store, rank, size), name="crossover-leave", daemon=True)
+    thread = threading.Thread(
+        target=_part, args=(store, rank, size), name="crossover-leave", daemon=True
+    )
     with contextlib.suppress(RuntimeError):  # no more threads
         thread.start()
         thread.join(_TOGETHER_S + 2 * _ANSWER_S)

@@ -34,7 +34,12 @@ from .checks import is_joined, model_of, wants_buffers_broadcast
 from .compiled import OwnHook, uncompiled
 from .digests import Digests
 
-_NEEDED = ("require_forward_param_sync", "parameters_to_ignore", "_join_config", "_check_sync_bufs_pre_fwd")
+_NEEDED = (
+    "require_forward_param_sync",
+    "parameters_to_ignore",
+    "_join_config",
+    "_check_sync_bufs_pre_fwd",
+)
 
 
 class BufferCopy:
@@ -86,7 +91,9 @@ class ModuleBuffers:
     travel = False
     """Whether the buffers travel behind the last bucket, on which all ranks must have agreed; see `begin`."""
 
-    def __init__(self, bucket: dist.GradBucket, state: object, *, sends: bool, byte_device: torch.device) -> None:
+    def __init__(
+        self, bucket: dist.GradBucket, state: object, *, sends: bool, byte_device: torch.device
+    ) -> None:
         model = model_of(bucket, state=state)
         self._model = _weakly(model)
         self._module = _weakly(None if model is None else model.module)
@@ -97,9 +104,16 @@ class ModuleBuffers:
     def nbytes(self, device: torch.device) -> int:
         """Return how many bytes this rank would send or receive; 0 if they must stay with DDP."""
         model, tensors = self._model(), self._tensors()
-        if model is None or not all(hasattr(model, name) for name in _NEEDED) or not _broadcasts(model):
+        if (
+            model is None
+            or not all(hasattr(model, name) for name in _NEEDED)
+            or not _broadcasts(model)
+        ):
             return 0
-        plain = all(t.layout == torch.strided and t.device == device and not t.is_inference() for t in tensors)
+        plain = all(
+            t.layout == torch.strided and t.device == device and not t.is_inference()
+            for t in tensors
+        )
         return sum(tensor.nbytes for tensor in tensors) if plain else 0
 
     def begin(self) -> None:
@@ -121,7 +135,12 @@ class ModuleBuffers:
     def _before_forward(self, *_: Any) -> None:
         """Where DDP would broadcast the buffers: put in those that have travelled, if rank 0 still has the same."""
         model = self._model()
-        if self._latest is None or model is None or not _broadcasts(model) or not model._check_sync_bufs_pre_fwd():
+        if (
+            self._latest is None
+            or model is None
+            or not _broadcasts(model)
+            or not model._check_sync_bufs_pre_fwd()
+        ):
             return
         latest, self._latest = self._latest, None
         tensors = self._tensors()
@@ -156,7 +175,11 @@ class BehindBuckets:
 
 def _broadcasts(model: DistributedDataParallel) -> bool:
     """Whether DDP itself would broadcast rank 0's buffers."""
-    return wants_buffers_broadcast(model) and not is_joined(model) and not hasattr(model, "buffer_hook")
+    return (
+        wants_buffers_broadcast(model)
+        and not is_joined(model)
+        and not hasattr(model, "buffer_hook")
+    )
 
 
 def _weakly(thing: Any) -> Callable[[], Any]:

@@ -19,7 +19,11 @@ _PIECE_NUMEL: Final = 1 << 18
 
 
 def clip(
-    pending: Pending, group: dist.ProcessGroup, max_norm: float, norm_type: float, error_if_nonfinite: bool
+    pending: Pending,
+    group: dist.ProcessGroup,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
 ) -> torch.Tensor:
     """See `DecoupledState.clip_grad_norm_`. Each rank looks at its own parts, unless some rank has whole gradients.
 
@@ -27,7 +31,9 @@ def clip(
     """
     pending.collect()
     shares, parameters = pending.shares, pending.parameters()
-    if norm_type != 2.0 and any(update.gradient.is_complex() for share in shares for update in share.updates):
+    if norm_type != 2.0 and any(
+        update.gradient.is_complex() for share in shares for update in share.updates
+    ):
         raise ValueError(
             f"expected norm_type=2 for complex gradients, got norm_type={norm_type}; call flush() and "
             "torch.nn.utils.clip_grad_norm_"
@@ -37,7 +43,9 @@ def clip(
     # gloo's maximum loses NaN.
     is_nan, is_whole = summed.isnan(), torch.full_like(summed, not shares)
     exchanged = torch.stack((summed.nan_to_num(nan=0.0, posinf=math.inf), is_nan, is_whole))
-    dist.all_reduce(exchanged, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+    dist.all_reduce(
+        exchanged, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group
+    )
     if shares and not exchanged[2]:
         summed, factor = torch.where(exchanged[1] > 0, math.nan, exchanged[0]), shares[0].factor
         norm = _root(summed, norm_type, [share.bucket.flat.dtype for share in shares])
@@ -62,7 +70,9 @@ def clip(
     return norm
 
 
-def _sum_of_powers(tensors: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+def _sum_of_powers(
+    tensors: Iterable[torch.Tensor], norm_type: float, device: torch.device
+) -> torch.Tensor:
     """Return the sum of the numbers' powers, or the greatest of them, see [Note: one norm]."""
     summed = torch.zeros((), dtype=torch.float64, device=device)
     for values in tensors:

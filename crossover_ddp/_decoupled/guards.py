@@ -38,13 +38,17 @@ Reads = Callable[[Iterable[torch.Tensor | None]], None]
 class GuardedParameters(dict[str, Entry]):
     """The parameters of one module, up to date whenever they are read. Copies of it are plain dictionaries."""
 
-    def __init__(self, entries: dict[str, Entry], is_fresh: Callable[[Entry], bool], reads: Reads) -> None:
+    def __init__(
+        self, entries: dict[str, Entry], is_fresh: Callable[[Entry], bool], reads: Reads
+    ) -> None:
         super().__init__(entries)
         self._is_fresh, self._reads = is_fresh, reads
 
     def __getitem__(self, name: str) -> Entry:
         entry = dict.__getitem__(self, name)
-        if not self._is_fresh(entry):  # `reads` keeps dynamo out, which costs as much as a small layer
+        if not self._is_fresh(
+            entry
+        ):  # `reads` keeps dynamo out, which costs as much as a small layer
             self._reads((entry,))
         return entry
 
@@ -96,7 +100,10 @@ class _Guard:
     def is_as_before(self) -> bool:
         """Whether the module has the parameters, and runs the code, that it had."""
         variables = vars(self.module)
-        return len(variables["_parameters"]) == self.count and variables.get("_compiled_call_impl") is self.call
+        return (
+            len(variables["_parameters"]) == self.count
+            and variables.get("_compiled_call_impl") is self.call
+        )
 
     def up(self, is_fresh: Callable[[Entry], bool], reads: Reads, key: int) -> None:
         variables = vars(self.module)
@@ -115,7 +122,9 @@ class _Guard:
             variables["_forward_pre_hooks"].pop(key, None)
         if variables["_parameters"] is not guarded:
             return
-        if [(n, id(p)) for n, p in dict.items(guarded)] != [(n, id(p)) for n, p in self.plain.items()]:
+        if [(n, id(p)) for n, p in dict.items(guarded)] != [
+            (n, id(p)) for n, p in self.plain.items()
+        ]:
             # Only then: a thread that saves may be going through it.
             self.plain.clear()
             self.plain.update(dict.items(guarded))
@@ -135,7 +144,12 @@ class Guards:
     """
 
     def __init__(
-        self, network: nn.Module, *, is_fresh: Callable[[Entry], bool], reads: Reads, before: Callable[[], None]
+        self,
+        network: nn.Module,
+        *,
+        is_fresh: Callable[[Entry], bool],
+        reads: Reads,
+        before: Callable[[], None],
     ) -> None:
         self.are_up = False
         self.network = network
@@ -180,7 +194,9 @@ class Guards:
         self._regions.close()
         modules = [*self.network.named_modules()]
         self._ids = [id(module) for _, module in modules]
-        scripted = [name or "the model" for name, m in modules if isinstance(m, torch.jit.ScriptModule)]
+        scripted = [
+            name or "the model" for name, m in modules if isinstance(m, torch.jit.ScriptModule)
+        ]
         if scripted:
             raise UnsupportedConfigurationError(
                 f"expected modules whose parameters are read in Python, got {scripted[0]} made by torch.jit; train the "
@@ -215,7 +231,9 @@ class Guards:
                 bring_up_to_date()
 
         if (call := compiled_call(entry)) is None:
-            self._regions.callback(entry.register_forward_pre_hook(OwnHook(enter), prepend=True).remove)
+            self._regions.callback(
+                entry.register_forward_pre_hook(OwnHook(enter), prepend=True).remove
+            )
             return
 
         def entered(*args: Any, **kwargs: Any) -> Any:
@@ -241,7 +259,10 @@ def called_by_compiled_code() -> bool:
     frame = sys._getframe(1)
     while (caller := frame.f_back) is not None:
         frame = caller
-        if frame.f_globals.get("__name__", "").startswith("torch._dynamo.") and frame.f_code is not disabling:
+        if (
+            frame.f_globals.get("__name__", "").startswith("torch._dynamo.")
+            and frame.f_code is not disabling
+        ):
             return True
     return False
 

@@ -40,7 +40,14 @@ from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.kept import Kept, tensors_in
-from crossover_ddp._owners.optimizer import Group, PartialOptimizer, StepPlan, Update, check_unhooked, copy_on
+from crossover_ddp._owners.optimizer import (
+    Group,
+    PartialOptimizer,
+    StepPlan,
+    Update,
+    check_unhooked,
+    copy_on,
+)
 from crossover_ddp._owners.packing import Item, Packing, packing
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
@@ -137,7 +144,10 @@ class Owners:
     def memory_usage(self) -> dict[str, int]:
         """Return bytes: "state" of the optimizers, "buffers" of what is under way."""
         under_way = _owned([*self._pending.shares, *dict.fromkeys(self._pending.stale.values())])
-        return {"state": self.kept.nbytes, "buffers": sum(share.packed.nbytes for share in under_way)}
+        return {
+            "state": self.kept.nbytes,
+            "buffers": sum(share.packed.nbytes for share in under_way),
+        }
 
     # --- backward and forward --------------------------------------------------------------------------------
 
@@ -158,7 +168,9 @@ class Owners:
             )
 
     @torch.no_grad()
-    def send(self, bucket: dist.GradBucket, *, state: object, turn: Turn | None, copies: bool) -> "OwnedShare":
+    def send(
+        self, bucket: dist.GradBucket, *, state: object, turn: Turn | None, copies: bool
+    ) -> "OwnedShare":
         """Send a bucket's gradients to their owners, and withhold them in the bucket.
 
         Its journey ends there, and passes no gate: ``step()`` begins the way back on the same link, see `_update`.
@@ -173,7 +185,9 @@ class Owners:
                     f"expected gradients of the parameters' own type, got {buffer.dtype} ones; updated parameters "
                     "travel in their place: use owners=None"
                 )
-            items = [Item(self.owner_of[id(each)], each.numel(), each.numel()) for each in parameters]
+            items = [
+                Item(self.owner_of[id(each)], each.numel(), each.numel()) for each in parameters
+            ]
             plan = self._packings[key] = packing(self.size, tuple(items))
         packed = buffer.new_empty(sum(plan.there))
         places = [part_of(packed, place.there) for place in plan.items]
@@ -183,7 +197,9 @@ class Owners:
         async def summed(_: Bucket, link: Link) -> None:
             await link.reduce_scatter(packed, plan.there)
 
-        taken = Exchange.of(self._group).carry(bucket, summed, turn=turn, state=state, hands_back=True)
+        taken = Exchange.of(self._group).carry(
+            bucket, summed, turn=turn, state=state, hands_back=True
+        )
         return OwnedShare(
             taken,
             parameters,
@@ -191,7 +207,11 @@ class Owners:
             packed=packed,
             layout=plan.there,
             pieces={id(p): view_of(place, p) for p, place in zip(parameters, places, strict=True)},
-            own={id(p) for p, place in zip(parameters, plan.items, strict=True) if place.owner == self.rank},
+            own={
+                id(p)
+                for p, place in zip(parameters, plan.items, strict=True)
+                if place.owner == self.rank
+            },
         )
 
     def before_forward(self, model: DistributedDataParallel | None) -> None:
@@ -199,7 +219,9 @@ class Owners:
         self._pending.check_all_stepped()
         self._forget_dropped()
         if model is not None:
-            check_not_joined(model, "a rank without data takes no step, and so updates nothing that it owns")
+            check_not_joined(
+                model, "a rank without data takes no step, and so updates nothing that it owns"
+            )
 
     def drop(self, number: int) -> None:
         """Note that an optimizer has no gradients any more."""
@@ -223,7 +245,9 @@ class Owners:
             if not pending.is_broken:  # a refused backward has added to the gradients
                 self._check_dropped(shares)
             if plans:
-                names = [type(self._partials[number].optimizer).__name__ for number in sorted(plans)]
+                names = [
+                    type(self._partials[number].optimizer).__name__ for number in sorted(plans)
+                ]
                 raise UnsupportedConfigurationError(
                     "expected step() of all optimizers after each backward(), or of none, got gradients that were "
                     f"dropped after step() of {', '.join(names)} alone: owners update when all have stepped, so that "
@@ -242,7 +266,9 @@ class Owners:
         if any([share.is_written() for share in shares]):
             raise UnsupportedConfigurationError(UNOWNED)
         if any([is_computed_with(each) for share in shares for each in share.sealed()]):
-            raise UnsupportedConfigurationError(TOUCHED)  # the user may be skipping steps because of the NaNs
+            raise UnsupportedConfigurationError(
+                TOUCHED
+            )  # the user may be skipping steps because of the NaNs
 
     # --- step() ----------------------------------------------------------------------------------------------
 
@@ -253,7 +279,9 @@ class Owners:
             self._check_foreign()
             pending.collect()
         if not pending.shares:
-            has_gradients = any(parameter.grad is not None for parameter in pending.parameters(number))
+            has_gradients = any(
+                parameter.grad is not None for parameter in pending.parameters(number)
+            )
             if has_gradients and not self.kept.only_makes_state(partial.optimizer):
                 raise UnsupportedConfigurationError(
                     "expected a backward() with decoupled_hook before each step(), got gradients that were not "
@@ -279,7 +307,10 @@ class Owners:
         """Refuse what somebody else keeps in the optimizers for parameters of other ranks, as a Lookahead does."""
         for number, partial in enumerate(() if self.kept.is_whole else self._partials):
             for parameter in self._pending.parameters(number):
-                owner, kept = self.owner_of.get(id(parameter)), partial.optimizer.state.get(parameter)
+                owner, kept = (
+                    self.owner_of.get(id(parameter)),
+                    partial.optimizer.state.get(parameter),
+                )
                 if kept and owner not in (None, self.rank):
                     raise UnsupportedConfigurationError(
                         f"expected state of this rank's own parameters in {type(partial.optimizer).__name__}, got "
@@ -392,7 +423,9 @@ def costs_of(optimizer: Optimizer) -> list[int]:
 
     Not collective; takes the time of two steps on one parameter of each shape.
     """
-    if modes := [f"{name}()" for name in ("train", "eval") if callable(getattr(optimizer, name, None))]:
+    if modes := [
+        f"{name}()" for name in ("train", "eval") if callable(getattr(optimizer, name, None))
+    ]:
         raise UnsupportedConfigurationError(
             f"expected an optimizer without modes of its own, got {type(optimizer).__name__} with {modes}, which need "
             "the state of all parameters, where a rank keeps only its own; use owners=None"
@@ -416,7 +449,11 @@ class _NoCollectives(TorchDispatchMode):
         self._name = type(optimizer).__name__
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func.namespace in _COLLECTIVES:
             raise UnsupportedConfigurationError(

@@ -144,11 +144,15 @@ class Share:
         """Put the mean, which is whole and scaled, where gradients still are; the bucket's is applied."""
         if not self.views:  # those of `owners` are none
             return
-        kept = [p for p in self.parameters if p.grad is not None and self._separate.get(id(p)) is p.grad]
+        kept = [
+            p for p in self.parameters if p.grad is not None and self._separate.get(id(p)) is p.grad
+        ]
         if kept:  # mostly `zero_grad()` has let them go
             gradients = [p.grad.data for p in kept if p.grad is not None]  # counts no version
             torch._foreach_copy_(gradients, [self.views[id(p)] for p in kept])
-        self.updates = [Update(parameter, self.views[id(parameter)]) for parameter, _ in self.updates]
+        self.updates = [
+            Update(parameter, self.views[id(parameter)]) for parameter, _ in self.updates
+        ]
 
     def sealed(self) -> list[torch.Tensor]:
         """Return the gradients as the user has them."""
@@ -168,7 +172,9 @@ class Share:
         """
         if self.parameter_seal is None or self.parameter_sample is None:
             return False
-        return self.parameter_seal.is_broken or (compares_values and self.parameter_sample.differs())
+        return self.parameter_seal.is_broken or (
+            compares_values and self.parameter_sample.differs()
+        )
 
     def check_pending(self, *, evaluates: bool) -> None:
         """Refuse an update whose parameters, or whose part of the optimizer's state, user code has written.
@@ -216,7 +222,9 @@ class StateSeal:
         bits: see `Seal`.
     """
 
-    def __init__(self, states: States, parameters: Sequence[torch.Tensor], shared: set[int], *, bits: bool) -> None:
+    def __init__(
+        self, states: States, parameters: Sequence[torch.Tensor], shared: set[int], *, bits: bool
+    ) -> None:
         self._states, self._parameters, self._shared = states, parameters, shared
         self._tensors = self._now()
         self._seal = Seal(self._tensors, bits=bits)
@@ -225,17 +233,26 @@ class StateSeal:
     def is_broken(self) -> bool:
         """Whether one of them was written, replaced or taken away since."""
         now = self._now()
-        same = len(now) == len(self._tensors) and all([a is b for a, b in zip(now, self._tensors, strict=True)])
+        same = len(now) == len(self._tensors) and all(
+            [a is b for a, b in zip(now, self._tensors, strict=True)]
+        )
         return not same or self._seal.is_broken
 
     def _now(self) -> list[torch.Tensor]:
-        return [t for p in self._parameters for t in tensors_of(self._states, p) if id(t) not in self._shared]
+        return [
+            t
+            for p in self._parameters
+            for t in tensors_of(self._states, p)
+            if id(t) not in self._shared
+        ]
 
 
 def tensors_of(states: States, parameter: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that an optimizer keeps for a parameter, past the guard of its ``state``."""
     kept = dict.get(states, parameter)
-    return [] if kept is None else [each for each in kept.values() if isinstance(each, torch.Tensor)]
+    return (
+        [] if kept is None else [each for each in kept.values() if isinstance(each, torch.Tensor)]
+    )
 
 
 class Pending:
@@ -275,8 +292,12 @@ class Pending:
         self.listeners: OrderedDict[int, Callable[[Sequence[torch.Tensor]], object]] = OrderedDict()
         self._blind: set[int] = set()  # threads
         self._applying = 0  # the thread whose optimizer reads its own state; 0: none
-        self._unseen: list[Share] = []  # of which it is not known that forward reads all through guards
-        self._all_seen = self._has_recorded = self._warned_of_unseen = False  # the first: in the last step
+        self._unseen: list[
+            Share
+        ] = []  # of which it is not known that forward reads all through guards
+        self._all_seen = self._has_recorded = self._warned_of_unseen = (
+            False  # the first: in the last step
+        )
         self._early_reads = _Often(
             "parameters or the optimizer's state are read between optimizer.step() and the next forward (a moving "
             "average, model.zero_grad() instead of optimizer.zero_grad(), ...): correct, but updates wait for the "
@@ -306,7 +327,9 @@ class Pending:
 
     def end(self, rebuilt_after: int) -> None:
         """Note the end of backward; DDP rebuilds its buckets after that of number ``rebuilt_after``, the latest."""
-        shape = tuple([(share.bucket.flat.numel(), *map(id, share.parameters)) for share in self.shares])
+        shape = tuple(
+            [(share.bucket.flat.numel(), *map(id, share.parameters)) for share in self.shares]
+        )
         for share in self.shares:
             # Code that writes parameters before ``step()`` may read gradients.
             share.note_parameters(share.parameters, bits=False, views=self._sampled)
@@ -381,16 +404,27 @@ class Pending:
         strangers = [p for p in self.parameters() if p.grad is not None and id(p) not in self.known]
         if not strangers:
             return
-        in_model = set() if self.guards is None else {id(p) for _, p in named_parameters_of(self.guards.network)}
+        in_model = (
+            set()
+            if self.guards is None
+            else {id(p) for _, p in named_parameters_of(self.guards.network)}
+        )
         unfrozen = [p for p in strangers if id(p) in in_model]
         if unfrozen and self.guards is not None:
-            raise UnsupportedConfigurationError(UNFROZEN % (len(unfrozen), names_of(unfrozen, self.guards.network)))
+            raise UnsupportedConfigurationError(
+                UNFROZEN % (len(unfrozen), names_of(unfrozen, self.guards.network))
+            )
         raise UnsupportedConfigurationError(STRANGERS % len(strangers))
 
     def parameters(self, number: int | None = None) -> list[torch.Tensor]:
         """Return all parameters of one optimizer, or of all of them, past the guards of their groups."""
         chosen = self.optimizers if number is None else self.optimizers[number : number + 1]
-        return [p for each in chosen for group in each.param_groups for p in list.__iter__(group["params"])]
+        return [
+            p
+            for each in chosen
+            for group in each.param_groups
+            for p in list.__iter__(group["params"])
+        ]
 
     def defer(self, step: Callable[[Share], None], states: States | None = None) -> None:
         """Have ``step`` done for each bucket that has been collected, when its parameters are needed.
@@ -401,7 +435,9 @@ class Pending:
             checked = self.is_checked
             shared = set() if states is None else self._shared_in(states)
             self.steps, self.why_whole = self.steps + 1, None
-            self._unseen = [s for s in self.shares if not self.seen.issuperset(id(p) for p, _ in s.updates)]
+            self._unseen = [
+                s for s in self.shares if not self.seen.issuperset(id(p) for p, _ in s.updates)
+            ]
             for share in self.shares:
                 share.step, share.pending = step, True
                 updated = [update.parameter for update in share.updates]
@@ -411,8 +447,15 @@ class Pending:
                 for parameter in share.parameters:
                     self.stale[id(parameter)] = share
             self._all_seen = not self._unseen
-            unseen = [p for share in self._unseen for p, _ in share.updates if id(p) not in self.seen]
-            if unseen and self._has_recorded and not self._warned_of_unseen and self.guards is not None:
+            unseen = [
+                p for share in self._unseen for p, _ in share.updates if id(p) not in self.seen
+            ]
+            if (
+                unseen
+                and self._has_recorded
+                and not self._warned_of_unseen
+                and self.guards is not None
+            ):
                 self._warned_of_unseen = True
                 logger.warning(
                     "forward does not read %d parameters (%s) through the module that has them (references kept "
@@ -581,7 +624,10 @@ class _Often:
         if self._has_warned or step in self._steps:
             return
         self._steps.append(step)
-        if len(self._steps) == _EARLY_STEPS_TO_WARN and step - self._steps[0] < _STEPS_CLOSE_TOGETHER:
+        if (
+            len(self._steps) == _EARLY_STEPS_TO_WARN
+            and step - self._steps[0] < _STEPS_CLOSE_TOGETHER
+        ):
             self._has_warned = True
             logger.warning(self._text)
 

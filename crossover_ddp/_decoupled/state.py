@@ -168,12 +168,16 @@ class DecoupledState(Owning):
         compare_replicas: bool = True,
     ) -> None:
         if defer not in ("auto", "always"):
-            raise ValueError(f"expected defer='auto' or 'always', got defer={defer!r}; see DecoupledState")
+            raise ValueError(
+                f"expected defer='auto' or 'always', got defer={defer!r}; see DecoupledState"
+            )
         optimizers = _checked(optimizer, owners)
         self.process_group, self.compare_replicas = process_group, compare_replicas
         self.optimizer, self.mutex = optimizer, mutex
         if kfac is not None and not hasattr(kfac, "defer"):
-            raise TypeError(f"expected a KFACState, got kfac={type(kfac).__name__}; see DecoupledState")
+            raise TypeError(
+                f"expected a KFACState, got kfac={type(kfac).__name__}; see DecoupledState"
+            )
         if sum(each is not None for each in (codec, owners, kfac)) > 1:
             raise UnsupportedConfigurationError(
                 f"expected one of codec=, owners= and kfac= at most, got codec={codec!r}, owners={owners!r} and "
@@ -182,7 +186,12 @@ class DecoupledState(Owning):
             )
         self.codec = codec
         self.agreement = Agreement()
-        self._settings = {"codec": in_words(codec), "defer": defer, "owners": owners, "kfac": kfac is not None}
+        self._settings = {
+            "codec": in_words(codec),
+            "defer": defer,
+            "owners": owners,
+            "kfac": kfac is not None,
+        }
         self._compression = None if codec is None else Compression(codec, loss_scale, self)
         if self.agreement.disabled:
             kfac = owners = None
@@ -218,7 +227,11 @@ class DecoupledState(Owning):
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return what all ranks must have in common."""
         owned = {} if self._owners is None else self._owners.said
-        return {**self._settings, **owned, **({} if self._kfac is None else self._kfac.said(bucket))}
+        return {
+            **self._settings,
+            **owned,
+            **({} if self._kfac is None else self._kfac.said(bucket)),
+        }
 
     # --- for users -------------------------------------------------------------------------------------------
 
@@ -238,7 +251,9 @@ class DecoupledState(Owning):
 
             model = DistributedDataParallel(model, **DecoupledState.ddp_options(model))
         """
-        gradients_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        gradients_bytes = sum(
+            p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
+        )
         if compiled is None:
             compiled = any(True for _ in compiled_modules(model))
         smallest_bytes = _SMALLEST_COMPILED_BUCKET_BYTES if compiled else _SMALLEST_BUCKET_BYTES
@@ -312,9 +327,13 @@ class DecoupledState(Owning):
         if self._kfac is not None:  # no rank has its own part before the KL clip is known
             pending.collect()
             pending.make_whole()
-            return nn.utils.clip_grad_norm_(pending.parameters(), max_norm, norm_type, error_if_nonfinite)
+            return nn.utils.clip_grad_norm_(
+                pending.parameters(), max_norm, norm_type, error_if_nonfinite
+            )
         group = resolve_group(self.process_group)
-        with pending.lock:  # a thread that saves would make gradients whole, and take the shares away
+        with (
+            pending.lock
+        ):  # a thread that saves would make gradients whole, and take the shares away
             return clip(pending, group, max_norm, float(norm_type), error_if_nonfinite)
 
     def drain(self) -> None:
@@ -340,7 +359,11 @@ class DecoupledState(Owning):
         if self._trial is None or self._trial.defers:
             return self._pending.why_whole
         found = "the trial has found steps faster that are not deferred"
-        return found if self._trial.is_over else "some steps are not, while a trial finds out what is faster"
+        return (
+            found
+            if self._trial.is_over
+            else "some steps are not, while a trial finds out what is faster"
+        )
 
     def _finish(self) -> None:
         self.flush()
@@ -351,7 +374,10 @@ class DecoupledState(Owning):
             self._compression.share(resolve_group(self.process_group))
 
     def _kept_by_hook(self) -> dict[str, Any]:
-        return {**self.state_dict(), **({} if self._kfac is None else {"kfac": self._kfac.state_dict()})}
+        return {
+            **self.state_dict(),
+            **({} if self._kfac is None else {"kfac": self._kfac.state_dict()}),
+        }
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank keeps with ``owners="layers"``: "state", "buffers". Not collective."""
@@ -368,7 +394,11 @@ class DecoupledState(Owning):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, the residuals of a codec, or what a checkpoint holds, also of K-FAC."""
-        unknown = {*state} - {"forward_order", "codec", "kfac"}  # the first one was in those of version 0.1
+        unknown = {*state} - {
+            "forward_order",
+            "codec",
+            "kfac",
+        }  # the first one was in those of version 0.1
         if unknown:
             raise ValueError(
                 f"expected a state dict of a DecoupledState, got keys {sorted(state)}; pass what state_dict() returned"
@@ -397,7 +427,9 @@ class DecoupledState(Owning):
 
     # --- the hook --------------------------------------------------------------------------------------------
 
-    def _take(self, exchange: Exchange, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _take(
+        self, exchange: Exchange, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of ``bucket``; for `decoupled_hook`. Raises what makes it impossible."""
         self._exchange, pending = exchange, self._pending
         if self._closed:
@@ -417,7 +449,9 @@ class DecoupledState(Owning):
             if bucket.is_last():
                 model = self._model()
                 pending.end(rebuilt_after=2 if model is not None and model.static_graph else 1)
-                pending.is_open = after_backward(pending.note_gradients)  # without views DDP still copies
+                pending.is_open = after_backward(
+                    pending.note_gradients
+                )  # without views DDP still copies
         if bucket.is_last() and self._trial is not None and pending.is_settled:
             self._trial.backward_ended(exchange, taken.flat.device)
         return taken.future
@@ -435,8 +469,12 @@ class DecoupledState(Owning):
         if self._owners is not None:
             return self._owners.send(bucket, state=self, turn=self._turn, copies=self._copies)
         taken = self._carry(exchange, bucket, self._turn, hands_back=True)
-        contents = contents_of(bucket, taken.flat) if self._copies else ()  # K-FAC has found the model
-        return Share(taken, bucket.parameters(), {id(p): g for p, g, _ in contents} if self._copies else None)
+        contents = (
+            contents_of(bucket, taken.flat) if self._copies else ()
+        )  # K-FAC has found the model
+        return Share(
+            taken, bucket.parameters(), {id(p): g for p, g, _ in contents} if self._copies else None
+        )
 
     @property
     def _copies(self) -> bool:
@@ -444,18 +482,24 @@ class DecoupledState(Owning):
         model = self._model()
         return model is not None and not model.gradient_as_bucket_view
 
-    def _carry(self, exchange: Exchange, bucket: dist.GradBucket, turn: Turn | None, *, hands_back: bool) -> Bucket:
+    def _carry(
+        self, exchange: Exchange, bucket: dist.GradBucket, turn: Turn | None, *, hands_back: bool
+    ) -> Bucket:
         """Send a bucket on its way; ``hands_back``: backward does not wait for it."""
         if self._kfac is not None:
             # K-FAC first ends what a backward pass has left, for which `_begin_with` may wait.
             before = nothing if self._closed else functools.partial(self._begin_with, bucket)
-            return self._kfac.exchange(exchange, bucket, state=self, turn=turn, hands_back=hands_back, before=before)
+            return self._kfac.exchange(
+                exchange, bucket, state=self, turn=turn, hands_back=hands_back, before=before
+            )
         return exchange.carry(
             bucket,
             deferred if hands_back else split,
             turn=turn,
             state=self,
-            around=None if self._compression is None else self._compression.around(bucket, exchange),
+            around=None
+            if self._compression is None
+            else self._compression.around(bucket, exchange),
             hands_back=hands_back,
         )
 
@@ -471,7 +515,11 @@ class DecoupledState(Owning):
         if former is None:
             self._adopt(model)
         # Owners know what the optimizers had when the state was made.
-        known = {*map(id, self._pending.parameters())} if self._owners is None else self._owners.owner_of
+        known = (
+            {*map(id, self._pending.parameters())}
+            if self._owners is None
+            else self._owners.owner_of
+        )
         if foreign := [p for p in bucket.parameters() if id(p) not in known]:
             raise UnsupportedConfigurationError(
                 f"expected all parameters of the model in the optimizer, got {len(foreign)} that are not in it "
@@ -485,11 +533,19 @@ class DecoupledState(Owning):
         if not model.gradient_as_bucket_view:
             check_copyable(model)
         pending = self._pending
-        guards = Guards(model.module, is_fresh=pending.is_fresh, reads=pending.reads, before=pending.update_unseen)
+        guards = Guards(
+            model.module,
+            is_fresh=pending.is_fresh,
+            reads=pending.reads,
+            before=pending.update_unseen,
+        )
         self._model = weakref.ref(model)
         pending.guards = guards
         self._hooks.callback(guards.close)
-        before, after = uncompiled(self._before_forward), uncompiled(lambda *_: pending.forward_ends())
+        before, after = (
+            uncompiled(self._before_forward),
+            uncompiled(lambda *_: pending.forward_ends()),
+        )
         self._hooks.callback(model.register_forward_pre_hook(OwnHook(before), prepend=True).remove)
         self._hooks.callback(model.register_forward_hook(OwnHook(after)).remove)
         names = ", ".join([type(each).__name__ for each in pending.optimizers])
@@ -523,7 +579,9 @@ class DecoupledState(Owning):
 
     def _wait_for_first(self) -> None:
         """Wait for the gradients that forward needs first."""
-        first = max([*self._pending.stale.values()], key=lambda share: share.bucket.index, default=None)
+        first = max(
+            [*self._pending.stale.values()], key=lambda share: share.bucket.index, default=None
+        )
         if first is not None and self._turn is not None:
             # Alone the host runs ahead of the device as it would without a mutex.
             first.bucket.wait(on_host=self._turn.awaits_device)
@@ -558,7 +616,9 @@ class DecoupledState(Owning):
         pending, partial = self._pending, self._partials[0]
         pending.collect()
         if not pending.shares:
-            pending.why_whole = "parameters or gradients are looked at between backward() and step()"
+            pending.why_whole = (
+                "parameters or gradients are looked at between backward() and step()"
+            )
             return original()
         check_not_scaled(partial.optimizer, CHANGED)
         if not pending.is_settled or is_watched(partial.optimizer) or not partial.is_own:
@@ -569,17 +629,25 @@ class DecoupledState(Owning):
             return original()
         with pending.unwatched():
             plan = partial.plan()
-            pending.defer(lambda share: partial.apply(plan, share.updates), plan.attributes["state"])
+            pending.defer(
+                lambda share: partial.apply(plan, share.updates), plan.attributes["state"]
+            )
         return None
 
 
-def _checked(optimizer: Optimizer | Sequence[Optimizer], owners: str | None) -> tuple[Optimizer, ...]:
+def _checked(
+    optimizer: Optimizer | Sequence[Optimizer], owners: str | None
+) -> tuple[Optimizer, ...]:
     """Return the optimizers; refuse those that do not treat parameters one by one, or have a state already."""
     if owners not in (None, "layers"):
-        raise ValueError(f"expected owners=None or 'layers', got owners={owners!r}; see DecoupledState")
+        raise ValueError(
+            f"expected owners=None or 'layers', got owners={owners!r}; see DecoupledState"
+        )
     optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
     if not optimizers:
-        raise ValueError("expected at least one optimizer, got optimizer=(); pass those of the model")
+        raise ValueError(
+            "expected at least one optimizer, got optimizer=(); pass those of the model"
+        )
     for each in optimizers:
         check_separable(each)
         check_not_intercepted(each)
@@ -596,7 +664,9 @@ def _checked(optimizer: Optimizer | Sequence[Optimizer], owners: str | None) -> 
     return optimizers
 
 
-def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def decoupled_hook(
+    state: DecoupledState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Start to average the bucket, and let backward go on; see `DecoupledState`.
 
     The bucket is reduce-scattered during backward. Gathers begin by themselves when the last bucket is reduced, its own
@@ -621,5 +691,10 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
 
     remedy = "pass DecoupledState(optimizer), or register the hook of that state"
     return answered(
-        state, bucket, DecoupledState, remedy, lambda exchange: state._take(exchange, bucket), refused=refused
+        state,
+        bucket,
+        DecoupledState,
+        remedy,
+        lambda exchange: state._take(exchange, bucket),
+        refused=refused,
     )

@@ -25,14 +25,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.compiled import OwnHook
 from crossover_ddp._timeline.record import Timeline
 from crossover_ddp.errors import ExchangeError
 
-from .journeys import Gate, GradientFuture, Milestone, Place, Trip, Way, nothing, uncompiled_when_called
+from .journeys import (
+    Gate,
+    GradientFuture,
+    Milestone,
+    Place,
+    Trip,
+    Way,
+    nothing,
+    uncompiled_when_called,
+)
 from .links import Layout, Link, LinkAround
 
 BucketWay = Callable[["Bucket", Link], Way]
@@ -148,7 +160,12 @@ class Bucket(Trip):
     keeps_turn = _is_dropped = False
 
     def __init__(
-        self, grad_bucket: dist.GradBucket, layout: Layout, backward: Backward, place: Place, link: Link
+        self,
+        grad_bucket: dist.GradBucket,
+        layout: Layout,
+        backward: Backward,
+        place: Place,
+        link: Link,
     ) -> None:
         super().__init__(f"bucket {grad_bucket.index()}", place, link.sent)
         self.index, self.last = grad_bucket.index(), grad_bucket.is_last()
@@ -347,7 +364,9 @@ def _weakly(parameters: Iterable[Tensor]) -> Any:
 
 
 def _has_one_of(known: Any, optimizer: Optimizer) -> bool:
-    return any(each in known for group in optimizer.param_groups for each in list.__iter__(group["params"]))
+    return any(
+        each in known for group in optimizer.param_groups for each in list.__iter__(group["params"])
+    )
 
 
 # --- records --------------------------------------------------------------------------------------------------------
@@ -366,7 +385,9 @@ class StepRecords:
         """Note a step of ``buckets`` (bytes, moment of the hook); ``begin_s`` None: unknown, it does not count."""
         if begin_s is None or not buckets:
             return
-        if self.steps and [nbytes for nbytes, _ in self.steps[-1]] != [nbytes for nbytes, _ in buckets]:
+        if self.steps and [nbytes for nbytes, _ in self.steps[-1]] != [
+            nbytes for nbytes, _ in buckets
+        ]:
             self.steps.clear()
         self.steps.append(tuple([(nbytes, ready_s - begin_s) for nbytes, ready_s in buckets]))
 

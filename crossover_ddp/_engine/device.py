@@ -72,7 +72,9 @@ class Device(Place):
         def order(follow: Callable[[], None]) -> None:
             # The device, too: a thread of the user's own goes back to number 0, see `adopt_thread`.
             with torch.cuda.device(self.device), torch.cuda.stream(current):
-                if not torch.cuda.is_current_stream_capturing():  # an event of no capture would break it
+                if (
+                    not torch.cuda.is_current_stream_capturing()
+                ):  # an event of no capture would break it
                     follow()
 
         return order
@@ -118,7 +120,9 @@ class Native(Alone):
     """
 
     in_program_order = True
-    alignment_bytes = 128  # NCCL is much slower on parts that begin elsewhere (pytorch#195450, nccl#413)
+    alignment_bytes = (
+        128  # NCCL is much slower on parts that begin elsewhere (pytorch#195450, nccl#413)
+    )
 
     def __init__(self, group: dist.ProcessGroup, place: Place) -> None:
         super().__init__(place)
@@ -134,7 +138,11 @@ class Native(Alone):
         flat.div_(self.size)
         self._sent_bytes += (sum(layout) - layout[self.rank]) * flat.itemsize
         if front.numel():
-            _wait(_REDUCE_SCATTER(front.chunk(self.size)[self.rank], front, group=group, async_op=True))
+            _wait(
+                _REDUCE_SCATTER(
+                    front.chunk(self.size)[self.rank], front, group=group, async_op=True
+                )
+            )
         for owner, part in rest:
             _wait(dist.reduce(part, group=group, group_dst=owner, async_op=True))
         return parts(flat, layout)[self.rank]
@@ -150,15 +158,23 @@ class Native(Alone):
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         sizes = {"output_split_sizes": [*of], "input_split_sizes": [*to]}
         self._sent_bytes += (sum(to) - to[self.rank]) * outgoing.itemsize
-        _wait(dist.all_to_all_single(incoming, outgoing, **sizes, group=living(self._group), async_op=True))
+        _wait(
+            dist.all_to_all_single(
+                incoming, outgoing, **sizes, group=living(self._group), async_op=True
+            )
+        )
 
-    def _front_and_rest(self, flat: Tensor, layout: Layout) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+    def _front_and_rest(
+        self, flat: Tensor, layout: Layout
+    ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
         """Return what is cut equally, but for the last rank's rest; or nothing, and all parts that are not empty."""
         share = layout[0]
         if all(length == share for length in layout[:-1]) and layout[-1] >= share:
             front, last = flat[: share * self.size], flat[share * self.size :]
             return front, [(self.size - 1, last)] if last.numel() else []
-        return flat[:0], [(owner, part) for owner, part in enumerate(parts(flat, layout)) if part.numel()]
+        return flat[:0], [
+            (owner, part) for owner, part in enumerate(parts(flat, layout)) if part.numel()
+        ]
 
 
 def _wait(work: Any) -> None:

@@ -38,9 +38,28 @@ from crossover_ddp._ddp.layout import equal_lengths
 from crossover_ddp._ddp.module_buffers import BehindBuckets, ModuleBuffers
 from crossover_ddp.errors import CrossoverError, ExchangeError, UnsupportedConfigurationError
 
-from .buckets import Backward, Bucket, BucketWay, StepRecords, Turn, TurnLink, after_backward, at_each_step, behind
+from .buckets import (
+    Backward,
+    Bucket,
+    BucketWay,
+    StepRecords,
+    Turn,
+    TurnLink,
+    after_backward,
+    at_each_step,
+    behind,
+)
 from .device import Device, Native, Staged
-from .journeys import Begin, GradientFuture, Meter, Place, Trip, Way, at_once, uncompiled_when_called
+from .journeys import (
+    Begin,
+    GradientFuture,
+    Meter,
+    Place,
+    Trip,
+    Way,
+    at_once,
+    uncompiled_when_called,
+)
 from .links import Alone, Gloo, Layout, Link
 from .spans import TracedLink, timeline_of
 from .states import HookState, counted, line, told
@@ -82,7 +101,9 @@ class Exchange:
     ``leaves_buffers_to_ddp``: set on all ranks before the first backward: nobody asks the others.
     """
 
-    _of_group: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange]"] = weakref.WeakKeyDictionary()
+    _of_group: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange]"] = (
+        weakref.WeakKeyDictionary()
+    )
     _registry_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -170,7 +191,9 @@ class Exchange:
         Raises what refuses the bucket.
         """
         backward, meter = self._enter(grad_bucket, turn), self.meter_of(state)
-        link = self.network(grad_bucket.buffer().device).link()  # also for a refused one: ranks count alike
+        link = self.network(
+            grad_bucket.buffer().device
+        ).link()  # also for a refused one: ranks count alike
         then: Begin = at_once
         try:
             bucket = self._bucket(grad_bucket, link, backward)
@@ -198,7 +221,12 @@ class Exchange:
         return bucket
 
     def follow(
-        self, future: GradientFuture, grad_bucket: dist.GradBucket, *, turn: Turn | None, state: object
+        self,
+        future: GradientFuture,
+        grad_bucket: dist.GradBucket,
+        *,
+        turn: Turn | None,
+        state: object,
     ) -> GradientFuture:
         """Put the turn around somebody else's collective, whose result for ``grad_bucket`` is ``future``.
 
@@ -323,7 +351,9 @@ class Exchange:
         key = None if state is None else weakref.ref(state)
         if (source := sources.get(key)) is None:
             byte_device = torch.device("cpu") if self._backends.get("cpu") == "gloo" else device
-            source = ModuleBuffers(grad_bucket, state, sends=self.rank == 0, byte_device=byte_device)
+            source = ModuleBuffers(
+                grad_bucket, state, sends=self.rank == 0, byte_device=byte_device
+            )
             sources[key] = source
             nbytes = source.nbytes(device)
             alike = self.gather_numbers([nbytes], device) == [[nbytes]] * self.size
@@ -334,13 +364,19 @@ class Exchange:
             flat, layout = copy.flat, [copy.flat.numel()] + [0] * (self.size - 1)
             name = f"bucket {grad_bucket.index()}'s buffers"
             copy.wait = self.begin(
-                lambda link: link.all_gather(flat, layout), flat, name, deferred=True, meter=bucket.meter
+                lambda link: link.all_gather(flat, layout),
+                flat,
+                name,
+                deferred=True,
+                meter=bucket.meter,
             ).wait
 
     def equal_layout(self, flat: Tensor) -> Layout:
         """Return who owns which part of a tensor of this size, dtype and device if parts are equal."""
         network = self.network(flat.device)
-        return equal_lengths(flat.numel(), self.size, max(1, network.alignment_bytes // flat.itemsize))
+        return equal_lengths(
+            flat.numel(), self.size, max(1, network.alignment_bytes // flat.itemsize)
+        )
 
     def gather_numbers(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
         """Return every rank's numbers by rank, as many on all, once all have asked; over the network of ``device``.
@@ -358,7 +394,9 @@ class Exchange:
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise ExchangeError("this process is a fork of a rank; train in the rank, or start a new process")
+            raise ExchangeError(
+                "this process is a fork of a rank; train in the rank, or start a new process"
+            )
 
     def compute_begins(self) -> None:
         """Note that forward begins, for the timeline."""
@@ -388,7 +426,11 @@ class Exchange:
 
     def _made(self, group: dist.ProcessGroup, device: torch.device) -> Network:
         by_messages = self.sends_messages(device)
-        place = Place() if device.type != "cuda" else Device(device, by_host=by_messages and self.size > 1)
+        place = (
+            Place()
+            if device.type != "cuda"
+            else Device(device, by_host=by_messages and self.size > 1)
+        )
         if self.size == 1:
             return Alone(place)
         if not by_messages:
@@ -411,7 +453,9 @@ class Exchange:
                 self.records.add(backward.ready, backward.begun_s)
                 self._backward.begun_s = now_s
                 if self._timeline is not None:
-                    self._timeline.span("exchange", backward.ready[-1][1], done_s, step=backward.number)
+                    self._timeline.span(
+                        "exchange", backward.ready[-1][1], done_s, step=backward.number
+                    )
                     self._timeline.span("wait", done_s, now_s, step=backward.number + 1)
         try:
             trip.end(failure)
@@ -423,7 +467,11 @@ class Exchange:
 
         Returns the group's failure: an earlier one, or what is made of ``cause``; ours says its own remedy.
         """
-        hint = _TIMED_OUT if "timed out" in str(cause).lower() or "timeout" in str(cause).lower() else ""
+        hint = (
+            _TIMED_OUT
+            if "timed out" in str(cause).lower() or "timeout" in str(cause).lower()
+            else ""
+        )
         text = (
             f"rank {self.rank} of {self.size}: the exchange of {name} failed: {cause}{hint}; no later exchange on this "
             "process group can succeed, restart the job"
@@ -459,10 +507,14 @@ class Exchange:
             self._timeline.flush()
         end_s = time.monotonic() + _NEEDED_BY_OTHERS_S
         for trip in list(self._under_way):
-            if trip.deferred and (not isinstance(trip, Bucket) or trip.backward.is_whole):  # else nobody waits for it
+            if trip.deferred and (
+                not isinstance(trip, Bucket) or trip.backward.is_whole
+            ):  # else nobody waits for it
                 trip.block(max(0.0, end_s - time.monotonic()))
         if not self._close_networks(_END_S):
-            self.fail("what was under way", RuntimeError("the process group was destroyed meanwhile"))
+            self.fail(
+                "what was under way", RuntimeError("the process group was destroyed meanwhile")
+            )
             self._close_networks(_END_S)
         with self._lock:  # what has arrived may still be used
             self._failure = self._failure or ExchangeError(_DESTROYED)

@@ -123,7 +123,10 @@ class Milestone:
     _is_followed = False
 
     def __init__(self) -> None:
-        self._is_reached, self._away = False, threading.Lock()  # held until then; an Event costs ten times as much
+        self._is_reached, self._away = (
+            False,
+            threading.Lock(),
+        )  # held until then; an Event costs ten times as much
         self._away.acquire()
         self._error: BaseException | None = None
         self._follow: Callable[[], None] = nothing
@@ -174,15 +177,25 @@ class Trip(Milestone):
     begun_s = math.inf
     done_s: float | None = None
 
-    def __init__(self, name: str, place: "Place", sent: Callable[[], int] = int, *, deferred: bool = False) -> None:
+    def __init__(
+        self, name: str, place: "Place", sent: Callable[[], int] = int, *, deferred: bool = False
+    ) -> None:
         super().__init__()
         self.name, self.place, self.deferred, self.sent = name, place, deferred, sent
         self._lock = threading.Lock()
         self._order = place.here()
-        self._is_parked = False  # nobody runs it; who makes this False does, first of all who starts it
+        self._is_parked = (
+            False  # nobody runs it; who makes this False does, first of all who starts it
+        )
         self._doom: BaseException | None = None
 
-    def start(self, begin: Begin, way: Way, then: Begin, ended: Callable[["Trip", BaseException | None], None]) -> None:
+    def start(
+        self,
+        begin: Begin,
+        way: Way,
+        then: Begin,
+        ended: Callable[["Trip", BaseException | None], None],
+    ) -> None:
         """Run what ``begin`` returns, ``way``, and what ``then`` returns, to the first stop.
 
         ``way`` awaits nothing but stations, gates, and coroutines made of these. ``ended`` is called once, on the
@@ -216,7 +229,9 @@ class Trip(Milestone):
         """What has its memory next comes behind it, if nobody has waited for it."""
         writes = self.tensor is None or self.tensor.numel()
         if writes and not self._is_followed and self._error is None:
-            with suppress(Exception):  # at the end of a process, or in a fork: nobody has that memory next
+            with suppress(
+                Exception
+            ):  # at the end of a process, or in a fork: nobody has that memory next
                 self._order(self._follow)
 
     def _claim(self, doom: BaseException | None = None) -> bool:
@@ -229,7 +244,9 @@ class Trip(Milestone):
         while True:
             try:
                 with self.place.side():
-                    stop = self._way.send(None) if self._doom is None else self._way.throw(self._doom)
+                    stop = (
+                        self._way.send(None) if self._doom is None else self._way.throw(self._doom)
+                    )
             except StopIteration:
                 self._ended(self, None)
                 return

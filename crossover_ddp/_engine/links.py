@@ -321,7 +321,9 @@ class _GlooLink(Link):
         sums = [(part, piece) for part in added for piece in cut_up(cut[part])]
         outgoing = [(piece, to) for part, to in first for piece in cut_up(cut[part])]
         addends, since_s = [piece for _, piece in sums], time.monotonic()
-        leaving, rows = self._both(outgoing, tag, lambda: net.sums.post(addends, sources, tag, ahead_bytes))
+        leaving, rows = self._both(
+            outgoing, tag, lambda: net.sums.post(addends, sources, tag, ahead_bytes)
+        )
         await net.reducing
         for (part, piece), row in zip(sums, rows, strict=True):
             for work in row.arriving:
@@ -340,10 +342,19 @@ class _GlooLink(Link):
         net, tag, cut = self._net, next(self._tags), parts(flat, layout)
         around, right, left = goes_around(layout, flat.itemsize), net.others[0], net.others[-1]
         cut_up, targets = (_ring_pieces, [right]) if around else (_pieces, net.others)
-        due = [(part, piece) for part in net.others[:: -1 if around else 1] for piece in cut_up(cut[part])]
+        due = [
+            (part, piece)
+            for part in net.others[:: -1 if around else 1]
+            for piece in cut_up(cut[part])
+        ]
         out = [(piece, rank) for piece in cut_up(cut[self.rank]) for rank in targets]
-        leaving, arriving = self._both(out, tag, lambda: [net.receive(p, left if around else o, tag) for o, p in due])
-        thread, self._has_gathered = net.relay() if around or self._has_gathered else net.gathering, True
+        leaving, arriving = self._both(
+            out, tag, lambda: [net.receive(p, left if around else o, tag) for o, p in due]
+        )
+        thread, self._has_gathered = (
+            net.relay() if around or self._has_gathered else net.gathering,
+            True,
+        )
         await thread
         if around:
             for (part, piece), work in zip(due, arriving, strict=True):
@@ -358,7 +369,9 @@ class _GlooLink(Link):
     async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
         """See [Note: two addends]."""
         net = self._net
-        if self.size > 2 or not net.divides:  # what is divided already is posted by a device's thread
+        if (
+            self.size > 2 or not net.divides
+        ):  # what is divided already is posted by a device's thread
             return await super().all_reduce(flat, layout)
         self._sent_bytes += flat.nbytes
         summing = living(net.group).allreduce([flat.div_(2)])
@@ -366,8 +379,16 @@ class _GlooLink(Link):
         summing.wait()
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
-        net, tag, leaving, coming = self._net, next(self._tags), parts(outgoing, to), parts(incoming, of)
-        going, due = ([(p, rank) for rank in net.others for p in _pieces(each[rank])] for each in (leaving, coming))
+        net, tag, leaving, coming = (
+            self._net,
+            next(self._tags),
+            parts(outgoing, to),
+            parts(incoming, of),
+        )
+        going, due = (
+            [(p, rank) for rank in net.others for p in _pieces(each[rank])]
+            for each in (leaving, coming)
+        )
         since_s = time.monotonic()
         sent, received = self._both(going, tag, lambda: [net.receive(*each, tag) for each in due])
         thread = net.relay() if tag % _STAGES else net.reducing
@@ -408,7 +429,9 @@ class _Sums:
         self._posted: deque[int] = deque()  # bytes of each row
         self._free: list[Tensor] = []
 
-    def post(self, pieces: Sequence[Tensor], sources: Sequence[int], tag: int, ahead_bytes: int) -> Iterator[_Row]:
+    def post(
+        self, pieces: Sequence[Tensor], sources: Sequence[int], tag: int, ahead_bytes: int
+    ) -> Iterator[_Row]:
         """Receive addends of ``pieces`` as early as memory allows; the rows must be `done` one by one."""
         rows: deque[_Row] = deque()
         with self._lock:
@@ -432,7 +455,9 @@ class _Sums:
             self._waiting.popleft()
             self._posted.append(nbytes)
             memory = self._borrow(nbytes)
-            addends = dict(zip(sources, memory[:nbytes].view(own.dtype).split(own.numel()), strict=True))
+            addends = dict(
+                zip(sources, memory[:nbytes].view(own.dtype).split(own.numel()), strict=True)
+            )
             arriving = [net.receive(piece, rank, tag) for rank, piece in addends.items()]
             addends[net.rank] = own
             rows.append(_Row([addends[rank] for rank in sorted(addends)], arriving, memory))
@@ -450,7 +475,10 @@ def tree_sum(addends: Sequence[Tensor], out: Tensor) -> None:
     ``addends``: in the order of ranks, two or more. ``out``: one of them.
     """
     while len(addends) > 2:
-        pairs = [torch.add(left, right, out=left) for left, right in zip(*[iter(addends)] * 2, strict=False)]
+        pairs = [
+            torch.add(left, right, out=left)
+            for left, right in zip(*[iter(addends)] * 2, strict=False)
+        ]
         addends = [*pairs, *addends[2 * len(pairs) :]]
     torch.add(*addends, out=out)
 
@@ -471,5 +499,9 @@ def _ring_pieces(part: Tensor) -> Sequence[Tensor]:
 
 
 def _cut(part: Tensor, count: int, least_bytes: int, most_bytes: int) -> Sequence[Tensor]:
-    numel = max(1, min(max(part.numel() * part.itemsize // count, least_bytes), most_bytes) // part.itemsize)
-    return part.split(numel) if part.numel() > numel else (part,) * bool(part.numel())  # to split takes a while
+    numel = max(
+        1, min(max(part.numel() * part.itemsize // count, least_bytes), most_bytes) // part.itemsize
+    )
+    return (
+        part.split(numel) if part.numel() > numel else (part,) * bool(part.numel())
+    )  # to split takes a while

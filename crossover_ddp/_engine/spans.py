@@ -35,7 +35,9 @@ class TracedLink(LinkAround):
         await self._told("all_gather", super().all_gather(flat, layout), flat)
 
     async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
-        await self._told("all_reduce", self._link.all_reduce(flat, layout), flat)  # as ranks without a timeline do
+        await self._told(
+            "all_reduce", self._link.all_reduce(flat, layout), flat
+        )  # as ranks without a timeline do
 
     async def _told(self, kind: str, half: Awaitable[Made], flat: Tensor) -> Made:
         begin_s = time.monotonic()

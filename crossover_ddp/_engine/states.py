@@ -17,7 +17,13 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from crossover_ddp._ddp.checks import check_keys, check_optimized, check_rank, registered_model, resolve_group
+from crossover_ddp._ddp.checks import (
+    check_keys,
+    check_optimized,
+    check_rank,
+    registered_model,
+    resolve_group,
+)
 from crossover_ddp._ddp.groups import compare, let_collectives_go
 from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -49,7 +55,10 @@ class Agreement:
     def make(self, group: dist.ProcessGroup, said: Callable[[], Mapping[str, object]]) -> None:
         """`compare` what ``said`` returns, which is not called with ``CROSSOVER_DISABLE=1``. **Collective**."""
         if group.size() > 1:
-            compare(group, {environment.DISABLE: int(self.disabled), **({} if self.disabled else said())})
+            compare(
+                group,
+                {environment.DISABLE: int(self.disabled), **({} if self.disabled else said())},
+            )
         self.made = True
 
 
@@ -115,14 +124,20 @@ class HookState:
                 torch.save(saved, path)
         """
         self._check_outside("checkpoint()")
-        group, given = resolve_group(self.process_group), self.optimizer if optimizer is None else optimizer
+        group, given = (
+            resolve_group(self.process_group),
+            self.optimizer if optimizer is None else optimizer,
+        )
         model, optimizers = registered_model(self), _sequence(given)
         if optimizer is None:
             check_optimized(model, optimizers)
         check_rank(to, group)
         if group.size() > 1:
             with _telling_who_waits():
-                compare(group, {"call": "checkpoint()", "to": to, "number of optimizers": len(optimizers)})
+                compare(
+                    group,
+                    {"call": "checkpoint()", "to": to, "number of optimizers": len(optimizers)},
+                )
         self._bring_together(optimizers, to)
         kept = self._kept_by_hook()
         if group.size() > 1:
@@ -205,7 +220,9 @@ class HookState:
         """Refuse ``call`` inside of ``_block``: the job would not go on from the values that it brings together."""
         if self._block is not None:
             text = "where the model holds a mean that the block's end takes away; call it before or after, on all ranks"
-            raise UnsupportedConfigurationError(f"expected {call} outside of {self._block}, got it inside, {text}")
+            raise UnsupportedConfigurationError(
+                f"expected {call} outside of {self._block}, got it inside, {text}"
+            )
 
     def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
         """Make whole what ranks keep apart, for rank ``to`` or for all, see [Note: checkpoints]. **Collective**.
@@ -272,7 +289,9 @@ def line(stats: Mapping[str, Any]) -> str:
         return f" ({stats[key]})" if stats[key] else ""
 
     if "deferred" in stats:
-        said.append(f"deferred {stats['steps_deferred']} of {steps} steps{why('not_deferred_because')}")
+        said.append(
+            f"deferred {stats['steps_deferred']} of {steps} steps{why('not_deferred_because')}"
+        )
     if (exchanges := stats.get("exchanges", stats.get("pulls"))) is not None:
         said.append(f"{exchanges} exchanges of parameters")
     if stats["codec"] is not None:

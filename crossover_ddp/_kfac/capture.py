@@ -146,7 +146,11 @@ class Sum:
         value = self.value
         if value is None:
             self.value = part
-        elif isinstance(value, Columns) and isinstance(part, Columns) and value.width + part.width <= self.room:
+        elif (
+            isinstance(value, Columns)
+            and isinstance(part, Columns)
+            and value.width + part.width <= self.room
+        ):
             self.value = Columns(torch.cat([value.source, part.source], dim=2))
         else:
             self.value = multiplied(value).add_(multiplied(part))
@@ -205,7 +209,11 @@ class LayerSums:
 
     def is_as_left(self, gradient: Tensor) -> bool:
         """Tell whether nothing was written to it since, as far as its version says."""
-        return self._left is not None and self._left[0]() is gradient and self._left[1] == gradient._version
+        return (
+            self._left is not None
+            and self._left[0]() is gradient
+            and self._left[1] == gradient._version
+        )
 
     def drop(self) -> None:
         """Forget what was committed: it was given up."""
@@ -254,7 +262,9 @@ class FactorCapture:
         self._loss_scale = loss_scale
         self._scale: float | None = None
         self._accumulated = accumulated
-        self._powers = (0, 0) if sharing == "kfac-pytorch" else (1, -1 if accumulated == "mean" else 1)
+        self._powers = (
+            (0, 0) if sharing == "kfac-pytorch" else (1, -1 if accumulated == "mean" else 1)
+        )
         self._captured = frozenset(range(len(self._layers)) if only is None else only)
         # Of all layers: those that are not captured also show which micro-batches count.
         self._sums = self._new_sums()
@@ -263,7 +273,9 @@ class FactorCapture:
         self._newest_task = _NO_BACKWARD
         self._told: set[str] = set()
         self._looked_beside = False
-        self._seen: dict[int, bool] = {}  # whether layers were, of those whose gradients came in this step
+        self._seen: dict[
+            int, bool
+        ] = {}  # whether layers were, of those whose gradients came in this step
         self._forward = Forward()
         self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._samples: dict[int, int | None] = {}  # of each micro-batch
@@ -277,7 +289,9 @@ class FactorCapture:
                 hook = weak_hook(self, "_on_forward", index)
                 # First of all hooks: another one may replace the output.
                 yield module.register_forward_hook(hook, prepend=True, with_kwargs=True)
-            yield layer.weight.register_post_accumulate_grad_hook(weak_hook(self, "_on_accumulated", index))
+            yield layer.weight.register_post_accumulate_grad_hook(
+                weak_hook(self, "_on_accumulated", index)
+            )
         yield model.register_forward_pre_hook(weak_hook(self, "_on_root"), with_kwargs=True)
         yield model.register_forward_hook(weak_hook(self, "_on_output"))
 
@@ -294,7 +308,9 @@ class FactorCapture:
 
     def begin_step(self) -> None:
         """Forget all that was not taken, and count micro-batches anew."""
-        if unseen := [self._layers[index].name for index, was_seen in self._seen.items() if not was_seen]:
+        if unseen := [
+            self._layers[index].name for index, was_seen in self._seen.items() if not was_seen
+        ]:
             if len(unseen) == len(self._seen):
                 self._warn_once(_NOTHING_SEEN)
             else:
@@ -339,7 +355,9 @@ class FactorCapture:
 
     # --- forward ---------------------------------------------------------------------------------------------
 
-    def _on_root(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _on_root(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         """Note that a forward of the model begins.
 
         Several forwards before a gradient comes (two views of a picture, a recomputed forward) are one micro-batch.
@@ -347,7 +365,9 @@ class FactorCapture:
         if not (self.active and torch.is_grad_enabled()):  # in eval mode, too: its parts may train
             return
         samples, number = _samples_of((*args, *kwargs.values())), self._forward.micro_batch
-        is_same = number and (not self._gradients_came or (self._began_before_backward and _in_backward()))
+        is_same = number and (
+            not self._gradients_came or (self._began_before_backward and _in_backward())
+        )
         self._forward = Forward(number if is_same else number + 1, samples)
         self._forwards.add(self._forward)
         self._size_micro_batches()
@@ -359,7 +379,12 @@ class FactorCapture:
         self._calls.clear()
 
     def _on_forward(
-        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        self,
+        index: int,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Tensor,
     ) -> None:
         if not self._captures(module) or not output.requires_grad:
             return
@@ -388,7 +413,9 @@ class FactorCapture:
         self._looked_beside = True
         uses = _uses(tensors_in(output))
         layers = self._layers
-        found = [layers[index].name for index, n in self._calls.items() if uses[layers[index].weight] > n]
+        found = [
+            layers[index].name for index, n in self._calls.items() if uses[layers[index].weight] > n
+        ]
         if found:
             logger.warning(_USED_BESIDE, ", ".join(found))
 
@@ -400,11 +427,15 @@ class FactorCapture:
         shape, room = self._layers[index].shape, self._rooms[index][0]
         columns = input_columns(module, shape, input, self._sharing)
         if room < columns.width < shape.a_dim and self._sums[index].open:
-            return columns.kept().factor  # where activations are recomputed inputs may be changed in place
+            return (
+                columns.kept().factor
+            )  # where activations are recomputed inputs may be changed in place
         made = _in_small(columns, room)
         return lambda: made
 
-    def _made_later(self, index: int, module: nn.Module, input: Tensor) -> Callable[[], BatchFactor]:
+    def _made_later(
+        self, index: int, module: nn.Module, input: Tensor
+    ) -> Callable[[], BatchFactor]:
         version, shape = input._version, self._layers[index].shape
 
         def make() -> BatchFactor:
@@ -505,7 +536,11 @@ def _samples_of(inputs: Sequence[object]) -> int | None:
     0: all tensors are empty. None: not known; a list of tensors may hold samples or parts of them.
     """
     found = next(_first_dimensions(inputs), None)
-    if found is None and (tensors := list(tensors_in(inputs))) and not any(map(torch.numel, tensors)):
+    if (
+        found is None
+        and (tensors := list(tensors_in(inputs)))
+        and not any(map(torch.numel, tensors))
+    ):
         return 0
     return found
 
@@ -550,7 +585,9 @@ class WaitingDirections:
         self._layers = layers
         # By layer: whether a pass has added to its direction; None: none has. A tensor: the host does not wait for it.
         self._waits: dict[int, Tensor | None] = {}
-        self._found: dict[int, Tensor] = {}  # not added to yet: ``torch.autograd.grad`` adds to nothing
+        self._found: dict[
+            int, Tensor
+        ] = {}  # not added to yet: ``torch.autograd.grad`` adds to nothing
         for index, layer in enumerate(layers):
             layer.weight.register_hook(weak_hook(self, "_before_adding", index))
             layer.weight.register_post_accumulate_grad_hook(weak_hook(self, "_added", index))
@@ -576,7 +613,9 @@ class WaitingDirections:
             del self._waits[index]
             return
         left = gradient.detach().any()
-        self._found[index] = left if before is None else before & left  # once cleared, what is there is new
+        self._found[index] = (
+            left if before is None else before & left
+        )  # once cleared, what is there is new
 
     def _added(self, index: int, _: Tensor) -> None:
         if index in self._waits:

@@ -158,7 +158,9 @@ class Curvature:
     def spread(self, root: Tensor | None = None) -> SpreadSolver | None:
         """Return the solver as all ranks get it if the layer is spread; None if there is none yet, or another kind."""
         if self._spread is None and isinstance(self.solver, DampedInverse):
-            self._spread = SpreadSolver.of(self.solver.a_inverse, self.solver.g_inverse, self.shape, root)
+            self._spread = SpreadSolver.of(
+                self.solver.a_inverse, self.solver.g_inverse, self.shape, root
+            )
         return self._spread
 
     def factor_bytes(self) -> int:
@@ -185,12 +187,18 @@ class Curvature:
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Take back what :meth:`state_dict` gave."""
         factors = state["a"], state["g"]
-        self._a, self._g = (None if factor is None else factor.to(device, copy=True) for factor in factors)
+        self._a, self._g = (
+            None if factor is None else factor.to(device, copy=True) for factor in factors
+        )
         self.solver, self._spread = None, None
         if state["solver"] is not None:
             kind: type[Any] = self.kind
-            self.solver = kind(**{name: each.to(device, copy=True) for name, each in state["solver"].items()})
-            if (root := state.get("root")) is not None:  # as all ranks had it, if the layer was spread
+            self.solver = kind(
+                **{name: each.to(device, copy=True) for name, each in state["solver"].items()}
+            )
+            if (
+                root := state.get("root")
+            ) is not None:  # as all ranks had it, if the layer was spread
                 self.spread(root.to(device, copy=True))
         self.strained, self._dropped = state["strained"], state["dropped"]
 
@@ -228,7 +236,9 @@ def _balance(a: Tensor, g: Tensor) -> Tensor:
 Solved = tuple[Tensor, ...]
 
 
-def _solved(factor: Tensor, damping: Tensor, attempt: Callable[[Tensor], Solved]) -> tuple[Solved, int]:
+def _solved(
+    factor: Tensor, damping: Tensor, attempt: Callable[[Tensor], Solved]
+) -> tuple[Solved, int]:
     """Let ``attempt`` solve factor + damping; damp the groups for which it gives something not finite further.
 
     At last their diagonals alone are solved. Returns what was returned, [groups, ...] each, and how many times a group
@@ -237,14 +247,18 @@ def _solved(factor: Tensor, damping: Tensor, attempt: Callable[[Tensor], Solved]
     solved, strained = attempt(_plus_identity(factor, damping)), 0
     failed = _failed(solved)
     # Below this, damping is lost in the rounding of the factor.
-    rounding = torch.finfo(factor.dtype).eps * _mean_diagonal(factor).clamp(min=torch.finfo(factor.dtype).tiny)
+    rounding = torch.finfo(factor.dtype).eps * _mean_diagonal(factor).clamp(
+        min=torch.finfo(factor.dtype).tiny
+    )
     for retry in range(_RETRIES + 1):
         if not bool(failed.any()):
             break
         strained += int(failed.sum())
         damping = torch.where(failed, torch.maximum(10 * damping, rounding), damping)
         stronger = _plus_identity(factor[failed], damping[failed])
-        again = attempt(stronger if retry < _RETRIES else torch.diag_embed(_positive_diagonal(stronger)))
+        again = attempt(
+            stronger if retry < _RETRIES else torch.diag_embed(_positive_diagonal(stronger))
+        )
         for whole, part in zip(solved, again, strict=True):
             whole[failed] = part
         failed = _failed(solved)

@@ -35,7 +35,14 @@ from crossover_ddp._engine.links import Link, parts
 
 from .capture import FactorCapture
 from .curvature import OwnedLayer
-from .factors import BatchFactor, Columns, multiplied, pack_triangle, triangle_numel, unpack_triangle
+from .factors import (
+    BatchFactor,
+    Columns,
+    multiplied,
+    pack_triangle,
+    triangle_numel,
+    unpack_triangle,
+)
 
 _NONE: Final = 0
 _TRIANGLE: Final = -1  # else the number of columns
@@ -83,13 +90,17 @@ class Factor(NamedTuple):
         """Return the mean of the ranks' ``shares``, each its form and itself; not a number if there is none."""
         if not shares:
             return like.new_full((self.groups, self.dim, self.dim), math.nan)
-        columns = [flat.view(self.groups, self.dim, form) for form, flat in shares if form != _TRIANGLE]
+        columns = [
+            flat.view(self.groups, self.dim, form) for form, flat in shares if form != _TRIANGLE
+        ]
         if len(columns) == len(shares):
             return Columns(torch.cat(columns, dim=2) * math.sqrt(1 / len(shares)))
         total, triangle = like.new_zeros(self.triangle_numel), like.new_empty(self.triangle_numel)
         for form, flat in shares:
             if form != _TRIANGLE:
-                _pack_triangle(multiplied(Columns(flat.view(self.groups, self.dim, form))), triangle)
+                _pack_triangle(
+                    multiplied(Columns(flat.view(self.groups, self.dim, form))), triangle
+                )
             total += flat if form == _TRIANGLE else triangle
         return unpack_triangle(total[:-1], self.groups, self.dim).div_(total[-1])
 
@@ -117,10 +128,16 @@ class FactorMessages:
         tells: whether ranks first tell the owners what comes, see [Note: forms of a factor].
     """
 
-    def __init__(self, factors: Sequence[Factor], rank: int, size: int, like: Tensor, *, tells: bool) -> None:
+    def __init__(
+        self, factors: Sequence[Factor], rank: int, size: int, like: Tensor, *, tells: bool
+    ) -> None:
         self._rank, self._size, self._tells = rank, size, tells
-        self._by_owner = [[each for each in factors if each.of.owner == owner] for owner in range(size)]
-        self._forms = [[f.form() if tells else _TRIANGLE for f in of_owner] for of_owner in self._by_owner]
+        self._by_owner = [
+            [each for each in factors if each.of.owner == owner] for owner in range(size)
+        ]
+        self._forms = [
+            [f.form() if tells else _TRIANGLE for f in of_owner] for of_owner in self._by_owner
+        ]
         numels = [_numels(*of_owner) for of_owner in zip(self._by_owner, self._forms, strict=True)]
         self._to = [sum(of_owner) for of_owner in numels]
         self._flat = like.new_empty(sum(self._to))
@@ -147,7 +164,10 @@ class FactorMessages:
         await link.all_to_all(self._flat, self._to, incoming, of)
         arrived = parts(incoming, of)
         arrived[self._rank] = parts(self._flat, self._to)[self._rank]
-        by_rank = [list(zip(*each, strict=True)) for each in zip(forms, map(torch.split, arrived, numels), strict=True)]
+        by_rank = [
+            list(zip(*each, strict=True))
+            for each in zip(forms, map(torch.split, arrived, numels), strict=True)
+        ]
         return (
             (factor, factor.mean([share for share in shares if share[0] != _NONE], self._flat))
             for factor, *shares in zip(own, *by_rank, strict=True)
@@ -156,11 +176,15 @@ class FactorMessages:
     async def _told(self, link: Link) -> list[list[int]]:
         """Return the forms of all ranks' factors of the own layers."""
         device, count = self._flat.device, len(self._forms[self._rank])
-        there = torch.tensor([form for of_owner in self._forms for form in of_owner], dtype=torch.int32)
+        there = torch.tensor(
+            [form for of_owner in self._forms for form in of_owner], dtype=torch.int32
+        )
         back = torch.empty(self._size * count, dtype=torch.int32, device=device)
         to = [len(of_owner) for of_owner in self._forms]
         await link.all_to_all(there.to(device), to, back, [count] * self._size)
-        forms: list[list[int]] = back.view(self._size, count).tolist() if count else [[]] * self._size
+        forms: list[list[int]] = (
+            back.view(self._size, count).tolist() if count else [[]] * self._size
+        )
         forms[self._rank] = self._forms[self._rank]
         return forms
 

@@ -77,7 +77,9 @@ class Columns(NamedTuple):
         """Return columns whose C Cᵀ is the factor."""
         columns = _unfolded(self.source, self.groups)
         if self.with_ones:
-            columns = torch.cat([columns, columns.new_ones(columns.shape[0], 1, columns.shape[2])], dim=1)
+            columns = torch.cat(
+                [columns, columns.new_ones(columns.shape[0], 1, columns.shape[2])], dim=1
+            )
         return Columns(columns * math.sqrt(self.scale))
 
     def factor(self) -> Tensor:
@@ -109,7 +111,9 @@ class Columns(NamedTuple):
         return factor
 
 
-def input_columns(module: nn.Module, shape: LayerShape, input: Tensor, sharing: WeightSharing) -> Columns:
+def input_columns(
+    module: nn.Module, shape: LayerShape, input: Tensor, sharing: WeightSharing
+) -> Columns:
     """Return what A of one call of ``module`` is made of, whose parameters are not read.
 
     ``input`` is what it was called with, of any dtype: [..., features], or [N, C, H, W] or [C, H, W].
@@ -134,7 +138,11 @@ def input_columns(module: nn.Module, shape: LayerShape, input: Tensor, sharing: 
 
 
 def output_columns(
-    module: nn.Module, shape: LayerShape, grad_output: Tensor, sharing: WeightSharing, model_samples: int | None = None
+    module: nn.Module,
+    shape: LayerShape,
+    grad_output: Tensor,
+    sharing: WeightSharing,
+    model_samples: int | None = None,
 ) -> Columns:
     """Return what G of one call of ``module`` is made of.
 
@@ -261,7 +269,12 @@ def _strips(flat: Tensor, groups: int, size: int) -> Iterator[tuple[int, int, Te
         width, beside = high - low, size - high
         middle = start + triangle_numel(1, width)
         start, begin = middle + width * beside, start
-        yield low, high, packed[:, begin:middle], packed[:, middle:start].view(groups, width, beside)
+        yield (
+            low,
+            high,
+            packed[:, begin:middle],
+            packed[:, middle:start].view(groups, width, beside),
+        )
 
 
 def pack_triangle(factor: Tensor, out: Tensor) -> None:
@@ -310,7 +323,9 @@ def update_running(
     return first
 
 
-def gradient_matrix(shape: LayerShape, weight_grad: Tensor, bias_grad: Tensor | None = None) -> Tensor:
+def gradient_matrix(
+    shape: LayerShape, weight_grad: Tensor, bias_grad: Tensor | None = None
+) -> Tensor:
     """Return the gradients of a layer as [groups, g_dim, a_dim], the bias in the last column; a copy or a view.
 
     Columns are in the order of A's rows. The dtype stays as it is.

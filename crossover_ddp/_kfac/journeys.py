@@ -46,7 +46,9 @@ async def precondition(packed: "Packed", step: "Step", bucket: Bucket, link: Lin
     step.worked.passes()
     if bucket.last:
         await step.worked
-        if bucket.deferred:  # before all gathers; else behind them, or the last one would wait for the others
+        if (
+            bucket.deferred
+        ):  # before all gathers; else behind them, or the last one would wait for the others
             await step.agree(link)
 
     if not bucket.deferred or await bucket.summed():
@@ -99,7 +101,9 @@ class Hypers(NamedTuple):
         if not 0 < damping < math.inf:
             raise ValueError(f"expected damping > 0, got damping={damping}; 0.001 is usual")
         if not 0 <= decay < 1:
-            raise ValueError(f"expected 0 <= factor_decay < 1, got factor_decay={decay}; 0.95 is usual")
+            raise ValueError(
+                f"expected 0 <= factor_decay < 1, got factor_decay={decay}; 0.95 is usual"
+            )
         if kl_clip is not None and not kl_clip > 0:
             raise ValueError(f"expected kl_clip > 0, got kl_clip={kl_clip}; pass None for no clip")
         takes, inverts = step % every == 0, step % inverts_every == 0
@@ -176,8 +180,14 @@ class Step:
         await self.clip.passed_first()
 
     async def _sum_up(self, link: Link, kl_clip: float) -> None:
-        terms = [term for _, term in sorted(self.terms.items())]  # rounded alike whatever the buckets
-        own = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64, device=self.device)
+        terms = [
+            term for _, term in sorted(self.terms.items())
+        ]  # rounded alike whatever the buckets
+        own = (
+            torch.stack(terms).sum()
+            if terms
+            else torch.zeros((), dtype=torch.float64, device=self.device)
+        )
         sums, counts = own.new_empty(link.size), [1] * link.size
         await link.all_to_all(own.repeat(link.size), counts, sums, counts)
         sums[link.rank] = own
@@ -223,7 +233,9 @@ class Whole(BucketLayer):
         """Copy what travels to its places, one for each of `items`."""
         (self.span,) = spans
         places = part_of(flat, self.span).split([each.numel() for each in self.gradients])
-        self._mean = [place.view(each.shape) for place, each in zip(places, self.gradients, strict=True)]
+        self._mean = [
+            place.view(each.shape) for place, each in zip(places, self.gradients, strict=True)
+        ]
         for place, gradient in zip(self._mean, self.gradients, strict=True):
             place.copy_(gradient)
 
@@ -237,7 +249,9 @@ class Whole(BucketLayer):
         preconditioned = matrix = gradient_matrix(self.shape, *self._mean)
         if curvature.solver is not None:
             # With a bias it is a copy already, see [Note: copies before products] in `factors`.
-            preconditioned = curvature.solver.precondition(matrix if self.shape.has_bias else matrix.clone())
+            preconditioned = curvature.solver.precondition(
+                matrix if self.shape.has_bias else matrix.clone()
+            )
         term = None
         if now.kl_clip is not None:  # now, since the direction is written over the gradient
             term = self._kl_term(preconditioned * matrix.to(preconditioned.dtype))
@@ -257,7 +271,10 @@ class Whole(BucketLayer):
         """Sum up V·∇, [groups, g, a] with the bias in the last column, by the learning rates."""
         if self.bias_lr == self.lr:
             return terms.sum(dtype=torch.float64) * self.lr**2
-        weight, bias = terms[..., :-1].sum(dtype=torch.float64), terms[..., -1].sum(dtype=torch.float64)
+        weight, bias = (
+            terms[..., :-1].sum(dtype=torch.float64),
+            terms[..., -1].sum(dtype=torch.float64),
+        )
         return weight * self.lr**2 + bias * self.bias_lr**2
 
 
@@ -328,10 +345,18 @@ class Packed:
 
     def __post_init__(self) -> None:
         items = [layer.items(self.size) for layer in self.layers]
-        made = packing(self.size, tuple([Item(owner, n, n) for each in items for owner, n in each]), self.passes)
+        made = packing(
+            self.size,
+            tuple([Item(owner, n, n) for each in items for owner, n in each]),
+            self.passes,
+        )
         self.layout, self._passing = made.there, made.passing
         flat, numel = self.free.pop(self.number, self.buffer[:0]), sum(made.there)
-        if (flat.numel(), flat.dtype, flat.device) != (numel, self.buffer.dtype, self.buffer.device):
+        if (flat.numel(), flat.dtype, flat.device) != (
+            numel,
+            self.buffer.dtype,
+            self.buffer.device,
+        ):
             flat = self.buffer.new_empty(numel)
         self.flat = flat
         places = iter(made.items)
@@ -344,7 +369,9 @@ class Packed:
     async def share_solvers(self, link: Link, *, anew: bool) -> None:
         """Copy solvers of spread layers from their owners to all, those that nobody has yet, or all ``anew``."""
         spread = [each.owned for each in self.layers if each.owned.cost.spread]
-        new = sorted([each for each in spread if anew or each.solver is None], key=lambda each: each.owner)
+        new = sorted(
+            [each for each in spread if anew or each.solver is None], key=lambda each: each.owner
+        )
         if not new:
             return
         numels, counts = [spread_numel(each.layer.shape) for each in new], [0] * link.size
@@ -395,5 +422,7 @@ class Packed:
             for parameter, _, own in self.contents:
                 begin, stop = max(own.start, span.start), min(own.stop, span.stop)
                 if begin < stop:
-                    found.append(Run(parameter, begin - own.start, Span(moved + begin, moved + stop)))
+                    found.append(
+                        Run(parameter, begin - own.start, Span(moved + begin, moved + stop))
+                    )
         return found

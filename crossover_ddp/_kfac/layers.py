@@ -214,7 +214,9 @@ def _layer_of(
         same = use.attribute == "weight" and layer_shape(use.module) == shape
         if not same or (bias is not None and use.module.bias is not bias):
             return "shared"
-    if bias is not None and {(use.module, use.attribute) for use in uses[bias]} != {(m, "bias") for m in sharers}:
+    if bias is not None and {(use.module, use.attribute) for use in uses[bias]} != {
+        (m, "bias") for m in sharers
+    }:
         return "shared"
     for factor, dim in (("A", shape.a_dim), ("G", shape.g_dim)):
         if max_dim is not None and dim > max_dim:

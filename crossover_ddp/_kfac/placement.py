@@ -37,7 +37,9 @@ class LayerCost(NamedTuple):
     @property
     def inverse_s(self) -> float:
         """Seconds to invert all factors of this layer, one after the other."""
-        return self.groups * sum(_INVERSION_S + _CUBIC_S * dim**3 for dim in (self.a_dim, self.g_dim))
+        return self.groups * sum(
+            _INVERSION_S + _CUBIC_S * dim**3 for dim in (self.a_dim, self.g_dim)
+        )
 
     def step_s(self, inverse_steps: int) -> float:
         """Return the mean seconds of its owner in a step: the inversion's share, both products, the gradient's way.

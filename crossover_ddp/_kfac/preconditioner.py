@@ -29,11 +29,15 @@ from .placement import LayerCost, place
 _MOST_GROUPS: Final = 16  # of late factors; each costs messages
 
 
-def learning_rates(optimizer: Optimizer | Sequence[Optimizer] | None, layers: Sequence[Layer]) -> dict[int, float]:
+def learning_rates(
+    optimizer: Optimizer | Sequence[Optimizer] | None, layers: Sequence[Layer]
+) -> dict[int, float]:
     """Return those of this moment, by the parameters' ids; refuse optimizers that do not hold all of the layers."""
     groups = [group for each in listed(optimizer) for group in each.param_groups]
     rates = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
-    missing = [name for layer in layers for name, each in layer.parameters.items() if id(each) not in rates]
+    missing = [
+        name for layer in layers for name, each in layer.parameters.items() if id(each) not in rates
+    ]
     if missing:
         raise UnsupportedConfigurationError(
             f"expected an optimizer that holds all parameters of K-FAC's layers, got none for {', '.join(missing[:3])} "
@@ -90,7 +94,9 @@ class Preconditioner:
         self.inverse_steps = self.hypers.at(0).inverse_steps
         self._waiting = WaitingDirections(self.treated)
         layers = enumerate(self.treated)
-        self._layer_of = {id(each): index for index, layer in layers for each in layer.parameters.values()}
+        self._layer_of = {
+            id(each): index for index, layer in layers for each in layer.parameters.values()
+        }
         self.begin(place(self.costs, self.world_size, self.inverse_steps))
 
     def begin(self, owners: Sequence[int], steps: int = 0) -> None:
@@ -98,7 +104,9 @@ class Preconditioner:
         self.steps = steps
         of_layers = zip(self.treated, self.costs, owners, strict=True)
         self.layers = [
-            OwnedLayer(index, layer, cost, owner, self.curvature(layer) if owner == self.rank else None)
+            OwnedLayer(
+                index, layer, cost, owner, self.curvature(layer) if owner == self.rank else None
+            )
             for index, (layer, cost, owner) in enumerate(of_layers)
         ]
         model = self.model()
@@ -127,7 +135,9 @@ class Preconditioner:
     @property
     def own(self) -> dict[str, Curvature]:
         """What this rank owns, by name of layer."""
-        return {each.layer.name: each.curvature for each in self.layers if each.curvature is not None}
+        return {
+            each.layer.name: each.curvature for each in self.layers if each.curvature is not None
+        }
 
     def close(self) -> None:
         """Take no factors and make no solvers from now on."""
@@ -180,7 +190,9 @@ class Preconditioner:
             after = ended.written
             self._waiting.wait({self._layer_of[parameter] for parameter in ended.waiting})
             if ended.taken:
-                self.traffic.hold(ended.taken, min(ended.now.factor_steps, _MOST_GROUPS), ended.now.decay)
+                self.traffic.hold(
+                    ended.taken, min(ended.now.factor_steps, _MOST_GROUPS), ended.now.decay
+                )
         self._is_refused = False
         self.steps += 1
         self.capture.begin_step()
@@ -206,9 +218,13 @@ class Preconditioner:
         if self._step is None:
             self._step = self._begin(buffer.device)
         step, traffic = self._step, self.traffic
-        contents = [each._replace(gradient=each.gradient.data) for each in contents_of(bucket, buffer)]
+        contents = [
+            each._replace(gradient=each.gradient.data) for each in contents_of(bucket, buffer)
+        ]
         self._check_known(bucket, contents)
-        self._waiting.check([self._layer_of[id(p)] for p, *_ in contents if id(p) in self._layer_of])
+        self._waiting.check(
+            [self._layer_of[id(p)] for p, *_ in contents if id(p) in self._layer_of]
+        )
         layers, passing, elsewhere = self._completed(step, contents)
         if bucket.is_last() and not step.is_refused:
             self._check_whole(step)
@@ -231,7 +247,9 @@ class Preconditioner:
             elsewhere=elsewhere,
         )
 
-    def way(self, pack: Callable[[], Packed], bucket: Bucket, link: Link) -> Coroutine[Any, Any, None]:
+    def way(
+        self, pack: Callable[[], Packed], bucket: Bucket, link: Link
+    ) -> Coroutine[Any, Any, None]:
         """Return the journey of what ``pack`` returns; nothing else raises any more."""
         packed, step = pack(), self._step
         assert step is not None
@@ -258,13 +276,17 @@ class Preconditioner:
             if all(id(each) in step.waiting for each in self.treated[index].parameters.values()):
                 complete.append(self._bucket_layer(step, self.layers[index]))
                 begun.remove(index)
-        waits = () if step.is_refused else sorted(begun)  # a refused step writes nothing, and opens no gate
+        waits = (
+            () if step.is_refused else sorted(begun)
+        )  # a refused step writes nothing, and opens no gate
         return complete, tuple(passing), [step.whole.setdefault(index, Gate()) for index in waits]
 
     def _bucket_layer(self, step: Step, owned: OwnedLayer) -> Whole | Rows:
         parts = owned.layer.parameters.values()
         weight, *bias = [step.waiting[id(each)] for each in parts]
-        lr, *of_bias = [step.rates.get(id(each), 0.0) for each in parts]  # without a clip they are not read
+        lr, *of_bias = [
+            step.rates.get(id(each), 0.0) for each in parts
+        ]  # without a clip they are not read
         bias_lr = of_bias[0] if of_bias else lr
         # A bias of another rate has no part of its own in the rows' share of the clip's sum.
         kind = Whole if step.now.inverts or owned.solver is None or bias_lr != lr else Rows
@@ -286,7 +308,9 @@ class Preconditioner:
     def _check_whole(self, step: Step) -> None:
         """Refuse a layer of which only a part has come: neither a plain gradient nor a direction would be exchanged."""
         for layer in self.treated:
-            missing = [name for name, each in layer.parameters.items() if id(each) not in step.waiting]
+            missing = [
+                name for name, each in layer.parameters.items() if id(each) not in step.waiting
+            ]
             if 0 < len(missing) < len(layer.parameters):
                 raise UnsupportedConfigurationError(
                     f"expected gradients of all parameters of K-FAC's layers, got none of {missing[0]}, which was "

@@ -34,12 +34,16 @@ def check_choices(given: Mapping[str, str]) -> None:
     """Raise ``ValueError`` unless each argument is one of its choices."""
     for name, value in given.items():
         if value not in _CHOICES[name]:
-            raise ValueError(f"expected {name} to be one of {', '.join(_CHOICES[name])}, got {name}={value!r}")
+            raise ValueError(
+                f"expected {name} to be one of {', '.join(_CHOICES[name])}, got {name}={value!r}"
+            )
 
 
 def check_parameters(layers: Sequence[Layer], model: nn.Module) -> None:
     """Refuse models that are not whole on one device, and parameters whose range is too small."""
-    sharded = [name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")]
+    sharded = [
+        name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")
+    ]
     if sharded:
         raise UnsupportedConfigurationError(
             f"expected whole parameters, got {sharded[0]} sharded over ranks (DTensor); K-FAC works with data "
@@ -80,7 +84,11 @@ def layer_costs(
     """
     cap = int(getattr(model, "bucket_bytes_cap", _DEFAULT_BUCKET_BYTES))
     by_default = getattr(model, "bucket_bytes_cap_default", True)
-    first = min(cap, getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", _FIRST_BUCKET_BYTES)) if by_default else cap
+    first = (
+        min(cap, getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", _FIRST_BUCKET_BYTES))
+        if by_default
+        else cap
+    )
     trained = [each for each in unwrapped(model).parameters() if each.requires_grad]
     numbers = expected_buckets([each.nbytes for each in trained], cap, first)
     bucket_of = {id(each): number for each, number in zip(trained, numbers, strict=True)}
@@ -103,7 +111,10 @@ def layer_costs(
 
 
 def agree(
-    costs: list[LayerCost], layers: Sequence[Layer], group: dist.ProcessGroup, arguments: Mapping[str, object]
+    costs: list[LayerCost],
+    layers: Sequence[Layer],
+    group: dist.ProcessGroup,
+    arguments: Mapping[str, object],
 ) -> list[LayerCost]:
     """Return the layers' ``costs``, the same on all ranks; raise on all ranks if layers or arguments differ.
 
@@ -113,7 +124,9 @@ def agree(
     spread = [layer.shape for layer, each in zip(layers, costs, strict=True) if each.spread]
     rounded = rounding(spread, device)
     names = [each.name for each in costs]
-    compare(group, {**arguments, "layers": names, **{f"layer {each.name!r}": each for each in costs}})
+    compare(
+        group, {**arguments, "layers": names, **{f"layer {each.name!r}": each for each in costs}}
+    )
     if len(set(told_by_all(group, rounded))) > 1:
         if group.rank() == 0:
             logger.warning(
@@ -137,10 +150,14 @@ def warn_of_large(passing: Mapping[str, str]) -> None:
         )
 
 
-def warn_of_adaptive(optimizer: Optimizer | Sequence[Optimizer] | None, layers: Sequence[Layer]) -> None:
+def warn_of_adaptive(
+    optimizer: Optimizer | Sequence[Optimizer] | None, layers: Sequence[Layer]
+) -> None:
     """Name the optimizers of the layers' parameters that divide by the size of gradients, in one warning."""
     weights = {id(layer.weight) for layer in layers}
-    dividing = [each for each in listed(optimizer) if any(_divides(kind) for kind in type(each).__mro__)]
+    dividing = [
+        each for each in listed(optimizer) if any(_divides(kind) for kind in type(each).__mro__)
+    ]
     found = {
         type(each).__name__
         for each in dividing
@@ -157,4 +174,6 @@ def warn_of_adaptive(optimizer: Optimizer | Sequence[Optimizer] | None, layers: 
 
 def _divides(kind: type) -> bool:
     name = kind.__name__.lower()
-    return any(each in name for each in ("adam", "rmsprop", "adagrad", "adadelta", "adafactor", "lamb"))
+    return any(
+        each in name for each in ("adam", "rmsprop", "adagrad", "adadelta", "adafactor", "lamb")
+    )

@@ -62,7 +62,9 @@ class SpreadSolver:
     right: Tensor
 
     @classmethod
-    def of(cls, a_inverse: Tensor, g_inverse: Tensor, shape: LayerShape, root: Tensor | None = None) -> "SpreadSolver":
+    def of(
+        cls, a_inverse: Tensor, g_inverse: Tensor, shape: LayerShape, root: Tensor | None = None
+    ) -> "SpreadSolver":
         """Make it of the owner's inverses; ``root`` if it is known from a checkpoint."""
         pair = g_inverse[0], a_inverse[0]
         small, large = pair[::-1] if _transposed(shape) else pair

@@ -17,7 +17,11 @@ class Assignment(NamedTuple):
 
 
 def assign(
-    costs: Sequence[float], world_size: int, *, buckets: Sequence[int] | None = None, ties: Sequence[Any] | None = None
+    costs: Sequence[float],
+    world_size: int,
+    *,
+    buckets: Sequence[int] | None = None,
+    ties: Sequence[Any] | None = None,
 ) -> Assignment:
     """Give each thing to the rank that has the least so far, the most expensive first; of equal ranks to the lowest.
 
@@ -36,7 +40,9 @@ def assign(
     bucket_of = [0] * len(costs) if buckets is None else buckets
     in_buckets: dict[int, list[float]] = {bucket: [0] * world_size for bucket in bucket_of}
     owners = [0] * len(costs)
-    for number in sorted(range(len(costs)), key=lambda i: (-costs[i], -i if ties is None else ties[i])):
+    for number in sorted(
+        range(len(costs)), key=lambda i: (-costs[i], -i if ties is None else ties[i])
+    ):
         here = in_buckets[bucket_of[number]]
         has = [own + all_ / len(in_buckets) for own, all_ in zip(here, loads, strict=True)]
         owner = owners[number] = min(range(world_size), key=lambda rank: (has[rank], rank))

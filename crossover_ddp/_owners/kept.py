@@ -46,8 +46,12 @@ class Kept:
         self._take_out()
         self.hooks = ExitStack()
         for each in optimizers:
-            self.hooks.callback(each.register_state_dict_pre_hook(lambda _: self.check_whole()).remove)
-            self.hooks.callback(each.register_load_state_dict_post_hook(lambda _: self._adopt()).remove)
+            self.hooks.callback(
+                each.register_state_dict_pre_hook(lambda _: self.check_whole()).remove
+            )
+            self.hooks.callback(
+                each.register_load_state_dict_post_hook(lambda _: self._adopt()).remove
+            )
 
     def stepped(self) -> None:
         """Note that owners have updated their state, if it was whole; what was consolidated before is old."""
@@ -140,7 +144,9 @@ def _loaded(saved: bytes, device: torch.device) -> Any:
     """Return what was saved; what was on another rank's device comes to ``device``."""
     return torch.load(
         io.BytesIO(saved),
-        lambda storage, place: default_restore_location(storage, place if place == "cpu" else str(device)),
+        lambda storage, place: default_restore_location(
+            storage, place if place == "cpu" else str(device)
+        ),
         weights_only=False,  # an optimizer may keep anything; it comes from a rank of this job
     )
 

@@ -38,7 +38,9 @@ def _ns_names() -> tuple[str, ...]:
     return tuple(names[1:])
 
 
-def direction_of(gradient: Tensor, momentum: Tensor, new_momentum: Tensor, settings: Settings) -> Tensor:
+def direction_of(
+    gradient: Tensor, momentum: Tensor, new_momentum: Tensor, settings: Settings
+) -> Tensor:
     """Return the direction of a matrix, bfloat16, as torch's Muon computes it.
 
     Args:
@@ -48,10 +50,16 @@ def direction_of(gradient: Tensor, momentum: Tensor, new_momentum: Tensor, setti
         settings: of the matrix's group.
     """
     torch.lerp(momentum, gradient, 1 - settings["momentum"], out=new_momentum)
-    update = gradient.lerp(new_momentum, settings["momentum"]) if settings["nesterov"] else new_momentum
+    update = (
+        gradient.lerp(new_momentum, settings["momentum"]) if settings["nesterov"] else new_momentum
+    )
     if update is new_momentum and update.dtype == torch.bfloat16:
-        update = update.clone()  # torch before 2.15 normalises its argument in place (pytorch#194664)
-    return torch_muon._zeropower_via_newtonschulz(update, **{name: settings[name] for name in _ns_names()})
+        update = (
+            update.clone()
+        )  # torch before 2.15 normalises its argument in place (pytorch#194664)
+    return torch_muon._zeropower_via_newtonschulz(
+        update, **{name: settings[name] for name in _ns_names()}
+    )
 
 
 def take_step(parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
@@ -107,7 +115,8 @@ def check_torch() -> None:
     generator = torch.Generator().manual_seed(0)
     for shape in ((5, 3), (3, 5)):
         start, *gradients = (
-            torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for _ in range(3)
+            torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+            for _ in range(3)
         )
         whole, halves = start.clone().requires_grad_(), start.clone()
         muon = Muon([whole], lr=0.3, weight_decay=0.2, momentum=0.9)

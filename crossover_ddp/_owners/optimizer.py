@@ -99,7 +99,9 @@ class PartialOptimizer:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler wants to see
         groups = self.optimizer.param_groups
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
-        plan = StepPlan([_hyper_parameters(group) for group in groups], group_of, {**vars(self.optimizer)})
+        plan = StepPlan(
+            [_hyper_parameters(group) for group in groups], group_of, {**vars(self.optimizer)}
+        )
         # What a step changes in groups, and of the optimizer itself.
         empty = [{**group, "params": []} for group in groups]
         after = self._run(self._bare_step, empty, plan.attributes)
@@ -130,7 +132,9 @@ class PartialOptimizer:
             for parameter, former, _ in kept:
                 parameter.grad = former
 
-    def _run(self, step: Callable[..., Any], groups: list[Group], attributes: dict[str, Any]) -> dict[str, Any]:
+    def _run(
+        self, step: Callable[..., Any], groups: list[Group], attributes: dict[str, Any]
+    ) -> dict[str, Any]:
         """Take a step with other groups; return the attributes that the optimizer has then."""
         shadow: Optimizer = object.__new__(type(self.optimizer))
         shadow.__dict__.update(attributes, param_groups=groups)
@@ -142,18 +146,24 @@ def check_separable(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose step is not the sum of its parts; its own state is not touched."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got optimizer={name}; pass the optimizer object")
+        raise TypeError(
+            f"expected a torch.optim.Optimizer, got optimizer={name}; pass the optimizer object"
+        )
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     if inner or "param_groups" not in vars(optimizer):
         wrapped = f" ({type(inner[0]).__name__})" if inner else ""
-        remedy = f"pass the optimizer that it wraps{wrapped}, and go on to call the wrapper's step()"
+        remedy = (
+            f"pass the optimizer that it wraps{wrapped}, and go on to call the wrapper's step()"
+        )
         if name == "ZeroRedundancyOptimizer":
             remedy = f"give all parameters to the one inside{wrapped}, and use owners='layers', which divides its state"
         raise UnsupportedConfigurationError(
             f"expected an optimizer with param_groups of its own, got {name}, which wraps another; {remedy}"
         )
     # All of torch's own treat each parameter by itself, but two.
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.") and PartialOptimizer(optimizer).is_own
+    is_torchs = (
+        type(optimizer).__module__.startswith("torch.optim.") and PartialOptimizer(optimizer).is_own
+    )
     if is_torchs and not isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
         return
     try:
@@ -166,7 +176,9 @@ def check_separable(optimizer: Optimizer) -> None:
     found = [
         f"whose param_groups[{index}][{key!r}] becomes {group.get(key)!r} in a step and {counted.get(key)!r} in one "
         "without gradients; use another optimizer or hook"
-        for index, (group, counted) in enumerate(zip(whole.param_groups, parts.param_groups, strict=True))
+        for index, (group, counted) in enumerate(
+            zip(whole.param_groups, parts.param_groups, strict=True)
+        )
         for key in sorted(({*group} | {*counted}) - {"params"})
         if not _same(group.get(key), counted.get(key))
     ]
@@ -208,7 +220,9 @@ def _tried(optimizer: Optimizer, *, in_parts: bool) -> Optimizer:
     for group in optimizer.param_groups:
         trained = [parameter for parameter in group["params"] if parameter.requires_grad]
         tiny = [p.new_empty((2,) * p.dim()) for p in (trained[0], trained[-1])] if trained else []
-        groups.append((group, [_ramp(p, 0.5 + place).requires_grad_() for place, p in enumerate(tiny)]))
+        groups.append(
+            (group, [_ramp(p, 0.5 + place).requires_grad_() for place, p in enumerate(tiny)])
+        )
     copy = copy_on(optimizer, groups)
     tiny = _parameters(copy)
     partial = PartialOptimizer(copy)
@@ -239,7 +253,9 @@ def copy_on(optimizer: Optimizer, groups: Iterable[tuple[Group, list[torch.Tenso
     copy._optimizer_step_pre_hooks = OrderedDict()
     copy._optimizer_step_post_hooks = OrderedDict()
     copy.state = defaultdict(dict)
-    copy.param_groups = [{**_hyper_parameters(group), "params": parameters} for group, parameters in groups]
+    copy.param_groups = [
+        {**_hyper_parameters(group), "params": parameters} for group, parameters in groups
+    ]
     return copy
 
 
@@ -312,7 +328,9 @@ def _reported(name: str) -> Any:
 class GuardedState(defaultdict[torch.Tensor, dict[str, Any]]):
     """The state of an optimizer; reports each access by user code. Copies of it are plain dictionaries."""
 
-    def __init__(self, entries: Mapping[torch.Tensor, dict[str, Any]], look: Callable[[], None]) -> None:
+    def __init__(
+        self, entries: Mapping[torch.Tensor, dict[str, Any]], look: Callable[[], None]
+    ) -> None:
         super().__init__(dict, entries)
         self.look = uncompiled(look)
 
@@ -450,7 +468,10 @@ def intercept(
         guard_groups(optimizer, on_look)
     if on_state is not None:
         guard_state(optimizer, on_state)
-    for register in (optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
+    for register in (
+        optimizer.register_state_dict_pre_hook,
+        optimizer.register_load_state_dict_pre_hook,
+    ):
         stack.callback(register(lambda *_: flush()).remove)
     return stack
 
@@ -480,7 +501,10 @@ class Seal:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, bits: bool = False) -> None:
-        self._noted = [(each, each._version, each.data_ptr(), fingerprint(each) if bits else None) for each in tensors]
+        self._noted = [
+            (each, each._version, each.data_ptr(), fingerprint(each) if bits else None)
+            for each in tensors
+        ]
 
     @property
     def is_broken(self) -> bool:
@@ -489,7 +513,10 @@ class Seal:
             if tensor._version != version or tensor.data_ptr() != begin:
                 return True
         return any(
-            [bits is not None and not torch.equal(fingerprint(tensor), bits) for tensor, _, _, bits in self._noted]
+            [
+                bits is not None and not torch.equal(fingerprint(tensor), bits)
+                for tensor, _, _, bits in self._noted
+            ]
         )
 
 
@@ -509,7 +536,12 @@ class Sample:
 
     def differs(self) -> bool:
         """Tell whether one of the elements has other bits than it had."""
-        return any([not torch.equal(now, then) for now, then in zip(self._read(), self._noted, strict=True)])
+        return any(
+            [
+                not torch.equal(now, then)
+                for now, then in zip(self._read(), self._noted, strict=True)
+            ]
+        )
 
     def _read(self) -> list[torch.Tensor]:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -40,7 +40,9 @@ class CudaDriver:
         try:
             function = getattr(self._library, name)
         except AttributeError:
-            raise RuntimeError(f"expected a driver with {name}, got an older one; update the NVIDIA driver") from None
+            raise RuntimeError(
+                f"expected a driver with {name}, got an older one; update the NVIDIA driver"
+            ) from None
         function.argtypes, function.restype = _SIGNATURES[name], _INT
         result = function(*arguments)
         if result != _SUCCESS:
@@ -75,7 +77,9 @@ class CudaDriver:
 
     def ignore_other_threads_captures(self) -> None:
         """Let the calling thread query and wait although another thread of the process captures a CUDA graph."""
-        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(_INT(_CAPTURE_MODE_THREAD_LOCAL)))
+        self._call(
+            "cuThreadExchangeStreamCaptureMode", ctypes.byref(_INT(_CAPTURE_MODE_THREAD_LOCAL))
+        )
 
 
 @functools.cache

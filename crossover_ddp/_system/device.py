@@ -40,7 +40,9 @@ def sibling_name(device: torch.device) -> str:
 
 def _cores() -> str:
     """Return the mask of the cores on which this process may run; nothing where these are all."""
-    cores = os.sched_getaffinity(os.getpid())  # of the main thread: others may be bound to one core each
+    cores = os.sched_getaffinity(
+        os.getpid()
+    )  # of the main thread: others may be bound to one core each
     if len(cores) == os.cpu_count():
         return ""
     return f"-cores-{sum(1 << core for core in cores):x}"  # as taskset has it
@@ -62,5 +64,7 @@ def named_device(wanted: torch.device | str | int | None) -> tuple[torch.device,
     else:
         found = default_device() if wanted is None else wanted
     if found.type == "cuda":
-        found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+        found = torch.device(
+            "cuda", torch.cuda.current_device() if found.index is None else found.index
+        )
     return found, sibling_name(found)

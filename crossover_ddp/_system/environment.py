@@ -23,7 +23,9 @@ TIMELINE: Final = "CROSSOVER_TIMELINE"
 """Directory in which spans are recorded."""
 RUN_JOB: Final = "CROSSOVER_RUN_JOB"
 """Set by `crossover-ddp run` itself: which of its jobs a process belongs to."""
-FOR_USERS: Final = frozenset({GROUP, DEVICE, DEVICE_ORDER, TRIAL, DISABLE, CHECK, COMPARE_REPLICAS, TIMELINE})
+FOR_USERS: Final = frozenset(
+    {GROUP, DEVICE, DEVICE_ORDER, TRIAL, DISABLE, CHECK, COMPARE_REPLICAS, TIMELINE}
+)
 
 
 def sibling_group() -> str:

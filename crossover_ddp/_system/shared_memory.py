@@ -50,13 +50,17 @@ def open_directory(base: str, *, make: bool = False) -> int:
     """Open the directory of this user's segments, which must be private, and be there unless it is made."""
     path = segment_directory(base)
     if not sys.platform.startswith("linux") or not os.path.isdir(base):
-        raise SegmentError(f"expected Linux with {base}, got {sys.platform}; turns need its shared memory and locks")
+        raise SegmentError(
+            f"expected Linux with {base}, got {sys.platform}; turns need its shared memory and locks"
+        )
     if make:
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)
         except OSError as error:
-            raise SegmentError(f"cannot make {path}: {error.strerror}; make {base} writable") from error
+            raise SegmentError(
+                f"cannot make {path}: {error.strerror}; make {base} writable"
+            ) from error
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

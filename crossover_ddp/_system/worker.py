@@ -36,13 +36,17 @@ class Worker:
     def put(self, job: Job) -> None:
         """Let the thread run ``job``, which must not raise. Raises ``RuntimeError`` after `stop`, and in a fork."""
         if os.getpid() != self._pid:  # where the lock may be held for ever
-            raise RuntimeError(f"thread {self._name} takes no more work: this process is a fork of its owner")
+            raise RuntimeError(
+                f"thread {self._name} takes no more work: this process is a fork of its owner"
+            )
         with self._lock:
             if self._stopped:
                 raise RuntimeError(f"thread {self._name} takes no more work: it was closed")
             if self._thread is None:
                 work = self._jobs, self._adopt
-                self._thread = threading.Thread(target=_run, args=work, name=self._name, daemon=True)
+                self._thread = threading.Thread(
+                    target=_run, args=work, name=self._name, daemon=True
+                )
                 self._thread.start()
             self._jobs.put(job)
 

@@ -48,7 +48,9 @@ class Timeline:
     never an exception on the way of a bucket. Not collective. Thread-safe.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, rank: int, device: str, job: str | None = None) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], *, rank: int, device: str, job: str | None = None
+    ) -> None:
         # `_begin_file` may change it: another state, or an earlier process, may have a file of that name.
         self.path = Path(directory).absolute() / f"rank{rank}-{os.getpid()}.json"
         self._pid = os.getpid()
@@ -117,20 +119,26 @@ class Timeline:
         kind, begin_s, end_s, detail = span
         name = LANES.get(kind, kind.replace("_", "-"))
         ends_s = self._ends_s.setdefault(name, [])
-        lane = next((place for place, last_s in enumerate(ends_s) if last_s <= begin_s), len(ends_s))
+        lane = next(
+            (place for place, last_s in enumerate(ends_s) if last_s <= begin_s), len(ends_s)
+        )
         title = f"{self._rank_name} · {name}" + f" {lane + 1}" * (lane > 0)
         thread = _digest(f"{self._device_id} {self.path} {title}")
         if lane == len(ends_s):
             ends_s.append(end_s)
             yield self._metadata("thread_name", thread, {"name": title})
         ends_s[lane] = end_s
-        ts, dur = (round(each_s * _MICROSECONDS, 3) for each_s in (begin_s + self._wall_s, end_s - begin_s))
+        ts, dur = (
+            round(each_s * _MICROSECONDS, 3) for each_s in (begin_s + self._wall_s, end_s - begin_s)
+        )
         where = {"pid": self._device_id, "tid": thread, "ts": ts, "dur": dur}
         yield _line({"ph": "X", "name": _title(kind, detail), "cat": kind, **where, "args": detail})
 
     def _append(self, text: str) -> None:
         try:
-            with open(self.path, "ab", buffering=0) as file:  # a fork writes no buffer of ours once more
+            with open(
+                self.path, "ab", buffering=0
+            ) as file:  # a fork writes no buffer of ours once more
                 rest = text.encode()
                 while rest:  # a full disk takes a part, and refuses the next one
                     rest = rest[file.write(rest) :]
@@ -147,7 +155,9 @@ class Timeline:
 
 def _new_file(path: Path) -> Path:
     """Make ``path``, or the first one of its name and a number that is not there yet."""
-    numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
+    numbered = (
+        path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2)
+    )
     for each in itertools.chain([path], numbered):
         with contextlib.suppress(FileExistsError):
             each.touch(exist_ok=False)

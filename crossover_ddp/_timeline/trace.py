@@ -14,7 +14,9 @@ def recordings(directories: Sequence[Path]) -> list[Path]:
     """Return all recordings in and below some directories; raises `NotADirectoryError` for what is none."""
     for directory in directories:
         if not directory.is_dir():
-            raise NotADirectoryError(f"expected a directory with recordings, got {directory}, which is none")
+            raise NotADirectoryError(
+                f"expected a directory with recordings, got {directory}, which is none"
+            )
     return sorted({path.resolve() for each in directories for path in each.rglob("rank*-*.json")})
 
 

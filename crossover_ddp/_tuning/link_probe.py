@@ -34,7 +34,9 @@ def measure_link(process_group: dist.ProcessGroup) -> Link:
     return Link.fitted(samples)
 
 
-def recorded_by_all(group: dist.ProcessGroup, steps: Sequence[StepRecord]) -> tuple[list[Workload], Link]:
+def recorded_by_all(
+    group: dist.ProcessGroup, steps: Sequence[StepRecord]
+) -> tuple[list[Workload], Link]:
     """Return what each rank has recorded and the link as rank 0 measures it: of these all ranks make the same plan.
 
     **Collective**: as `measure_link`. Raises ``UnsupportedConfigurationError`` on all ranks, with one rank, on a GPU,
@@ -67,7 +69,9 @@ def _timed(engine: Exchange, tensor: torch.Tensor) -> float:
     return time.perf_counter() - begin_s
 
 
-def measure_pair(peer: int, process_group: dist.ProcessGroup | None, size_bytes: int, repeats: int) -> Link:
+def measure_pair(
+    peer: int, process_group: dist.ProcessGroup | None, size_bytes: int, repeats: int
+) -> Link:
     """Time round trips with one peer; return the cost of one way. Both call it."""
     leads, samples = dist.get_rank(process_group) < peer, []
     for size in (_SMALL_PROBE_BYTES, max(size_bytes, 2 * _SMALL_PROBE_BYTES)):

@@ -156,14 +156,18 @@ def coded_step_s(work: Workload, link: Link, cost: CodecCost) -> float:
     return max(all_reduce_step_s(coded, slowed), coded.compute_s + cost.worker_s * total)
 
 
-def weakest_codec(work: Workload, link: Link, costs: Sequence[CodecCost]) -> tuple[int, tuple[float, ...]]:
+def weakest_codec(
+    work: Workload, link: Link, costs: Sequence[CodecCost]
+) -> tuple[int, tuple[float, ...]]:
     """Return which codec to take, of ``costs`` with the weakest first, and the predicted seconds of a step with each.
 
     The weakest whose step is about as short as the shortest: where it hides what is left of the exchange, a stronger
     one has nothing to gain. Source: our design, after the abstract of FusionLLM (arXiv 2410.12707).
     """
     if not costs:
-        raise ValueError("expected at least one codec to choose from, got none; pass None for no codec")
+        raise ValueError(
+            "expected at least one codec to choose from, got none; pass None for no codec"
+        )
     predicted = tuple([coded_step_s(work, link, cost) for cost in costs])
     good_s = min(predicted) * (1 + _INDIFFERENCE)
     return next(place for place, step_s in enumerate(predicted) if step_s <= good_s), predicted

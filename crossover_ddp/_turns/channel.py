@@ -77,7 +77,9 @@ def patience_limit_s(group: dist.ProcessGroup | None) -> float:
 
     A quarter of the group's timeout; infinite for a job of one process.
     """
-    return math.inf if group is None or group.size() == 1 else _PATIENCE_SHARE * group_timeout_s(group)
+    return (
+        math.inf if group is None or group.size() == 1 else _PATIENCE_SHARE * group_timeout_s(group)
+    )
 
 
 class TurnChannel:
@@ -101,7 +103,9 @@ class TurnChannel:
         self._pid = os.getpid()
         self._gathered = self._sent = self._received = self._taken = 0
         self._asks: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._grants: queue.SimpleQueue[Grant | None] = queue.SimpleQueue()  # None: no more will come
+        self._grants: queue.SimpleQueue[Grant | None] = (
+            queue.SimpleQueue()
+        )  # None: no more will come
         self._ended = ""  # why
         self._listener: threading.Thread | None = None
         self._store = self._connect(group) if group is not None and self.size > 1 else None
@@ -145,7 +149,9 @@ class TurnChannel:
                     store.delete_key(f"{own}/{rank}")
                     missing.remove(rank)
             if time.monotonic() > deadline_s:
-                raise RuntimeError(f"ranks {sorted(missing)} did not come within {self.timeout_s:.0f} s")
+                raise RuntimeError(
+                    f"ranks {sorted(missing)} did not come within {self.timeout_s:.0f} s"
+                )
             time.sleep(_MEETING_LOOK_S if missing else 0.0)
         return own
 
@@ -153,7 +159,9 @@ class TurnChannel:
         """Return a ``TCPStore`` beside another kind of store; see [Note: grants through the store]."""
         if self.rank == 0:
             if shared not in _servers:
-                _servers[shared] = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+                _servers[shared] = dist.TCPStore(
+                    _LOOPBACK, 0, is_master=True, wait_for_workers=False
+                )
             life.set(_SERVER_KEY, f"{socket.gethostname()} {_servers[shared].port}")
         timeout = datetime.timedelta(seconds=self.timeout_s)
         life.wait([_SERVER_KEY], timeout)
@@ -217,9 +225,13 @@ class TurnChannel:
     def listen(self, on_grant: Callable[[], None]) -> None:
         """Other ranks: begin to ask for grants, and call ``on_grant`` when one has arrived."""
         store = self._connected().clone()  # whose waiting blocks no other caller
-        store.set_timeout(datetime.timedelta(seconds=2 * self._grant_timeout_s))  # `receive` gives up before
+        store.set_timeout(
+            datetime.timedelta(seconds=2 * self._grant_timeout_s)
+        )  # `receive` gives up before
         work = store, on_grant
-        self._listener = threading.Thread(target=self._listen, args=work, name="crossover-turns", daemon=True)
+        self._listener = threading.Thread(
+            target=self._listen, args=work, name="crossover-turns", daemon=True
+        )
         self._listener.start()
 
     def ask(self) -> None:
@@ -275,9 +287,17 @@ class TurnChannel:
                 turn, after, mode, steps = json.loads(store.get(f"grant/{self._received}"))
                 if turn == _END.turn:
                     return self.interrupt("the job's lead rank takes no more turns")
-                self._arrive(Grant(turn, tuple((job, last) for job, last in after), Mode(mode), steps))
+                self._arrive(
+                    Grant(turn, tuple((job, last) for job, last in after), Mode(mode), steps)
+                )
                 on_grant()
-                if self._received > _KEPT and self.rank == (0 if self.lead else 1):  # the first listener
+                if self._received > _KEPT and self.rank == (
+                    0 if self.lead else 1
+                ):  # the first listener
                     store.delete_key(f"grant/{self._received - _KEPT - 1}")
-        except Exception as error:  # the store's process has ended, mostly with the job; `receive` raises it
-            self.interrupt(f"the job's store failed ({type(error).__name__}: {error}); turns need it")
+        except (
+            Exception
+        ) as error:  # the store's process has ended, mostly with the job; `receive` raises it
+            self.interrupt(
+                f"the job's store failed ({type(error).__name__}: {error}); turns need it"
+            )

@@ -66,7 +66,9 @@ class DeviceOrder:
         adopt_thread()
         try:
             end.synchronize()
-        except RuntimeError as error:  # nothing of a broken context runs any more; training will see it too
+        except (
+            RuntimeError
+        ) as error:  # nothing of a broken context runs any more; training will see it too
             logger.debug("a turn on %s ended with an error of the device: %s", self._gpu, error)
 
     def is_done(self, streams: Sequence[torch.cuda.Stream]) -> bool:

@@ -28,7 +28,9 @@ from .segment import TurnSegment
 
 logger = logging.getLogger(__name__)
 
-_ERRORS: dict[str, type[Exception]] = {each.__name__: each for each in (TurnError, ValueError, TypeError)}
+_ERRORS: dict[str, type[Exception]] = {
+    each.__name__: each for each in (TurnError, ValueError, TypeError)
+}
 _places: set[tuple[int, str, str]] = set()
 """Where this process takes turns: its PID, as a fork is another process; group; device."""
 _claiming = threading.Lock()
@@ -73,7 +75,9 @@ def join(
     try:
         with contextlib.ExitStack() as taken:
             limit_s = group_timeout_s(group)
-            channel = TurnChannel(group, limit_s if timeout_s is None else min(timeout_s, limit_s / 4))
+            channel = TurnChannel(
+                group, limit_s if timeout_s is None else min(timeout_s, limit_s / 4)
+            )
             taken.callback(channel.close)
             machine, problem = 0, ""
             try:

@@ -242,7 +242,9 @@ class Patience:
         passed: from `passed` of another `Patience`, to go on where it ended.
     """
 
-    def __init__(self, limit_s: float = math.inf, passed: frozenset[Progress] = frozenset()) -> None:
+    def __init__(
+        self, limit_s: float = math.inf, passed: frozenset[Progress] = frozenset()
+    ) -> None:
         self.limit_s = limit_s
         self.passed = passed
         """What members for which the rank does not wait have shown."""
@@ -254,7 +256,9 @@ class Patience:
         self._front_since_s = 0.0
         self._since_s: float | None = None
 
-    def remaining(self, waiting: Sequence[Blocker], members: Sequence[Member], now_s: float) -> float | None:
+    def remaining(
+        self, waiting: Sequence[Blocker], members: Sequence[Member], now_s: float
+    ) -> float | None:
         """Return the seconds left before the rank passes the job at the front over; None when it waits for nobody.
 
         Args:
@@ -346,7 +350,9 @@ class Trial:
         self._drawn = Counter[int]()  # by job, in the present block
         self._members: Mapping[int, Member] = {}  # by slot
         self._siblings = frozenset({job})
-        self._settled = self._since = 0  # steps of siblings since one came or went, and since the last word
+        self._settled = self._since = (
+            0  # steps of siblings since one came or went, and since the last word
+        )
         self._draws_s: list[float] = []  # when the job drew its turns in the block that it is in
         self._drawn_in = 0  # that block
         self._times_s: tuple[list[float], list[float]] = [], []  # side by side, in turns
@@ -398,7 +404,9 @@ class Trial:
 
     def word(self, record: int, word: Word, slot: int) -> None:
         """Take in a word, which begins at ``record``."""
-        too_early = self._running and self._block <= min(PLAIN) and self._all_try  # it is of the trial before
+        too_early = (
+            self._running and self._block <= min(PLAIN) and self._all_try
+        )  # it is of the trial before
         if self._job_of(slot, record) is None or (too_early and word is not Word.TRY):
             return
         self._running, self._since = word is Word.TRY, 0
@@ -446,7 +454,9 @@ class Trial:
         if count == 1 or self._settled < WARM_UP * count:
             return None
         rested = self._running or not self.begun_at or self._since >= REST * count
-        return Word.TRY if (jobs != self._jobs and rested) or self._since >= REPEAT * count else None
+        return (
+            Word.TRY if (jobs != self._jobs and rested) or self._since >= REPEAT * count else None
+        )
 
     def _due_verdict(self) -> Word | None:
         votes = {

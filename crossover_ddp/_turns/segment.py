@@ -47,7 +47,12 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from crossover_ddp._system.machine import machine
-from crossover_ddp._system.shared_memory import SHARED_MEMORY, fcntl, open_directory, segment_directory
+from crossover_ddp._system.shared_memory import (
+    SHARED_MEMORY,
+    fcntl,
+    open_directory,
+    segment_directory,
+)
 from crossover_ddp.errors import SegmentError
 
 from .rules import Member, Process
@@ -60,7 +65,9 @@ GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SLOTS, _LOG, _BELL = ".turns", ".log", ".{}.bell"
 _LOCK_BASE = 1 << 32  # locked bytes lie beyond the end of the file: nobody locks contents
 _RETRY_S = 1e-3
-_SLOT_PATIENCE_S = 5.0  # a process that removes the files holds all slots, on a busy machine for long
+_SLOT_PATIENCE_S = (
+    5.0  # a process that removes the files holds all slots, on a busy machine for long
+)
 _CLOSED: Final = -1  # a number that every system call refuses
 _LONGEST_WAIT_S = 3600.0
 _REMEDIES: Final = {
@@ -92,7 +99,9 @@ def digest(text: str) -> int:
 
 def read_slots(fd: int, path: str) -> list[Member]:
     """Return the slots that say they are in use, whether or not their owners live."""
-    raw = os.pread(fd, FILE_BYTES + 1, 0)  # mostly a few hundred bytes: it is as long as its last slot needs
+    raw = os.pread(
+        fd, FILE_BYTES + 1, 0
+    )  # mostly a few hundred bytes: it is as long as its last slot needs
     if len(raw) % SLOT_BYTES:
         raise SegmentError(
             f"expected slots of {SLOT_BYTES} bytes, got a part of one at {path}: it was cut short, or is of another "
@@ -168,7 +177,9 @@ def _guard_forks() -> None:
             each.close()
         no_fork.release()
 
-    os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=close_all)
+    os.register_at_fork(
+        before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=close_all
+    )
 
 
 class GroupFiles(OpenFile):
@@ -202,7 +213,9 @@ class GroupFiles(OpenFile):
         """Return the error of a file that cannot be opened or made."""
         found = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
         remedy = _REMEDIES.get(error.errno or 0, "remove it while no job runs")
-        return SegmentError(f"expected a file of turns at {self.path(suffix)}, got {found}; {remedy}")
+        return SegmentError(
+            f"expected a file of turns at {self.path(suffix)}, got {found}; {remedy}"
+        )
 
     def remove(self, suffix: str) -> None:
         """Remove a file, if it is still there."""
@@ -284,10 +297,14 @@ class Bells:
 
     def ring(self, sibling: Process) -> None:
         """Wake a sibling."""
-        with no_fork:  # nor may anybody close the bell, and have its number taken, before it has rung
+        with (
+            no_fork
+        ):  # nor may anybody close the bell, and have its number taken, before it has rung
             fd = self._reader(sibling)
             if fd is not None:
-                with contextlib.suppress(BlockingIOError, BrokenPipeError):  # full: it is awake; broken: dead
+                with contextlib.suppress(
+                    BlockingIOError, BrokenPipeError
+                ):  # full: it is awake; broken: dead
                     os.write(fd, b"\0")
 
     def _reader(self, sibling: Process) -> int | None:
@@ -295,7 +312,9 @@ class Bells:
         slot, _ = sibling
         with no_fork:
             bell = self._others[slot]
-            if self._held.get(slot) != sibling or bell.fd < 0:  # perhaps of the slot's earlier owner
+            if (
+                self._held.get(slot) != sibling or bell.fd < 0
+            ):  # perhaps of the slot's earlier owner
                 self._held[slot] = sibling
                 with contextlib.suppress(OSError):  # no reader, or no bell: its owner has ended
                     bell.open(lambda: self._files.open_file(_BELL.format(slot), os.O_WRONLY))
@@ -345,7 +364,9 @@ class TurnSegment:
 
     def __init__(self, group: str, device: str, *, base: str = SHARED_MEMORY) -> None:
         if not GROUP_NAME.fullmatch(group):
-            raise ValueError(f"expected a group name of 1-64 letters, digits, '.', '_', '-', got name={group!r}")
+            raise ValueError(
+                f"expected a group name of 1-64 letters, digits, '.', '_', '-', got name={group!r}"
+            )
         self.group, self.device = group, device
         self.slot = -1
         self._base = base
@@ -430,7 +451,9 @@ class TurnSegment:
                 self.publish(state=FREE)
                 self.ring_others()
                 self._files.remove(_BELL.format(self.slot))
-        with no_fork:  # a late publication must not go into what may be another process's from here on
+        with (
+            no_fork
+        ):  # a late publication must not go into what may be another process's from here on
             self.slot = -1
         with contextlib.suppress(OSError):
             # Before the files are removed: of two processes that leave at once neither must take the other for a user.
@@ -482,8 +505,12 @@ class TurnSegment:
             if (each.lead == self._lead if in_order else each.device == self._device)
             and (each.slot == self.slot or self.bells.is_alive(each.process))
         ]
-        is_missing = self.slot not in [each.slot for each in found]  # others would compute beside it
-        if is_missing or any(file.is_removed() for file in (self.slots_file, self.log_file, self.bells.own)):
+        is_missing = self.slot not in [
+            each.slot for each in found
+        ]  # others would compute beside it
+        if is_missing or any(
+            file.is_removed() for file in (self.slots_file, self.log_file, self.bells.own)
+        ):
             raise SegmentError(
                 f"expected {self.path} and the files beside it to stay while jobs run, got one removed under way, or "
                 "cut short; where logind removes shared memory at logout, loginctl enable-linger keeps it; start the "
@@ -533,5 +560,7 @@ class TurnSegment:
         self._open_log()
         records = os.pread(self.log_file.fd, stop - start, start)
         if len(records) != stop - start:
-            raise SegmentError(f"expected {stop} turns, got the log beside {self.path} cut short under way")
+            raise SegmentError(
+                f"expected {stop} turns, got the log beside {self.path} cut short under way"
+            )
         return records

@@ -140,7 +140,11 @@ class Turns:
     ) -> None:
         self.membership = membership
         self.counters = counters
-        self._segment, self._order, self._channel = membership.segment, membership.order, membership.channel
+        self._segment, self._order, self._channel = (
+            membership.segment,
+            membership.order,
+            membership.channel,
+        )
         self.shared = True
         """Whether a sibling was on the device when the last turn began, and the turn was to wait for it."""
         self._lease, self._patience, self._on_failure = lease, patience, on_failure
@@ -198,7 +202,9 @@ class Turns:
             if inside is None or self.has_peers:
                 order.check_usable()
             streams = order.streams()
-        if inside is not None and not self.has_peers:  # siblings wait for this rank: it must not wait for them
+        if (
+            inside is not None and not self.has_peers
+        ):  # siblings wait for this rank: it must not wait for them
             self._put(self._pass_request, inside)
             return True
         try:
@@ -313,7 +319,9 @@ class Turns:
     def _lend_if_wanted(self, turn: _Turn) -> None:
         """See [Note: a turn is for computing]."""
         members = self._segment.members()
-        wanted = any(each.job != self.membership.job and each.queued > each.started for each in members)
+        wanted = any(
+            each.job != self.membership.job and each.queued > each.started for each in members
+        )
         if wanted and (self._order is None or self._order.is_done(turn.streams)):
             self._give_back(turn)
 
@@ -425,7 +433,9 @@ class Turns:
         if not self.membership.is_lead:
             return self._channel.ask()
         mode_before = self._trial.mode
-        if not self._log.read_numel:  # a log of days is read for seconds, and siblings wait for who has drawn
+        if (
+            not self._log.read_numel
+        ):  # a log of days is read for seconds, and siblings wait for who has drawn
             self._look_and_read(self._segment.drawn())
         turn = self._segment.draw_turn()
         members = self._look_and_read(turn - 1)
@@ -454,7 +464,9 @@ class Turns:
                     "in turns" if trial.mode.waits else "side by side",
                 )
         if trial.drew(time.monotonic()):
-            publish(pairs=0, tried=trial.begun_at, turns_s=trial.vote.turns_s, side_s=trial.vote.side_s)
+            publish(
+                pairs=0, tried=trial.begun_at, turns_s=trial.vote.turns_s, side_s=trial.vote.side_s
+            )
             publish(pairs=trial.vote.pairs)
         if (word := trial.due()) is not None:
             self._segment.write_word(word)

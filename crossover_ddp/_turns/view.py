@@ -46,7 +46,9 @@ class Look(NamedTuple):
 
 def printable(text: str) -> str:
     """Return ``text`` with unprintable characters replaced: file names and devices may hold any bytes."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    return "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
 
 
 def look(base: str = SHARED_MEMORY) -> Look:
@@ -77,7 +79,9 @@ def look(base: str = SHARED_MEMORY) -> Look:
         except (SegmentError, OSError) as error:
             problems.append((path, error))
     said = tuple((printable(path), printable(str(what))) for path, what in problems)
-    return Look(time.monotonic_ns(), directory, tuple(places), tuple(map(printable, abandoned)), said)
+    return Look(
+        time.monotonic_ns(), directory, tuple(places), tuple(map(printable, abandoned)), said
+    )
 
 
 def _read(group: str, path: str) -> tuple[list[Place], bool]:
@@ -88,9 +92,16 @@ def _read(group: str, path: str) -> tuple[list[Place], bool]:
         if not os.pread(fd, 1, 0):  # it is being made
             return [], True
         found = [(slot, slots_are_locked(fd, slot.slot, 1)) for slot in read_slots(fd, path)]
-        again = {slot.slot for slot in read_slots(fd, path)}  # who has left meanwhile is no dead one
+        again = {
+            slot.slot for slot in read_slots(fd, path)
+        }  # who has left meanwhile is no dead one
         places = [
-            Place(group, printable(slot.device_name.rstrip(b"\0").decode(errors="replace")), slot, is_alive)
+            Place(
+                group,
+                printable(slot.device_name.rstrip(b"\0").decode(errors="replace")),
+                slot,
+                is_alive,
+            )
             for slot, is_alive in found
             if is_alive or slot.slot in again
         ]

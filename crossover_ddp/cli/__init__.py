@@ -43,7 +43,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the arguments; what follows each ``--`` are the ``groups`` of a command that starts others."""
     # argparse knows one "--" only, and not every version treats it alike.
     starts_others = words[:1] in (["run"], ["advise"])
-    bounds = [place for place, word in enumerate(words) if starts_others and word == "--"] + [len(words)]
+    bounds = [place for place, word in enumerate(words) if starts_others and word == "--"] + [
+        len(words)
+    ]
     groups = [list(words[begin + 1 : end]) for begin, end in pairwise(bounds)]
     return parser().parse_args(words[: bounds[0]], argparse.Namespace(groups=groups))
 

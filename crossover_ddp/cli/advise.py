@@ -90,7 +90,11 @@ class Way(NamedTuple):
 
 CROSSOVER: Final = Way(
     "crossover (two sibling jobs)",
-    lambda found: 2 * found.step_s / max(2 * found.compute_s, found.step_s, 2 * min(found.wire_s, found.step_s)),
+    lambda found: (
+        2
+        * found.step_s
+        / max(2 * found.compute_s, found.step_s, 2 * min(found.wire_s, found.step_s))
+    ),
     0.97,  # of 17 rows, two more than a tenth off
     "model.register_comm_hook(CrossoverState(), crossover_hook)",
     "over one job after the other; needs a second job of yours on the same devices, and memory for both",
@@ -123,9 +127,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Declare the command."""
     about = "Measure a job's compute, exposed communication and wire time; predict what would make it faster."
     parser = declare(commands, "advise", run, "what would make this job faster?", about, _EXAMPLES)
-    parser.usage = "crossover-ddp advise [--json] [--steps N] -- COMMAND | --link RATE --model M --ranks N"
-    parser.add_argument("--steps", type=whole(17), default=41, metavar="N", help="end after about N (41)")
-    parser.add_argument("--link", type=_rate, metavar="RATE", help="of a rank's card: 10gbit, 100mbit")
+    parser.usage = (
+        "crossover-ddp advise [--json] [--steps N] -- COMMAND | --link RATE --model M --ranks N"
+    )
+    parser.add_argument(
+        "--steps", type=whole(17), default=41, metavar="N", help="end after about N (41)"
+    )
+    parser.add_argument(
+        "--link", type=_rate, metavar="RATE", help="of a rank's card: 10gbit, 100mbit"
+    )
     what = "torchvision:NAME or timm:NAME; or its parameters of 4 bytes, 25.6M, or bytes, 102MB"
     parser.add_argument("--model", type=_model, metavar="MODEL", help=what)
     parser.add_argument("--ranks", type=whole(2), metavar="N")
@@ -155,10 +165,14 @@ def _model(text: str) -> str | float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, advise, show; return the exit code."""
-    described = [each for each in (arguments.link, arguments.model, arguments.ranks) if each is not None]
+    described = [
+        each for each in (arguments.link, arguments.model, arguments.ranks) if each is not None
+    ]
     commands = [words for words in arguments.groups if words]
     if len(commands) + len(described) / 3 != 1:
-        say("crossover-ddp advise: expected -- COMMAND, or --link, --model and --ranks, got neither or both")
+        say(
+            "crossover-ddp advise: expected -- COMMAND, or --link, --model and --ranks, got neither or both"
+        )
         return USAGE
     try:
         if described:
@@ -170,7 +184,9 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"crossover-ddp advise: {error}")
         return FOUND
     if arguments.json:
-        factors = {way.name: {"expected": way.expected(found), "bound": way.bound(found)} for way in WAYS}
+        factors = {
+            way.name: {"expected": way.expected(found), "bound": way.bound(found)} for way in WAYS
+        }
         write_json({"figures": found._asdict(), "factors": factors, "verdict": verdict(found)})
     else:
         sys.stdout.write(_report(found))
@@ -194,7 +210,9 @@ def measuring(directory: Path) -> dict[str, str]:
 def _blocks(directory: Path) -> list[list[dict[str, Any]]]:
     """Return what each rank has recorded so far, if it has blocks of both kinds."""
     texts = [path.read_text() for path in directory.glob("rank-*.jsonl")]
-    ranks = [[json.loads(line) for line in text.splitlines() if line.endswith("}")] for text in texts]
+    ranks = [
+        [json.loads(line) for line in text.splitlines() if line.endswith("}")] for text in texts
+    ]
     return [blocks for blocks in ranks if any(block["apart"] for block in blocks)]
 
 
@@ -210,8 +228,12 @@ def figures(directory: Path) -> Figures:
     if max(block["ranks"] for blocks in ranks for block in blocks) < 2:
         raise ValueError("expected at least two ranks, got one, which exchanges nothing")
     apart = [[block for block in blocks if block["apart"]] for blocks in ranks]
-    step_s = max(median(block["step_s"] for block in blocks if not block["apart"]) for blocks in ranks)
-    computed_s = [[block["step_s"] - block["met_s"] - block["wire_s"] for block in blocks] for blocks in apart]
+    step_s = max(
+        median(block["step_s"] for block in blocks if not block["apart"]) for blocks in ranks
+    )
+    computed_s = [
+        [block["step_s"] - block["met_s"] - block["wire_s"] for block in blocks] for blocks in apart
+    ]
     compute_s = max(map(median, computed_s))
     backward_s = sum(block["backward_s"] for blocks in apart for block in blocks)
     return Figures(
@@ -220,7 +242,8 @@ def figures(directory: Path) -> Figures:
         wire_s=min(median(block["wire_s"] for block in blocks) for blocks in apart),
         size_bytes=apart[0][-1]["bytes"],
         ranks=apart[0][-1]["ranks"],
-        backward_share=backward_s / sum(map(sum, computed_s)) or _BACKWARD_SHARE,  # 0: DDP's forward was not called
+        backward_share=backward_s / sum(map(sum, computed_s))
+        or _BACKWARD_SHARE,  # 0: DDP's forward was not called
     )
 
 
@@ -228,7 +251,10 @@ def _measured(words: Sequence[str], steps: int) -> Figures:
     """Run a command until it has recorded enough; nothing of it is left."""
     wanted = 2 * round((steps - step_meter.WARM_UP_STEPS) / (2 * step_meter.BLOCK_STEPS))
     group = f"advise-{os.getpid()}-{secrets.token_hex(3)}"  # no turns with siblings
-    with waited_for_signals() as numbers, tempfile.TemporaryDirectory(prefix="crossover-advise-") as name:
+    with (
+        waited_for_signals() as numbers,
+        tempfile.TemporaryDirectory(prefix="crossover-advise-") as name,
+    ):
         directory = Path(name)
         variables = {**os.environ, environment.GROUP: group, **measuring(directory)}
         job, shown = Job(words, variables, directory / "log"), 0
@@ -239,7 +265,9 @@ def _measured(words: Sequence[str], steps: int) -> Figures:
                     raise SystemExit(SHELLS_OFFSET + came.si_signo)
                 done = min(map(len, _blocks(directory)), default=0)
                 if done > shown:
-                    say(f"{done * step_meter.BLOCK_STEPS} of {wanted * step_meter.BLOCK_STEPS} steps")
+                    say(
+                        f"{done * step_meter.BLOCK_STEPS} of {wanted * step_meter.BLOCK_STEPS} steps"
+                    )
                 shown = done
             code = job.code
         finally:
@@ -272,9 +300,14 @@ def verdict(found: Figures) -> str:
 def _report(found: Figures) -> str:
     rows = [[way.name, f"{way.expected(found):.2f}×", f"{way.bound(found):.2f}×"] for way in WAYS]
     shown = verdict(found)
-    worth = [] if shown.startswith("do not") else [way for way in WAYS if way.expected(found) >= _WORTH]
+    worth = (
+        [] if shown.startswith("do not") else [way for way in WAYS if way.expected(found) >= _WORTH]
+    )
     sixteenth_mb = found.size_bytes / 16 / 2**20
-    lines = "".join(f"{way.name}: {way.caveat.format(sixteenth_mb=sixteenth_mb)}\n    {way.line}\n" for way in worth)
+    lines = "".join(
+        f"{way.name}: {way.caveat.format(sixteenth_mb=sixteenth_mb)}\n    {way.line}\n"
+        for way in worth
+    )
     assumed = ", assumed" if found.backward_share == _BACKWARD_SHARE else ""
     return (
         f"{found.ranks} ranks, {found.size_bytes / 1e6:.3g} MB of gradients\n"
@@ -301,7 +334,9 @@ def _table(bytes_per_s: float, model: str | float, ranks: int) -> str:
     rows = []
     for ratio in _WIRE_OVER_COMPUTE:
         compute_s = wire_s / ratio
-        found = Figures(compute_s, max(0.0, wire_s - _BACKWARD_SHARE * compute_s), wire_s, size_bytes, ranks)
+        found = Figures(
+            compute_s, max(0.0, wire_s - _BACKWARD_SHARE * compute_s), wire_s, size_bytes, ranks
+        )
         factors = [f"{way.expected(found):.2f}× ({way.bound(found):.2f}×)" for way in WAYS]
         rows.append([f"{ratio:g}", _ms(compute_s), _ms(found.step_s), *factors])
     what = f"{len(sizes)} gradients of {model}" if sizes else "gradients"

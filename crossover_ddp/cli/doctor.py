@@ -32,7 +32,9 @@ Finding = tuple[str, str, str]
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
-    about = "Say what of versions, shared memory, network, limits, GPUs and variables to fix, and how."
+    about = (
+        "Say what of versions, shared memory, network, limits, GPUs and variables to fix, and how."
+    )
     declare(commands, "doctor", run, "is this machine ready?", about, _EXAMPLES)
 
 
@@ -53,7 +55,11 @@ def _versions() -> Iterator[Finding]:
     if not sys.platform.startswith("linux"):
         yield "problem", f"{sys.platform}: jobs train without turns", "use Linux"
     if tuple(map(int, re.findall(r"\d+", torch)[:2])) < _LEAST_TORCH:
-        yield "problem", f"torch {torch}", f"pip install 'torch>={'.'.join(map(str, _LEAST_TORCH))}'"
+        yield (
+            "problem",
+            f"torch {torch}",
+            f"pip install 'torch>={'.'.join(map(str, _LEAST_TORCH))}'",
+        )
 
 
 def _shared_memory(base: str) -> Iterator[Finding]:
@@ -65,9 +71,15 @@ def _shared_memory(base: str) -> Iterator[Finding]:
         mend = "mount -o remount,rw" if room.f_flag & os.ST_RDONLY else "chmod 1777"
         yield "problem", f"{base} is not writable", f"{mend} {base}"
     if room.f_bavail * room.f_frsize >> 20 < _ROOM_MIB:
-        yield "problem", f"{base} has less than {_ROOM_MIB} MiB free", "free some; docker: --shm-size=1g"
+        yield (
+            "problem",
+            f"{base} has less than {_ROOM_MIB} MiB free",
+            "free some; docker: --shm-size=1g",
+        )
     for path in seen.abandoned:
-        what = f"dead jobs have left files of group {os.path.basename(path).removesuffix('@.turns')}"
+        what = (
+            f"dead jobs have left files of group {os.path.basename(path).removesuffix('@.turns')}"
+        )
         yield "note", what, f"rm {path.removesuffix('.turns')}.*"
     for slot in (place.slot for place in seen.places if place.alive):
         if slot.mode == Mode.SIDE_BY_SIDE and slot.pairs and slot.side_s:
@@ -76,7 +88,11 @@ def _shared_memory(base: str) -> Iterator[Finding]:
             mend = "if it waits for data: more loader workers; crossover-ddp advise says more"
             yield "note", what[:100], mend
     for path, what in seen.problems:
-        mend = "see there" if path == seen.directory else f"rm -r {shlex.quote(path)}  # while no job runs"
+        mend = (
+            "see there"
+            if path == seen.directory
+            else f"rm -r {shlex.quote(path)}  # while no job runs"
+        )
         yield "problem", f"{path}: {what}", mend
 
 
@@ -93,9 +109,17 @@ def _network() -> Iterator[Finding]:
     host = socket.gethostname()
     addresses = _own_addresses(host)
     if not addresses:
-        yield "problem", f"host name {host} resolves to no address of this machine, which gloo takes", mend
+        yield (
+            "problem",
+            f"host name {host} resolves to no address of this machine, which gloo takes",
+            mend,
+        )
     elif others and all(address.startswith("127.") or address == "::1" for address in addresses):
-        yield "note", f"host name {host} resolves to {addresses[0]}: other machines cannot reach that", mend
+        yield (
+            "note",
+            f"host name {host} resolves to {addresses[0]}: other machines cannot reach that",
+            mend,
+        )
 
 
 def _own_addresses(host: str) -> list[str]:
@@ -112,7 +136,11 @@ def _own_addresses(host: str) -> list[str]:
 def _files() -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _FILES:
-        yield "note", f"{soft} open files: few for ranks, connections, data loaders", f"ulimit -n {_FILES}"
+        yield (
+            "note",
+            f"{soft} open files: few for ranks, connections, data loaders",
+            f"ulimit -n {_FILES}",
+        )
 
 
 def _gpus() -> Iterator[Finding]:
@@ -125,7 +153,11 @@ def _gpus() -> Iterator[Finding]:
         if answer.returncode and "No devices" not in answer.stdout:
             raise OSError((answer.stdout or answer.stderr).partition("\n")[0])
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield "problem", f"nvidia-smi does not answer: {error}", "see dmesg; load the driver anew, or reboot"
+        yield (
+            "problem",
+            f"nvidia-smi does not answer: {error}",
+            "see dmesg; load the driver anew, or reboot",
+        )
         return
     pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
     mps = os.path.exists(f"{pipes}/control")
@@ -134,12 +166,20 @@ def _gpus() -> Iterator[Finding]:
             what = f"{uuid} has compute mode {mode}: no second job"
             yield "problem", what, f"nvidia-smi -c DEFAULT, or {_MPS}"
     if listed and not mps:
-        yield "note", f"no MPS in {pipes}: NCCL's exchange does not overlap a sibling's computation", _MPS
+        yield (
+            "note",
+            f"no MPS in {pipes}: NCCL's exchange does not overlap a sibling's computation",
+            _MPS,
+        )
     for name in ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT"):
         if listed and environment.is_set(name):
             yield "problem", f"{name} is set: nothing overlaps", f"unset {name}"
     if listed and mps and WORK_QUEUES not in os.environ:
-        yield "note", "MPS, two work queues a process: compute waits for NCCL", f"export {WORK_QUEUES}=8"
+        yield (
+            "note",
+            "MPS, two work queues a process: compute waits for NCCL",
+            f"export {WORK_QUEUES}=8",
+        )
 
 
 def _variables() -> Iterator[Finding]:
@@ -149,7 +189,14 @@ def _variables() -> Iterator[Finding]:
     if os.path.exists(directory) and not os.access(directory, os.W_OK | os.X_OK):
         yield "problem", f"CROSSOVER_TIMELINE={directory} is not writable", "name another directory"
     if environment.is_set(environment.DISABLE):
-        yield "note", "CROSSOVER_DISABLE is set: hooks are plain all-reduce", "unset CROSSOVER_DISABLE"
+        yield (
+            "note",
+            "CROSSOVER_DISABLE is set: hooks are plain all-reduce",
+            "unset CROSSOVER_DISABLE",
+        )
     for name in sorted(os.environ):
-        if name.startswith("CROSSOVER_") and name not in {*environment.FOR_USERS, environment.RUN_JOB}:
+        if name.startswith("CROSSOVER_") and name not in {
+            *environment.FOR_USERS,
+            environment.RUN_JOB,
+        }:
             yield "note", f"{name} means nothing to jobs", f"unset {name}"

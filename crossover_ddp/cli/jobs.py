@@ -28,12 +28,16 @@ from crossover_ddp._system.environment import RUN_JOB
 SHELLS_OFFSET: Final = 128
 """Shells number the exit of a program that signal n ended 128 + n."""
 ENDING: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
-PASSED_ON: Final = frozenset({signal.SIGUSR1, signal.SIGUSR2})  # what Slurm sends before the end, if asked to
+PASSED_ON: Final = frozenset(
+    {signal.SIGUSR1, signal.SIGUSR2}
+)  # what Slurm sends before the end, if asked to
 TICK_S: Final = 0.1
 _GRACE_S: Final = 30.0
 _SURELY_S: Final = 5.0  # a killed process may still write a core, or be in a system call
 _TAIL_BYTES, _TAIL_LINES = 4096, 10
-_NOT_EPHEMERAL: Final = range(20_000, 32_000)  # no connection of another job gets one of these meanwhile
+_NOT_EPHEMERAL: Final = range(
+    20_000, 32_000
+)  # no connection of another job gets one of these meanwhile
 _PR_SET_PDEATHSIG: Final = 1
 _VARIABLE: Final = re.compile(r"[A-Za-z_]\w*=")
 _prctl = ctypes.CDLL(None).prctl
@@ -63,7 +67,9 @@ def waited_for_signals() -> Iterator[frozenset[int]]:
     Those that are ignored, as under nohup, stay ignored; but SIGCHLD, without which children leave no exit code.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    heard = [number for number in ENDING | PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+    heard = [
+        number for number in ENDING | PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN
+    ]
     numbers = frozenset([signal.SIGCHLD, *heard])
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -109,7 +115,9 @@ class Job(subprocess.Popen[bytes]):
         mark, found = f"{RUN_JOB}={self._mark}".encode(), []
         for entry in os.scandir("/proc"):
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if entry.name.isdigit() and mark in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                if entry.name.isdigit() and mark in Path(entry.path, "environ").read_bytes().split(
+                    b"\0"
+                ):
                     found.append(int(entry.name))
         return found
 

@@ -28,8 +28,12 @@ _GONE: Final = {
 
 
 class _Gone(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        what = f"{option_string} does nothing any more, and goes in the next version; see CHANGELOG.md"
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        what = (
+            f"{option_string} does nothing any more, and goes in the next version; see CHANGELOG.md"
+        )
         sys.stderr.write(f"{parser.prog}: {what}\n")
 
 
@@ -43,7 +47,9 @@ def declare(
 ) -> argparse.ArgumentParser:
     """Declare a sub-command; ``run`` returns its exit code. Returns its parser, to add arguments to."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser(name, help=help, description=about, epilog=examples, formatter_class=form)
+    parser = commands.add_parser(
+        name, help=help, description=about, epilog=examples, formatter_class=form
+    )
     parser.set_defaults(run=run)
     for option in _GONE[name]:
         word, *value = option.split()
@@ -70,7 +76,9 @@ def whole(least: int) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number from {least} on, got {text!r}"
+            )
         return int(text)
 
     return read

@@ -24,17 +24,27 @@ exit codes: 0 fine; 1 no plan: the model is no chain, or does not fit; 2 wrong u
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
     about = "Find stages, replicas, devices and the order of micro-batches, and compare with known designs."
-    command = declare(commands, "plan", run, "cut a model in pipeline stages for a cluster", about, _EXAMPLES)
+    command = declare(
+        commands, "plan", run, "cut a model in pipeline stages for a cluster", about, _EXAMPLES
+    )
     command.add_argument("model", metavar="MODEL")
-    command.add_argument("--cluster", type=Path, required=True, help="JSON file of devices and bandwidths")
+    command.add_argument(
+        "--cluster", type=Path, required=True, help="JSON file of devices and bandwidths"
+    )
     command.add_argument("--microbatches", type=whole(1), required=True, help="of a step")
-    command.add_argument("--input", type=_shape, default=(2, 3, 224, 224), help="a micro-batch (2,3,224,224)")
+    command.add_argument(
+        "--input", type=_shape, default=(2, 3, 224, 224), help="a micro-batch (2,3,224,224)"
+    )
     command.add_argument("--max-stages", type=whole(1), help="default: as many as pay")
     command.add_argument("--max-replicas", type=whole(1), help="devices of one stage")
-    command.add_argument("--split", action="store_true", help="try a split backward, for torch's schedules")
+    command.add_argument(
+        "--split", action="store_true", help="try a split backward, for torch's schedules"
+    )
     command.add_argument("--csv", action="store_true", help="torch's schedule; one device a stage")
     command.add_argument("--save", type=Path, metavar="FILE", help="write the plan for Runner")
-    command.add_argument("--save-profile", type=Path, metavar="FILE", help="write what was measured")
+    command.add_argument(
+        "--save-profile", type=Path, metavar="FILE", help="write what was measured"
+    )
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -13,7 +13,16 @@ from pathlib import Path
 
 from crossover_ddp._system import environment
 
-from .jobs import ENDING, PASSED_ON, SHELLS_OFFSET, TICK_S, Job, free_ports, reap, waited_for_signals
+from .jobs import (
+    ENDING,
+    PASSED_ON,
+    SHELLS_OFFSET,
+    TICK_S,
+    Job,
+    free_ports,
+    reap,
+    waited_for_signals,
+)
 from .output import USAGE, declare, say, whole
 
 _EXAMPLES = """\
@@ -26,7 +35,9 @@ failed (128 + n if signal n killed it); 128 + n if signal n ended the run; 2 wro
 _COMMENT = re.compile(r"""((?!#)(?:'[^']*'|"(?:[^"\\]|\\.)*"|\\.|[^\s'"\\])+)|#.*""")  # or a word
 _QUOTED = re.compile(r"""'[^']*'|"(?:[^"$`\\]|\\[^$`])*"|\\.|("(?:[^"\\]|\\.)*")""")  # 1: not plain
 _SHELLS = re.compile(r"[|&;<>()$`\n]|(?<!\S)(?:[A-Za-z_]\w*=(?:\S*:)?)?~")
-_PLACE = re.compile(r"(?:--(?:rdzv|master)[-_](?:endpoint|port)[ =]|\bMASTER_PORT=)(?!(\S*:)?0'?( |$))(\S+)")
+_PLACE = re.compile(
+    r"(?:--(?:rdzv|master)[-_](?:endpoint|port)[ =]|\bMASTER_PORT=)(?!(\S*:)?0'?( |$))(\S+)"
+)
 _NODES = re.compile(r"--nnodes[ =](?!1(:1)?( |$))")
 _NOT_STARTED = 126  # as shells number it
 
@@ -36,9 +47,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     about = "Start jobs as siblings: one group, a log and a rendezvous for each, nothing left at the end."
     parser = declare(commands, "run", run, "start sibling jobs, or a sweep", about, _EXAMPLES)
     parser.usage = "crossover-ddp run [--commands FILE] [--at-once K] [--logs DIR] [-- COMMAND]..."
-    parser.add_argument("--commands", metavar="FILE", help="one command a line; - is standard input")
-    parser.add_argument("--at-once", type=whole(1), default=2, metavar="K", help="how many run at a time (2)")
-    parser.add_argument("--logs", type=Path, default="crossover-run", metavar="DIR", help="(crossover-run)")
+    parser.add_argument(
+        "--commands", metavar="FILE", help="one command a line; - is standard input"
+    )
+    parser.add_argument(
+        "--at-once", type=whole(1), default=2, metavar="K", help="how many run at a time (2)"
+    )
+    parser.add_argument(
+        "--logs", type=Path, default="crossover-run", metavar="DIR", help="(crossover-run)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,22 +67,32 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"crossover-ddp run: {error}\n")
         return USAGE
     group = os.environ.get(environment.GROUP) or f"run-{os.getpid()}-{secrets.token_hex(3)}"
-    say(f"{len(commands)} jobs, {arguments.at_once} at once, in group {group}, logs in {arguments.logs}")
+    say(
+        f"{len(commands)} jobs, {arguments.at_once} at once, in group {group}, logs in {arguments.logs}"
+    )
     return _Runner(commands, group, arguments.logs, arguments.at_once).run()
 
 
 def _commands(arguments: argparse.Namespace) -> list[list[str]]:
     """Return the words of each job; raise ``ValueError`` or ``OSError`` for what is none."""
-    found = [command_words(group[0]) if len(group) == 1 else list(group) for group in arguments.groups]
+    found = [
+        command_words(group[0]) if len(group) == 1 else list(group) for group in arguments.groups
+    ]
     if arguments.commands:
-        text = sys.stdin.read() if arguments.commands == "-" else Path(arguments.commands).read_text()
+        text = (
+            sys.stdin.read() if arguments.commands == "-" else Path(arguments.commands).read_text()
+        )
         found += [words for line in _joined(text).splitlines() if (words := command_words(line))]
     if not found or not all(found):
         raise ValueError("expected commands after -- or in --commands FILE, got none")
     texts = [shlex.join(words) for words in found]
     places = [place[3] for text in texts if "etcd" not in text and (place := _PLACE.search(text))]
-    if len({*places}) < len(places) and arguments.at_once > 1:  # one would end with the other's store
-        raise ValueError(f"expected a rendezvous of its own for each job, got {places}; use other ports")
+    if (
+        len({*places}) < len(places) and arguments.at_once > 1
+    ):  # one would end with the other's store
+        raise ValueError(
+            f"expected a rendezvous of its own for each job, got {places}; use other ports"
+        )
     return found
 
 
@@ -88,7 +115,9 @@ def command_words(text: str) -> list[str]:
 class _Runner:
     """Runs commands in their order, ``at_once`` at a time."""
 
-    def __init__(self, commands: Sequence[Sequence[str]], group: str, logs: Path, at_once: int) -> None:
+    def __init__(
+        self, commands: Sequence[Sequence[str]], group: str, logs: Path, at_once: int
+    ) -> None:
         self._commands, self._group, self._logs, self._at_once = commands, group, logs, at_once
         self._running: dict[int, Job] = {}
         self._signals: list[int] = []
@@ -102,20 +131,32 @@ class _Runner:
             try:
                 self._start_due()
                 while self._running:
-                    leaving = self._signals or any(job.code is not None for job in self._running.values())
+                    leaving = self._signals or any(
+                        job.code is not None for job in self._running.values()
+                    )
                     came = signal.sigtimedwait(numbers, TICK_S if leaving else 1.0)
                     self._pass_on(came.si_signo if came else signal.SIGCHLD)
-                    for number in [number for number, job in self._running.items() if job.is_over()]:
+                    for number in [
+                        number for number, job in self._running.items() if job.is_over()
+                    ]:
                         self._note_end(number, self._running.pop(number))
                     reap(job.pid for job in self._running.values())
                     self._start_due()
             finally:
                 for job in self._running.values():
                     job.finish()
-        return SHELLS_OFFSET + self._signals[0] if self._signals else min(self._failed, default=(0, 0))[1]
+        return (
+            SHELLS_OFFSET + self._signals[0]
+            if self._signals
+            else min(self._failed, default=(0, 0))[1]
+        )
 
     def _start_due(self) -> None:
-        while self._begun < len(self._commands) and len(self._running) < self._at_once and not self._signals:
+        while (
+            self._begun < len(self._commands)
+            and len(self._running) < self._at_once
+            and not self._signals
+        ):
             words, self._begun = self._commands[self._begun], self._begun + 1
             log = self._logs / f"{self._begun}.log"
             try:
@@ -127,9 +168,15 @@ class _Runner:
 
     def _variables(self, words: Sequence[str]) -> dict[str, str]:
         """Return a job's environment; ports on which several nodes must agree are counted from one they know."""
-        first = os.environ.get("MASTER_PORT") or (_NODES.search(shlex.join(words)) and "29500") or ""
+        first = (
+            os.environ.get("MASTER_PORT") or (_NODES.search(shlex.join(words)) and "29500") or ""
+        )
         port = str(int(first) + self._begun - 1 if first.isdecimal() else next(self._free_ports))
-        own = {environment.GROUP: self._group, "MASTER_PORT": port, "PET_MASTER_PORT": port}  # torchrun's
+        own = {
+            environment.GROUP: self._group,
+            "MASTER_PORT": port,
+            "PET_MASTER_PORT": port,
+        }  # torchrun's
         if timeline := os.environ.get(environment.TIMELINE):
             own[environment.TIMELINE] = os.path.join(timeline, str(self._begun))
         return {**os.environ, **own}

@@ -44,7 +44,9 @@ class Job(NamedTuple):
         """Return where it is in the order of turns."""
         if any(slot.started > slot.returned for slot in self.slots):
             return "computes"
-        return "queues" if any(slot.queued > slot.started for slot in self.slots) else "between turns"
+        return (
+            "queues" if any(slot.queued > slot.started for slot in self.slots) else "between turns"
+        )
 
 
 _FIGURES: Final[Mapping[str, Callable[[Job], float]]] = {
@@ -64,7 +66,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     about = "Show the jobs of this user that take turns, and who holds the turn, over one second."
     parser = declare(commands, "status", run, "who holds the turn, who queues?", about, _EXAMPLES)
     parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
-    parser.add_argument("--prometheus", action="store_true", help="figures of this moment, for Prometheus")
+    parser.add_argument(
+        "--prometheus", action="store_true", help="figures of this moment, for Prometheus"
+    )
 
 
 def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
@@ -115,7 +119,9 @@ def exposition(seen: Look) -> str:
         for job in _jobs(seen):
             labels = {"group": job.group, "device": job.device, "job": job.name}
             # Printable text has the escapes of JSON there.
-            said = ",".join(f"{key}={json.dumps(text, ensure_ascii=False)}" for key, text in labels.items())
+            said = ",".join(
+                f"{key}={json.dumps(text, ensure_ascii=False)}" for key, text in labels.items()
+            )
             lines.append(f"crossover_{name}{{{said}}} {float(figure(job))!r}")
     return "\n".join(lines) + "\n"
 
@@ -134,6 +140,8 @@ def _jobs(seen: Look) -> Iterator[Job]:
 def _state(job: Job) -> str:
     lead = job.lead
     if lead.mode != Mode.SIDE_BY_SIDE:
-        return job.state + (", trial" if lead.mode in (Mode.TRYING_TURNS, Mode.TRYING_SIDE_BY_SIDE) else "")
+        return job.state + (
+            ", trial" if lead.mode in (Mode.TRYING_TURNS, Mode.TRYING_SIDE_BY_SIDE) else ""
+        )
     slower = 100 * (lead.turns_s / lead.side_s - 1) if lead.pairs and lead.side_s else None
     return "side by side" if slower is None else f"side by side: turns were {slower:.0f} % slower"

@@ -65,7 +65,9 @@ class _Meter:
     def _send(self, buffer: Any, group: Any) -> None:
         import torch.distributed as dist
 
-        self._sent.append(dist.all_reduce(buffer.div_(group.size()), group=group, async_op=True).get_future())
+        self._sent.append(
+            dist.all_reduce(buffer.div_(group.size()), group=group, async_op=True).get_future()
+        )
 
     def _end_backward(self, model: Any, device: Any) -> None:
         if self._held:  # DDP waits for them at the end of each model's backward
@@ -89,7 +91,9 @@ class _Meter:
         if model is self._model and self._forward_s is not None:
             self._sums["backward_s"] += begin_s - self._forward_s
             self._forward_s = None
-        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=model.process_group)
+        dist.all_reduce(
+            torch.zeros(1, dtype=torch.float32, device=device), group=model.process_group
+        )
         met_s = _now_s(device)
         for buffer, its_group, _ in self._held:
             self._send(buffer, its_group)
@@ -112,7 +116,9 @@ class _Meter:
             means = {name: value / BLOCK_STEPS for name, value in sums.items()}
             found = {"apart": self._apart, "ranks": ranks, **means}
             # A script may train in new processes again and again.
-            with open(os.path.join(_HERE, f"rank-{dist.get_rank()}.jsonl"), "a" if self._is_noted else "w") as file:
+            with open(
+                os.path.join(_HERE, f"rank-{dist.get_rank()}.jsonl"), "a" if self._is_noted else "w"
+            ) as file:
                 file.write(json.dumps(found) + "\n")
             self._is_noted = True
             self._apart = not self._apart
@@ -131,7 +137,12 @@ def _now_s(device: Any) -> float:
 
 def _watch(ddp: Any) -> None:
     """Let every model of the class be measured, whatever hook the script registers."""
-    meter, made, register, after_forward = _Meter(), ddp.__init__, ddp.register_comm_hook, ddp._post_forward
+    meter, made, register, after_forward = (
+        _Meter(),
+        ddp.__init__,
+        ddp.register_comm_hook,
+        ddp._post_forward,
+    )
 
     @functools.wraps(made)
     def made_and_measured(self: Any, *args: Any, **options: Any) -> None:
@@ -152,7 +163,11 @@ def _watch(ddp: Any) -> None:
         meter.end_forward(self)
         return output
 
-    ddp.__init__, ddp.register_comm_hook, ddp._post_forward = made_and_measured, register_own, after_forward_measured
+    ddp.__init__, ddp.register_comm_hook, ddp._post_forward = (
+        made_and_measured,
+        register_own,
+        after_forward_measured,
+    )
     ddp._register_builtin_comm_hook = lambda *args, **options: None
 
 

@@ -20,9 +20,15 @@ exit codes: 0 fine; 1 no spans, or files that cannot be read; 2 wrong usage
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
     about = "Write what ranks recorded with CROSSOVER_TIMELINE=DIR, in and below directories, into one trace."
-    parser = declare(commands, "timeline", run, "who computed, who communicated when?", about, _EXAMPLES)
-    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="where ranks have recorded")
-    parser.add_argument("-o", "--trace", type=Path, default="trace.json", metavar="FILE", help="(trace.json)")
+    parser = declare(
+        commands, "timeline", run, "who computed, who communicated when?", about, _EXAMPLES
+    )
+    parser.add_argument(
+        "directories", nargs="+", type=Path, metavar="DIR", help="where ranks have recorded"
+    )
+    parser.add_argument(
+        "-o", "--trace", type=Path, default="trace.json", metavar="FILE", help="(trace.json)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,4 +13,13 @@ from .plan import Plan, plan_pipeline
 from .profile import LayerProfile, Profile
 from .run import PipelineRunner as Runner
 
-__all__ = ["Action", "Cluster", "LayerProfile", "Plan", "Profile", "Runner", "Stage", "plan_pipeline"]
+__all__ = [
+    "Action",
+    "Cluster",
+    "LayerProfile",
+    "Plan",
+    "Profile",
+    "Runner",
+    "Stage",
+    "plan_pipeline",
+]

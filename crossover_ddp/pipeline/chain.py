@@ -43,7 +43,9 @@ def named_chain(name: str, shape: Sequence[int]) -> tuple[list[NamedLayer], torc
     if not isinstance(model, nn.Module):
         return [(str(place), layer) for place, layer in enumerate(model)], sample
     layers = list(_children(model, ""))
-    head = next((at for at, (_, layer) in enumerate(layers) if isinstance(layer, nn.Linear)), len(layers))
+    head = next(
+        (at for at, (_, layer) in enumerate(layers) if isinstance(layer, nn.Linear)), len(layers)
+    )
     # As many models do in their forward.
     flattened = [*layers[:head], ("flatten", nn.Flatten()), *layers[head:]]
     for chain in (layers, flattened):
@@ -73,7 +75,14 @@ def _is_chain(model: nn.Module, chain: Sequence[NamedLayer], sample: torch.Tenso
             for _, layer in chain:
                 output = layer(output)
         return bool(output.shape == expected.shape and torch.allclose(output, expected, 1e-4, 1e-4))
-    except (RuntimeError, TypeError, NotImplementedError, AttributeError, ValueError, AssertionError):
+    except (
+        RuntimeError,
+        TypeError,
+        NotImplementedError,
+        AttributeError,
+        ValueError,
+        AssertionError,
+    ):
         return False
     finally:
         model.train(training)

@@ -63,7 +63,9 @@ class DeviceCluster(Document):
                     f"expected {name} of {count} devices, got {len(values)}; give one for each row of bandwidth"
                 )
         if not count or len(set(self.names)) != count:
-            raise ValueError(f"expected devices with different names, got names={self.names}; name each device once")
+            raise ValueError(
+                f"expected devices with different names, got names={self.names}; name each device once"
+            )
         if not isinstance(self.latency_s, Sequence):
             object.__setattr__(self, "latency_s", ((self.latency_s,) * count,) * count)
         if unknown := sorted(self.cards.keys() - set(self.nodes)):
@@ -72,10 +74,16 @@ class DeviceCluster(Document):
             )
         self._check_matrix("bandwidth", self.bandwidth)
         self._check_matrix("latency_s", self.latency_s)
-        positive = {"speed": self.speed, "memory_bytes": self.memory_bytes, "cards": (*self.cards.values(),)}
+        positive = {
+            "speed": self.speed,
+            "memory_bytes": self.memory_bytes,
+            "cards": (*self.cards.values(),),
+        }
         for what, values in positive.items():
             if not all(isinstance(value, int | float) and value > 0 for value in values):
-                raise ValueError(f"expected {what} > 0, got {what}={values}; leave it out for the default")
+                raise ValueError(
+                    f"expected {what} > 0, got {what}={values}; leave it out for the default"
+                )
         self._check_connected()
 
     def _check_matrix(self, what: str, matrix: Any) -> None:
@@ -87,7 +95,9 @@ class DeviceCluster(Document):
                     f"expected {count} values of {what} for device {source!r}, got {len(row)}; give a square matrix"
                 )
             for target, value in zip(self.names, row, strict=True):
-                if source != target and not (isinstance(value, int | float) and 0 <= value < math.inf):
+                if source != target and not (
+                    isinstance(value, int | float) and 0 <= value < math.inf
+                ):
                     raise ValueError(
                         f"expected {what} >= 0 from device {source!r} to {target!r}, got {what}={value!r}; measure it, "
                         "or write 0 where there is no link"
@@ -98,7 +108,9 @@ class DeviceCluster(Document):
         links = networkx.Graph()
         links.add_nodes_from(range(count))
         links.add_edges_from(
-            pair for pair in combinations(range(count), 2) if self.rate(*pair) and self.rate(*pair[::-1])
+            pair
+            for pair in combinations(range(count), 2)
+            if self.rate(*pair) and self.rate(*pair[::-1])
         )
         reached = networkx.node_connected_component(links, 0)
         if lost := [name for place, name in enumerate(self.names) if place not in reached]:
@@ -114,7 +126,9 @@ class DeviceCluster(Document):
         """Return bytes per second of a transfer between two devices, 0 where there is no link."""
         rate = self.bandwidth[source][target]
         one, two = self.nodes[source], self.nodes[target]
-        return rate if one == two else min(rate, self.cards.get(one, rate), self.cards.get(two, rate))
+        return (
+            rate if one == two else min(rate, self.cards.get(one, rate), self.cards.get(two, rate))
+        )
 
     def latency(self, source: int, target: int) -> float:
         """Return the seconds that a message takes besides its bytes."""
@@ -136,7 +150,10 @@ class DeviceCluster(Document):
         or their number) and ``bandwidth_gbit`` (a matrix, or one number) may be left out.
         """
         known = {"devices", "bandwidth_gbit", "latency_us", "cards_gbit"}
-        if not isinstance(document, dict) or not {"devices", "bandwidth_gbit"} <= document.keys() <= known:
+        if (
+            not isinstance(document, dict)
+            or not {"devices", "bandwidth_gbit"} <= document.keys() <= known
+        ):
             found = sorted(document) if isinstance(document, dict) else type(document).__name__
             raise ValueError(
                 f"expected the keys devices, bandwidth_gbit and perhaps latency_us, cards_gbit, got {found}; "
@@ -150,7 +167,12 @@ class DeviceCluster(Document):
                 f"and {cards!r}; see docs/pipeline.md"
             )
         for place, device in enumerate(devices):
-            if not isinstance(device, dict) or not device.keys() <= {"name", "node", "speed", "memory_gib"}:
+            if not isinstance(device, dict) or not device.keys() <= {
+                "name",
+                "node",
+                "speed",
+                "memory_gib",
+            }:
                 raise ValueError(
                     f"expected name, node, speed, memory_gib of a device, got {device!r}; fix device {place}"
                 )
@@ -167,11 +189,16 @@ class DeviceCluster(Document):
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
-        memory_gib = [{"memory_gib": size / _GIBIBYTE} if size < math.inf else {} for size in self.memory_bytes]
+        memory_gib = [
+            {"memory_gib": size / _GIBIBYTE} if size < math.inf else {}
+            for size in self.memory_bytes
+        ]
         return {
             "devices": [
                 {"name": name, "node": node, "speed": speed, **memory}
-                for name, node, speed, memory in zip(self.names, self.nodes, self.speed, memory_gib, strict=True)
+                for name, node, speed, memory in zip(
+                    self.names, self.nodes, self.speed, memory_gib, strict=True
+                )
             ],
             "bandwidth_gbit": _scaled(self.bandwidth, 1 / _GIGABIT, len(self)),
             "latency_us": _scaled(self.latency_s, 1e6, len(self)),
@@ -202,7 +229,9 @@ class DeviceCluster(Document):
         for one, two in combinations(range(size), 2):
             if rank in (one, two):
                 link = measure_pair(one + two - rank, process_group, size_bytes, repeats)
-                rate_and_latency = torch.tensor([1 / max(link.beta_s, 1e-12), link.alpha_s], dtype=found.dtype)
+                rate_and_latency = torch.tensor(
+                    [1 / max(link.beta_s, 1e-12), link.alpha_s], dtype=found.dtype
+                )
                 if rank == one:
                     found[:, one, two] = found[:, two, one] = rate_and_latency
             dist.barrier(process_group)
@@ -220,6 +249,10 @@ def _scaled(values: Any, unit: float, count: int) -> Matrix:
     """Read a matrix of numbers in ``unit``, or one number for all pairs."""
     if isinstance(values, int | float):
         return ((values * unit,) * count,) * count
-    if not isinstance(values, list | tuple) or not all(isinstance(row, list | tuple) for row in values):
-        raise ValueError(f"expected a number or a matrix, got {values!r}; give one row for each device")
+    if not isinstance(values, list | tuple) or not all(
+        isinstance(row, list | tuple) for row in values
+    ):
+        raise ValueError(
+            f"expected a number or a matrix, got {values!r}; give one row for each device"
+        )
     return tuple([tuple([_times(each, unit) for each in row]) for row in values])

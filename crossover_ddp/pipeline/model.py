@@ -146,7 +146,11 @@ class StagedChain:
         wire_s = sum(layer.parameter_bytes for layer in layers) * per_byte_s
         # With a split backward only the last weight gradient is left to overlap with.
         longest_s = compute_s / max(self.cluster.speed) * speed / (2 if self.split else 1)
-        lead_s = 0.0 if math.isinf(wire_s) else min(max(0.0, wire_s - (wire_end_s - compute_s)), longest_s)
+        lead_s = (
+            0.0
+            if math.isinf(wire_s)
+            else min(max(0.0, wire_s - (wire_end_s - compute_s)), longest_s)
+        )
         return Hop(wire_s, latency_s, ports), lead_s
 
     def limit(self, stage: int) -> int:
@@ -183,9 +187,16 @@ class StagedChain:
                 # It needs the stage's own forward and, but for the last stage, the gradient of its output.
                 needs += stage < last
                 if stage:
-                    target, hop = place - len(self.kinds) * count, self.hop(stage - 1, micro, back=True)
+                    target, hop = (
+                        place - len(self.kinds) * count,
+                        self.hop(stage - 1, micro, back=True),
+                    )
             slot = stage * len(self.cluster) + device
-            found.append(Task(action, device, slot, self.seconds(stage, kind, micro), needs, then, target, hop))
+            found.append(
+                Task(
+                    action, device, slot, self.seconds(stage, kind, micro), needs, then, target, hop
+                )
+            )
         return found
 
     def lower_bound_s(self) -> float:
@@ -216,7 +227,9 @@ class StagedChain:
         return total_s
 
 
-def ring_cost(cluster: DeviceCluster, devices: Sequence[int]) -> tuple[float, float, tuple[str, ...]]:
+def ring_cost(
+    cluster: DeviceCluster, devices: Sequence[int]
+) -> tuple[float, float, tuple[str, ...]]:
     """Return seconds per byte, start-up seconds and ports of a ring all-reduce in the order of ``devices``."""
     count = len(devices)
     load: dict[str, float] = defaultdict(float)

@@ -55,12 +55,20 @@ class Partitioner:
         self._max_stages = min(max_stages, count, self._layers)
         self._replicas = min(count, microbatches, max_replicas)
         # All runs of devices: r of them from place i.
-        self._runs = [(i, r) for i in range(count) for r in range(1, min(self._replicas, count - i) + 1)]
+        self._runs = [
+            (i, r) for i in range(count) for r in range(1, min(self._replicas, count - i) + 1)
+        ]
         self._prefix = {
-            name: torch.tensor([0.0, *[getattr(layer, name) for layer in profile.layers]], dtype=torch.float64).cumsum(
-                0
+            name: torch.tensor(
+                [0.0, *[getattr(layer, name) for layer in profile.layers]], dtype=torch.float64
+            ).cumsum(0)
+            for name in (
+                "forward_s",
+                "backward_s",
+                "parameter_bytes",
+                "state_bytes",
+                "stored_bytes",
             )
-            for name in ("forward_s", "backward_s", "parameter_bytes", "state_bytes", "stored_bytes")
         }
         self._sent = [layer.activation_bytes for layer in profile.layers]
         self._tabulate_runs()
@@ -71,9 +79,19 @@ class Partitioner:
         for i, r in self._runs:
             devices = self._order[i : i + r]
             ring = ring_cost(cluster, devices)[:2] if r > 1 else (0.0, 0.0)
-            rows.append((min(cluster.speed[d] for d in devices), min(cluster.memory_bytes[d] for d in devices), *ring))
-        self._speed, self._memory, self._ring, self._ring_s = torch.tensor(rows, dtype=torch.float64).T
-        self._share = torch.tensor([-(-self._microbatches // r) for _, r in self._runs], dtype=torch.float64)
+            rows.append(
+                (
+                    min(cluster.speed[d] for d in devices),
+                    min(cluster.memory_bytes[d] for d in devices),
+                    *ring,
+                )
+            )
+        self._speed, self._memory, self._ring, self._ring_s = torch.tensor(
+            rows, dtype=torch.float64
+        ).T
+        self._share = torch.tensor(
+            [-(-self._microbatches // r) for _, r in self._runs], dtype=torch.float64
+        )
         self._next = torch.tensor([i + r for i, r in self._runs])
         self._place = torch.tensor([i * (self._replicas + 1) + r for i, r in self._runs])
 
@@ -140,7 +158,10 @@ class Partitioner:
     def _stage(self, first: int, runs: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return a step's time, a micro-batch's time, and how many fit, of stages from ``first`` to any layer."""
         speed = self._speed[runs]
-        sums = {name: (prefix[first + 1 :] - prefix[first])[:, None] for name, prefix in self._prefix.items()}
+        sums = {
+            name: (prefix[first + 1 :] - prefix[first])[:, None]
+            for name, prefix in self._prefix.items()
+        }
         once = (sums["forward_s"] + sums["backward_s"]) / speed
         # Without parameters nothing is exchanged, even where there is no link.
         exchange = (sums["parameter_bytes"] * self._ring[runs]).nan_to_num(nan=0.0, posinf=_INF)
@@ -164,7 +185,9 @@ class Partitioner:
             values.masked_fill_(fits < in_flight, _INF)
         return values
 
-    def _followed(self, layer: int, best: torch.Tensor, cap_s: float, runs: slice = _ALL) -> torch.Tensor:
+    def _followed(
+        self, layer: int, best: torch.Tensor, cap_s: float, runs: slice = _ALL
+    ) -> torch.Tensor:
         """Return for each number of stages left the value of what follows each run of devices from ``layer`` on.
 
         Its last dimension is the number of devices there.
@@ -177,14 +200,18 @@ class Partitioner:
         fill: torch.Tensor = size * self._hop[runs] + self._hop_s[runs] + following
         return fill.masked_fill_(channel > cap_s, _INF)
 
-    def _walk(self, s: int, place: int, behind: torch.Tensor, best: torch.Tensor, cap_s: float) -> Iterator[Stage]:
+    def _walk(
+        self, s: int, place: int, behind: torch.Tensor, best: torch.Tensor, cap_s: float
+    ) -> Iterator[Stage]:
         """Find the stages behind a value by choosing again."""
         first = 0
         while s:
             i, r = divmod(place, self._replicas + 1)
             number = self._runs.index((i, r))
             run = slice(number, number + 1)
-            stop = first + 1 + int(self._values(first, range(s, s + 1), behind, cap_s, run).argmin())
+            stop = (
+                first + 1 + int(self._values(first, range(s, s + 1), behind, cap_s, run).argmin())
+            )
             yield Stage(first, stop, tuple(self._order[i : i + r]))
             s -= 1
             if s:
@@ -205,7 +232,9 @@ def balanced(profile: Profile, count: int) -> list[tuple[int, int]]:
 def device_orders(cluster: DeviceCluster) -> list[list[int]]:
     """Return orders: as given, by nodes, by fastest neighbours, by minimum cuts, all of these reversed, and random."""
     natural = list(range(len(cluster)))
-    by_node = sorted(natural, key=lambda device: (cluster.nodes.index(cluster.nodes[device]), device))
+    by_node = sorted(
+        natural, key=lambda device: (cluster.nodes.index(cluster.nodes[device]), device)
+    )
     orders = [natural, by_node, greedy_path(cluster), minimum_cut_order(cluster)]
     found = dict.fromkeys(map(tuple, orders + [order[::-1] for order in orders]))
     dice = random.Random(_SEED)

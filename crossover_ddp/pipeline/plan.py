@@ -88,7 +88,9 @@ class Plan(Document):
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON document."""
         document = asdict(self)
-        document["orders"] = {str(d): [str(action) for action in each] for d, each in self.orders.items()}
+        document["orders"] = {
+            str(d): [str(action) for action in each] for d, each in self.orders.items()
+        }
         document["stages"] = [stage._asdict() for stage in self.stages]
         document["spans"] = [[*span[:-1], str(span.action)] for span in self.spans]
         return document
@@ -97,14 +99,25 @@ class Plan(Document):
     def from_json(cls, document: Any) -> "Plan":
         """Read what `to_json` returns."""
         try:
-            stages = [Stage(**{**each, "devices": tuple(each["devices"])}) for each in document["stages"]]
-            orders = {int(d): [Action.parse(text) for text in each] for d, each in document["orders"].items()}
+            stages = [
+                Stage(**{**each, "devices": tuple(each["devices"])}) for each in document["stages"]
+            ]
+            orders = {
+                int(d): [Action.parse(text) for text in each]
+                for d, each in document["orders"].items()
+            }
             outputs = tuple([(tuple(shape), dtype) for shape, dtype in document["outputs"]])
-            spans = tuple([StepSpan._make([*rest, Action.parse(text)]) for *rest, text in document["spans"]])
+            spans = tuple(
+                [StepSpan._make([*rest, Action.parse(text)]) for *rest, text in document["spans"]]
+            )
             names: dict[str, Any] = {name: tuple(document[name]) for name in ("devices", "layers")}
-            others = {n: document[n] for n in ("microbatches", "step_s", "method", "baselines", "split")}
+            others = {
+                n: document[n] for n in ("microbatches", "step_s", "method", "baselines", "split")
+            }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"expected a plan, got another document ({error!r}); save it with Plan.save") from error
+            raise ValueError(
+                f"expected a plan, got another document ({error!r}); save it with Plan.save"
+            ) from error
         return cls(tuple(stages), orders, outputs=outputs, spans=spans, **names, **others)
 
     def __str__(self) -> str:
@@ -113,7 +126,9 @@ class Plan(Document):
         lines = [f"{first} ({self.method}{', split backward' if self.split else ''})"]
         for number, (names, stage) in enumerate(zip(self.module_names(), self.stages, strict=True)):
             layers = " … ".join(dict.fromkeys((names[0], names[-1])))
-            lines.append(f"  stage {number}: {layers} on {', '.join(self.devices[d] for d in stage.devices)}")
+            lines.append(
+                f"  stage {number}: {layers} on {', '.join(self.devices[d] for d in stage.devices)}"
+            )
         for name, step_s in self.baselines.items():
             known = step_s and f"{step_s:.6g} s, {step_s / self.step_s:.2f}×"
             lines.append(f"  {name}: {known or 'does not fit, or is not defined'}")
@@ -171,7 +186,12 @@ def plan_pipeline(
         baselines,
         cluster.names,
         tuple([layer.name for layer in profile.layers]),
-        tuple([(profile.layers[s.stop - 1].shape, profile.layers[s.stop - 1].dtype) for s in chain.stages]),
+        tuple(
+            [
+                (profile.layers[s.stop - 1].shape, profile.layers[s.stop - 1].dtype)
+                for s in chain.stages
+            ]
+        ),
         tuple(sorted(step.spans, key=lambda span: (span.begin_s, span.device))),  # as they began
         chain.split,
     )
@@ -231,19 +251,28 @@ class _Search:
     def partition(self) -> None:
         """Solve for the least bottleneck on all orders, then below caps for those that gave the shortest steps."""
         solved: list[tuple[float, int, float, Partitioner]] = []
-        limits = {"max_stages": min(self.max_stages, 2 * self.microbatches), "max_replicas": self.max_replicas}
+        limits = {
+            "max_stages": min(self.max_stages, 2 * self.microbatches),
+            "max_replicas": self.max_replicas,
+        }
         for order in device_orders(self.cluster):
             programme = Partitioner(self.profile, self.cluster, order, self.microbatches, **limits)
             if found := programme.solve():
                 best_s = self._simulated([stages for _, stages in found.values()])
-                solved.append((best_s, len(solved), min(value for value, _ in found.values()), programme))
+                solved.append(
+                    (best_s, len(solved), min(value for value, _ in found.values()), programme)
+                )
         for _, _, bottleneck_s, programme in sorted(solved)[: max(1, 32 // len(self.cluster))]:
             capped = [programme.solve(cap * bottleneck_s) for cap in CAPS]
             self._simulated([stages for each in capped for _, stages in each.values()])
 
     def _simulated(self, candidates: Sequence[Sequence[Stage]]) -> float:
         """Simulate what may beat the best, and return the shortest step, or the least bound of what is left out."""
-        fresh = [self._chain(each) for each in dict.fromkeys(map(tuple, candidates)) if each not in self._seen]
+        fresh = [
+            self._chain(each)
+            for each in dict.fromkeys(map(tuple, candidates))
+            if each not in self._seen
+        ]
         bounds = sorted([(chain.lower_bound_s(), place) for place, chain in enumerate(fresh)])
         shortest_s = math.inf
         for bound_s, place in bounds[:_SIMULATED]:

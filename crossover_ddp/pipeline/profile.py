@@ -12,7 +12,14 @@ from torch import nn
 
 from .documents import Document
 
-_COSTS = ("forward_s", "backward_s", "activation_bytes", "parameter_bytes", "stored_bytes", "frozen_bytes")
+_COSTS = (
+    "forward_s",
+    "backward_s",
+    "activation_bytes",
+    "parameter_bytes",
+    "stored_bytes",
+    "frozen_bytes",
+)
 _COPIES: Final = 4.0  # parameters, gradients, and the two moments of Adam
 
 
@@ -51,7 +58,9 @@ class LayerProfile:
         for cost in _COSTS:
             value = getattr(self, cost)
             if not (isinstance(value, int | float) and 0 <= value < math.inf):
-                raise ValueError(f"expected {cost} >= 0, got {cost}={value!r} of layer {self.name!r}; measure again")
+                raise ValueError(
+                    f"expected {cost} >= 0, got {cost}={value!r} of layer {self.name!r}; measure again"
+                )
 
 
 @dataclass(frozen=True)
@@ -63,14 +72,20 @@ class Profile(Document):
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]
         if not names or len(set(names)) != len(names):
-            raise ValueError(f"expected at least one layer and different names, got {names}; name each layer once")
+            raise ValueError(
+                f"expected at least one layer and different names, got {names}; name each layer once"
+            )
 
     def __len__(self) -> int:
         return len(self.layers)
 
     @classmethod
     def measure(
-        cls, layers: Iterable[nn.Module | tuple[str, nn.Module]], sample: torch.Tensor, *, repeats: int = 5
+        cls,
+        layers: Iterable[nn.Module | tuple[str, nn.Module]],
+        sample: torch.Tensor,
+        *,
+        repeats: int = 5,
     ) -> "Profile":
         """Run each layer forward and backward and return what it takes; layers and random state stay as they were.
 
@@ -97,7 +112,9 @@ class Profile(Document):
     def from_json(cls, document: Any) -> "Profile":
         """Read what `to_json` returns."""
         try:
-            layers = [LayerProfile(**{**each, "shape": tuple(each.get("shape", ()))}) for each in document]
+            layers = [
+                LayerProfile(**{**each, "shape": tuple(each.get("shape", ()))}) for each in document
+            ]
         except (TypeError, AttributeError) as error:
             raise ValueError(
                 f"expected a list of layers, got another document ({error}); save it with Profile.save"
@@ -105,18 +122,26 @@ class Profile(Document):
         return cls(tuple(layers))
 
 
-def _named(layers: Iterable[nn.Module | tuple[str, nn.Module]] | nn.Module) -> list[tuple[str, nn.Module]]:
+def _named(
+    layers: Iterable[nn.Module | tuple[str, nn.Module]] | nn.Module,
+) -> list[tuple[str, nn.Module]]:
     if isinstance(layers, nn.Sequential):
-        return [(name, each) for name, each in layers._modules.items() if each is not None]  # some twice
+        return [
+            (name, each) for name, each in layers._modules.items() if each is not None
+        ]  # some twice
     if isinstance(layers, nn.Module):
         raise TypeError(
             f"expected a list of layers or an nn.Sequential, got {type(layers).__name__}; a model that is not a chain "
             "cannot be cut into stages here: list its blocks so that each takes what the one before returns"
         )
-    return [each if isinstance(each, tuple) else (str(place), each) for place, each in enumerate(layers)]
+    return [
+        each if isinstance(each, tuple) else (str(place), each) for place, each in enumerate(layers)
+    ]
 
 
-def _measured(name: str, layer: nn.Module, inputs: torch.Tensor, repeats: int) -> tuple[LayerProfile, torch.Tensor]:
+def _measured(
+    name: str, layer: nn.Module, inputs: torch.Tensor, repeats: int
+) -> tuple[LayerProfile, torch.Tensor]:
     kept = [(p, p.grad) for p in layer.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
     for parameter, _ in kept:  # or backward would add to the gradients that are kept

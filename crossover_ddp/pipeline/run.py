@@ -52,7 +52,9 @@ _POSTED_AHEAD: Final = 4
 """Receives that are posted before they are needed; gloo sends only what is received."""
 
 
-def _summing_hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _summing_hook(
+    process_group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Add up the replicas' gradients: a hook takes their mean, but each has its own micro-batches' part of the sum."""
     bucket.buffer().mul_(process_group.size())
     return reduce_scatter_all_gather_hook(process_group, bucket)
@@ -109,7 +111,9 @@ class PipelineRunner:
         for number, stage in enumerate(plan.stages):
             # Every rank makes every group, in the order of stages.
             made = dist.new_group(list(stage.devices)) if len(stage.devices) > 1 else None
-            group = made if isinstance(made, dist.ProcessGroup) else None  # else a mark: not one of its ranks
+            group = (
+                made if isinstance(made, dist.ProcessGroup) else None
+            )  # else a mark: not one of its ranks
             if self._rank not in stage.devices:
                 continue
             module = nn.Sequential(*[layers[place] for place in range(stage.start, stage.stop)])
@@ -122,7 +126,11 @@ class PipelineRunner:
                 self._models[number] = model
                 self._replicated.append(model)
         # A rank's last backward of a stage is the one whose gradients are exchanged.
-        self._final = {action.stage: action for action in plan.orders.get(self._rank, ()) if action.kind == BACKWARD}
+        self._final = {
+            action.stage: action
+            for action in plan.orders.get(self._rank, ())
+            if action.kind == BACKWARD
+        }
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of this rank's stages, for an optimizer."""
@@ -138,10 +146,14 @@ class PipelineRunner:
 
         Returns the mean loss on ranks of the last stage, None on others. **Collective.**
         """
-        run = _StepRun(self, _micros("x", x, self.plan.microbatches), _micros("y", y, self.plan.microbatches))
+        run = _StepRun(
+            self, _micros("x", x, self.plan.microbatches), _micros("y", y, self.plan.microbatches)
+        )
         for model in self._replicated:
             for parameter in model.parameters():
-                if parameter.grad is not None:  # a part for each replica: `_summing_hook` adds them up
+                if (
+                    parameter.grad is not None
+                ):  # a part for each replica: `_summing_hook` adds them up
                     parameter.grad.div_(model.process_group.size())
         for number, band in enumerate(self._bands):
             with contextlib.nullcontext() if self._turns is None else self._turns.band(number):
@@ -235,7 +247,12 @@ class BandTurns:
 class _StepRun:
     """One step of one rank: what has been computed, what is on its way."""
 
-    def __init__(self, runner: PipelineRunner, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        runner: PipelineRunner,
+        inputs: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> None:
         self._runner, self._plan = runner, runner.plan
         self._inputs, self._targets = inputs, targets
         # By stage and micro-batch: what forward has computed, and from what.
@@ -249,7 +266,9 @@ class _StepRun:
         """Of this rank's micro-batches on the last stage, each divided by M."""
         actions = self._plan.orders.get(runner._rank, ())
         needs = [(need, action) for action in actions if (need := self._needed(action))]
-        self._awaited = deque(need for need, action in needs if self._device(need) != self._device(action))
+        self._awaited = deque(
+            need for need, action in needs if self._device(need) != self._device(action)
+        )
         self._post()
 
     def compute(self, action: Action) -> None:
@@ -327,7 +346,9 @@ class _StepRun:
         return devices[action.micro % len(devices)]
 
     def _tag(self, action: Action) -> int:
-        return (2 * action.stage + (action.kind == BACKWARD)) * self._plan.microbatches + action.micro
+        return (
+            2 * action.stage + (action.kind == BACKWARD)
+        ) * self._plan.microbatches + action.micro
 
     def _post(self) -> None:
         while self._awaited and len(self._posted) < _POSTED_AHEAD:
@@ -360,4 +381,6 @@ class _StepRun:
 
 
 def _unsynchronized(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+    return (
+        model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+    )

@@ -33,7 +33,9 @@ def _alternating(chain: StagedChain, ahead: Sequence[int]) -> Orders:
     for stage, (_, _, devices) in enumerate(chain.stages):
         for place, device in enumerate(devices):
             micros = range(place, chain.microbatches, len(devices))
-            kinds = _one_by_one([(stage, FORWARD)] * len(micros), [(stage, BACKWARD)] * len(micros), ahead[stage])
+            kinds = _one_by_one(
+                [(stage, FORWARD)] * len(micros), [(stage, BACKWARD)] * len(micros), ahead[stage]
+            )
             orders[device] = _numbered(kinds, {stage: micros})
     return orders
 
@@ -63,7 +65,9 @@ def interleaved(chain: StagedChain, devices: int) -> Orders | None:
     return orders
 
 
-def _numbered(kinds: Sequence[tuple[int, str]], micros: Mapping[int, Sequence[int]]) -> list[Action]:
+def _numbered(
+    kinds: Sequence[tuple[int, str]], micros: Mapping[int, Sequence[int]]
+) -> list[Action]:
     """Give each stage's actions of one kind its micro-batches in turn."""
     left = {(stage, kind): iter(micros[stage]) for stage, kind in kinds}
     return [Action(stage, kind, next(left[stage, kind])) for stage, kind in kinds]
@@ -93,7 +97,10 @@ def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
         return step is not None and step.step_s <= bound_s
 
     for extra, factor in ((0, 1), (1, 1), (0, 2), (chain.microbatches, 1))[: 4 if tries else 2]:
-        limits = [min(factor * depth + extra, most) for depth, most in zip(depths(chain), room, strict=True)]
+        limits = [
+            min(factor * depth + extra, most)
+            for depth, most in zip(depths(chain), room, strict=True)
+        ]
         if is_shortest(limits, None):
             return found[-1][2]
     # With different numbers of replicas devices may wait for each other for ever in 1F1B.
@@ -110,7 +117,9 @@ def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
             limits[stage] = min(room[stage], max(1, limits[stage] + dice.choice((-1, 1))))
         noise_s = dice.choice((0.0, 0.01, 0.05)) * step.step_s
         computed = [span for span in step.spans if not span.sends]
-        if is_shortest(limits, {span.action: span.begin_s + noise_s * dice.random() for span in computed}):
+        if is_shortest(
+            limits, {span.action: span.begin_s + noise_s * dice.random() for span in computed}
+        ):
             return found[-1][2]
     return min(found)[2]
 

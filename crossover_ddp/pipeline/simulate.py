@@ -12,7 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from .model import BACKWARD, EXCHANGE, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Hop, Orders, StagedChain
+from .model import (
+    BACKWARD,
+    EXCHANGE,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Action,
+    Hop,
+    Orders,
+    StagedChain,
+)
 
 _URGENCY: Final = {BACKWARD: 0.0, INPUT_GRADIENT: 0.0, FORWARD: 1.0, WEIGHT_GRADIENT: 2.0}
 
@@ -50,7 +60,11 @@ class SimulatedStep:
 
 def simulate(chain: StagedChain, orders: Orders) -> SimulatedStep:
     """Play the given orders, in which each action stands once, on its own device, and the devices can go on."""
-    numbers = {action: float(number) for actions in orders.values() for number, action in enumerate(actions)}
+    numbers = {
+        action: float(number)
+        for actions in orders.values()
+        for number, action in enumerate(actions)
+    }
     step = _Play(chain, [chain.microbatches] * len(chain.stages), numbers, given=True).run()
     assert step is not None, "devices wait for each other for ever"
     return step
@@ -78,7 +92,12 @@ class _Play:
     """
 
     def __init__(
-        self, chain: StagedChain, limits: Sequence[int], priority: Mapping[Action, float] | None, *, given: bool = False
+        self,
+        chain: StagedChain,
+        limits: Sequence[int],
+        priority: Mapping[Action, float] | None,
+        *,
+        given: bool = False,
     ) -> None:
         self._chain, self._given, self._tasks = chain, given, chain.tasks
         self._left = len(self._tasks)
@@ -87,7 +106,9 @@ class _Play:
         urgency = [_URGENCY[each.kind] if priority is None else priority[each] for each in actions]
         # What is smallest is taken first.
         self._keys = [(urgency[place], each.micro, place) for place, each in enumerate(actions)]
-        self._limits = [limits[each.stage] if each.kind == FORWARD else math.inf for each in actions]
+        self._limits = [
+            limits[each.stage] if each.kind == FORWARD else math.inf for each in actions
+        ]
         self._ready: dict[int, list[tuple[float, int, int]]] = defaultdict(list)
         self._busy: set[int] = set()
         self._woken: set[int] = set()
@@ -104,7 +125,9 @@ class _Play:
         # For each stage the micro-batches whose last action has not begun, and when the exchange may begin.
         self._unbegun = [chain.microbatches] * len(chain.stages)
         self._exchange_s = [0.0] * len(chain.stages)
-        self._orders: dict[int, list[Action]] = {d: [] for stage in chain.stages for d in stage.devices}
+        self._orders: dict[int, list[Action]] = {
+            d: [] for stage in chain.stages for d in stage.devices
+        }
         self._spans: list[StepSpan] = []
 
     def run(self) -> SimulatedStep | None:
@@ -140,7 +163,12 @@ class _Play:
 
     def _wake(self) -> None:
         for device in sorted(self._woken - self._busy):
-            ready, tasks, in_flight, limits = self._ready[device], self._tasks, self._in_flight, self._limits
+            ready, tasks, in_flight, limits = (
+                self._ready[device],
+                self._tasks,
+                self._in_flight,
+                self._limits,
+            )
             allowed = [key for key in ready if in_flight[tasks[key[2]].slot] < limits[key[2]]]
             if allowed:
                 key = min(allowed)

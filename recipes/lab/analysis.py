@@ -54,7 +54,12 @@ class JobFigures:
     def as_json(self) -> dict[str, Any]:
         """The figures under the names that the documentation uses."""
         record = asdict(self)
-        renamed = {"busy_s": "C_s", "exposed_s": "N_s", "wire_s": "M_s", "wire_bytes": "wire_bytes_per_step"}
+        renamed = {
+            "busy_s": "C_s",
+            "exposed_s": "N_s",
+            "wire_s": "M_s",
+            "wire_bytes": "wire_bytes_per_step",
+        }
         return {renamed.get(name, name): value for name, value in record.items()}
 
 
@@ -76,7 +81,9 @@ def bound(alone: Sequence[tuple[float, float, float]]) -> float:
 def rate_for(ratio: float, compute_s: float, wire_bytes: float) -> float:
     """Rate in Mbit/s at which a step's gradients take ``ratio`` times as long as its computation."""
     if ratio <= 0 or compute_s <= 0 or wire_bytes <= 0:
-        raise ValueError(f"expected a ratio, computation and traffic > 0, got {ratio=}, {compute_s=}, {wire_bytes=}")
+        raise ValueError(
+            f"expected a ratio, computation and traffic > 0, got {ratio=}, {compute_s=}, {wire_bytes=}"
+        )
     return wire_bytes * 8 / (ratio * compute_s) / 1e6
 
 
@@ -116,7 +123,8 @@ def job_figures(
         steps=max((len(log) for log in steps.values()), default=0),
         step_s=_over_ranks(settled, "length_s"),
         # The kernel counts a core's busy time in ticks of 10 ms: the mean keeps what a median rounds.
-        busy_s=(_over_ranks(settled, "core_busy_s", fmean) if alone else None) or _median_of(computes),
+        busy_s=(_over_ranks(settled, "core_busy_s", fmean) if alone else None)
+        or _median_of(computes),
         exposed_s=_median_of(exchanges),
         wire_s=None if wire_bytes is None else wire_s(wire_bytes, rate_mbit),
         wire_bytes=wire_bytes,
@@ -132,14 +140,23 @@ def _settled_spans(
     spans: Iterable[TimelineSpan], kind: str, settled: Mapping[int, Sequence[MeteredStep]]
 ) -> list[float]:
     begins_s = {rank: log[0].begin_s for rank, log in settled.items() if log}
-    return [span.length_s for span in spans if span.kind == kind and span.begin_s >= begins_s.get(span.rank, -math.inf)]
+    return [
+        span.length_s
+        for span in spans
+        if span.kind == kind and span.begin_s >= begins_s.get(span.rank, -math.inf)
+    ]
 
 
 def _over_ranks(
-    logs: Mapping[int, Sequence[MeteredStep]], name: str, middle: Callable[[list[float]], float] = median
+    logs: Mapping[int, Sequence[MeteredStep]],
+    name: str,
+    middle: Callable[[list[float]], float] = median,
 ) -> float | None:
     # The slowest or most loaded rank: the others wait for it.
-    known = [[getattr(step, name) for step in log if getattr(step, name) is not None] for log in logs.values()]
+    known = [
+        [getattr(step, name) for step in log if getattr(step, name) is not None]
+        for log in logs.values()
+    ]
     return max((float(middle(values)) for values in known if values), default=None)
 
 

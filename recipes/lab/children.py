@@ -57,7 +57,9 @@ class Child(subprocess.Popen[Any]):
             if core is not None:
                 os.sched_setaffinity(0, {core})
 
-        super().__init__(list(words), env=dict(environment), start_new_session=True, preexec_fn=begin, **options)
+        super().__init__(
+            list(words), env=dict(environment), start_new_session=True, preexec_fn=begin, **options
+        )
 
     def poll(self) -> int | None:
         """Return the exit code, -n for signal n; None while it runs.
@@ -91,7 +93,9 @@ def end(children: Iterable[Child], *, grace_s: float = GRACE_S) -> None:
         # A stopped process hears nothing before it goes on.
         child.signal_session(signal.SIGTERM, signal.SIGCONT)
     deadline_s = time.monotonic() + grace_s
-    while (running := [child for child in left if child.poll() is None]) and time.monotonic() < deadline_s:
+    while (
+        running := [child for child in left if child.poll() is None]
+    ) and time.monotonic() < deadline_s:
         wait_any(running, deadline_s - time.monotonic())
     for child in left:
         child.signal_session(signal.SIGKILL)
@@ -107,7 +111,12 @@ def marked(variable: str) -> Iterator[tuple[int, str]]:
 
     for process in psutil.process_iter(["uids", "environ"]):
         uids, variables = process.info["uids"], process.info["environ"] or {}
-        if variable in variables and uids and uids.real == os.getuid() and process.pid != os.getpid():
+        if (
+            variable in variables
+            and uids
+            and uids.real == os.getuid()
+            and process.pid != os.getpid()
+        ):
             yield process.pid, variables[variable]
 
 

@@ -97,7 +97,14 @@ def clean_up(args: argparse.Namespace) -> int:
 
 def make_cluster(args: argparse.Namespace) -> Cluster:
     per_node: int = getattr(args, "ranks_per_node", 1)
-    return Cluster(args.nodes, args.rate, args.mtu, ranks_per_node=per_node, pin=args.pin, shaped=not args.unshaped)
+    return Cluster(
+        args.nodes,
+        args.rate,
+        args.mtu,
+        ranks_per_node=per_node,
+        pin=args.pin,
+        shaped=not args.unshaped,
+    )
 
 
 def parse_job(text: str) -> Job:
@@ -117,7 +124,9 @@ def parse_rate(text: str) -> float:
 
 
 @contextmanager
-def progress(jobs: Sequence[Job], out: Path, title: str = "running") -> Iterator[Callable[[], None] | None]:
+def progress(
+    jobs: Sequence[Job], out: Path, title: str = "running"
+) -> Iterator[Callable[[], None] | None]:
     """Show each job's last line on a terminal; elsewhere the lab sleeps while they run."""
     if not sys.stderr.isatty():
         yield None
@@ -132,7 +141,10 @@ def progress(jobs: Sequence[Job], out: Path, title: str = "running") -> Iterator
 
         def watch() -> None:
             lines = [f"{job.name}: {last_line(out / job.name / 'rank0.log')}" for job in jobs]
-            live.update(Text("\n".join([f"{title}: {time.monotonic() - began_s:.0f} s", *lines])), refresh=True)
+            live.update(
+                Text("\n".join([f"{title}: {time.monotonic() - began_s:.0f} s", *lines])),
+                refresh=True,
+            )
 
         yield watch
 
@@ -157,7 +169,9 @@ def show(result: dict[str, Any], pictures: Sequence[Path], out: Path) -> None:
 
     columns = {"step": "step_s", "C": "C_s", "N": "N_s", "M": "M_s"}
     units = ["MB/step", "turns", "hand-over ms", "total s"]
-    table = Table(*["job", "steps", *(f"{name} ms" for name in columns), *units], title=str(out), box=SIMPLE)
+    table = Table(
+        *["job", "steps", *(f"{name} ms" for name in columns), *units], title=str(out), box=SIMPLE
+    )
     for run in result["runs"]:
         for name, job in run["jobs"].items():
             handover = job["handover"]
@@ -172,7 +186,9 @@ def show(result: dict[str, Any], pictures: Sequence[Path], out: Path) -> None:
     console.print(table)
     if result["sequential"] and result["one_after_the_other"]["bound"]:
         total = result["one_after_the_other"]
-        console.print(f"one after the other {total['makespan_s']:.1f} s; siblings at best {total['bound']:.2f}× faster")
+        console.print(
+            f"one after the other {total['makespan_s']:.1f} s; siblings at best {total['bound']:.2f}× faster"
+        )
     dropped = sum(run["dropped_packets"] for run in result["runs"])
     if dropped:
         console.print(f"[red]{dropped} packets were dropped: these times are spoiled")
@@ -185,24 +201,50 @@ def number(value: float | None, factor: float, digits: int) -> str:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python recipes/lab", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python recipes/lab", description=(__doc__ or "").split("\n")[0]
+    )
     actions = parser.add_subparsers(required=True)
     run = actions.add_parser("run", help="run jobs side by side, or one after the other")
-    run.add_argument("--job", action="append", required=True, metavar="'NAME: COMMAND'", help="may be repeated")
-    run.add_argument("--out", type=Path, help="directory for logs and results (default: runs/lab/<time>)")
-    run.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="for each run (default: 1 h)")
-    run.add_argument("--ranks-per-node", type=int, default=1, metavar="N", help="of each job, on one core (default: 1)")
-    run.add_argument("--sequential", action="store_true", help="one job after the other, each alone")
+    run.add_argument(
+        "--job", action="append", required=True, metavar="'NAME: COMMAND'", help="may be repeated"
+    )
+    run.add_argument(
+        "--out", type=Path, help="directory for logs and results (default: runs/lab/<time>)"
+    )
+    run.add_argument(
+        "--timeout", type=float, default=3600.0, metavar="S", help="for each run (default: 1 h)"
+    )
+    run.add_argument(
+        "--ranks-per-node",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of each job, on one core (default: 1)",
+    )
+    run.add_argument(
+        "--sequential", action="store_true", help="one job after the other, each alone"
+    )
     run.set_defaults(action=run_jobs)
     link = actions.add_parser("link", help="measure a link")
-    link.add_argument("--duration", type=float, default=1.0, metavar="S", help="of the larger message")
+    link.add_argument(
+        "--duration", type=float, default=1.0, metavar="S", help="of the larger message"
+    )
     link.set_defaults(action=measure_link)
     for command in (run, link):
         command.add_argument("--nodes", type=int, default=2, help="1 to 4 (default: 2)")
-        command.add_argument("--rate", type=parse_rate, default=200.0, help="of each link (default: 200mbit)")
+        command.add_argument(
+            "--rate", type=parse_rate, default=200.0, help="of each link (default: 200mbit)"
+        )
         command.add_argument("--mtu", type=int, default=9000, help="bytes (default: 9000)")
-        command.add_argument("--pin", choices=("core", "none"), default="core", help="rank i to core i, or not")
-        command.add_argument("--unshaped", action="store_true", help="no namespaces, no shaping: needs no root")
+        command.add_argument(
+            "--pin", choices=("core", "none"), default="core", help="rank i to core i, or not"
+        )
+        command.add_argument(
+            "--unshaped", action="store_true", help="no namespaces, no shaping: needs no root"
+        )
         command.add_argument("--json", action="store_true", help="print the result as JSON")
-    actions.add_parser("clean", help="remove what killed labs left behind").set_defaults(action=clean_up)
+    actions.add_parser("clean", help="remove what killed labs left behind").set_defaults(
+        action=clean_up
+    )
     return parser.parse_args(argv)

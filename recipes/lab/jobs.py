@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 # Left alone, glibc hands large blocks back to the kernel in some processes and keeps them in others: by
 # chance a rank then computes up to a quarter longer. With fixed thresholds all ranks are alike.
-STEADY_MEMORY: Final = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
+STEADY_MEMORY: Final = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+}
 _TAIL_LINES: Final = 20
 _AFTERMATH_S: Final = 1.0
 _WATCH_S: Final = 1.0
@@ -93,7 +96,11 @@ class _LaunchedRank:
 def _how_it_ended(returncode: int | None) -> str:
     if returncode is None:
         return "still running"
-    return f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit status {returncode}"
+    return (
+        f"killed by {signal.Signals(-returncode).name}"
+        if returncode < 0
+        else f"exit status {returncode}"
+    )
 
 
 class LabRun:
@@ -126,7 +133,9 @@ class LabRun:
         port = self._cluster.port()
         for rank, (node, local_rank) in enumerate(self._cluster.ranks):
             log = directory / f"rank{rank}.log"
-            environment = self._cluster.environment(node, local_rank=local_rank, port=port, directory=directory)
+            environment = self._cluster.environment(
+                node, local_rank=local_rank, port=port, directory=directory
+            )
             with log.open("wb") as file:
                 process = self._cluster.popen(
                     node,
@@ -156,7 +165,9 @@ class LabRun:
 
     def _late(self, timeout_s: float) -> str:
         late = "\n".join(rank.describe() for rank in self.ranks if rank.running())
-        return f"expected the jobs to end within {timeout_s:.0f} s, got ranks that still run\n{late}"
+        return (
+            f"expected the jobs to end within {timeout_s:.0f} s, got ranks that still run\n{late}"
+        )
 
 
 def _make_room(directory: Path) -> None:

@@ -29,11 +29,15 @@ def measure(cluster: Cluster, *, duration_s: float = 1.0) -> dict[str, Any]:
         duration_s: about how long the larger message takes.
     """
     if cluster.rate_mbit is None or cluster.nodes < 2 or cluster.ranks_per_node > 1:
-        raise ValueError("expected a shaped cluster of 2 nodes or more with a rank each, got another one")
+        raise ValueError(
+            "expected a shaped cluster of 2 nodes or more with a rank each, got another one"
+        )
     size_bytes = int(cluster.rate_mbit * 1e6 / 8 * duration_s)
     timeout_s = _TIMEOUT_S + 16 * duration_s  # the larger message goes eight times
     with TemporaryDirectory() as out:
-        run = cluster.run([Job("link", ["python", "-c", _SCRIPT, str(size_bytes)])], timeout_s, out=out)
+        run = cluster.run(
+            [Job("link", ["python", "-c", _SCRIPT, str(size_bytes)])], timeout_s, out=out
+        )
         bytes_s, latency_s = json.loads(Path(out, "link", "rank0.log").read_text().splitlines()[-1])
     return {
         "rate_mbit": cluster.rate_mbit,

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch import nn
 
 RECORDS_PER_WRITE = 256
-_BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal: all but idle and iowait
+_BUSY_COLUMNS = (
+    0,
+    1,
+    2,
+    5,
+    6,
+    7,
+)  # user, nice, system, irq, softirq, steal: all but idle and iowait
 
 
 class Reading(NamedTuple):
@@ -75,7 +82,9 @@ class StepMeter:
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
         times = {"begin_s": began.at_s, "end_s": ended.at_s}
-        self._add({"event": "step", "step": step, "loss": loss, "lr": lr, **times, **ended.since(began)})
+        self._add(
+            {"event": "step", "step": step, "loss": loss, "lr": lr, **times, **ended.since(began)}
+        )
 
     def event(self, name: str, **fields: Any) -> None:
         """Record anything else: ``event("eval", epoch=3, accuracy=0.97, loss=0.1)``."""

@@ -136,7 +136,9 @@ def _run(tool: str, *arguments: str) -> str:
         raise LabError(f"expected the command {tool}, found none; install iproute2")
     done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=30)
     if done.returncode:
-        raise LabError(f"{tool} {' '.join(arguments)} failed: {(done.stderr or done.stdout).strip()}")
+        raise LabError(
+            f"{tool} {' '.join(arguments)} failed: {(done.stderr or done.stdout).strip()}"
+        )
     return done.stdout
 
 
@@ -151,7 +153,9 @@ class Network:
         cores: the core of each node, which takes the node's receive work; None leaves it.
     """
 
-    def __init__(self, lab: LabId, *, nodes: int, rate_mbit: float, mtu: int, cores: Sequence[int | None]) -> None:
+    def __init__(
+        self, lab: LabId, *, nodes: int, rate_mbit: float, mtu: int, cores: Sequence[int | None]
+    ) -> None:
         self.lab = lab
         self.nodes = nodes
         self._mtu = mtu
@@ -189,7 +193,17 @@ class Network:
         for node in range(self.nodes):
             _run("ip", "-n", self.namespace(node), "link", "set", INTERFACE, *packet)
             shape = ["tbf", "rate", rate, "burst", str(burst), "limit", str(_LIMIT_BYTES)]
-            _run("tc", "-n", self.namespace(node), "qdisc", "replace", "dev", INTERFACE, "root", *shape)
+            _run(
+                "tc",
+                "-n",
+                self.namespace(node),
+                "qdisc",
+                "replace",
+                "dev",
+                INTERFACE,
+                "root",
+                *shape,
+            )
 
     def sent_bytes(self, node: int) -> int:
         """Wire bytes that left a node since the network was built."""
@@ -201,7 +215,9 @@ class Network:
 
     def dropped(self) -> int:
         """Packets the shapers dropped since the network was built. More than 0 spoils timings."""
-        text = "".join(_run("tc", "-n", self.namespace(n), "-s", "qdisc", "show") for n in range(self.nodes))
+        text = "".join(
+            _run("tc", "-n", self.namespace(n), "-s", "qdisc", "show") for n in range(self.nodes)
+        )
         return sum(int(number) for number in re.findall(r"dropped (\d+)", text))
 
     def close(self) -> None:

@@ -27,7 +27,15 @@ from typing import Any, Final, Literal
 
 from .children import Child, end, end_marked, marked
 from .jobs import Job, LabRun, RunResult
-from .network import INTERFACE, LabError, LabId, Network, delete_namespace, lab_namespaces, why_not_shaped
+from .network import (
+    INTERFACE,
+    LabError,
+    LabId,
+    Network,
+    delete_namespace,
+    lab_namespaces,
+    why_not_shaped,
+)
 from .signals import endings_raise, undisturbed
 
 LAB_VARIABLE: Final = "CROSSOVER_LAB"
@@ -86,23 +94,34 @@ class Cluster:
             if self._shaped:
                 reason = why_not_shaped()
                 if reason:
-                    raise LabError(f"no network can be emulated here: {reason}; shaped=False does without")
+                    raise LabError(
+                        f"no network can be emulated here: {reason}; shaped=False does without"
+                    )
                 assert self.rate_mbit is not None
                 self.network = Network(
-                    self.lab, nodes=self.nodes, rate_mbit=self.rate_mbit, mtu=self.mtu, cores=self.cores
+                    self.lab,
+                    nodes=self.nodes,
+                    rate_mbit=self.rate_mbit,
+                    mtu=self.mtu,
+                    cores=self.cores,
                 )
             self._exits = undo.pop_all()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._exits.close()
 
     def set_rate(self, rate_mbit: float) -> None:
         """Change the rate of all links, also while jobs run."""
         if self.network is None:
-            raise LabError("an unshaped cluster has no links and so cannot have a rate; use shaped=True as root")
+            raise LabError(
+                "an unshaped cluster has no links and so cannot have a rate; use shaped=True as root"
+            )
         self.network.set_rate(rate_mbit)
         self.rate_mbit = rate_mbit
 
@@ -128,7 +147,12 @@ class Cluster:
         return f"lab-node{node}-device{node}"
 
     def environment(
-        self, node: int, *, local_rank: int = 0, port: int | None = None, directory: Path | None = None
+        self,
+        node: int,
+        *,
+        local_rank: int = 0,
+        port: int | None = None,
+        directory: Path | None = None,
     ) -> dict[str, str]:
         """The variables that make a process a rank of a job on a node.
 
@@ -156,7 +180,13 @@ class Cluster:
             variables["CROSSOVER_TIMELINE"] = str(directory / "timeline")
         return variables
 
-    def popen(self, node: int, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> Child:
+    def popen(
+        self,
+        node: int,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> Child:
         """Start one process on a node, pinned to its core, and return it.
 
         It leads a session of its own: ``process.signal_session(SIGSTOP)`` stops it with all its
@@ -175,7 +205,9 @@ class Cluster:
         variables["PATH"] = f"{Path(sys.executable).parent}:{variables.get('PATH', os.defpath)}"
         words = [sys.executable if command[0] == "python" else command[0], *command[1:]]
         if shutil.which(words[0], path=variables["PATH"]) is None:
-            raise LabError(f"expected a program to run on node {node}, got {words[0]!r}, which cannot be found")
+            raise LabError(
+                f"expected a program to run on node {node}, got {words[0]!r}, which cannot be found"
+            )
         process = Child(
             [*(self.network.enter(node) if self.network else []), *words],
             variables,
@@ -206,7 +238,9 @@ class Cluster:
         ``RunTimeoutError``; the other ranks have been ended.
         """
         if not jobs or len({job.name for job in jobs}) != len(jobs):
-            raise ValueError(f"expected jobs with different names, got {[job.name for job in jobs]}")
+            raise ValueError(
+                f"expected jobs with different names, got {[job.name for job in jobs]}"
+            )
         directory = Path(out).resolve()
         sent_before, dropped_before = self.sent_bytes(), self.dropped()
         attempt = LabRun(self, jobs, directory)
@@ -219,7 +253,9 @@ class Cluster:
             directory=directory,
             begin_s=attempt.begin_s,
             end_s=end_s,
-            sent_bytes=[now - then for now, then in zip(self.sent_bytes(), sent_before, strict=True)],
+            sent_bytes=[
+                now - then for now, then in zip(self.sent_bytes(), sent_before, strict=True)
+            ],
             dropped=self.dropped() - dropped_before,
         )
         description = {
@@ -294,7 +330,9 @@ def _check(nodes: int, rate_mbit: float, mtu: int, pin: str, ranks_per_node: int
     if not 1 <= nodes <= 4:
         raise ValueError(f"expected 1 to 4 nodes, got nodes={nodes}")
     if not 1 <= ranks_per_node <= 8:
-        raise ValueError(f"expected 1 to 8 ranks on a node, got ranks_per_node={ranks_per_node}; they share one core")
+        raise ValueError(
+            f"expected 1 to 8 ranks on a node, got ranks_per_node={ranks_per_node}; they share one core"
+        )
     if rate_mbit <= 0:
         raise ValueError(f"expected a rate > 0, got rate_mbit={rate_mbit}; give it in Mbit/s")
     if not 576 <= mtu <= 65535:

@@ -11,7 +11,16 @@ from typing import Any, Final
 from .spans import NETWORK_KINDS, TimelineSpan, extent_s, occupancy
 
 # Distinguishable with any colour vision (after Okabe and Ito).
-COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
+COLOURS: Final = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#D55E00",
+    "#56B4E9",
+    "#F0E442",
+    "#000000",
+)
 STEPS_SHOWN: Final = 8
 LANES: Final = {"network": NETWORK_KINDS | {"wait"}, "compute": frozenset({"compute"})}
 _LANE_HEIGHT: Final = 0.8
@@ -27,14 +36,20 @@ def middle_window(spans: Sequence[TimelineSpan], steps: int = STEPS_SHOWN) -> tu
         spans: in the order in which they begin.
         steps: how many.
     """
-    computes = [s for s in spans if s.kind == "compute" and s.job == spans[0].job and s.rank == spans[0].rank]
+    computes = [
+        s
+        for s in spans
+        if s.kind == "compute" and s.job == spans[0].job and s.rank == spans[0].rank
+    ]
     if len(computes) <= steps:
         return extent_s(spans)
     first = (len(computes) - steps) // 2
     return computes[first].begin_s, computes[first + steps].begin_s
 
 
-def draw(spans: Sequence[TimelineSpan], path: Path, *, title: str = "", jobs: Sequence[str] = ()) -> Path:
+def draw(
+    spans: Sequence[TimelineSpan], path: Path, *, title: str = "", jobs: Sequence[str] = ()
+) -> Path:
     """Draw some steps from the middle of a run into a file.
 
     Args:
@@ -49,7 +64,9 @@ def draw(spans: Sequence[TimelineSpan], path: Path, *, title: str = "", jobs: Se
     from matplotlib.figure import Figure
 
     if not spans:
-        raise ValueError("expected spans, got none; did the jobs run with a hook that records a timeline?")
+        raise ValueError(
+            "expected spans, got none; did the jobs run with a hook that records a timeline?"
+        )
     ordered = sorted(spans, key=lambda span: span.begin_s)
     jobs = list(jobs) or list(dict.fromkeys(span.job for span in ordered))
     window_s, devices = middle_window(ordered), sorted({span.device for span in spans})
@@ -67,12 +84,18 @@ def draw(spans: Sequence[TimelineSpan], path: Path, *, title: str = "", jobs: Se
 
 
 def _draw_device(
-    axes: Any, here: Iterable[TimelineSpan], jobs: Sequence[str], window_s: tuple[float, float], bottom: float
+    axes: Any,
+    here: Iterable[TimelineSpan],
+    jobs: Sequence[str],
+    window_s: tuple[float, float],
+    bottom: float,
 ) -> None:
     here = [span for span in here if span.begin_s < window_s[1]]
     strip = _LANE_HEIGHT / len(jobs)
     for lane, kinds in enumerate(LANES.values()):
-        axes.axhspan(bottom + lane, bottom + lane + _LANE_HEIGHT, color=_BACKGROUND, linewidth=0, zorder=0)
+        axes.axhspan(
+            bottom + lane, bottom + lane + _LANE_HEIGHT, color=_BACKGROUND, linewidth=0, zorder=0
+        )
         for place, job in enumerate(jobs):
             colour, low = COLOURS[place % len(COLOURS)], bottom + lane + place * strip
             for waits in (True, False):  # a job that communicates is not shown waiting as well
@@ -81,19 +104,29 @@ def _draw_device(
                     for span in here
                     if span.job == job and span.kind in kinds and waits == (span.kind == "wait")
                 ]
-                style = {**_WAITING, "edgecolor": colour} if waits else {"facecolor": colour, "linewidth": 0}
+                style = (
+                    {**_WAITING, "edgecolor": colour}
+                    if waits
+                    else {"facecolor": colour, "linewidth": 0}
+                )
                 axes.broken_barh(found, (low, strip), zorder=2, **style)
     across = axes.get_yaxis_transform()
     device = next((span.device for span in here), "")
     shares = occupancy(here, device, window_s=window_s)
     text = f"busy {1 - shares['idle']:.0%}\nidle {shares['idle']:.0%}\nseveral at\nonce {shares['several']:.0%}"
-    axes.text(0, bottom + 1.86, device, transform=across, va="bottom", fontsize=9, fontweight="bold")
+    axes.text(
+        0, bottom + 1.86, device, transform=across, va="bottom", fontsize=9, fontweight="bold"
+    )
     axes.text(1.005, bottom + 1.8, text, transform=across, va="top", fontsize=9, clip_on=False)
 
 
 def _label(axes: Any, devices: int, window_s: tuple[float, float], origin_s: float) -> None:
-    bottoms = [_DEVICE_HEIGHT * place + lane for place in range(devices) for lane in range(len(LANES))]
-    axes.set_yticks([bottom + _LANE_HEIGHT / 2 for bottom in bottoms], [*LANES] * devices, fontsize=9)
+    bottoms = [
+        _DEVICE_HEIGHT * place + lane for place in range(devices) for lane in range(len(LANES))
+    ]
+    axes.set_yticks(
+        [bottom + _LANE_HEIGHT / 2 for bottom in bottoms], [*LANES] * devices, fontsize=9
+    )
     axes.set_ylim(-0.15, _DEVICE_HEIGHT * devices - 0.15)
     axes.set_xlim(*window_s)
     axes.xaxis.set_major_formatter(lambda at_s, _: f"{at_s - origin_s:.1f}")
@@ -107,7 +140,10 @@ def _legend(figure: Any, jobs: Sequence[str]) -> None:
     from matplotlib.patches import Patch
 
     handles = [
-        *(Patch(facecolor=COLOURS[place % len(COLOURS)], label=f"job {job}") for place, job in enumerate(jobs)),
+        *(
+            Patch(facecolor=COLOURS[place % len(COLOURS)], label=f"job {job}")
+            for place, job in enumerate(jobs)
+        ),
         Patch(**_WAITING, edgecolor="#666666", label="waits for its turn"),
         Patch(facecolor=_BACKGROUND, label="idle"),
     ]

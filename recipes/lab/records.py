@@ -30,7 +30,11 @@ class Run:
         """Every job's figures."""
         return {
             job: job_figures(
-                job, self.steps[job], self.spans, rate_mbit=self.lab["rate_mbit"], alone=len(self.jobs) == 1
+                job,
+                self.steps[job],
+                self.spans,
+                rate_mbit=self.lab["rate_mbit"],
+                alone=len(self.jobs) == 1,
             )
             for job in self.jobs
         }
@@ -40,7 +44,11 @@ class Run:
         duration_s = self.lab["end_s"] - self.lab["begin_s"]
         capacity_bytes = (self.lab["rate_mbit"] or 0) * 1e6 / 8 * duration_s
         links = [
-            {"node": node, "sent_bytes": sent, "utilisation": sent / capacity_bytes if capacity_bytes else None}
+            {
+                "node": node,
+                "sent_bytes": sent,
+                "utilisation": sent / capacity_bytes if capacity_bytes else None,
+            }
             for node, sent in enumerate(self.lab["sent_bytes"])
         ]
         return {
@@ -58,7 +66,9 @@ def load_run(directory: Path) -> Run:
     """Read a run of the lab from its directory."""
     file = directory / RUN_FILE
     if not file.exists():
-        raise FileNotFoundError(f"expected a run of the lab with {file.name}, got {directory} without one")
+        raise FileNotFoundError(
+            f"expected a run of the lab with {file.name}, got {directory} without one"
+        )
     lab = json.loads(file.read_text())
     jobs = list(lab["jobs"])
     spans = [span for job in jobs for span in load_spans(directory / job / "timeline", job)]
@@ -82,7 +92,9 @@ def load_spans(directory: Path, job: str) -> list[TimelineSpan]:
 
     All nodes are on one machine, so that the spans are on the clock of the step logs as they are.
     """
-    found = [span for path in sorted(directory.glob("rank*.json")) for span in read_spans(path, job)]
+    found = [
+        span for path in sorted(directory.glob("rank*.json")) for span in read_spans(path, job)
+    ]
     return sorted(found, key=lambda span: span.begin_s)
 
 
@@ -97,7 +109,10 @@ def load_steps(directory: Path) -> dict[int, list[MeteredStep]]:
 def load_logs(directory: Path) -> dict[int, list[dict[str, Any]]]:
     """Read the logs of one job, by rank."""
     found = {path.stem.removeprefix("rank"): path for path in directory.glob("rank*.jsonl")}
-    return {rank: _records(found[str(rank)]) for rank in sorted(int(rank) for rank in found if rank.isdigit())}
+    return {
+        rank: _records(found[str(rank)])
+        for rank in sorted(int(rank) for rank in found if rank.isdigit())
+    }
 
 
 def _step(record: Mapping[str, Any]) -> MeteredStep:

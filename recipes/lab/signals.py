@@ -19,7 +19,9 @@ def endings_raise() -> Iterator[None]:
 
     changed = []
     if threading.current_thread() is threading.main_thread():
-        changed = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+        changed = [
+            n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL
+        ]
     for number in changed:
         signal.signal(number, leave)
     try:
@@ -48,7 +50,9 @@ def undisturbed() -> Iterator[None]:
         replaced = {n: each for n, each in handlers.items() if each not in (signal.SIG_IGN, None)}
     for number in replaced:
         signal.signal(number, lambda number, frame: came.append(number))
-    with ExitStack() as effects:  # each signal has its own even if the handler of the one before raises
+    with (
+        ExitStack() as effects
+    ):  # each signal has its own even if the handler of the one before raises
         try:
             yield
         finally:

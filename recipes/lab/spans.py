@@ -87,7 +87,10 @@ def occupancy(
     changes = [(begin_s, "", 0)]
     for span in here:
         if span.kind == "compute" and span.begin_s < end_s and span.end_s > begin_s:
-            changes += [(max(span.begin_s, begin_s), span.job, 1), (min(span.end_s, end_s), span.job, -1)]
+            changes += [
+                (max(span.begin_s, begin_s), span.job, 1),
+                (min(span.end_s, end_s), span.job, -1),
+            ]
     changes.sort()
     active: Counter[str] = Counter()
     lengths_s = [0.0, 0.0, 0.0]
@@ -109,7 +112,11 @@ def handovers_s(spans: Iterable[TimelineSpan], job: str) -> list[float]:
     for span in sorted(spans, key=lambda span: (span.end_s, span.kind)):
         if span.kind == "compute" and span.job != job:
             released_s[span.device] = span.end_s
-        elif span.kind == "wait" and span.job == job and released_s.get(span.device, -math.inf) > span.begin_s:
+        elif (
+            span.kind == "wait"
+            and span.job == job
+            and released_s.get(span.device, -math.inf) > span.begin_s
+        ):
             found.append(span.end_s - released_s[span.device])
     return found
 

@@ -170,7 +170,9 @@ CLAIMS: Mapping[str, Claim] = {
             "kfac-pytorch": Way("--hook kfac-pytorch", script="studies/peer.py"),
             "sgd": PLAIN,
             "kfac": Way("--hook kfac-alike", script="studies/peer.py"),
-            "kfac, decoupled": Way("--hook kfac-decoupled --bucket-cap-mb 0.15", warm_up=90, script="studies/peer.py"),
+            "kfac, decoupled": Way(
+                "--hook kfac-decoupled --bucket-cap-mb 0.15", warm_up=90, script="studies/peer.py"
+            ),
         },
         presets=("convnet", "vit"),
         rates_mbit=(100.0,),

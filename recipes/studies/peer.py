@@ -30,7 +30,9 @@ def preconditioner() -> Any:
     sys.path.insert(0, os.environ["KFAC_PYTORCH"])
     version = importlib.metadata.version
     known = {"kfac-pytorch": "checkout"}
-    with mock.patch.object(importlib.metadata, "version", lambda name: known.get(name) or version(name)):
+    with mock.patch.object(
+        importlib.metadata, "version", lambda name: known.get(name) or version(name)
+    ):
         return importlib.import_module("kfac.preconditioner").KFACPreconditioner
 
 

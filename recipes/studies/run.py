@@ -68,7 +68,9 @@ def batch_s(logs: Sequence[Sequence[MeteredStep]], way: Way) -> float:
     begin_s = max(log[way.warm_up].begin_s for log in logs)
     end_s = min(log[-1].end_s for log in logs)
     if end_s <= begin_s:
-        raise ValueError("expected jobs that train at the same time, got one after the other; give more --steps")
+        raise ValueError(
+            "expected jobs that train at the same time, got one after the other; give more --steps"
+        )
     done = sum(steps_between(log, begin_s, end_s) for log in logs)
     return (end_s - begin_s) / done / way.batches
 
@@ -79,7 +81,9 @@ def steps_between(log: Iterable[MeteredStep], begin_s: float, end_s: float) -> f
     return sum(max(0.0, part) for part in inside)
 
 
-def same_losses(expected: Losses, got: Losses, tolerance: float = 0.0, steps: int | None = None) -> bool:
+def same_losses(
+    expected: Losses, got: Losses, tolerance: float = 0.0, steps: int | None = None
+) -> bool:
     """Say whether all ranks of all jobs had the same losses, in so many steps or as long as both trained."""
     pairs = (
         (a, b)
@@ -128,15 +132,25 @@ class Study:
         expected = found[self._first].losses
         # More ranks add in another order.
         for name in self._claim.exact if self._cluster.nodes == 2 else ():
-            if not same_losses(expected, found[name].losses, self._claim.tolerance, self._claim.compared):
-                raise RuntimeError(f"expected the losses of {self._first!r} with {name!r}, got others")
+            if not same_losses(
+                expected, found[name].losses, self._claim.tolerance, self._claim.compared
+            ):
+                raise RuntimeError(
+                    f"expected the losses of {self._first!r} with {name!r}, got others"
+                )
         return found
 
-    def _train(self, name: str, way: Way, steps: int | None = None, env: Mapping[str, str] = {}) -> Trained:
+    def _train(
+        self, name: str, way: Way, steps: int | None = None, env: Mapping[str, str] = {}
+    ) -> Trained:
         """Train one way: its jobs at once, or one after the other."""
         steps = way.warm_up + (steps or self._claim.steps)
         jobs = [
-            Job(job, f"{self._command(way)} --seed {seed} --steps {steps}", {**STEADY_MEMORY, **way.variables, **env})
+            Job(
+                job,
+                f"{self._command(way)} --seed {seed} --steps {steps}",
+                {**STEADY_MEMORY, **way.variables, **env},
+            )
             for seed, job in enumerate(self._jobs)
         ]
         at_once = [jobs] if way.jobs > 1 else [[job] for job in jobs]
@@ -146,13 +160,23 @@ class Study:
             self._cluster.run(together, TIMEOUT_S, out=out)
             runs.append(load_run(out).steps)
         ranks = range(len(runs[0]["a"]))
-        settled = [log[way.warm_up :] for run in runs for job in run.values() for log in job.values()]
-        busy_s = [each.core_busy_s for log in settled for each in log if each.core_busy_s is not None]
+        settled = [
+            log[way.warm_up :] for run in runs for job in run.values() for log in job.values()
+        ]
+        busy_s = [
+            each.core_busy_s for log in settled for each in log if each.core_busy_s is not None
+        ]
         return Trained(
-            statistics.mean(max(batch_s([run[job][rank] for job in run], way) for rank in ranks) for run in runs),
+            statistics.mean(
+                max(batch_s([run[job][rank] for job in run], way) for rank in ranks) for run in runs
+            ),
             statistics.mean(busy_s) / way.batches if busy_s else None,
             statistics.mean(each.wire_bytes or 0 for log in settled for each in log) / way.batches,
-            {job: [[each.loss or 0.0 for each in log] for log in run[job].values()] for run in runs for job in run},
+            {
+                job: [[each.loss or 0.0 for each in log] for log in run[job].values()]
+                for run in runs
+                for job in run
+            },
         )
 
     def _command(self, way: Way) -> str:
@@ -177,7 +201,9 @@ class Study:
         return {"C": found.compute_s, "N": found.exposed_s, "M": found.wire_s, **factors}
 
 
-def summarize(claim: Claim, runs: Sequence[Mapping[str, Trained]], rate_mbit: float | None, compute_s: float) -> Row:
+def summarize(
+    claim: Claim, runs: Sequence[Mapping[str, Trained]], rate_mbit: float | None, compute_s: float
+) -> Row:
     """Compare the ways: medians over repeats, of ratios within one."""
     names = list(claim.ways)
     step_s = {name: statistics.median(run[name].step_s for run in runs) for name in names}
@@ -197,7 +223,10 @@ def summarize(claim: Claim, runs: Sequence[Mapping[str, Trained]], rate_mbit: fl
         "bound": claim.limit(compute_s, step_s[base], m_s) if claim.limit else None,
         "over": base,
         "step_s": step_s,
-        "factor": {name: statistics.median(run[base].step_s / run[name].step_s for run in runs) for name in names},
+        "factor": {
+            name: statistics.median(run[base].step_s / run[name].step_s for run in runs)
+            for name in names
+        },
         "bytes": {name: each / sent[names[0]] for name, each in sent.items() if sent[names[0]]},
     }
 
@@ -226,7 +255,11 @@ def as_markdown(rows: Sequence[Row]) -> str:
     """Return a table of all rows."""
     lines = [cells(row) for row in rows]
     headings = list(dict.fromkeys(heading for line in lines for heading in line))
-    table = [headings, ["---"] * len(headings), *([line.get(each, "") for each in headings] for line in lines)]
+    table = [
+        headings,
+        ["---"] * len(headings),
+        *([line.get(each, "") for each in headings] for line in lines),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in table)
 
 
@@ -234,30 +267,41 @@ def circumstances() -> str:
     """Return what belongs beside every figure: the date, the machine, its load, versions."""
     load = os.getloadavg()[0]
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    return f"{time.strftime('%Y-%m-%d')}, {machine}, load {load:.1f} before, torch {torch.__version__}"
+    return (
+        f"{time.strftime('%Y-%m-%d')}, {machine}, load {load:.1f} before, torch {torch.__version__}"
+    )
 
 
 def measure(name: str, claim: Claim, args: argparse.Namespace) -> list[Row]:
     """Measure one claim; what is there is kept in ``args.out`` after every row."""
     out = args.out.resolve() / name
     out.mkdir(parents=True, exist_ok=True)
-    print(f"\n{name}: {claim.says}\n{circumstances()}, {claim.repeats} repeats of {claim.steps} steps\n", flush=True)
+    print(
+        f"\n{name}: {claim.says}\n{circumstances()}, {claim.repeats} repeats of {claim.steps} steps\n",
+        flush=True,
+    )
     rows: list[Row] = []
     shaped = args.nodes > 1 and not args.unshaped
-    with Cluster(nodes=args.nodes, rate_mbit=CALIBRATION_MBIT, pin="core", shaped=shaped) as cluster:
+    with Cluster(
+        nodes=args.nodes, rate_mbit=CALIBRATION_MBIT, pin="core", shaped=shaped
+    ) as cluster:
         for preset in claim.presets:
             for row in Study(cluster, claim, preset, out).rows():
                 rows.append(row)
                 (out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
                 print(f"{preset}: {cells(row)}", file=sys.stderr, flush=True)
         if cluster.dropped():
-            raise RuntimeError(f"expected no packet to be dropped, got {cluster.dropped()}: these times are spoiled")
+            raise RuntimeError(
+                f"expected no packet to be dropped, got {cluster.dropped()}: these times are spoiled"
+            )
     print(as_markdown(rows), flush=True)
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--claim", nargs="+", choices=CLAIMS, default=[], help="what to show")
     parser.add_argument("--list", action="store_true", help="print the claims")
     parser.add_argument("--preset", nargs="+", choices=PRESETS, help="other models")
@@ -275,7 +319,9 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     for name in args.claim:
         claim = CLAIMS[name]
         if missing := [each for each in claim.needs if each not in os.environ]:
-            parser.error(f"expected {missing[0]} in the environment for --claim {name}, got none; see peer.py")
+            parser.error(
+                f"expected {missing[0]} in the environment for --claim {name}, got none; see peer.py"
+            )
         given = {
             "presets": args.preset,
             "ratios": args.ratio,

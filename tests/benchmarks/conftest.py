@@ -16,5 +16,7 @@ def is_full(request: pytest.FixtureRequest) -> bool:
     form, given = os.environ.get("CROSSOVER_BENCH", "smoke"), request.config.getoption
     timed = not given("benchmark_disable") or given("benchmark_enable")
     if form not in ("smoke", "full") or (form == "full" and not timed):
-        raise pytest.UsageError(f"expected CROSSOVER_BENCH=smoke, or full by `make bench`, got {form!r}")
+        raise pytest.UsageError(
+            f"expected CROSSOVER_BENCH=smoke, or full by `make bench`, got {form!r}"
+        )
     return form == "full"

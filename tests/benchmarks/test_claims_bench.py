@@ -9,7 +9,10 @@ from lab import why_not_shaped
 from studies import run
 
 REASON = why_not_shaped()
-pytestmark = [pytest.mark.root, pytest.mark.skipif(REASON is not None, reason=f"no emulated network: {REASON}")]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(REASON is not None, reason=f"no emulated network: {REASON}"),
+]
 SMOKE = ["--preset", "tiny", "--ratio", "1.0", "--repeats", "1", "--steps", "2"]
 # The factor that each way must reach, and what part of its bound where there is one.
 LEAST = {
@@ -32,7 +35,9 @@ def test_a_claim_holds(claim: str, tmp_path: Path, is_full: bool, benchmark: Any
     rows = benchmark.pedantic(run.main, (arguments,), rounds=1, iterations=1)
     benchmark.extra_info["rows"] = rows
     for row in rows:
-        assert row["bytes"] == pytest.approx(dict.fromkeys(row["bytes"], 1.0), abs=0.05 if is_full else 0.5)
+        assert row["bytes"] == pytest.approx(
+            dict.fromkeys(row["bytes"], 1.0), abs=0.05 if is_full else 0.5
+        )
         for way, least in LEAST[claim].items() if is_full else ():
             assert row["factor"][way] >= least, row
             bound = LEAST_OF_BOUND * (row["bound"] or 0)

@@ -47,7 +47,9 @@ def _compute(seconds: float) -> None:
         pass
 
 
-def _alternate(rank: int, world_size: int, group: str, cores: list[int], turns: int) -> dict[str, Any]:
+def _alternate(
+    rank: int, world_size: int, group: str, cores: list[int], turns: int
+) -> dict[str, Any]:
     with mutex_on(cores[rank], group) as mutex:
         dist.barrier()
         for _ in range(turns):
@@ -57,7 +59,9 @@ def _alternate(rank: int, world_size: int, group: str, cores: list[int], turns: 
         return mutex.stats()
 
 
-def _wait_for_long(rank: int, world_size: int, group: str, core: int, wait_s: float) -> tuple[float, float]:
+def _wait_for_long(
+    rank: int, world_size: int, group: str, core: int, wait_s: float
+) -> tuple[float, float]:
     """Return the share of a core that this job's wait took, and how long it waited."""
     with mutex_on(core, group) as mutex:
         if rank == 0:
@@ -74,7 +78,9 @@ def _wait_for_long(rank: int, world_size: int, group: str, core: int, wait_s: fl
 
 
 @pytest.mark.parametrize("core_count", [1, 2])
-def test_a_hand_over_takes_well_under_a_millisecond(core_count: int, is_full: bool, benchmark: Any) -> None:
+def test_a_hand_over_takes_well_under_a_millisecond(
+    core_count: int, is_full: bool, benchmark: Any
+) -> None:
     cores, turns = sorted(os.sched_getaffinity(0)), 2000 if is_full else 50
     if len(cores) < core_count:
         pytest.skip(f"needs {core_count} cores")
@@ -84,14 +90,18 @@ def test_a_hand_over_takes_well_under_a_millisecond(core_count: int, is_full: bo
     assert all(each["handovers"] for each in stats), "nobody ever waited"
     median_s = statistics.median(each["handover_median_s"] for each in stats)
     p99_s = max(each["handover_p99_s"] for each in stats)
-    benchmark.extra_info.update(core_count=core_count, handover_median_s=median_s, handover_p99_s=p99_s)
+    benchmark.extra_info.update(
+        core_count=core_count, handover_median_s=median_s, handover_p99_s=p99_s
+    )
     assert not is_full or (median_s < MEDIAN_LIMIT_S and p99_s < P99_LIMIT_S)
 
 
 def test_waiting_takes_no_cpu(is_full: bool, benchmark: Any) -> None:
     wait_s = 1.0 if is_full else 0.2
     arguments = (new_group(), min(os.sched_getaffinity(0)), wait_s)
-    _, (share, waited_s) = benchmark.pedantic(run_ranks, (_wait_for_long, 2), {"args": arguments}, rounds=1)
+    _, (share, waited_s) = benchmark.pedantic(
+        run_ranks, (_wait_for_long, 2), {"args": arguments}, rounds=1
+    )
     assert waited_s > wait_s / 2
     benchmark.extra_info.update(waiting_cpu_share=share)
     assert not is_full or share < WAITING_CPU_LIMIT

@@ -5,7 +5,10 @@ from tests.conformance.hooks import HOOKS
 
 
 def table() -> str:
-    lines = [f"| hook, with plain DDP in {len(CASES)} situations | results | refuses |", "|---|---|---|"]
+    lines = [
+        f"| hook, with plain DDP in {len(CASES)} situations | results | refuses |",
+        "|---|---|---|",
+    ]
     for name, row in HOOKS.items():
         if row.lossy:
             found = f"near {row.like.replace('_', ' ')}" if row.like else "near"

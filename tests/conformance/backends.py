@@ -21,17 +21,23 @@ TIMEOUT_S = 90.0
 @dataclass(frozen=True)
 class Backend:
     process_group: str = "gloo"
-    around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext  # all of a rank
+    around: Callable[[], contextlib.AbstractContextManager[object]] = (
+        contextlib.nullcontext
+    )  # all of a rank
     marks: tuple[pytest.MarkDecorator, ...] = ()  # of its tests
     world_sizes: tuple[int, ...] = (1, 2, 3, 4)  # in the short form
     adds_in_order: bool = True  # from three ranks on as `reference` does
     decodes_in_order: bool = True  # a codec's messages, too
     lacks: tuple[str, ...] = ()  # cases that cannot run there
-    switches_off: bool = False  # hooks are torch's all-reduce there, as ``CROSSOVER_DISABLE=1`` has it
+    switches_off: bool = (
+        False  # hooks are torch's all-reduce there, as ``CROSSOVER_DISABLE=1`` has it
+    )
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         """Call ``function`` in all ranks, with the backend's process group."""
-        return run_ranks(function, world_size, args=args, backend=self.process_group, timeout_s=TIMEOUT_S)
+        return run_ranks(
+            function, world_size, args=args, backend=self.process_group, timeout_s=TIMEOUT_S
+        )
 
 
 @contextlib.contextmanager
@@ -58,7 +64,11 @@ _CUDA: dict[str, Any] = {"around": on_cuda, "world_sizes": (2,), "lacks": tuple(
 BACKENDS = {
     "gloo": Backend(),
     "native": Backend(around=inside.force_native, world_sizes=(2,), adds_in_order=False),
-    "switched_off": Backend(around=SWITCHED_OFF, world_sizes=(2,), adds_in_order=False, switches_off=True),
-    "cuda_gloo": Backend(decodes_in_order=False, marks=(pytest.mark.gpu,), **_CUDA),  # a device divides before it sends
+    "switched_off": Backend(
+        around=SWITCHED_OFF, world_sizes=(2,), adds_in_order=False, switches_off=True
+    ),
+    "cuda_gloo": Backend(
+        decodes_in_order=False, marks=(pytest.mark.gpu,), **_CUDA
+    ),  # a device divides before it sends
     "cuda_nccl": Backend("nccl", adds_in_order=False, marks=(pytest.mark.gpu,), **_CUDA),
 }

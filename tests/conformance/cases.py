@@ -91,7 +91,9 @@ class Recorder:
         self.drop()
 
     def note_state(self, when: str) -> None:
-        self.results.update((f"{when} {name}", v.clone()) for name, v in self.model.state_dict().items())
+        self.results.update(
+            (f"{when} {name}", v.clone()) for name, v in self.model.state_dict().items()
+        )
 
     def finish(self) -> Results:
         self.note_state("final")
@@ -149,7 +151,9 @@ trained("one_bucket", views=True, bucket_cap_mb=25)
 trained("static_graph", views=True, static_graph=True)
 # Buckets lie elsewhere in every step. New in torch 2.15; older ones run the plain case again.
 LAZY = "lazy_bucket_allocation"
-trained(LAZY, **({LAZY: True} if LAZY in inspect.signature(DistributedDataParallel).parameters else {}))
+trained(
+    LAZY, **({LAZY: True} if LAZY in inspect.signature(DistributedDataParallel).parameters else {})
+)
 trained("bfloat16_parameters", model=lambda: mlp(dtype=torch.bfloat16), lr=0.01)
 trained("clipping", max_norm=0.01)
 
@@ -184,8 +188,12 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.Tanh())
-        self.second = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH, affine=False))
+        self.first = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.Tanh()
+        )
+        self.second = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH, affine=False)
+        )
         self.register_buffer("seen", torch.zeros(3, dtype=torch.bool))
         self.register_buffer("low", torch.zeros(1, 3, dtype=torch.float16), persistent=False)
         self.register_buffer("empty", torch.zeros(0))
@@ -223,7 +231,9 @@ class BufferRecorder(Recorder):
     def train(self) -> Results:
         for _ in range(STEPS):
             self.step(self.next_loss())
-            self.model.module.updates.add_(1)  # what all ranks change between two steps stays changed
+            self.model.module.updates.add_(
+                1
+            )  # what all ranks change between two steps stays changed
         return self.finish()
 
     def finish(self) -> Results:
@@ -284,7 +294,9 @@ class Mixed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Side by side: one after the other, the coarse ones' roundings would show in the fine ones.
-        return torch.cat([torch.tanh(layer(x.to(layer.weight.dtype))).float() for layer in self.layers], -1)
+        return torch.cat(
+            [torch.tanh(layer(x.to(layer.weight.dtype))).float() for layer in self.layers], -1
+        )
 
 
 trained("several_dtypes", model=Mixed, bucket_cap_mb=25)
@@ -296,7 +308,10 @@ def complex_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
     recorder = Recorder(wrap(nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)))
     for step in range(STEPS):
         recorder.step(recorder.model(inputs(rank, step, torch.complex64)).abs().square().mean())
-    return {name: torch.view_as_real(v) if v.is_complex() else v for name, v in recorder.finish().items()}
+    return {
+        name: torch.view_as_real(v) if v.is_complex() else v
+        for name, v in recorder.finish().items()
+    }
 
 
 @case
@@ -434,7 +449,9 @@ def schedule_and_groups(wrap: Wrap, rank: int, world_size: int) -> Results:
     for optimizer in recorder.optimizers:
         group = optimizer.param_groups[0]
         apart, *group["params"] = group["params"]
-        optimizer.add_param_group({**group, "params": [apart], "lr": group["lr"] / 2, "weight_decay": 0.01})
+        optimizer.add_param_group(
+            {**group, "params": [apart], "lr": group["lr"] / 2, "weight_decay": 0.01}
+        )
     schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.7) for each in recorder.optimizers]
     for step in range(STEPS):
         recorder.step(recorder.forward(rank, step))

@@ -7,7 +7,10 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
@@ -39,7 +42,9 @@ def muon_and_sgd(model: nn.Module, lr: float) -> list[Optimizer]:
 
 
 def untrained(model: nn.Module) -> nn.Parameter:
-    return nn.Parameter(torch.ones(2, 2, device=next(model.parameters()).device), requires_grad=False)
+    return nn.Parameter(
+        torch.ones(2, 2, device=next(model.parameters()).device), requires_grad=False
+    )
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,21 @@ class Row:
     # over a tree of ranks; messages of a codec after the first step in their order. None: equal within ``tolerance``
     # there. With fewer ranks there is one order only.
     order: Literal["tree", "tree, then ranks"] | None = "tree"
-    tolerance: float = EPSILONS  # relative to a tensor's largest magnitude, in epsilons (float32's for float64)
+    tolerance: float = (
+        EPSILONS  # relative to a tensor's largest magnitude, in epsilons (float32's for float64)
+    )
     lossy: bool = False  # results are close, whatever the number of ranks
-    is_like_others: bool = False  # runs few cases in the short form: its path is others' but for details
+    is_like_others: bool = (
+        False  # runs few cases in the short form: its path is others' but for details
+    )
     takes_turns: bool = True  # whether the state takes a mutex
-    reads: Literal["always", "flushed", "never"] = "always"  # whether gradients may be read before the step
+    reads: Literal["always", "flushed", "never"] = (
+        "always"  # whether gradients may be read before the step
+    )
     refuses: Mapping[str, str] = field(default_factory=dict)  # cases, each with words of its error
-    differs: Mapping[str, str] = field(default_factory=dict)  # cases, each with the reason, for the hook's page
+    differs: Mapping[str, str] = field(
+        default_factory=dict
+    )  # cases, each with the reason, for the hook's page
 
     def attach(self, model: DistributedDataParallel, optimizers: list[Optimizer]) -> Any:
         """Register the hook, with the turn that `MUTEX` has; the state is left with the model, for who closes it."""
@@ -90,7 +103,12 @@ def alone(state: Callable[..., Any], hook: Any, **settings: Any) -> Make:
 
 def decoupled(**settings: Any) -> Make:
     return lambda model, optimizers, **turn: (
-        ddp.DecoupledState(optimizers if "owners" in settings else optimizers[0], defer="always", **settings, **turn),
+        ddp.DecoupledState(
+            optimizers if "owners" in settings else optimizers[0],
+            defer="always",
+            **settings,
+            **turn,
+        ),
         ddp.decoupled_hook,
     )
 
@@ -102,18 +120,27 @@ NO_VIEWS = dict.fromkeys(("unused_parameters", "complex_parameters"), "gradient_
 IN_DOUBLE = {"several_dtypes": "float64"}
 AS_MANY_STEPS = {"joined_ranks_with_buffers": "as many steps"}
 
-KFAC: Final[dict[str, Any]] = {"damping": 0.03, "factor_decay": 0.9, "kl_clip": 1e-5, "inv_update_steps": 1}
+KFAC: Final[dict[str, Any]] = {
+    "damping": 0.03,
+    "factor_decay": 0.9,
+    "kl_clip": 1e-5,
+    "inv_update_steps": 1,
+}
 
 PLAIN = Row(None)
 HOOKS: dict[str, Row] = {
-    "split": Row(lambda model, optimizers: (None, ddp.reduce_scatter_all_gather_hook), takes_turns=False),
+    "split": Row(
+        lambda model, optimizers: (None, ddp.reduce_scatter_all_gather_hook), takes_turns=False
+    ),
     "split_on_own_group": Row(
         lambda model, optimizers: (model.process_group, ddp.reduce_scatter_all_gather_hook),
         is_like_others=True,
         takes_turns=False,
     ),
     "crossover": Row(alone(ddp.CrossoverState, ddp.crossover_hook)),
-    "wrapped_all_reduce": Row(alone(ddp.CrossoverState, ddp.crossover_wrapper(allreduce_hook)), order=None),
+    "wrapped_all_reduce": Row(
+        alone(ddp.CrossoverState, ddp.crossover_wrapper(allreduce_hook)), order=None
+    ),
     "wrapped_fp16": Row(
         alone(ddp.CrossoverState, ddp.crossover_wrapper(fp16_compress_hook)),
         like="fp16_compress_hook",
@@ -121,14 +148,21 @@ HOOKS: dict[str, Row] = {
         is_like_others=True,
     ),
     "averaged_every_step": Row(
-        alone(ddp.LocalSGDState, ddp.local_sgd_hook, sync_every=1), refuses={**AS_MANY_STEPS, **NO_SEARCH}
+        alone(ddp.LocalSGDState, ddp.local_sgd_hook, sync_every=1),
+        refuses={**AS_MANY_STEPS, **NO_SEARCH},
     ),
     "decoupled": Row(decoupled(), options=VIEWS, reads="never", refuses=NO_SEARCH),
     "decoupled_and_copied": Row(decoupled(), reads="never", refuses={**NO_VIEWS, **NO_SEARCH}),
-    "decoupled_and_flushed": Row(decoupled(), options=VIEWS, reads="flushed", is_like_others=True, refuses=NO_SEARCH),
-    "compressed_by_nothing": Row(alone(ddp.CompressedState, ddp.compressed_hook, codec=None), is_like_others=True),
+    "decoupled_and_flushed": Row(
+        decoupled(), options=VIEWS, reads="flushed", is_like_others=True, refuses=NO_SEARCH
+    ),
+    "compressed_by_nothing": Row(
+        alone(ddp.CompressedState, ddp.compressed_hook, codec=None), is_like_others=True
+    ),
     "identity_codec": Row(
-        alone(ddp.CompressedState, ddp.compressed_hook, codec=Identity()), order="tree, then ranks", refuses=IN_DOUBLE
+        alone(ddp.CompressedState, ddp.compressed_hook, codec=Identity()),
+        order="tree, then ranks",
+        refuses=IN_DOUBLE,
     ),
     "decoupled_identity_codec": Row(
         decoupled(codec=Identity()),
@@ -154,13 +188,18 @@ HOOKS: dict[str, Row] = {
     ),
     "kfac_of_nothing": Row(kfac_of_nothing, is_like_others=True),
     "kfac": Row(
-        lambda model, optimizers, **turn: (ddp.KFACState(model, optimizers[0], **KFAC, **turn), ddp.kfac_hook),
+        lambda model, optimizers, **turn: (
+            ddp.KFACState(model, optimizers[0], **KFAC, **turn),
+            ddp.kfac_hook,
+        ),
         like="kfac_in_float64",
         lossy=True,
         tolerance=2.0**12,
         refuses={
             "several_dtypes": "float16",
-            **dict.fromkeys(("complex_parameters", "fewer_elements_than_ranks"), "a layer that K-FAC treats"),
+            **dict.fromkeys(
+                ("complex_parameters", "fewer_elements_than_ranks"), "a layer that K-FAC treats"
+            ),
         },
         differs={
             "mixed_precision_by_autocast": "layers round to bfloat16, the reference does not",
@@ -186,6 +225,10 @@ HOOKS: dict[str, Row] = {
 }
 # Rows that others walk with, and that are no hooks of ours.
 ORACLES: Final[dict[str, Row]] = {
-    "fp16_compress_hook": Row(lambda model, optimizers: (None, fp16_compress_hook), order=None, takes_turns=False),
-    "kfac_in_float64": Row(lambda model, optimizers: kfac_in_float64(model, optimizers[0], **KFAC), takes_turns=False),
+    "fp16_compress_hook": Row(
+        lambda model, optimizers: (None, fp16_compress_hook), order=None, takes_turns=False
+    ),
+    "kfac_in_float64": Row(
+        lambda model, optimizers: kfac_in_float64(model, optimizers[0], **KFAC), takes_turns=False
+    ),
 }

@@ -35,7 +35,9 @@ class Additions:
         if order == "tree":
             flat.copy_(tree_sum([each / len(everyone) for each in everyone]))
         else:
-            flat.copy_(functools.reduce(torch.add, [each.float() for each in everyone]) / len(everyone))
+            flat.copy_(
+                functools.reduce(torch.add, [each.float() for each in everyone]) / len(everyone)
+            )
         self._is_first &= not bucket.is_last()
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(flat)
@@ -57,7 +59,11 @@ class KFACOracle:
     """
 
     def __init__(
-        self, model: nn.Module, layers: list[str], optimizer: torch.optim.Optimizer, settings: Settings
+        self,
+        model: nn.Module,
+        layers: list[str],
+        optimizer: torch.optim.Optimizer,
+        settings: Settings,
     ) -> None:
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._layers = {name: model.get_submodule(name) for name in layers}
@@ -84,7 +90,9 @@ class KFACOracle:
     def _called(self, name: str, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
         """Note a call when its gradient comes."""
         if output.requires_grad and module.training:
-            output.register_hook(functools.partial(self._came, name, inputs[0].detach(), self._forward))
+            output.register_hook(
+                functools.partial(self._came, name, inputs[0].detach(), self._forward)
+            )
 
     def _came(self, name: str, x: Tensor, forward: int, y: Tensor) -> None:
         self._calls[name].append((x.double().cpu(), y.double().cpu()))
@@ -130,7 +138,9 @@ class KFACOracle:
         return {name: [each[name] for each in everyone if name in each] for name in self._layers}
 
 
-def kfac_in_float64(model: Any, optimizer: torch.optim.Optimizer, **settings: Any) -> tuple[Any, Any]:
+def kfac_in_float64(
+    model: Any, optimizer: torch.optim.Optimizer, **settings: Any
+) -> tuple[Any, Any]:
     state = KFACState(model, optimizer, **settings)
     layers = list(state.owners)
     state.close()

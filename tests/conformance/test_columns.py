@@ -43,7 +43,12 @@ KFACS: dict[str, dict[str, Any]] = {
     "kfac_int8": {"codec": ddp.Int8(), "inv_update_steps": 4},
 }
 RESUMED = {
-    name: Row(lambda model, optimizers, given=given: (ddp.KFACState(model, optimizers[0], **given), ddp.kfac_hook))
+    name: Row(
+        lambda model, optimizers, given=given: (
+            ddp.KFACState(model, optimizers[0], **given),
+            ddp.kfac_hook,
+        )
+    )
     for name, given in KFACS.items()
 }
 RESUMED["kfac_decoupled"] = Row(
@@ -63,8 +68,14 @@ class Walk(Recorder):
 
     def __init__(self, row: Row, seed: int = 5) -> None:
         torch.manual_seed(seed)
-        layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH), torch.nn.Linear(WIDTH, WIDTH)]
-        model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=TINY_MB, **row.options)
+        layers = [
+            torch.nn.Linear(WIDTH, WIDTH),
+            torch.nn.BatchNorm1d(WIDTH),
+            torch.nn.Linear(WIDTH, WIDTH),
+        ]
+        model = DistributedDataParallel(
+            torch.nn.Sequential(*layers), bucket_cap_mb=TINY_MB, **row.options
+        )
         vars(model)["row"] = row
         super().__init__(model)
 
@@ -105,7 +116,9 @@ def beside(rank: int, world_size: int, hook: str, group: str) -> tuple[Results, 
     MUTEX.set(mutex)
     walk = Walk(ROWS[hook])
     held = []
-    walk.model.module.register_forward_pre_hook(lambda *_: held.append(mutex is None or mutex.holding))
+    walk.model.module.register_forward_pre_hook(
+        lambda *_: held.append(mutex is None or mutex.holding)
+    )
     walk.train(rank, 0, STEPS)
     stats = mutex.stats() if mutex is not None else {}
     end(walk.model)
@@ -123,7 +136,9 @@ def test_siblings_train_as_alone_and_take_turns(hook: str) -> None:
         for rank, (results, stats) in enumerate(job):
             assert not differences(results, alone[rank][0], 0.0)
             assert stats["turns"] >= STEPS // every - 1, "a turn an exchange"
-            assert all(stats["held"][every:]), "the first forwards come before the first turn, all others in one"
+            assert all(stats["held"][every:]), (
+                "the first forwards come before the first turn, all others in one"
+            )
             assert stats["disabled_because"] is None
             assert stats["leases_expired"] == 0
 
@@ -163,11 +178,16 @@ def resumed(rank: int, world_size: int, hook: str) -> tuple[list[str], dict[str,
     end(whole.model)
     expected = whole.finish()
     found = [differences(Walk(row, seed=9).go_on(rank, saved), expected, 0.0)]
-    if hook in HOOKS and row.like is None and not row.lossy:  # such a hook resumes plain DDP, which resumes it
+    if (
+        hook in HOOKS and row.like is None and not row.lossy
+    ):  # such a hook resumes plain DDP, which resumes it
         plain = Row(None, options=row.options, optimizers=row.optimizers)
         first = Walk(plain)
         first.train(rank, 0, 4)
-        for other, theirs in ((plain, saved), (row, first.save())):  # of plain DDP's there is no "hook"
+        for other, theirs in (
+            (plain, saved),
+            (row, first.save()),
+        ):  # of plain DDP's there is no "hook"
             got = Walk(other, seed=9).go_on(rank, theirs)
             found.append(differences(parameters_of(got), parameters_of(expected), 0.0))
     return found, saved
@@ -187,7 +207,9 @@ def test_a_resumed_job_goes_on_to_the_last_bit(hook: str) -> None:
 def resumed_with_more(rank: int, world_size: int, hook: str, saved: dict[str, Any]) -> str:
     """Go on from the checkpoint of two ranks, beside plain DDP that adds as owners do."""
     row = HOOKS[hook]
-    plain = Row(lambda *_: adding("tree"), options=row.options, optimizers=row.optimizers, takes_turns=False)
+    plain = Row(
+        lambda *_: adding("tree"), options=row.options, optimizers=row.optimizers, takes_turns=False
+    )
     ours, theirs = (parameters_of(Walk(each, seed=9).go_on(rank, saved)) for each in (row, plain))
     return differences(ours, theirs, 0.0)
 

@@ -36,7 +36,15 @@ from tests.harness.campaign import IN_CAMPAIGN
 WORLD_SIZES = (1, 2, 3, 4)
 # By world size: what differs from two ranks is the layout, of which each kind of payload has its own.
 OF_EACH_KIND = {
-    1: ("split", "crossover", "averaged_every_step", "decoupled", "identity_codec", "muon", "owners"),
+    1: (
+        "split",
+        "crossover",
+        "averaged_every_step",
+        "decoupled",
+        "identity_codec",
+        "muon",
+        "owners",
+    ),
     3: ("decoupled", "identity_codec", "kfac_of_nothing", "owners"),
     4: ("split",),
 }
@@ -64,7 +72,9 @@ def hooks(backend: str, world_size: int) -> dict[str, Row]:
 
 def cases_of(backend: str, hook: str, world_size: int) -> list[str]:
     row, place = HOOKS[hook], [*HOOKS].index(hook)
-    names = [name for name in CASES if name not in {*row.refuses, *row.differs, *BACKENDS[backend].lacks}]
+    names = [
+        name for name in CASES if name not in {*row.refuses, *row.differs, *BACKENDS[backend].lacks}
+    ]
     if IN_CAMPAIGN:
         return names
     if backend != "gloo":
@@ -90,7 +100,10 @@ def findings_of_rank(
             tolerance = row.tolerance if rounded else 0.0
             try:
                 got = run_case(case, rank, world_size, row)
-                found[case] = differences(got, unpack(references[rank][case]), tolerance), digest(got)
+                found[case] = (
+                    differences(got, unpack(references[rank][case]), tolerance),
+                    digest(got),
+                )
             except Exception:
                 found[case] = traceback.format_exc(), ""
     return found
@@ -109,7 +122,10 @@ def pack(results: Results) -> Packed:
 
 
 def unpack(packed: Packed) -> Results:
-    return {name: torch.from_numpy(array).view(dtype).view(shape) for name, (dtype, shape, array) in packed.items()}
+    return {
+        name: torch.from_numpy(array).view(dtype).view(shape)
+        for name, (dtype, shape, array) in packed.items()
+    }
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
@@ -124,13 +140,17 @@ def is_rounded(hook: str, row: Row, case: str, world_size: int, backend: Backend
 
 
 def reference_of(row: Row, world_size: int, backend: Backend) -> Reference:
-    if row.like and (not backend.switches_off or row.like in dir(default_hooks)):  # somebody else's hook stays
+    if row.like and (
+        not backend.switches_off or row.like in dir(default_hooks)
+    ):  # somebody else's hook stays
         return row.like
     return row.order if world_size > 2 and backend.adds_in_order else None, row.optimizers
 
 
 ORDERED = {
-    (order, row.optimizers): Row(order and (lambda *_, by=order: adding(by)), optimizers=row.optimizers)
+    (order, row.optimizers): Row(
+        order and (lambda *_, by=order: adding(by)), optimizers=row.optimizers
+    )
     for row in HOOKS.values()
     for order in {each.order for each in HOOKS.values()}
 }
@@ -164,14 +184,20 @@ def differences(got: Results, expected: Results, tolerance: float) -> str:
     # Where nobody may read gradients only the outcome is left to compare.
     unread = expected.keys() ^ got.keys()
     assert all(" gradient of " in name for name in unread), unread
-    found = [difference(name, each, expected[name], tolerance) for name, each in got.items() if name in expected]
+    found = [
+        difference(name, each, expected[name], tolerance)
+        for name, each in got.items()
+        if name in expected
+    ]
     return "\n".join(filter(None, found))
 
 
 def difference(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return f"{name}: {got.shape} {got.dtype}, expected {expected.shape} {expected.dtype}"
-    if torch.equal(got, expected) or bool((got.isnan() & expected.isnan() | (got == expected)).all()):
+    if torch.equal(got, expected) or bool(
+        (got.isnan() & expected.isnan() | (got == expected)).all()
+    ):
         return ""
     if not (tolerance and expected.is_floating_point()):
         return f"{name}: other bits, by {float((got.double() - expected.double()).abs().max()):.3g}"
@@ -182,7 +208,9 @@ def difference(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: 
     error = float((got.double() - expected.double())[both].abs().max()) if both.any() else 0.0
     scale = float(expected.double()[both].abs().max()) if both.any() else 0.0
     epsilon = max(torch.finfo(kind).eps for kind in (expected.dtype, torch.float32))
-    return "" if error <= tolerance * epsilon * scale else f"{name}: off by {error:.3g} of {scale:.3g}"
+    return (
+        "" if error <= tolerance * epsilon * scale else f"{name}: off by {error:.3g} of {scale:.3g}"
+    )
 
 
 def digest(results: Results) -> str:
@@ -225,7 +253,10 @@ CELLS = [
         hook,
         case,
         id=f"{backend}-{hook}-{case}-{world_size}",
-        marks=[*traits.marks, *([pytest.mark.torch_version] if world_size <= 2 and backend == "gloo" else [])],
+        marks=[
+            *traits.marks,
+            *([pytest.mark.torch_version] if world_size <= 2 and backend == "gloo" else []),
+        ],
     )
     for backend, traits in BACKENDS.items()
     for world_size in (WORLD_SIZES if IN_CAMPAIGN else traits.world_sizes)
@@ -251,12 +282,19 @@ def refused(rank: int, world_size: int, backend: str, hook: str, case: str) -> N
 
 
 # One case for each reason of a hook.
-REFUSALS = {(hook, words): case for hook, row in HOOKS.items() for case, words in reversed(row.refuses.items())}
+REFUSALS = {
+    (hook, words): case
+    for hook, row in HOOKS.items()
+    for case, words in reversed(row.refuses.items())
+}
 
 
 @pytest.mark.parametrize(
     ("hook", "case", "words"),
-    [pytest.param(hook, case, words, id=f"{hook}-{case}") for (hook, words), case in REFUSALS.items()],
+    [
+        pytest.param(hook, case, words, id=f"{hook}-{case}")
+        for (hook, words), case in REFUSALS.items()
+    ],
 )
 def test_what_a_hook_cannot_do_is_an_error(hook: str, case: str, words: str) -> None:
     """On the rank that finds it; others hear of that rank's end."""

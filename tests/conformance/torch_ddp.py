@@ -89,7 +89,11 @@ def outcomes(hook: str, backend: str, wanted: list[str]) -> Iterator[tuple[str, 
     while left:
         environment = {**os.environ, **BACKENDS[backend], "CROSSOVER_GROUP": f"torch-{os.getpid()}"}
         words = [sys.executable, "-m", "tests.conformance.torch_ddp", "--run", hook, *left]
-        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        streams: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.DEVNULL,
+            "text": True,
+        }
         process = Child(words, environment, cwd=ROOT, **streams)
         try:
             while left and (said := line_of(process)):
@@ -120,7 +124,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         os.environ.update(BACKEND="gloo", TEMP_DIR=directory)
         every = [each for each in dir(torch_tests("torch")) if each.startswith("test_")]
-        every = [each for each in every if "ddp" in each.lower() or "DistributedDataParallel" in each]
+        every = [
+            each for each in every if "ddp" in each.lower() or "DistributedDataParallel" in each
+        ]
         every = [each for each in every if any(word in each for word in sys.argv[1:] or [""])]
         for backend in BACKENDS:
             if backend != "gloo" and (reason := fake_cuda.why_not()):
@@ -135,7 +141,10 @@ def main() -> int:
                     if how != "passes":
                         worse += 1
                         print(f"{backend}, {hook}: {name} {how}\n{said}", flush=True)
-                print(f"{backend}, {hook}: {len(passing)} tests run, worse so far: {worse}", flush=True)
+                print(
+                    f"{backend}, {hook}: {len(passing)} tests run, worse so far: {worse}",
+                    flush=True,
+                )
     return worse
 
 

@@ -26,7 +26,9 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return model(inputs.to(next(model.parameters()))).square().mean()  # type: ignore[no-any-return]
 
 
-def loop_of(state: Any, network: nn.Module | None = None, *, lr: float = 0.1, **options: Any) -> Training:
+def loop_of(
+    state: Any, network: nn.Module | None = None, *, lr: float = 0.1, **options: Any
+) -> Training:
     torch.manual_seed(0)
     return Training(
         lambda *_: (state, elastic_hook if isinstance(state, ElasticState) else local_sgd_hook),
@@ -135,9 +137,12 @@ def train_wild(rank: int, world_size: int, device: str) -> tuple[torch.Tensor, i
 
 @pytest.mark.defect("codecs-S9", "codecs-S19")
 @pytest.mark.parametrize(
-    ("device", "backend"), [("cpu", "gloo"), pytest.param("cuda", "nccl", marks=pytest.mark.fake_cuda)]
+    ("device", "backend"),
+    [("cpu", "gloo"), pytest.param("cuda", "nccl", marks=pytest.mark.fake_cuda)],
 )
-def test_the_wild_centre_is_of_one_moment_and_leaves_no_process_group(device: str, backend: str) -> None:
+def test_the_wild_centre_is_of_one_moment_and_leaves_no_process_group(
+    device: str, backend: str
+) -> None:
     for moved, left in run_ranks(train_wild, 2, args=(device,), backend=backend):
         assert float(moved.max() - moved.min()) < 1e-6
         assert left == 0
@@ -233,7 +238,11 @@ def test_no_other_mean_is_taken_inside_of_averaged(rank: int, call: str) -> None
 
     def nested() -> None:
         given = [loop.optimizer] if call == "checkpoint" else []
-        with state.averaged() if call == "averaged" else contextlib.nullcontext(getattr(state, call)(*given)):
+        with (
+            state.averaged()
+            if call == "averaged"
+            else contextlib.nullcontext(getattr(state, call)(*given))
+        ):
             pass
 
     with state.averaged():
@@ -267,7 +276,11 @@ OUTER = [functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 RESUMED: dict[str, tuple[Callable[[Any], Any], Callable[[], Any], int]] = {
     "bfloat16": (lambda _: ElasticState(1, "sync", 0.05), in_bfloat16, 3),
     # The others have made their outer step by then.
-    "first_fragment_has_left": (lambda o: LocalSGDState(8, 0, 4, outer_optimizer=o), lambda: None, 7),
+    "first_fragment_has_left": (
+        lambda o: LocalSGDState(8, 0, 4, outer_optimizer=o),
+        lambda: None,
+        7,
+    ),
     "a_fragment_is_empty": (lambda o: LocalSGDState(2, 0, 2, outer_optimizer=o), nn.PReLU, 5),
 }
 

@@ -35,9 +35,13 @@ def gradient(rank: int, step: int) -> torch.Tensor:
     return torch.randn(40, 40, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def compressed(rank: int, state: Any, module: nn.Module | None = None, hook: Any = None, **given: Any) -> Any:
+def compressed(
+    rank: int, state: Any, module: nn.Module | None = None, hook: Any = None, **given: Any
+) -> Any:
     given.setdefault("loss", lambda model, *place: model(gradient(*place)))
-    return Training(lambda *_: (state, hook or compressed_hook), rank, module=module or Weights(), **given)
+    return Training(
+        lambda *_: (state, hook or compressed_hook), rank, module=module or Weights(), **given
+    )
 
 
 def walk(training: Training, step: int) -> torch.Tensor:
@@ -90,7 +94,11 @@ def other_than_rank_0s(rank: int, *arguments: Any) -> Mine:
 @in_ranks(2)
 def test_a_codec_of_a_users_own_needs_no_repr(rank: int, name: str) -> None:
     one = other_than_rank_0s(rank)
-    choices = [one] if name == "kfac" else [one, (Int8(), one), (PerPair(((one, None), (None, one))), Int8())]
+    choices = (
+        [one]
+        if name == "kfac"
+        else [one, (Int8(), one), (PerPair(((one, None), (None, one))), Int8())]
+    )
     for codec in choices:
         Coded(name, rank, codec).run(2)
     message = error_of(lambda: Coded(name, rank, other_than_rank_0s(rank, rank)).run(2))
@@ -105,7 +113,9 @@ def test_complex_matrices_keep_their_residuals(rank: int) -> None:
         return model(torch.randn(4, 6, dtype=torch.complex64, generator=generator)).real.sum()  # type: ignore[no-any-return]
 
     state, plain, kind = CompressedState(SIDCo(0.05)), CompressedState(None), torch.complex64
-    ours, exact = (compressed(rank, each, nn.Linear(6, 6, dtype=kind), loss=loss) for each in (state, plain))
+    ours, exact = (
+        compressed(rank, each, nn.Linear(6, 6, dtype=kind), loss=loss) for each in (state, plain)
+    )
     total = sum(walk(ours, step) - walk(exact, step) for step in range(4))
     (kept,) = state.state_dict()["residuals"].values()
     assert kept.numel() == 2 * 6 * 6 and kept.any()
@@ -125,7 +135,9 @@ class Branches(nn.Module):
 @pytest.mark.defect("codecs-S6")
 @pytest.mark.parametrize(("unused", "drained"), [(True, False), (True, True), (False, True)])
 @in_ranks(2)
-def test_residuals_wait_while_unused_and_arrive_once(rank: int, unused: bool, drained: bool) -> None:
+def test_residuals_wait_while_unused_and_arrive_once(
+    rank: int, unused: bool, drained: bool
+) -> None:
     """What came before a checkpoint, and what one rank has kept since, add up, over any number of checkpoints.
 
     Where no parameter may be unused, a gradient of zeros takes its residual along.

@@ -19,7 +19,10 @@ import timm.optim
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.utils import clip_grad_norm_
 from torch.utils._pytree import tree_leaves
 
@@ -32,7 +35,14 @@ from tests.harness.networks import Branches, mlp
 from tests.harness.oracles import error_of
 from tests.harness.training import CountsPerGroup, decoupled
 from tests.harness.turn import RecordingTurn
-from tests.unit.decoupled.decoupled_training import Acting, Training, assert_same, both, inputs, network
+from tests.unit.decoupled.decoupled_training import (
+    Acting,
+    Training,
+    assert_same,
+    both,
+    inputs,
+    network,
+)
 
 pytestmark = pytest.mark.usefixtures("process_group")
 refused = functools.partial(pytest.raises, UnsupportedConfigurationError)
@@ -48,7 +58,11 @@ def owned(**options: Any) -> Training:
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    return [{"params": module.parameters()} for module in model.modules() if isinstance(module, nn.Linear)]
+    return [
+        {"params": module.parameters()}
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    ]
 
 
 class Pinn(nn.Module):
@@ -85,7 +99,9 @@ WALKS: dict[str, dict[str, Any]] = {
         "make": lambda model: CountsPerGroup(groups_of(model), lr=0.1),
         "ddp": {"find_unused_parameters": True},
     },
-    "an optimizer may reuse the memory of gradients": {"make": lambda m: Decaying(m.parameters(), lr=0.1)},
+    "an optimizer may reuse the memory of gradients": {
+        "make": lambda m: Decaying(m.parameters(), lr=0.1)
+    },
     "a frozen integer parameter may be in the optimizer": {
         "net": quantised,
         "make": lambda model: Decaying(model.parameters(), lr=0.1),
@@ -100,7 +116,9 @@ WALKS: dict[str, dict[str, Any]] = {
 def test_the_walk_is_that_of_plain_ddp(walk: str, options: dict[str, Any]) -> None:
     ours, plain = (each.run(8) for each in both(**WALKS[walk], **options))
     assert_same(plain, ours)
-    for group, expected in zip(*(each.optimizer.param_groups for each in (ours, plain)), strict=True):
+    for group, expected in zip(
+        *(each.optimizer.param_groups for each in (ours, plain)), strict=True
+    ):
         assert {**group, "params": ()} == {**expected, "params": ()}
 
 
@@ -122,7 +140,10 @@ def test_what_was_put_around_step_before_is_called_once_a_step_and_refused_for_o
 def test_an_update_that_failed_in_forward_is_an_error_for_a_script_that_goes_on() -> None:
     training = Training(decoupled=True, make=Acting.of).run(6)
     assert training.is_pending
-    with act(side_effect=torch.OutOfMemoryError("out of memory")), pytest.raises(torch.OutOfMemoryError):
+    with (
+        act(side_effect=torch.OutOfMemoryError("out of memory")),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
         training.model(inputs(0))
     for use in (lambda: training.model(inputs(0)), training.model.state_dict, training.state.flush):
         with refused(match="unknown part"):
@@ -167,8 +188,12 @@ def test_a_thread_that_saves_during_step_loses_no_step() -> None:
 
 
 # Before the last bucket gradients would be clipped by the norm of those in it.
-@pytest.mark.parametrize("reader", ["thread before the last bucket", "thread meanwhile", "signal's handler"])
-def test_gradients_that_somebody_reads_before_or_while_they_are_clipped_are_clipped(reader: str) -> None:
+@pytest.mark.parametrize(
+    "reader", ["thread before the last bucket", "thread meanwhile", "signal's handler"]
+)
+def test_gradients_that_somebody_reads_before_or_while_they_are_clipped_are_clipped(
+    reader: str,
+) -> None:
     training, plain = (Training(decoupled=True).run() for _ in range(2))
     is_early = reader == "thread before the last bucket"
 
@@ -211,7 +236,9 @@ def test_gradients_that_somebody_reads_before_or_while_they_are_clipped_are_clip
 
 
 @pytest.mark.defect("decoupled-4", "decoupled-17")
-def test_a_scheduler_that_steps_while_threads_save_reaches_all_groups_and_no_update_is_made_twice() -> None:
+def test_a_scheduler_that_steps_while_threads_save_reaches_all_groups_and_no_update_is_made_twice() -> (
+    None
+):
     runs = both(make=lambda model: Acting(groups_of(model), lr=0.1))
     schedulers = [torch.optim.lr_scheduler.StepLR(each.optimizer, 1, 0.5) for each in runs]
     training, plain = (each.run(6) for each in runs)
@@ -234,7 +261,9 @@ def test_a_scheduler_that_steps_while_threads_save_reaches_all_groups_and_no_upd
 @pytest.mark.defect("decoupled-3")
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("options", OWNERS, ids=str)
-def test_a_forward_that_nobody_steps_on_takes_no_further_turn(options: dict[str, Any], grad: bool) -> None:
+def test_a_forward_that_nobody_steps_on_takes_no_further_turn(
+    options: dict[str, Any], grad: bool
+) -> None:
     turns = RecordingTurn()
     training = Training(decoupled=True, mutex=turns, **{**options, "defer": "auto"})
     for _ in range(24):  # deferred and not deferred, in turns
@@ -251,7 +280,9 @@ def test_a_forward_that_nobody_steps_on_takes_no_further_turn(options: dict[str,
 def test_gradients_read_after_a_forward_that_failed_are_the_mean(rank: int) -> None:
     """Rank 0 reads while rank 1 still computes; a forward has failed before or after backward."""
     found, failing = [], contextlib.suppress(RuntimeError)
-    for training in both(net=lambda: mlp(6, 6, seed=0), make=lambda m: torch.optim.SGD(m.parameters())):
+    for training in both(
+        net=lambda: mlp(6, 6, seed=0), make=lambda m: torch.optim.SGD(m.parameters())
+    ):
         training.run()
         for moment in ("before", "after"):
             loss = training.model(inputs(rank)).sum() * (1 + rank)
@@ -273,7 +304,9 @@ def test_gradients_read_after_a_forward_that_failed_are_the_mean(rank: int) -> N
 @pytest.mark.quiet
 @pytest.mark.parametrize(("defer", "cap_mb"), [("always", 1e-4), ("auto", 25)])
 @in_ranks(2)
-def test_a_bucket_refused_on_one_rank_is_an_error_on_the_others(rank: int, defer: str, cap_mb: float) -> None:
+def test_a_bucket_refused_on_one_rank_is_an_error_on_the_others(
+    rank: int, defer: str, cap_mb: float
+) -> None:
     """Rank 1 goes on behind it, as a script that leaves a bad batch out."""
     ddp = {"process_group": impatient_group(2), "bucket_cap_mb": cap_mb}
     training = Training(decoupled=True, ddp=ddp, defer=defer).run(12)
@@ -289,7 +322,9 @@ def test_a_bucket_refused_on_one_rank_is_an_error_on_the_others(rank: int, defer
 @in_ranks(2)
 def test_the_greatest_gradient_is_nan_if_any_is(rank: int) -> None:
     # Each rank owns a row.
-    training = Training(decoupled=True, net=lambda: nn.Linear(6, 2, bias=False), ddp={"bucket_cap_mb": 25})
+    training = Training(
+        decoupled=True, net=lambda: nn.Linear(6, 2, bias=False), ddp={"bucket_cap_mb": 25}
+    )
     (training.model(torch.ones(1, 6)) * torch.tensor([1.0, float("nan")])).sum().backward()
     with pytest.raises(RuntimeError, match="expected a finite norm"):
         training.state.clip_grad_norm_(1.0, float("inf"), error_if_nonfinite=True)
@@ -302,7 +337,9 @@ def test_buffers_between_steps_do_not_hang_on_whether_a_step_is_deferred(rank: i
     found: list[list[torch.Tensor]] = []
     for is_ours in (False, True):
         net = nn.Sequential(network(), nn.BatchNorm1d(6))
-        training = Training(decoupled=is_ours, net=lambda net=net: net, **({"defer": "auto"} if is_ours else {}))
+        training = Training(
+            decoupled=is_ours, net=lambda net=net: net, **({"defer": "auto"} if is_ours else {})
+        )
         means = []
         for step in range(24):
             training.steps = 2 * step + rank
@@ -376,10 +413,15 @@ def test_who_listens_hears_of_a_parameter_once_in_a_step_of_several_optimizers()
 
     def two(model: nn.Module) -> list[torch.optim.Optimizer]:
         one, other, head = model.module.branches[0], model.module.branches[1], model.module.head
-        return [torch.optim.SGD([*one.parameters(), *head.parameters()]), torch.optim.SGD(other.parameters())]
+        return [
+            torch.optim.SGD([*one.parameters(), *head.parameters()]),
+            torch.optim.SGD(other.parameters()),
+        ]
 
     ddp = {"find_unused_parameters": True, "bucket_cap_mb": 25}
-    training = harness.Training(decoupled(owners="layers"), module=Branches(), optimizers=two, **ddp)
+    training = harness.Training(
+        decoupled(owners="layers"), module=Branches(), optimizers=two, **ddp
+    )
     heard = Counter[Tensor]()
     training.state.on_update(heard.update)
     training.run(8).state.flush()
@@ -420,7 +462,9 @@ def test_a_scaler_with_owners_scales_or_is_refused(unscale: bool, view: bool) ->
 
 
 @pytest.mark.defect("strangers-1")
-def test_the_norm_of_gradients_that_only_owners_have_is_no_number(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_norm_of_gradients_that_only_owners_have_is_no_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     training = owned()
     for _ in range(4):
         training.backward()
@@ -502,7 +546,9 @@ def test_muon_gets_hidden_matrices_only() -> None:
 def test_muons_compare_numbers_and_nothing_that_is_each_ranks_own(rank: int) -> None:
     first, second = harness.Training("muon", rank), harness.Training("muon", rank)
     # On devices of their own they print otherwise, too.
-    first.optimizer.param_groups[0].update(lr=torch.tensor(0.02, requires_grad=bool(rank)), note=object())
+    first.optimizer.param_groups[0].update(
+        lr=torch.tensor(0.02, requires_grad=bool(rank)), note=object()
+    )
     first.run(2)
     second.optimizer.param_groups[0]["weight_decay"] = 0.1 * rank
     assert error_of(second.step).startswith("expected the same settings on all ranks")

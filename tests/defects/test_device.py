@@ -62,7 +62,10 @@ def coded(rank: int, world_size: int, kind: str) -> list[float]:
 
 @pytest.mark.defect("codecs-S10")
 def test_a_gradient_of_zeros_counts_on_nccl_as_on_gloo() -> None:
-    found = [run_ranks(coded, 2, args=[kind], backend=b) for kind, b in (("cuda", "nccl"), ("cpu", "gloo"))]
+    found = [
+        run_ranks(coded, 2, args=[kind], backend=b)
+        for kind, b in (("cuda", "nccl"), ("cpu", "gloo"))
+    ]
     assert found[0] == found[1]
 
 
@@ -97,7 +100,9 @@ def test_a_scalers_scale_is_followed_without_a_wait_of_the_host(rank: int, is_to
 def test_nothing_is_taken_or_saved_of_a_mean_that_is_not_finite(rank: int, call: str) -> None:
     """Rank 1's parameters were not finite when they left, and are when the job is saved; the outer ones are not."""
     outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)
-    training = on_device(rank, LocalSGDState(4, delay=1, outer_optimizer=outer), local_sgd_hook).run(4)
+    training = on_device(
+        rank, LocalSGDState(4, delay=1, outer_optimizer=outer), local_sgd_hook
+    ).run(4)
     weight = training.model.module[0].weight.data
     own = weight.clone()
     if rank:

@@ -48,7 +48,9 @@ def test_the_python_reducer_is_refused_in_compiled_autograd(way: str, whole: boo
 @pytest.mark.defect("strangers-18")
 @pytest.mark.parametrize("way", ["decoupled", "elastic", "split", "kfac"])
 @in_ranks(2)
-def test_replicate_is_refused_where_forward_matters_and_else_trains_as_ddp(rank: int, way: str) -> None:
+def test_replicate_is_refused_where_forward_matters_and_else_trains_as_ddp(
+    rank: int, way: str
+) -> None:
     ours, plain = (Training(way, rank, wrap=wrap) for wrap in (replicate, DistributedDataParallel))
     told = error_of(lambda: ours.run(4))
     if way in ("decoupled", "elastic"):
@@ -70,8 +72,12 @@ def test_hooks_go_with_tensor_parallelism(rank: int) -> None:
         (CompressedState(None, process_group=group), compressed_hook),
     ):
         network = mlp(WIDTH, 8, WIDTH, seed=0, bias=False)
-        parallelize_module(network, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        Training(lambda *_, made=made: made, group.rank(), module=network, device_mesh=mesh["data"]).run(3)
+        parallelize_module(
+            network, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
+        Training(
+            lambda *_, made=made: made, group.rank(), module=network, device_mesh=mesh["data"]
+        ).run(3)
         found.append([parameter.to_local().detach().clone() for parameter in network.parameters()])
     assert all(all(map(torch.equal, each, found[0])) for each in found)
 
@@ -87,7 +93,9 @@ def test_each_model_is_compared_with_the_hooks_group(rank: int, way: str) -> Non
 
 
 @pytest.mark.defect("codecs-S2", "strangers-9")
-@pytest.mark.parametrize(("way", "world_size"), [("int8", 2), ("averaged", 1), ("decoupled", 1), ("kfac", 1)])
+@pytest.mark.parametrize(
+    ("way", "world_size"), [("int8", 2), ("averaged", 1), ("decoupled", 1), ("kfac", 1)]
+)
 @in_ranks()
 def test_a_state_serves_one_model(rank: int, way: str) -> None:
     hooks: list[Any] = []
@@ -103,7 +111,8 @@ OTHERS = [
     (way, given)
     for place, way in enumerate(WAYS)
     for given in ("none", *([*WAYS, *WAYS][place + 1 : place + 3]))
-    if SAME_STATE.get(way, way) != SAME_STATE.get(given, given) and (way, given) != ("split", "none")
+    if SAME_STATE.get(way, way) != SAME_STATE.get(given, given)
+    and (way, given) != ("split", "none")
 ]
 
 
@@ -113,7 +122,9 @@ OTHERS = [
 def test_another_hooks_state_is_refused(way: str, given: str) -> None:
     def mixed_up(model: DistributedDataParallel, optimizers: Any, mutex: Any) -> tuple[Any, Any]:
         hook = WAYS[way](model, optimizers_of(way, model), mutex)[1]
-        return None if given == "none" else WAYS[given](model, optimizers_of(given, model), mutex)[0], hook
+        return None if given == "none" else WAYS[given](model, optimizers_of(given, model), mutex)[
+            0
+        ], hook
 
     training = Training(mixed_up)
     for _ in range(2):
@@ -124,15 +135,22 @@ def test_another_hooks_state_is_refused(way: str, given: str) -> None:
 @pytest.mark.defect("strangers-30")
 @pytest.mark.usefixtures("process_group")
 def test_a_wrapped_hook_takes_no_codec() -> None:
-    training = Training(lambda *_: (CrossoverState(codec=Int8()), crossover_wrapper(allreduce_hook)))
-    with pytest.raises(UnsupportedConfigurationError, match="expected codec=None for crossover_wrapper, got"):
+    training = Training(
+        lambda *_: (CrossoverState(codec=Int8()), crossover_wrapper(allreduce_hook))
+    )
+    with pytest.raises(
+        UnsupportedConfigurationError, match="expected codec=None for crossover_wrapper, got"
+    ):
         training.backward()
 
 
 @pytest.mark.defect("strangers-23")
 @pytest.mark.parametrize(
     ("way", "variable"),
-    [*((way, "CROSSOVER_DISABLE") for way in ("int8", "muon", "averaged")), ("crossover", "CROSSOVER_GROUP")],
+    [
+        *((way, "CROSSOVER_DISABLE") for way in ("int8", "muon", "averaged")),
+        ("crossover", "CROSSOVER_GROUP"),
+    ],
 )
 @in_ranks(2)
 def test_ranks_of_other_environments_are_told(rank: int, way: str, variable: str) -> None:

@@ -24,7 +24,9 @@ from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, batch
 pytestmark = pytest.mark.usefixtures("process_group")
 
 network = functools.partial(networks.mlp, WIDTH, 8, OUTPUTS, seed=1)
-both_hooks = pytest.mark.parametrize("decoupled", [False, True], ids=["kfac_hook", "decoupled_hook"])
+both_hooks = pytest.mark.parametrize(
+    "decoupled", [False, True], ids=["kfac_hook", "decoupled_hook"]
+)
 
 
 def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
@@ -48,7 +50,9 @@ def backward_unsynced(training: Training, seed: int) -> None:
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("views", [False, True])
 @both_hooks
-def test_directions_that_wait_for_the_step_are_left_alone(decoupled: bool, views: bool, between: str) -> None:
+def test_directions_that_wait_for_the_step_are_left_alone(
+    decoupled: bool, views: bool, between: str
+) -> None:
     """A second exchange that would precondition the first one's directions is refused, and training goes on."""
     training = Training(0, network(), ddp={"gradient_as_bucket_view": views}, decoupled=decoupled)
     for _ in range(3):
@@ -63,7 +67,9 @@ def test_directions_that_wait_for_the_step_are_left_alone(decoupled: bool, views
 CLEAR: dict[str, Callable[[Training], Any]] = {
     "to None": lambda each: each.optimizer.zero_grad(),
     "to zero": lambda each: each.optimizer.zero_grad(set_to_none=False),
-    "by hand": lambda each: [p.grad.data.zero_() for p in each.model.parameters() if p.grad is not None],
+    "by hand": lambda each: [
+        p.grad.data.zero_() for p in each.model.parameters() if p.grad is not None
+    ],
 }
 
 
@@ -71,7 +77,9 @@ CLEAR: dict[str, Callable[[Training], Any]] = {
 @pytest.mark.parametrize("clear", CLEAR)
 @pytest.mark.parametrize("parts", [1, 2])
 @both_hooks
-def test_gradients_that_were_cleared_in_any_way_are_accepted(decoupled: bool, parts: int, clear: str) -> None:
+def test_gradients_that_were_cleared_in_any_way_are_accepted(
+    decoupled: bool, parts: int, clear: str
+) -> None:
     training = Training(0, network(), decoupled=decoupled)
     for step in range(4):
         CLEAR[clear](training)
@@ -96,7 +104,9 @@ def test_a_layer_of_which_a_part_never_comes_is_refused(away: str, decoupled: bo
     else:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["0.bias"])
     model = DistributedDataParallel(inner)
-    state, hook = (DecoupledState(optimizer, kfac=state), decoupled_hook) if decoupled else (state, kfac_hook)
+    state, hook = (
+        (DecoupledState(optimizer, kfac=state), decoupled_hook) if decoupled else (state, kfac_hook)
+    )
     model.register_comm_hook(state, hook)
     with pytest.raises(UnsupportedConfigurationError, match=r"0\.bias"):
         loss_of(model).backward()
@@ -112,7 +122,10 @@ def flops(model: nn.Module) -> int:
 @both_hooks
 def test_disabled_it_computes_nothing(decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CROSSOVER_DISABLE", "1")
-    plain, training = DistributedDataParallel(network()), Training(0, network(), decoupled=decoupled)
+    plain, training = (
+        DistributedDataParallel(network()),
+        Training(0, network(), decoupled=decoupled),
+    )
     for _ in range(2):
         assert flops(training.model) == flops(plain)
 
@@ -145,7 +158,9 @@ def compile_early(model: nn.Module) -> nn.Module:
 
 @pytest.mark.defect("kfac-S5")
 @pytest.mark.parametrize("prepare", [nn.Module.eval, compile_early])
-def test_a_step_without_any_factor_is_told_once(prepare: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_without_any_factor_is_told_once(
+    prepare: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     training = Training(0, prepare(network()), ddp={"bucket_cap_mb": 25}, kl_clip=None)
     for _ in range(3):
         training.step()
@@ -177,8 +192,12 @@ def test_a_layer_that_is_not_seen_beside_others_is_told_once(seen: str) -> None:
 
 
 @pytest.mark.defect("strangers-32")
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD])
-def test_an_optimizer_that_divides_it_out_again_is_named(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD]
+)
+def test_an_optimizer_that_divides_it_out_again_is_named(
+    kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     inner = network()
     KFACState(inner, kind(inner.parameters(), lr=0.1))
     told = [each.message for each in caplog.records if each.levelno >= logging.WARNING]
@@ -203,9 +222,16 @@ class Output:
 
 @pytest.mark.defect("kfac-S9")
 @pytest.mark.parametrize(
-    "wrapped", [lambda output: output, lambda output: (Output(output),), lambda output: UserDict(logits=output)]
+    "wrapped",
+    [
+        lambda output: output,
+        lambda output: (Output(output),),
+        lambda output: UserDict(logits=output),
+    ],
 )
-def test_a_weight_used_beside_its_module_is_noticed(wrapped: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_weight_used_beside_its_module_is_noticed(
+    wrapped: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Training(0, BesideItsModule(wrapped), kl_clip=None).model
     for output in tensors_in(model(torch.randn(4, WIDTH))):
         output.square().sum().backward()
@@ -228,7 +254,9 @@ class Positions(nn.Module):
 def test_directions_do_not_depend_on_the_layout(arrange: Callable[[Tensor], Tensor]) -> None:
     """Nor on whether the model is called by name."""
     x = torch.randn(4, 12, WIDTH, generator=torch.Generator().manual_seed(0))
-    first, second = (Training(0, Positions(f), kl_clip=None, damping=0.1) for f in (lambda x: x, arrange))
+    first, second = (
+        Training(0, Positions(f), kl_clip=None, damping=0.1) for f in (lambda x: x, arrange)
+    )
     first.model(x).backward()
     second.model(inputs=x).backward()
     for name, gradient in first.gradients().items():

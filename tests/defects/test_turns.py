@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from crossover_ddp import CrossoverState, DecoupledState, crossover_hook, crossover_wrapper, decoupled_hook
+from crossover_ddp import (
+    CrossoverState,
+    DecoupledState,
+    crossover_hook,
+    crossover_wrapper,
+    decoupled_hook,
+)
 from crossover_ddp._turns import joining
 from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
 from crossover_ddp.errors import TurnError, UnsupportedConfigurationError
@@ -49,13 +55,18 @@ def take_turns(mutex: GPUMutex, count: int, seconds: float) -> None:
 @in_ranks(3)
 def test_a_long_turn_is_given_back_without_the_job_s_store(rank: int) -> None:
     """Nor is the next one taken by it, nor do turns fill it: rank 2, which serves it, and a peer are stopped."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 2 else None
+    server = (
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 2 else None
+    )
     known: list[Any] = [None] * 3
     dist.all_gather_object(known, (os.getpid(), server and server.port))
     if server is not None:
         server.wait(["done"], timedelta(seconds=SOON_S))
         return
-    pids, store = [pid for pid, _ in known], dist.TCPStore("127.0.0.1", known[2][1], is_master=False)
+    pids, store = (
+        [pid for pid, _ in known],
+        dist.TCPStore("127.0.0.1", known[2][1], is_master=False),
+    )
     join_over(rank, 2, store)
     mutex = GPUMutex(device=f"dev{rank}")
     with inside.grants_kept(2):
@@ -105,7 +116,10 @@ def test_a_group_made_again_on_the_same_store_is_one_job_on_all_its_ranks(rank: 
 
 STATES: list[tuple[Callable[..., Any], Any]] = [
     (lambda _, g, mutex: CrossoverState(g, mutex=mutex), crossover_hook),
-    (lambda _, g, mutex: CrossoverState(g, mutex=mutex, hook_state=g), crossover_wrapper(allreduce_hook)),
+    (
+        lambda _, g, mutex: CrossoverState(g, mutex=mutex, hook_state=g),
+        crossover_wrapper(allreduce_hook),
+    ),
     (lambda sgd, g, mutex: DecoupledState(sgd, g, mutex=mutex), decoupled_hook),
     (lambda _, g, mutex: LocalSGDState(2, process_group=g, mutex=mutex), local_sgd_hook),
 ]
@@ -144,7 +158,9 @@ def test_two_mutexes_of_one_process_never_wait_for_each_other() -> None:
 
 @pytest.mark.defect("turns-4")
 @pytest.mark.usefixtures("process_group")
-def test_a_hook_beside_a_mutex_of_the_user_s_says_how_to_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_beside_a_mutex_of_the_user_s_says_how_to_share_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It trains on without turns, instead of waiting for the own process's turn, and names the cure."""
     monkeypatch.setenv("CROSSOVER_GROUP", new_group())
     with heard() as said, GPUMutex(lease=SOON_S) as mutex:
@@ -167,7 +183,9 @@ def two_jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GPUMutex, GPUMut
 
 
 @pytest.mark.defect("turns-6")
-def test_a_release_beside_a_waiting_thread_gives_nothing_back(two_jobs: tuple[GPUMutex, GPUMutex]) -> None:
+def test_a_release_beside_a_waiting_thread_gives_nothing_back(
+    two_jobs: tuple[GPUMutex, GPUMutex],
+) -> None:
     """`release` outside a turn does nothing, at once; the turn that comes is the waiting thread's."""
     holder, mutex = two_jobs
     with ThreadPoolExecutor(2) as threads:
@@ -181,7 +199,9 @@ def test_a_release_beside_a_waiting_thread_gives_nothing_back(two_jobs: tuple[GP
 
 
 @pytest.mark.defect("strangers-33")
-def test_nobody_waits_for_a_turn_whose_wait_was_interrupted(two_jobs: tuple[GPUMutex, GPUMutex]) -> None:
+def test_nobody_waits_for_a_turn_whose_wait_was_interrupted(
+    two_jobs: tuple[GPUMutex, GPUMutex],
+) -> None:
     holder, mutex = two_jobs
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -224,7 +244,9 @@ def test_files_removed_under_way_are_missed_aloud(caplog: pytest.LogCaptureFixtu
     mutex.close()
 
 
-def _look_for_siblings(rank: int, world_size: int, group: str, places: list[Path], meeting: Path) -> Any:
+def _look_for_siblings(
+    rank: int, world_size: int, group: str, places: list[Path], meeting: Path
+) -> Any:
     """Return a rank's turns, which sees its own place of shared memory, and what is said."""
     store, turns = dist.FileStore(str(meeting), 2 * world_size), []
 
@@ -250,11 +272,16 @@ def test_siblings_on_some_machines_only_are_in_order_or_told(tmp_path: Path) -> 
     group, (first, second, shared) = new_group(), (tmp_path / name for name in "abc")
     for place in (first, second, shared):
         place.mkdir()
-    jobs = [Job(_look_for_siblings, 2, (group, [own, shared], tmp_path / "meet")) for own in (first, second)]
+    jobs = [
+        Job(_look_for_siblings, 2, (group, [own, shared], tmp_path / "meet"))
+        for own in (first, second)
+    ]
     found = run_jobs(jobs)
     turns = sorted(turn for job in found for turn in job[1][0])
     in_order = all(end_s <= begin_s for (_, end_s), (begin_s, _) in itertools.pairwise(turns))
-    assert in_order or any("in no common order" in said for job in found for _, told in job for said in told)
+    assert in_order or any(
+        "in no common order" in said for job in found for _, told in job for said in told
+    )
 
 
 def _device_on(cores: set[int]) -> str | None:
@@ -307,7 +334,9 @@ def test_siblings_find_out_whether_turns_pay() -> None:
 
 def run(logs: Path, *words: str, **given: Any) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "crossover_ddp.cli", "run", "--logs", str(logs), "--", *words]
-    return subprocess.run(command, cwd=ROOT, timeout=SOON_S, text=True, **given or {"capture_output": True})
+    return subprocess.run(
+        command, cwd=ROOT, timeout=SOON_S, text=True, **given or {"capture_output": True}
+    )
 
 
 @pytest.mark.defect("strangers-19")
@@ -350,4 +379,6 @@ def test_a_platform_without_fcntl_is_named() -> None:
     text = "import sys; sys.modules['fcntl'] = None; from crossover_ddp import GPUMutex"
     words = [sys.executable, "-c", text]
     done = subprocess.run(words, cwd=ROOT, timeout=SOON_S, capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1].startswith("ImportError: expected Linux, got sys.platform=linux;")
+    assert done.stderr.splitlines()[-1].startswith(
+        "ImportError: expected Linux, got sys.platform=linux;"
+    )

@@ -41,7 +41,9 @@ def environment(devices: int = DEVICES, **knobs: int) -> dict[str, str]:
 @contextlib.contextmanager
 def late(**knobs: int) -> Iterator[None]:
     """Set knobs for what this process launches in the block, ``kernel_us=300`` for instance."""
-    with mock.patch.dict(os.environ, {f"FAKE_{name.upper()}": str(value) for name, value in knobs.items()}):
+    with mock.patch.dict(
+        os.environ, {f"FAKE_{name.upper()}": str(value) for name, value in knobs.items()}
+    ):
         yield
 
 

@@ -49,7 +49,11 @@ def _find() -> dict[str, Path] | str:
         "nccl_headers": "nvidia/**/include/nccl.h",
         "crt": "triton/backends/nvidia/include/crt/host_defines.h",  # host headers that only triton's package has
     }
-    found = {name: path for name, pattern in wanted.items() if (path := next(packages.glob(pattern), None))}
+    found = {
+        name: path
+        for name, pattern in wanted.items()
+        if (path := next(packages.glob(pattern), None))
+    }
     missing = [pattern for name, pattern in wanted.items() if name not in found]
     if missing:
         return f"no {' and no '.join(missing)} in {packages}; the fake device is built with them"
@@ -70,7 +74,11 @@ def build() -> Path:
     """Return the directory of the libraries, building them first where they are not there yet."""
     reason, toolkit = why_not(), _find()
     assert reason is None and isinstance(toolkit, dict), reason
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crossover_ddp" / "fake_cuda"
+    cache = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "crossover_ddp"
+        / "fake_cuda"
+    )
     cache.mkdir(parents=True, exist_ok=True)
     libraries = cache / _key(toolkit)
     if libraries.exists():
@@ -91,15 +99,43 @@ def _build_all(toolkit: dict[str, Path], work: Path) -> None:
     out.mkdir()
     (work / "include").mkdir()
     (work / "include" / "crt").symlink_to(toolkit["crt"].parent)
-    headers = _options("-I", work / "include", toolkit["headers"].parent, toolkit["nccl_headers"].parent)
+    headers = _options(
+        "-I", work / "include", toolkit["headers"].parent, toolkit["nccl_headers"].parent
+    )
     of_torch = _options("-I", TORCH / "include", TORCH / "include/torch/csrc/api/include")
-    libraries = [f"-L{TORCH / 'lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda", "-ltorch"]
+    libraries = [
+        f"-L{TORCH / 'lib'}",
+        "-lc10",
+        "-lc10_cuda",
+        "-ltorch_cpu",
+        "-ltorch_cuda",
+        "-ltorch",
+    ]
     parts = [work / f"{name}.o" for name in ("runtime", "streams", "driver")]
     _run_all(
-        *[_compile("-c", "-O1", *headers, SOURCES / f"{part.stem}.cpp", "-o", part) for part in parts],
-        _compile("-c", "-O2", f"-I{SOURCES / 'stub'}", *headers, SOURCES / "nccl.cpp", "-o", work / "nccl.o"),
+        *[
+            _compile("-c", "-O1", *headers, SOURCES / f"{part.stem}.cpp", "-o", part)
+            for part in parts
+        ],
+        _compile(
+            "-c",
+            "-O2",
+            f"-I{SOURCES / 'stub'}",
+            *headers,
+            SOURCES / "nccl.cpp",
+            "-o",
+            work / "nccl.o",
+        ),
         _compile("-c", SOURCES / "nvrtc.cpp", "-o", work / "nvrtc.o"),
-        _compile("-O1", *headers, *of_torch, SOURCES / "kernels.cpp", *libraries, "-o", out / "kernels.so"),
+        _compile(
+            "-O1",
+            *headers,
+            *of_torch,
+            SOURCES / "kernels.cpp",
+            *libraries,
+            "-o",
+            out / "kernels.so",
+        ),
     )
     _write_rest(toolkit["runtime"], parts, "cuda", 801)  # cudaErrorNotSupported
     _write_rest(toolkit["nvrtc"], [work / "nvrtc.o"], "nvrtc", 11)  # NVRTC_ERROR_INTERNAL_ERROR
@@ -120,7 +156,9 @@ def _link(library: Path, *words: str | Path) -> list[str]:
     """Give the library the real one's name, which is also the version of its names."""
     versions = library.parent.with_name(f"{library.name}.map")
     versions.write_text(f"{library.name} {{ global: *; }};")
-    return _compile(*words, f"-Wl,-soname,{library.name},--version-script={versions}", "-o", library)
+    return _compile(
+        *words, f"-Wl,-soname,{library.name},--version-script={versions}", "-o", library
+    )
 
 
 def _options(letter: str, *paths: Path) -> list[str]:
@@ -130,9 +168,16 @@ def _options(letter: str, *paths: Path) -> list[str]:
 def _write_rest(real: Path, mine: Sequence[Path], prefix: str, error: int) -> None:
     """Write a source file with each name of the real library that ours lacks: it fails and says so."""
     defined = set[str]().union(*map(_names, mine))
-    lacking = sorted(name for name in _names(real, "-D") - defined if name.startswith((prefix, f"__{prefix}")))
-    told = "" if prefix == "nvrtc" else 'fake_not_covered("{name}"); '  # it has no error of the runtime
-    lines = ['#define API extern "C" __attribute__((visibility("default")))', "API int fake_not_covered(const char*);"]
+    lacking = sorted(
+        name for name in _names(real, "-D") - defined if name.startswith((prefix, f"__{prefix}"))
+    )
+    told = (
+        "" if prefix == "nvrtc" else 'fake_not_covered("{name}"); '
+    )  # it has no error of the runtime
+    lines = [
+        '#define API extern "C" __attribute__((visibility("default")))',
+        "API int fake_not_covered(const char*);",
+    ]
     lines += [f"API int {name}() {{ {told.format(name=name)}return {error}; }}" for name in lacking]
     mine[0].with_suffix(".rest.cpp").write_text("\n".join(lines))
 
@@ -144,7 +189,8 @@ def _names(library: Path, *options: str) -> set[str]:
 
 def _run_all(*commands: Sequence[str]) -> None:
     running = [
-        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for words in commands
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for words in commands
     ]
     outputs = [process.communicate()[0] for process in running]
     failures = [

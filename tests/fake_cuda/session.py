@@ -98,7 +98,9 @@ class OnFakeDevice:
             self._files = sorted({item.path for item in marked})
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> bool | None:
         if not self._files or not item.get_closest_marker(MARKER):
             return None
         follows = nextitem is not None and nextitem.get_closest_marker(MARKER)
@@ -107,7 +109,9 @@ class OnFakeDevice:
         for report in self._reports(item, order):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        item.session._setupstate.teardown_exact(nextitem)  # what a test of this process has left for this one
+        item.session._setupstate.teardown_exact(
+            nextitem
+        )  # what a test of this process has left for this one
         return True
 
     def _reports(self, item: pytest.Item, order: Order) -> Iterator[pytest.TestReport]:
@@ -115,13 +119,22 @@ class OnFakeDevice:
             if self._server is None:
                 self._server = Server(self._files, item.config.rootpath)
             for data in self._server.run(order):
-                yield item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+                yield item.config.hook.pytest_report_from_serializable(
+                    config=item.config, data=data
+                )
         except (EOFError, pytest.fail.Exception) as error:  # the latter is pytest-timeout's
-            what = "the process on the fake device died" if isinstance(error, EOFError) else str(error)
+            what = (
+                "the process on the fake device died" if isinstance(error, EOFError) else str(error)
+            )
             written = self._server.fail() if self._server is not None else ""
             self._server = None
             yield pytest.TestReport(
-                item.nodeid, item.location, {}, "failed", f"{what}; it had written:\n{written}", "call"
+                item.nodeid,
+                item.location,
+                {},
+                "failed",
+                f"{what}; it had written:\n{written}",
+                "call",
             )
 
     def pytest_unconfigure(self) -> None:
@@ -147,4 +160,6 @@ class Served:
             return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._orders.send(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
+        self._orders.send(
+            self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        )

@@ -24,7 +24,9 @@ def here() -> torch.cuda.Stream:
     return torch.cuda.current_stream()
 
 
-@pytest.mark.parametrize("order, seen", [(lambda _: None, 0.0), (lambda side: here().wait_stream(side), 1.0)])
+@pytest.mark.parametrize(
+    "order, seen", [(lambda _: None, 0.0), (lambda side: here().wait_stream(side), 1.0)]
+)
 def test_a_stream_runs_beside_others_and_follows_when_told(
     side: torch.cuda.Stream, order: Callable[[torch.cuda.Stream], None], seen: float
 ) -> None:
@@ -103,7 +105,10 @@ def test_pinned_memory_is_read_when_it_is_copied_and_other_memory_at_once(
         (lambda: ones() + torch.ones(3), "one on the CPU"),
         (lambda: ones() + ones("cuda:1"), "all tensors on one device"),
         (lambda: torch.cuda.set_device(2), "cudaErrorInvalidDevice|invalid device"),
-        (lambda: torch.cuda.Event(interprocess=True).record(), "cudaErrorNotSupported|not supported"),
+        (
+            lambda: torch.cuda.Event(interprocess=True).record(),
+            "cudaErrorNotSupported|not supported",
+        ),
     ],
 )
 def test_what_cannot_be_computed_right_raises(wrong: Callable[[], object], text: str) -> None:

@@ -24,7 +24,9 @@ def values(rank: int, count: int = 6) -> torch.Tensor:
 def test_collectives_are_right_however_late(rank: int, seed: int) -> None:
     """Each collective is called without any wait of the host in between."""
     torch.cuda.set_device(rank % DEVICES)
-    with late(seed=seed, nccl_us=100, nccl_jitter_us=3000, kernel_jitter_us=1000, copy_jitter_us=1000):
+    with late(
+        seed=seed, nccl_us=100, nccl_jitter_us=3000, kernel_jitter_us=1000, copy_jitter_us=1000
+    ):
         own = values(rank).pin_memory().cuda(non_blocking=True)
         copied = ("sum", "mean", "most", "broadcast", "exchanged", "received", "pair")
         out = {name: own.clone() for name in copied}
@@ -32,18 +34,26 @@ def test_collectives_are_right_however_late(rank: int, seed: int) -> None:
             dist.all_reduce(out[name], op=getattr(dist.ReduceOp, op))
         dist.all_reduce(out.setdefault("bfloat16", own.bfloat16()))
         dist.reduce_scatter_tensor(out.setdefault("scattered", own.new_empty(2)), own)
-        dist.all_gather_into_tensor(out.setdefault("gathered", own.new_empty(2 * RANKS)), own[:2].clone())
+        dist.all_gather_into_tensor(
+            out.setdefault("gathered", own.new_empty(2 * RANKS)), own[:2].clone()
+        )
         dist.broadcast(out["broadcast"], src=1)
         dist.all_to_all_single(out["exchanged"], own)
         right, left = (rank + 1) % RANKS, (rank - 1) % RANKS
-        messages = [dist.P2POp(dist.isend, own, right), dist.P2POp(dist.irecv, out["received"], left)]
+        messages = [
+            dist.P2POp(dist.isend, own, right),
+            dist.P2POp(dist.irecv, out["received"], left),
+        ]
         for work in dist.batch_isend_irecv(messages):
             work.wait()
         pair = dist.new_group([0, 2])
         if isinstance(pair, dist.ProcessGroup):  # not on the rank that has no part in it
             dist.all_reduce(out["pair"], group=pair)
     given = [values(rank) for rank in range(RANKS)]
-    total, shares = given[0] + given[1] + given[2], [each * torch.tensor(1 / RANKS) for each in given]
+    total, shares = (
+        given[0] + given[1] + given[2],
+        [each * torch.tensor(1 / RANKS) for each in given],
+    )
     wanted = {
         "sum": total,
         "mean": shares[0] + shares[1] + shares[2],

@@ -106,7 +106,9 @@ class Story:
             done[plan.fault] += 1
             self.steps += sum(len(steps_of(rank)) for rank in ranks)
             with _JUDGING:
-                broken = broken or [*self._wrong_ends(plan, ranks)] or [*self._wrong_bits(plan, ranks)]
+                broken = (
+                    broken or [*self._wrong_ends(plan, ranks)] or [*self._wrong_bits(plan, ranks)]
+                )
             if broken:
                 broken = [f"{self.kind}, life {number}, {plan}: {each}" for each in broken]
                 broken += [f"rank {number}: {rank.error()}" for number, rank in enumerate(ranks)]
@@ -129,7 +131,9 @@ class Story:
             "poison": [plan.victim, self.first + plan.at] if plan.fault == "inf" else None,
         }
         return [
-            self.lane.bear({**order, "rank": rank, "log": str(self.directory / f"life{number}-rank{rank}")})
+            self.lane.bear(
+                {**order, "rank": rank, "log": str(self.directory / f"life{number}-rank{rank}")}
+            )
             for rank in range(plan.world_size)
         ]
 
@@ -152,7 +156,10 @@ class Story:
         # Those that have not begun yet do so on a machine that may be busy.
         eventually(lambda: all(steps_of(rank) or not rank.alive() for rank in ranks), START_S)
         begin_s = time.monotonic()
-        held_up = [f"hang: {rank.path.name}, for more than {BOUND_S:.0f} s" for rank in hung(ranks, BOUND_S)]
+        held_up = [
+            f"hang: {rank.path.name}, for more than {BOUND_S:.0f} s"
+            for rank in hung(ranks, BOUND_S)
+        ]
         self.longest_s = max(self.longest_s, time.monotonic() - begin_s)
         return held_up
 
@@ -174,7 +181,9 @@ class Story:
         if raised is None:
             if said(rank, "averaged") is None or plan.fault == "inf":
                 yield f"rank {number} has not raised {wanted}"
-        elif raised["raised"] != wanted and not (wanted == "ExchangeError" and raised["raised"] == REBUILD):
+        elif raised["raised"] != wanted and not (
+            wanted == "ExchangeError" and raised["raised"] == REBUILD
+        ):
             yield f"rank {number} has raised {raised['raised']}, not {wanted}: {raised['message']}"
         elif not raised["again"]:
             yield f"rank {number} went on after its error"
@@ -194,7 +203,9 @@ class Story:
 
     def _wrong_steps(self, plan: LifePlan, ranks: Sequence[Rank], means: set[str]) -> Iterator[str]:
         copies, kept = copies_from(plan.world_size, self.checkpoint)
-        walk = DelayedWalk(copies, **LOCAL[self.kind], outer=(0.7, 0.9) if self.kind == "diloco" else None)
+        walk = DelayedWalk(
+            copies, **LOCAL[self.kind], outer=(0.7, 0.9) if self.kind == "diloco" else None
+        )
         if kept:
             walk.anchor = flat_of(kept["tensors"]["anchor"])
             walk.velocity = flat_of(kept["tensors"]["momentum_buffer"])
@@ -203,7 +214,9 @@ class Story:
             walk.step()
             expected = [digest([values]) for values in walk.copies.snapshots()]
             for number, digests in enumerate(seen):
-                poisoned = plan.fault == "inf" and number == plan.victim and step > self.first + plan.at
+                poisoned = (
+                    plan.fault == "inf" and number == plan.victim and step > self.first + plan.at
+                )
                 if not poisoned and digests.get(step, expected[number]) != expected[number]:
                     yield f"rank {number} has other bits after step {step}"
                     return
@@ -214,7 +227,10 @@ class Story:
     def _wrong_replay(self, ranks: Sequence[Rank]) -> Iterator[str]:
         last = self.first + STEPS
         told = [said(rank, "averaged") or {} for rank in ranks]
-        logs = [[ElasticRound(at, tuple(off), done) for at, off, done in each["rounds"]] for each in told]
+        logs = [
+            [ElasticRound(at, tuple(off), done) for at, off, done in each["rounds"]]
+            for each in told
+        ]
         replay = Replay("sgd", logs, 0.9 / len(ranks))
         replay.copies, kept = copies_from(len(ranks), self.checkpoint)
         if kept:
@@ -250,7 +266,9 @@ def live(seed: int, events: int, lane: Lane, directory: Path) -> Told:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    args = lanes.arguments(__doc__, events=100, lanes=2, keep="runs/averaging-faults").parse_args(argv)
+    args = lanes.arguments(__doc__, events=100, lanes=2, keep="runs/averaging-faults").parse_args(
+        argv
+    )
     torch.set_num_threads(1)
     lane = functools.partial(Lane, "tests.faults.averaging_worker")
     return lanes.campaign(args, "tests.faults.averaging_campaign", EVENTS_EACH, lane, live)

@@ -61,7 +61,9 @@ class Job:
     def stats(self) -> list[dict[str, Any]]:
         """Return its ranks' figures once it has ended by itself, with turns that never failed."""
         found = [rank.stats() for rank in self.ranks]
-        assert all(each and each["disabled_because"] is None for each in found), f"{found}: {self.error()}"
+        assert all(each and each["disabled_because"] is None for each in found), (
+            f"{found}: {self.error()}"
+        )
         return [each for each in found if each]
 
     @contextlib.contextmanager
@@ -98,9 +100,17 @@ class Site:
     group: str
     serial: Iterator[int] = field(default_factory=itertools.count)
 
-    def start(self, seed: int, hook: str = "crossover", steps: int = ENDLESS, **mishaps: Any) -> Job:
+    def start(
+        self, seed: int, hook: str = "crossover", steps: int = ENDLESS, **mishaps: Any
+    ) -> Job:
         name = self.directory / f"job{next(self.serial)}"
-        order = {"seed": seed, "hook": hook, "steps": steps, "group": self.group, "stop": f"{name}-stop"}
+        order = {
+            "seed": seed,
+            "hook": hook,
+            "steps": steps,
+            "group": self.group,
+            "stop": f"{name}-stop",
+        }
         size, ranks = str(len(self.lanes)), []
         at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": size}
         for number, lane in enumerate(self.lanes):
@@ -136,7 +146,9 @@ class Story:
         event = random.choices(possible, [EVENTS[each] for each in possible])[0]
         if event == "join":
             workers, forks = random.choice([0, 0, 1]), random.sample(range(1, 12), 2)
-            guests.append(self.site.start(random.choice(GUESTS_SEEDS), workers=workers, forks=forks))
+            guests.append(
+                self.site.start(random.choice(GUESTS_SEEDS), workers=workers, forks=forks)
+            )
             self.everyone.append(guests[-1])
         elif event == "slow":
             with random.choice(guests).slowed():
@@ -162,16 +174,25 @@ class Story:
             happened[self.happen()] += 1
             time.sleep(random.uniform(0.0, pace_s))
             if not steady.alive():
-                return {"by_kind": happened}, [f"the steady job ended at {number}: {steady.error()}"]
+                return {"by_kind": happened}, [
+                    f"the steady job ended at {number}: {steady.error()}"
+                ]
         for job in [*self.guests, steady]:
             job.end("leave")
         broken = [*self._other_losses(), *map(str, files_of(self.site.group))]
         longest_s = max(rank.longest_s() for rank in steady.ranks)
         if longest_s >= LEASE_S + SLACK_S:
             broken.append(f"the steady job stalled for {longest_s:.2f} s")
-        if any((stats := rank.stats() or {}).get("disabled_because", "") is not None for rank in steady.ranks):
+        if any(
+            (stats := rank.stats() or {}).get("disabled_because", "") is not None
+            for rank in steady.ranks
+        ):
             broken.append(f"turns of the steady job failed: {stats}, {steady.error()}")
-        figures = {"steps": steady.count, "guests": len(self.everyone) - 1, "longest_step_s": longest_s}
+        figures = {
+            "steps": steady.count,
+            "guests": len(self.everyone) - 1,
+            "longest_step_s": longest_s,
+        }
         return {"by_kind": happened, **figures}, broken
 
     def _other_losses(self) -> Iterator[str]:
@@ -195,7 +216,9 @@ def open_lanes() -> Iterator[list[Lane]]:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = lanes.arguments(__doc__, events=200, lanes=1, keep="runs/training-faults")
     parser.add_argument("--long-stop", type=float, default=20.0, help="seconds of the long SIGSTOP")
-    parser.add_argument("--pace", type=float, default=1.5, help="seconds between two events at most")
+    parser.add_argument(
+        "--pace", type=float, default=1.5, help="seconds between two events at most"
+    )
     args = parser.parse_args(argv)
 
     def live(seed: int, events: int, nurseries: list[Lane], directory: Path) -> Told:

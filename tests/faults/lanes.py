@@ -53,7 +53,9 @@ class Lane:
         words = [sys.executable, str(ROOT / "tests" / "faults" / "nursery.py"), worker, container]
         pipe, own = subprocess.PIPE, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._is_container = bool(container)
-        self._process: Any = ForkedScript(words, own, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=2)
+        self._process: Any = ForkedScript(
+            words, own, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=2
+        )
         self._hear()
 
     def tell(self, what: str, /, **arguments: Any) -> Any:
@@ -70,7 +72,9 @@ class Lane:
         finally:
             watchdog.cancel()
             watchdog.join()
-        assert line, f"expected an answer of nursery {self._process.pid} in {ANSWER_S:.0f} s, got its end"
+        assert line, (
+            f"expected an answer of nursery {self._process.pid} in {ANSWER_S:.0f} s, got its end"
+        )
         return json.loads(line)
 
     def bear(self, order: dict[str, Any], replaced: "Rank | None" = None) -> "Rank":
@@ -125,7 +129,9 @@ class Log:
 
     def stats(self) -> dict[str, Any] | None:
         """Return its figures once it has ended."""
-        return next((record["stats"] for record in self.records() if isinstance(record, dict)), None)
+        return next(
+            (record["stats"] for record in self.records() if isinstance(record, dict)), None
+        )
 
 
 @dataclass
@@ -159,11 +165,17 @@ def hung(ranks: Sequence[Rank], bound_s: float) -> list[Rank]:
 Told = tuple[dict[str, Any], Sequence[str]]
 
 
-def arguments(description: str | None, *, events: int, lanes: int, keep: str) -> argparse.ArgumentParser:
+def arguments(
+    description: str | None, *, events: int, lanes: int, keep: str
+) -> argparse.ArgumentParser:
     """Return what the command lines of all campaigns have, with these defaults."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--events", type=int, default=events, help="faults in all")
-    parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6, help="of the first story")
+    parser.add_argument(
+        "--seed", type=int, default=int(time.time()) % 10**6, help="of the first story"
+    )
     parser.add_argument("--lanes", type=int, default=lanes, help="stories at once")
     parser.add_argument("--keep", type=Path, default=Path(keep), help="for records of failures")
     return parser
@@ -194,7 +206,9 @@ def campaign(
                     with lock:
                         note(seed, events, found, broken, Path(directory))
 
-    def note(seed: int, events: int, found: dict[str, Any], broken: Sequence[str], directory: Path) -> None:
+    def note(
+        seed: int, events: int, found: dict[str, Any], broken: Sequence[str], directory: Path
+    ) -> None:
         for name, value in found.items():
             before = figures.setdefault(name, type(value)())
             figures[name] = max(before, value) if isinstance(value, float) else before + value

@@ -21,7 +21,16 @@ from typing import Any
 
 from tests.faults import lanes, schedules
 from tests.faults.lanes import Lane, Told, hung, why_no_container
-from tests.faults.oracles import FOREVER, Key, Leftovers, Rank, Story, longest_wait_s, read_rank, violations
+from tests.faults.oracles import (
+    FOREVER,
+    Key,
+    Leftovers,
+    Rank,
+    Story,
+    longest_wait_s,
+    read_rank,
+    violations,
+)
 from tests.faults.schedules import Blow, JobPlan, Schedule
 
 FAULTS_EACH = 40
@@ -96,7 +105,9 @@ class Overseer:
                 groups = [blow.group] if blow.group >= 0 else range(self.plan.groups)
                 for number in groups:
                     self.meddled_s[number].append(time.monotonic())
-                self.lane.tell("meddle", kind=blow.kind, group=self._group(blow.group), seed=blow.seed)
+                self.lane.tell(
+                    "meddle", kind=blow.kind, group=self._group(blow.group), seed=blow.seed
+                )
 
     def _bear(self, job: JobPlan, victim: int) -> None:
         for rank in range(len(job.devices)):
@@ -122,16 +133,22 @@ class Overseer:
         return rank
 
 
-def lived(lane: Lane, directory: Path, *jobs: JobPlan, ends_at_s: float, slack_s: float = SLACK_S) -> Story:
+def lived(
+    lane: Lane, directory: Path, *jobs: JobPlan, ends_at_s: float, slack_s: float = SLACK_S
+) -> Story:
     """Let jobs live that were thought out by hand, with no faults but their own deeds."""
-    plans = tuple(dataclasses.replace(job, leaves_at_s=min(job.leaves_at_s, ends_at_s)) for job in jobs)
+    plans = tuple(
+        dataclasses.replace(job, leaves_at_s=min(job.leaves_at_s, ends_at_s)) for job in jobs
+    )
     blows = tuple(Blow(job.joins_at_s or -JOINING_S, "join", job.number) for job in plans)
     devices = 1 + max(device for job in plans for device in job.devices)
     plan = Schedule(devices, 1 + max(job.group for job in plans), plans, blows, ends_at_s, ())
     return Overseer(plan, lane, directory, slack_s=slack_s).run()
 
 
-def live(seed: int, events: int, lane: Lane, directory: Path, *, isolated: bool, sabotage: str) -> Told:
+def live(
+    seed: int, events: int, lane: Lane, directory: Path, *, isolated: bool, sabotage: str
+) -> Told:
     """Live the schedule of a seed, and judge it."""
     plan = schedules.schedule(seed, events, isolated=isolated)
     story = Overseer(plan, lane, directory, sabotage).run()
@@ -149,12 +166,16 @@ def live(seed: int, events: int, lane: Lane, directory: Path, *, isolated: bool,
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = lanes.arguments(__doc__, events=1000, lanes=3, keep="runs/faults")
-    parser.add_argument("--sabotage", default="", help="break the package so, to see that it is noticed")
+    parser.add_argument(
+        "--sabotage", default="", help="break the package so, to see that it is noticed"
+    )
     args = parser.parse_args(argv)
     isolated = not why_no_container("memory")
     lane = functools.partial(Lane, "tests.faults.mutex_worker", "memory" if isolated else "")
     story = functools.partial(live, isolated=isolated, sabotage=args.sabotage)
-    return lanes.campaign(args, "tests.faults.mutex_campaign", FAULTS_EACH, lane, story, isolated=isolated)
+    return lanes.campaign(
+        args, "tests.faults.mutex_campaign", FAULTS_EACH, lane, story, isolated=isolated
+    )
 
 
 if __name__ == "__main__":

@@ -97,9 +97,21 @@ class LateDevice(DeviceOrder):
 # Ways to break the package on purpose, to see that the campaign would notice.
 SABOTAGES: dict[str, tuple[Any, str, Any]] = {
     "overlap": (turns, "blockers", lambda *_: []),  # nobody waits for anybody
-    "deafness": (turn_segment.TurnSegment, "ring_others", lambda _: None),  # a turn given back wakes nobody
-    "leftovers": (turn_segment.TurnSegment, "_remove_if_unused", lambda _: None),  # nobody removes files
-    "early_ends": (LateDevice, "wait", lambda *_: None),  # a turn is given back before the device has done it
+    "deafness": (
+        turn_segment.TurnSegment,
+        "ring_others",
+        lambda _: None,
+    ),  # a turn given back wakes nobody
+    "leftovers": (
+        turn_segment.TurnSegment,
+        "_remove_if_unused",
+        lambda _: None,
+    ),  # nobody removes files
+    "early_ends": (
+        LateDevice,
+        "wait",
+        lambda *_: None,
+    ),  # a turn is given back before the device has done it
 }
 
 
@@ -108,7 +120,9 @@ class Rank:
 
     def __init__(self, order: dict[str, Any]) -> None:
         plan = order["plan"]
-        self.plan = plan = JobPlan(**{**plan, "deeds": tuple(Deed(**deed) for deed in plan["deeds"])})
+        self.plan = plan = JobPlan(
+            **{**plan, "deeds": tuple(Deed(**deed) for deed in plan["deeds"])}
+        )
         self.rank, self.size, self._base_s = order["rank"], len(plan.devices), order["base_s"]
         self._directory, self._group = Path(order["log"]).parent, order["group"]
         self._book = Book(Path(order["log"]))
@@ -123,7 +137,9 @@ class Rank:
             try:
                 if self.size > 1:
                     store = f"file://{self._directory}/store{self.plan.number}"
-                    dist.init_process_group("gloo", init_method=store, rank=self.rank, world_size=self.size)
+                    dist.init_process_group(
+                        "gloo", init_method=store, rank=self.rank, world_size=self.size
+                    )
                 mutex = ending.enter_context(contextlib.closing(self._join()))
                 while self._goes_on():
                     self._do_deeds()
@@ -202,19 +218,29 @@ class Rank:
             mutex.acquire()
         if mutex.holding:
             inode, turns = 0, mutex._turns
-            with contextlib.suppress(OSError):  # who does not lead has no log, nor where turns have failed
+            with contextlib.suppress(
+                OSError
+            ):  # who does not lead has no log, nor where turns have failed
                 inode = os.fstat(turns.membership.segment.log_file.fd if turns else -1).st_ino
             self._book.note("begin", mutex._counters.turn if mutex.shared else 0, wanted_s, inode)
 
     def _compute(self) -> None:
-        time.sleep(max(self.plan.hold_s, self._value("slow-compute"), self._value("too-slow-compute")))
+        time.sleep(
+            max(self.plan.hold_s, self._value("slow-compute"), self._value("too-slow-compute"))
+        )
         if (fork := self._due.pop("fork", None)) and os.fork() == 0:
-            time.sleep(fork.duration_s)  # as a DataLoader does: it lives beside the rank, perhaps longer
+            time.sleep(
+                fork.duration_s
+            )  # as a DataLoader does: it lives beside the rank, perhaps longer
             os._exit(0)
         self._due.pop("too-slow-compute", None)
 
     def _give_back(self, mutex: GPUMutex) -> None:
-        ended_s, held, turn = time.monotonic(), mutex.holding, mutex._turns and mutex._turns._current
+        ended_s, held, turn = (
+            time.monotonic(),
+            mutex.holding,
+            mutex._turns and mutex._turns._current,
+        )
         if held:
             self._book.note("ending", at_s=ended_s)
         mutex.release()
@@ -229,7 +255,9 @@ class Rank:
         while self._deeds and self._deeds[0].at_s <= now_s:
             deed = replace(self._deeds.pop(0), at_s=now_s)
             if deed.kind == "suspend":  # in the middle of a wait, perhaps
-                threading.Timer(self._chance.uniform(0.0, 0.02), self._suspend, [deed.value]).start()
+                threading.Timer(
+                    self._chance.uniform(0.0, 0.02), self._suspend, [deed.value]
+                ).start()
             else:
                 self._due[deed.kind] = deed
 

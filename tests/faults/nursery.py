@@ -47,7 +47,11 @@ def _enter(container: str) -> None:
     user, group = os.geteuid(), os.getegid()
     _call("unshare", _CLONE_NEWNS | _CLONE_NEWPID | (_CLONE_NEWUSER if container == "users" else 0))
     if container == "users":
-        for name, words in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        for name, words in (
+            ("setgroups", "deny"),
+            ("uid_map", f"0 {user} 1"),
+            ("gid_map", f"0 {group} 1"),
+        ):
             Path(f"/proc/self/{name}").write_text(words)
     if child := os.fork():  # the first one in there: when it ends, the kernel ends all others
         os.waitpid(child, 0)
@@ -135,7 +139,9 @@ class Nursery:
                     if how == "delete":
                         path.unlink()
                     elif how == "truncate":
-                        os.truncate(path, random.Random(seed).randrange(max(1, path.stat().st_size)))
+                        os.truncate(
+                            path, random.Random(seed).randrange(max(1, path.stat().st_size))
+                        )
 
 
 def _has_ended(descriptor: int, timeout_s: float = 0.0) -> bool:

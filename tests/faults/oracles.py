@@ -53,7 +53,9 @@ class Rank:
     rank: int
     claims: list[Claim] = field(default_factory=list)
     forgave: list[Forgiven] = field(default_factory=list)
-    leases: list[tuple[float, float]] = field(default_factory=list)  # (when, seconds): what it has published
+    leases: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # (when, seconds): what it has published
     stops: list[tuple[float, float]] = field(default_factory=list)
     jumps: list[float] = field(default_factory=list)  # when its clock jumped
     last_log: int = 0  # the inode of the order log that it has seen to the end
@@ -152,7 +154,10 @@ def _left(story: Story) -> Iterator[str]:
 
     If the last ones of a group are killed, the group's next job removes what they leave.
     """
-    refusals = [*story.leftovers.refusals, *(r.refused[1] for r in story.ranks.values() if r.refused)]
+    refusals = [
+        *story.leftovers.refusals,
+        *(r.refused[1] for r in story.ranks.values() if r.refused),
+    ]
     for path in sorted({*story.leftovers.at_end, *story.leftovers.by_next}):
         name = re.fullmatch(r"(.*-(\d+)@)\..*", path)
         assert name is not None
@@ -190,14 +195,18 @@ def _job_order(story: Story) -> Iterator[str]:
     """All ranks of a job have the same turns, each later than the one before."""
     for job in story.schedule.jobs:
         ranks = [rank for rank in story.of_job(job.number) if rank.claims]
-        turns = [[claim.turn for claim in rank.claims] for rank in ranks]  # 0: begun alone, without a number
+        turns = [
+            [claim.turn for claim in rank.claims] for rank in ranks
+        ]  # 0: begun alone, without a number
         for own in turns:
             if any(later <= earlier for earlier, later in itertools.pairwise(filter(None, own))):
                 yield f"job {job.number} had turns out of order: {own}"
         if story.meddled_s.get(job.group):
             continue
         for own, other in itertools.pairwise(turns):
-            if any(mine != theirs and mine and theirs for mine, theirs in zip(own, other, strict=False)):
+            if any(
+                mine != theirs and mine and theirs for mine, theirs in zip(own, other, strict=False)
+            ):
                 yield f"ranks of job {job.number} had different turns: {own} and {other}"
 
 
@@ -222,7 +231,9 @@ def _patience(story: Story) -> Iterator[str]:
                 yield f"{where} as at turn {before.turn}, although nobody of it had moved"
 
 
-def _one_patience(story: Story, rank: Rank, lost: Forgiven, owners: list[Rank], where: str) -> Iterator[str]:
+def _one_patience(
+    story: Story, rank: Rank, lost: Forgiven, owners: list[Rank], where: str
+) -> Iterator[str]:
     waited_s = lost.at_s - lost.since_s
     jumped = any(lost.since_s - EARLY_S <= at_s <= lost.at_s + EARLY_S for at_s in rank.jumps)
     published = {lease_s for owner in owners for at_s, lease_s in owner.leases if at_s <= lost.at_s}
@@ -237,12 +248,20 @@ def _one_patience(story: Story, rank: Rank, lost: Forgiven, owners: list[Rank], 
 
 def _moved(rank: Rank, since_s: float, until_s: float) -> bool:
     """Whether a rank has started a turn, or given one back."""
-    return any(since_s < at_s <= until_s for claim in rank.claims for at_s in (claim.begins_s, claim.ends_s))
+    return any(
+        since_s < at_s <= until_s
+        for claim in rank.claims
+        for at_s in (claim.begins_s, claim.ends_s)
+    )
 
 
 def _told_by(rank: Rank, claim: Claim) -> float:
     """When siblings had surely been told of a turn's end, of which the rank made its note just before."""
-    stops = [stop for stop in rank.stops if stop[0] <= claim.ends_s + TELLING_S and stop[1] > claim.ends_s]
+    stops = [
+        stop
+        for stop in rank.stops
+        if stop[0] <= claim.ends_s + TELLING_S and stop[1] > claim.ends_s
+    ]
     return max([claim.ends_s, *(end_s for _, end_s in stops)])
 
 
@@ -266,7 +285,9 @@ def _on_devices(story: Story) -> Iterable[list[tuple[Claim, Rank]]]:
     for rank in story.ranks.values():
         for claim in rank.claims:
             if claim.turn and (log := logs.get((rank.job.number, claim.turn))):
-                meddled = sum(at_s <= claim.begins_s for at_s in story.meddled_s.get(rank.job.group, ()))
+                meddled = sum(
+                    at_s <= claim.begins_s for at_s in story.meddled_s.get(rank.job.group, ())
+                )
                 found[rank.job.group, rank.device, log, meddled].append((claim, rank))
     for claims in found.values():
         claims.sort(key=lambda each: each[0].turn)
@@ -301,7 +322,9 @@ def _turn_order(story: Story) -> Iterator[str]:
             late_s = _lateness_s(story, claim, rank, min(freed_s, claim.begins_s))
             if late_s > story.tolerance_s:
                 yield f"{which} began {late_s:.3f} s after it could, at {claim.begins_s:.4f}"
-            open_before = [(b, o) for b, o in open_before if max(_told_by(o, b), b.done_s) >= claim.wanted_s]
+            open_before = [
+                (b, o) for b, o in open_before if max(_told_by(o, b), b.done_s) >= claim.wanted_s
+            ]
             open_before.append((claim, rank))
 
 
@@ -315,7 +338,11 @@ def _freed_otherwise_s(story: Story, claim: Claim, rank: Rank) -> float:
     gone = [min(other.gone_by_s, begins_s) for other in beside if other.gone_from_s <= begins_s]
     forgiven = [lost.at_s for lost in rank.forgave if lost.at_s <= begins_s]
     across = [
-        min(_told_by(other, before), other.gone_by_s, _forgiven_at(rank, other, before.turn, begins_s))
+        min(
+            _told_by(other, before),
+            other.gone_by_s,
+            _forgiven_at(rank, other, before.turn, begins_s),
+        )
         for other in beside
         if other.job is not rank.job
         for before in other.claims
@@ -330,7 +357,8 @@ def _forgiven_at(rank: Rank, other: Rank, turn: int, begins_s: float) -> float:
         (
             lost.at_s
             for lost in rank.forgave
-            if lost.job == other.job_number and (lost.turn >= turn or not _moved(other, lost.at_s + EARLY_S, begins_s))
+            if lost.job == other.job_number
+            and (lost.turn >= turn or not _moved(other, lost.at_s + EARLY_S, begins_s))
         ),
         default=FOREVER,
     )
@@ -349,7 +377,9 @@ def _lateness_s(story: Story, claim: Claim, rank: Rank, freed_s: float) -> float
     leads = [each for each in story.of_job(rank.job.number) if each.is_lead and each is not rank]
     asked = [c.wanted_s for each in leads for c in each.claims if c.turn == claim.turn]
     ready_s = max([claim.wanted_s, freed_s, *asked])
-    stopped_s = sum(_overlap_s(each.stops, ready_s, claim.begins_s) for each in story.of_job(rank.job.number))
+    stopped_s = sum(
+        _overlap_s(each.stops, ready_s, claim.begins_s) for each in story.of_job(rank.job.number)
+    )
     return claim.begins_s - ready_s - stopped_s
 
 

@@ -17,7 +17,12 @@ GAP_S = 0.09  # between two faults, on average
 FIRST_S = 0.5  # the first jobs have joined by then
 LATE_S = 0.02  # longest time that a late device runs behind the host
 STYLES = ("plain", "early")
-PLACES = ("inside", "drawn", "between", "queueing")  # a turn, with one drawn, between two, while it queues
+PLACES = (
+    "inside",
+    "drawn",
+    "between",
+    "queueing",
+)  # a turn, with one drawn, between two, while it queues
 
 MEDDLINGS = (
     *(f"delete-{what}" for what in ("slots", "log", "bells", "all")),
@@ -110,12 +115,18 @@ class _Writer:
             if not self._alive(group):
                 self._join(group)
         ends_at_s = max([self._now_s + 0.3, *self._busy_until_s.values()])
-        jobs = tuple(replace(job, leaves_at_s=min(job.leaves_at_s, ends_at_s)) for job in self._jobs)
+        jobs = tuple(
+            replace(job, leaves_at_s=min(job.leaves_at_s, ends_at_s)) for job in self._jobs
+        )
         blows = tuple(sorted(self._blows, key=lambda blow: blow.at_s))
         return Schedule(self._devices, self._groups, jobs, blows, ends_at_s, tuple(happened))
 
     def _alive(self, group: int | None = None) -> list[JobPlan]:
-        return [job for job in self._jobs if job.leaves_at_s > self._now_s and group in (None, job.group)]
+        return [
+            job
+            for job in self._jobs
+            if job.leaves_at_s > self._now_s and group in (None, job.group)
+        ]
 
     def _someone(self) -> JobPlan:
         return self._chance.choice(self._alive())
@@ -130,7 +141,9 @@ class _Writer:
     def _blow(self, kind: str, job: JobPlan, ranks: tuple[int, ...], after_s: float = 0.0) -> None:
         self._blows.append(Blow(self._now_s + after_s, kind, job.number, ranks, job.group))
 
-    def _do(self, job: JobPlan, kind: str, ranks: tuple[int, ...], lasts_s: float, *more: Any) -> None:
+    def _do(
+        self, job: JobPlan, kind: str, ranks: tuple[int, ...], lasts_s: float, *more: Any
+    ) -> None:
         deed = Deed(self._now_s, kind, ranks, lasts_s, *more)
         self._put(job, deeds=(*self._jobs[job.number].deeds, deed))
 
@@ -158,7 +171,9 @@ class _Writer:
         chance, devices = self._chance, [*range(self._devices)]
         if self._devices <= 2 and chance.random() < 0.25:  # two ranks of the job on one device
             devices.append(self._devices - 1)
-        elif self._devices > 1 and self._now_s and chance.random() < 0.3:  # shares only some of the devices
+        elif (
+            self._devices > 1 and self._now_s and chance.random() < 0.3
+        ):  # shares only some of the devices
             devices = chance.sample(devices, chance.randrange(1, self._devices))
         job = JobPlan(
             number=len(self._jobs),

@@ -59,7 +59,16 @@ def test_random_faults_of_replicas_leave_no_hang_and_no_wrong_bit(tmp_path: Path
 @pytest.mark.parametrize("sabotage", TOLD)
 def test_the_campaign_notices_a_broken_package(sabotage: str, tmp_path: Path) -> None:
     for seed in range(1, 9):  # on a busy machine siblings may not meet in one
-        arguments = ["--seed", seed, "--events", BROKEN_EVENTS, "--lanes", 1, "--sabotage", sabotage]
+        arguments = [
+            "--seed",
+            seed,
+            "--events",
+            BROKEN_EVENTS,
+            "--lanes",
+            1,
+            "--sabotage",
+            sabotage,
+        ]
         found = run(tmp_path, *arguments)
         told = [each for failure in found["failures"] for each in failure["violations"]]
         if any(TOLD[sabotage] in each for each in told):
@@ -73,7 +82,9 @@ def test_a_schedule_is_a_function_of_its_seed_and_has_all_faults(isolated: bool)
     plans = [schedule(seed, 40, isolated=isolated) for seed in range(200)]
     assert plans[1] == schedule(1, 40, isolated=isolated) != plans[0]
     found = {fault for plan in plans for fault in plan.faults}
-    assert {*FAULTS, *MEDDLINGS} - found == ({"meddle"} if isolated else {"meddle", "full", "reuse-pid"})
+    assert {*FAULTS, *MEDDLINGS} - found == (
+        {"meddle"} if isolated else {"meddle", "full", "reuse-pid"}
+    )
 
 
 def rank_of(number: int, *lines: Sequence[Any], **changes: Any) -> Rank:
@@ -95,7 +106,9 @@ def forgave(at_s: float, turn: int, since_s: float, lease_s: float = LEASE_S) ->
     return ["forgave", at_s, 100, turn, since_s, lease_s]
 
 
-def turn(number: int, wanted_s: float, begins_s: float, ends_s: float, done_s: float = 0.0) -> list[Any]:
+def turn(
+    number: int, wanted_s: float, begins_s: float, ends_s: float, done_s: float = 0.0
+) -> list[Any]:
     return [["begin", begins_s, number, wanted_s, 77], ["end", ends_s, number, done_s]]
 
 
@@ -140,7 +153,10 @@ def stopped(rank: Rank, begin_s: float, end_s: float) -> Rank:
         # Patience lost too early, or too late.
         ([HELD, rank_of(1, forgave(2.5, 1, 2.0))], "after 0.500 s of a lease of 1.0 s"),
         ([HELD, rank_of(1, forgave(3.5, 1, 1.5))], "only after 2.000 s"),
-        ([HELD, rank_of(1, forgave(2.5, 1, 2.0, 0.5))], "after a lease of 0.5 s: published were [1.0]"),
+        (
+            [HELD, rank_of(1, forgave(2.5, 1, 2.0, 0.5))],
+            "after a lease of 0.5 s: published were [1.0]",
+        ),
         # A second lease of a job that has not moved.
         ([first(7.0), AGAIN], "although nobody of it had moved"),
         ([first(2.6, *turn(3, 2.7, 2.8, 7.0)), AGAIN], ""),
@@ -158,7 +174,9 @@ def stopped(rank: Rank, begin_s: float, end_s: float) -> Rank:
         ([TWO_RANKS, WITH_IT], "had different turns: [1] and [2]"),
     ],
 )
-def test_each_broken_promise_is_told_and_nothing_else(ranks: Sequence[Rank], violation: str) -> None:
+def test_each_broken_promise_is_told_and_nothing_else(
+    ranks: Sequence[Rank], violation: str
+) -> None:
     found = told(ranks)
     assert any(violation in each for each in found) if violation else found == []
 
@@ -167,7 +185,10 @@ def test_leftovers_are_told_unless_the_last_was_killed_or_the_file_was_refused()
     path = "/dev/shm/crossover_ddp-0/campaign-1-0@.turns"
     left, leaves, killed = Leftovers([path]), rank_of(0), cut_off(1, killed_s=9.5)
     assert told([leaves, killed], left) == []
-    assert told([leaves, killed], Leftovers([path], [path], [f"got another at {path}; remove it"])) == []
+    assert (
+        told([leaves, killed], Leftovers([path], [path], [f"got another at {path}; remove it"]))
+        == []
+    )
     assert "left behind" in told([leaves, killed], Leftovers([path], [path]))[0]
     assert "left behind" in told([leaves, rank_of(1)], left)[0]
 
@@ -206,12 +227,24 @@ def inequality(story: Story, *jobs: int) -> float:
 
 
 @pytest.mark.quiet
-def test_first_come_first_served_also_where_a_job_joins_and_leaves_again_and_again(tmp_path: Path) -> None:
+def test_first_come_first_served_also_where_a_job_joins_and_leaves_again_and_again(
+    tmp_path: Path,
+) -> None:
     """Jobs that always want a turn take equal numbers; one that is in its exchange is not waited for."""
-    always = [plan(job, 0, devices, pause_s=0.0) for job, devices in enumerate([(0, 0, 1, 1), BOTH, (1, 0)])]
-    held = [plan(3, 1, (0,), hold_s=0.01, pause_s=0.0), plan(4, 1, (0, 0), hold_s=0.03, pause_s=0.0)]
-    paused = [plan(job, 2, hold_s=0.01, pause_s=s, style="plain") for job, s in ((5, 0.09), (6, 0.01))]
-    visits = [plan(8 + at, 3, joins_at_s=0.2 + at * 0.2, leaves_at_s=0.5 + at * 0.2) for at in range(6)]
+    always = [
+        plan(job, 0, devices, pause_s=0.0)
+        for job, devices in enumerate([(0, 0, 1, 1), BOTH, (1, 0)])
+    ]
+    held = [
+        plan(3, 1, (0,), hold_s=0.01, pause_s=0.0),
+        plan(4, 1, (0, 0), hold_s=0.03, pause_s=0.0),
+    ]
+    paused = [
+        plan(job, 2, hold_s=0.01, pause_s=s, style="plain") for job, s in ((5, 0.09), (6, 0.01))
+    ]
+    visits = [
+        plan(8 + at, 3, joins_at_s=0.2 + at * 0.2, leaves_at_s=0.5 + at * 0.2) for at in range(6)
+    ]
     jobs = [*always, *held, *paused, plan(7, 3, (0, 1, 0, 1)), *visits]
     with Lane("tests.faults.mutex_worker") as lane:
         story = lived(lane, tmp_path, *jobs, ends_at_s=1.7, slack_s=AT_ONCE_S)

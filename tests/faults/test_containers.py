@@ -22,8 +22,13 @@ WHY_NOT = why_no_container("users")
 def test_siblings_in_containers_train_as_alone_and_a_death_holds_nobody_up(tmp_path: Path) -> None:
     group = new_group()
     with ExitStack() as stack:
-        lanes = [stack.enter_context(Lane("tests.faults.trainee", "users")) for _ in range(2 * RANKS)]
-        steady, victim = Site(lanes[:RANKS], tmp_path, group), Site(lanes[RANKS:], tmp_path / "victim", group)
+        lanes = [
+            stack.enter_context(Lane("tests.faults.trainee", "users")) for _ in range(2 * RANKS)
+        ]
+        steady, victim = (
+            Site(lanes[:RANKS], tmp_path, group),
+            Site(lanes[RANKS:], tmp_path / "victim", group),
+        )
         victim.directory.mkdir()
         job, other = (site.start(seed) for seed, site in enumerate((steady, victim)))
         for each in (job, other):

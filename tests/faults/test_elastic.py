@@ -33,12 +33,16 @@ def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> Non
         return Log(Path(f"{log}{rank}-life{life}"))
 
     def wait_for_steps(steps: int, life: int) -> None:
-        assert eventually(lambda: len(trained(0, life).steps()) >= steps, TIMEOUT_S), agent.output(0)
+        assert eventually(lambda: len(trained(0, life).steps()) >= steps, TIMEOUT_S), agent.output(
+            0
+        )
 
     with contextlib.ExitStack() as stack:
         site = Site(stack.enter_context(open_lanes()), tmp_path, group)
         steady = site.start(SEED)
-        launched = spawn_script(torch.distributed.run.__file__, 1, args=words, environment=ENVIRONMENT)
+        launched = spawn_script(
+            torch.distributed.run.__file__, 1, args=words, environment=ENVIRONMENT
+        )
         agent = stack.enter_context(launched)
         with steady.slowed():  # as many steps as it makes are computed once more alone
             wait_for_steps(1, life=1)

@@ -35,7 +35,8 @@ def busy_kernel() -> Busy:
         except Exception as error:
             problems.append(f"{make.__name__}: {type(error).__name__}: {error}")
     raise RuntimeError(
-        "expected Triton (with a C compiler) or torch.cuda._compile_kernel to work, got " + "; ".join(problems)
+        "expected Triton (with a C compiler) or torch.cuda._compile_kernel to work, got "
+        + "; ".join(problems)
     )
 
 
@@ -80,12 +81,20 @@ def intervals(marks: torch.Tensor) -> list[Interval]:
     return [Interval(*each) for each in marks.tolist()]
 
 
-def overlaps(first: Sequence[Interval], second: Sequence[Interval]) -> list[tuple[Interval, Interval]]:
+def overlaps(
+    first: Sequence[Interval], second: Sequence[Interval]
+) -> list[tuple[Interval, Interval]]:
     """List the pairs of one job's and the other's kernels that were under way at the same time."""
-    return [(a, b) for a in first for b in second if a.begin_ns < b.end_ns and b.begin_ns < a.end_ns]
+    return [
+        (a, b) for a in first for b in second if a.begin_ns < b.end_ns and b.begin_ns < a.end_ns
+    ]
 
 
 def gaps_s(first: Sequence[Interval], second: Sequence[Interval]) -> list[float]:
     """Return how long the device idled at each change from one job to the other; below 0 where they overlapped."""
     order = sorted([(i, 0) for i in first] + [(i, 1) for i in second])
-    return [(b.begin_ns - a.end_ns) / 1e9 for (a, one), (b, two) in itertools.pairwise(order) if one != two]
+    return [
+        (b.begin_ns - a.end_ns) / 1e9
+        for (a, one), (b, two) in itertools.pairwise(order)
+        if one != two
+    ]

@@ -59,13 +59,19 @@ class Shared:
         self.job, self.rank = (int(os.environ[name]) for name in ("JOB", "RANK"))
         address, first = os.environ["ADDRESS"], self.job == self.rank == 0
         self.store = dist.TCPStore(
-            address, int(os.environ["PORT"]), is_master=first, wait_for_workers=False, timeout=TIMEOUT
+            address,
+            int(os.environ["PORT"]),
+            is_master=first,
+            wait_for_workers=False,
+            timeout=TIMEOUT,
         )
         torch.cuda.set_device(0)
         share_the_gpu()
         own = dist.PrefixStore(f"job {self.job}", self.store)
         backend = os.environ["BACKEND"]
-        dist.init_process_group(backend, store=own, rank=self.rank, world_size=RANKS, timeout=TIMEOUT)
+        dist.init_process_group(
+            backend, store=own, rank=self.rank, world_size=RANKS, timeout=TIMEOUT
+        )
 
     def meet(self, what: str, count: int) -> None:
         """Wait until so many ranks are here."""
@@ -109,7 +115,9 @@ class Training:
         return {key: stats[key] for key in TOLD if key in stats}
 
 
-def rate(shared: Shared, name: str, hook: str, plan: Plan, seconds: float, sync: bool = True) -> Any:
+def rate(
+    shared: Shared, name: str, hook: str, plan: Plan, seconds: float, sync: bool = True
+) -> Any:
     """Let jobs train at once, for as long as asked; return this one's steps per second."""
     shared.meet(name, JOBS * RANKS)  # who does not take part leaves the GPU alone
     if shared.job not in plan:
@@ -142,7 +150,9 @@ def rate(shared: Shared, name: str, hook: str, plan: Plan, seconds: float, sync:
     # The first to end leaves the GPU to the other: only what was done until then counts.
     shared.store.set(f"{over}: {shared.rank}", str(stamps_s[-1]))
     shared.meet(f"{name}: over", RANKS * len(plan))
-    ends_s = min(float(shared.store.get(f"{name}: job {job} is over: {shared.rank}")) for job in plan)
+    ends_s = min(
+        float(shared.store.get(f"{name}: job {job} is over: {shared.rank}")) for job in plan
+    )
     steps = sum(each <= ends_s for each in stamps_s)
     return {"steps_per_s": steps / (stamps_s[steps - 1] - begin_s), **training.close()}
 
@@ -220,15 +230,23 @@ def summary(both: list[dict[str, Any]], repeats: int) -> dict[str, Any]:
 
     rows = {key: both[0][key] for key in ("M s", "M s, while the sibling computes", "C s", "batch")}
     # One after the other, two steps take as long as both jobs' steps alone.
-    alone = [2 / sum(1 / of(job, f"{ALONE} {repeat}") for job in range(JOBS)) for repeat in range(repeats)]
+    alone = [
+        2 / sum(1 / of(job, f"{ALONE} {repeat}") for job in range(JOBS))
+        for repeat in range(repeats)
+    ]
     t1_s = 1 / statistics.median(alone)
     rows |= {"T1 s": t1_s, "bound": t1_s / max(rows["C s"], rows["M s"], t1_s / 2)}
     for way in TOGETHER:
-        together = [sum(of(job, f"{way} {repeat}") for job in range(JOBS)) for repeat in range(repeats)]
+        together = [
+            sum(of(job, f"{way} {repeat}") for job in range(JOBS)) for repeat in range(repeats)
+        ]
         factors = [got / base for got, base in zip(together, alone, strict=True)]
         rows[way] = {"factor": statistics.median(factors), "each": factors}
     for way in WAITING:
-        waits = [[of(job, f"{way}, one waits {repeat}") for repeat in range(repeats)] for job in range(JOBS)]
+        waits = [
+            [of(job, f"{way}, one waits {repeat}") for repeat in range(repeats)]
+            for job in range(JOBS)
+        ]
         rows[f"{way}, one waits"] = {"waiting": waits[0], "computing": waits[1]}
     for way in ONE_JOB:
         rows[f"{way}, one job"] = [of(0, f"{way}, one job {repeat}") for repeat in range(repeats)]
@@ -236,7 +254,9 @@ def summary(both: list[dict[str, Any]], repeats: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"])
     parser.add_argument("--rate", type=float, help="Mbit/s of each node's link")
     parser.add_argument("--ratio", type=float, default=0.75, help="M/C, by the size of the batch")
@@ -249,7 +269,11 @@ def main() -> int:
     if "JOB" in os.environ:
         rank_main(args)
         return 0
-    common = {"BACKEND": args.backend, "CROSSOVER_GROUP": f"siblings-{os.getpid()}", "OMP_NUM_THREADS": "1"}
+    common = {
+        "BACKEND": args.backend,
+        "CROSSOVER_GROUP": f"siblings-{os.getpid()}",
+        "OMP_NUM_THREADS": "1",
+    }
     common |= {"WORLD_SIZE": str(RANKS), "ADDRESS": "127.0.0.1", "PORT": str(free_port())}
     with contextlib.ExitStack() as ending:
         enter: list[list[str]] = [[]] * RANKS
@@ -271,7 +295,9 @@ def main() -> int:
         codes = [each.wait() for each in ranks]
     if any(codes):
         return 1
-    found = summary([json.loads(Path(f"{args.out}.{job}").read_text()) for job in range(JOBS)], args.repeats)
+    found = summary(
+        [json.loads(Path(f"{args.out}.{job}").read_text()) for job in range(JOBS)], args.repeats
+    )
     Path(args.out).write_text(json.dumps(found, indent=1) + "\n")
     print(torch.cuda.get_device_name(), json.dumps(found, indent=1))
     return 0

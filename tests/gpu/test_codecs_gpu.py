@@ -8,13 +8,21 @@ import pytest
 import torch
 
 from crossover_ddp._compression.codec import CodecChoice
-from tests.unit.compression.test_coded_link import PAIRS, Ranks, check_bits, check_infinities, gradients
+from tests.unit.compression.test_coded_link import (
+    PAIRS,
+    Ranks,
+    check_bits,
+    check_infinities,
+    gradients,
+)
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
-    ("codecs", "world_size"), [(codecs, 2 + place % 2) for place, codecs in enumerate(PAIRS)], ids=repr
+    ("codecs", "world_size"),
+    [(codecs, 2 + place % 2) for place, codecs in enumerate(PAIRS)],
+    ids=repr,
 )
 def test_bits_are_those_of_the_cpu(codecs: CodecChoice, world_size: int) -> None:
     check_bits(codecs, world_size, torch.device("cuda", 0))

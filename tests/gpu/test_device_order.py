@@ -25,7 +25,18 @@ from crossover_ddp.gpu_mutex import GPUMutex
 from tests import fake_cuda
 from tests.gpu import races
 from tests.gpu.kernels import Interval, busy_kernel, gaps_s, intervals, overlaps
-from tests.gpu.races import LEASE_S, TIMEOUT_S, Plan, hear, meet, mutex_of, new_plan, run_race, take_turn, tell
+from tests.gpu.races import (
+    LEASE_S,
+    TIMEOUT_S,
+    Plan,
+    hear,
+    meet,
+    mutex_of,
+    new_plan,
+    run_race,
+    take_turn,
+    tell,
+)
 from tests.harness import Job, run_jobs, spawn_script
 from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import membership_of
@@ -53,14 +64,18 @@ def test_kernels_of_two_jobs_never_overlap(variant: str, tmp_path: Path, capsys:
 NO_CLOCK = pytest.mark.gpu(real="no clock: on a busy machine kernels of the two need not meet")
 
 
-@pytest.mark.parametrize("variant", ["none", "deaf", pytest.param("stream not named", marks=NO_CLOCK)])
+@pytest.mark.parametrize(
+    "variant", ["none", "deaf", pytest.param("stream not named", marks=NO_CLOCK)]
+)
 def test_the_same_run_overlaps_when_the_device_does_not_wait(variant: str, tmp_path: Path) -> None:
     [[first], [second]] = run_race(new_plan(tmp_path, variant=variant))
     assert overlaps(first.ran, second.ran), "the tests above cannot fail: they prove nothing"
 
 
 def test_a_turn_belongs_to_all_ranks_of_a_job_on_the_device(tmp_path: Path) -> None:
-    for mine, theirs in itertools.product(*run_race(new_plan(tmp_path, processes=4, turns=10), world_size=2)):
+    for mine, theirs in itertools.product(
+        *run_race(new_plan(tmp_path, processes=4, turns=10), world_size=2)
+    ):
         races.check_turns(mine, theirs)
 
 
@@ -89,18 +104,25 @@ def name_where_visible(directory: Path, devices: str, index: int) -> str:
     """Return the name of a device in a process that sees these devices, as ``CUDA_VISIBLE_DEVICES`` says."""
     script = directory / "print_name.py"
     script.write_text(PRINT_NAME)
-    visible = {"CUDA_VISIBLE_DEVICES": devices}  # read when CUDA is first used, not when it is loaded
+    visible = {
+        "CUDA_VISIBLE_DEVICES": devices
+    }  # read when CUDA is first used, not when it is loaded
     with spawn_script(script, 1, args=[str(index)], environment=visible, forked=True) as ranks:
         return ranks.wait(TIMEOUT_S)[0].strip()
 
 
 def visible_here() -> list[str]:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return listed.split(",") if listed else [str(index) for index in range(torch.cuda.device_count())]
+    return (
+        listed.split(",") if listed else [str(index) for index in range(torch.cuda.device_count())]
+    )
 
 
 def test_a_gpu_has_one_name_by_whatever_number_a_process_knows_it(tmp_path: Path) -> None:
-    names = [device_name(torch.device("cuda", index)) for index in range(min(2, torch.cuda.device_count()))]
+    names = [
+        device_name(torch.device("cuda", index))
+        for index in range(min(2, torch.cuda.device_count()))
+    ]
     assert name_where_visible(tmp_path, visible_here()[0], 0) == names[0]
     assert name_where_visible(tmp_path, names[0], 0) == names[0]  # CUDA takes the UUID as well
     if len(names) > 1:
@@ -111,7 +133,9 @@ def test_a_gpu_has_one_name_by_whatever_number_a_process_knows_it(tmp_path: Path
 @pytest.mark.gpu(real="no nvidia-smi")
 def test_the_driver_names_the_gpu_as_torch_and_nvidia_smi_do() -> None:
     name = device_name(torch.device("cuda", 0))
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60.0).stdout
+    listed = subprocess.run(
+        ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60.0
+    ).stdout
     assert name in listed, listed
     if name.startswith("GPU-"):
         assert name == f"GPU-{torch.cuda.get_device_properties(0).uuid}"
@@ -148,15 +172,21 @@ def outlive(rank: int, world_size: int, plan: Plan) -> float:
             done = torch.cuda.Event()
             done.record()
             mutex.release()
-            assert eventually(done.query, DEATH_TIMEOUT_S, every_s=0.001), "it waits for a dead process"
+            assert eventually(done.query, DEATH_TIMEOUT_S, every_s=0.001), (
+                "it waits for a dead process"
+            )
         took_s = time.monotonic() - begin_s
         # The last one to leave removes the files; a CUDA process takes a while to die.
-        assert eventually(lambda: not mutex.stats()["siblings"], DEATH_TIMEOUT_S), "the dead one stays"
+        assert eventually(lambda: not mutex.stats()["siblings"], DEATH_TIMEOUT_S), (
+            "the dead one stays"
+        )
     return took_s
 
 
 @pytest.mark.parametrize("variant", ["holding", "given back"])
-def test_a_job_goes_on_when_its_sibling_is_killed_with_kernels_in_flight(variant: str, tmp_path: Path) -> None:
+def test_a_job_goes_on_when_its_sibling_is_killed_with_kernels_in_flight(
+    variant: str, tmp_path: Path
+) -> None:
     plan = new_plan(tmp_path, variant=variant)
     dying = Job(die_in_turn, 1, (plan,), backend=None, deaths={0: signal.SIGKILL}, name="dying")
     living = Job(outlive, 1, (plan,), backend=None, name="living")
@@ -174,7 +204,9 @@ def test_thousands_of_turns_leave_nothing_behind(tmp_path: Path) -> None:
         assert after[0] <= before[0]
         assert after[1] == before[1]
         # What is enqueued on the fake device lies in the process's own memory, for as long as it is late.
-        assert fake_cuda.is_here() or (after[2] - before[2]) * os.sysconf("SC_PAGE_SIZE") < 8 * 2**20
+        assert (
+            fake_cuda.is_here() or (after[2] - before[2]) * os.sysconf("SC_PAGE_SIZE") < 8 * 2**20
+        )
 
 
 def test_a_turn_inside_a_capture_is_refused_and_the_mutex_goes_on(tmp_path: Path) -> None:
@@ -216,14 +248,18 @@ def test_a_thread_that_waits_for_a_turns_end_does_not_spoil_a_capture(tmp_path: 
         with torch.cuda.stream(capturing):
             graph.capture_begin(capture_error_mode="global")
             busy_kernel()(static, 1000)
-            time.sleep(0.5)  # meanwhile the first turn ends, and the thread begins to wait for the second
+            time.sleep(
+                0.5
+            )  # meanwhile the first turn ends, and the thread begins to wait for the second
             graph.capture_end()
         (own,) = membership_of(mutex).segment.members()
         assert (own.started, own.returned) == (2, 1), "one turn was to be told, and one not yet"
         graph.replay()
 
 
-def share_an_idle_turn(rank: int, world_size: int, plan: Plan, is_first: bool) -> tuple[list[Interval], bool]:
+def share_an_idle_turn(
+    rank: int, world_size: int, plan: Plan, is_first: bool
+) -> tuple[list[Interval], bool]:
     """Compute for a while in a turn, then wait inside it until the sibling has been in its own; was it?
 
     "streams": on another stream than that on which turns are taken. "graph": while the stream captures a graph.
@@ -269,9 +305,14 @@ def share_an_idle_turn(rank: int, world_size: int, plan: Plan, is_first: bool) -
 
 
 @pytest.mark.parametrize("variant", ["mutex", "streams", "graph"])
-def test_a_turn_is_lent_when_the_host_waits_and_the_device_has_done_its_part(variant: str, tmp_path: Path) -> None:
+def test_a_turn_is_lent_when_the_host_waits_and_the_device_has_done_its_part(
+    variant: str, tmp_path: Path
+) -> None:
     plan = new_plan(tmp_path, variant=variant)
-    jobs = [Job(share_an_idle_turn, 1, args=(plan, is_first), backend=None) for is_first in (True, False)]
+    jobs = [
+        Job(share_an_idle_turn, 1, args=(plan, is_first), backend=None)
+        for is_first in (True, False)
+    ]
     [[(first, came)], [(second, _)]] = run_jobs(jobs, timeout_s=TIMEOUT_S)
     assert came
     assert not overlaps(first, second)
@@ -304,7 +345,10 @@ def test_a_script_that_ends_with_kernels_in_flight_holds_nobody_up(tmp_path: Pat
     torch.cuda.synchronize()
     script = tmp_path / "script.py"
     script.write_text(LEAVE_WITHOUT_A_WORD)
-    with mutex_of(plan) as mutex, spawn_script(script, 1, args=[plan.group, plan.meeting]) as ending:
+    with (
+        mutex_of(plan) as mutex,
+        spawn_script(script, 1, args=[plan.group, plan.meeting]) as ending,
+    ):
         hear(plan, "joined")
         tell(plan, "go")
         hear(plan, "given back")

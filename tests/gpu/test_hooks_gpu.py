@@ -91,7 +91,10 @@ class OnDevice(Training):
 
     def __init__(self, rank: int, plan: Plan) -> None:
         self.scaler = torch.amp.GradScaler("cuda", enabled=plan.amp == "float16")
-        self._autocast = {"dtype": getattr(torch, plan.amp, torch.bfloat16), "enabled": plan.amp != "none"}
+        self._autocast = {
+            "dtype": getattr(torch, plan.amp, torch.bfloat16),
+            "enabled": plan.amp != "none",
+        }
         self._generator = torch.Generator().manual_seed(100 * plan.seed + rank)
         super().__init__(
             {"none": None, "fp16": fp16}.get(plan.hook, plan.hook),
@@ -107,7 +110,9 @@ class OnDevice(Training):
         inputs = torch.randn(BATCH, 3, 32, 32, generator=self._generator).pin_memory()
         targets = torch.randint(0, 10, (BATCH,), generator=self._generator).cuda()
         with torch.autocast("cuda", **self._autocast):
-            return nn.functional.cross_entropy(model(inputs.cuda(non_blocking=True)).float(), targets)
+            return nn.functional.cross_entropy(
+                model(inputs.cuda(non_blocking=True)).float(), targets
+            )
 
     def steps_of(self, count: int) -> list[torch.Tensor]:
         losses = []
@@ -149,7 +154,9 @@ def train(rank: int, world_size: int, plan: Plan) -> Outcome:
 
 
 @functools.cache
-def run(plan: Plan, world_size: int = 2, backend: str = "gloo", again: bool = False) -> list[Outcome]:
+def run(
+    plan: Plan, world_size: int = 2, backend: str = "gloo", again: bool = False
+) -> list[Outcome]:
     job = Job(train, world_size, args=(plan,), backend=backend, environment=DETERMINISTIC)
     [outcomes] = run_jobs([job], timeout_s=TIMEOUT_S)
     return outcomes
@@ -171,20 +178,27 @@ RUNS = {
 def test_losses_equal_those_without_our_hook(plan: Plan, world_size: int, backend: str) -> None:
     plain = plan._replace(hook="none")
     expected = run(plain, world_size, backend)
-    assert same(expected, run(plain, world_size, backend, again=True)), "plain DDP is not reproducible here"
+    assert same(expected, run(plain, world_size, backend, again=True)), (
+        "plain DDP is not reproducible here"
+    )
     found = run(plan, world_size, backend)
     assert [one.losses for one in found] == [one.losses for one in expected]
     assert same(found, expected)
 
 
-@pytest.mark.parametrize(("hook", "backend"), [("crossover", "gloo"), ("fp16", "gloo"), ("crossover", "nccl")])
+@pytest.mark.parametrize(
+    ("hook", "backend"), [("crossover", "gloo"), ("fp16", "gloo"), ("crossover", "nccl")]
+)
 def test_siblings_train_as_if_alone(hook: str, backend: str, tmp_path: Path) -> None:
     plans = [Plan(hook, seed) for seed in (0, 1)]
     alone = [run(each, backend=backend) for each in plans]
     # The group is the job's own already when the rank's leaks are counted.
     environment = {**DETERMINISTIC, "CROSSOVER_GROUP": new_group()}
     meeting = {"meeting": str(tmp_path), "processes": 4}
-    jobs = [Job(train, 2, (each._replace(**meeting),), backend, environment, name=f"job {each.seed}") for each in plans]
+    jobs = [
+        Job(train, 2, (each._replace(**meeting),), backend, environment, name=f"job {each.seed}")
+        for each in plans
+    ]
     together = run_jobs(jobs, timeout_s=TIMEOUT_S)
     for mine, ours in zip(alone, together, strict=True):
         assert same(mine, ours), "a sibling changed the results"
@@ -236,6 +250,8 @@ def told_of_a_dead_peer(rank: int, world_size: int) -> list[str]:
 def test_where_the_host_waits_for_nccl_a_dead_peer_is_an_error_after_the_groups_timeout() -> None:
     environment = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_DIST_USE_NCCL2": "0"}
     deaths = {1: signal.SIGKILL}
-    told, _ = run_ranks(told_of_a_dead_peer, 2, backend="nccl", environment=environment, deaths=deaths)
+    told, _ = run_ranks(
+        told_of_a_dead_peer, 2, backend="nccl", environment=environment, deaths=deaths
+    )
     assert told[0] == told[1]
     assert "of bucket 0 failed: " in told[0]

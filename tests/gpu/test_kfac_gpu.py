@@ -30,7 +30,9 @@ class OnDevice(Called):
     def __init__(self, rank: int, name: str) -> None:
         is_scaled = name == "a scaled loss"
         self.scaler = torch.amp.GradScaler("cuda", init_scale=GRADIENT_SCALE, enabled=is_scaled)
-        super().__init__(rank, CASES[name], device="cuda", loss_scale=self.scaler.get_scale if is_scaled else 1.0)
+        super().__init__(
+            rank, CASES[name], device="cuda", loss_scale=self.scaler.get_scale if is_scaled else 1.0
+        )
 
     def backward(self, parts: int = 1) -> float:
         """Do not wait for the device, as whoever reads the loss does."""
@@ -52,7 +54,9 @@ def errors(rank: int, world_size: int, name: str) -> list[float]:
         oracle = Oracle(settings, training.rate_of, training.kfac.owners)
         found = [*errors_beside(oracle, training, 2, world_size)]
         saved = training.save()
-        factors = [each for layer in saved["state"]["layers"].values() for each in (layer["a"], layer["g"])]
+        factors = [
+            each for layer in saved["state"]["layers"].values() for each in (layer["a"], layer["g"])
+        ]
         assert all(each.device.type == "cpu" for each in factors), "a checkpoint lies on the host"
         training.close()
         training = OnDevice(rank, name)
@@ -64,7 +68,12 @@ def errors(rank: int, world_size: int, name: str) -> list[float]:
         return found
 
 
-CELLS = [*(("gloo", 2, name) for name in CASES), ("nccl", 2, "inverse"), ("nccl", 2, "eigen"), ("nccl", 1, "inverse")]
+CELLS = [
+    *(("gloo", 2, name) for name in CASES),
+    ("nccl", 2, "inverse"),
+    ("nccl", 2, "eigen"),
+    ("nccl", 1, "inverse"),
+]
 
 
 @pytest.mark.parametrize(("backend", "world_size", "name"), CELLS)

@@ -32,7 +32,9 @@ class Worker:
 
     def wait_until_ready(self) -> None:
         if not self.orders.poll(START_TIMEOUT_S):
-            raise TimeoutError(f"a rank did not start within {START_TIMEOUT_S:.0f} s\n{self.read_output()}")
+            raise TimeoutError(
+                f"a rank did not start within {START_TIMEOUT_S:.0f} s\n{self.read_output()}"
+            )
         self.orders.recv()
 
     def order(self, order: Task | CleanUp) -> None:

@@ -27,7 +27,9 @@ from .children import Child
 
 PRELOADED: Final = (
     *("torch", "torch.distributed", "torch._dynamo", "pytest", "crossover_ddp.pipeline"),
-    *(() if is_here() else ("torchvision", "timm", "sklearn.datasets")),  # for recipes, which need no device
+    *(
+        () if is_here() else ("torchvision", "timm", "sklearn.datasets")
+    ),  # for recipes, which need no device
     *(f"crossover_ddp.{each}_hooks" for each in ("averaging", "comm", "kfac", "muon")),
     *(f"{__package__}._worker", f"{__package__}._server"),
 )
@@ -116,7 +118,9 @@ class ForkedScript(Child):
                 for stream in (given, written, errors):
                     reduction.send_handle(ours, stream, self.pid)
                 if not ours.poll(START_TIMEOUT_S):
-                    raise TimeoutError(f"a forked script did not begin within {START_TIMEOUT_S:.0f} s")
+                    raise TimeoutError(
+                        f"a forked script did not begin within {START_TIMEOUT_S:.0f} s"
+                    )
                 ours.recv_bytes()  # from now on signals to its session reach it
 
     def poll(self) -> int | None:
@@ -143,7 +147,9 @@ def is_script(words: Sequence[str]) -> bool:
         return False
     place = list(words).index(sys.executable)
     before, first = list(words[:place]), words[place + 1]
-    return (first.endswith(".py") or first == "-c") and (not before or before[1:3] == ["netns", "exec"])
+    return (first.endswith(".py") or first == "-c") and (
+        not before or before[1:3] == ["netns", "exec"]
+    )
 
 
 def forked_if_script(words: Sequence[str], environment: Mapping[str, str], **options: Any) -> Child:
@@ -204,5 +210,7 @@ def _take_variables(environment: Mapping[str, str]) -> None:
     import torch
 
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
-    added = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    added = [
+        path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path
+    ]
     sys.path[:0] = added

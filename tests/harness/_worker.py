@@ -57,7 +57,9 @@ def serve(orders: "Connection[Any, Any]", output: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    faulthandler.enable(all_threads=True)  # shows the stack of a crash, and of a hang ended by SIGABRT
+    faulthandler.enable(
+        all_threads=True
+    )  # shows the stack of a crash, and of a hang ended by SIGABRT
     torch.set_num_threads(1)
     start_like_anybody()
     orders.send(Report())
@@ -90,7 +92,9 @@ def _run(task: Task) -> Report:
             # Later than the harness's own timeout, so that a hang is reported with its stack.
             limit = timedelta(seconds=task.timeout_s + ORPHAN_GRACE_S)
             rank, size = task.rank, task.world_size
-            dist.init_process_group(task.backend, store=store, timeout=limit, rank=rank, world_size=size)
+            dist.init_process_group(
+                task.backend, store=store, timeout=limit, rank=rank, world_size=size
+            )
         return Report(result=pickle.dumps(function(task.rank, task.world_size, *args)))
     except BaseException as error:
         return Report(failure=f"{traceback.format_exc()}{_names_of(error)}")

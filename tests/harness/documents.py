@@ -48,4 +48,6 @@ def patched(source: str, diff: str) -> str:
 
 
 def _without(diff: str, sign: str) -> str:
-    return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if not line.startswith(sign))
+    return "".join(
+        line[1:] or "\n" for line in diff.splitlines(keepends=True) if not line.startswith(sign)
+    )

@@ -59,7 +59,9 @@ def single_process_group() -> Iterator[dist.ProcessGroup]:
 def join_over(rank: int, world_size: int, store: dist.Store | None = None) -> dist.Store:
     """Make the default group again, on a store that rank 0 serves or on the given one; returns the store."""
     if store is None:
-        store = None if rank else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = (
+            None if rank else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        )
         ports: list[Any] = [store and store.port]
         dist.broadcast_object_list(ports)
         store = store or dist.TCPStore("127.0.0.1", ports[0], is_master=False)

@@ -26,7 +26,9 @@ TRIAL: Final = (WARM_UP, BLOCK, WARM_UP + 2 * BLOCK * min(PLAIN))
 """Backward passes of a trial of deferring: before it, of one kind in a row, to its end where that is plain."""
 
 
-def refuse_bucket(which: int | str = 0, *, error: Exception | None = None, times: float = float("inf")) -> Patch:
+def refuse_bucket(
+    which: int | str = 0, *, error: Exception | None = None, times: float = float("inf")
+) -> Patch:
     """Refuse the bucket of an index, or the "last", so often, before anything of it is sent, whatever the hook."""
     original = Exchange._bucket
 

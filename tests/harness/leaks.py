@@ -65,7 +65,10 @@ def _restore_environment(before: Mapping[str, str]) -> list[str]:
     for name in changed:
         os.environ.pop(name, None)
     os.environ.update({name: before[name] for name in changed if name in before})
-    return [f"environment variable {name}: {before.get(name)!r} became {now.get(name)!r}" for name in changed]
+    return [
+        f"environment variable {name}: {before.get(name)!r} became {now.get(name)!r}"
+        for name in changed
+    ]
 
 
 def _threads() -> set[Any]:
@@ -85,7 +88,9 @@ def _children() -> set[Any]:
 def _describe_process(pid: int) -> str:
     command = "?"
     with contextlib.suppress(OSError):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        command = (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
     return f"child process {pid} ({command.strip()[:200]})"
 
 

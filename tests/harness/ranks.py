@@ -50,7 +50,9 @@ class Job:
     name: str = ""  # in failures
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *, timeout_s: float = 60.0, **options: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *, timeout_s: float = 60.0, **options: Any
+) -> list[Any]:
     """Call ``function`` in a `Job` of that many processes and return the results by rank.
 
     `RankError` if a rank raised, died, hung or left something behind.
@@ -62,16 +64,28 @@ def run_ranks(function: Callable[..., Any], world_size: int, *, timeout_s: float
 def run_jobs(jobs: Sequence[Job], *, timeout_s: float = 60.0) -> list[list[Any]]:
     __tracebackhide__ = True
     with tempfile.TemporaryDirectory(prefix="stores-") as directory:
-        places = [(job, index, rank) for index, job in enumerate(jobs) for rank in range(job.world_size)]
-        tasks = [_task(job, rank, f"{directory}/store-{index}", timeout_s) for job, index, rank in places]
+        places = [
+            (job, index, rank) for index, job in enumerate(jobs) for rank in range(job.world_size)
+        ]
+        tasks = [
+            _task(job, rank, f"{directory}/store-{index}", timeout_s) for job, index, rank in places
+        ]
         with _pool.lend(len(tasks)) as workers:
-            labels = [f"{job.name} rank {rank} of {job.world_size}".strip() for job, _, rank in places]
-            run = _Run(dict(enumerate(workers)), labels, [job.deaths.get(rank) for job, _, rank in places])
-            results = iter([report and pickle.loads(report.result) for report in run.perform(tasks)])
+            labels = [
+                f"{job.name} rank {rank} of {job.world_size}".strip() for job, _, rank in places
+            ]
+            run = _Run(
+                dict(enumerate(workers)), labels, [job.deaths.get(rank) for job, _, rank in places]
+            )
+            results = iter(
+                [report and pickle.loads(report.result) for report in run.perform(tasks)]
+            )
     return [[next(results) for _ in range(job.world_size)] for job in jobs]
 
 
-def in_ranks(world_size: int | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def in_ranks(
+    world_size: int | None = None, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Let each rank run the test, which may ask for ``rank`` and ``world_size``; all must return the same.
 
     No ``world_size`` is given if the test is parametrised by it; ``options`` are those of `run_ranks`.
@@ -81,21 +95,29 @@ def in_ranks(world_size: int | None = None, **options: Any) -> Callable[[Callabl
         @functools.wraps(test)
         def run(**given: Any) -> None:
             __tracebackhide__ = True
-            found = run_ranks(_take_part, world_size or given["world_size"], args=(run, given), **options)
-            living = [each for rank, each in enumerate(found) if rank not in (options.get("deaths") or ())]
+            found = run_ranks(
+                _take_part, world_size or given["world_size"], args=(run, given), **options
+            )
+            living = [
+                each for rank, each in enumerate(found) if rank not in (options.get("deaths") or ())
+            ]
             if living != living[:1] * len(living):
                 raise RankError(f"ranks have returned different results: {living}")
 
         asked = {*inspect.signature(test).parameters} - {"rank", "world_size"}
         names = sorted(asked if world_size else {*asked, "world_size"})  # what pytest gives
         keyword_only = inspect.Parameter.KEYWORD_ONLY
-        vars(run)["__signature__"] = inspect.Signature([inspect.Parameter(n, keyword_only) for n in names])
+        vars(run)["__signature__"] = inspect.Signature(
+            [inspect.Parameter(n, keyword_only) for n in names]
+        )
         return run
 
     return decorated
 
 
-def _take_part(rank: int, world_size: int, run: Callable[..., None], given: Mapping[str, Any]) -> Any:
+def _take_part(
+    rank: int, world_size: int, run: Callable[..., None], given: Mapping[str, Any]
+) -> Any:
     test = vars(run)["__wrapped__"]
     known = {**given, "rank": rank, "world_size": world_size}
     found = test(**{name: known[name] for name in inspect.signature(test).parameters})
@@ -139,7 +161,9 @@ class _Run:
         self._attend(living, CLEAN_UP_TIMEOUT_S)
         return [reports[index] for index in range(len(tasks))]
 
-    def _attend(self, orders: Mapping[int, Task | CleanUp], timeout_s: float) -> dict[int, Report | None]:
+    def _attend(
+        self, orders: Mapping[int, Task | CleanUp], timeout_s: float
+    ) -> dict[int, Report | None]:
         """Send orders and collect the reports; raise with all that went wrong, first things first."""
         __tracebackhide__ = True
         for index, order in orders.items():
@@ -154,7 +178,9 @@ class _Run:
             for index in sorted(news, key=lambda index: news[index] is not None):
                 if wrong := self._wrong(index, news[index]):
                     self._note(index, wrong)
-                    self.workers[index].process.kill()  # peers see a broken connection instead of silence
+                    self.workers[
+                        index
+                    ].process.kill()  # peers see a broken connection instead of silence
             if self.failures:
                 deadline_s = min(deadline_s, time.monotonic() + AFTERMATH_S)
         # What is still running ends with the stacks of its threads in the report.

@@ -16,7 +16,9 @@ from .children import Child, end, wait_any
 from .groups import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-DUMP_TIMEOUT_S = 5.0  # from SIGABRT until the interpreter has written its stacks, even on a busy machine
+DUMP_TIMEOUT_S = (
+    5.0  # from SIGABRT until the interpreter has written its stacks, even on a busy machine
+)
 AFTERMATH_S = 10.0  # what ranks get to end by themselves when another one has failed
 OUTPUT_LIMIT_BYTES = 20_000
 
@@ -39,7 +41,12 @@ class ScriptRanks(contextlib.AbstractContextManager["ScriptRanks"]):
     """The running processes of a script, none of which survives its block."""
 
     def __init__(
-        self, words: Sequence[str], environments: Sequence[Mapping[str, str]], cwd: Path, *, forked: Collection[int]
+        self,
+        words: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        cwd: Path,
+        *,
+        forked: Collection[int],
     ) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="script-"))
         self._words = list(words)
@@ -63,7 +70,9 @@ class ScriptRanks(contextlib.AbstractContextManager["ScriptRanks"]):
         end(self.processes, grace_s=0.0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def wait(self, timeout_s: float, *, deaths: Mapping[int, signal.Signals] | None = None) -> list[str]:
+    def wait(
+        self, timeout_s: float, *, deaths: Mapping[int, signal.Signals] | None = None
+    ) -> list[str]:
         """Wait for all ranks to end well and return their outputs; else `ScriptError`.
 
         After ``timeout_s`` ranks that still run are ended, with the stacks of their threads in the output. ``deaths``:
@@ -72,7 +81,9 @@ class ScriptRanks(contextlib.AbstractContextManager["ScriptRanks"]):
         expected = {rank: -death for rank, death in (deaths or {}).items()}
         hung = self._wait_for_exit(timeout_s, expected)
         for rank in hung:
-            self.processes[rank].signal_session(signal.SIGABRT, signal.SIGCONT)  # it may have been stopped
+            self.processes[rank].signal_session(
+                signal.SIGABRT, signal.SIGCONT
+            )  # it may have been stopped
             wait_any([self.processes[rank]], DUMP_TIMEOUT_S)
         failed = []
         for rank, process in enumerate(self.processes):
@@ -94,7 +105,9 @@ class ScriptRanks(contextlib.AbstractContextManager["ScriptRanks"]):
         deadline_s = time.monotonic() + timeout_s
         while text not in (output := self.output(rank)):
             if time.monotonic() > deadline_s or self.processes[rank].poll() is not None:
-                raise ScriptError(f"rank {rank} did not write {text!r} in time\n{self._all_output()}")
+                raise ScriptError(
+                    f"rank {rank} did not write {text!r} in time\n{self._all_output()}"
+                )
             time.sleep(0.01)
         return output
 

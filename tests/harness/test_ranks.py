@@ -32,10 +32,18 @@ def _raise_unpicklable() -> None:
 WRONGS: dict[str, tuple[Callable[[], object], str, str]] = {
     "dies": (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL", ""),
     "exits": (lambda: os._exit(7), "exited with status 7 and without a result", ""),
-    "crashes": (lambda: os.kill(os.getpid(), signal.SIGSEGV), "was killed by SIGSEGV", "in _go_wrong"),
+    "crashes": (
+        lambda: os.kill(os.getpid(), signal.SIGSEGV),
+        "was killed by SIGSEGV",
+        "in _go_wrong",
+    ),
     "raises": (_raise_unpicklable, "failed", "_Unpicklable: words of the unpicklable"),
     "returns": (threading.Lock, "failed", "cannot pickle '_thread.lock'"),
-    "leaks": (lambda: os.environ.update(LEAKED="yes"), "failed", "variable LEAKED: None became 'yes'"),
+    "leaks": (
+        lambda: os.environ.update(LEAKED="yes"),
+        "failed",
+        "variable LEAKED: None became 'yes'",
+    ),
 }
 
 
@@ -69,7 +77,11 @@ def _leak_a_child_on_rank_one(rank: int, world_size: int, where: str) -> None:
 
 def _found(rank: int, world_size: int) -> tuple[int, list[str | None], list[Any]]:
     variables = [os.environ.get(name) for name in ("OF_THE_TEST", "OF_THE_RANK")]
-    return os.getpid(), variables, [torch.rand(()).item(), torch.get_num_threads(), dist.is_initialized()]
+    return (
+        os.getpid(),
+        variables,
+        [torch.rand(()).item(), torch.get_num_threads(), dist.is_initialized()],
+    )
 
 
 def test_jobs_have_groups_of_their_own_and_return_results_by_rank() -> None:
@@ -121,7 +133,10 @@ def test_leaked_child_is_a_failure_and_is_ended(tmp_path: Path) -> None:
 
 
 def test_expected_death_must_come_and_is_no_failure() -> None:
-    assert run_ranks(_go_wrong_on_rank_one, 2, args=("dies",), deaths={1: signal.SIGKILL}) == ["alive", None]
+    assert run_ranks(_go_wrong_on_rank_one, 2, args=("dies",), deaths={1: signal.SIGKILL}) == [
+        "alive",
+        None,
+    ]
     with pytest.raises(RankError, match="rank 1 of 2 was expected to die by SIGKILL and returned"):
         run_ranks(_sum_of_ranks, 2, args=(0.0,), deaths={1: signal.SIGKILL})
 
@@ -131,7 +146,9 @@ def test_function_that_ranks_cannot_import_is_refused() -> None:
         run_ranks(lambda rank, world_size: None, 2)
 
 
-def test_every_run_starts_from_the_same_state_with_variables_that_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_run_starts_from_the_same_state_with_variables_that_do_not_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OF_THE_TEST", "test")
     own = [{"OF_THE_RANK": "zero"}, {"OF_THE_RANK": "one"}]
     first = run_ranks(_found, 2, environment=own, backend=None)
@@ -139,7 +156,9 @@ def test_every_run_starts_from_the_same_state_with_variables_that_do_not_stay(mo
     second = run_ranks(_found, 2, backend=None)
     assert [variables for _, variables, _ in first] == [["test", "zero"], ["test", "one"]]
     assert [variables for _, variables, _ in second] == [[None, None], [None, None]]
-    assert [pid for pid, *_ in first] == [pid for pid, *_ in second], "clean processes are used again"
+    assert [pid for pid, *_ in first] == [pid for pid, *_ in second], (
+        "clean processes are used again"
+    )
     assert [state for *_, state in first + second] == [[first[0][2][0], 1, False]] * 4
 
 
@@ -182,11 +201,17 @@ def group() -> Callable[[], object]:
     ],
 )
 def test_each_leak_fails_its_test_and_no_other(
-    leak: Callable[[], Callable[[], object]], told: str, monkeypatch: Any, request: pytest.FixtureRequest
+    leak: Callable[[], Callable[[], object]],
+    told: str,
+    monkeypatch: Any,
+    request: pytest.FixtureRequest,
 ) -> None:
     assert "_nothing_left_behind" in request.fixturenames, "all tests are looked at"
     monkeypatch.setattr(leaks, "GRACE_S", 0.1)  # what leaks here does not end by itself
-    with pytest.raises(pytest.fail.Exception, match=f"the test left behind: {told}"), leaks.nothing_left_behind():
+    with (
+        pytest.raises(pytest.fail.Exception, match=f"the test left behind: {told}"),
+        leaks.nothing_left_behind(),
+    ):
         mend = leak()
     assert "LEAKED" not in os.environ
     assert not dist.is_initialized()

@@ -23,7 +23,10 @@ Writer = Callable[[str], Path]
 def script(tmp_path: Path) -> Writer:
     def write(source: str) -> Path:
         path = tmp_path / "script.py"
-        path.write_text("import os, subprocess, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(source))
+        path.write_text(
+            "import os, subprocess, sys, time\nrank = int(os.environ['RANK'])\n"
+            + textwrap.dedent(source)
+        )
         return path
 
     return write
@@ -59,7 +62,9 @@ def test_ranks_that_fail_hang_or_are_killed_are_told_and_nothing_survives_the_bl
     with spawn_script(path, 3, forked=forked) as ranks:
         children = [int(ranks.wait_for_output(rank, "started", 60.0).split()[0]) for rank in (1, 2)]
         ranks.processes[2].signal_session(signal.SIGKILL)
-        assert eventually(lambda: None not in (ranks.processes[0].poll(), ranks.processes[2].poll()))
+        assert eventually(
+            lambda: None not in (ranks.processes[0].poll(), ranks.processes[2].poll())
+        )
         told = r"^rank 0 exited with status 1, rank 2 was killed by SIGKILL, rank 1 did not end either: "
         with pytest.raises(ScriptError, match=told) as caught:
             ranks.wait(0.2)
@@ -91,7 +96,9 @@ def start_method(rank: int, world_size: int) -> str:
     return multiprocessing.get_start_method()
 
 
-def test_a_forked_process_has_every_module_and_starts_processes_as_if_nobody_had_forked_it(script: Writer) -> None:
+def test_a_forked_process_has_every_module_and_starts_processes_as_if_nobody_had_forked_it(
+    script: Writer,
+) -> None:
     """Else each rank, and each worker of a loader, imports all: that shows in nothing but the time of all tests."""
     with spawn_script(script(SHOW), 1, forked=True) as ranks:
         modules, frozen, method = json.loads(ranks.wait(60.0)[0])

@@ -36,10 +36,14 @@ def optimizers_of(way: Any, model: nn.Module) -> list[Optimizer]:
 def decoupled(**options: Any) -> Way:
     """Defer every step that can be deferred, unless ``options`` of the state say otherwise."""
 
-    def made(model: DistributedDataParallel, optimizers: Sequence[Optimizer], mutex: Any) -> tuple[Any, Any]:
+    def made(
+        model: DistributedDataParallel, optimizers: Sequence[Optimizer], mutex: Any
+    ) -> tuple[Any, Any]:
         trained = optimizers if options.get("owners") else optimizers[0]
         given = {"defer": "always", "mutex": mutex, **options}
-        return ddp.DecoupledState(trained, getattr(model, "process_group", None), **given), ddp.decoupled_hook
+        return ddp.DecoupledState(
+            trained, getattr(model, "process_group", None), **given
+        ), ddp.decoupled_hook
 
     return made
 
@@ -48,7 +52,10 @@ WAYS: Final[dict[str, Way]] = {
     "split": lambda model, opts, mutex: (None, ddp.reduce_scatter_all_gather_hook),
     "crossover": lambda model, opts, mutex: (ddp.CrossoverState(mutex=mutex), ddp.crossover_hook),
     "wrapped": lambda *given: (WAYS["crossover"](*given)[0], ddp.crossover_wrapper(allreduce_hook)),
-    "int8": lambda model, opts, mutex: (ddp.CompressedState(ddp.Int8(), mutex=mutex), ddp.compressed_hook),
+    "int8": lambda model, opts, mutex: (
+        ddp.CompressedState(ddp.Int8(), mutex=mutex),
+        ddp.compressed_hook,
+    ),
     "decoupled": decoupled(),
     "owned": decoupled(owners="layers", defer="auto"),
     "kfac": lambda model, opts, mutex: (ddp.KFACState(model, opts[0], mutex=mutex), ddp.kfac_hook),
@@ -59,14 +66,18 @@ WAYS: Final[dict[str, Way]] = {
 DDP_OPTIONS: Final = {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True}
 
 
-def hooked(module: nn.Module, hook: Any, state: Any = None, **options: Any) -> DistributedDataParallel:
+def hooked(
+    module: nn.Module, hook: Any, state: Any = None, **options: Any
+) -> DistributedDataParallel:
     """Return the module under DDP, in buckets of about one parameter, with a hook."""
     model = DistributedDataParallel(module, **(DDP_OPTIONS | options))
     model.register_comm_hook(state, hook)
     return model
 
 
-def waited_for_by_nobody(hook: Any, journeys: list[torch.futures.Future[torch.Tensor]] | None = None) -> Any:
+def waited_for_by_nobody(
+    hook: Any, journeys: list[torch.futures.Future[torch.Tensor]] | None = None
+) -> Any:
     """Return a user's hook that lets backward end at once, and puts ``hook``'s Futures into ``journeys``."""
 
     def hurried(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -142,11 +153,15 @@ class Training:
             torch.cuda.set_device(rank % torch.cuda.device_count())
         self.rank, self.steps = rank, 0
         self._loss = loss or (lambda model, *place: model(batch(*place).to(device)).square().mean())
-        module = mlp(WIDTH, WIDTH, WIDTH, WIDTH, seed=3, tanh_last=True) if module is None else module
+        module = (
+            mlp(WIDTH, WIDTH, WIDTH, WIDTH, seed=3, tanh_last=True) if module is None else module
+        )
         self.model = wrap(module.to(device), **(DDP_OPTIONS | options))
         self.held = list(self.model.parameters())  # as a script may hold them, past all guards
         self.optimizers = optimizers(self.model) if optimizers else optimizers_of(way, self.model)
-        self.schedulers = [schedule(each) for each in self.optimizers] if schedule is not None else []
+        self.schedulers = (
+            [schedule(each) for each in self.optimizers] if schedule is not None else []
+        )
         self.state: Any = None
         if way is not None:
             made = WAYS[way] if isinstance(way, str) else way
@@ -234,7 +249,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def losses_of(way: str | Way, rank: int, dtype: torch.dtype, default: torch.dtype, steps: int = STEPS) -> list[float]:
+def losses_of(
+    way: str | Way, rank: int, dtype: torch.dtype, default: torch.dtype, steps: int = STEPS
+) -> list[float]:
     """Train a model of ``dtype`` where torch's default is another one; return the losses, and the last weights' sum."""
 
     def loss(model: nn.Module, *place: int) -> torch.Tensor:

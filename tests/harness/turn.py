@@ -12,7 +12,9 @@ class RecordingTurn:
         at_acquire: called before a turn is given.
     """
 
-    def __init__(self, *, window_s: float = 0.0, at_acquire: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, *, window_s: float = 0.0, at_acquire: Callable[[], object] = lambda: None
+    ) -> None:
         self.awaits_device, self.mode = True, "untried"  # a sibling is present
         self.ranks = None  # whatever group's
         self.order: list[str] = []

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 60.0, *, every_s: float = 0.02) -> bool:
+def eventually(
+    condition: Callable[[], bool], timeout_s: float = 60.0, *, every_s: float = 0.02
+) -> bool:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:

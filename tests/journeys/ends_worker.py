@@ -20,7 +20,11 @@ class Last:
     def __init__(self, peer: int) -> None:
         self._peer = peer
 
-    def __del__(self, kill: Callable[[int, int], None] = os.kill, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __del__(
+        self,
+        kill: Callable[[int, int], None] = os.kill,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         kill(self._peer, signal.SIGKILL)
         sleep(0.3)
 
@@ -30,12 +34,16 @@ os.environ[COMPARE_REPLICAS] = "0"  # nobody waits for the means
 dist.init_process_group("gloo")
 journeys: list[torch.futures.Future[torch.Tensor]] = []
 # No function of this module: a hook that outlives the interpreter would keep `Last` alive with the module.
-training = Training(way, dist.get_rank(), around=functools.partial(waited_for_by_nobody, journeys=journeys))
+training = Training(
+    way, dist.get_rank(), around=functools.partial(waited_for_by_nobody, journeys=journeys)
+)
 if training.state is not None:
     training.state.compare_replicas = False
 for _ in range(5):
     training.step()
-    torch.futures.wait_all(journeys)  # DDP's buckets come again: only the last step may stay on its way
+    torch.futures.wait_all(
+        journeys
+    )  # DDP's buckets come again: only the last step may stay on its way
     journeys.clear()
 numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
 dist.all_gather(numbers, torch.tensor([os.getpid()]))

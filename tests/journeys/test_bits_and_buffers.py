@@ -24,13 +24,18 @@ from tests.harness.training import WAYS, WIDTH, Training, losses_of, muon_and_sg
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.defect("codecs-S18")
 @in_ranks()
-def test_numbers_of_transfers_and_with_them_tags_begin_anew(rank: int, world_size: int) -> torch.Tensor:
+def test_numbers_of_transfers_and_with_them_tags_begin_anew(
+    rank: int, world_size: int
+) -> torch.Tensor:
     """On a sixteenth channel, with buckets of several messages."""
     with inside.start_near_wrap(left=20):
         ours, plain = (
-            Training(way, rank, module=mlp(WIDTH, 700, 700, WIDTH, seed=3)).run(6) for way in ("split", None)
+            Training(way, rank, module=mlp(WIDTH, 700, 700, WIDTH, seed=3)).run(6)
+            for way in ("split", None)
         )
-    torch.testing.assert_close(ours.values, plain.values, atol=0.0 if world_size == 2 else 1e-6, rtol=0.0)
+    torch.testing.assert_close(
+        ours.values, plain.values, atol=0.0 if world_size == 2 else 1e-6, rtol=0.0
+    )
     return ours.values[::1000]
 
 
@@ -47,11 +52,17 @@ def test_alone_all_is_done_at_once_without_a_thread(way: str) -> None:
 
 @pytest.mark.parametrize(
     ("default", "dtype"),
-    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64, torch.float32)],
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.float32),
+    ],
     ids=str,
 )
 @in_ranks(2)
-def test_no_hook_depends_on_the_default_dtype(rank: int, default: torch.dtype, dtype: torch.dtype) -> None:
+def test_no_hook_depends_on_the_default_dtype(
+    rank: int, default: torch.dtype, dtype: torch.dtype
+) -> None:
     for way in WAYS:
         found, usual = (losses_of(way, rank, dtype, each) for each in (default, torch.float32))
         # An elastic rank meets the centre whenever it likes.
@@ -120,7 +131,9 @@ SENT = {"split": (1.0, 1.05), "int8": (0.25, 0.32), "muon": (0.7, 0.8)}
 
 def sent_bytes() -> int:
     """Return what this process has written so far, to sockets above all, as the kernel counts it."""
-    line = next(line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("wchar"))
+    line = next(
+        line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("wchar")
+    )
     return int(line.split()[1])
 
 

@@ -12,11 +12,15 @@ from tests.harness.training import WAYS, Training
 @pytest.mark.torch_version
 @pytest.mark.parametrize("way", [None, *WAYS])
 @in_ranks(2)
-def test_backward_in_a_compiled_function_has_the_bits_of_one_outside(rank: int, way: str | None) -> None:
+def test_backward_in_a_compiled_function_has_the_bits_of_one_outside(
+    rank: int, way: str | None
+) -> None:
     found = []
     for compiled in (False, True):
         training = Training(way, rank, bucket_cap_mb=1)  # the least that dynamo takes
-        backward = torch.compile(training.backward, backend="eager") if compiled else training.backward
+        backward = (
+            torch.compile(training.backward, backend="eager") if compiled else training.backward
+        )
         losses = []
         for _ in range(6):
             losses.append(backward())

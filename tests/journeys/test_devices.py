@@ -48,14 +48,24 @@ CELLS: dict[str, Way] = {
 SHORT = {
     "cpu": ("decoupled pairs", "kfac int8"),
     "gloo": ("split", "compressed int8 and half", "decoupled", "kfac"),
-    "nccl": ("split", "crossover pairs", "averaged", "owned", "muon", "decoupled sidco", "kfac int8"),
+    "nccl": (
+        "split",
+        "crossover pairs",
+        "averaged",
+        "owned",
+        "muon",
+        "decoupled sidco",
+        "kfac int8",
+    ),
 }
 
 
 def trained(rank: int, device: str, way: str) -> torch.Tensor:
     made: Way = (lambda *_: (None, allreduce_hook)) if way == "plain" else CELLS[way]
     optimizers = functools.partial(optimizers_of, way)
-    training = Training(made, rank, device=device, mutex=RecordingTurn(), optimizers=optimizers).run(6)
+    training = Training(
+        made, rank, device=device, mutex=RecordingTurn(), optimizers=optimizers
+    ).run(6)
     training.close()
     return training.values.cpu()
 
@@ -76,7 +86,11 @@ def differing(rank: int, world_size: int, backend: str, way: str) -> list[int]:
     exact = way in ("split", "crossover", "wrapped", "decoupled")
     expected, found = trained(rank, device, "plain" if exact else way), []
     for seed in range(1, 1 + LATENESSES):
-        with paused(world_size * seed + rank) if backend == "cpu" else late(**LATE[backend], seed=seed):
+        with (
+            paused(world_size * seed + rank)
+            if backend == "cpu"
+            else late(**LATE[backend], seed=seed)
+        ):
             same = torch.equal(trained(rank, device, way), expected)
         if not same:
             found.append(seed)
@@ -84,7 +98,8 @@ def differing(rank: int, world_size: int, backend: str, way: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "way"), [(backend, way) for backend in SHORT for way in (CELLS if IN_CAMPAIGN else SHORT[backend])]
+    ("backend", "way"),
+    [(backend, way) for backend in SHORT for way in (CELLS if IN_CAMPAIGN else SHORT[backend])],
 )
 def test_what_is_late_changes_nothing(backend: str, way: str) -> None:
     """What is read, overwritten or freed before its copy or kernel shows as other numbers here."""
@@ -119,7 +134,11 @@ def contexts_of_each(rank: int, world_size: int) -> dict[str, list[bool]]:
         trained(rank, f"cuda:{rank}", way)
         found[way] = [each in contexts() for each in range(world_size)]
     flat = torch.ones(64, device="cuda")
-    trips = [Exchange.of(None).begin(lambda link: link.all_gather(flat, [32, 32]), flat, "what is dropped")]
+    trips = [
+        Exchange.of(None).begin(
+            lambda link: link.all_gather(flat, [32, 32]), flat, "what is dropped"
+        )
+    ]
     dropping = threading.Thread(target=trips.clear)  # whose device is number 0
     dropping.start()
     dropping.join()
@@ -159,14 +178,20 @@ def overwritten(rank: int, world_size: int, way: str) -> int:
         training, made = Training(CELLS[way], rank, device="cuda").run(7), []
         torch.cuda.synchronize()
         with (
-            late(nccl_us=int(LATE_S * 1e6), copy_us=int(LATE_S / 4 * 1e6)),  # of copies some come one by one
+            late(
+                nccl_us=int(LATE_S * 1e6), copy_us=int(LATE_S / 4 * 1e6)
+            ),  # of copies some come one by one
             mock.patch.object(Trip, "__del__", late_order),
         ):
-            training.run(1)  # behind it go digests, which no later step looks at, and of some ways gradients
+            training.run(
+                1
+            )  # behind it go digests, which no later step looks at, and of some ways gradients
             del training
             gc.collect()
             for _ in range(10 if dist.get_backend() == "gloo" else 1):
-                made += [torch.ones(numel, device="cuda") for numel in (16, 64, 1000) for _ in range(10)]
+                made += [
+                    torch.ones(numel, device="cuda") for numel in (16, 64, 1000) for _ in range(10)
+                ]
                 time.sleep(LATE_S / 5)
         torch.cuda.synchronize()
         dist.barrier()
@@ -175,7 +200,9 @@ def overwritten(rank: int, world_size: int, way: str) -> int:
     return found
 
 
-@pytest.mark.parametrize(("backend", "way"), [("nccl", "decoupled int8"), ("gloo", "wrapped"), ("gloo", "owned")])
+@pytest.mark.parametrize(
+    ("backend", "way"), [("nccl", "decoupled int8"), ("gloo", "wrapped"), ("gloo", "owned")]
+)
 def test_what_nobody_waits_for_writes_over_nothing(backend: str, way: str) -> None:
     assert run_ranks(overwritten, 2, args=(way,), backend=backend) == [0, 0]
 
@@ -203,7 +230,9 @@ def drained(rank: int, world_size: int, us: int) -> torch.Tensor:
     training, made = Training(CELLS["kfac int8"], rank, device="cuda").run(5), []
 
     def others(*_: Any) -> None:
-        made.extend([torch.full((numel,), 1e6, device="cuda") for numel in sizes for _ in range(20)])
+        made.extend(
+            [torch.full((numel,), 1e6, device="cuda") for numel in sizes for _ in range(20)]
+        )
 
     coded = training.state._compression._buckets.values()
     sizes = {len(kept) for each in coded for kept in each._kept}
@@ -225,7 +254,9 @@ def test_residuals_that_a_drained_step_adds_stay_until_the_device_has_read_them(
 @in_ranks(2, backend="gloo")
 def test_a_device_that_fails_under_way_is_an_error(rank: int, way: str) -> None:
     """Whatever the host asks of it is refused from then on, and the peer loses the connection."""
-    training = Training(way, rank, device="cuda").run(5)  # past the digests of step 4, which travel on their own
+    training = Training(way, rank, device="cuda").run(
+        5
+    )  # past the digests of step 4, which travel on their own
     if rank == 1:
         with pytest.raises(RuntimeError, match="exchange of bucket"):
             training.run(3)
@@ -235,7 +266,9 @@ def test_a_device_that_fails_under_way_is_an_error(rank: int, way: str) -> None:
     set_result = torch.futures.Future.set_result
 
     def set_on_device(future: Any, result: Any) -> None:
-        (broken if isinstance(result, torch.Tensor) and not is_handed_back else set_result)(future, result)
+        (broken if isinstance(result, torch.Tensor) and not is_handed_back else set_result)(
+            future, result
+        )
 
     methods = {"reached": broken, **({} if is_handed_back else {"mark": broken})}
     with (
@@ -250,7 +283,9 @@ def test_a_device_that_fails_under_way_is_an_error(rank: int, way: str) -> None:
 
 
 @in_ranks(2, backend="nccl")
-def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_the_first_gradients(rank: int) -> None:
+def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_the_first_gradients(
+    rank: int,
+) -> None:
     """On NCCL a Future is complete long before its kernels are: the device would idle inside of the turn."""
     taken: list[float] = []
     turn = RecordingTurn(at_acquire=lambda: taken.append(time.monotonic()))
@@ -267,7 +302,9 @@ def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_the_first_gradie
 
 
 @in_ranks(2, backend="gloo")
-def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_done_a_wrapped_hook(rank: int) -> None:
+def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_done_a_wrapped_hook(
+    rank: int,
+) -> None:
     """Copies, and what a hook computes in callbacks, run outside of the turn."""
     busy_s: list[float] = []
 

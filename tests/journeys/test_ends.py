@@ -40,7 +40,9 @@ def test_a_process_ends_while_its_threads_wait_for_others(way: str, how: str) ->
         assert word not in output
 
 
-def fork_uses_the_hook(rank: int, world_size: int, way: str, forks: bool) -> tuple[int, list[float]]:
+def fork_uses_the_hook(
+    rank: int, world_size: int, way: str, forks: bool
+) -> tuple[int, list[float]]:
     training, status = Training(way, rank, mutex=RecordingTurn()).run(2), 0
     if forks and (child := os.fork()) == 0:
         signal.alarm(60)
@@ -58,9 +60,13 @@ def fork_uses_the_hook(rank: int, world_size: int, way: str, forks: bool) -> tup
 
 # Alone the split needs neither a thread nor a peer, so that a fork may go on.
 @pytest.mark.parametrize(("way", "world_size"), [("crossover", 1), ("split", 2), ("kfac", 2)])
-def test_a_fork_that_uses_the_hook_gets_an_error_and_harms_no_parent(way: str, world_size: int) -> None:
+def test_a_fork_that_uses_the_hook_gets_an_error_and_harms_no_parent(
+    way: str, world_size: int
+) -> None:
     close_pools()  # ranks that have run other tests may have threads of autograd's, which no fork survives
-    ours, alone = (run_ranks(fork_uses_the_hook, world_size, args=(way, forks)) for forks in (True, False))
+    ours, alone = (
+        run_ranks(fork_uses_the_hook, world_size, args=(way, forks)) for forks in (True, False)
+    )
     assert ours == alone
 
 
@@ -69,7 +75,11 @@ def test_a_fork_that_uses_the_hook_gets_an_error_and_harms_no_parent(way: str, w
 def test_idle_threads_keep_nothing_alive(rank: int, way: str) -> None:
     training = Training(way, rank).run(3)
     training.close()
-    kept = {"module": training.model.module, "optimizer": training.optimizers[0], "state": training.state}
+    kept = {
+        "module": training.model.module,
+        "optimizer": training.optimizers[0],
+        "state": training.state,
+    }
     seen = {name: weakref.ref(each) for name, each in kept.items() if each is not None}
     del training, kept
 

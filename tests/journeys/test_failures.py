@@ -60,13 +60,18 @@ def last_step(rank: int, world_size: int, is_kfac: bool, leaves: bool) -> list[f
 
 @pytest.mark.parametrize("is_kfac", [False, True])
 def test_a_rank_may_leave_while_another_still_needs_its_parts(is_kfac: bool) -> None:
-    assert run_ranks(last_step, 2, args=(is_kfac, True))[1] == run_ranks(last_step, 2, args=(is_kfac, False))[1]
+    assert (
+        run_ranks(last_step, 2, args=(is_kfac, True))[1]
+        == run_ranks(last_step, 2, args=(is_kfac, False))[1]
+    )
 
 
 @in_ranks(2)
 def test_a_rank_that_is_ahead_keeps_no_gather_from_the_others(rank: int) -> float:
     """Rank 0 ends first: it answers for rank 1's next steps while it has yet to say what is gathered of its last."""
-    training = Training("decoupled", rank, module=mlp(WIDTH, 1500, 1500, WIDTH, seed=3), bucket_cap_mb=1)
+    training = Training(
+        "decoupled", rank, module=mlp(WIDTH, 1500, 1500, WIDTH, seed=3), bucket_cap_mb=1
+    )
     with Join([training.model]):
         training.run(6 + 3 * rank)
     training.state.flush()
@@ -89,12 +94,18 @@ AS_IF_IT_HAD_NOT_BEEN = ("split", "crossover", "decoupled", "owned")
 
 @pytest.mark.parametrize(("way", "which", "world_size"), REFUSING)
 @in_ranks()
-def test_a_refused_bucket_is_a_refused_step(rank: int, way: str, which: Any, world_size: int) -> None:
+def test_a_refused_bucket_is_a_refused_step(
+    rank: int, way: str, which: Any, world_size: int
+) -> None:
     turn = RecordingTurn()
     training, whole = (Training(way, rank, mutex=mutex).run(6) for mutex in (turn, RecordingTurn()))
     turn.order.clear()
     trouble = AssertionError("ours")
-    refused = inside.break_engine(trouble) if which == "engine" else inside.refuse_bucket(which, error=trouble)
+    refused = (
+        inside.break_engine(trouble)
+        if which == "engine"
+        else inside.refuse_bucket(which, error=trouble)
+    )
     # Not even a mistake of our own leaves the hook, which would be DDP's end.
     with refused, pytest.raises(AssertionError, match=r"^ours$"):
         training.backward()
@@ -119,7 +130,9 @@ def test_buffers_that_cannot_leave_refuse_their_bucket(rank: int, way: str) -> N
     """The journey is there by then, and the turn is the job's."""
     turn = RecordingTurn()
     training = Training(way, rank, mutex=turn)
-    trouble = mock.patch.object(ModuleBuffers, "nbytes", mock.Mock(side_effect=AssertionError("ours")))
+    trouble = mock.patch.object(
+        ModuleBuffers, "nbytes", mock.Mock(side_effect=AssertionError("ours"))
+    )
     with trouble, pytest.raises(AssertionError, match=r"^ours$"):
         training.backward()
     assert "release" in turn.order
@@ -143,10 +156,15 @@ CAPTURED = SimpleNamespace(buffer=lambda: SimpleNamespace(is_cuda=True))
     ("way", "bucket", "message"),
     [
         *((way, SPARSE, "expected dense gradients") for way in ("split", "crossover", "int8")),
-        *((way, CAPTURED, "graph is captured") for way in ("crossover", "wrapped", "decoupled", "kfac")),
+        *(
+            (way, CAPTURED, "graph is captured")
+            for way in ("crossover", "wrapped", "decoupled", "kfac")
+        ),
     ],
 )
-def test_a_future_carries_the_error_where_no_backward_runs(way: str, bucket: Any, message: str) -> None:
+def test_a_future_carries_the_error_where_no_backward_runs(
+    way: str, bucket: Any, message: str
+) -> None:
     """Nobody would look there for what is raised after backward. Of a bucket on a CPU nothing is asked of CUDA."""
     got: list[Any] = []
     training = Training(way, around=lambda hook: got.append(hook) or hook)

@@ -76,7 +76,10 @@ def test_two_journeys_in_another_order_on_another_rank_hold_up_nobody(
         return way
 
     with mock.patch.object(Station, "put", held):
-        trips = [exchange.begin(journey(number), torch.empty(0), f"journey {number}") for number in range(2)]
+        trips = [
+            exchange.begin(journey(number), torch.empty(0), f"journey {number}")
+            for number in range(2)
+        ]
         for trip in trips:
             trip.block(20)
     assert sorted(found) == [(number, [0.0, 0.0, 1.0, 1.0]) for number in range(2)]
@@ -96,7 +99,18 @@ def elastic(model: Any, optimizers: Any, mutex: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    "way", ["split", "int8", "decoupled", "owned", "muon", "averaged", elastic, late_factors, late_factors_decoupled]
+    "way",
+    [
+        "split",
+        "int8",
+        "decoupled",
+        "owned",
+        "muon",
+        "averaged",
+        elastic,
+        late_factors,
+        late_factors_decoupled,
+    ],
 )
 @in_ranks(2)
 def test_what_a_journey_begins_with_is_posted_by_the_program(rank: int, way: Any) -> list[int]:
@@ -109,12 +123,16 @@ def test_what_a_journey_begins_with_is_posted_by_the_program(rank: int, way: Any
             assert threading.current_thread() is threading.main_thread()
         return both(link, outgoing, tag, receive)
 
-    async def noting_sum(link: Any, flat: Any, layout: Any) -> None:  # gloo tells sums apart by their order
+    async def noting_sum(
+        link: Any, flat: Any, layout: Any
+    ) -> None:  # gloo tells sums apart by their order
         first.append(flat.numel())
         assert threading.current_thread() is threading.main_thread()
         await all_reduce(link, flat, layout)
 
-    module = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)])
+    module = nn.Sequential(
+        *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)]
+    )
     with mock.patch.multiple(links._GlooLink, _both=noting, all_reduce=noting_sum):
         training = Training(way, rank, module=module).run(12)
         training.close()
@@ -122,7 +140,11 @@ def test_what_a_journey_begins_with_is_posted_by_the_program(rank: int, way: Any
     return first
 
 
-PAIRS = list(itertools.combinations(["split", "int8", "decoupled", "owned", "kfac", "muon", late_factors_decoupled], 2))
+PAIRS = list(
+    itertools.combinations(
+        ["split", "int8", "decoupled", "owned", "kfac", "muon", late_factors_decoupled], 2
+    )
+)
 
 
 @pytest.mark.parametrize("seed", range(84 if IN_CAMPAIGN else 3))
@@ -139,7 +161,10 @@ def test_two_models_on_one_group_end_however_late_threads_are(rank: int, seed: i
         return done
 
     pair, plain = ([Training(way, rank) for way in ways] for _ in range(2))
-    with mock.patch.object(links._GlooLink, "_both", late(begin)), mock.patch.object(Station, "put", late(put)):
+    with (
+        mock.patch.object(links._GlooLink, "_both", late(begin)),
+        mock.patch.object(Station, "put", late(put)),
+    ):
         for _ in range(12):
             for each in pair:
                 each.step()

@@ -45,7 +45,9 @@ def test_the_error_of_a_destroyed_group_says_whose_group_it_was(rank: int) -> No
     dist.barrier()
     dist.destroy_process_group(group)
     told = error_of(training.step)
-    assert told.startswith("the process group that the hook was registered with was destroyed; wrap the module")
+    assert told.startswith(
+        "the process group that the hook was registered with was destroyed; wrap the module"
+    )
 
 
 def registered_on(group: dist.ProcessGroup) -> Any:

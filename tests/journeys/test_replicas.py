@@ -28,7 +28,9 @@ def part_from(training: Training, name: str) -> None:
 
 
 @pytest.mark.defect("strangers-0", "kfac-S10")
-@pytest.mark.parametrize("way", ["split", "crossover", "wrapped", "int8", "decoupled", "kfac", "muon"])
+@pytest.mark.parametrize(
+    "way", ["split", "crossover", "wrapped", "int8", "decoupled", "kfac", "muon"]
+)
 @in_ranks(3)
 def test_a_difference_is_one_error_that_names_parameter_ranks_and_step(rank: int, way: str) -> None:
     training = Training(way, rank)
@@ -73,7 +75,9 @@ def test_parameters_of_any_kind_are_compared_by_their_bits(rank: int, place: int
     assert place is None or f"since step 1 at the latest: kinds.{place}. " in warnings[0]
 
 
-@pytest.mark.parametrize("how", ["ignored", "argument", "argument on one rank", "environment", "nothing"])
+@pytest.mark.parametrize(
+    "how", ["ignored", "argument", "argument on one rank", "environment", "nothing"]
+)
 @in_ranks(2)
 def test_replicas_may_differ_on_purpose(rank: int, how: str) -> None:
     module = mlp(WIDTH, WIDTH, WIDTH, seed=3)
@@ -96,7 +100,9 @@ def test_ranks_that_have_joined_are_not_compared(rank: int) -> None:
         training.run(3 + 6 * rank)
 
 
-@pytest.mark.parametrize("way", ["split", "owned"])  # owners' parameters take the place of others' behind the step
+@pytest.mark.parametrize(
+    "way", ["split", "owned"]
+)  # owners' parameters take the place of others' behind the step
 @in_ranks(2)
 def test_each_model_of_a_group_has_steps_of_its_own(rank: int, way: str) -> None:
     """Two models take turns on one group, the second one twice as often; rank 1 has another second one."""
@@ -114,7 +120,9 @@ def test_each_model_of_a_group_has_steps_of_its_own(rank: int, way: str) -> None
 
 @pytest.mark.parametrize("owners", [None, "layers"])
 @in_ranks(2)
-def test_updates_that_one_rank_has_read_and_another_has_not_are_no_difference(rank: int, owners: Any) -> None:
+def test_updates_that_one_rank_has_read_and_another_has_not_are_no_difference(
+    rank: int, owners: Any
+) -> None:
     way = decoupled(owners=owners) if owners else "decoupled"
     training = Training(way, rank, module=Branches(rank), find_unused_parameters=True).run(18)
     training.state.consolidate()
@@ -213,7 +221,9 @@ LOOPS = [sam, sam_by_data, perturbed, noisy_forward]
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("way", COMPARED)
 @in_ranks(2)
-def test_parameters_that_are_put_back_before_step_are_no_difference(rank: int, way: str, loop: Any) -> None:
+def test_parameters_that_are_put_back_before_step_are_no_difference(
+    rank: int, way: str, loop: Any
+) -> None:
     found = []
     for each in (None, way):
         if way in ("int8", "kfac") and each is None:
@@ -294,7 +304,11 @@ def test_adapters_that_are_merged_on_one_rank_leave_a_warning(rank: int, way: st
             if rank == 0:
                 module[0].weight.data.add_(0.3).sub_(0.3)
     training.close()
-    warnings = [each for each in messages if each.startswith("frozen parameters differ between ranks since step 8")]
+    warnings = [
+        each
+        for each in messages
+        if each.startswith("frozen parameters differ between ranks since step 8")
+    ]
     assert len(warnings) == 1 and "0.weight" in warnings[0]
     assert "0.bias" not in warnings[0]
 
@@ -306,7 +320,9 @@ def test_a_layer_unfrozen_after_wrapping_is_named(rank: int, way: str) -> None:
     module[0].requires_grad_(False)
 
     def trained(model: nn.Module) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)]
+        return [
+            torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+        ]
 
     training = Training(way, rank, module=module, optimizers=trained).run(5)
     module[0].requires_grad_(True)
@@ -316,7 +332,9 @@ def test_a_layer_unfrozen_after_wrapping_is_named(rank: int, way: str) -> None:
         training.run(6)
 
     told = error_of(train)
-    assert "requires_grad was set after the model was wrapped" in told and "0.weight, 0.bias" in told
+    assert (
+        "requires_grad was set after the model was wrapped" in told and "0.weight, 0.bias" in told
+    )
 
 
 # --- other loops that are right with plain DDP -----------------------------------------------------------------------

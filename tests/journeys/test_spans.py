@@ -33,16 +33,27 @@ def recorded(way: str, world_size: int, directory: Path) -> Spans:
     trace = directory / "trace.json"
     assert cli.main(["timeline", str(directory), "--trace", str(trace)]) == 0
     events = json.loads(trace.read_text())
-    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    lanes = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
     return [
-        {"kind": event["cat"], "begin": event["ts"], "end": event["ts"] + event["dur"], **event["args"]}
+        {
+            "kind": event["cat"],
+            "begin": event["ts"],
+            "end": event["ts"] + event["dur"],
+            **event["args"],
+        }
         for event in events
         if event["ph"] == "X" and " · rank 0 · " in lanes[event["tid"]]
     ]
 
 
-@pytest.mark.parametrize(("way", "world_size"), [("split", 1), *((way, 2) for way in (*EXCHANGING, "wrapped"))])
-def test_a_step_has_its_waits_and_both_halves_of_each_bucket(way: str, world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "world_size"), [("split", 1), *((way, 2) for way in (*EXCHANGING, "wrapped"))]
+)
+def test_a_step_has_its_waits_and_both_halves_of_each_bucket(
+    way: str, world_size: int, tmp_path: Path
+) -> None:
     spans = recorded(way, world_size, tmp_path)
     counts = Counter(span["kind"] for span in spans)
     assert counts["wait"] >= STEPS - 1
@@ -50,7 +61,11 @@ def test_a_step_has_its_waits_and_both_halves_of_each_bucket(way: str, world_siz
     assert computed == list(range(1, STEPS)), "nobody knows when the first step's began"
     # Others wait for their buckets within backward.
     assert counts["exchange"] == (0 if way in DEFERRING else STEPS)
-    turns = sorted((span["begin"], span["end"]) for span in spans if span["kind"] in ("compute", "exchange", "wait"))
+    turns = sorted(
+        (span["begin"], span["end"])
+        for span in spans
+        if span["kind"] in ("compute", "exchange", "wait")
+    )
     assert all(end <= begin + 1 for (_, end), (begin, _) in itertools.pairwise(turns))
 
     if way in EXCHANGING and world_size > 1:
@@ -62,7 +77,9 @@ def check_halves(spans: Spans, way: str) -> None:
     halves: dict[str, dict[tuple[int, int], dict[str, Any]]] = {kind: {} for kind in kinds}
     for span in spans:
         if span["kind"] in kinds and span["bucket"] >= 0:
-            assert halves[span["kind"]].setdefault((span["step"], span["bucket"]), span) is span, "told twice"
+            assert halves[span["kind"]].setdefault((span["step"], span["bucket"]), span) is span, (
+                "told twice"
+            )
     buckets = [(0, 0)] + [(step, bucket) for step in range(1, STEPS) for bucket in range(BUCKETS)]
     for kind in kinds:
         assert sorted(halves[kind]) == buckets, "the first backward has one bucket"
@@ -85,7 +102,9 @@ def train_where_one_records(rank: int, world_size: int, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["split", "int8", "decoupled"])
 def test_a_rank_may_record_alone(way: str, tmp_path: Path) -> None:
-    run_ranks(train_where_one_records, 2, args=(way,), environment={"CROSSOVER_TIMELINE": str(tmp_path)})
+    run_ranks(
+        train_where_one_records, 2, args=(way,), environment={"CROSSOVER_TIMELINE": str(tmp_path)}
+    )
     assert len(list(tmp_path.iterdir())) == 1
 
 

@@ -32,17 +32,23 @@ TURNS_IN_BACKWARD = [
 
 @pytest.mark.parametrize(("way", "world_size"), TURNS_IN_BACKWARD)
 @in_ranks()
-def test_the_turn_goes_before_anybody_hears_of_the_last_bucket(rank: int, world_size: int, way: str) -> None:
+def test_the_turn_goes_before_anybody_hears_of_the_last_bucket(
+    rank: int, world_size: int, way: str
+) -> None:
     """Whoever hears of it may take the next turn at any moment; ranks would count turns differently, and hang."""
     returned: queue.Queue[torch.futures.Future[torch.Tensor]] = queue.Queue()
     done: list[bool] = []
     noting = noted(lambda bucket, future: returned.put(future) if bucket.is_last() else None)
-    turn = RecordingTurn(window_s=0.2, at_acquire=lambda: done.append(returned.get(timeout=60).done()))
+    turn = RecordingTurn(
+        window_s=0.2, at_acquire=lambda: done.append(returned.get(timeout=60).done())
+    )
     Training(way, rank, mutex=turn, around=noting).run(STEPS).close()
     asked = ["request"] * (way != "wrapped" and world_size > 1)  # half-way
     assert turn.order == ["release", *asked, "acquire"] * STEPS
     assert done == [False] * STEPS, "the last Future was done before the turn"
-    takers = [thread for call, thread in zip(turn.order, turn.threads, strict=True) if call != "release"]
+    takers = [
+        thread for call, thread in zip(turn.order, turn.threads, strict=True) if call != "release"
+    ]
     # One of gloo's threads that waits for a sibling would keep all other collectives of the group waiting.
     assert not any(isinstance(each, threading._DummyThread) for each in takers)
 
@@ -123,7 +129,9 @@ class TheirHook:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_under_the_wrapper_the_last_future_alone_waits_for_the_turn_and_for_all_earlier_ones() -> None:
+def test_under_the_wrapper_the_last_future_alone_waits_for_the_turn_and_for_all_earlier_ones() -> (
+    None
+):
     gate = threading.Event()
     gate.set()
     turn = RecordingTurn(at_acquire=gate.wait)
@@ -157,7 +165,9 @@ def test_a_failure_below_the_wrapper_carries_its_cause_gives_the_turn_away_and_i
 
     texts = []
     for meanwhile in (fail, None):
-        with pytest.raises(ExchangeError, match=r"rank 0 of 1: .*bucket \d+ .*their link broke") as caught:
+        with pytest.raises(
+            ExchangeError, match=r"rank 0 of 1: .*bucket \d+ .*their link broke"
+        ) as caught:
             hook.backward(meanwhile)
         assert "their link broke" in str(caught.value.__cause__)
         texts.append(str(caught.value))

@@ -18,7 +18,9 @@ from tests.harness.training import Training
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4),
+    "momentum": lambda parameters: torch.optim.SGD(
+        parameters, lr=0.05, momentum=0.9, weight_decay=1e-4
+    ),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4),
 }
 NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -39,12 +41,20 @@ def network() -> nn.Module:
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     images = torch.randn(6, 1, 6, 6, generator=generator)
-    return nn.functional.cross_entropy(model(images), torch.randint(0, 7, (6,), generator=generator))
+    return nn.functional.cross_entropy(
+        model(images), torch.randint(0, 7, (6,), generator=generator)
+    )
 
 
 class Trainer(Training):
     def __init__(
-        self, rank: int, state: Any, optimizer: str = "momentum", *, model: nn.Module | None = None, **options: Any
+        self,
+        rank: int,
+        state: Any,
+        optimizer: str = "momentum",
+        *,
+        model: nn.Module | None = None,
+        **options: Any,
     ) -> None:
         hook = elastic_hook if isinstance(state, ElasticState) else local_sgd_hook
         super().__init__(
@@ -59,7 +69,9 @@ class Trainer(Training):
     def scaled_step(self, scaler: torch.amp.GradScaler) -> None:
         """Train with a GradScaler, which skips where the loss overflows on this rank."""
         loss = self.loss()
-        scaler.scale(loss * float("inf") if (self.rank, self.steps) in OVERFLOWS else loss).backward()
+        scaler.scale(
+            loss * float("inf") if (self.rank, self.steps) in OVERFLOWS else loss
+        ).backward()
         scaler.step(self.optimizer)
         scaler.update()
         self.drop()
@@ -198,7 +210,9 @@ class DelayedWalk:
 
     def _leave(self, fragment: int) -> None:
         numel = len(self.anchor)
-        place = slice(numel * fragment // self._fragments, numel * (fragment + 1) // self._fragments)
+        place = slice(
+            numel * fragment // self._fragments, numel * (fragment + 1) // self._fragments
+        )
         sent = [values[place] for values in self.copies.snapshots()]
         mean = mean_of(sent)
         if self._outer is not None:
@@ -217,7 +231,9 @@ class DelayedWalk:
             each[place] += mean - own
         self.copies.write(values)
 
-    def _outer_step(self, place: slice, mean: torch.Tensor, rate: float, momentum: float) -> torch.Tensor:
+    def _outer_step(
+        self, place: slice, mean: torch.Tensor, rate: float, momentum: float
+    ) -> torch.Tensor:
         """Nesterov's step of the anchor, see [Note: outer steps]; buffers: the mean."""
         trainable, result = max(0, self._trainable - place.start), mean.clone()
         own, velocity = self.anchor[place][:trainable], self.velocity[place][:trainable]
@@ -244,14 +260,18 @@ class Spring:
         return [None if each is None else (each - former) * -self.rate for each in values]
 
 
-def copies_of(world_size: int, optimizer: str, skips: Collection[tuple[int, int]] = (), *, first: int = 0) -> Copies:
+def copies_of(
+    world_size: int, optimizer: str, skips: Collection[tuple[int, int]] = (), *, first: int = 0
+) -> Copies:
     models = [network() for _ in range(world_size)]
     steps = [itertools.count(first) for _ in models]
 
     def gradients(rank: int) -> None:
         loss_of(models[rank], rank, next(steps[rank])).backward()
 
-    copies = Copies(models, [MAKERS[optimizer](model.parameters()) for model in models], gradients, skips)
+    copies = Copies(
+        models, [MAKERS[optimizer](model.parameters()) for model in models], gradients, skips
+    )
     copies.steps = first
     return copies
 
@@ -260,7 +280,11 @@ class Replay:
     """Elastic averaging: all ranks' steps and rounds once more, in the order of the rounds; ``logs``: of each rank."""
 
     def __init__(
-        self, optimizer: str, logs: Sequence[Sequence[Any]], rate: float, skips: Collection[tuple[int, int]] = ()
+        self,
+        optimizer: str,
+        logs: Sequence[Sequence[Any]],
+        rate: float,
+        skips: Collection[tuple[int, int]] = (),
     ) -> None:
         self.copies = copies_of(len(logs), optimizer, skips)
         first = copies_of(len(logs), "sgd")
@@ -275,7 +299,9 @@ class Replay:
 
     def run(self, steps: Sequence[int]) -> list[torch.Tensor]:
         for place, record in enumerate(self.logs[0]):
-            assert all(log[place].offered == record.offered for log in self.logs), "of a round ranks disagree"
+            assert all(log[place].offered == record.offered for log in self.logs), (
+                "of a round ranks disagree"
+            )
             offered = enumerate(record.offered)
             values = [None if steps is None else self.at(rank, steps) for rank, steps in offered]
             for rank, pull in enumerate(self.spring.pull(values)):

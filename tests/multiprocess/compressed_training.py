@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from crossover_ddp.codecs import Codec, CompressedState, Half, Int8, SIDCo, Threshold, compressed_hook
+from crossover_ddp.codecs import (
+    Codec,
+    CompressedState,
+    Half,
+    Int8,
+    SIDCo,
+    Threshold,
+    compressed_hook,
+)
 from crossover_ddp.comm_hooks import CrossoverState, crossover_hook
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness.training import Training, Way, decoupled
@@ -27,7 +35,12 @@ CODECS: dict[str, Codec | tuple[Codec, Codec]] = {
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 70), nn.LayerNorm(70), nn.Linear(70, 10)
+        nn.Conv2d(1, 6, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(216, 70),
+        nn.LayerNorm(70),
+        nn.Linear(70, 10),
     )
 
 
@@ -42,15 +55,24 @@ def way_of(kind: str, **settings: Any) -> Way:
     if kind == "decoupled":
         return decoupled(**settings)
     if kind == "kfac":
-        return lambda model, optimizers, mutex: (KFACState(model, optimizers[0], **settings), kfac_hook)
-    make, hook = (CrossoverState, crossover_hook) if kind == "crossover" else (CompressedState, compressed_hook)
+        return lambda model, optimizers, mutex: (
+            KFACState(model, optimizers[0], **settings),
+            kfac_hook,
+        )
+    make, hook = (
+        (CrossoverState, crossover_hook)
+        if kind == "crossover"
+        else (CompressedState, compressed_hook)
+    )
     return lambda model, optimizers, mutex: (make(mutex=mutex, **settings), hook)
 
 
 class Coded(Training):
     """The network; every third step has two micro-batches."""
 
-    def __init__(self, way: str | Way, rank: int, codec: Any = None, *, device: str = "cpu", **settings: Any) -> None:
+    def __init__(
+        self, way: str | Way, rank: int, codec: Any = None, *, device: str = "cpu", **settings: Any
+    ) -> None:
         super().__init__(
             way_of(way, codec=codec, **settings) if isinstance(way, str) else way,
             rank,

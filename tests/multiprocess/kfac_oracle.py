@@ -32,7 +32,9 @@ class Oracle:
 
     settings: Settings
     lr: float | Callable[[str], float]  # of all parameters, or of the one of a name
-    owners: Mapping[str, int] = field(default_factory=dict)  # by layer name, for ``factors="local"``
+    owners: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by layer name, for ``factors="local"``
     running: dict[str, list[Tensor]] = field(default_factory=dict)
     frozen: dict[str, list[Tensor]] = field(default_factory=dict)
     steps: int = 0
@@ -45,7 +47,8 @@ class Oracle:
         is_local, sharing = self.settings.factors == "local", self.settings.weight_sharing
         taken = {name: [ranks[self.owners[name]]] if is_local else ranks for name in layers}
         factors = {
-            name: [run.factors(name, sharing) for run in runs if run.calls[name]] for name, runs in taken.items()
+            name: [run.factors(name, sharing) for run in runs if run.calls[name]]
+            for name, runs in taken.items()
         }
         return self.step_of(mean, factors, layers)
 
@@ -61,7 +64,9 @@ class Oracle:
                 if pairs:
                     self._update(name, pairs)
         if self.steps % self.settings.inv_update_steps == 0:
-            self.frozen = {name: [factor.clone() for factor in pair] for name, pair in self.running.items()}
+            self.frozen = {
+                name: [factor.clone() for factor in pair] for name, pair in self.running.items()
+            }
         self.steps += 1
         return self._precondition(mean, layers)
 
@@ -70,12 +75,16 @@ class Oracle:
         if not all(bool(factor.isfinite().all()) for factor in batch):
             return
         old, decay = self.running.get(name, batch), self.settings.factor_decay
-        self.running[name] = [decay * was + (1 - decay) * now for was, now in zip(old, batch, strict=True)]
+        self.running[name] = [
+            decay * was + (1 - decay) * now for was, now in zip(old, batch, strict=True)
+        ]
 
     def solve(self, matrix: Tensor, a: Tensor, g: Tensor) -> Tensor:
         return direction(self.settings.solver, matrix, a, g, self.settings.damping)
 
-    def _precondition(self, mean: dict[str, Tensor], layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    def _precondition(
+        self, mean: dict[str, Tensor], layers: Mapping[str, nn.Module]
+    ) -> dict[str, Tensor]:
         found, total = {}, 0.0
         for name, module in layers.items():
             if name not in self.frozen:  # nobody has called it yet
@@ -96,7 +105,9 @@ class Oracle:
         return mean | {name: scale * value for name, value in found.items()}
 
 
-def direction(solver: str, matrix: Tensor, a: Tensor, g: Tensor, damping: float, *, pi: bool = True) -> Tensor:
+def direction(
+    solver: str, matrix: Tensor, a: Tensor, g: Tensor, damping: float, *, pi: bool = True
+) -> Tensor:
     """Precondition group by group, over the flattened matrix where that is what the method says.
 
     "eigen" solves (G kron A + γ I) vec(V) = vec(∇), "inverse" (G + √γ/π I) kron (A + √γ π I) vec(V) = vec(∇), with
@@ -127,7 +138,9 @@ def errors_beside(oracle: Oracle, training: Any, steps: int, world_size: int) ->
         answer: list[Any] = [None]
         if training.rank == 0:
             runs = [
-                RankRun(copy.deepcopy(plain).cpu().double(), inputs.double(), cross_entropy(targets))
+                RankRun(
+                    copy.deepcopy(plain).cpu().double(), inputs.double(), cross_entropy(targets)
+                )
                 for inputs, targets in batches
             ]
             answer = [(oracle.step_of_runs(runs), oracle.least_scale)]
@@ -153,13 +166,19 @@ def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 class RankRun:
     """One rank's forward and backward, with every layer's inputs and output gradients by call."""
 
-    def __init__(self, model: nn.Module, inputs: Tensor, loss_of: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Tensor, loss_of: Callable[[Tensor], Tensor]
+    ) -> None:
         self.layers = {
-            name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear | nn.Conv2d)
         }
         calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in self.layers}
         handles = [
-            module.register_forward_hook(lambda _, args, out, name=name: calls[name].append((args[0], out)))
+            module.register_forward_hook(
+                lambda _, args, out, name=name: calls[name].append((args[0], out))
+            )
             for name, module in self.layers.items()
         ]
         loss = loss_of(model(inputs))
@@ -167,7 +186,10 @@ class RankRun:
             handle.remove()
         outputs = [out for of_layer in calls.values() for _, out in of_layer]
         by_output = iter(torch.autograd.grad(loss, outputs, retain_graph=True))
-        self.calls = {name: [(x.detach(), next(by_output)) for x, _ in of_layer] for name, of_layer in calls.items()}
+        self.calls = {
+            name: [(x.detach(), next(by_output)) for x, _ in of_layer]
+            for name, of_layer in calls.items()
+        }
         named = dict(model.named_parameters())
         found = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
         self.gradients = dict(zip(named, found, strict=True))
@@ -180,7 +202,9 @@ class RankRun:
         return torch.stack([a for a, _ in pairs]).mean(0), torch.stack([g for _, g in pairs]).sum(0)
 
 
-def factors_of_call(module: nn.Module, x: Tensor, y: Tensor, loss_samples: int, sharing: str) -> tuple[Tensor, Tensor]:
+def factors_of_call(
+    module: nn.Module, x: Tensor, y: Tensor, loss_samples: int, sharing: str
+) -> tuple[Tensor, Tensor]:
     return factors_of_rows(input_rows(module, x), output_rows(module, y) * loss_samples, sharing)
 
 

@@ -48,7 +48,9 @@ class Training(training.Training):
             self.kfac = KFACState(model, several, **options)
             if not decoupled:
                 return self.kfac, kfac_hook
-            return DecoupledState(*optimizers, self.kfac.process_group, kfac=self.kfac), decoupled_hook
+            return DecoupledState(
+                *optimizers, self.kfac.process_group, kfac=self.kfac
+            ), decoupled_hook
 
         super().__init__(
             way,
@@ -61,7 +63,9 @@ class Training(training.Training):
         self.data, self.device = data, device
 
     def loss(self, part: int = 0, parts: int = 1) -> Tensor:
-        inputs, targets = (each.chunk(parts)[part].to(self.device) for each in self.data(self.rank, self.steps))
+        inputs, targets = (
+            each.chunk(parts)[part].to(self.device) for each in self.data(self.rank, self.steps)
+        )
         return F.cross_entropy(self.model(inputs), targets) / parts
 
     def backward(self, parts: int = 1) -> float:

@@ -26,7 +26,9 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 way = sys.argv[1]
 widths = [SMALL, LARGE] if way.startswith("muon") else [WIDTH, WIDTH]
-network = nn.Sequential(*(nn.Linear(widths[place % 2], widths[1 - place % 2], bias=False) for place in range(LAYERS)))
+network = nn.Sequential(
+    *(nn.Linear(widths[place % 2], widths[1 - place % 2], bias=False) for place in range(LAYERS))
+)
 model = DistributedDataParallel(network, bucket_cap_mb=9, gradient_as_bucket_view=True)
 optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 state = None
@@ -37,7 +39,9 @@ if way in ("muon", "muon owners"):
 if way in ("adamw", "adamw owners"):
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
 if way in ("decoupled", "adamw owners"):
-    state = DecoupledState(optimizer, defer="always", owners="layers" if way == "adamw owners" else None)
+    state = DecoupledState(
+        optimizer, defer="always", owners="layers" if way == "adamw owners" else None
+    )
     model.register_comm_hook(state, decoupled_hook)
 for step in range(STEPS):
     if step == 3:  # the first one is a single bucket, whatever the cap
@@ -49,7 +53,9 @@ if state is not None:
     state.flush()
 status = Path("/proc/self/status").read_text()
 # Without pages of files: torch's code is in memory once for all ranks, and the more of it the more a rank has called.
-[peak_kib], [code_kib] = (re.findall(rf"{name}:\s+(\d+) kB", status) for name in ("VmHWM", "RssFile"))
+[peak_kib], [code_kib] = (
+    re.findall(rf"{name}:\s+(\d+) kB", status) for name in ("VmHWM", "RssFile")
+)
 print(f"peak of {(int(peak_kib) - int(code_kib)) * 1024} bytes", flush=True)
 dist.barrier()
 dist.destroy_process_group()

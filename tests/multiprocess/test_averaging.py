@@ -26,7 +26,15 @@ from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.groups import impatient_group
 from tests.harness.oracles import error_of
 from tests.harness.training import Training
-from tests.multiprocess.averaging_oracle import MAKERS, NESTEROV, OVERFLOWS, DelayedWalk, Trainer, copies_of, new_scaler
+from tests.multiprocess.averaging_oracle import (
+    MAKERS,
+    NESTEROV,
+    OVERFLOWS,
+    DelayedWalk,
+    Trainer,
+    copies_of,
+    new_scaler,
+)
 from tests.multiprocess.test_checkpoint import listed
 
 STEPS = 13
@@ -39,7 +47,10 @@ SETTINGS: dict[str, tuple[dict[str, int], tuple[float, float] | None]] = {
     "many_fragments": ({"sync_every": 3, "delay": 2, "fragments": 5, "warmup_steps": 2}, None),
     "diloco": ({"sync_every": 4}, (0.7, 0.9)),
     "diloco_of_rate_1": ({"sync_every": 4}, (1.0, 0.0)),  # which is local SGD
-    "streaming_diloco": ({"sync_every": 4, "delay": 2, "fragments": 3, "warmup_steps": 1}, (0.7, 0.9)),
+    "streaming_diloco": (
+        {"sync_every": 4, "delay": 2, "fragments": 3, "warmup_steps": 1},
+        (0.7, 0.9),
+    ),
 }
 
 
@@ -59,9 +70,14 @@ def cells(world_size: int) -> list[Cell]:
         found = [Cell(*each) for each in itertools.product(SETTINGS, MAKERS)]
     else:
         optimizers, shift = list(MAKERS), 2 if world_size == 2 else 1
-        found = [Cell(name, optimizers[(place + shift) % len(optimizers)]) for place, name in enumerate(SETTINGS)]
+        found = [
+            Cell(name, optimizers[(place + shift) % len(optimizers)])
+            for place, name in enumerate(SETTINGS)
+        ]
     if world_size == 2:
-        found += [Cell(name, "momentum", True) for name in ("local", "post_local", "delayed", "streamed")]
+        found += [
+            Cell(name, "momentum", True) for name in ("local", "post_local", "delayed", "streamed")
+        ]
     return found
 
 
@@ -82,17 +98,26 @@ def skips_of(cell: Cell) -> Collection[tuple[int, int]]:
     ],
 )
 @in_ranks()
-def test_ranks_walk_the_path_of_copies_in_one_process(rank: int, world_size: int, cell: Cell) -> None:
+def test_ranks_walk_the_path_of_copies_in_one_process(
+    rank: int, world_size: int, cell: Cell
+) -> None:
     """To the last bit; where four ranks average gradients in warm-up, DDP's buckets decide the order of additions."""
     (settings, outer), skips = SETTINGS[cell.name], skips_of(cell)
-    make = outer and functools.partial(torch.optim.SGD, lr=outer[0], momentum=outer[1], nesterov=outer[1] > 0)
-    state, is_local = LocalSGDState(**settings, outer_optimizer=make), "warmup_steps" not in settings
+    make = outer and functools.partial(
+        torch.optim.SGD, lr=outer[0], momentum=outer[1], nesterov=outer[1] > 0
+    )
+    state, is_local = (
+        LocalSGDState(**settings, outer_optimizer=make),
+        "warmup_steps" not in settings,
+    )
     # DDP leaves buffers to the state.
     trainer, scaler = Trainer(rank, state, cell.optimizer, broadcast_buffers=is_local), new_scaler()
     for _ in range(STEPS):
         trainer.scaled_step(scaler) if cell.scaled else trainer.step()
     assert state.stats()["steps"] == STEPS, "a skipped update has stopped the clock"
-    assert scaler.get_scale() == new_scaler().get_scale() / 2 ** sum(skipping == rank for skipping, _ in skips)
+    assert scaler.get_scale() == new_scaler().get_scale() / 2 ** sum(
+        skipping == rank for skipping, _ in skips
+    )
     expected: list[Any] = [None]
     if rank == 0:
         walk = DelayedWalk(copies_of(world_size, cell.optimizer, skips), **settings, outer=outer)
@@ -147,7 +172,10 @@ def test_loops_may_skip_drop_clip_and_accumulate(rank: int, elastic: bool) -> to
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         if rank == 0 and step == 4:
             model.up.weight.grad = None
-        if rank == 0 or step not in (2, 5):  # as a GradScaler skips that found infinities on this rank alone
+        if rank == 0 or step not in (
+            2,
+            5,
+        ):  # as a GradScaler skips that found infinities on this rank alone
             trainer.optimizer.step()
         schedule.step()
         trainer.drop()
@@ -183,7 +211,9 @@ def save(rank: int, world_size: int, kind: str, path: Path) -> None:
 
 
 def resume(rank: int, world_size: int, kind: str, path: Path) -> torch.Tensor:
-    trainer = Trainer(rank, new_state(kind, every=1000), "sgd")  # so that nothing is exchanged between
+    trainer = Trainer(
+        rank, new_state(kind, every=1000), "sgd"
+    )  # so that nothing is exchanged between
     saved = torch.load(path, weights_only=True)
     trainer.model.module.load_state_dict(saved["model"])
     trainer.state.load_state_dict(saved["state"])
@@ -213,11 +243,15 @@ def test_bytes_on_the_wire_and_in_memory(rank: int) -> None:
         torch.manual_seed(0)
         layers = nn.Linear(36, 2000, bias=False), nn.Tanh(), nn.Linear(2000, 7, bias=False)
         model = nn.Sequential(nn.Flatten(), *layers)
-        state = LocalSGDState(sync_every, delay, fragments, outer_optimizer=NESTEROV if outer else None)
+        state = LocalSGDState(
+            sync_every, delay, fragments, outer_optimizer=NESTEROV if outer else None
+        )
         trainer = Trainer(rank, state, "sgd", model=model).run(17)
         found, whole = state.stats(), sum(p.nbytes for p in model.parameters())
         trainer.close()
-        exchanged = found["exchanged_bytes"] / (16 * whole)  # what is due after the last step has not left
+        exchanged = found["exchanged_bytes"] / (
+            16 * whole
+        )  # what is due after the last step has not left
         assert exchanged == pytest.approx(1 / sync_every, rel=0.02)
         copies = 1 if delay == 0 else 2
         assert found["peak_bytes"] <= 1.05 * copies * whole / fragments
@@ -230,7 +264,9 @@ def test_all_ranks_plan_the_same_intervals_also_without_local_steps(rank: int) -
     plans = []
     for state in (LocalSGDState(8, 1, 8), LocalSGDState(1)):
         trainer = Trainer(rank, state).run(1)
-        with pytest.raises(UnsupportedConfigurationError, match="expected recorded steps on all ranks"):
+        with pytest.raises(
+            UnsupportedConfigurationError, match="expected recorded steps on all ranks"
+        ):
             state.plan()
         trainer.run(11)
         plans.append(state.plan())
@@ -244,7 +280,9 @@ def test_all_ranks_plan_the_same_intervals_also_without_local_steps(rank: int) -
 def test_a_model_of_some_ranks_is_averaged_over_these(rank: int) -> None:
     group = dist.new_group([0, 2])
     if rank != 1:
-        trainer = Trainer(rank, LocalSGDState(2, 1, process_group=group), process_group=group).run(5)
+        trainer = Trainer(rank, LocalSGDState(2, 1, process_group=group), process_group=group).run(
+            5
+        )
         trainer.state.average()
         both = [torch.empty_like(trainer.values) for _ in range(2)]
         dist.all_gather(both, trainer.end(), group)
@@ -302,14 +340,19 @@ def test_the_loss_of_a_peer_is_an_error_in_bounded_time() -> None:
     """In a job of each kind at the same time: all that they do is wait."""
     losses = [(kind, "killed") for kind in STATES]
     losses += [(kind, "stopped") for kind in ("delayed", "async", "wild")]
-    jobs = [Job(lose_a_peer, 2, loss, deaths={1: signal.SIGKILL}, name="-".join(loss)) for loss in losses]
+    jobs = [
+        Job(lose_a_peer, 2, loss, deaths={1: signal.SIGKILL}, name="-".join(loss))
+        for loss in losses
+    ]
     run_jobs(jobs, timeout_s=90)
 
 
 @pytest.mark.defect("codecs-S1")
 @pytest.mark.parametrize("kind", ["blocking", "delayed", "sync"])
 @in_ranks(2)
-def test_infinities_on_one_rank_are_an_error_on_all_and_nothing_is_taken_over(rank: int, kind: str) -> None:
+def test_infinities_on_one_rank_are_an_error_on_all_and_nothing_is_taken_over(
+    rank: int, kind: str
+) -> None:
     """Whatever of the mean has come: what is of another type lies in a block of its own."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 7))
     model.register_buffer("noted", torch.zeros(4, dtype=torch.bfloat16))
@@ -337,11 +380,15 @@ def zero(model: nn.Module) -> list[torch.optim.Optimizer]:
 @pytest.mark.torch_version
 @pytest.mark.parametrize("way", ["averaged", "elastic", "after warm-up"])
 @in_ranks(2)
-def test_an_optimizer_that_steps_by_owners_is_refused_before_it_has_stepped(rank: int, way: str) -> None:
+def test_an_optimizer_that_steps_by_owners_is_refused_before_it_has_stepped(
+    rank: int, way: str
+) -> None:
     """ZeroRedundancyOptimizer would step each parameter by the samples of its owner alone."""
     warmup_steps = 3 if way == "after warm-up" else 0
     made = LocalSGDState(sync_every=4, warmup_steps=warmup_steps), local_sgd_hook
-    training = Training(way if way == "elastic" else lambda *_: made, rank, optimizers=zero).run(warmup_steps)
+    training = Training(way if way == "elastic" else lambda *_: made, rank, optimizers=zero).run(
+        warmup_steps
+    )
     training.backward()
     before = training.values
     told = error_of(training.update)

@@ -24,9 +24,15 @@ PATIENCE_S = 3.0
 
 # Of a model and its optimizers the state; the hook.
 KINDS: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
-    "owners": (lambda _, optimizers: ddp.DecoupledState(optimizers[0], owners="layers"), ddp.decoupled_hook),
+    "owners": (
+        lambda _, optimizers: ddp.DecoupledState(optimizers[0], owners="layers"),
+        ddp.decoupled_hook,
+    ),
     "replicas": (lambda *_: ddp.LocalSGDState(4), ddp.local_sgd_hook),
-    "codec": (lambda model, _: ddp.CompressedState(ddp.Int8(), process_group=model.process_group), ddp.compressed_hook),
+    "codec": (
+        lambda model, _: ddp.CompressedState(ddp.Int8(), process_group=model.process_group),
+        ddp.compressed_hook,
+    ),
 }
 
 
@@ -47,7 +53,9 @@ def listed(value: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["owners", "replicas", "codec"])
 @in_ranks(2)
-def test_a_checkpoint_is_the_same_on_all_ranks_and_for_who_saves(rank: int, kind: str) -> dict[str, Any]:
+def test_a_checkpoint_is_the_same_on_all_ranks_and_for_who_saves(
+    rank: int, kind: str
+) -> dict[str, Any]:
     training = training_of(kind, rank).run(3)
     (optimizer,) = training.optimizers
     with heard() as told:

@@ -30,8 +30,13 @@ def test_parameters_are_those_of_the_codec_alone(rank: int, world_size: int) -> 
     codecs: dict[str, Any] = {**CODECS}
     if world_size == 4:
         kinds = "compressed", "crossover", "decoupled", "kfac"
-        codecs = {"per pair": (PerPair.by_node([0, 0, 1, 1], far=SIDCo(0.1), near=Half()), Int8(64))}
-    found = {name: [Coded(kind, rank, codec).run(STEPS).digest() for kind in kinds] for name, codec in codecs.items()}
+        codecs = {
+            "per pair": (PerPair.by_node([0, 0, 1, 1], far=SIDCo(0.1), near=Half()), Int8(64))
+        }
+    found = {
+        name: [Coded(kind, rank, codec).run(STEPS).digest() for kind in kinds]
+        for name, codec in codecs.items()
+    }
     if world_size == 2:  # some steps are deferred, some are not
         ways: list[Any] = [("compressed", {}), ("decoupled", {"defer": "auto"})]
         made = [Coded(kind, rank, CODECS["pair"], **settings) for kind, settings in ways]
@@ -46,11 +51,17 @@ def test_parameters_are_those_of_the_codec_alone(rank: int, world_size: int) -> 
 
 @pytest.mark.parametrize(
     ("default", "dtype"),
-    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (torch.float64, torch.float32)],
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+        (torch.float64, torch.float32),
+    ],
     ids=str,
 )
 @in_ranks(2)
-def test_codecs_do_not_depend_on_the_default_dtype(rank: int, default: torch.dtype, dtype: torch.dtype) -> None:
+def test_codecs_do_not_depend_on_the_default_dtype(
+    rank: int, default: torch.dtype, dtype: torch.dtype
+) -> None:
     for codec in (Int8(), Half(), SIDCo(0.1), Threshold(0.1)):
         way = way_of("compressed", codec=codec)
         found, usual = (losses_of(way, rank, dtype, each) for each in (default, torch.float32))
@@ -112,7 +123,9 @@ def test_residuals_follow_the_scale_of_the_loss(rank: int) -> None:
 @in_ranks(2)
 def test_what_a_codec_cannot_do_is_refused(rank: int) -> None:
     table = PerPair.by_node([0, 0, 1], far=Int8()), Int8()
-    with pytest.raises(UnsupportedConfigurationError, match="a row for each of 2 ranks, got 3 rows"):
+    with pytest.raises(
+        UnsupportedConfigurationError, match="a row for each of 2 ranks, got 3 rows"
+    ):
         Coded("compressed", rank, table).backward()
     module, ones = nn.Linear(4, 4, dtype=torch.bfloat16), torch.ones(2, 4, dtype=torch.bfloat16)
     way = way_of("kfac", codec=Int8())

@@ -71,7 +71,9 @@ def test_one_rank_may_look_alone(rank: int) -> None:
 @in_ranks(2)
 def test_gradients_without_bucket_views_are_those_of_plain_ddp_after_forward(rank: int) -> None:
     """Without bucket views, what the user holds by then is copied; what he has dropped is not."""
-    one, plain = (training_of(way, rank, gradient_as_bucket_view=False) for way in ("decoupled", None))
+    one, plain = (
+        training_of(way, rank, gradient_as_bucket_view=False) for way in ("decoupled", None)
+    )
     for step in range(8):
         losses = [each.loss(step) for each in (one, plain)]
         if step:
@@ -140,9 +142,12 @@ def test_training_is_that_of_the_split_hook_whatever_is_chosen(rank: int) -> lis
 
 
 @pytest.mark.parametrize(
-    ("width", "trained", "cap_mb"), [(8, True, 0.25), (2**12, True, 4.0), (2**12, False, 0.25), (2**15, True, 25.0)]
+    ("width", "trained", "cap_mb"),
+    [(8, True, 0.25), (2**12, True, 4.0), (2**12, False, 0.25), (2**15, True, 25.0)],
 )
-def test_options_for_ddp_follow_the_size_of_what_is_trained(width: int, trained: bool, cap_mb: float) -> None:
+def test_options_for_ddp_follow_the_size_of_what_is_trained(
+    width: int, trained: bool, cap_mb: float
+) -> None:
     layer = nn.Linear(width, width, device="meta").requires_grad_(trained)
     expected = {"gradient_as_bucket_view": True, "bucket_cap_mb": pytest.approx(cap_mb, rel=1e-3)}
     assert DecoupledState.ddp_options(layer) == expected
@@ -173,7 +178,9 @@ def peaks_bytes(way: str) -> list[int]:
         pytest.param("adamw", "adamw owners", 0, marks=only_in_campaign),
     ],
 )
-def test_peak_is_that_of_plain_ddp_and_some_buckets(plain: str, hooked: str, more_buckets: int) -> None:
+def test_peak_is_that_of_plain_ddp_and_some_buckets(
+    plain: str, hooked: str, more_buckets: int
+) -> None:
     """Of memory, with four ranks: decoupled training's, owners', and Muon's beside plain DDP's."""
     expected = peaks_bytes(plain)
     assert min(expected) > 3 * 6 * BUCKET_BYTES, "parameters, gradients, momentum"

@@ -51,11 +51,15 @@ def test_rounds_can_be_replayed_from_their_log(rank: int, world_size: int, optim
     for step in range(OWN_STEPS[rank]):
         trainer.scaled_step(scaler) if world_size == 2 else trainer.step()
         if rank == 1 and step == 2:  # after the second forward, in which DDP arranges its buckets
-            assert eventually(lambda: any(each.offered[1] is None for each in trainer.state.rounds()))
+            assert eventually(
+                lambda: any(each.offered[1] is None for each in trainer.state.rounds())
+            )
         time.sleep(0.02 if rank == 1 else 0.004)
     log = assert_replayed(trainer, optimizer, *OWN_STEPS[:world_size])
     assert len(log) > 5
-    assert {record.offered[1] is None for record in log} == {True, False}, "rounds with the slow rank and without"
+    assert {record.offered[1] is None for record in log} == {True, False}, (
+        "rounds with the slow rank and without"
+    )
 
 
 STEPS = 11
@@ -64,13 +68,17 @@ STEPS = 11
 @pytest.mark.defect("codecs-S12")
 @pytest.mark.parametrize(("world_size", "optimizer"), PACES)
 @in_ranks()
-def test_ranks_that_pull_together_walk_the_path_of_copies(rank: int, world_size: int, optimizer: str) -> None:
+def test_ranks_that_pull_together_walk_the_path_of_copies(
+    rank: int, world_size: int, optimizer: str
+) -> None:
     trainer, scaler = trainer_of(rank, optimizer, "sync"), new_scaler()
     for _ in range(STEPS):
         trainer.scaled_step(scaler) if world_size == 2 else trainer.step()
     log = assert_replayed(trainer, optimizer, *[STEPS] * world_size)
     due = range(EVERY, STEPS, EVERY)
-    assert log == [ElasticRound(number, (each,) * world_size, each) for number, each in enumerate(due)]
+    assert log == [
+        ElasticRound(number, (each,) * world_size, each) for number, each in enumerate(due)
+    ]
 
 
 @pytest.mark.parametrize("mode", ["async", "wild"])
@@ -109,7 +117,9 @@ def test_a_rank_that_blows_up_spoils_nobody(rank: int, mode: str) -> None:
         return trainer.steps >= 14 and (rank == 0 or trainer.state.stats()["not_finite"] >= 4)
 
     eventually(stayed_away)
-    assert all(each.isfinite().all() for each in trainer.state.state_dict()["kept"]["centre"].values())
+    assert all(
+        each.isfinite().all() for each in trainer.state.state_dict()["kept"]["centre"].values()
+    )
     counted = trainer.state.stats()["not_finite"]
     assert counted >= 4 if rank else counted == 0
     assert bool(trainer.end().isfinite().all()) == (rank == 0)
@@ -140,7 +150,9 @@ def pull_on(rank: int, world_size: int, device: str) -> tuple[torch.Tensor, torc
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_ranks_pull_on_a_device_as_on_the_host(backend: str) -> None:
     on_host = run_ranks(pull_on, 2, args=("cpu",))
-    for there, here in zip(run_ranks(pull_on, 2, args=("cuda",), backend=backend), on_host, strict=True):
+    for there, here in zip(
+        run_ranks(pull_on, 2, args=("cuda",), backend=backend), on_host, strict=True
+    ):
         assert all(map(torch.equal, there, here))
 
 
@@ -148,7 +160,10 @@ def test_ranks_pull_on_a_device_as_on_the_host(backend: str) -> None:
 def test_the_wild_centre_gains_what_ranks_lose(rank: int) -> None:
     """Pull at the same time, from different places: of two additions at one moment one may be lost, which is rare."""
     training = apart(rank, "wild", "cpu", module=mlp(WIDTH, 1000, 60, seed=3))
-    before, start = (training.values.double().sum(), training.values.double().sum() - rank * len(training.values))
+    before, start = (
+        training.values.double().sum(),
+        training.values.double().sum() - rank * len(training.values),
+    )
     training.run(40)
     centre = training.state.state_dict()["kept"]["centre"].values()
     lost = torch.stack([before - training.values.double().sum()])

@@ -14,7 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from crossover_ddp import CrossoverState, crossover_hook, crossover_wrapper, reduce_scatter_all_gather_hook
+from crossover_ddp import (
+    CrossoverState,
+    crossover_hook,
+    crossover_wrapper,
+    reduce_scatter_all_gather_hook,
+)
 from crossover_ddp._turns import joining
 from crossover_ddp._turns.channel import TurnChannel
 from crossover_ddp._turns.rules import SIDE_STEPS, Member, Word
@@ -42,7 +47,11 @@ def training_of(seed: int, rank: int, hooked: bool, group: Any = None) -> Traini
     torch.manual_seed(seed)
     layers = (nn.Linear(WIDTH, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
     return Training(
-        lambda *_: (CrossoverState(group), crossover_hook) if hooked else (group, reduce_scatter_all_gather_hook),
+        lambda *_: (
+            (CrossoverState(group), crossover_hook)
+            if hooked
+            else (group, reduce_scatter_all_gather_hook)
+        ),
         rank,
         module=nn.Sequential(*layers),
         process_group=group,
@@ -66,7 +75,11 @@ def _late(*arguments: Any, gather: Callable[..., Any] = TurnChannel.gather) -> A
 WING = "crossover_ddp._turns"
 # What rank 1 finds in a place, and what its job says then.
 SPOILERS: dict[str, tuple[str, Any, str]] = {
-    "missing": (f"{WING}.segment.TurnSegment.__init__.__kwdefaults__", {"base": "/missing"}, "expected Linux with"),
+    "missing": (
+        f"{WING}.segment.TurnSegment.__init__.__kwdefaults__",
+        {"base": "/missing"},
+        "expected Linux with",
+    ),
     "locked": (
         f"{WING}.segment.lock_slots",
         lambda fd, start, length, *kind: length > 1 and lock_slots(fd, start, length, *kind),
@@ -79,15 +92,22 @@ SPOILERS: dict[str, tuple[str, Any, str]] = {
         "got No space left on device; make room there",
     ),
     "broken store": (f"{WING}.channel.TurnChannel._met", _fails(RuntimeError("refused")), ""),
-    "late rank": (f"{WING}.channel.TurnChannel.gather", _late, "expected all 2 ranks to join within"),
+    "late rank": (
+        f"{WING}.channel.TurnChannel.gather",
+        _late,
+        "expected all 2 ranks to join within",
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("world_size", "spoil"), [(2, "missing"), (2, "locked"), (4, "full"), (2, "broken store"), (2, "late rank")]
+    ("world_size", "spoil"),
+    [(2, "missing"), (2, "locked"), (4, "full"), (2, "broken store"), (2, "late rank")],
 )
 @in_ranks()
-def test_a_job_whose_rank_cannot_join_trains_without_turns(rank: int, world_size: int, spoil: str) -> None:
+def test_a_job_whose_rank_cannot_join_trains_without_turns(
+    rank: int, world_size: int, spoil: str
+) -> None:
     """One rank says why; where the store fails nobody can tell the others, and each says what it found, in time."""
     (place, found, cause), is_alone = SPOILERS[spoil], spoil in ("broken store", "late rank")
     plain = training_of(1, rank, hooked=False)
@@ -139,8 +159,13 @@ def test_a_rank_without_a_thread_for_its_turns_tells_its_peers(rank: int) -> Non
             mutex.close()
 
 
-def _alternate(rank: int, hooked: bool, groups: Sequence[Any], together: bool) -> tuple[list[Training], list[float]]:
-    trainings, losses = [training_of(seed, rank, hooked, group) for seed, group in enumerate(groups, 1)], []
+def _alternate(
+    rank: int, hooked: bool, groups: Sequence[Any], together: bool
+) -> tuple[list[Training], list[float]]:
+    trainings, losses = (
+        [training_of(seed, rank, hooked, group) for seed, group in enumerate(groups, 1)],
+        [],
+    )
     for _ in range(2 * STEPS):
         if together:
             loss = torch.stack([training.loss() for training in trainings]).sum()
@@ -172,11 +197,16 @@ def _are_one_job(rank: int, world_size: int, ranks: Sequence[int], together: boo
     return warnings
 
 
-@pytest.mark.parametrize(("world_size", "ranks", "together"), [(2, (0, 1), True), (4, (0, 2), False)], ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "ranks", "together"), [(2, (0, 1), True), (4, (0, 2), False)], ids=str
+)
 def test_models_on_several_groups_are_one_job(world_size: int, ranks: Any, together: bool) -> None:
     """Beside a sibling of the same kind: nobody waits a lease for itself."""
     own = DEVICES[:world_size]
-    jobs = [Job(_are_one_job, world_size, (ranks, together), environment=own, name=name) for name in "ab"]
+    jobs = [
+        Job(_are_one_job, world_size, (ranks, together), environment=own, name=name)
+        for name in "ab"
+    ]
     for job in run_jobs(jobs, timeout_s=90.0):
         said = [message for warnings in job for message in warnings]
         assert len(said) == (len(ranks) < world_size), said
@@ -187,11 +217,16 @@ def test_models_on_several_groups_are_one_job(world_size: int, ranks: Any, toget
 def test_the_wrapper_around_a_hook_of_a_partial_group_is_that_hook(rank: int) -> None:
     group, found = dist.new_group([1]), []
     state = CrossoverState(group, hook_state=group)
-    hooks = (group, default_hooks.allreduce_hook), (state, crossover_wrapper(default_hooks.allreduce_hook))
+    hooks = (
+        (group, default_hooks.allreduce_hook),
+        (state, crossover_wrapper(default_hooks.allreduce_hook)),
+    )
     for way in hooks if rank else ():
         training = Training(lambda *_, way=way: way, rank, process_group=group)
         training.backward()
-        found.append([float(p.grad.sum()) for p in training.model.parameters() if p.grad is not None])
+        found.append(
+            [float(p.grad.sum()) for p in training.model.parameters() if p.grad is not None]
+        )
         assert found[0] == found[-1] != []
 
 
@@ -227,7 +262,9 @@ def take_turns(mutex: GPUMutex, count: int, group: dist.ProcessGroup | None = No
 
 
 @in_ranks(2)
-def test_a_job_that_stays_side_by_side_draws_one_turn_for_several_steps(rank: int) -> tuple[int, int]:
+def test_a_job_that_stays_side_by_side_draws_one_turn_for_several_steps(
+    rank: int,
+) -> tuple[int, int]:
     """The same ones on all ranks, whoever asks early and whenever it hears of the verdict."""
     mutex = GPUMutex(device=f"dev{rank}", trial=True)
     segment = membership_of(mutex).segment
@@ -257,7 +294,9 @@ def test_a_job_that_stays_side_by_side_draws_one_turn_for_several_steps(rank: in
     assert mutex.mode == "side by side"
     go_on(SIDE_STEPS - 1 + 3, 3, Word.TAKE_TURNS)
     assert mutex.mode == "turns"
-    sibling = TurnSegment(os.environ["CROSSOVER_GROUP"], f"dev{rank}")  # for which all numbers must be known
+    sibling = TurnSegment(
+        os.environ["CROSSOVER_GROUP"], f"dev{rank}"
+    )  # for which all numbers must be known
     sibling.join(Member(job=9, lead=sibling.machine, rank=rank, world_size=2, lease_s=1.0))
     dist.barrier()
     go_on(10, 10)

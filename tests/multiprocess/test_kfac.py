@@ -38,7 +38,9 @@ EXACT, FINE, COARSE = 1e-4, 1e-3, 0.05  # float32, its 16 first bits, and bfloat
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(6, 2, 9, 8, generator=generator), torch.randint(0, 5, (6,), generator=generator)
+    return torch.randn(6, 2, 9, 8, generator=generator), torch.randint(
+        0, 5, (6,), generator=generator
+    )
 
 
 class Everything(nn.Module):
@@ -62,7 +64,9 @@ class Everything(nn.Module):
         x = torch.tanh(self.norm(self.first(x)))
         x = self.depthwise(torch.tanh(self.spread(torch.tanh(self.grouped(x)))))
         x = self.point(torch.tanh(x)).flatten(2).mT
-        x = torch.tanh(self.tokens(x)) + self.embedding(torch.arange(x.shape[1], device=x.device) % 7)
+        x = torch.tanh(self.tokens(x)) + self.embedding(
+            torch.arange(x.shape[1], device=x.device) % 7
+        )
         x = self.twice(torch.tanh(self.twice(x)))
         return self.head(x.flatten(1))  # type: ignore[no-any-return]
 
@@ -73,7 +77,11 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.second, self.head = nn.Linear(WIDTH, 30), nn.Linear(30, 30), nn.Linear(30, OUTPUTS)
+        self.first, self.second, self.head = (
+            nn.Linear(WIDTH, 30),
+            nn.Linear(30, 30),
+            nn.Linear(30, OUTPUTS),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))
@@ -106,11 +114,15 @@ def uneven(rank: int, step: int) -> tuple[Tensor, Tensor]:
 def plain() -> nn.Module:
     torch.manual_seed(3)
     convolutions = nn.Conv2d(2, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, 4, 3, stride=2), nn.Tanh()
-    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(48, 12), nn.Tanh(), nn.Linear(12, 5))
+    return nn.Sequential(
+        *convolutions, nn.Flatten(), nn.Linear(48, 12), nn.Tanh(), nn.Linear(12, 5)
+    )
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    tqdm.tqdm.monitor_interval = 0  # torch.compile shows its progress by it; no thread shall be left behind
+    tqdm.tqdm.monitor_interval = (
+        0  # torch.compile shows its progress by it; no thread shall be left behind
+    )
     return torch.compile(model, backend="aot_eager")  # type: ignore[return-value]
 
 
@@ -129,7 +141,10 @@ class Case:
     worlds: tuple[int, ...] = (2,)  # if not in the campaign
     wrap: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model  # makes what is called
     codec: Any = None
-    rates: tuple[float, float] = (LR, LR)  # of weights and of biases; two optimizers, if they differ
+    rates: tuple[float, float] = (
+        LR,
+        LR,
+    )  # of weights and of biases; two optimizers, if they differ
     spread: str = ""  # the name of a layer that is
     tolerance: float = EXACT  # of the greatest error of a layer, relative to its greatest element
 
@@ -166,7 +181,9 @@ CASES: dict[str, Case] = {
     "spread of rates": dominated(230, 300, rates=(LR, 30 * LR)),
     "spread, another_dtype": dominated(network=Mixed, spread="others.0"),
     "autocast": Case(network=plain, wrap=torch.autocast("cpu", torch.bfloat16), tolerance=COARSE),
-    "compiled": Case(Settings(factor_update_steps=2, inv_update_steps=3), plain, wrap=compiled, cap_mb=ONE_MB),
+    "compiled": Case(
+        Settings(factor_update_steps=2, inv_update_steps=3), plain, wrap=compiled, cap_mb=ONE_MB
+    ),
 }
 CELLS = [
     (name, world_size)
@@ -181,12 +198,16 @@ class Called(Training):
         self.case = case
         optimizers = self.two_optimizers if case.rates != (LR, LR) else None
         options = {**asdict(case.settings), "codec": case.codec, **given}
-        super().__init__(rank, case.network(), data=case.data, ddp=ddp, optimizers=optimizers, **options)
+        super().__init__(
+            rank, case.network(), data=case.data, ddp=ddp, optimizers=optimizers, **options
+        )
         self.called = case.wrap(self.model)
 
     def two_optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
         return [
-            torch.optim.SGD([each for name, each in model.named_parameters() if self.rate_of(name) == lr], lr)
+            torch.optim.SGD(
+                [each for name, each in model.named_parameters() if self.rate_of(name) == lr], lr
+            )
             for lr in self.case.rates
         ]
 
@@ -201,13 +222,17 @@ class Called(Training):
 @pytest.mark.defect("kfac-S6")
 @pytest.mark.parametrize(("name", "world_size"), CELLS)
 @in_ranks()
-def test_gradients_are_those_of_an_independent_computation(rank: int, world_size: int, name: str) -> str:
+def test_gradients_are_those_of_an_independent_computation(
+    rank: int, world_size: int, name: str
+) -> str:
     case = CASES[name]
     training = Called(rank, case)
     oracle = Oracle(case.settings, training.rate_of, training.kfac.owners)
     assert max(errors_beside(oracle, training, STEPS, world_size)) < case.tolerance
     assert training.spread() == [case.spread] * bool(case.spread)
-    assert (oracle.least_scale < 1) == (case.settings.kl_clip is not None), "the clip is to be seen at work"
+    assert (oracle.least_scale < 1) == (case.settings.kl_clip is not None), (
+        "the clip is to be seen at work"
+    )
     training.close()
     return digest([training.parameters()])
 
@@ -217,14 +242,20 @@ PARTS = {"3+3+2": (3, 3, 2), "8+0": (8, 0), "0+1+7": (0, 1, 7)}
 
 
 def factors_of_parts(
-    rank: int, sizes: Sequence[int], data: Callable[[int, int], tuple[Tensor, Tensor]], **options: Any
+    rank: int,
+    sizes: Sequence[int],
+    data: Callable[[int, int], tuple[Tensor, Tensor]],
+    **options: Any,
 ) -> list[Tensor]:
     """Accumulate one step over parts of so many samples, weighted by them; return all factors and directions."""
     training = Training(rank, data=data, factor_decay=0.0, **options)
     parts = [each.split(list(sizes)) for each in training.data(rank, 0)]
     for number, (inputs, targets) in enumerate(zip(*parts, strict=True)):
         with contextlib.nullcontext() if number == len(sizes) - 1 else training.model.no_sync():
-            (F.cross_entropy(training.model(inputs), targets, reduction="sum") / kfac_training.SAMPLES).backward()
+            (
+                F.cross_entropy(training.model(inputs), targets, reduction="sum")
+                / kfac_training.SAMPLES
+            ).backward()
     found = [*training.gradients().values()]
     training.update()
     layers = training.kfac.state_dict()["layers"]
@@ -232,14 +263,18 @@ def factors_of_parts(
     return [*found, *[each[name] for each in layers.values() for name in ("a", "g")]]
 
 
-@pytest.mark.parametrize(("parts", "decoupled"), [*((each, False) for each in PARTS), ("3+3+2", True)])
+@pytest.mark.parametrize(
+    ("parts", "decoupled"), [*((each, False) for each in PARTS), ("3+3+2", True)]
+)
 @in_ranks(2)
 def test_ranks_with_different_micro_batches_have_the_factors_of_one_batch_each(
     rank: int, parts: str, decoupled: bool
 ) -> None:
     size = kfac_training.SAMPLES
     whole = factors_of_parts(rank, (size,), kfac_training.batch)
-    found = factors_of_parts(rank, PARTS[parts] if rank else (size,), kfac_training.batch, decoupled=decoupled)
+    found = factors_of_parts(
+        rank, PARTS[parts] if rank else (size,), kfac_training.batch, decoupled=decoupled
+    )
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
 
 
@@ -287,8 +322,12 @@ def resume(rank: int, world_size: int, widths: tuple[int, ...], saved: dict[str,
     assert oracle.least_scale < 1, "the clip is to be seen at work"
 
 
-@pytest.mark.parametrize(("widths", "world_size"), [((WIDTH, 8, 8, 8, OUTPUTS), 4), (TALL, 1)], ids=str)
-def test_four_ranks_or_one_go_on_with_the_factors_of_two(widths: tuple[int, ...], world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("widths", "world_size"), [((WIDTH, 8, 8, 8, OUTPUTS), 4), (TALL, 1)], ids=str
+)
+def test_four_ranks_or_one_go_on_with_the_factors_of_two(
+    widths: tuple[int, ...], world_size: int
+) -> None:
     """Two go on to the last bit: test_checkpoint.py."""
     _, saved = run_ranks(save, 2, args=(widths,))  # any rank can save it
     run_ranks(resume, world_size, args=(widths, saved))
@@ -302,9 +341,13 @@ WIDTHS = (WIDTH, 7, 9, 11, 13, OUTPUTS)  # no two layers alike
 SIZES = [(inputs + 1, outputs) for inputs, outputs in itertools.pairwise(WIDTHS)]
 
 
-@pytest.mark.parametrize(("solver", "kind", "world_size"), [("inverse", DampedInverse, 4), ("eigen", Eigenbasis, 2)])
+@pytest.mark.parametrize(
+    ("solver", "kind", "world_size"), [("inverse", DampedInverse, 4), ("eigen", Eigenbasis, 2)]
+)
 @in_ranks()
-def test_each_rank_makes_and_keeps_its_own_layers_only(rank: int, solver: str, kind: Any) -> list[int]:
+def test_each_rank_makes_and_keeps_its_own_layers_only(
+    rank: int, solver: str, kind: Any
+) -> list[int]:
     compute, made = kind.compute, list[list[tuple[int, int]]]()
 
     def counted(a: Tensor, g: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -339,7 +382,9 @@ def test_a_turn_is_asked_for_once_where_solvers_are_shared(rank: int) -> None:
 
 @in_ranks(2)
 def test_a_wider_layers_state_is_refused_on_all_ranks_and_nothing_is_lost(rank: int) -> None:
-    wider, training = (Training(rank, mlp(WIDTH, 8, 8, width)).run(2) for width in (OUTPUTS + 1, OUTPUTS))
+    wider, training = (
+        Training(rank, mlp(WIDTH, 8, 8, width)).run(2) for width in (OUTPUTS + 1, OUTPUTS)
+    )
     saved, before = wider.kfac.state_dict(), copy.deepcopy(training.kfac.state_dict())
     told = r"expected a factor of shape \(1, 5, 5\) for layer '4', got \(1, 6, 6\)"
     with pytest.raises(ValueError, match=told):
@@ -391,7 +436,9 @@ NOT_SETTLED = 2  # backward passes before DDP's buckets stay as they are
 
 def both(rank: int, *widths: int, **options: Any) -> tuple[Training, Training]:
     widths = widths or (WIDTH, 8, 8, 8, OUTPUTS)
-    deferred, plain = (Training(rank, mlp(*widths), decoupled=each, **options) for each in (True, False))
+    deferred, plain = (
+        Training(rank, mlp(*widths), decoupled=each, **options) for each in (True, False)
+    )
     return deferred, plain
 
 
@@ -407,7 +454,9 @@ def both(rank: int, *widths: int, **options: Any) -> tuple[Training, Training]:
     ids=["alone", "riding", "local", "spread", "late"],
 )
 @in_ranks()
-def test_it_trains_as_kfac_hook_does(rank: int, widths: tuple[int, ...], options: dict[str, Any]) -> None:
+def test_it_trains_as_kfac_hook_does(
+    rank: int, widths: tuple[int, ...], options: dict[str, Any]
+) -> None:
     (ours, plain), deferred = both(rank, *widths, **options), 0
     for _ in range(DEFERRED_STEPS):
         assert ours.step() == plain.step()
@@ -466,7 +515,9 @@ def test_join_with_uneven_inputs_ends_with_the_same_model(rank: int) -> Tensor:
 def test_a_drained_step_leaves_nothing_behind(rank: int) -> str:
     """After coded steps, whose rate is told, after `drain` and a step, and after one more."""
     seldom = {"factor_update_steps": 100, "inv_update_steps": 100}
-    training = Training(rank, mlp(WIDTH, 256, 128, OUTPUTS), ddp={"bucket_cap_mb": ONE_MB}, codec=Int8(), **seldom)
+    training = Training(
+        rank, mlp(WIDTH, 256, 128, OUTPUTS), ddp={"bucket_cap_mb": ONE_MB}, codec=Int8(), **seldom
+    )
     training.run(6)
     assert 0.25 < training.kfac.stats()["codec"]["rate"] < 0.29
     lost = []

@@ -52,12 +52,16 @@ def bytes_of_steps(rank: int, world_size: int, samples: int) -> dict[tuple[str, 
 
 
 @pytest.mark.parametrize("form", SAMPLES)
-def test_factors_cost_one_reduction_of_what_they_hold_and_solvers_and_local_ones_nothing(form: str) -> None:
+def test_factors_cost_one_reduction_of_what_they_hold_and_solvers_and_local_ones_nothing(
+    form: str,
+) -> None:
     ranks = run_ranks(bytes_of_steps, 2, args=(SAMPLES[form],))
     sent = {key: sum(of_rank[key] for of_rank in ranks) for key in ranks[0]}
     for without, with_factors in (("plain", "factors"), ("solvers", "both")):
         assert sent["global", without] / GRADIENT == pytest.approx(1, abs=WIRE)
         extra = sent["global", with_factors] - sent["global", without]
-        assert extra / (4 * LAYERS * 2 * PACKING[form]) == pytest.approx(1, abs=PACKINGS), with_factors
+        assert extra / (4 * LAYERS * 2 * PACKING[form]) == pytest.approx(1, abs=PACKINGS), (
+            with_factors
+        )
     for kind in KINDS.values():
         assert sent["local", kind] / GRADIENT == pytest.approx(1, abs=WIRE), kind

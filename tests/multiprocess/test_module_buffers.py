@@ -22,7 +22,9 @@ BROADCAST = "_default_broadcast_coalesced"
 
 def broadcasts() -> Any:
     original = getattr(DistributedDataParallel, BROADCAST)
-    return mock.patch.object(DistributedDataParallel, BROADCAST, autospec=True, side_effect=original)
+    return mock.patch.object(
+        DistributedDataParallel, BROADCAST, autospec=True, side_effect=original
+    )
 
 
 def wrapped_split(*_: Any) -> tuple[Any, Any]:
@@ -47,9 +49,13 @@ def test_ddp_broadcasts_only_before_the_first_step(rank: int) -> None:
         assert noted.call_count == (STEPS if hook == "wrapped" else 1), hook
 
 
-@pytest.mark.parametrize("options", [{"defer": "always"}, {"defer": "auto"}, {"owners": "layers"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"defer": "always"}, {"defer": "auto"}, {"owners": "layers"}], ids=str
+)
 @in_ranks(2)
-def test_an_average_that_is_swapped_in_keeps_its_buffers(rank: int, options: dict[str, Any]) -> float:
+def test_an_average_that_is_swapped_in_keeps_its_buffers(
+    rank: int, options: dict[str, Any]
+) -> float:
     """Parameters and buffers go in through ``.data``, which counts no version, and DDP's forward evaluates."""
     torch.manual_seed(3)
     module = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8))
@@ -69,7 +75,9 @@ def test_an_average_that_is_swapped_in_keeps_its_buffers(rank: int, options: dic
 
 @pytest.mark.parametrize("kept", [True, False])
 @in_ranks(2)
-def test_statistics_are_those_of_plain_ddp_whatever_comes_between_steps(rank: int, kept: bool) -> None:
+def test_statistics_are_those_of_plain_ddp_whatever_comes_between_steps(
+    rank: int, kept: bool
+) -> None:
     """Two passes through one graph, of which DDP exchanges the first gradients only, or one through each of two."""
     found = []
     for hook in ("decoupled", "split", None):
@@ -78,7 +86,9 @@ def test_statistics_are_those_of_plain_ddp_whatever_comes_between_steps(rank: in
             losses = [training.loss(0)]
             losses += losses if kept else [training.loss(1)]
             for loss in losses:
-                loss.backward(retain_graph=kept)  # autograd has saved the statistics, and looks at them
+                loss.backward(
+                    retain_graph=kept
+                )  # autograd has saved the statistics, and looks at them
                 if hook == "decoupled":
                     training.state.flush()  # before gradients are changed
             training.drop()
@@ -126,19 +136,31 @@ def reset(module: Any, step: int) -> None:
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 WRITES = (filled, filled_data, replaced, swapped_storage, reset)
-WHO: dict[str, Callable[[int], bool]] = {"rank 0": lambda rank: rank == 0, "rank 1": bool, "all": lambda rank: True}
+WHO: dict[str, Callable[[int], bool]] = {
+    "rank 0": lambda rank: rank == 0,
+    "rank 1": bool,
+    "all": lambda rank: True,
+}
 
 
 @pytest.mark.torch_version
 @pytest.mark.parametrize("who", WHO)
-@pytest.mark.parametrize("hook", ["split", "crossover", "int8", "decoupled", "owned", "kfac", "muon", "wrapped"])
+@pytest.mark.parametrize(
+    "hook", ["split", "crossover", "int8", "decoupled", "owned", "kfac", "muon", "wrapped"]
+)
 @in_ranks(2)
-def test_a_buffer_written_between_two_steps_is_that_of_plain_ddp(rank: int, hook: str, who: str) -> None:
+def test_a_buffer_written_between_two_steps_is_that_of_plain_ddp(
+    rank: int, hook: str, who: str
+) -> None:
     """Of rank 0 the next forward of all ranks has it; that of another rank is overwritten before."""
     for write in WRITES:
-        plain, ours = (trained_while_written(hook, rank, write, WHO[who](rank), ours) for ours in (False, True))
+        plain, ours = (
+            trained_while_written(hook, rank, write, WHO[who](rank), ours) for ours in (False, True)
+        )
         assert plain[0] == ours[0], write
-        assert all(map(torch.equal, plain[1], ours[1])), f"{write}: buffers or parameters at the end"
+        assert all(map(torch.equal, plain[1], ours[1])), (
+            f"{write}: buffers or parameters at the end"
+        )
 
 
 def trained_while_written(
@@ -149,7 +171,9 @@ def trained_while_written(
     Exchange.of(None).leaves_buffers_to_ddp = not ours
     torch.manual_seed(3)
     optimizers = functools.partial(optimizers_of, hook)
-    training = Training(hook if ours or not is_exact else None, rank, module=Flagged(), optimizers=optimizers)
+    training = Training(
+        hook if ours or not is_exact else None, rank, module=Flagged(), optimizers=optimizers
+    )
     losses = []
     for step in range(9):
         if step in (1, 4, 5, 8) and writes:
@@ -177,7 +201,9 @@ def trained_while_written(
 @pytest.mark.parametrize("evaluates", [0, 1])
 @pytest.mark.parametrize("hook", ["split", "decoupled"])
 @in_ranks(2)
-def test_an_evaluation_through_ddp_on_one_rank_alone_is_that_of_plain_ddp(rank: int, hook: str, evaluates: int) -> None:
+def test_an_evaluation_through_ddp_on_one_rank_alone_is_that_of_plain_ddp(
+    rank: int, hook: str, evaluates: int
+) -> None:
     """An old habit: the broadcast of that rank's forward meets the next one of the others."""
     found = []
     for way in (None, hook):
@@ -213,7 +239,9 @@ def test_a_forward_that_goes_past_ddps_hooks_is_that_of_plain_ddp(rank: int, hoo
 def test_a_buffer_hook_of_the_users_is_called_as_ever(rank: int) -> None:
     calls: list[int] = []
     training = training_of("crossover", rank)
-    training.model._register_buffer_comm_hook(calls, lambda state, buffers: state.append(len(buffers)))
+    training.model._register_buffer_comm_hook(
+        calls, lambda state, buffers: state.append(len(buffers))
+    )
     with broadcasts() as noted:
         training.run(STEPS).close()
     assert (len(calls), noted.call_count) == (STEPS, 0)

@@ -53,7 +53,13 @@ class Mixture(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
     def matrices(self) -> list[nn.Parameter]:
-        return [self.wide.weight, self.tall.weight, self.square.weight, self.turned, self.back.weight]
+        return [
+            self.wide.weight,
+            self.tall.weight,
+            self.square.weight,
+            self.turned,
+            self.back.weight,
+        ]
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -84,9 +90,13 @@ class Soap(Optimizer):
         state, gradient = self.state[parameter], gradient if group["in_place"] else gradient.clone()
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["sides"] = [1e-4 * torch.eye(size, dtype=gradient.dtype) for size in gradient.shape]
+            state["sides"] = [
+                1e-4 * torch.eye(size, dtype=gradient.dtype) for size in gradient.shape
+            ]
         state["step"] += 1
-        for side, term in zip(state["sides"], (gradient @ gradient.T, gradient.T @ gradient), strict=True):
+        for side, term in zip(
+            state["sides"], (gradient @ gradient.T, gradient.T @ gradient), strict=True
+        ):
             side.lerp_(term, 0.1)
         if (int(state["step"]) - 1) % group["every"] == 0:
             state["bases"] = tuple(torch.linalg.eigh(side)[1] for side in state["sides"])
@@ -101,7 +111,10 @@ def soap(module: nn.Module, *, in_place: bool = True) -> list[Optimizer]:
     parameters = [*module.parameters()]
     matrices = [p for p in parameters if p.dim() == 2]
     groups = [{"params": matrices[:-1]}, {"params": matrices[-1:], "lr": 0.02}]
-    return [Soap(groups, in_place=in_place), AdamW([p for p in parameters if p.dim() != 2], lr=3e-3)]
+    return [
+        Soap(groups, in_place=in_place),
+        AdamW([p for p in parameters if p.dim() != 2], lr=3e-3),
+    ]
 
 
 def muon_in_groups(module: Mixture, **settings: Any) -> list[Optimizer]:
@@ -168,7 +181,9 @@ def changed(training: Training, step: int) -> None:
         group.update(momentum=0.8 + 0.01 * step, weight_decay=0.1 / (1 + step), lr=0.03)
     training.update()
     for group in training.optimizer.param_groups:
-        group.update(momentum=0.5, weight_decay=0.3, lr=1.0, adjust_lr_fn=None, ns_steps=4 + step % 2)
+        group.update(
+            momentum=0.5, weight_decay=0.3, lr=1.0, adjust_lr_fn=None, ns_steps=4 + step % 2
+        )
 
 
 def tensor_rate(training: Training, step: int) -> None:
@@ -207,12 +222,18 @@ WALKS: dict[int, dict[str, dict[str, Any]]] = {
 
 def without_parameters(training: Training) -> str:
     groups = [group for each in training.optimizers for group in each.param_groups]
-    return str([{name: value for name, value in group.items() if name != "params"} for group in groups])
+    return str(
+        [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    )
 
 
-@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size in WALKS for name in WALKS[size]])
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(size, name) for size in WALKS for name in WALKS[size]]
+)
 @in_ranks()
-def test_ranks_get_the_bits_of_the_replicated_optimizers(rank: int, world_size: int, name: str) -> None:
+def test_ranks_get_the_bits_of_the_replicated_optimizers(
+    rank: int, world_size: int, name: str
+) -> None:
     """With three ranks and more those of optimizers that are fed the owners' sums."""
     settings = {"way": "owned", **WALKS[world_size][name]}
     way, act = settings.pop("way"), settings.pop("act", None)
@@ -242,7 +263,9 @@ def test_ranks_get_the_bits_of_the_replicated_optimizers(rank: int, world_size: 
     if name == "owned-soap" and world_size == 4:
         assert kept_bytes <= 0.30 * whole_bytes
     if act is None and settings.get("kind", "muon in groups") in IN_GROUPS:
-        assert of_all[1] == STEPS * MATRICES, "directions are computed once per matrix, all ranks together"
+        assert of_all[1] == STEPS * MATRICES, (
+            "directions are computed once per matrix, all ranks together"
+        )
     if act is None and way == "owned":
         assert is_deferred, "the gather is deferred into the next forward"
 

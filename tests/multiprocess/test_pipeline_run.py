@@ -38,11 +38,17 @@ def chain() -> list[nn.Module]:
 
 def batch(step: int, size: int = MICRO * M) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(size, WIDTH, generator=generator), torch.randint(0, 5, (size,), generator=generator)
+    return torch.randn(size, WIDTH, generator=generator), torch.randint(
+        0, 5, (size,), generator=generator
+    )
 
 
 def plan_of(
-    places: Sequence[tuple[int, ...]], ranks: int, order: str = "search", microbatches: int = M, split: bool = False
+    places: Sequence[tuple[int, ...]],
+    ranks: int,
+    order: str = "search",
+    microbatches: int = M,
+    split: bool = False,
 ) -> Plan:
     stages = [Stage(start, stop, tuple(devices)) for start, stop, *devices in places]
     profile = Profile.measure(chain(), batch(0)[0][:MICRO], repeats=1)
@@ -88,7 +94,9 @@ PLANS: dict[str, Any] = {
 TWO_STAGES = [(0, 4, 0), (4, 9, 1)]
 
 
-def train(rank: int, world_size: int, document: Any, turns: bool = False, updates: bool = True) -> dict[str, Any]:
+def train(
+    rank: int, world_size: int, document: Any, turns: bool = False, updates: bool = True
+) -> dict[str, Any]:
     """Train by the plan beside the whole model, of which without ``updates`` gradients add up; return counts."""
     plan, whole = Plan.from_json(document), nn.Sequential(*chain())
     mutex = GPUMutex(device=f"device{rank}") if turns else None
@@ -142,8 +150,12 @@ def run_by_torch(rank: int, world_size: int, document: Any, path: str) -> None:
     x, y = batch(0)
     inputs = torch.empty(plan.outputs[rank - 1][0], requires_grad=True) if rank else x[:MICRO]
     output = torch.empty(plan.outputs[rank][0], requires_grad=True)
-    part = PipelineStage(module, rank, world_size, torch.device("cpu"), input_args=inputs, output_args=output)
-    runtime = _PipelineScheduleRuntime([part], plan.microbatches, loss_fn=nn.functional.cross_entropy)
+    part = PipelineStage(
+        module, rank, world_size, torch.device("cpu"), input_args=inputs, output_args=output
+    )
+    runtime = _PipelineScheduleRuntime(
+        [part], plan.microbatches, loss_fn=nn.functional.cross_entropy
+    )
     runtime._load_csv(path, format="compute_only")
     losses: list[torch.Tensor] = []
     last = {"target": y, "losses": losses} if rank == world_size - 1 else {}
@@ -154,8 +166,12 @@ def run_by_torch(rank: int, world_size: int, document: Any, path: str) -> None:
     assert not last or float(sum(losses)) / M == pytest.approx(float(expected), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(("ranks", "split"), [(2, True), *([(4, False), (2, False)] if IN_CAMPAIGN else [])])
-def test_torch_runs_the_same_plan_with_the_same_gradients(ranks: int, split: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "split"), [(2, True), *([(4, False), (2, False)] if IN_CAMPAIGN else [])]
+)
+def test_torch_runs_the_same_plan_with_the_same_gradients(
+    ranks: int, split: bool, tmp_path: Path
+) -> None:
     edges = {2: [0, 4, 9], 4: [0, 2, 4, 7, 9]}[ranks]
     stages = [(a, b, k) for k, (a, b) in enumerate(itertools.pairwise(edges))]
     plan = plan_of(stages, ranks, "1f1b")
@@ -174,7 +190,9 @@ def test_two_jobs_in_bands_have_the_losses_that_they_have_alone() -> None:
     bands = len(next(iter(plan.bands().values())))
     for results in run_jobs(jobs):
         (turns,) = {stats["turns"] for stats in results}
-        assert STEPS * bands <= turns < 2 * STEPS * bands, "one for each band, and some left to the other"
+        assert STEPS * bands <= turns < 2 * STEPS * bands, (
+            "one for each band, and some left to the other"
+        )
         assert {stats["disabled_because"] for stats in results} == {None}
 
 
@@ -185,7 +203,11 @@ def refusals(rank: int, world_size: int, document: Any) -> None:
     for change, layers, message in (
         ({}, chain()[1:], "expected the 9 layers of the plan, got 8"),
         ({"split": True}, chain(), "expected a plan with whole backwards"),
-        ({"devices": ("a", "b", "c")}, chain(), "expected a rank for each of the plan's 3 devices, got 2"),
+        (
+            {"devices": ("a", "b", "c")},
+            chain(),
+            "expected a rank for each of the plan's 3 devices, got 2",
+        ),
         ({"step_s": float(rank)}, chain(), "expected the same plan on all ranks"),
         ({}, on_meta, "expected layers on the CPU"),
         ({}, tied, "expected parameters of one stage each, got one of stages 0 and 1"),

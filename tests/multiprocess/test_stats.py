@@ -76,7 +76,9 @@ def settle(training: Training) -> None:
 @in_ranks(2)
 def test_every_state_tells_the_same_keys_and_the_bytes_that_were_sent(rank: int, way: str) -> None:
     with sending() as noted:
-        training = Training(way, rank).run(9)  # ranks compare replicas in the 8th step, and then in the 16th
+        training = Training(way, rank).run(
+            9
+        )  # ranks compare replicas in the 8th step, and then in the 16th
         settle(training)
         begin, before = sum(noted), training.state.stats()
         training.run(STEPS - 9)
@@ -101,9 +103,13 @@ def test_every_state_tells_the_same_keys_and_the_bytes_that_were_sent(rank: int,
     assert (stats["not_deferred_because"] is None) == (way in ("decoupled", "owned"))
 
 
-@pytest.mark.parametrize(("way", "pause_s"), [("split", 0.1), ("int8", 0.1), ("decoupled", 0.3), ("decoupled", 0.0)])
+@pytest.mark.parametrize(
+    ("way", "pause_s"), [("split", 0.1), ("int8", 0.1), ("decoupled", 0.3), ("decoupled", 0.0)]
+)
 @in_ranks(2)
-def test_on_a_slow_link_seconds_add_up_to_the_clocks_at_most(rank: int, way: str, pause_s: float) -> None:
+def test_on_a_slow_link_seconds_add_up_to_the_clocks_at_most(
+    rank: int, way: str, pause_s: float
+) -> None:
     with sending(slow_s=0.02):
         training = Training(way, rank).run(3)
         settle(training)
@@ -167,7 +173,11 @@ def test_metrics_are_numbers_of_the_steps_since_they_were_read_last(rank: int, w
         settle(training)
         found = metrics()
         assert all(isinstance(value, float) for value in found.values())
-        expected = {"steps": 2, "bytes_per_step": gradients_bytes(training), "deferred": way == "decoupled"}
+        expected = {
+            "steps": 2,
+            "bytes_per_step": gradients_bytes(training),
+            "deferred": way == "decoupled",
+        }
         assert {name: found[name] for name in (*expected, "rate")} == {**expected, "rate": 1}
     with pytest.raises(TypeError, match="expected a state of crossover_ddp"):
         metrics_of(training.model)

@@ -27,7 +27,9 @@ def evaluate(training: Training) -> None:
 # --- averages that are swapped in ------------------------------------------------------------------------------------
 
 
-def copied(held: list[nn.Parameter], average: list[torch.Tensor], between: Callable[[], object]) -> None:
+def copied(
+    held: list[nn.Parameter], average: list[torch.Tensor], between: Callable[[], object]
+) -> None:
     kept = [p.detach().clone() for p in held]
     for p, a in zip(held, average, strict=True):
         p.data.copy_(a)
@@ -36,7 +38,9 @@ def copied(held: list[nn.Parameter], average: list[torch.Tensor], between: Calla
         p.data.copy_(k)
 
 
-def exchanged(held: list[nn.Parameter], average: list[torch.Tensor], between: Callable[[], object]) -> None:
+def exchanged(
+    held: list[nn.Parameter], average: list[torch.Tensor], between: Callable[[], object]
+) -> None:
     kept = [p.data for p in held]
     for p, a in zip(held, average, strict=True):
         p.data = a
@@ -50,7 +54,9 @@ def exchanged(held: list[nn.Parameter], average: list[torch.Tensor], between: Ca
 @pytest.mark.parametrize("swap", [copied, exchanged])
 @pytest.mark.parametrize("way", ["decoupled", "owned"])
 @in_ranks(2)
-def test_an_average_swapped_in_through_data_is_refused(rank: int, way: str, swap: Any, evaluates: str) -> None:
+def test_an_average_swapped_in_through_data_is_refused(
+    rank: int, way: str, swap: Any, evaluates: str
+) -> None:
     training = Training(way, rank).run(LATE)
     average = [p.detach() * 0.9 for p in training.held]
 
@@ -72,7 +78,9 @@ def test_an_average_swapped_in_through_data_is_refused(rank: int, way: str, swap
 @pytest.mark.parametrize("how", ["flush", "model.parameters()"])
 @pytest.mark.parametrize("way", ["decoupled", "owned"])
 @in_ranks(2)
-def test_an_average_swapped_in_as_the_error_says_changes_nothing(rank: int, way: str, how: str, swap: Any) -> None:
+def test_an_average_swapped_in_as_the_error_says_changes_nothing(
+    rank: int, way: str, how: str, swap: Any
+) -> None:
     found = []
     for each in (None, way):
         training = Training(each, rank)
@@ -81,7 +89,9 @@ def test_an_average_swapped_in_as_the_error_says_changes_nothing(rank: int, way:
             if each is not None and how == "flush":
                 training.state.flush()
             held = training.held if how == "flush" else list(training.model.parameters())
-            swap(held, [p.detach() * 0.9 for p in held], lambda training=training: evaluate(training))
+            swap(
+                held, [p.detach() * 0.9 for p in held], lambda training=training: evaluate(training)
+            )
         training.close()
         found.append(training.weights())
     assert all(map(torch.equal, *found))
@@ -136,10 +146,16 @@ RESTARTS: dict[str, Callable[[Any], None]] = {
 @pytest.mark.torch_version
 @pytest.mark.parametrize(
     ("way", "how"),
-    [*((way, how) for way in ("decoupled", "kfac") for how in RESTARTS), ("owned", "clear"), ("owned", "zero")],
+    [
+        *((way, how) for way in ("decoupled", "kfac") for how in RESTARTS),
+        ("owned", "clear"),
+        ("owned", "zero"),
+    ],
 )
 @in_ranks(2)
-def test_momentum_that_is_restarted_between_steps_is_that_of_plain_ddp(rank: int, way: str, how: str) -> None:
+def test_momentum_that_is_restarted_between_steps_is_that_of_plain_ddp(
+    rank: int, way: str, how: str
+) -> None:
     found = []
     for each in (None, way) if way != "kfac" else ("kfac", decoupled_kfac):
         training = Training(each, rank)
@@ -156,7 +172,9 @@ def test_momentum_that_is_restarted_between_steps_is_that_of_plain_ddp(rank: int
 
 
 def decoupled_kfac(model: Any, optimizers: Any, mutex: Any) -> Any:
-    return ddp.DecoupledState(optimizers[0], kfac=ddp.KFACState(model, optimizers[0])), ddp.decoupled_hook
+    return ddp.DecoupledState(
+        optimizers[0], kfac=ddp.KFACState(model, optimizers[0])
+    ), ddp.decoupled_hook
 
 
 @pytest.mark.parametrize("how", ["tensor", "dictionary"])
@@ -229,10 +247,14 @@ USES = [second_optimizer, by_hand, by_hand_in_old_style, perturbed]
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("way", ["decoupled", "owned", "muon"])
 @in_ranks(2)
-def test_gradients_that_are_not_whole_are_refused_to_other_code(rank: int, way: str, use: Any) -> None:
+def test_gradients_that_are_not_whole_are_refused_to_other_code(
+    rank: int, way: str, use: Any
+) -> None:
     training = Training(way, rank).run(LATE)
     told = error_of(lambda: use(training))
-    assert told.startswith(("expected step() of the optimizer", "expected muon.step() after backward()")), told
+    assert told.startswith(
+        ("expected step() of the optimizer", "expected muon.step() after backward()")
+    ), told
 
 
 @pytest.mark.parametrize("way", ["decoupled", "owned", "muon"])

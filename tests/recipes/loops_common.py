@@ -49,7 +49,9 @@ def square(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, loss: Any = square) -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, loss: Any = square
+) -> None:
     for (inputs,) in loader:
         loss(model(inputs + dist.get_rank())).backward()
         optimizer.step()
@@ -89,7 +91,9 @@ class Run:
     def assert_like(self, other: "Run", **tolerance: float) -> None:
         """Weights are the same, bit for bit if nothing else is said."""
         assert self.weights
-        torch.testing.assert_close(self.weights, other.weights, **(tolerance or {"rtol": 0, "atol": 0}))
+        torch.testing.assert_close(
+            self.weights, other.weights, **(tolerance or {"rtol": 0, "atol": 0})
+        )
 
 
 @contextlib.contextmanager

@@ -37,7 +37,10 @@ class Clipping(Module):
     run: Run
 
     def configure_gradient_clipping(
-        self, optimizer: torch.optim.Optimizer, gradient_clip_val: float, gradient_clip_algorithm: str
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float,
+        gradient_clip_algorithm: str,
     ) -> None:
         assert isinstance(self.run.state, DecoupledState)
         self.run.state.clip_grad_norm_(gradient_clip_val)
@@ -90,7 +93,9 @@ def lightning() -> None:
     assert by_state.deferred > 0
 
 
-def train(source: str, module: Module | None = None, *, decoupled: bool = False, **options: Any) -> Run:
+def train(
+    source: str, module: Module | None = None, *, decoupled: bool = False, **options: Any
+) -> Run:
     module, run, loader = module or Module(), Run(), batches()
     if decoupled:
         options["callbacks"] = [Decoupled(run)]

@@ -18,7 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp import LocalSGDState, local_sgd_hook
 from tests.harness import documents
 from tests.harness.waiting import eventually
-from tests.recipes.loops_common import Run, batches, diffs, network, sgd, shown, square, train, watched
+from tests.recipes.loops_common import (
+    Run,
+    batches,
+    diffs,
+    network,
+    sgd,
+    shown,
+    square,
+    train,
+    watched,
+)
 
 STEPS = 4  # of each rank in an epoch
 KILLED_IN = STEPS + 2
@@ -50,7 +60,10 @@ class Job:
         """Run what the document's diff under a heading leads to, or starts from."""
         (diff,) = diffs(heading)
         own = {"resume": self.resume, "path": self.directory, "first_epoch": int(self.resume)}
-        shown(documents.before(diff) if self.name == "plain" else documents.after(diff), {**own, **names})
+        shown(
+            documents.before(diff) if self.name == "plain" else documents.after(diff),
+            {**own, **names},
+        )
 
 
 IMAGENET = """
@@ -82,7 +95,9 @@ main_worker(args)
 def imagenet(job: Job) -> None:
     model = DistributedDataParallel(network())
     optimizer = sgd(model)
-    state = LocalSGDState(3, delay=1, outer_optimizer=partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True))
+    state = LocalSGDState(
+        3, delay=1, outer_optimizer=partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    )
     model.register_comm_hook(state, local_sgd_hook)
     path, rank = job.directory / "checkpoint.pth.tar", dist.get_rank()
     names = {
@@ -135,13 +150,22 @@ def run_timm(job: Job, diff: str) -> Run:
     from timm.utils import CheckpointSaver
 
     torch.manual_seed(3)
-    shape = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 4}
+    shape = {
+        "img_size": 8,
+        "patch_size": 4,
+        "embed_dim": 16,
+        "depth": 1,
+        "num_heads": 2,
+        "num_classes": 4,
+    }
     vit = VisionTransformer(**shape)
     task = ClassificationTask(vit, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
     optimizer = create_optimizer_v2(vit, opt="muon", lr=0.01)
     start_epoch, directory = 0, str(job.directory)
     if job.resume:
-        start_epoch = resume_checkpoint(vit, f"{directory}/last.pth.tar", optimizer, weights_only=False)
+        start_epoch = resume_checkpoint(
+            vit, f"{directory}/last.pth.tar", optimizer, weights_only=False
+        )
 
     def train_one_epoch(epoch: int) -> None:
         for step in range(STEPS):
@@ -162,7 +186,9 @@ def run_timm(job: Job, diff: str) -> Run:
         "train_one_epoch": train_one_epoch,
         "validate": validate,
         "scheduler": create_scheduler_v2(optimizer, "cosine", num_epochs=3)[0],
-        "saver": None if dist.get_rank() else CheckpointSaver(vit, optimizer, checkpoint_dir=directory),
+        "saver": None
+        if dist.get_rank()
+        else CheckpointSaver(vit, optimizer, checkpoint_dir=directory),
         "optimizer": optimizer,
         "task": SimpleNamespace(
             prepare_distributed=lambda device_ids, **ddp: task.prepare_distributed(**ddp),
@@ -186,12 +212,20 @@ def lightning(job: Job) -> None:
     options = {"default_root_dir": job.directory, "enable_progress_bar": False}
     loader, path = batches(), next(job.directory.rglob("*.ckpt"), None)
     with patch.object(pytorch_lightning, "Trainer", partial(pytorch_lightning.Trainer, **options)):
-        shown(source, {"model": Module(job.loss), "train_loader": loader, "val_loader": loader, "path": path})
+        shown(
+            source,
+            {"model": Module(job.loss), "train_loader": loader, "val_loader": loader, "path": path},
+        )
 
 
 def accelerate(job: Job) -> None:
     model = network()
-    names = {"model": model, "optimizer": sgd(model), "loader": batches(), "loss_function": job.loss}
+    names = {
+        "model": model,
+        "optimizer": sgd(model),
+        "loader": batches(),
+        "loss_function": job.loss,
+    }
     job.run("Accelerate's save_state", names)
 
 
@@ -202,7 +236,9 @@ def distributed_checkpoint(job: Job) -> None:
     job.run("torch.distributed.checkpoint", {**names, "train": partial(train, loss=job.loss)})
 
 
-LOOPS = {each.__name__: each for each in (imagenet, timm, lightning, accelerate, distributed_checkpoint)}
+LOOPS = {
+    each.__name__: each for each in (imagenet, timm, lightning, accelerate, distributed_checkpoint)
+}
 WITH_PLAIN = ("timm", "distributed_checkpoint")
 OWN_GROUP = ("accelerate",)  # made by the loop itself
 

@@ -21,7 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp import decoupled_hook
 from tests.harness import documents
 from tests.recipes import loops_resumed
-from tests.recipes.loops_common import Run, batches, diffs, evaluate, network, sgd, shown, square, train, watched
+from tests.recipes.loops_common import (
+    Run,
+    batches,
+    diffs,
+    evaluate,
+    network,
+    sgd,
+    shown,
+    square,
+    train,
+    watched,
+)
 
 
 def takes_turns(hooked: Run, plain: Run) -> None:
@@ -63,8 +74,17 @@ def trainer() -> None:
 
     words = torch.randint(32, (16, 6), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": each, "labels": each} for each in words]
-    options = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    options |= {"eval_strategy": "epoch", "save_strategy": "epoch", "report_to": "none", "disable_tqdm": True}
+    options = {
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+    }
+    options |= {
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
     arguments = transformers.TrainingArguments(os.getcwd(), learning_rate=0.01, **options)
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     config = transformers.LlamaConfig(num_hidden_layers=1, attention_dropout=0.1, **sizes)
@@ -73,7 +93,10 @@ def trainer() -> None:
         torch.manual_seed(3)
         model = transformers.LlamaForCausalLM(config)
         with watched(model) as run:
-            shown(source, {"model": model, "arguments": arguments, "train_set": data, "eval_set": data})
+            shown(
+                source,
+                {"model": model, "arguments": arguments, "train_set": data, "eval_set": data},
+            )
         return run
 
     (diff,) = diffs("Hugging Face Trainer")
@@ -125,7 +148,9 @@ def timm() -> None:
     """The line behind timm's own ``prepare_distributed``, in a loop of timm's parts."""
     dist.init_process_group("gloo")
     job = loops_resumed.Job("", Path.cwd())
-    plain, hooked, pausing = (loops_resumed.run_timm(job, diff) for diff in ("", *diffs("timm")[:2]))
+    plain, hooked, pausing = (
+        loops_resumed.run_timm(job, diff) for diff in ("", *diffs("timm")[:2])
+    )
     for run, inside in ((hooked, 11), (pausing, 9)):
         run.assert_like(plain)
         assert (run.turns, sum(run.inside_turns(training=True))) == (12, inside)

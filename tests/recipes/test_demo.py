@@ -12,7 +12,16 @@ from rich.console import Console
 
 import demo
 import lab
-from demo_figures import AFTER, CROSSOVER, UNMANAGED, Outcome, differences, outcome_of, summarize, verdict
+from demo_figures import (
+    AFTER,
+    CROSSOVER,
+    UNMANAGED,
+    Outcome,
+    differences,
+    outcome_of,
+    summarize,
+    verdict,
+)
 
 SMALL = ("--image-size", "16", "--batch-size", "32")
 
@@ -20,7 +29,13 @@ SMALL = ("--image-size", "16", "--batch-size", "32")
 def log(begin_s: float = 10.0) -> list[Any]:
     """The log of a rank whose steps take one second each."""
     steps = [
-        {"event": "step", "step": i, "loss": 2.0 - i, "begin_s": begin_s + i, "end_s": begin_s + i + 1}
+        {
+            "event": "step",
+            "step": i,
+            "loss": 2.0 - i,
+            "begin_s": begin_s + i,
+            "end_s": begin_s + i + 1,
+        }
         for i in range(2)
     ]
     end = [{"event": "eval", "accuracy": 0.9}, {"event": "end", "parameters_sha256": "d"}]
@@ -55,11 +70,17 @@ def test_outcome_leaves_out_start_up_and_evaluation() -> None:
         ((2.0, float("nan")), "d", []),
         ((2.0, 1.0), "d", ["job a, rank 1: other losses from step 1 on"]),
         ((2.0,), "d", ["job a, rank 1: other losses from step 1 on"]),
-        ((math.nextafter(2.0, 3), float("nan")), "d", ["job a, rank 1: other losses from step 0 on"]),
+        (
+            (math.nextafter(2.0, 3), float("nan")),
+            "d",
+            ["job a, rank 1: other losses from step 0 on"],
+        ),
         ((2.0, float("nan")), "e", ["job a: other parameters at the end"]),
     ],
 )
-def test_differences_name_job_rank_and_step(second: tuple[float, ...], digest: str, said: list[str]) -> None:
+def test_differences_name_job_rank_and_step(
+    second: tuple[float, ...], digest: str, said: list[str]
+) -> None:
     expected = Outcome(0, 1, [(2.0, 1.0), (2.0, float("nan"))], ["d", "d"], 0.9)
     got = Outcome(0, 1, [(2.0, 1.0), second], ["d", digest], 0.9)
     assert differences({"a": expected}, {"a": got}) == said
@@ -68,7 +89,11 @@ def test_differences_name_job_rank_and_step(second: tuple[float, ...], digest: s
 @pytest.mark.parametrize(
     ("crossover_s", "unmanaged_s", "meaning"),
     [
-        (16.0, 20.0, r"16\.0 s instead of 20\.0 s .*1\.25× as fast .* and 1\.25× as fast as .*unmanaged"),
+        (
+            16.0,
+            20.0,
+            r"16\.0 s instead of 20\.0 s .*1\.25× as fast .* and 1\.25× as fast as .*unmanaged",
+        ),
         (14.0, 20.0, r"above the bound of 1\.25×: something has slowed the runs alone"),
         (17.6, 16.0, "0.91× as fast as side by side unmanaged"),
         (20.0, 20.0, r"did not pay here: 20\.0 s .* 1\.25× was possible"),
@@ -93,7 +118,12 @@ def test_differing_losses_are_the_verdict_and_stand_in_the_table() -> None:
     with console.capture() as captured:
         console.print(demo.make_table(figures))
     lines = [line.split("│") for line in captured.get().splitlines() if "×" in line]
-    assert [cells[1].strip() for cells in lines] == [AFTER, UNMANAGED, CROSSOVER, "at best (bound S)"]
+    assert [cells[1].strip() for cells in lines] == [
+        AFTER,
+        UNMANAGED,
+        CROSSOVER,
+        "at best (bound S)",
+    ]
     assert "DIFFERENT" in captured.get()
 
 

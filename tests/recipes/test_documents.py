@@ -24,7 +24,15 @@ from . import RECIPES
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TRAIN = "recipes/train.py"
-PROGRAMS = ("make", "python", "torchrun", "crossover-ddp", "accelerate", "tests/gpu/run_all.sh", "pip")
+PROGRAMS = (
+    "make",
+    "python",
+    "torchrun",
+    "crossover-ddp",
+    "accelerate",
+    "tests/gpu/run_all.sh",
+    "pip",
+)
 TINY = "--steps 2 --image-size 32 --batch-size 4 --model-option 'channels=(8,8,16,16)'"
 # By the beginning of the command, what makes it short; of two arguments the last one wins.
 SHORTER = {
@@ -71,7 +79,10 @@ def missing(command: str) -> str | None:
             return next((each for each in named[:1] if each not in CLAIMS and each != "NAME"), None)
     if program == "make":
         text = (ROOT / "Makefile").read_text()
-        return next((each for each in rest if re.fullmatch(r"[a-z]+", each) and f"\n{each}:" not in text), None)
+        return next(
+            (each for each in rest if re.fullmatch(r"[a-z]+", each) and f"\n{each}:" not in text),
+            None,
+        )
     try:
         if program == "crossover-ddp" and "…" not in command:
             cli.parse(rest)
@@ -102,9 +113,25 @@ def test_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.timeout(120)
 def test_a_job_under_torchrun_is_measured_and_ended(capfd: pytest.CaptureFixture[str]) -> None:
-    script = [str(RECIPES / "train.py"), "--preset", "tiny", "--hook", "decoupled", "--optimizer", "sgd"]
+    script = [
+        str(RECIPES / "train.py"),
+        "--preset",
+        "tiny",
+        "--hook",
+        "decoupled",
+        "--optimizer",
+        "sgd",
+    ]
     endless = ["--steps", "1000001", "--threads", "1", "--eval-every", "0"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *script, *endless]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        *script,
+        *endless,
+    ]
     code = cli.main(["advise", "--json", "--steps", "17", "--", *launch])
     out, err = capfd.readouterr()
     assert code == 0, err

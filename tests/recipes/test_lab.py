@@ -27,7 +27,10 @@ from tests.harness.waiting import eventually, gone
 from . import RECIPES
 
 _REASON = lab.why_not_shaped()
-NEEDS_ROOT = pytest.mark.root, pytest.mark.skipif(bool(_REASON), reason=f"no emulated network: {_REASON}")
+NEEDS_ROOT = (
+    pytest.mark.root,
+    pytest.mark.skipif(bool(_REASON), reason=f"no emulated network: {_REASON}"),
+)
 pytestmark = [pytest.mark.quiet, pytest.mark.timeout(150)]
 
 
@@ -83,7 +86,10 @@ def python(script: str, *arguments: object) -> list[str]:
     [pytest.param(True, 2, "core", marks=NEEDS_ROOT), (False, 1, "core"), (False, 2, "none")],
 )
 def test_ranks_find_their_place(on_links: bool, per_node: int, pin: Any, tmp_path: Path) -> None:
-    jobs = [Job("a", python(SHOW_ENVIRONMENT)), Job("b", python(SHOW_ENVIRONMENT), {"OMP_NUM_THREADS": "2"})]
+    jobs = [
+        Job("a", python(SHOW_ENVIRONMENT)),
+        Job("b", python(SHOW_ENVIRONMENT), {"OMP_NUM_THREADS": "2"}),
+    ]
     with Cluster(shaped=on_links, ranks_per_node=per_node, pin=pin) as cluster:
         cluster.run(jobs, 60, out=tmp_path)
     seen = {
@@ -94,7 +100,10 @@ def test_ranks_find_their_place(on_links: bool, per_node: int, pin: Any, tmp_pat
     for (job, rank), variables in seen.items():
         node, local = divmod(rank, per_node)
         assert (variables["RANK"], variables["WORLD_SIZE"]) == (str(rank), str(2 * per_node))
-        assert (variables["LOCAL_RANK"], variables["LOCAL_WORLD_SIZE"]) == (str(local), str(per_node))
+        assert (variables["LOCAL_RANK"], variables["LOCAL_WORLD_SIZE"]) == (
+            str(local),
+            str(per_node),
+        )
         assert variables["GLOO_SOCKET_IFNAME"] == ("eth0" if on_links else "lo")
         assert variables["CROSSOVER_DEVICE"] == f"lab-node{node}-device{node}"
         assert variables["CROSSOVER_LAB_DIR"] == str(tmp_path / job)
@@ -112,7 +121,9 @@ def test_ranks_find_their_place(on_links: bool, per_node: int, pin: Any, tmp_pat
 
 @needs_root
 @pytest.mark.usefixtures("forked_lab")
-def test_nodes_reach_the_next_at_a_rate_that_can_change_and_bytes_are_counted(tmp_path: Path) -> None:
+def test_nodes_reach_the_next_at_a_rate_that_can_change_and_bytes_are_counted(
+    tmp_path: Path,
+) -> None:
     size_bytes = 20_000_000  # 32 s at 5 Mbit/s
 
     def speed_up() -> None:
@@ -120,7 +131,9 @@ def test_nodes_reach_the_next_at_a_rate_that_can_change_and_bytes_are_counted(tm
             cluster.set_rate(800)
 
     with Cluster(4, rate_mbit=5) as cluster:
-        result = cluster.run([Job("ring", python(RING, size_bytes))], 60, out=tmp_path, watch=speed_up)
+        result = cluster.run(
+            [Job("ring", python(RING, size_bytes))], 60, out=tmp_path, watch=speed_up
+        )
         assert cluster.rate_mbit == 800
     for rank, sent_bytes in enumerate(result.sent_bytes):
         received, taken_s = (tmp_path / "ring" / f"rank{rank}.log").read_text().split()[-2:]
@@ -156,21 +169,27 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_failing_rank_speaks_also_if_its_peer_ends_first_and_the_others_are_ended(tmp_path: Path) -> None:
+def test_a_failing_rank_speaks_also_if_its_peer_ends_first_and_the_others_are_ended(
+    tmp_path: Path,
+) -> None:
     jobs = [Job("bad", python(FAILING)), Job("good", ["sleep", "300"])]
     with Cluster(shaped=False) as cluster:
         began_s = time.monotonic()
         with pytest.raises(JobFailedError) as caught:
             cluster.run(jobs, 60, out=tmp_path)
         assert time.monotonic() - began_s < 30, "its end was noticed no sooner than that of all"
-        assert re.search(r"job bad, rank 1: killed by SIGKILL(.|\n)*my own last words", str(caught.value))
+        assert re.search(
+            r"job bad, rank 1: killed by SIGKILL(.|\n)*my own last words", str(caught.value)
+        )
         assert "job good" not in str(caught.value)
         assert all(owner != cluster.lab for owner, _ in nodes.marked_labs())
 
 
 def test_a_run_that_takes_too_long_is_ended_with_all_its_children(tmp_path: Path) -> None:
     with Cluster(1, shaped=False) as cluster:
-        with pytest.raises(RunTimeoutError, match=r"within 1 s.*\n.*job slow, rank 0: still running"):
+        with pytest.raises(
+            RunTimeoutError, match=r"within 1 s.*\n.*job slow, rank 0: still running"
+        ):
             cluster.run([Job("slow", python(STUBBORN, tmp_path))], 1, out=tmp_path / "out")
         rank, child = map(int, (tmp_path / "0").read_text().split())
         assert gone(rank)
@@ -181,9 +200,19 @@ def test_a_run_that_takes_too_long_is_ended_with_all_its_children(tmp_path: Path
 def start_lab(tmp_path: Path, *, on_links: bool) -> "subprocess.Popen[str]":
     """Start the command line with two stubborn ranks, and return when both are ready."""
     command = f"a: python -c '{STUBBORN}' {tmp_path}"
-    words = ["run", "--out", str(tmp_path / "out"), "--job", command, *([] if on_links else ["--unshaped"])]
+    words = [
+        "run",
+        "--out",
+        str(tmp_path / "out"),
+        "--job",
+        command,
+        *([] if on_links else ["--unshaped"]),
+    ]
     process = subprocess.Popen(
-        [sys.executable, str(RECIPES / "lab"), *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        [sys.executable, str(RECIPES / "lab"), *words],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
     )
     assert eventually(lambda: all((tmp_path / rank).exists() for rank in "01"))
     return process
@@ -251,7 +280,9 @@ def test_cleaning_spares_running_labs_and_what_is_not_a_labs() -> None:
 def test_only_living_labs_namespaces_are_known_by_name() -> None:
     own = LabId.of_this_process(7)
     assert own.alive()
-    assert LabId.parse(str(own)) == LabId.parse(f"{own}-node3") == LabId.parse(f"{own}-switch") == own
+    assert (
+        LabId.parse(str(own)) == LabId.parse(f"{own}-node3") == LabId.parse(f"{own}-switch") == own
+    )
     later = replace(own, start_ticks=own.start_ticks + 1)
     assert not later.alive()  # its number has been given again
     assert replace(later, pid_namespace=1).alive()  # as far as can be seen from here
@@ -262,16 +293,36 @@ def test_only_living_labs_namespaces_are_known_by_name() -> None:
 
 def test_without_root_it_is_said_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_has_network_admin", lambda: False)
-    with pytest.raises(LabError, match=r"(?s)no network can be emulated here: .*need root.*shaped=False"), Cluster():
+    with (
+        pytest.raises(
+            LabError, match=r"(?s)no network can be emulated here: .*need root.*shaped=False"
+        ),
+        Cluster(),
+    ):
         pass
     assert command.main(["link"]) == 1
 
 
 def test_the_command_takes_ranks_per_node_and_a_single_node_is_not_shaped(tmp_path: Path) -> None:
     job = "a: bash -c 'echo $RANK'"
-    words = ["run", "--nodes", "1", "--ranks-per-node", "3", "--out", str(tmp_path), "--json", "--job", job]
+    words = [
+        "run",
+        "--nodes",
+        "1",
+        "--ranks-per-node",
+        "3",
+        "--out",
+        str(tmp_path),
+        "--json",
+        "--job",
+        job,
+    ]
     assert command.main(words) == 0
-    assert [path.read_text() for path in sorted((tmp_path / "a").glob("*.log"))] == ["0\n", "1\n", "2\n"]
+    assert [path.read_text() for path in sorted((tmp_path / "a").glob("*.log"))] == [
+        "0\n",
+        "1\n",
+        "2\n",
+    ]
     told = json.loads((tmp_path / RUN_FILE).read_text())
     assert (told["nodes"], told["rate_mbit"], told["sent_bytes"]) == (1, None, [0])
 
@@ -283,7 +334,10 @@ def test_the_command_takes_ranks_per_node_and_a_single_node_is_not_shaped(tmp_pa
         (lambda: Cluster(rate_mbit=0), "expected a rate > 0, got rate_mbit=0"),
         (lambda: Cluster(mtu=100), "expected an MTU .* got mtu=100"),
         (lambda: Cluster(pin="all"), "expected pin 'core' or 'none', got pin='all'"),
-        (lambda: Cluster(ranks_per_node=9), "expected 1 to 8 ranks on a node, got ranks_per_node=9"),
+        (
+            lambda: Cluster(ranks_per_node=9),
+            "expected 1 to 8 ranks on a node, got ranks_per_node=9",
+        ),
         (lambda: Job("..", "true"), "expected a name that can name a directory"),
         (lambda: Job("a/b", "true"), "expected a name that can name a directory"),
         (lambda: Job("a", " "), "expected a command for job a"),
@@ -294,7 +348,9 @@ def test_wrong_arguments_are_refused(made: Callable[[], object], message: str) -
         made()
 
 
-def test_an_unshaped_cluster_has_no_rate_and_refuses_jobs_that_it_cannot_run(tmp_path: Path) -> None:
+def test_an_unshaped_cluster_has_no_rate_and_refuses_jobs_that_it_cannot_run(
+    tmp_path: Path,
+) -> None:
     with Cluster(shaped=False) as cluster:
         assert cluster.rate_mbit is None
         assert cluster.sent_bytes() == [0, 0]

@@ -53,7 +53,9 @@ def steps(lengths_s: Sequence[float], begin_s: float = 0.0, **figures: Any) -> l
         (1.0, 1.5, 1.25, 1.2),  # 2M > 2C
     ],
 )
-def test_bound_of_two_equal_jobs(busy_s: float, step_s: float, wire_s: float, expected: float) -> None:
+def test_bound_of_two_equal_jobs(
+    busy_s: float, step_s: float, wire_s: float, expected: float
+) -> None:
     assert bound([(busy_s, step_s, wire_s)] * 2) == pytest.approx(expected)
 
 
@@ -67,7 +69,10 @@ def test_rate_makes_the_wire_take_the_share_of_the_computation_asked_for() -> No
         (lambda: bound([]), r"expected \(C, T1, M\) with T1 > 0"),
         (lambda: bound([(1.0, 0.0, 1.0)]), r"expected \(C, T1, M\) with T1 > 0"),
         (lambda: bound([(1.0, float("nan"), 1.0)]), r"expected \(C, T1, M\) with T1 > 0"),
-        (lambda: rate_for(0.5, 0.0, 1e6), r"expected a ratio, computation and traffic > 0, got ratio=0\.5"),
+        (
+            lambda: rate_for(0.5, 0.0, 1e6),
+            r"expected a ratio, computation and traffic > 0, got ratio=0\.5",
+        ),
         (lambda: lab.load_run(Path("nowhere")), "expected a run of the lab with lab.json"),
         (lambda: draw([], Path("x.svg")), "expected spans, got none"),
     ],
@@ -89,7 +94,14 @@ def test_figures_of_a_job_alone() -> None:
     assert figures.exposed_s == pytest.approx(0.5)
     assert figures.wire_s == pytest.approx(0.5)
     assert figures.makespan_s == pytest.approx(32)
-    assert {"C_s", "N_s", "M_s", "wire_bytes_per_step", "turns", "handover"} <= figures.as_json().keys()
+    assert {
+        "C_s",
+        "N_s",
+        "M_s",
+        "wire_bytes_per_step",
+        "turns",
+        "handover",
+    } <= figures.as_json().keys()
 
 
 def test_beside_a_sibling_computation_comes_from_spans_and_wire_bytes_are_unknown() -> None:
@@ -105,7 +117,12 @@ def test_beside_a_sibling_computation_comes_from_spans_and_wire_bytes_are_unknow
 
 def test_a_run_says_how_busy_links_and_devices_were_and_is_drawn(tmp_path: Path) -> None:
     record = {"nodes": 2, "rate_mbit": 200.0, "mtu": 9000, "devices": ["device0"], "dropped": 0}
-    record |= {"jobs": {"a": {}, "b": {}}, "begin_s": 0.0, "end_s": 20.0, "sent_bytes": [250_000_000, 0]}
+    record |= {
+        "jobs": {"a": {}, "b": {}},
+        "begin_s": 0.0,
+        "end_s": 20.0,
+        "sent_bytes": [250_000_000, 0],
+    }
     run = lab.Run(tmp_path, {job: {0: steps([2.0] * 5)} for job in "ab"}, siblings(), record)
     result = json.loads(json.dumps(run.as_json()))
     assert result["jobs"]["a"]["turns"] == 10
@@ -126,7 +143,9 @@ with open(path, "w") as log:
 """
 
 
-def test_command_line_from_job_to_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_from_job_to_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     jobs = [word for name in "ab" for word in ("--job", f"{name}: python -c '{STEPS}'")]
     arguments = ["run", "--unshaped", "--out", str(tmp_path), *jobs]
     assert command.main([*arguments, "--json", "--sequential"]) == 0
@@ -162,7 +181,9 @@ def test_a_handover_counts_only_when_the_job_had_to_wait_for_the_sibling() -> No
 def test_shares_are_of_the_time_in_which_all_jobs_were_active() -> None:
     active = [span("b", "exchange", 2, 3), span("a", "compute", 0, 4), span("b", "compute", 3, 6)]
     spans = [*active, span("a", "exchange", 4, 10), span("b", "exchange", 6, 9)]
-    assert occupancy(spans, "device0") == pytest.approx({"idle": 3 / 7, "one": 3 / 7, "several": 1 / 7})
+    assert occupancy(spans, "device0") == pytest.approx(
+        {"idle": 3 / 7, "one": 3 / 7, "several": 1 / 7}
+    )
     assert occupancy(spans, "device0", window_s=(3, 5)) == {"idle": 0.0, "one": 0.5, "several": 0.5}
     assert occupancy(spans, "device9") == {"idle": 1.0, "one": 0.0, "several": 0.0}
 
@@ -213,7 +234,10 @@ def test_ratios_are_of_one_repeat_and_over_the_best_of_the_plain_ways() -> None:
     ways = {"ddp": PLAIN, "ddp, fine": PLAIN, "ours": PLAIN}
     claim = Claim("", ways, ("tiny",), against=("ddp", "ddp, fine"), limit=every(1))
     steps_s = [(4.0, 3.0, 2.0), (8.0, 6.0, 3.0), (4.0, 3.0, 1.0)]
-    runs = [{name: Trained(step_s, 1.0, 1e6, {}) for name, step_s in zip(ways, each, strict=True)} for each in steps_s]
+    runs = [
+        {name: Trained(step_s, 1.0, 1e6, {}) for name, step_s in zip(ways, each, strict=True)}
+        for each in steps_s
+    ]
     row = summarize(claim, runs, rate_mbit=4.0, compute_s=1.0)
     assert row["over"] == "ddp, fine"
     assert row["factor"]["ours"] == 2.0
@@ -229,16 +253,22 @@ def test_every_claim_has_a_row_and_its_ways_can_be_started(name: str) -> None:
     runs = [{way: Trained(2.0, 1.0, 1e6, {}) for way in claim.ways}]
     row = summarize(claim, runs, rate_mbit=8.0, compute_s=1.0)
     assert row["m_s"] == 1.0
-    assert f"| {next(iter(claim.ways))} 1.000" in as_markdown([{**row, "preset": "tiny", "said": None}])
+    assert f"| {next(iter(claim.ways))} 1.000" in as_markdown(
+        [{**row, "preset": "tiny", "said": None}]
+    )
     assert set(claim.exact) | set(claim.against) <= claim.ways.keys()
     for way in claim.ways.values():
         words = f"{run.TRAINING} --preset tiny {claim.arguments} {way.arguments}"
         assert (run.RECIPES / way.script).exists()
         args = parse_arguments(shlex.split(words), HOOKS)
-        assert args.warmup_steps > 2 * (way.warm_up + claim.steps), "the rate would depend on the number of steps"
+        assert args.warmup_steps > 2 * (way.warm_up + claim.steps), (
+            "the rate would depend on the number of steps"
+        )
 
 
-def test_a_claim_that_needs_a_checkout_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_claim_that_needs_a_checkout_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert peer.HOOKS is HOOKS
     with pytest.raises(SystemExit):
         run.main(["--claim", "kfac", "--out", str(tmp_path)])

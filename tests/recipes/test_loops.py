@@ -38,7 +38,9 @@ LOOPS = {
 def work(loop: str, phase: str, directory: Path) -> list[str]:
     deaths = dict.fromkeys(range(2), signal.SIGKILL) if phase == "killed" else {}
     arguments = [loop, phase, str(directory)]
-    with spawn_script(WORKER, 2, args=arguments, environment=ENVIRONMENT, cwd=directory, forked=True) as ranks:
+    with spawn_script(
+        WORKER, 2, args=arguments, environment=ENVIRONMENT, cwd=directory, forked=True
+    ) as ranks:
         return ranks.wait(TIMEOUT_S, deaths=deaths)
 
 
@@ -54,7 +56,9 @@ def test_a_loop_with_the_documents_lines_trains_and_goes_on(loop: str, tmp_path:
     if saves:
         work(loop, "resumed", tmp_path)
     for rank in range(2 if saves else 0):
-        before, after = (torch.load(tmp_path / f"{phase}-{rank}.pt") for phase in ("killed", "resumed"))
+        before, after = (
+            torch.load(tmp_path / f"{phase}-{rank}.pt") for phase in ("killed", "resumed")
+        )
         assert "killed" not in before
         whole = before["whole"]
         assert len({*whole}) == len(whole) in (8, 12)

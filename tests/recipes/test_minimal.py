@@ -20,7 +20,9 @@ def losses(output: str) -> list[str]:
 
 def train(name: str, *args: str, environment: dict[str, str] | None = None) -> str:
     """Return what two ranks have printed, of whom one says the losses."""
-    with spawn_script(RECIPES / f"minimal_{name}.py", 2, args=args, environment=environment, forked=True) as ranks:
+    with spawn_script(
+        RECIPES / f"minimal_{name}.py", 2, args=args, environment=environment, forked=True
+    ) as ranks:
         return "".join(ranks.wait(TIMEOUT_S))
 
 
@@ -42,14 +44,18 @@ def test_a_compressed_job_learns_in_a_quarter_of_the_bytes(plain: list[str]) -> 
 
 def test_they_import_public_names_only() -> None:
     for path in RECIPES.glob("minimal_*.py"):
-        assert not re.search(r"(from|import) +(crossover_ddp\._|_[a-z]|lab)", path.read_text()), path
+        assert not re.search(r"(from|import) +(crossover_ddp\._|_[a-z]|lab)", path.read_text()), (
+            path
+        )
 
 
 def test_siblings_have_the_losses_of_plain_ddp(plain: list[str]) -> None:
     script, group = RECIPES / "minimal_crossover.py", {"CROSSOVER_GROUP": uuid.uuid4().hex}
     # The sibling trains longer, so that the other one is never alone.
     with (
-        spawn_script(script, 2, args=["--epochs", "4", "--lr", "0.05"], environment=group, forked=True) as other,
+        spawn_script(
+            script, 2, args=["--epochs", "4", "--lr", "0.05"], environment=group, forked=True
+        ) as other,
         spawn_script(script, 2, environment=group, forked=True) as one,
     ):
         assert losses(one.wait(TIMEOUT_S)[0]) == plain
@@ -85,14 +91,19 @@ def test_muon_has_the_losses_of_plain_ddp_and_saves_what_torch_loads(tmp_path: P
     assert losses(output) == losses(train("muon", environment=PLAIN))
     assert "MuonState(2 matrices" in output
     state = torch.load(path, weights_only=True)["optimizer"][0]["state"]
-    assert {tuple(each["momentum_buffer"].shape) for each in state.values()} == {(256, 64), (128, 256)}
+    assert {tuple(each["momentum_buffer"].shape) for each in state.values()} == {
+        (256, 64),
+        (128, 256),
+    }
 
 
 def test_two_programs_take_turns() -> None:
     script, group = RECIPES / "minimal_mutex.py", {"CROSSOVER_GROUP": uuid.uuid4().hex}
     with (
         spawn_script(script, 1, args=["a", "--turns", "4"], environment=group, forked=True) as one,
-        spawn_script(script, 1, args=["b", "--turns", "4"], environment=group, forked=True) as other,
+        spawn_script(
+            script, 1, args=["b", "--turns", "4"], environment=group, forked=True
+        ) as other,
     ):
         outputs = one.wait(TIMEOUT_S) + other.wait(TIMEOUT_S)
     for output in outputs:

@@ -58,12 +58,18 @@ class Place:
             (directory / "bin" / name).chmod(0o755)
         path = [str(directory / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
-        own = {"PATH": os.pathsep.join(path), "NOTES": str(directory / "notes"), "OMP_NUM_THREADS": "1"}
+        own = {
+            "PATH": os.pathsep.join(path),
+            "NOTES": str(directory / "notes"),
+            "OMP_NUM_THREADS": "1",
+        }
         self.environment = {**kept, **own, "PYTHONPATH": str(ROOT)}
 
     def run(self, *words: str, code: int = 0, **more: str) -> None:
         """Run a command, which ends with this code."""
-        done = subprocess.run(words, env={**self.environment, **more}, cwd=self.directory, timeout=240, check=False)
+        done = subprocess.run(
+            words, env={**self.environment, **more}, cwd=self.directory, timeout=240, check=False
+        )
         assert done.returncode == code
 
     def notes(self) -> list[str]:
@@ -84,7 +90,9 @@ def study(place: Place, *words: str, **more: str) -> list[tuple[str, str, float 
     ):
         patch.chdir(place.directory)  # where the study is by default
         siblings_optuna.main()
-    found = optuna.load_study(study_name="siblings", storage=f"sqlite:///{place.directory}/siblings.db")
+    found = optuna.load_study(
+        study_name="siblings", storage=f"sqlite:///{place.directory}/siblings.db"
+    )
     return [(trial.state.name, str(trial.params["lr"]), trial.value) for trial in found.trials]
 
 
@@ -115,7 +123,9 @@ def test_a_trial_that_fails_ends_alone_and_siblings_have_a_group(tmp_path: Path)
     assert all(group.startswith("study-") for group in groups)
 
 
-def test_steps_of_an_allocation_are_one_group_and_one_that_fails_ends_no_other(tmp_path: Path) -> None:
+def test_steps_of_an_allocation_are_one_group_and_one_that_fails_ends_no_other(
+    tmp_path: Path,
+) -> None:
     place = Place(tmp_path, *STAND_INS)
     given = {"SLURM_JOB_ID": "77", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "machine[0-999]"}
     given |= {"SLURM_GPUS_ON_NODE": "4", "FAILING": "0.1"}
@@ -176,7 +186,9 @@ def test_a_pod_that_is_deleted_ends_its_jobs(container: dict[str, Any], tmp_path
     try:
         assert eventually(lambda: len(list((tmp_path / "notes").iterdir())) == 2)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        (first,) = children.read_text().split()  # process 1 there, which has no default action for a signal
+        (first,) = (
+            children.read_text().split()
+        )  # process 1 there, which has no default action for a signal
         os.kill(int(first), signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
     finally:

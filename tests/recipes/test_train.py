@@ -29,7 +29,18 @@ WORLD = 2
 CONVNET = [
     *("--model", "timm:resnet18", "--model-option", "channels=(8,8,16,16)"),
     *("--model-option", "drop_rate=0.1", "--bucket-cap-mb", "0.02"),
-    *("--image-size", "32", "--channels", "1", "--batch-size", "8", "--lr", "0.05", "--eval-every", "0"),
+    *(
+        "--image-size",
+        "32",
+        "--channels",
+        "1",
+        "--batch-size",
+        "8",
+        "--lr",
+        "0.05",
+        "--eval-every",
+        "0",
+    ),
 ]
 GPT = [
     *("--model", "gpt", "--model-option", "dim=32", "--vocabulary", "512", "--context", "32"),
@@ -46,7 +57,9 @@ def call_main(rank: int, world_size: int, arguments: Sequence[str]) -> None:
     train.main(arguments)
 
 
-def train_ranks(arguments: Sequence[str], log: Path, *, world_size: int = WORLD) -> list[list[Record]]:
+def train_ranks(
+    arguments: Sequence[str], log: Path, *, world_size: int = WORLD
+) -> list[list[Record]]:
     port = free_port()
     job = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment = [{**job, "RANK": str(rank)} for rank in range(world_size)]
@@ -82,7 +95,9 @@ def test_log_has_a_start_each_step_an_evaluation_and_an_end(reference: list[list
         assert start["event"] == "start"
         assert (start["rank"], start["world_size"]) == (rank, WORLD)
         assert start["arguments"]["model"] == "timm:resnet18"
-        assert [(each["event"], each["step"]) for each in steps] == [("step", step) for step in range(10)]
+        assert [(each["event"], each["step"]) for each in steps] == [
+            ("step", step) for step in range(10)
+        ]
         assert {"loss", "lr", "cpu_s", "core_busy_s", "wire_bytes"} <= steps[0].keys()
         times = [time for each in steps for time in (each["begin_s"], each["end_s"])]
         assert times == sorted(times)
@@ -98,13 +113,25 @@ def test_log_has_a_start_each_step_an_evaluation_and_an_end(reference: list[list
 RESUMED = {
     "decoupled": [*CONVNET, "--steps", "10"],  # only the run that is stopped has the hook
     "muon": [*SMALL_GPT, "--hook", "muon", "--optimizer", "muon", "--steps", "10"],
-    "local_sgd": [*CONVNET, "--hook", "local_sgd", "--delay", "1", "--fragments", "4", "--steps", "10"],
+    "local_sgd": [
+        *CONVNET,
+        "--hook",
+        "local_sgd",
+        "--delay",
+        "1",
+        "--fragments",
+        "4",
+        "--steps",
+        "10",
+    ],
     "adamw": [*SMALL_GPT, "--context", "128", "--batch-size", "50", "--epochs", "2"],
 }
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_job_goes_on_from_its_checkpoint(name: str, reference: list[list[Record]], tmp_path: Path) -> None:
+def test_a_job_goes_on_from_its_checkpoint(
+    name: str, reference: list[list[Record]], tmp_path: Path
+) -> None:
     """One with epochs is stopped in its second; a checkpoint of replicas is one of their averages."""
     arguments = RESUMED[name]
     stopped = ["--hook", "decoupled", "--checkpoint-every", "3"] if name == "decoupled" else []
@@ -225,9 +252,13 @@ def test_bad_arguments_are_named(arguments: list[str], message: str, capsys: Any
 
 
 def test_what_cannot_be_trained_is_refused_with_a_hint() -> None:
-    with pytest.raises(ValueError, match=r"expected the name .* or torchvision.*'resnet81'.*mean .*resnet18"):
+    with pytest.raises(
+        ValueError, match=r"expected the name .* or torchvision.*'resnet81'.*mean .*resnet18"
+    ):
         _models.make(model_of("resnet81"), classes=10)
-    with pytest.raises(ValueError, match="expected a model library timm or torchvision, got 'keras'"):
+    with pytest.raises(
+        ValueError, match="expected a model library timm or torchvision, got 'keras'"
+    ):
         _models.make(model_of("keras:resnet18"), classes=10)
     with pytest.raises(ValueError, match=r"expected a directory DATA_DIR/train.*--data-dir"):
         _data.load_data(model_of("timm:resnet10t"), Path("nowhere"))
@@ -237,7 +268,9 @@ def test_what_cannot_be_trained_is_refused_with_a_hint() -> None:
 
 def test_core_busy_time_counts_all_but_idle(tmp_path: Path) -> None:
     table = tmp_path / "stat"
-    table.write_text("cpu  9 9 9 9 9 9 9 9 0 0\ncpu1 100 1 50 1000 70 3 4 2 0 0\ncpu11 7 7 7 7 7 7 7 7 0 0\n")
+    table.write_text(
+        "cpu  9 9 9 9 9 9 9 9 0 0\ncpu1 100 1 50 1000 70 3 4 2 0 0\ncpu11 7 7 7 7 7 7 7 7 0 0\n"
+    )
     assert meters.core_busy_s(1, table) == pytest.approx(160 / os.sysconf("SC_CLK_TCK"))
     assert meters.core_busy_s(2, table) is None
     assert meters.core_busy_s(None, table) is None

@@ -21,14 +21,20 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built, place = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    with (ROOT / "pyproject.toml").open() as turn:  # setuptools works in the tree, and pytest's workers share it
+    with (
+        ROOT / "pyproject.toml"
+    ).open() as turn:  # setuptools works in the tree, and pytest's workers share it
         fcntl.flock(turn, fcntl.LOCK_EX)
-        subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", built, ROOT], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "build", "--no-isolation", "--outdir", built, ROOT], check=True
+        )
     (wheel,) = built.glob("*.whl")
     assert len([*built.glob("*.tar.gz")]) == 1
     own = re.compile(r"crossover_ddp(-[\d.]+\.dist-info)?/")
     assert [*filter(own.match, names := zipfile.ZipFile(wheel).namelist())] == names
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", place, wheel], check=True)
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--no-index", "--target", place, wheel], check=True
+    )
     return place
 
 
@@ -36,7 +42,9 @@ def test_a_minimal_recipe_trains_with_the_wheel_alone(installed: Path, tmp_path:
     script = tmp_path / "train.py"
     shown = "import crossover_ddp\nprint(crossover_ddp.__file__, crossover_ddp.__version__)\n"
     recipe = (ROOT / "recipes/minimal_decoupled.py").read_text()
-    script.write_text(recipe.replace("dist.init_process_group", shown + "dist.init_process_group", 1))
+    script.write_text(
+        recipe.replace("dist.init_process_group", shown + "dist.init_process_group", 1)
+    )
     environment = {"PYTHONPATH": os.fspath(installed), "PYTHONNOUSERSITE": "1"}
     # One interpreter that imports torch, not three: what torchrun does is no part of the wheel.
     with spawn_script(script, 1, environment=environment, cwd=tmp_path) as ranks:
@@ -47,7 +55,9 @@ def test_a_minimal_recipe_trains_with_the_wheel_alone(installed: Path, tmp_path:
 
 def test_the_installed_command_says_its_version(installed: Path) -> None:
     environment = {**ENVIRONMENT, "PYTHONPATH": os.fspath(installed)}
-    said = subprocess.check_output([installed / "bin/crossover-ddp", "--version"], env=environment, text=True)
+    said = subprocess.check_output(
+        [installed / "bin/crossover-ddp", "--version"], env=environment, text=True
+    )
     assert said == f"crossover-ddp {crossover_ddp.__version__}\n"
 
 

@@ -84,8 +84,12 @@ def imports(module: str, source: str) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = path.parent.parts[: len(path.parent.parts) - node.level + 1] if node.level else ()
-            names = [".".join(filter(None, [*base, node.module, alias.name])) for alias in node.names]
+            base = (
+                path.parent.parts[: len(path.parent.parts) - node.level + 1] if node.level else ()
+            )
+            names = [
+                ".".join(filter(None, [*base, node.module, alias.name])) for alias in node.names
+            ]
         for name in (name.removeprefix("recipes.") for name in names):
             parts = name.removeprefix(f"{PACKAGE}.").split(".")
             known = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
@@ -96,14 +100,20 @@ def imports(module: str, source: str) -> Iterator[tuple[str, str]]:
 def offences(module: str, source: str) -> Iterator[str]:
     may = {row(module), *MAY_IMPORT.get(row(module), ())}
     for name, ours in imports(module, source):
-        if ours and row(ours) not in may and not any(f"{ours}.".startswith(f"{place}.") for place in may):
+        if (
+            ours
+            and row(ours) not in may
+            and not any(f"{ours}.".startswith(f"{place}.") for place in may)
+        ):
             yield f"{module} imports {ours.partition('.')[0]}"
         if module in PURE and name.partition(".")[0] in IMPURE:
             yield f"{module} is pure and imports {name}"
 
 
 def test_modules_import_what_their_row_allows_and_known_exceptions_shrink() -> None:
-    found = {each for module, path in SOURCES.items() for each in offences(module, path.read_text())}
+    found = {
+        each for module, path in SOURCES.items() for each in offences(module, path.read_text())
+    }
     assert sorted(found - EXCEPTIONS) == [], "not allowed by the table"
     assert sorted(EXCEPTIONS - found) == [], "no longer there: remove them from EXCEPTIONS"
     assert sorted({*PURE} - {*SOURCES}) == [], "pure modules that are not there"
@@ -136,7 +146,9 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 def test_the_package_offers_public_names_and_nothing_else() -> None:
     nodes = ast.walk(ast.parse((ROOT / PACKAGE / "__init__.py").read_text()))
-    offered = {name.name for node in nodes if isinstance(node, ast.ImportFrom) for name in node.names}
+    offered = {
+        name.name for node in nodes if isinstance(node, ast.ImportFrom) for name in node.names
+    }
     assert offered - {"TYPE_CHECKING"} == {*crossover_ddp.__all__}
     for name in crossover_ddp.__all__:
         assert getattr(crossover_ddp, name).__module__.startswith(PACKAGE)
@@ -153,11 +165,19 @@ def test_importing_the_package_imports_no_torch() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "offence"),
     [
-        ("_engine.links", "import crossover_ddp._timeline.trace", "_engine.links imports _timeline"),
+        (
+            "_engine.links",
+            "import crossover_ddp._timeline.trace",
+            "_engine.links imports _timeline",
+        ),
         ("cli.run", "def f():\n    from .._engine.buckets import x", "cli.run imports _engine"),
         ("_turns.rules", "import time", "_turns.rules is pure and imports time"),
         ("train", "from studies.run import x", "train imports studies"),
-        ("studies.run", "import torch\nfrom crossover_ddp import GPUMutex\nfrom lab import jobs", ""),
+        (
+            "studies.run",
+            "import torch\nfrom crossover_ddp import GPUMutex\nfrom lab import jobs",
+            "",
+        ),
     ],
 )
 def test_an_offence_is_found(module: str, source: str, offence: str) -> None:

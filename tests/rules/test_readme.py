@@ -21,7 +21,9 @@ from tests.harness import documents, in_ranks
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SHOWN = [(block, True) for path in DOCUMENTS for block in documents.blocks(path.read_text(), "python")]
+SHOWN = [
+    (block, True) for path in DOCUMENTS for block in documents.blocks(path.read_text(), "python")
+]
 SHOWN += [(documents.after(diff), False) for diff in documents.blocks(README, "diff")]
 
 
@@ -66,7 +68,9 @@ def test_links_lead_somewhere(tmp_path: Path) -> None:
 
 
 def test_names_in_the_text_are_public() -> None:
-    mentioned = set(re.findall(r"`(crossover_\w+|[A-Z]\w*(?:State|Mutex))`", README)) - {"crossover_ddp"}
+    mentioned = set(re.findall(r"`(crossover_\w+|[A-Z]\w*(?:State|Mutex))`", README)) - {
+        "crossover_ddp"
+    }
     assert mentioned <= set(crossover_ddp.__all__)
 
 
@@ -76,7 +80,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("material", "mkdocstrings"):
         pytest.importorskip(name, reason=f"{name} is not installed: make docs, or the extra 'docs'")
     place = tmp_path_factory.mktemp("site")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(place)]
+    build = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(place),
+    ]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return place
@@ -85,7 +98,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     for path in site.rglob("*.html"):
         loaded = re.findall(
-            r'<(?:script|img|iframe|link rel="(?:stylesheet|icon)")[^>]*https?:[^>]*>', path.read_text()
+            r'<(?:script|img|iframe|link rel="(?:stylesheet|icon)")[^>]*https?:[^>]*>',
+            path.read_text(),
         )
         assert loaded == [], path.name
 
@@ -101,5 +115,7 @@ def test_markdown_is_rendered(site: Path) -> None:
     """Python-Markdown is stricter than GitHub about lists and code in them."""
     for path in site.rglob("*.html"):
         text = re.sub(r"(?s)<(pre|code|script|style)\b.*?</\1>", "", path.read_text())
-        left = re.findall(r"\n(?:- |\d+\. |\|)[^\n]{0,60}|\]\(\w[^\n]{0,60}|```[^\n]{0,60}|\bdef \w+\(", text)
+        left = re.findall(
+            r"\n(?:- |\d+\. |\|)[^\n]{0,60}|\]\(\w[^\n]{0,60}|```[^\n]{0,60}|\bdef \w+\(", text
+        )
         assert left == [], path.name

@@ -41,7 +41,9 @@ def test_faults_survive_a_rename_of_ten_classes_and_another_layout(tmp_path: Pat
         if not path.endswith(".py"):
             continue
         diff = [renamed(line) for line in fault.diff]
-        path_there, there = dataclasses.replace(fault, target=renamed(fault.target), diff=diff).seeded(tmp_path)
+        path_there, there = dataclasses.replace(
+            fault, target=renamed(fault.target), diff=diff
+        ).seeded(tmp_path)
         assert path_there == path
         assert ast.dump(ast.parse(there)) == ast.dump(ast.parse(renamed(seeded))), fault.why
 

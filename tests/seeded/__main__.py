@@ -33,7 +33,9 @@ def main() -> int:
 def describe(fault: Fault) -> str:
     """Return the file, the function and the reason."""
     path, _ = fault.seeded(ROOT)
-    return f"{path}: {fault.why}" if path == fault.target else f"{path}: {fault.target}: {fault.why}"
+    return (
+        f"{path}: {fault.why}" if path == fault.target else f"{path}: {fault.target}: {fault.why}"
+    )
 
 
 def is_seen(fault: Fault, root: Path, number: str) -> bool:
@@ -56,7 +58,11 @@ def is_seen(fault: Fault, root: Path, number: str) -> bool:
         path.write_text(sound)
     seen = done.returncode == 1  # where tests ran and some failed
     red = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    verdict = " by ".join(["seen", *red[:1]]) if seen else f"NOT SEEN (pytest's exit code {done.returncode})"
+    verdict = (
+        " by ".join(["seen", *red[:1]])
+        if seen
+        else f"NOT SEEN (pytest's exit code {done.returncode})"
+    )
     print(f"{number}: {describe(fault)}: {verdict}, {time.monotonic() - begin_s:.0f} s", flush=True)
     if not seen:
         print(done.stdout[-2000:] + done.stderr[-2000:], flush=True)

@@ -8,9 +8,9 @@ A table, ``faults/*.txt``, holds mutations of functions. Its lines begin with on
 - ``$`` gives pytest's arguments, if they differ from those of the fault above; at least one of the tests must fail
 - a space, ``-`` or ``+`` is a line of a fragment of code, as in a diff
 
-[Note: fragments] A fragment is compared token by token. Line breaks, comments, indentation, trailing commas, the
-parentheses around a wrapped expression and the file that the function stands in do not matter, so that a fault survives reformatting and moves. After a rename apply
-the same rename to the tables.
+[Note: fragments] A fragment is compared token by token. Line breaks, comments, indentation, trailing
+commas, the parentheses around a wrapped expression and the file of the function do not matter. So a
+fault survives reformatting and moves. After a rename apply the same rename to the tables.
 """
 
 import ast
@@ -62,9 +62,16 @@ class Fault:
 
     def seeded(self, root: Path) -> tuple[str, str]:
         """Return the path of the file that the fault belongs to, from ``root``, and its text with the fault in it."""
-        old, new = ("\n".join(line[1:] for line in self.diff if line[0] != sign).rstrip(", ") for sign in "+-")
+        old, new = (
+            "\n".join(line[1:] for line in self.diff if line[0] != sign).rstrip(", ")
+            for sign in "+-"
+        )
         wanted = [token.text for token in tokens(old)]
-        places = [(scope, *place) for scope in scopes(root, self.target) for place in found(wanted, root, scope)]
+        places = [
+            (scope, *place)
+            for scope in scopes(root, self.target)
+            for place in found(wanted, root, scope)
+        ]
         if len(places) != 1 or old == new:
             raise ValueError(
                 f"expected the code of the fault {self.why!r} once in {self.target}, found it {len(places)} times; "
@@ -74,9 +81,14 @@ class Fault:
         text = (root / scope.path).read_text()
         column = begin - (text.rfind("\n", 0, begin) + 1)
         shift = column - (len(old) - len(old.lstrip()))
-        lines = [" " * max(0, len(line) - len(line.lstrip()) + shift) + line.lstrip() for line in new.split("\n")]
+        lines = [
+            " " * max(0, len(line) - len(line.lstrip()) + shift) + line.lstrip()
+            for line in new.split("\n")
+        ]
         seeded = text[:begin] + "\n".join(lines).lstrip() + text[end:]
-        if not new and scope.path.endswith(".py") and not is_valid(seeded):  # nothing else is left in its block
+        if (
+            not new and scope.path.endswith(".py") and not is_valid(seeded)
+        ):  # nothing else is left in its block
             seeded = text[:begin] + "pass" + text[end:]
         return scope.path, seeded
 
@@ -102,7 +114,11 @@ def tokens(text: str) -> list[Token]:
     matches = (match for match in _TOKEN.finditer(text) if match["token"])
     all_of_them = [Token(match["token"], *match.span()) for match in matches]
     followers = [token.text for token in all_of_them[1:]] + [""]
-    return [each for each, next_ in zip(all_of_them, followers, strict=True) if each.text != "," or next_ not in ")]}"]
+    return [
+        each
+        for each, next_ in zip(all_of_them, followers, strict=True)
+        if each.text != "," or next_ not in ")]}"
+    ]
 
 
 def found(wanted: list[str], root: Path, scope: Scope) -> Iterator[tuple[int, int]]:
@@ -154,7 +170,9 @@ def _definitions(root: Path) -> dict[str, list[Scope]]:
             begins.append(begins[-1] + len(line))
         for name, node in _named(ast.parse(text)):
             first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            scope = Scope(str(path.relative_to(root)), begins[first - 1], begins[node.end_lineno or first])
+            scope = Scope(
+                str(path.relative_to(root)), begins[first - 1], begins[node.end_lineno or first]
+            )
             known.setdefault(name, []).append(scope)
     return known
 

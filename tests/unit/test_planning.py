@@ -39,11 +39,16 @@ POINTS = st.tuples(st.integers(1, 10**8), st.floats(0, 1))
 
 
 @given(st.lists(POINTS, min_size=2, unique_by=lambda point: point[0]))
-def test_a_link_is_fitted_to_what_was_measured_and_never_pays_back(points: list[tuple[float, float]]) -> None:
+def test_a_link_is_fitted_to_what_was_measured_and_never_pays_back(
+    points: list[tuple[float, float]],
+) -> None:
     link = Link.fitted(points)
     assert min(link.alpha_s, link.beta_s) >= 0
     link = Link.fitted((size, 0.002 + 1e-8 * size) for size, _ in points)
-    assert (link.alpha_s, link.beta_s) == (pytest.approx(0.002, rel=1e-3), pytest.approx(1e-8, rel=1e-3))
+    assert (link.alpha_s, link.beta_s) == (
+        pytest.approx(0.002, rel=1e-3),
+        pytest.approx(1e-8, rel=1e-3),
+    )
 
 
 HALF = CodecCost(0.5, 0.1e-9, 0.2e-9)
@@ -77,8 +82,12 @@ def test_a_step_takes_at_least_its_compute_and_its_wire(
     assert step_s >= coded_step_s(job, link(mbit), CodecCost(rate / 2, 1e-9, 1e-9)) - 1e-12
 
 
-@pytest.mark.parametrize(("mbit", "choice"), [(100_000, EXACT), (330, HALF), (150, INT8), (20, SPARSE)])
-def test_the_weakest_codec_that_hides_the_exchange_is_chosen(mbit: float, choice: CodecCost) -> None:
+@pytest.mark.parametrize(
+    ("mbit", "choice"), [(100_000, EXACT), (330, HALF), (150, INT8), (20, SPARSE)]
+)
+def test_the_weakest_codec_that_hides_the_exchange_is_chosen(
+    mbit: float, choice: CodecCost
+) -> None:
     place, predicted = weakest_codec(work(), link(mbit), COSTS)
     assert COSTS[place] == choice
     assert predicted[place] <= 1.02 * min(predicted)
@@ -88,9 +97,12 @@ def test_the_weakest_codec_that_hides_the_exchange_is_chosen(mbit: float, choice
 
 
 @pytest.mark.parametrize(
-    ("codec", "least", "most"), [(Half(), 0.5, 0.5), (Int8(), 0.253, 0.255), (SIDCo(0.01), 0.019, 0.026)]
+    ("codec", "least", "most"),
+    [(Half(), 0.5, 0.5), (Int8(), 0.253, 0.255), (SIDCo(0.01), 0.019, 0.026)],
 )
-def test_costs_have_the_rate_of_the_codec(codec: Half | Int8 | SIDCo, least: float, most: float) -> None:
+def test_costs_have_the_rate_of_the_codec(
+    codec: Half | Int8 | SIDCo, least: float, most: float
+) -> None:
     assert least <= cost_of(codec, 2).rate <= most
     both = cost_of((codec, Half()), 4)
     assert both.rate == pytest.approx((cost_of(codec, 4).rate + 0.5) / 2)
@@ -112,7 +124,9 @@ def test_records_become_a_workload_of_medians() -> None:
     assert [bucket.size_bytes for bucket in made.buckets] == [100, 300]
     assert [bucket.ready_s for bucket in made.buckets] == pytest.approx([1.1, 2.1])
     assert made.compute_s == pytest.approx(2.1)
-    records.add([(100, 9.0), (300, 9.5), (100, 10.0)], 8.0)  # other buckets: the former ones are forgotten
+    records.add(
+        [(100, 9.0), (300, 9.5), (100, 10.0)], 8.0
+    )  # other buckets: the former ones are forgotten
     assert [len(record) for record in records.steps] == [3]
 
 
@@ -121,14 +135,18 @@ def layer(name: str, dim: int, gradient_bytes: int = 0) -> LayerCost:
 
 
 @given(dim=st.integers(1, 500), world_size=st.integers(2, 9))
-def test_columns_travel_where_those_of_all_ranks_are_fewer_numbers(dim: int, world_size: int) -> None:
+def test_columns_travel_where_those_of_all_ranks_are_fewer_numbers(
+    dim: int, world_size: int
+) -> None:
     most = most_columns(dim, world_size)
     assert world_size * most * dim < dim * (dim + 1) / 2 <= world_size * (most + 1) * dim
     assert most_columns(dim, 1) == 0
 
 
 @given(data=st.data(), dims=st.lists(st.integers(1, 3), min_size=1, max_size=12))
-def test_names_break_ties_so_order_of_layers_does_not_matter(data: st.DataObject, dims: list[int]) -> None:
+def test_names_break_ties_so_order_of_layers_does_not_matter(
+    data: st.DataObject, dims: list[int]
+) -> None:
     layers = [layer(f"l{number:02}", dim) for number, dim in enumerate(dims)]
     shuffled = data.draw(st.permutations(layers))
     one, other = place(layers, 3, 1), place(shuffled, 3, 1)
@@ -141,8 +159,12 @@ def test_what_every_step_costs_counts_the_more_the_rarer_inversions_are() -> Non
     assert place(layers, 2, 100) == (1, 1, 0)
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=20), st.integers(1, 40), st.integers(1, 40))
-def test_buckets_are_expected_to_be_filled_from_the_back(sizes: list[int], cap: int, first: int) -> None:
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=20), st.integers(1, 40), st.integers(1, 40)
+)
+def test_buckets_are_expected_to_be_filled_from_the_back(
+    sizes: list[int], cap: int, first: int
+) -> None:
     buckets = expected_buckets(sizes, cap, first)
     assert buckets[-1] == 0
     assert buckets == sorted(buckets, reverse=True)
@@ -163,7 +185,9 @@ def test_buckets_are_expected_to_be_filled_from_the_back(sizes: list[int], cap: 
         pytest.param((8000, 8000), 64, 10**6, False, id="square-and-large"),
     ],
 )
-def test_a_layer_is_spread_where_that_costs_less(dims: Any, ranks: int, every: int, spread: bool) -> None:
+def test_a_layer_is_spread_where_that_costs_less(
+    dims: Any, ranks: int, every: int, spread: bool
+) -> None:
     """Than the wire and its owner do."""
     cost = LayerCost("l", 1, *dims, 4 * dims[0] * dims[1])
     assert spreads(cost, ranks, every) == spread
@@ -184,7 +208,9 @@ def test_the_emptiest_parts_are_filled_first(filled: list[int], numel: int) -> N
 
 
 @given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 9))
-def test_no_rank_has_more_than_the_mean_and_a_part_of_one(costs: list[int], world_size: int) -> None:
+def test_no_rank_has_more_than_the_mean_and_a_part_of_one(
+    costs: list[int], world_size: int
+) -> None:
     made, loads = assign(costs, world_size), [0] * world_size
     for cost, owner in zip(costs, made.owners, strict=True):
         loads[owner] += cost

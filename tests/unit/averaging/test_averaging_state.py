@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 
-from crossover_ddp import CrossoverState, KFACState, UnsupportedConfigurationError, crossover_wrapper
+from crossover_ddp import (
+    CrossoverState,
+    KFACState,
+    UnsupportedConfigurationError,
+    crossover_wrapper,
+)
 from crossover_ddp._averaging.late import Schedule
 from crossover_ddp._tuning.model import AveragingPlan, Link, plan_averaging
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
@@ -30,7 +35,9 @@ def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
 
 
-def model_of(state: Any, network: nn.Module | None = None, *, hook: Any = None, **options: Any) -> Any:
+def model_of(
+    state: Any, network: nn.Module | None = None, *, hook: Any = None, **options: Any
+) -> Any:
     own_hook = elastic_hook if isinstance(state, ElasticState) else local_sgd_hook
     return hooked(network or small(), hook or own_hook, state, **options)
 
@@ -63,9 +70,14 @@ def grown(state: Any) -> Any:
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: model_of(LocalSGDState(4), find_unused_parameters=True), "find_unused_parameters=False, got True"),
     (
-        lambda: model_of(CrossoverState(hook_state=LocalSGDState(4)), hook=crossover_wrapper(local_sgd_hook)),
+        lambda: model_of(LocalSGDState(4), find_unused_parameters=True),
+        "find_unused_parameters=False, got True",
+    ),
+    (
+        lambda: model_of(
+            CrossoverState(hook_state=LocalSGDState(4)), hook=crossover_wrapper(local_sgd_hook)
+        ),
         "got it inside of crossover_wrapper",
     ),
     (  # it has no gradients to compress
@@ -92,7 +104,9 @@ def test_synchronised_statistics_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     parameters = model.module[1]._parameters
     model.module[1] = nn.SyncBatchNorm(3)
     model.module[1]._parameters = parameters
-    with pytest.raises(UnsupportedConfigurationError, match="got SyncBatchNorm 1, which waits for all ranks"):
+    with pytest.raises(
+        UnsupportedConfigurationError, match="got SyncBatchNorm 1, which waits for all ranks"
+    ):
         backward(model)
 
 
@@ -153,7 +167,9 @@ def test_a_state_is_loaded_before_it_trains() -> None:
     saved = state.state_dict()
     with pytest.raises(ValueError, match="expected the state of a LocalSGDState, got keys"):
         LocalSGDState(2, 1).load_state_dict({**saved, "kept": {"centre": {}}})
-    with pytest.raises(ValueError, match="expected fragments=1 as when the state was saved, got fragments=2"):
+    with pytest.raises(
+        ValueError, match="expected fragments=1 as when the state was saved, got fragments=2"
+    ):
         LocalSGDState(4, 0, 2, outer_optimizer=_sgd).load_state_dict(saved)
     fresh = LocalSGDState(2, 1, outer_optimizer=_sgd)
     other = model_of(fresh, nn.Linear(4, 2))
@@ -176,7 +192,9 @@ def test_forwards_without_gradients_do_not_act() -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "group"])
-def test_a_closed_state_goes_on_as_the_split_hook_and_rounds_end_with_the_process_group(end: str) -> None:
+def test_a_closed_state_goes_on_as_the_split_hook_and_rounds_end_with_the_process_group(
+    end: str,
+) -> None:
     state = ElasticState(1, "async")
     model = model_of(state)
     for _ in range(3):
@@ -210,7 +228,9 @@ def test_a_forward_past_the_models_call_is_refused(make: Callable[[], Any], step
     for _ in range(steps):
         model.forward(inputs).sum().backward()
     for _ in range(2 if steps < 5 else 0):
-        with pytest.raises(UnsupportedConfigurationError, match=r"write model\(inputs\), not model\.forward"):
+        with pytest.raises(
+            UnsupportedConfigurationError, match=r"write model\(inputs\), not model\.forward"
+        ):
             model.forward(inputs).sum().backward()
     model(inputs).sum().backward()
     assert state.stats()["steps"] == steps + 1
@@ -256,7 +276,9 @@ def test_other_loops_go_on(loop: Callable[[Any, torch.Tensor], object], static_g
 
 
 @given(st.floats(1e-3, 10), st.floats(1e3, 1e9), st.floats(0, 1e-2), st.floats(1e-11, 1e-7))
-def test_a_plan_hides_the_wire(compute_s: float, size_bytes: float, alpha_s: float, beta_s: float) -> None:
+def test_a_plan_hides_the_wire(
+    compute_s: float, size_bytes: float, alpha_s: float, beta_s: float
+) -> None:
     link = Link(alpha_s, beta_s)
     if 2 * link.half_s(size_bytes) > 1000 * compute_s:
         return

@@ -37,14 +37,28 @@ def of(compute_s: float, exposed_s: float, wire_s: float) -> Figures:
     [
         (of(1.0, 0.04, 0.5), [1.04] * 4, "do not bother: communication costs only 3.8%"),
         (of(1.0, 0.08, 1.0), [1.08, 1.0, 1.08, 1.08], "do not bother: none of these"),
-        (of(1.0, 0.5, 1.0), [1.5, 1.286, 1.5, 1.5], "crossover (two sibling jobs): 1.46× expected, 1.50× at best"),
-        (of(1.0, 2.0, 2.5), [1.2, 1.2, 1.895, 3.0], "crossover (two sibling jobs): 1.16×"),  # the wire limits
+        (
+            of(1.0, 0.5, 1.0),
+            [1.5, 1.286, 1.5, 1.5],
+            "crossover (two sibling jobs): 1.46× expected, 1.50× at best",
+        ),
+        (
+            of(1.0, 2.0, 2.5),
+            [1.2, 1.2, 1.895, 3.0],
+            "crossover (two sibling jobs): 1.16×",
+        ),  # the wire limits
         (of(0.2, 2.0, 2.2), [1.0, 1.0, 1.886, 3.445], "a codec, Int8(): 3.10× expected"),
         (of(1.0, 1.3, 2.2), [1.045, 1.045, 1.605, 2.3], "a codec, Int8(): 2.07×"),
-        (of(1.0, 0.2, 1.8), [1.0, 1.0, 1.0, 1.2], "a codec, Int8(): 1.08×"),  # M beyond C + N is noise
+        (
+            of(1.0, 0.2, 1.8),
+            [1.0, 1.0, 1.0, 1.2],
+            "a codec, Int8(): 1.08×",
+        ),  # M beyond C + N is noise
     ],
 )
-def test_bounds_and_verdict_follow_from_c_n_and_m(found: Figures, bounds: list[float], what: str) -> None:
+def test_bounds_and_verdict_follow_from_c_n_and_m(
+    found: Figures, bounds: list[float], what: str
+) -> None:
     assert [way.bound(found) for way in WAYS] == pytest.approx(bounds, rel=1e-3)
     assert DECOUPLED.expected(found) == pytest.approx(0.93 * bounds[1], rel=1e-3)
     assert verdict(found).startswith(what)
@@ -68,7 +82,9 @@ def test_the_rows_of_the_document_are_shown(capsys: pytest.CaptureFixture[str]) 
     rows = shown[4 : len(shown) // 2]
     for row, (ratio, *single, pair) in zip(rows, written, strict=True):
         cells = re.findall(r"^[\d.]+|(?<=\()[\d.]+", row)
-        assert [*map(float, cells)] == pytest.approx([*map(float, (ratio, pair, *single))], abs=0.006)
+        assert [*map(float, cells)] == pytest.approx(
+            [*map(float, (ratio, pair, *single))], abs=0.006
+        )
 
 
 def even() -> list[nn.Module]:
@@ -84,13 +100,20 @@ def nothing() -> None:
 
 
 NEITHER_OR_BOTH = "expected -- COMMAND, or --link, --model and --ranks, got"
-LINK, NO_MODEL = ("--link 10gbit --ranks 8 --model", "expected a size such as 102MB, timm:NAME, torchvision:NAME or")
+LINK, NO_MODEL = (
+    "--link 10gbit --ranks 8 --model",
+    "expected a size such as 102MB, timm:NAME, torchvision:NAME or",
+)
 
 
 @pytest.mark.parametrize(
     ("words", "code", "what"),
     [
-        (f"{LINK} torchvision:resnet50", 0, "102 MB of 161 gradients of torchvision:resnet50, 8 ranks"),
+        (
+            f"{LINK} torchvision:resnet50",
+            0,
+            "102 MB of 161 gradients of torchvision:resnet50, 8 ranks",
+        ),
         (f"{LINK} timm:resnet50", 0, "102 MB of 161 gradients of timm:resnet50, 8 ranks"),
         (f"{LINK} {__name__}:even", 0, f"134 MB of 64 gradients of {__name__}:even, 8 ranks"),
         *((f"{LINK} {__name__}:{name}", 1, NO_MODEL) for name in ("gone", "nothing")),
@@ -98,7 +121,10 @@ LINK, NO_MODEL = ("--link 10gbit --ranks 8 --model", "expected a size such as 10
         ("", 2, NEITHER_OR_BOTH),
         ("--link 1gbit", 2, NEITHER_OR_BOTH),
         ("--link 1gbit --model 1M --ranks 2 -- true", 2, NEITHER_OR_BOTH),
-        *((words, 2, "expected a") for words in ("--link 10", "--link 0gbit", "--model x", "--ranks 1")),
+        *(
+            (words, 2, "expected a")
+            for words in ("--link 10", "--link 0gbit", "--model x", "--ranks 1")
+        ),
         (f"-- true {'x' * 200_000}", 1, "Argument list too long"),
     ],
 )
@@ -115,7 +141,12 @@ def test_models_are_built_and_what_cannot_be_advised_on_says_why(
 
 
 def block(
-    apart: bool, step_s: float, met_s: float = 0.0, wire_s: float = 0.0, ranks: int = 2, backward_s: float = 0.0
+    apart: bool,
+    step_s: float,
+    met_s: float = 0.0,
+    wire_s: float = 0.0,
+    ranks: int = 2,
+    backward_s: float = 0.0,
 ) -> dict[str, Any]:
     took_s = {"step_s": step_s, "backward_s": backward_s, "met_s": met_s, "wire_s": wire_s}
     return {"apart": apart, "ranks": ranks, "bytes": 4e6, **took_s}
@@ -131,11 +162,17 @@ def record(directory: Path, *ranks: list[dict[str, Any]]) -> Path:
 def test_the_slowest_rank_computes_c_and_waits_are_nobodys(tmp_path: Path) -> None:
     early = [block(False, 2.0), block(True, 2.7, met_s=0.5, wire_s=1.2)]
     late = [block(False, 2.0), block(True, 2.7, met_s=0.1, wire_s=1.1)]
-    assert figures(record(tmp_path, early, late)) == pytest.approx(Figures(1.5, 0.5, 1.1, 4e6, 2, 2 / 3))
+    assert figures(record(tmp_path, early, late)) == pytest.approx(
+        Figures(1.5, 0.5, 1.1, 4e6, 2, 2 / 3)
+    )
     early[1]["backward_s"], late[1]["backward_s"] = 0.4, 0.6  # of 1.0 and 1.5
     assert figures(record(tmp_path, early, late)).backward_share == pytest.approx(0.4)
     alone = [block(apart, 1.0, ranks=1) for apart in (False, True)]
-    for rank, what in ([], "DistributedDataParallel"), (early[:1], "17 steps"), (alone, "at least two ranks"):
+    for rank, what in (
+        ([], "DistributedDataParallel"),
+        (early[:1], "17 steps"),
+        (alone, "at least two ranks"),
+    ):
         with pytest.raises(ValueError, match=what):
             figures(record(tmp_path, rank, rank))
 
@@ -150,12 +187,17 @@ def watched(directory: Path) -> type[DistributedDataParallel]:
 
 def recorded(directory: Path) -> list[dict[str, Any]]:
     """Return the blocks of this rank."""
-    return [json.loads(line) for line in (directory / f"rank-{dist.get_rank()}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (directory / f"rank-{dist.get_rank()}.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.parametrize(("count", "chained"), [(1, False), (2, False), (2, True)])
 @in_ranks(2, timeout_s=30.0)
-def test_a_measured_job_trains_as_plain_ddp(tmp_path: Path, rank: int, count: int, chained: bool) -> None:
+def test_a_measured_job_trains_as_plain_ddp(
+    tmp_path: Path, rank: int, count: int, chained: bool
+) -> None:
     """Also two models, whose buckets DDP waits for at the end of each one's backward; steps are the first one's."""
     sums = []
     for kind in (watched(tmp_path), DistributedDataParallel):
@@ -177,13 +219,17 @@ def test_a_measured_job_trains_as_plain_ddp(tmp_path: Path, rank: int, count: in
             optimizer.zero_grad()
         sums.append(sum(parameter.detach().double().sum().item() for parameter in parameters))
         if count == 2:
-            assert b"_Meter" not in pickle.dumps(vars(models[1])["_comm_hooks"])  # as a saved model has it
+            assert b"_Meter" not in pickle.dumps(
+                vars(models[1])["_comm_hooks"]
+            )  # as a saved model has it
     assert sums[0] == sums[1]
     blocks = recorded(tmp_path)
     assert [each["apart"] for each in blocks] == [False, True, False, True]
     for each in blocks:
         assert (each["bytes"], each["ranks"]) == (count * 4 * (64 + 8) * 4, 2)
-        assert (each["wire_s"] > 0) == (each["met_s"] > 0) == (each["backward_s"] > 0) == each["apart"]
+        assert (
+            (each["wire_s"] > 0) == (each["met_s"] > 0) == (each["backward_s"] > 0) == each["apart"]
+        )
         assert each["backward_s"] + each["met_s"] + each["wire_s"] < each["step_s"]
 
 
@@ -217,7 +263,9 @@ class Takes(torch.autograd.Function):
 
 
 @in_ranks(2, timeout_s=30.0)
-def test_the_share_of_backward_is_measured_also_where_gradients_are_accumulated(tmp_path: Path, rank: int) -> None:
+def test_the_share_of_backward_is_measured_also_where_gradients_are_accumulated(
+    tmp_path: Path, rank: int
+) -> None:
     """Only the last backward can hide communication; a forward that does not train is not its begin."""
     model = watched(tmp_path)(nn.Linear(4, 4))
     with mock.patch.object(step_meter, "_now_s", lambda device: Takes.now_s):
@@ -258,7 +306,9 @@ def test_ddps_own_hook_stays_and_the_scripts_is_known_but_left_out() -> None:
 
 
 @pytest.mark.parametrize("measured", [False, True])
-def test_a_command_that_fails_shows_its_last_words(measured: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_fails_shows_its_last_words(
+    measured: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     script = "import sys; print('all is well'); sys.exit('no such data set')"
     if measured:
         blocks = "\n".join(json.dumps(block(apart, 1.0)) for apart in (False, True))
@@ -276,7 +326,9 @@ def test_a_sitecustomize_of_the_users_own_is_run_too(tmp_path: Path) -> None:
     path = cli_advise.measuring(tmp_path / "meter")["PYTHONPATH"]
     code = "import sys; print(sys.own, sys.meta_path[0].__class__.__name__)"
     environment = {**os.environ, "PYTHONPATH": f"{path}:{own}"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert (done.stdout, done.stderr) == ("1 _Finder\n", "")
 
 

@@ -30,13 +30,17 @@ class Skipping(nn.Module):
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    Profile(tuple(LayerProfile(f"l{k}", 1.0, 2.0, 1e6, 1e6) for k in range(4))).save(tmp_path / "profile.json")
+    Profile(tuple(LayerProfile(f"l{k}", 1.0, 2.0, 1e6, 1e6) for k in range(4))).save(
+        tmp_path / "profile.json"
+    )
     (tmp_path / "c.json").write_text(json.dumps({"devices": 2, "bandwidth_gbit": 1}))
     return tmp_path
 
 
 def plan(files: Path, model: str, *more: str) -> int:
-    return cli.main(["plan", model, "--cluster", str(files / "c.json"), "--microbatches", "4", *more])
+    return cli.main(
+        ["plan", model, "--cluster", str(files / "c.json"), "--microbatches", "4", *more]
+    )
 
 
 def test_text_csv_and_plan(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +85,12 @@ def test_a_transformer_is_a_chain_as_documented() -> None:
     ],
 )
 def test_what_cannot_be_planned_is_said(
-    model: str, more: list[str], code: int, message: str, files: Path, capfd: pytest.CaptureFixture[str]
+    model: str,
+    more: list[str],
+    code: int,
+    message: str,
+    files: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     model = str(files / model) if model.endswith(".json") else model
     assert plan(files, model, *more) == code

@@ -13,8 +13,12 @@ ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = ("status", "doctor", "run", "timeline", "advise", "plan")
 
 
-@pytest.mark.parametrize("words", [[], ["nonsense"], ["run", "--at-once", "0"], ["plan"], ["advise", "--steps", "3"]])
-def test_wrong_usage_says_what_was_expected(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [[], ["nonsense"], ["run", "--at-once", "0"], ["plan"], ["advise", "--steps", "3"]]
+)
+def test_wrong_usage_says_what_was_expected(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(words)
     assert "usage: crossover-ddp" in capsys.readouterr().err
@@ -31,7 +35,9 @@ for words in ([], *([word] for word in sys.argv[1:])):
 
 
 def test_help_starts_without_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", HELP, *COMMANDS], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", HELP, *COMMANDS], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("exit codes:") >= len(COMMANDS)
 
@@ -42,7 +48,9 @@ def test_a_reader_that_was_never_there_is_no_error() -> None:
     os.close(theirs)
     command = [sys.executable, "-m", "crossover_ddp.cli", "doctor"]
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=ours, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=ours, stderr=subprocess.PIPE, text=True
+    )
     os.close(ours)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -46,7 +46,9 @@ def found(patch: pytest.MonkeyPatch, base: Path, capsys: pytest.CaptureFixture[s
     return lambda: (doctor.run(argparse.Namespace(), base=str(base)), capsys.readouterr().out)
 
 
-def with_result(module: object, name: str, result: Any) -> Callable[[pytest.MonkeyPatch, Path], None]:
+def with_result(
+    module: object, name: str, result: Any
+) -> Callable[[pytest.MonkeyPatch, Path], None]:
     """Let a function return that, or raise it."""
     how = {"side_effect" if isinstance(result, Exception) else "return_value": result}
     return lambda patch, base: patch.setattr(module, name, MagicMock(**how))
@@ -71,7 +73,9 @@ def read_only(patch: pytest.MonkeyPatch, base: Path) -> None:
     patch.setattr(os, "ST_RDONLY", -1)
 
 
-def with_gpu(driver: str, mps: bool = False, **variables: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
+def with_gpu(
+    driver: str, mps: bool = False, **variables: str
+) -> Callable[[pytest.MonkeyPatch, Path], None]:
     """Put a driver's program onto the path that does what it is told."""
 
     def change(patch: pytest.MonkeyPatch, base: Path) -> None:
@@ -93,7 +97,11 @@ def with_gpu(driver: str, mps: bool = False, **variables: str) -> Callable[[pyte
     ("change", "code", "told"),
     [
         *(
-            (lambda patch, base, name=name, value=value: patch.setenv(name, value), code, f"→ {mend}")
+            (
+                lambda patch, base, name=name, value=value: patch.setenv(name, value),
+                code,
+                f"→ {mend}",
+            )
             for name, value, code, mend in (
                 ("CROSSOVER_GROUP", "a/b", 1, "1-64 letters"),
                 ("CROSSOVER_GRUOP", "a", 0, "unset CROSSOVER_GRUOP"),
@@ -102,7 +110,11 @@ def with_gpu(driver: str, mps: bool = False, **variables: str) -> Callable[[pyte
                 ("GLOO_SOCKET_IFNAME", "lo,nosuch0", 1, "export GLOO_SOCKET_IFNAME="),
             )
         ),
-        (lambda patch, base: patch.setenv("CROSSOVER_RUN_JOB", "7"), 0, "nothing to fix"),  # run's own
+        (
+            lambda patch, base: patch.setenv("CROSSOVER_RUN_JOB", "7"),
+            0,
+            "nothing to fix",
+        ),  # run's own
         (with_result(importlib.metadata, "version", "2.9.1+cu128"), 1, "pip install 'torch>=2.11'"),
         (with_result(importlib.metadata, "version", NO_TORCH), 1, "pip install 'torch>=2.11'"),
         (with_result(resource, "getrlimit", (1024, 4096)), 0, "ulimit -n 4096"),
@@ -114,21 +126,46 @@ def with_gpu(driver: str, mps: bool = False, **variables: str) -> Callable[[pyte
         (at_host("localhost"), 0, ""),  # one machine will do
         # Addresses and names of documentation: nobody has them.
         (at_host("192.0.2.1"), 1, "host name 192.0.2.1 resolves to no address"),
-        (at_host("no-such-host.invalid"), 1, "host name no-such-host.invalid resolves to no address"),
+        (
+            at_host("no-such-host.invalid"),
+            1,
+            "host name no-such-host.invalid resolves to no address",
+        ),
         (with_gpu("exec sleep 1000"), 1, "nvidia-smi does not answer"),
-        (with_gpu("echo NVIDIA-SMI has failed; exit 9"), 1, "nvidia-smi does not answer: NVIDIA-SMI has failed"),
+        (
+            with_gpu("echo NVIDIA-SMI has failed; exit 9"),
+            1,
+            "nvidia-smi does not answer: NVIDIA-SMI has failed",
+        ),
         (with_gpu("echo No devices were found; exit 6"), 0, "nothing to fix"),
         (with_gpu("echo 'GPU-1, Default'"), 0, "no MPS in"),
         (with_gpu("echo 'GPU-1, Default'", mps=True), 0, "export CUDA_DEVICE_MAX_CONNECTIONS=8"),
-        (with_gpu("echo 'GPU-1, Default'", True, CUDA_DEVICE_MAX_CONNECTIONS="8"), 0, "nothing to fix"),
+        (
+            with_gpu("echo 'GPU-1, Default'", True, CUDA_DEVICE_MAX_CONNECTIONS="8"),
+            0,
+            "nothing to fix",
+        ),
         (with_gpu("echo 'GPU-1, Exclusive_Process'"), 1, "no second job"),
-        (with_gpu("echo 'GPU-1, Exclusive_Process'", mps=True), 0, "export CUDA_DEVICE_MAX_CONNECTIONS=8"),
+        (
+            with_gpu("echo 'GPU-1, Exclusive_Process'", mps=True),
+            0,
+            "export CUDA_DEVICE_MAX_CONNECTIONS=8",
+        ),
         (with_gpu("echo 'GPU-1, Prohibited'", mps=True), 1, "compute mode Prohibited"),
-        (with_gpu("echo 'GPU-1, Default'", True, CUDA_LAUNCH_BLOCKING="1"), 1, "unset CUDA_LAUNCH_BLOCKING"),
+        (
+            with_gpu("echo 'GPU-1, Default'", True, CUDA_LAUNCH_BLOCKING="1"),
+            1,
+            "unset CUDA_LAUNCH_BLOCKING",
+        ),
     ],
 )
 def test_what_is_amiss_is_named_with_a_remedy(
-    change: Callable[..., Any], code: int, told: str, found: Found, patch: pytest.MonkeyPatch, base: Path
+    change: Callable[..., Any],
+    code: int,
+    told: str,
+    found: Found,
+    patch: pytest.MonkeyPatch,
+    base: Path,
 ) -> None:
     change(patch, base)
     got, said = found()
@@ -136,7 +173,9 @@ def test_what_is_amiss_is_named_with_a_remedy(
     assert said.startswith("problem") == (code == 1)
 
 
-def test_what_dead_jobs_have_left_is_removed_by_the_line_that_is_shown(base: Path, found: Found) -> None:
+def test_what_dead_jobs_have_left_is_removed_by_the_line_that_is_shown(
+    base: Path, found: Found
+) -> None:
     assert found() == WELL
     sibling = join_at(base, job=2)
     sibling.draw_turn()

@@ -37,7 +37,13 @@ class Run:
         self.here = here
         goes_on = "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"import ctypes, os, signal, sys; {begin}; {goes_on}", *COMMAND, *words],
+            [
+                sys.executable,
+                "-c",
+                f"import ctypes, os, signal, sys; {begin}; {goes_on}",
+                *COMMAND,
+                *words,
+            ],
             cwd=here,
             env={**os.environ, "PYTHONPATH": str(ROOT), "UP": str(here / "up"), **variables},
             stdout=subprocess.PIPE,
@@ -98,21 +104,31 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
         each.close()
 
 
-@pytest.mark.parametrize(("job", "code"), [("true", 0), ("kill -KILL $$", 137), ("exec nosuch", 127)])
-def test_the_exit_code_is_the_jobs_although_the_caller_ignores_sigchld(job: str, code: int, runs: Runs) -> None:
+@pytest.mark.parametrize(
+    ("job", "code"), [("true", 0), ("kill -KILL $$", 137), ("exec nosuch", 127)]
+)
+def test_the_exit_code_is_the_jobs_although_the_caller_ignores_sigchld(
+    job: str, code: int, runs: Runs
+) -> None:
     assert runs(job, "true", begin="signal.signal(signal.SIGCHLD, signal.SIG_IGN)").code() == code
 
 
-def test_the_first_job_that_fails_gives_the_code_a_log_that_is_gone_none(runs: Runs, tmp_path: Path) -> None:
+def test_the_first_job_that_fails_gives_the_code_a_log_that_is_gone_none(
+    runs: Runs, tmp_path: Path
+) -> None:
     failed, done = tmp_path / "failed", tmp_path / "done"
     waits = f"{until(failed)}; sleep 0.2; rm crossover-run/1.log; touch {done}; exit 4"
     run = runs(waits, f"echo why | tee {failed}; exit 3")
     assert run.code() == 3
     assert done.exists()
-    assert re.search(r"^2 ended with 3 after .* s, crossover-run/2.log\n    why$", run.shown, re.MULTILINE)
+    assert re.search(
+        r"^2 ended with 3 after .* s, crossover-run/2.log\n    why$", run.shown, re.MULTILINE
+    )
 
 
-def test_no_more_than_k_run_at_once_and_the_next_starts_when_one_ends(runs: Runs, tmp_path: Path) -> None:
+def test_no_more_than_k_run_at_once_and_the_next_starts_when_one_ends(
+    runs: Runs, tmp_path: Path
+) -> None:
     job = f"echo 1 >>{tmp_path}/log; sleep 0.2; echo -1 >>{tmp_path}/log"
     assert runs(*[job] * 5, options="--at-once 2").code() == 0
     depths = [*itertools.accumulate(map(int, (tmp_path / "log").read_text().split()))]
@@ -155,14 +171,18 @@ def test_a_job_that_cannot_start_fails_alone(trouble: str, runs: Runs, tmp_path:
 def test_orphans_are_reaped_as_by_process_1(runs: Runs, tmp_path: Path) -> None:
     orphan, told = tmp_path / "orphan", tmp_path / "told"
     leaves = f"(bash -c 'echo $$ >{orphan}' &); {until(orphan)}; {UP}; {until(told)}; exit 5"
-    run = runs(leaves, begin="ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)").up()  # PR_SET_CHILD_SUBREAPER
+    run = runs(
+        leaves, begin="ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)"
+    ).up()  # PR_SET_CHILD_SUBREAPER
     assert eventually(lambda: state(int(orphan.read_text())) == "X")
     told.write_text("goes on")
     assert run.code() == 5, "no job's code is reaped"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_jobs_hear_signals_and_most_end_the_run(number: signal.Signals, runs: Runs, tmp_path: Path) -> None:
+def test_jobs_hear_signals_and_most_end_the_run(
+    number: signal.Signals, runs: Runs, tmp_path: Path
+) -> None:
     hears = f"trap 'echo heard; exit 0' {number.name}; {UP}; while :; do sleep 0.02; done"
     run = runs(hears, hears, f"touch {tmp_path}/started").up(2).tell(number)
     ends = number != signal.SIGUSR1
@@ -196,7 +216,9 @@ def variables(run: Run, jobs: int, name: str) -> list[str]:
     return [each[1] if each else "" for each in found]
 
 
-def test_siblings_have_one_group_and_ports_of_their_own(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_siblings_have_one_group_and_ports_of_their_own(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("CROSSOVER_GROUP", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     groups, ports = list[set[str]](), ("MASTER_PORT", "PET_MASTER_PORT")
@@ -213,7 +235,9 @@ def test_siblings_have_one_group_and_ports_of_their_own(runs: Runs, monkeypatch:
 
 def test_commands_of_files_have_variables_of_their_own(runs: Runs, tmp_path: Path) -> None:
     """A port that is chosen at the start is no common one, and a program may have an equals sign in its path."""
-    (program := tmp_path / "lr=1").write_text("#!/bin/sh\necho LR=$LR\necho CROSSOVER_TIMELINE=$CROSSOVER_TIMELINE")
+    (program := tmp_path / "lr=1").write_text(
+        "#!/bin/sh\necho LR=$LR\necho CROSSOVER_TIMELINE=$CROSSOVER_TIMELINE"
+    )
     program.chmod(0o755)
     any_port = "--rdzv-endpoint 127.0.0.1:0 '--rdzv-endpoint=[::1]:0' --master-port 0"
     lines = (

@@ -81,7 +81,9 @@ def test_what_a_trial_has_found_is_shown(join: Join, run: Run) -> None:
         assert told in run()[1]
 
 
-def test_how_a_job_computes_is_told_on_its_lead_ranks_device_and_on_others(join: Join, run: Run) -> None:
+def test_how_a_job_computes_is_told_on_its_lead_ranks_device_and_on_others(
+    join: Join, run: Run
+) -> None:
     lead = join(job=3)
     join(job=3, device="dev1")
     lead.publish(mode=Mode.SIDE_BY_SIDE)
@@ -92,7 +94,9 @@ def test_how_a_job_computes_is_told_on_its_lead_ranks_device_and_on_others(join:
 
 def scraped(text: str) -> dict[tuple[str, str, str], float]:
     """Return what Prometheus' own parser makes of a page: by figure, device and job."""
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
     return {(s.name, s.labels["device"], s.labels["job"]): s.value for s in samples}
 
 
@@ -105,13 +109,27 @@ def test_prometheus_reads_who_computes_and_who_is_gone(join: Join, run: Run) -> 
     code, text = run(prometheus=True)
     found = scraped(text)
     assert code == 0
-    assert (found["crossover_computes", DEVICE, "2"], found["crossover_queues", DEVICE, "2"]) == (1, 0)
+    assert (found["crossover_computes", DEVICE, "2"], found["crossover_queues", DEVICE, "2"]) == (
+        1,
+        0,
+    )
     holder.forget()
     assert run()[1].splitlines()[-1].split()[1:4] == [DEVICE, "2", "gone"]
     ended = scraped(run(prometheus=True)[1])
     assert ended["crossover_computes", DEVICE, "2"] == ended["crossover_alive", DEVICE, "2"] == 0
-    own = {name.removeprefix("crossover_"): ended[name, device, "1"] for name, _, job in ended if job == "1"}
-    figures = {"turns_total": 7, "computes": 0, "queues": 1, "side_by_side": 1, "alive": 1, "processes": 1}
+    own = {
+        name.removeprefix("crossover_"): ended[name, device, "1"]
+        for name, _, job in ended
+        if job == "1"
+    }
+    figures = {
+        "turns_total": 7,
+        "computes": 0,
+        "queues": 1,
+        "side_by_side": 1,
+        "alive": 1,
+        "processes": 1,
+    }
     lease_s = found["crossover_lease_seconds", device, "1"]
     assert own == {**figures, "lease_seconds": pytest.approx(lease_s)}
 

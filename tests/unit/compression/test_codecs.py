@@ -36,7 +36,9 @@ def normal(numel: int, seed: int, codec: Codec) -> torch.Tensor:
 
 @settings(max_examples=50, deadline=None)
 @given(st.sampled_from(CODECS), st.integers(1, 2000), SEEDS)
-def test_decoded_and_residual_are_the_values_and_decoding_adds(codec: Codec, numel: int, seed: int) -> None:
+def test_decoded_and_residual_are_the_values_and_decoding_adds(
+    codec: Codec, numel: int, seed: int
+) -> None:
     values = normal(numel, seed, codec)
     message, residual = message_of(codec, values), torch.full_like(values, torch.nan)
     codec.encode(values.clone(), message, residual)
@@ -48,8 +50,14 @@ def test_decoded_and_residual_are_the_values_and_decoding_adds(codec: Codec, num
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.sampled_from([Int8(1), Int8(7), Int8(), Half(), Half(torch.float16)]), st.integers(1, 2000), SEEDS)
-def test_what_is_written_is_what_is_added_to_zeros(codec: Int8 | Half, numel: int, seed: int) -> None:
+@given(
+    st.sampled_from([Int8(1), Int8(7), Int8(), Half(), Half(torch.float16)]),
+    st.integers(1, 2000),
+    SEEDS,
+)
+def test_what_is_written_is_what_is_added_to_zeros(
+    codec: Int8 | Half, numel: int, seed: int
+) -> None:
     values = normal(numel, seed, codec)
     values[: len(values) // 2] *= -1e-30
     added, _ = round_trip(codec, values)
@@ -88,7 +96,9 @@ def test_half_cuts_what_is_too_large() -> None:
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 255, 999])
-def test_inf_and_nan_become_a_message_of_nan_and_leave_no_trace(codec: Codec, bad: float, place: int) -> None:
+def test_inf_and_nan_become_a_message_of_nan_and_leave_no_trace(
+    codec: Codec, bad: float, place: int
+) -> None:
     values = normal(1000, 0, codec)
     message, residual = message_of(codec, values), torch.full_like(values, 7.0)
     codec.encode(values.clone(), message, torch.empty_like(values))
@@ -123,7 +133,9 @@ DISTRIBUTIONS: dict[str, Callable[[int], torch.Tensor]] = {
     "laplace": lambda n: torch.distributions.Laplace(0.0, 1.0).sample((n,)),
     "t3": lambda n: torch.distributions.StudentT(3.0).sample((n,)),
     "layers of two sizes": lambda n: torch.randn(n) * torch.where(torch.rand(n) < 0.9, 1e-3, 1.0),
-    "layers of three sizes": lambda n: torch.randn(n) * 10.0 ** torch.arange(n).mul(3).div(n).floor(),
+    "layers of three sizes": lambda n: (
+        torch.randn(n) * 10.0 ** torch.arange(n).mul(3).div(n).floor()
+    ),
     "mostly zeros": lambda n: torch.randn(n) * (torch.rand(n) < 0.1),
 }
 

@@ -40,7 +40,9 @@ class InOneProcess:
         self.rank, self.size, self.in_program_order = rank, size, in_program_order
         self._mail, self._calls = mail, 0
 
-    async def _exchanged(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
+    async def _exchanged(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+    ) -> None:
         """Send each other rank a tensor and receive one; the own place is left alone."""
         others, number = [rank for rank in range(self.size) if rank != self.rank], self._calls
         self._calls += 1
@@ -59,7 +61,9 @@ class InOneProcess:
         parts = flat.split(list(layout))
         await self._exchanged([parts[self.rank]] * self.size, parts)
 
-    async def all_to_all(self, outgoing: Any, to: Sequence[int], incoming: Any, of: Sequence[int]) -> None:
+    async def all_to_all(
+        self, outgoing: Any, to: Sequence[int], incoming: Any, of: Sequence[int]
+    ) -> None:
         await self._exchanged(outgoing.split(list(to)), incoming.split(list(of)))
 
     async def compute(self) -> None:
@@ -69,11 +73,15 @@ class InOneProcess:
 class Ranks:
     """All ranks of one bucket; owners with work double what they have."""
 
-    def __init__(self, codec: CodecChoice, world_size: int, device: torch.device = CPU, **options: Any) -> None:
+    def __init__(
+        self, codec: CodecChoice, world_size: int, device: torch.device = CPU, **options: Any
+    ) -> None:
         share = sum(NUMELS) // world_size
         self.layout = [share] * (world_size - 1) + [sum(NUMELS) - share * (world_size - 1)]
         parameters = [torch.empty(shape, device="meta") for shape in SHAPES]
-        runs = [Run(p, 0, span) for p, span in zip(parameters, spans_of(tuple(NUMELS)), strict=True)]
+        runs = [
+            Run(p, 0, span) for p, span in zip(parameters, spans_of(tuple(NUMELS)), strict=True)
+        ]
         self.parts, self.has_work = parts_of(runs, self.layout), bool(options.get("has_work"))
         self.by_collectives = options.pop("by_collectives", False)
         each = codecs_of(codec), parameters, self.parts, device, Scratch()
@@ -119,7 +127,9 @@ class Ranks:
 
 def gradients(world_size: int, step: int, device: torch.device = CPU) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return [torch.randn(sum(NUMELS), generator=generator).pow(3).to(device) for _ in range(world_size)]
+    return [
+        torch.randn(sum(NUMELS), generator=generator).pow(3).to(device) for _ in range(world_size)
+    ]
 
 
 def per_pair(*nodes: int) -> tuple[PerPair, Codec]:
@@ -139,7 +149,9 @@ CHOICES: list[CodecChoice] = [Int8(), Half(), SIDCo(0.05), (SIDCo(0.05), Int8(10
     ],
     ids=repr,
 )
-def test_what_is_applied_and_what_is_kept_are_all_gradients(codec: CodecChoice, world_size: int) -> None:
+def test_what_is_applied_and_what_is_kept_are_all_gradients(
+    codec: CodecChoice, world_size: int
+) -> None:
     ranks, missing = Ranks(codec, world_size), torch.zeros(sum(NUMELS), dtype=torch.float64)
     for step in range(6):
         flats = gradients(world_size, step)
@@ -185,7 +197,9 @@ def check_infinities(codecs: CodecChoice, bad: float, device: torch.device) -> N
         assert all(bool(flat[slice(*each.span)].isnan().all()) for each in ranks.parts[owner].coded)
     after = ranks.kept()
     assert all(bool(residual.isfinite().all()) for residual in after)
-    assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True)), "others' residuals go on"
+    assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True)), (
+        "others' residuals go on"
+    )
     ranks.step(found := gradients(3, 2, device))
     assert all(bool(flat.isfinite().all()) for flat in found)
 
@@ -213,7 +227,9 @@ def test_what_owners_make_of_the_mean_comes_back(codec: Codec) -> None:
 
 
 def test_what_is_no_codec_is_refused() -> None:
-    former = SimpleNamespace(room=len, encode=len, add_decoded=len)  # of versions that asked codecs for room
+    former = SimpleNamespace(
+        room=len, encode=len, add_decoded=len
+    )  # of versions that asked codecs for room
     for wrong, found in (
         (former, "codec=namespace.* without nbytes, encode, add_decoded"),
         ((Int8(), Half), "codec=<class"),

@@ -57,7 +57,9 @@ def test_a_store_that_ends_with_rank_0_prints_nothing(capfd: pytest.CaptureFixtu
 
     for _ in range(20):
         servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
-        clones = {rank: dist.PrefixStore("default_pg/0/", servers[0]).clone() for rank in range(SIZE)}
+        clones = {
+            rank: dist.PrefixStore("default_pg/0/", servers[0]).clone() for rank in range(SIZE)
+        }
         with ThreadPoolExecutor(SIZE) as ranks:
             [*ranks.map(leaves, range(SIZE))]
     assert capfd.readouterr().err == ""
@@ -70,7 +72,11 @@ def test_no_key_goes_once_a_rank_has_left_by_itself(
     """It may have put there what its next group needs."""
     with monkeypatch.context() as impatient:
         impatient.setattr(leaving, "_TOGETHER_S", 0.1)
-        [*ranks.map(lambda rank: rank != late and leaving._part(stores[rank], rank, SIZE), range(SIZE))]
+        [
+            *ranks.map(
+                lambda rank: rank != late and leaving._part(stores[rank], rank, SIZE), range(SIZE)
+            )
+        ]
     leaving._part(stores[late], late, SIZE)
     assert OF_GROUP in stores[0].list_keys()
 
@@ -93,7 +99,9 @@ def test_a_group_of_one_rank_leaves_at_once() -> None:
     assert ended == [before]
 
 
-def test_a_rank_that_leaves_because_of_an_exception_waits_for_no_other(stores: list[dist.Store]) -> None:
+def test_a_rank_that_leaves_because_of_an_exception_waits_for_no_other(
+    stores: list[dist.Store],
+) -> None:
     """Another rank may be blocked in a collective until this one has gone."""
     with contextlib.suppress(ArithmeticError):
         try:

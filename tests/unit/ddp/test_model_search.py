@@ -95,7 +95,9 @@ def test_models_that_wrap_one_module_are_told_apart_by_their_states() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_all_objects_are_searched_once_a_model(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_objects_are_searched_once_a_model(
+    options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And no model is kept alive."""
     known, everywhere = ddp_checks._PLACES
     searched = mock.Mock(side_effect=everywhere)
@@ -133,7 +135,9 @@ def test_no_tuple_in_the_making_is_touched() -> None:
     counts = [threads.submit(make, each) for each in sources]
     threshold, interval = gc.get_threshold(), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    gc.callbacks.append(let_others_run)  # as a finalizer may, in a collection that the search itself sets off
+    gc.callbacks.append(
+        let_others_run
+    )  # as a finalizer may, in a collection that the search itself sets off
     gc.set_threshold(1)
     try:
         for _ in range(60):

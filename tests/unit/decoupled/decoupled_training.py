@@ -30,7 +30,10 @@ class Training(harness.Training):
         ddp: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        way, optimizers = way_of(**options) if decoupled else None, make and (lambda model: [make(model)])
+        way, optimizers = (
+            way_of(**options) if decoupled else None,
+            make and (lambda model: [make(model)]),
+        )
         super().__init__(way, module=net(), optimizers=optimizers, **(ddp or {}))
 
 

@@ -54,7 +54,9 @@ class Trained(harness.Training):
             loss=lambda model, rank, step: self.called(inputs(step)).square().mean(),
             **DecoupledState.ddp_options(module, compiled=way in ("model", "later") or None),
         )
-        self.called: Any = torch.compile(self.model, backend=self.counter) if way == "model" else self.model
+        self.called: Any = (
+            torch.compile(self.model, backend=self.counter) if way == "model" else self.model
+        )
         self.graphs: list[int] = []
         self.deferred = 0
         self.between: Callable[[], object] = lambda: None
@@ -96,8 +98,12 @@ def evaluation(trained: Trained) -> Callable[[], torch.Tensor]:
     return lambda: apart(inputs(99)).detach()
 
 
-@pytest.mark.parametrize(("way", "look"), [("model", weights), ("blocks", weights), ("", evaluation)])
-def test_who_looks_between_step_and_forward_sees_the_update_and_makes_no_graph(way: str, look: Any) -> None:
+@pytest.mark.parametrize(
+    ("way", "look"), [("model", weights), ("blocks", weights), ("", evaluation)]
+)
+def test_who_looks_between_step_and_forward_sees_the_update_and_makes_no_graph(
+    way: str, look: Any
+) -> None:
     graphs, found = [], []
     for decoupled in (True, False):
         trained, seen = Trained(way, decoupled=decoupled), []
@@ -114,7 +120,9 @@ def test_blocks_compiled_one_by_one_are_updated_one_by_one() -> None:
     trained = Trained("blocks", decoupled=True).run(6)
     pending: list[int] = []
     for block in trained.model.module:
-        block.register_forward_hook(uncompiled(lambda *_: pending.append(trained.state.stats()["deferred"])))
+        block.register_forward_hook(
+            uncompiled(lambda *_: pending.append(trained.state.stats()["deferred"]))
+        )
     trained.run(1)
     assert pending == sorted(pending, reverse=True)
     trained.close()

@@ -44,14 +44,18 @@ def test_a_forward_that_reads_nothing_through_its_modules_is_told() -> None:
     assert ["forward does not read" in each for each in said] == [True]
 
 
-def test_references_kept_elsewhere_are_up_to_date_from_step_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_references_kept_elsewhere_are_up_to_date_from_step_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     training, plain = both(net=lambda: Remembering(0))
     assert [training.step() for _ in range(10)] == [plain.step() for _ in range(10)]
     assert training.is_pending
     (told,) = [r.getMessage() for r in caplog.records if "does not read" in r.message]
     assert "2 parameters (layers.0.bias, layers.0.weight)" in told
     pending: list[bool] = []
-    training.model.module.layers[1].register_forward_pre_hook(lambda *_: pending.append(training.is_pending))
+    training.model.module.layers[1].register_forward_pre_hook(
+        lambda *_: pending.append(training.is_pending)
+    )
     for each in (training, plain):
         each.step()
     assert pending == [True], "what is read through its module is still deferred into forward"
@@ -90,7 +94,9 @@ class First(nn.Module):
         return several[0]
 
 
-def test_nobody_is_told_of_references_where_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_nobody_is_told_of_references_where_there_are_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def net() -> nn.Module:
         torch.manual_seed(3)
         return nn.Sequential(nn.LSTM(6, 6), First(), parametrizations.weight_norm(nn.Linear(6, 6)))
@@ -171,7 +177,9 @@ def test_reading_brings_up_to_date_what_is_read(way: str, pending: Pending) -> N
     assert pending.is_pending == (names != ALL)
 
 
-def test_a_module_looks_as_before_when_guards_are_down_with_what_was_set_meanwhile(pending: Pending) -> None:
+def test_a_module_looks_as_before_when_guards_are_down_with_what_was_set_meanwhile(
+    pending: Pending,
+) -> None:
     module: Any = pending.network.get_submodule("0")
     module.register_parameter("late", nn.Parameter(torch.ones(1)))
     module.weight = weight = nn.Parameter(torch.ones(32, 6))

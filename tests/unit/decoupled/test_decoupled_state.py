@@ -48,7 +48,9 @@ LOOKS: dict[str, Callable[[Training], object]] = {
     "flush": lambda t: t.state.flush(),
     "the state's own dict": lambda t: t.state.state_dict(),
     "the optimizer's": lambda t: t.optimizer.state_dict(),
-    "loading the optimizer's": lambda t: t.optimizer.load_state_dict(copy.deepcopy(t.optimizer.state_dict())),
+    "loading the optimizer's": lambda t: t.optimizer.load_state_dict(
+        copy.deepcopy(t.optimizer.state_dict())
+    ),
     "zeroing in place": lambda t: t.optimizer.zero_grad(set_to_none=False),
     "a second step": lambda t: t.optimizer.step(),
     "close": lambda t: t.state.close(),
@@ -56,7 +58,9 @@ LOOKS: dict[str, Callable[[Training], object]] = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_step_changes_nothing_until_somebody_looks(look: str, training: Training, plain: Training) -> None:
+def test_step_changes_nothing_until_somebody_looks(
+    look: str, training: Training, plain: Training
+) -> None:
     training.run(STEPS - 1).backward()
     before = [p.detach().clone() for p in training.held]
     training.update()
@@ -69,7 +73,9 @@ def test_step_changes_nothing_until_somebody_looks(look: str, training: Training
 
 @pytest.mark.defect("strangers-31")
 @pytest.mark.parametrize(("steps", "every", "told"), [(8, 1, 1), (64, 16, 0)])
-def test_reading_in_every_step_is_told_once_and_now_and_then_not(steps: int, every: int, told: int) -> None:
+def test_reading_in_every_step_is_told_once_and_now_and_then_not(
+    steps: int, every: int, told: int
+) -> None:
     training = Training(decoupled=True)
     with heard() as said:
         for step in range(1, 1 + steps):
@@ -82,15 +88,21 @@ def test_reading_in_every_step_is_told_once_and_now_and_then_not(steps: int, eve
 @pytest.mark.parametrize("scheduler_first", [True, False])
 @pytest.mark.parametrize("when", ["after", "before"])
 @pytest.mark.parametrize("ours", ["decoupled", "owned"])
-def test_schedulers_work_wherever_they_are_stepped(ours: str, scheduler_first: bool, when: str) -> None:
+def test_schedulers_work_wherever_they_are_stepped(
+    ours: str, scheduler_first: bool, when: str
+) -> None:
     cycle = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=20)
-    trained = [harness.Training(way, schedule=cycle if scheduler_first else None) for way in (ours, None)]
+    trained = [
+        harness.Training(way, schedule=cycle if scheduler_first else None) for way in (ours, None)
+    ]
     for each in trained:
         scheduler = each.schedulers.pop() if scheduler_first else cycle(each.optimizer)
         with warnings.catch_warnings():
             # Stepping it before is what torch warns of in any case; stepping it after must not warn.
             warnings.simplefilter("ignore" if when == "before" else "error")
-            acts = (scheduler.step, each.update) if when == "before" else (each.update, scheduler.step)
+            acts = (
+                (scheduler.step, each.update) if when == "before" else (each.update, scheduler.step)
+            )
             for _ in range(8):
                 each.backward()
                 for act in acts:
@@ -101,7 +113,9 @@ def test_schedulers_work_wherever_they_are_stepped(ours: str, scheduler_first: b
 @pytest.mark.defect("strangers-7")
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
 @pytest.mark.parametrize("max_norm", [1e-2, 1e3])
-def test_clipping_is_torchs_whether_a_step_is_deferred_or_not(norm_type: float, max_norm: float) -> None:
+def test_clipping_is_torchs_whether_a_step_is_deferred_or_not(
+    norm_type: float, max_norm: float
+) -> None:
     """And may be repeated, with the same norm but for its last bits."""
     net = functools.partial(harness.mlp, 6, 40, 40, 6, seed=3, tanh_last=True)
     runs = [Training(decoupled=decoupled, net=net) for decoupled in (True, True, False)]
@@ -111,7 +125,9 @@ def test_clipping_is_torchs_whether_a_step_is_deferred_or_not(norm_type: float, 
             each.backward()
         flushed.state.flush()
         for most in (max_norm, 0.1 * max_norm)[: 1 + (step == 11)]:
-            got, other = (each.state.clip_grad_norm_(most, norm_type) for each in (deferred, flushed))
+            got, other = (
+                each.state.clip_grad_norm_(most, norm_type) for each in (deferred, flushed)
+            )
             assert torch.equal(got, other) or most < max_norm
             expected = clip_grad_norm_(plain.model.parameters(), most, norm_type)
             assert torch.allclose(got, expected, rtol=1e-5)
@@ -140,7 +156,9 @@ WAYS: dict[str, Callable[[Training], list[nn.Parameter]]] = {
     "the network": lambda t: [p for _, p in t.model.module.named_parameters()],
     "the optimizer": lambda t: [p for group in t.optimizer.param_groups for p in group["params"]],
     "the optimizer by number": lambda t: [
-        group["params"][i] for group in t.optimizer.param_groups for i in range(len(group["params"]))
+        group["params"][i]
+        for group in t.optimizer.param_groups
+        for i in range(len(group["params"]))
     ],
     "the optimizer's list": lambda t: t.optimizer.param_groups[0]["params"] + [],
     "a sum of lists": lambda t: sum((group["params"] for group in t.optimizer.param_groups), []),  # noqa: RUF017
@@ -152,7 +170,9 @@ WAYS: dict[str, Callable[[Training], list[nn.Parameter]]] = {
 
 @pytest.mark.parametrize("settled", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_through_old_tensors_are_refused(change: str, settled: bool, training: Training) -> None:
+def test_changes_through_old_tensors_are_refused(
+    change: str, settled: bool, training: Training
+) -> None:
     training.run(4 if settled else 0).backward()
     CHANGES[change](training.held)
     with refused(match=r"flush\(\)"):
@@ -172,15 +192,29 @@ def test_changes_in_a_way_that_is_seen_are_those_of_plain_ddp(change: str, way: 
                 each.update()
                 clamp(WAYS[way](each))
     assert_same(training, plain)
-    assert sum("between backward() and optimizer.step()" in each for each in said) == (way != FLUSHED)
+    assert sum("between backward() and optimizer.step()" in each for each in said) == (
+        way != FLUSHED
+    )
 
 
 # Done between step() and the next forward to tensors taken earlier, after so many steps; `.data` counts no version.
 SPOILED: dict[str, tuple[Callable[[list[Any], list[Any]], object], int, str]] = {
     "gradients": (lambda held, gradients: gradients[0].zero_(), STEPS, "changed in place"),
-    "gradients' data": (lambda held, gradients: gradients[0].data.mul_(0.5), 3, "got gradients that were"),
-    "parameters": (lambda held, gradients: held[0].add_(1.0), STEPS, "parameters were written between"),
-    "parameters' data": (lambda held, _: clamp(held), 2, r"data\.clamp_.*state\.flush\(\) after step"),
+    "gradients' data": (
+        lambda held, gradients: gradients[0].data.mul_(0.5),
+        3,
+        "got gradients that were",
+    ),
+    "parameters": (
+        lambda held, gradients: held[0].add_(1.0),
+        STEPS,
+        "parameters were written between",
+    ),
+    "parameters' data": (
+        lambda held, _: clamp(held),
+        2,
+        r"data\.clamp_.*state\.flush\(\) after step",
+    ),
 }
 
 
@@ -197,7 +231,9 @@ def test_what_is_changed_before_its_update_is_refused(spoiled: str, training: Tr
 
 
 @pytest.mark.parametrize(("check", "refuses"), [("", False), ("0", False), ("1", True)])
-def test_later_steps_are_checked_if_asked(check: str, refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_steps_are_checked_if_asked(
+    check: str, refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CROSSOVER_CHECK", check)
     training, plain = (each.run(8) for each in both())
     assert training.is_pending
@@ -253,7 +289,9 @@ def rate_in_place(each: Training) -> None:
 
 
 def scaled(each: Training, unscale: bool = False) -> None:
-    scaler = vars(each).setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
+    scaler = vars(each).setdefault(
+        "scaler", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    )
     scaler.scale(each.loss()).backward()
     if unscale:
         scaler.unscale_(each.optimizer)
@@ -284,7 +322,9 @@ class NewState(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+        for parameter in (
+            p for group in self.param_groups for p in group["params"] if p.grad is not None
+        ):
             mean = self.state[parameter].get("mean", torch.zeros(()))
             self.state[parameter]["mean"] = mean.mul_(0.5) + parameter.grad
             parameter.add_(self.state[parameter]["mean"], alpha=-0.05)
@@ -305,7 +345,10 @@ LOOPS: list[tuple[Loop, Make | None]] = [
         for make in (None, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
     ),
     *(
-        (functools.partial(evaluated_for_inference, **how), lambda m: NewState(m.parameters(), lr=0.05))
+        (
+            functools.partial(evaluated_for_inference, **how),
+            lambda m: NewState(m.parameters(), lr=0.05),
+        )
         for how in ({}, {"clip": True}, {"saved": True}, {"clip": True, "saved": True})
     ),
 ]
@@ -318,12 +361,16 @@ def test_what_loops_do_is_as_with_plain_ddp(loop: Loop, make: Make | None) -> No
         for _ in range(10):
             loop(each)
     if (loop, make) in DEFERRED:
-        assert training.is_pending == (loop is not dropped), "who touches gradients makes them whole"
+        assert training.is_pending == (loop is not dropped), (
+            "who touches gradients makes them whole"
+        )
     assert_same(training, plain)
 
 
 @pytest.mark.parametrize("kind", ["pre", "post"])
-def test_hooks_of_the_optimizer_see_whole_steps(kind: str, training: Training, plain: Training) -> None:
+def test_hooks_of_the_optimizer_see_whole_steps(
+    kind: str, training: Training, plain: Training
+) -> None:
     seen: list[torch.Tensor] = []
     for each in (training, plain):
         register = getattr(each.optimizer, f"register_step_{kind}_hook")
@@ -333,7 +380,9 @@ def test_hooks_of_the_optimizer_see_whole_steps(kind: str, training: Training, p
     assert all(map(torch.equal, seen[:STEPS], seen[STEPS:]))
 
 
-def test_copied_models_and_closed_states_optimizers_are_ordinary(training: Training, plain: Training) -> None:
+def test_copied_models_and_closed_states_optimizers_are_ordinary(
+    training: Training, plain: Training
+) -> None:
     training.run(3)
     training.state.load_state_dict({"forward_order": ["0.weight"]})  # of version 0.1
     with pytest.raises(ValueError, match="expected a state dict of a DecoupledState"):
@@ -464,17 +513,39 @@ NEW = "a new KFACState without a codec for each DecoupledState, got one "
 
 # What DecoupledState is given beside the optimizer and K-FAC.
 COMBINED: list[tuple[Callable[[WithKFAC], dict[str, Any]], type[Exception], str]] = [
-    (lambda _: {"codec": Int8()}, UnsupportedConfigurationError, "owners= and kfac= at most, got codec=Int8"),
-    (lambda _: {"owners": "layers"}, UnsupportedConfigurationError, "got codec=None, owners='layers' and"),
-    (lambda _: {"kfac": WithKFAC(codec=Int8()).kfac}, UnsupportedConfigurationError, NEW + "with a codec"),
+    (
+        lambda _: {"codec": Int8()},
+        UnsupportedConfigurationError,
+        "owners= and kfac= at most, got codec=Int8",
+    ),
+    (
+        lambda _: {"owners": "layers"},
+        UnsupportedConfigurationError,
+        "got codec=None, owners='layers' and",
+    ),
+    (
+        lambda _: {"kfac": WithKFAC(codec=Int8()).kfac},
+        UnsupportedConfigurationError,
+        NEW + "with a codec",
+    ),
     (lambda made: {"kfac": made.optimizer}, TypeError, "expected a KFACState, got kfac=SGD"),
-    (lambda _: {"mutex": RecordingTurn()}, ValueError, "got mutex=.* and a KFACState with mutex=None"),
-    (lambda _: {"process_group": dist.new_group([0])}, ValueError, "got a KFACState of another, of 1 ranks"),
+    (
+        lambda _: {"mutex": RecordingTurn()},
+        ValueError,
+        "got mutex=.* and a KFACState with mutex=None",
+    ),
+    (
+        lambda _: {"process_group": dist.new_group([0])},
+        ValueError,
+        "got a KFACState of another, of 1 ranks",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("options", "kind", "message"), COMBINED)
-def test_what_cannot_be_combined_is_refused(options: Any, kind: type[Exception], message: str) -> None:
+def test_what_cannot_be_combined_is_refused(
+    options: Any, kind: type[Exception], message: str
+) -> None:
     """And leaves the optimizer alone."""
     made = WithKFAC()
     with pytest.raises(kind, match=message):

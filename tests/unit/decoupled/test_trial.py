@@ -16,7 +16,9 @@ END = WARM_UP + 2 * BLOCK * LAST_PAIR
 class World:
     """A rank whose steps take as long as they are told to."""
 
-    def __init__(self, deferred_s: float, whole_s: float, others: Sequence[Sequence[float]] = ()) -> None:
+    def __init__(
+        self, deferred_s: float, whole_s: float, others: Sequence[Sequence[float]] = ()
+    ) -> None:
         self.now_s = 0.0
         self.modes: list[bool] = []
         self.asked = 0
@@ -52,7 +54,9 @@ class World:
         ((1.0, 2.0), [[3.0, 2.5]], 4, False),
     ],
 )
-def test_the_plainly_faster_way_is_kept(times_s: Any, others: Any, pairs: int, defers: bool) -> None:
+def test_the_plainly_faster_way_is_kept(
+    times_s: Any, others: Any, pairs: int, defers: bool
+) -> None:
     """By the time of the slowest rank."""
     end = WARM_UP + 2 * BLOCK * pairs
     world = World(*times_s, others).run(end - 1)

@@ -13,7 +13,9 @@ KINDS = "bool int8 float8_e4m3fn float16 float32 float64 complex32"
 def test_a_fingerprint_is_that_of_the_bits(kind: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     values = torch.randn(shape).to(getattr(torch, kind))
-    shifted = torch.cat([values.flatten()[:1], values.flatten()])[1:].view(shape) if shape else values
+    shifted = (
+        torch.cat([values.flatten()[:1], values.flatten()])[1:].view(shape) if shape else values
+    )
     strided = torch.stack([values, values], dim=-1)[..., 0]
     for other in (values.clone(), shifted, strided):
         assert torch.equal(fingerprint(values), fingerprint(other))

@@ -31,11 +31,15 @@ def mean(everyone: Sequence[torch.Tensor], layout: Sequence[int]) -> torch.Tenso
     if not links.goes_around(layout, 4):
         return tree_sum(addends)
     cut = [each.split(list(layout)) for each in addends]
-    return torch.cat([sum_as_owners_do([each[owner] for each in cut], owner) for owner in range(len(layout))])
+    return torch.cat(
+        [sum_as_owners_do([each[owner] for each in cut], owner) for owner in range(len(layout))]
+    )
 
 
 @in_ranks(2)
-def test_short_messages_leave_before_what_arrives_is_asked_for_and_long_ones_after(rank: int) -> None:
+def test_short_messages_leave_before_what_arrives_is_asked_for_and_long_ones_after(
+    rank: int,
+) -> None:
     exchange, calls = Exchange.of(None), list[str]()
     net: Any = exchange.network(CPU)
     group = net.group
@@ -55,10 +59,15 @@ def test_short_messages_leave_before_what_arrives_is_asked_for_and_long_ones_aft
         lambda flat, link: link.all_gather(flat, equal),
         lambda flat, link: link.all_to_all(flat, equal, flat.clone(), equal),
     ]
-    for numel, says_the_rate in {500: False, 1 << 18: True}.items():  # less may pass in a link's burst
+    for numel, says_the_rate in {
+        500: False,
+        1 << 18: True,
+    }.items():  # less may pass in a link's burst
         flat, halves = torch.ones(2 * numel), [numel, numel]
         exchange.begin(
-            lambda link, flat=flat, halves=halves: link.reduce_scatter(flat, halves), NOTHING, "a tensor"
+            lambda link, flat=flat, halves=halves: link.reduce_scatter(flat, halves),
+            NOTHING,
+            "a tensor",
         ).wait()
         assert (net.bytes_per_s > 0) == says_the_rate
     for way, (rate, first) in itertools.product(ways, {1.0: "recv", 1e12: "send"}.items()):
@@ -73,14 +82,17 @@ def test_short_messages_leave_before_what_arrives_is_asked_for_and_long_ones_aft
 
 
 @in_ranks(4)  # two and three: tests/conformance
-def test_sums_have_the_bits_of_the_tree_or_the_ring_in_bounded_memory(rank: int, world_size: int) -> None:
+def test_sums_have_the_bits_of_the_tree_or_the_ring_in_bounded_memory(
+    rank: int, world_size: int
+) -> None:
     """Tensors of all sizes, many under way, each rank in its own order of gathers where these wait."""
     exchange, most = Exchange.of(None), 0
     choose, order, jobs = random.Random(0), random.Random(rank), []
     for number in range(24):
         numel = choose.choice(SIZES)
         everyone = [
-            torch.randn(numel, generator=torch.Generator().manual_seed(1000 * number + r)) for r in range(world_size)
+            torch.randn(numel, generator=torch.Generator().manual_seed(1000 * number + r))
+            for r in range(world_size)
         ]
         cuts = sorted(choose.choices(range(numel + 1), k=world_size - 1))
         layout = [stop - start for start, stop in zip([0, *cuts], [*cuts, numel], strict=True)]
@@ -119,13 +131,20 @@ def test_two_ranks_have_one_sum_whoever_adds(rank: int) -> None:
     choose, jobs = random.Random(0), []
     for number in range(24):
         dtype = choose.choice([torch.float32, torch.float64, torch.bfloat16])
-        numel, seeds = choose.choice(SIZES), [torch.Generator().manual_seed(1000 * number + r) for r in range(2)]
+        numel, seeds = (
+            choose.choice(SIZES),
+            [torch.Generator().manual_seed(1000 * number + r) for r in range(2)],
+        )
         both = [torch.randn(numel, generator=seed).to(dtype) for seed in seeds]
         layout = exchange.equal_layout(both[0])
         jobs.append((both[rank].clone(), layout, both[0] / 2 + both[1] / 2))
     trips = []
     for flat, layout, _ in jobs:
-        trips.append(exchange.begin(lambda link, flat=flat, layout=layout: link.all_reduce(flat, layout), flat, "it"))
+        trips.append(
+            exchange.begin(
+                lambda link, flat=flat, layout=layout: link.all_reduce(flat, layout), flat, "it"
+            )
+        )
     for trip in trips:
         trip.wait()
     assert all(torch.equal(flat, wanted) for flat, _, wanted in jobs)
@@ -214,7 +233,9 @@ async def gathers(link: Link) -> None:
 
 
 @in_ranks(3, timeout_s=90)
-def test_a_failure_of_one_rank_reaches_all_and_all_that_is_under_way_before_the_timeout(rank: int) -> None:
+def test_a_failure_of_one_rank_reaches_all_and_all_that_is_under_way_before_the_timeout(
+    rank: int,
+) -> None:
     """Rank 0 fails by its own mistake, while it waits for rank 2, which is silent, and rank 1 waits for both."""
     Exchange.of(None).begin(gathers, NOTHING, "the first").wait()
     dist.barrier()
@@ -242,5 +263,7 @@ def test_a_closed_exchange_takes_nothing_and_leaves_its_number_to_another(rank: 
         lane.close()
         lane.close()
     assert len(channels) == 1
-    with pytest.raises(ExchangeError, match="process group that the hook was registered with was destroyed"):
+    with pytest.raises(
+        ExchangeError, match="process group that the hook was registered with was destroyed"
+    ):
         lane.begin(gathers, NOTHING, "it").wait()

@@ -56,7 +56,9 @@ class Net(nn.Module):
         return self.head(x.mean(1))  # type: ignore[no-any-return]
 
 
-def net(uses: int = 1, reentrant: bool | None = None, outside: int = 0, inplace: bool = True) -> Net:
+def net(
+    uses: int = 1, reentrant: bool | None = None, outside: int = 0, inplace: bool = True
+) -> Net:
     torch.manual_seed(0)
     return Net(uses, reentrant, outside, inplace).double()
 
@@ -70,7 +72,9 @@ def loss_of(output: Tensor) -> Tensor:
     return output.exp().sum(-1).mean()
 
 
-def expected(uses: int = 1, x: Tensor | None = None, loss: Any = loss_of, model: Any = None) -> Factors:
+def expected(
+    uses: int = 1, x: Tensor | None = None, loss: Any = loss_of, model: Any = None
+) -> Factors:
     """Return the factors of every layer by their definition."""
     run = RankRun(model or net(uses, inplace=False), batch() if x is None else x, loss)
     return {name: run.factors(name, "expand") for name in run.layers}
@@ -104,10 +108,20 @@ class Recorded:
 
 @pytest.mark.parametrize(
     ("sharing", "uses", "accumulated"),
-    [("expand", 1, "mean"), ("expand", 2, "sum"), ("reduce", 2, "mean"), ("kfac-pytorch", 2, "mean")],
+    [
+        ("expand", 1, "mean"),
+        ("expand", 2, "sum"),
+        ("reduce", 2, "mean"),
+        ("kfac-pytorch", 2, "mean"),
+    ],
 )
-def test_four_micro_batches_are_one_large_batch(sharing: WeightSharing, uses: int, accumulated: str) -> None:
-    large, small = Recorded(net(uses), sharing), Recorded(net(uses), sharing, accumulated=accumulated)
+def test_four_micro_batches_are_one_large_batch(
+    sharing: WeightSharing, uses: int, accumulated: str
+) -> None:
+    large, small = (
+        Recorded(net(uses), sharing),
+        Recorded(net(uses), sharing, accumulated=accumulated),
+    )
     large.backward(batch(8))
     for part in batch(8).chunk(4):
         (loss_of(small.model(part)) / (4 if accumulated == "mean" else 1)).backward()
@@ -121,7 +135,9 @@ ACCUMULATED: tuple[Accumulated, ...] = ("mean", "sum")
 
 @pytest.mark.parametrize("accumulated", ACCUMULATED)
 @pytest.mark.parametrize("sizes", [(4, 4), (3, 3, 2), (1, 7), (8, 0), (0, 8), (3, 0, 5)], ids=str)
-def test_micro_batches_count_by_their_samples(sizes: Sequence[int], accumulated: Accumulated) -> None:
+def test_micro_batches_count_by_their_samples(
+    sizes: Sequence[int], accumulated: Accumulated
+) -> None:
     run = Recorded(net(2), accumulated=accumulated)
     run.backward_by_samples(sizes)
     assert run.capture.micro_batches == sum(map(bool, sizes))
@@ -129,8 +145,14 @@ def test_micro_batches_count_by_their_samples(sizes: Sequence[int], accumulated:
 
 
 @settings(max_examples=25)
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any), st.sampled_from(ACCUMULATED), st.booleans())
-def test_any_split_has_the_factors_of_one_batch(sizes: list[int], accumulated: Accumulated, few: bool) -> None:
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any),
+    st.sampled_from(ACCUMULATED),
+    st.booleans(),
+)
+def test_any_split_has_the_factors_of_one_batch(
+    sizes: list[int], accumulated: Accumulated, few: bool
+) -> None:
     """``few``: as columns."""
     run = Recorded(net(), accumulated=accumulated)
     if few:
@@ -145,7 +167,9 @@ def test_any_split_has_the_factors_of_one_batch(sizes: list[int], accumulated: A
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_unequal_micro_batches_are_checkpointed_and_captured_in_part(sharing: WeightSharing, reentrant: bool) -> None:
+def test_unequal_micro_batches_are_checkpointed_and_captured_in_part(
+    sharing: WeightSharing, reentrant: bool
+) -> None:
     """The first layer is not captured, as with local factors of another owner."""
     large, small = Recorded(net(2), sharing), Recorded(net(2, reentrant), sharing, only=[1, 2])
     large.backward(batch(8))
@@ -155,17 +179,28 @@ def test_unequal_micro_batches_are_checkpointed_and_captured_in_part(sharing: We
 
 @pytest.mark.parametrize("accumulated", ACCUMULATED)
 def test_equal_micro_batches_are_plain_sums_to_the_last_bit(accumulated: Accumulated) -> None:
-    parts, whole, alone = batch(9).chunk(3), Recorded(net(), accumulated=accumulated), Recorded(net())
+    parts, whole, alone = (
+        batch(9).chunk(3),
+        Recorded(net(), accumulated=accumulated),
+        Recorded(net()),
+    )
     sums: dict[str, list[Tensor]] = {}
     for part in parts:
         loss_of(whole.model(part)).backward()
         loss_of(alone.model(part)).backward()
         for name, each in alone.taken().items():
-            sums[name] = [a + b for a, b in zip(sums[name], each, strict=True)] if name in sums else list(each)
+            sums[name] = (
+                [a + b for a, b in zip(sums[name], each, strict=True)]
+                if name in sums
+                else list(each)
+            )
         alone.model.zero_grad()
         alone.capture.begin_step()
     scales = 1 / 3, 3 if accumulated == "mean" else 1 / 3
-    made = {name: tuple(s * scale for s, scale in zip(each, scales, strict=True)) for name, each in sums.items()}
+    made = {
+        name: tuple(s * scale for s, scale in zip(each, scales, strict=True))
+        for name, each in sums.items()
+    }
     assert_close(whole.taken(), made, rtol=0, atol=0)
 
 
@@ -194,11 +229,15 @@ def test_two_views_are_one_micro_batch_of_the_largests_size() -> None:
     views = batch(8), batch(4, seed=1)
 
     def backward(run: Recorded, *views: Tensor) -> None:
-        outputs = [run.model(view).exp().sum() / whole for view, whole in zip(views, (8, 4), strict=True)]
+        outputs = [
+            run.model(view).exp().sum() / whole for view, whole in zip(views, (8, 4), strict=True)
+        ]
         sum(outputs[1:], outputs[0]).backward()
 
     backward(large, *views)
-    for parts in zip(*[view.split([len(view) // 4, 3 * len(view) // 4]) for view in views], strict=True):
+    for parts in zip(
+        *[view.split([len(view) // 4, 3 * len(view) // 4]) for view in views], strict=True
+    ):
         backward(small, *parts)
     assert small.capture.micro_batches == 2
     taken, one_batch = small.taken(), large.taken()
@@ -243,7 +282,8 @@ def test_sizes_that_are_not_known_count_as_the_first_known_one(known_first: bool
     assert run.capture.micro_batches == 2
     one, other = (expected(1, each) for each in (first, second))
     wanted = {
-        f"model.{name}": ((one[name][0] + other[name][0]) / 2, 2 * (one[name][1] + other[name][1])) for name in one
+        f"model.{name}": ((one[name][0] + other[name][0]) / 2, 2 * (one[name][1] + other[name][1]))
+        for name in one
     }
     assert_close(run.taken(), wanted)
 
@@ -282,7 +322,9 @@ def test_micro_batches_are_counted_where_the_model_is_in_eval_mode_and_its_parts
 
 @pytest.mark.parametrize(("uses", "outside", "micro_batches"), [(1, 0, 1), (2, 0, 3), (2, 1, 1)])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_calls_count_once(reentrant: bool, uses: int, outside: int, micro_batches: int) -> None:
+def test_checkpointed_calls_count_once(
+    reentrant: bool, uses: int, outside: int, micro_batches: int
+) -> None:
     run = Recorded(net(uses, reentrant, outside))
     run.backward(*batch().chunk(micro_batches))
     assert run.capture.micro_batches == micro_batches
@@ -324,7 +366,9 @@ def evaluated(model: nn.Module, x: Tensor) -> None:
 
 BEFORE: dict[str, Callable[[Any, Tensor], object]] = {
     "attack": attack,
-    "attack on weights": lambda m, x: torch.autograd.grad(loss_of(m(x)) * 1000, list(m.parameters())),
+    "attack on weights": lambda m, x: torch.autograd.grad(
+        loss_of(m(x)) * 1000, list(m.parameters())
+    ),
     "functional gradient": functional_gradient,
     "forward alone": lambda m, x: loss_of(m(x * 7)).item(),
     "forward that is kept": lambda m, x: loss_of(m(x * 7)),
@@ -337,7 +381,9 @@ BEFORE: dict[str, Callable[[Any, Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize(("before", "reentrant"), [*((each, None) for each in BEFORE), ("attack", False)])
+@pytest.mark.parametrize(
+    ("before", "reentrant"), [*((each, None) for each in BEFORE), ("attack", False)]
+)
 def test_what_is_not_the_steps_leaves_no_trace(before: str, reentrant: bool | None) -> None:
     run = Recorded(net(2, reentrant))
     kept = BEFORE[before](run.model, batch(seed=1))
@@ -434,7 +480,9 @@ def test_two_modules_of_one_layer_are_summed() -> None:
 @pytest.mark.parametrize("bucket_view", [False, True])
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("late", [False, True])
-def test_zeroed_gradients_take_all_micro_batches_along(late: bool, to_none: bool, bucket_view: bool) -> None:
+def test_zeroed_gradients_take_all_micro_batches_along(
+    late: bool, to_none: bool, bucket_view: bool
+) -> None:
     """From the second step on the gradients may be views of the buckets."""
     model = DistributedDataParallel(net(), gradient_as_bucket_view=bucket_view)
     run = Recorded(model)
@@ -458,7 +506,9 @@ class Zoo(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(5, 4)
-        self.first, self.twin, self.tied, self.loose, self.bias_twin = (nn.Linear(4, 4) for _ in range(5))
+        self.first, self.twin, self.tied, self.loose, self.bias_twin = (
+            nn.Linear(4, 4) for _ in range(5)
+        )
         self.bias_twin_too, self.cold, self.cold_bias = (nn.Linear(4, 4) for _ in range(3))
         self.again = self.first
         self.twin.weight, self.twin.bias = self.first.weight, self.first.bias
@@ -480,7 +530,10 @@ def test_layers_are_found_and_the_others_have_a_reason() -> None:
     assert layers[1].bias is None and layers[1].shape == LayerShape(1, 4, 4, False)
     assert layers[2].shape == LayerShape(2, 3, 2, True)
     assert others == {
-        **{f"block.{name}": "named in skip" for name in ("0.weight", "0.bias", "1.weight", "1.bias")},
+        **{
+            f"block.{name}": "named in skip"
+            for name in ("0.weight", "0.bias", "1.weight", "1.bias")
+        },
         **dict.fromkeys(("norm.weight", "norm.bias"), "not Linear or Conv2d"),
         "embedding.weight": "shared with decoder.weight",
         "tied.weight": "shared with loose.weight",
@@ -544,5 +597,7 @@ def test_the_graph_is_cut_around_each_captured_layer_and_made_once(widths: Seque
     # What is before, between and behind the layers; some compilers make one of a layer's own code, too, and parts
     # that have the same code may share one.
     assert 2 <= counts[0] <= 2 * 4 + 2
-    assert len(set(counts[1:])) == 1, "nothing is compiled again, whether a step takes factors or not"
+    assert len(set(counts[1:])) == 1, (
+        "nothing is compiled again, whether a step takes factors or not"
+    )
     assert graphs_by_call(widths, "*")[-1] <= 2, "layers that are skipped are not cut out"

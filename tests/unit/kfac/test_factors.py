@@ -45,7 +45,10 @@ CASES: dict[str, Case] = {
     "valid": (lambda: nn.Conv2d(2, 3, 3, padding="valid"), (2, 2, 5, 5)),
     "reflect": (lambda: nn.Conv2d(2, 3, 3, padding=(2, 1), padding_mode="reflect"), (2, 2, 5, 5)),
     "replicate": (lambda: nn.Conv2d(2, 3, 3, padding=2, padding_mode="replicate"), (2, 2, 4, 5)),
-    "circular": (lambda: nn.Conv2d(2, 3, (2, 3), padding="same", padding_mode="circular"), (2, 2, 4, 5)),
+    "circular": (
+        lambda: nn.Conv2d(2, 3, (2, 3), padding="same", padding_mode="circular"),
+        (2, 2, 4, 5),
+    ),
     "1x1": (lambda: nn.Conv2d(4, 3, 1), (3, 4, 3, 3)),
     "1x1 with stride and groups": (lambda: nn.Conv2d(4, 2, 1, stride=2, groups=2), (3, 4, 4, 3)),
     "conv, one sample": (lambda: nn.Conv2d(2, 3, 3, padding=1), (2, 4, 5)),
@@ -66,7 +69,9 @@ def called(name: str) -> tuple[nn.Module, Tensor, Tensor, Tensor, bool]:
     return module, x, y, factors_module.gradient_matrix(shape_of(module), *gradients), unbatched
 
 
-def factors_of(module: nn.Module, a: Tensor, g: Tensor, sharing: WeightSharing) -> tuple[Tensor, Tensor]:
+def factors_of(
+    module: nn.Module, a: Tensor, g: Tensor, sharing: WeightSharing
+) -> tuple[Tensor, Tensor]:
     """Return both factors of [samples, positions, groups, features], of each sample's own loss."""
     if sharing != "kfac-pytorch":
         return factors_of_rows(a, g, sharing)
@@ -90,7 +95,9 @@ def test_factors_are_the_sums_of_their_definition(name: str) -> None:
     inputs, outputs = (each.unsqueeze(0) if unbatched else each for each in (x, y))
     rows, own = input_rows(module, inputs), output_rows(module, outputs) * len(inputs)
     summed = torch.einsum("nsgi,nsgj->gij", own, rows) / len(rows)
-    torch.testing.assert_close(matrix, summed, msg="rows and gradients make up the weight's gradient")
+    torch.testing.assert_close(
+        matrix, summed, msg="rows and gradients make up the weight's gradient"
+    )
     for sharing in SHARINGS:
         a = input_columns(module, shape, x.requires_grad_(), sharing).factor()
         g = output_columns(module, shape, y, sharing).factor()
@@ -99,11 +106,15 @@ def test_factors_are_the_sums_of_their_definition(name: str) -> None:
         for got, expected in zip((a, g), factors_of(module, rows, own, sharing), strict=True):
             assert not got.requires_grad
             assert torch.equal(got, got.mT)
-            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12 * expected.abs().max().item())
+            torch.testing.assert_close(
+                got, expected, rtol=1e-12, atol=1e-12 * expected.abs().max().item()
+            )
 
 
 @pytest.mark.parametrize("name", ["conv", "stride, padding", "groups"])
-def test_unfolding_and_multiplying_in_parts_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfolding_and_multiplying_in_parts_is_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module, x, *_ = called(name)
     columns = input_columns(module, shape_of(module), x, "expand")
     whole = columns.factor()
@@ -116,7 +127,11 @@ def test_unfolding_and_multiplying_in_parts_is_the_same(name: str, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("module", "size"),
-    [(nn.Linear(3, 2), (0, 3)), (nn.Linear(3, 2), (2, 0, 3)), (nn.Conv2d(2, 4, 3, groups=2), (0, 2, 5, 5))],
+    [
+        (nn.Linear(3, 2), (0, 3)),
+        (nn.Linear(3, 2), (2, 0, 3)),
+        (nn.Conv2d(2, 4, 3, groups=2), (0, 2, 5, 5)),
+    ],
 )
 def test_an_empty_batch_gives_finite_factors(module: nn.Module, size: tuple[int, ...]) -> None:
     shape, inputs = shape_of(module), torch.zeros(size)
@@ -161,7 +176,9 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], LayerShape | None]] = {
 
 
 def test_layers_are_those_that_compute_what_their_class_does() -> None:
-    layers, others = find_layers(nn.ModuleDict({name: make() for name, (make, _) in SHAPES.items()}))
+    layers, others = find_layers(
+        nn.ModuleDict({name: make() for name, (make, _) in SHAPES.items()})
+    )
     expected = {name: shape for name, (_, shape) in SHAPES.items() if shape}
     assert {layer.name: layer.shape for layer in layers} == expected
     told = {others[f"{name}.weight"] for name in ("other forward", "patched", "norm")}
@@ -226,7 +243,9 @@ def test_a_group_that_fails_is_damped_further_and_counted_the_others_are_not() -
     hopeless = torch.tensor([[[1.0, -1e25], [-1e25, 2.0]]])
     made = DampedInverse.compute(hopeless, torch.eye(2).unsqueeze(0), 0.01, pi=False)
     assert made.strained == 9
-    assert torch.equal(made.a_inverse[0], torch.diag(made.a_inverse[0].diagonal())), "taken for its diagonal"
+    assert torch.equal(made.a_inverse[0], torch.diag(made.a_inverse[0].diagonal())), (
+        "taken for its diagonal"
+    )
     assert made.a_inverse[0].diagonal().gt(0).all()
 
 
@@ -247,8 +266,12 @@ class FailingEigh:
         return values, vectors
 
 
-@pytest.mark.parametrize(("failures", "raising", "strained"), [(3, True, 2), (3, False, 3), (1000, True, 9)])
-def test_a_failing_eigenvalue_problem_is_damped_further(failures: int, raising: bool, strained: int) -> None:
+@pytest.mark.parametrize(
+    ("failures", "raising", "strained"), [(3, True, 2), (3, False, 3), (1000, True, 9)]
+)
+def test_a_failing_eigenvalue_problem_is_damped_further(
+    failures: int, raising: bool, strained: int
+) -> None:
     """And is diagonal at last."""
     a, g, gradient = random_factor(0, 2, 4), random_factor(1, 2, 3), random_gradient(0, 2, 3, 4)
     a[1] += 100 * torch.eye(4)
@@ -257,12 +280,17 @@ def test_a_failing_eigenvalue_problem_is_damped_further(failures: int, raising: 
     assert made.strained == strained
     got, expected = made.precondition(gradient), direction("eigen", gradient, a, g, 0.1)
     torch.testing.assert_close(got[0], expected[0])
-    torch.testing.assert_close(got[1], expected[1], rtol=0.2, atol=0.1 * float(expected[1].abs().max()))
+    torch.testing.assert_close(
+        got[1], expected[1], rtol=0.2, atol=0.1 * float(expected[1].abs().max())
+    )
 
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_without_a_trace_pi_is_one(zero: int) -> None:
-    factors, gradient = [random_factor(0, 1, 4), random_factor(1, 1, 3)], random_gradient(0, 1, 3, 4)
+    factors, gradient = (
+        [random_factor(0, 1, 4), random_factor(1, 1, 3)],
+        random_gradient(0, 1, 3, 4),
+    )
     factors[zero] *= 0
     got = DampedInverse.compute(*factors, 0.01, pi=True).precondition(gradient)
     torch.testing.assert_close(got, direction("inverse", gradient, *factors, 0.01, pi=False))
@@ -275,7 +303,9 @@ def test_an_inverse_that_rounding_left_without_a_root_has_the_nearest() -> None:
     broken = (vectors * values) @ vectors.mT
     assert int(torch.linalg.cholesky_ex(broken).info) != 0
     larger = torch.eye(60, dtype=torch.float64)
-    root = SpreadSolver.of(larger.unsqueeze(0), broken.unsqueeze(0), LayerShape(1, 60, 40, False)).root
+    root = SpreadSolver.of(
+        larger.unsqueeze(0), broken.unsqueeze(0), LayerShape(1, 60, 40, False)
+    ).root
     torch.testing.assert_close(root.mT @ root, broken, rtol=0, atol=1e-10 * float(values.max()))
 
 

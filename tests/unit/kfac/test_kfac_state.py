@@ -33,10 +33,14 @@ class Training(kfac_training.Training):
         super().__init__(0, network or mlp(6, 8, 4), **options)
 
     def output(self, seed: int = 0) -> Tensor:
-        output: Tensor = self.model(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)))
+        output: Tensor = self.model(
+            torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+        )
         return output
 
-    def backward(self, seed: int = 0, loss: Callable[[Tensor], Tensor] = mean_square) -> dict[str, Tensor]:  # type: ignore[override]
+    def backward(
+        self, seed: int = 0, loss: Callable[[Tensor], Tensor] = mean_square
+    ) -> dict[str, Tensor]:  # type: ignore[override]
         self.optimizer.zero_grad()
         loss(self.output(seed)).backward()
         return self.gradients()
@@ -60,12 +64,18 @@ class Training(kfac_training.Training):
         ({"factor_update_steps": 0}, r"got factor_update_steps=0; 1 means every step"),
         ({"inv_update_steps": 2.5}, r"got inv_update_steps=2\.5; "),
         ({"solver": "lu"}, r"expected solver to be one of inverse, eigen, got solver='lu'"),
-        ({"weight_sharing": "sum"}, r"expected weight_sharing to be one of expand, reduce, kfac-pytorch"),
+        (
+            {"weight_sharing": "sum"},
+            r"expected weight_sharing to be one of expand, reduce, kfac-pytorch",
+        ),
         ({"factors": "none"}, r"expected factors to be one of global, local"),
         ({"accumulated": "max"}, r"expected accumulated to be one of mean, sum"),
         ({"max_factor_dim": 0}, r"got max_factor_dim=0; 8192 is the default"),
         ({"max_factor_dim": 2.5}, r"got max_factor_dim=2\.5; 8192 is the default"),
-        ({"optimizer": [nn.Linear(1, 1)]}, r"expected an optimizer or a sequence of them, got optimizer=L"),
+        (
+            {"optimizer": [nn.Linear(1, 1)]},
+            r"expected an optimizer or a sequence of them, got optimizer=L",
+        ),
         ({"optimizer": None}, r"got optimizer=None; pass it, or kl_clip=None"),
     ],
 )
@@ -88,14 +98,20 @@ NONE = r"none of 2 parameters \(.*\); Linear and Conv2d layers count .* max_fact
     ("make", "options", "message"),
     [
         (lambda: mlp(6, 4).half(), {}, r"0\.weight of float16.*use autocast, or skip it"),
-        (lambda: nn.Sequential(mlp(3, 3), nn.Linear(3, 3, device="meta")), {}, r"on \['cpu', 'meta'\]; "),
+        (
+            lambda: nn.Sequential(mlp(3, 3), nn.Linear(3, 3, device="meta")),
+            {},
+            r"on \['cpu', 'meta'\]; ",
+        ),
         (sharded, {}, r"got 0\.weight sharded over ranks \(DTensor\)"),
         (lambda: nn.LayerNorm(6), {}, NONE),
         (lambda: mlp(6, 4), {"skip": ["0"]}, NONE),
         (lambda: mlp(6, 4), {"max_factor_dim": 6}, NONE),
     ],
 )
-def test_a_model_that_it_cannot_treat_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
+def test_a_model_that_it_cannot_treat_is_refused(
+    make: Any, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UnsupportedConfigurationError, match=message):
         KFACState(make(), kl_clip=None, **options)
     half = nn.Sequential(nn.Linear(6, 5).half(), nn.Linear(5, 4))
@@ -164,10 +180,14 @@ def test_the_group_is_that_of_the_model_where_none_is_named() -> None:
     training.step()
 
 
-def test_an_optimizer_of_some_layers_is_refused_unless_the_others_are_skipped_or_nothing_is_clipped() -> None:
+def test_an_optimizer_of_some_layers_is_refused_unless_the_others_are_skipped_or_nothing_is_clipped() -> (
+    None
+):
     network = mlp(6, 8, 4)
     optimizer = SGD(network[0].parameters(), lr=LR)
-    with pytest.raises(UnsupportedConfigurationError, match=r"none for 2\.weight, 2\.bias \(2 in all\)"):
+    with pytest.raises(
+        UnsupportedConfigurationError, match=r"none for 2\.weight, 2\.bias \(2 in all\)"
+    ):
         KFACState(network, optimizer)
     KFACState(network, optimizer, skip=["2"]).close()
     KFACState(network, optimizer, kl_clip=None).close()
@@ -204,7 +224,9 @@ def test_the_first_finite_factors_get_a_solver_at_once(overflows: int) -> None:
     solvers = training.solvers()
     assert all(solvers)
     training.backward(8)
-    torch.testing.assert_close(training.solvers(), solvers, rtol=0, atol=0, msg="once, not in every step")
+    torch.testing.assert_close(
+        training.solvers(), solvers, rtol=0, atol=0, msg="once, not in every step"
+    )
 
 
 def test_a_layer_that_comes_late_gets_its_solver_when_it_comes() -> None:

@@ -24,7 +24,9 @@ def torch_optimizer(name: str, **options: Any) -> Make:
 
 TORCH: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd momentum": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
     "sgd maximize": lambda p: torch.optim.SGD(p, lr=0.1, maximize=True),
     "adam foreach amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True, amsgrad=True),
@@ -33,8 +35,14 @@ TORCH: dict[str, Make] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, lr_decay=0.1),
     "adadelta": lambda p: torch.optim.Adadelta(p),
-    **{name: torch_optimizer(name) for name in ("Adam", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "Adafactor")},
-    **{f"{name} fused": torch_optimizer(name, fused=True) for name in ("SGD", "Adam", "AdamW", "Adagrad")},
+    **{
+        name: torch_optimizer(name)
+        for name in ("Adam", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "Adafactor")
+    },
+    **{
+        f"{name} fused": torch_optimizer(name, fused=True)
+        for name in ("SGD", "Adam", "AdamW", "Adagrad")
+    },
 }
 TIMM = ("lion", "lars", "adan", "adamp", "sgdp", "nadamw", "rmsproptf", "adopt", "novograd")
 
@@ -48,14 +56,19 @@ OPTIMIZERS = TORCH | {f"timm {name}": timm_optimizer(name) for name in TIMM}
 
 def parameters_of(seed: int = 0) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((3, 4), (4,), (5, 2), (2, 2))]
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator))
+        for shape in ((3, 4), (4,), (5, 2), (2, 2))
+    ]
 
 
 def gradients_of(step: int) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in parameters_of(100 + step)]
 
 
-def trained(make: Make, parts: Sequence[Sequence[int]] | None = None) -> tuple[list[nn.Parameter], Optimizer]:
+def trained(
+    make: Make, parts: Sequence[Sequence[int]] | None = None
+) -> tuple[list[nn.Parameter], Optimizer]:
     """Take whole steps, or each in ``parts``, which list parameters by number."""
     parameters = parameters_of()
     optimizer = make(parameters)
@@ -74,7 +87,9 @@ def trained(make: Make, parts: Sequence[Sequence[int]] | None = None) -> tuple[l
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_is_accepted_left_as_it_was_and_its_steps_in_parts_are_the_steps(name: str) -> None:
+def test_an_optimizer_is_accepted_left_as_it_was_and_its_steps_in_parts_are_the_steps(
+    name: str,
+) -> None:
     tried = OPTIMIZERS[name](parameters_of())
     before, random = copy.deepcopy(tried.state_dict()), torch.random.get_rng_state()
     check_separable(tried)

@@ -74,7 +74,9 @@ def test_a_step_needs_an_exchange(way: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(("way", "step"), [("muon", "muon.step()"), ("owned", "step()")])
-def test_a_skipped_step_changes_nothing_and_a_forgotten_one_is_an_error(way: str, step: str) -> None:
+def test_a_skipped_step_changes_nothing_and_a_forgotten_one_is_an_error(
+    way: str, step: str
+) -> None:
     ours = Training(way)
     plain = Training(None, optimizers=muon_and_sgd if way == "muon" else None)
     for number in range(8):
@@ -95,13 +97,33 @@ def test_a_skipped_step_changes_nothing_and_a_forgotten_one_is_an_error(way: str
 
 # What is done after a backward pass with Muon and SGD.
 MISUSES: dict[str, tuple[str, Callable[[Training], object], str]] = {
-    "clipping": ("owned", lambda t: (clip_grad_norm_(t.held, 0.1), t.update()), r"state\.clip_grad_norm_"),
-    "a read": ("owned", lambda t: (t.optimizer.step(), t.weights()), r"call all of them after each backward"),
+    "clipping": (
+        "owned",
+        lambda t: (clip_grad_norm_(t.held, 0.1), t.update()),
+        r"state\.clip_grad_norm_",
+    ),
+    "a read": (
+        "owned",
+        lambda t: (t.optimizer.step(), t.weights()),
+        r"call all of them after each backward",
+    ),
     "forward": ("owned", lambda t: (t.optimizer.step(), t.backward()), "call all of them"),
     "a second step": ("owned", lambda t: (t.optimizer.step(), t.optimizer.step()), "second one"),
-    "a step hook": ("owned", lambda t: (t.optimizer.register_step_post_hook(id), t.update()), "owners=None"),
-    "changes through data": ("owned", lambda t: (t.held[0].grad.data.mul_(0.5), t.update()), "were changed"),
-    "settings": ("muon", lambda t: (t.optimizer.param_groups[0].update(momentum=0), t.update()), "change"),
+    "a step hook": (
+        "owned",
+        lambda t: (t.optimizer.register_step_post_hook(id), t.update()),
+        "owners=None",
+    ),
+    "changes through data": (
+        "owned",
+        lambda t: (t.held[0].grad.data.mul_(0.5), t.update()),
+        "were changed",
+    ),
+    "settings": (
+        "muon",
+        lambda t: (t.optimizer.param_groups[0].update(momentum=0), t.update()),
+        "change",
+    ),
 }
 
 
@@ -160,7 +182,9 @@ class ScheduleFree(SGD):
         (ScheduleFree, r"ScheduleFree.*eval\(\)"),
     ],
 )
-def test_an_optimizer_that_cannot_run_on_one_parameter_is_refused(kind: type[SGD], message: str) -> None:
+def test_an_optimizer_that_cannot_run_on_one_parameter_is_refused(
+    kind: type[SGD], message: str
+) -> None:
     with refuses(message):
         DecoupledState(kind([nn.Parameter(torch.ones(4, 6))], lr=0.1), owners="layers")
 
@@ -198,7 +222,9 @@ def test_matrices_of_another_model_are_refused() -> None:
 
 def test_a_torch_with_another_muon_is_refused() -> None:
     check_torch.cache_clear()
-    other = mock.patch.object(muon_in_halves, "take_step", lambda parameter, *_: parameter.mul_(0.9))
+    other = mock.patch.object(
+        muon_in_halves, "take_step", lambda parameter, *_: parameter.mul_(0.9)
+    )
     try:
         with other, refuses("computes another step than its parts do"):
             Training("muon")

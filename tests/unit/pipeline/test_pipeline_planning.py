@@ -17,12 +17,28 @@ from hypothesis import strategies as st
 from torch import nn
 
 from crossover_ddp.errors import UnsupportedConfigurationError
-from crossover_ddp.pipeline import Action, Cluster, LayerProfile, Plan, Profile, Runner, Stage, chain, plan_pipeline
+from crossover_ddp.pipeline import (
+    Action,
+    Cluster,
+    LayerProfile,
+    Plan,
+    Profile,
+    Runner,
+    Stage,
+    chain,
+    plan_pipeline,
+)
 from crossover_ddp.pipeline import plan as planning
 from crossover_ddp.pipeline.model import EXCHANGE, StagedChain
 from crossover_ddp.pipeline.partition import Partitioner, balanced
 from crossover_ddp.pipeline.run import BandTurns
-from crossover_ddp.pipeline.schedule import bands, best_order, gpipe, interleaved, one_forward_one_backward
+from crossover_ddp.pipeline.schedule import (
+    bands,
+    best_order,
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+)
 from crossover_ddp.pipeline.simulate import list_schedule, simulate
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.unit.turns.mutexes import Make
@@ -31,12 +47,19 @@ INSTANCES = 300 if IN_CAMPAIGN else 60
 SEEDS = st.integers(0, 10**6)
 
 
-def random_instance(dice: random.Random, *, layers: int, devices: int, memory: bool = False) -> tuple[Profile, Cluster]:
+def random_instance(
+    dice: random.Random, *, layers: int, devices: int, memory: bool = False
+) -> tuple[Profile, Cluster]:
     """Return a chain and a cluster with costs of one magnitude; with ``memory`` some stages do not fit."""
     costs = ((0.5, 2), (1, 4), (0, 2), (0, 3), (0, 2))
-    made = [LayerProfile(f"l{k}", *[dice.uniform(*each) for each in costs], frozen_bytes=k % 3) for k in range(layers)]
+    made = [
+        LayerProfile(f"l{k}", *[dice.uniform(*each) for each in costs], frozen_bytes=k % 3)
+        for k in range(layers)
+    ]
     profile = Profile(tuple(made))
-    rates = tuple([tuple([10 ** dice.uniform(-0.5, 1) for _ in range(devices)]) for _ in range(devices)])
+    rates = tuple(
+        [tuple([10 ** dice.uniform(-0.5, 1) for _ in range(devices)]) for _ in range(devices)]
+    )
     rooms = tuple([dice.uniform(20, 60) for _ in range(devices)]) if memory else ()
     nodes = tuple([str(dice.randrange(max(2, devices - 1))) for _ in range(devices)])
     speed = tuple([dice.choice((0.5, 1.0, 1.0)) for _ in range(devices)])
@@ -65,7 +88,9 @@ def _bottleneck(chain: StagedChain) -> float:
         share = math.ceil(len(micros) / len(stage.devices))
         if chain.limit(k) < min(len(chain.stages) - k, share):
             return math.inf
-        forward_s, backward_s = (max(chain.seconds(k, kind, micro) for micro in micros) for kind in "FB")
+        forward_s, backward_s = (
+            max(chain.seconds(k, kind, micro) for micro in micros) for kind in "FB"
+        )
         exchange = chain.exchanges[k]
         exchange_s = exchange[0].wire_s + exchange[0].latency_s if exchange else 0.0
         worst = max(worst, share * (forward_s + backward_s) + max(0.0, exchange_s - backward_s))
@@ -79,7 +104,9 @@ def _bottleneck(chain: StagedChain) -> float:
 
 
 def even(layers: int = 4, size: float = 0.0, parameters: float = 0.0) -> Profile:
-    return Profile(tuple(LayerProfile(f"l{k}", 1.0, 2.0, size, parameters, 1.0) for k in range(layers)))
+    return Profile(
+        tuple(LayerProfile(f"l{k}", 1.0, 2.0, size, parameters, 1.0) for k in range(layers))
+    )
 
 
 def flat(devices: int, **others: Any) -> Cluster:
@@ -99,7 +126,8 @@ def random_chain(seed: int, split: bool = False) -> StagedChain:
     count = dice.randint(1, min(sizes.values()))
     devices = dice.sample(range(len(cluster)), len(cluster))
     edges, places = (
-        itertools.pairwise([0, *sorted(dice.sample(range(1, size), count - 1)), size]) for size in sizes.values()
+        itertools.pairwise([0, *sorted(dice.sample(range(1, size), count - 1)), size])
+        for size in sizes.values()
     )
     runs = zip(edges, places, strict=True)
     stages = [Stage(*layers, tuple(devices[slice(*place)])) for layers, place in runs]
@@ -112,10 +140,14 @@ def test_the_programme_equals_exhaustive_search() -> None:
     for seed in range(INSTANCES):
         dice = random.Random(seed)
         layers, devices, micros = dice.randint(2, 8), dice.randint(1, 4), dice.randint(1, 8)
-        profile, cluster = random_instance(dice, layers=layers, devices=devices, memory=bool(seed % 2))
+        profile, cluster = random_instance(
+            dice, layers=layers, devices=devices, memory=bool(seed % 2)
+        )
         order = dice.sample(range(devices), devices)
         most = min(layers, devices)
-        found = Partitioner(profile, cluster, order, micros, max_stages=most, max_replicas=devices).solve()
+        found = Partitioner(
+            profile, cluster, order, micros, max_stages=most, max_replicas=devices
+        ).solve()
         for count in range(1, most + 1):
             expected = exhaustive_bottleneck(profile, cluster, order, micros, count)
             if count not in found:
@@ -125,7 +157,9 @@ def test_the_programme_equals_exhaustive_search() -> None:
             value, stages = found[count]
             assert value == pytest.approx(expected, rel=1e-9)
             assert len(stages) == count
-            assert "".join(str(each) for s in stages for each in s.devices) in "".join(map(str, order))
+            assert "".join(str(each) for s in stages for each in s.devices) in "".join(
+                map(str, order)
+            )
             assert [s.start for s in stages] == [0, *[s.stop for s in stages[:-1]]]
     assert infeasible > 10, "memory must matter in some instances"
 
@@ -160,7 +194,10 @@ def test_transfers_through_one_card_follow_each_other() -> None:
     own = StagedChain(profile, flat(4), stages, 2)
     shared = StagedChain(profile, flat(4, nodes=("x", "x", "y", "y")), stages, 2)
     steps = [list_schedule(chain, [2, 2]) for chain in (own, shared)]
-    assert [step and step.step_s for step in steps] == [24, 34]  # 1 + 10 + 1 + 1 + 10 + 1; one waits for 10 s
+    assert [step and step.step_s for step in steps] == [
+        24,
+        34,
+    ]  # 1 + 10 + 1 + 1 + 10 + 1; one waits for 10 s
 
 
 def test_exchange_begins_before_the_last_backward_ends() -> None:
@@ -200,7 +237,9 @@ def test_every_step_obeys_the_rules(seed: int, split: bool) -> None:
         if each == kind:
             assert begins[Action(stage, kind, micro)] >= ends[Action(stage, "F", micro)] - 1e-9
     wire = sum(s.end_s - s.begin_s for s in step.spans if s.sends and s.action.kind != EXCHANGE)
-    places = itertools.product(range(len(chain.stages) - 1), range(chain.microbatches), (False, True))
+    places = itertools.product(
+        range(len(chain.stages) - 1), range(chain.microbatches), (False, True)
+    )
     hops = [chain.hop(stage, micro, back=back) for stage, micro, back in places]
     assert wire == pytest.approx(sum(hop.wire_s for hop in hops if hop))
     assert simulate(chain, step.orders).step_s == pytest.approx(step.step_s)
@@ -215,14 +254,19 @@ def test_bands_hold_each_action_once_and_need_no_later_band(seed: int) -> None:
         return
     cut = bands(step.spans)
     assert len({len(each) for each in cut.values()}) == 1
-    number = {action: place for each in cut.values() for place, band in enumerate(each) for action in band}
+    number = {
+        action: place for each in cut.values() for place, band in enumerate(each) for action in band
+    }
     for device, each in cut.items():
         assert [action for band in each for action in band] == list(step.orders[device])
         assert all(len(band) <= 1 for band in each)
     last = len(chain.stages) - 1
     for stage, kind, micro in number:
         if kind == "B":
-            needs = [Action(stage, "F", micro), *([Action(stage + 1, "B", micro)] if stage < last else [])]
+            needs = [
+                Action(stage, "F", micro),
+                *([Action(stage + 1, "B", micro)] if stage < last else []),
+            ]
         else:
             needs = [Action(stage - 1, "F", micro)] if stage else []
         assert all(number[need] <= number[Action(stage, kind, micro)] for need in needs)
@@ -258,7 +302,9 @@ COSTS = st.sampled_from((0.0, 1.0))
 @given(st.lists(st.tuples(COSTS, COSTS), min_size=2, max_size=4), st.integers(1, 2))
 @example([(1.0, 1.0), (0.0, 1.0)], 1)
 @settings(max_examples=20, deadline=None)
-def test_bands_are_orders_where_layers_take_no_time(costs: list[tuple[float, float]], devices: int) -> None:
+def test_bands_are_orders_where_layers_take_no_time(
+    costs: list[tuple[float, float]], devices: int
+) -> None:
     layers = [LayerProfile(f"l{k}", *each, 0.0, 0.0) for k, each in enumerate(costs)]
     plan = plan_pipeline(Profile(tuple(layers)), flat(devices), microbatches=2)
     cut = plan.bands()
@@ -288,7 +334,9 @@ def test_a_plan_is_no_longer_than_what_a_baseline_can_run(seed: int) -> None:
     profile, cluster = random_instance(dice, layers=8, devices=4)
     for split in (False, True):
         plan = plan_pipeline(profile, cluster, microbatches=8, split=split)
-        known = {name: s for name, s in plan.baselines.items() if s and (split or name != "zero bubble")}
+        known = {
+            name: s for name, s in plan.baselines.items() if s and (split or name != "zero bubble")
+        }
         assert known.keys() >= {"data parallel", "GPipe", "1F1B"}
         assert plan.step_s <= min(known.values())
         assert plan.method == "search" or plan.step_s == known[plan.method]
@@ -298,7 +346,10 @@ def test_a_plan_is_no_longer_than_what_a_baseline_can_run(seed: int) -> None:
 
 def test_a_split_backward_is_tried_where_it_can_run() -> None:
     """A plan with replicas never has one: DDP knows whole backwards only."""
-    whole, split = (plan_pipeline(even(8), flat(4), microbatches=8, max_replicas=1, split=s) for s in (False, True))
+    whole, split = (
+        plan_pipeline(even(8), flat(4), microbatches=8, max_replicas=1, split=s)
+        for s in (False, True)
+    )
     assert (whole.split, split.split) == (False, True)
     assert split.step_s < whole.step_s
     assert split.step_s <= (split.baselines["zero bubble"] or 0)
@@ -313,10 +364,14 @@ def test_plans_near_the_best_of_all_device_orders(monkeypatch: pytest.MonkeyPatc
     ratios, most = [], 5 if IN_CAMPAIGN else 4
     for seed in range(100 if IN_CAMPAIGN else 4):
         dice = random.Random(seed)
-        profile, cluster = random_instance(dice, layers=dice.randint(2, 8), devices=dice.randint(2, most))
+        profile, cluster = random_instance(
+            dice, layers=dice.randint(2, 8), devices=dice.randint(2, most)
+        )
         found = plan_pipeline(profile, cluster, microbatches=4)
         with monkeypatch.context() as patch:
-            patch.setattr(planning, "device_orders", lambda each: itertools.permutations(range(len(each))))
+            patch.setattr(
+                planning, "device_orders", lambda each: itertools.permutations(range(len(each)))
+            )
             ratios.append(found.step_s / plan_pipeline(profile, cluster, microbatches=4).step_s)
     assert sorted(ratios)[len(ratios) // 2] <= 1.02
     assert max(ratios) <= 1.10
@@ -351,14 +406,18 @@ def test_a_plan_is_saved_printed_and_exported(tmp_path: Path) -> None:
         replicated.csv()
     with pytest.raises(ValueError, match="expected a plan, got another document"):
         Plan.from_json({"stages": []})
-    with pytest.raises(UnsupportedConfigurationError, match="expected a default process group on gloo"):
+    with pytest.raises(
+        UnsupportedConfigurationError, match="expected a default process group on gloo"
+    ):
         Runner(plan, [nn.Linear(2, 2)] * 4, nn.functional.cross_entropy)
 
 
 def test_a_profile_is_measured_and_leaves_layers_and_random_numbers_alone(tmp_path: Path) -> None:
     """Frozen parameters and buffers are measured apart."""
     rest = [nn.BatchNorm1d(4), nn.Dropout(0.5)]
-    layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 4, bias=False), *rest)
+    layers = nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 4, bias=False), *rest
+    )
     layers[0].weight.grad = torch.ones(16, 8)
     layers[0].bias.requires_grad_(False)
     before, sample = {n: b.clone() for n, b in layers.named_buffers()}, torch.randn(3, 8)
@@ -388,11 +447,23 @@ class Two(nn.Module):
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        (Two(), "expected a list of layers or an nn.Sequential, got Two; a model that is not a chain"),
-        ([nn.Linear(4, 4), Two()], "expected a layer that returns one tensor, got tuple of layer '1'"),
-        ([nn.Linear(4, 4), nn.Bilinear(4, 4, 4)], "got layer '1', which refuses shape=.*skip connections"),
+        (
+            Two(),
+            "expected a list of layers or an nn.Sequential, got Two; a model that is not a chain",
+        ),
+        (
+            [nn.Linear(4, 4), Two()],
+            "expected a layer that returns one tensor, got tuple of layer '1'",
+        ),
+        (
+            [nn.Linear(4, 4), nn.Bilinear(4, 4, 4)],
+            "got layer '1', which refuses shape=.*skip connections",
+        ),
         ([], "expected at least one layer"),
-        ([("x", nn.Identity()), ("x", nn.Identity())], "expected at least one layer and different names"),
+        (
+            [("x", nn.Identity()), ("x", nn.Identity())],
+            "expected at least one layer and different names",
+        ),
     ],
 )
 def test_what_is_no_chain_is_refused(layers: Any, message: str) -> None:
@@ -406,20 +477,32 @@ GOOD = {"devices": 2, "bandwidth_gbit": [[0, 1], [1, 0]]}
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"bandwidth_gbit": [[0, -1], [1, 0]]}, "expected bandwidth >= 0 from device '0' to '1', got"),
+        (
+            {"bandwidth_gbit": [[0, -1], [1, 0]]},
+            "expected bandwidth >= 0 from device '0' to '1', got",
+        ),
         ({"bandwidth_gbit": [[0, 1], [1]]}, "expected 2 values of bandwidth for device '1', got 1"),
         ({"bandwidth_gbit": "fast"}, "expected a number or a matrix, got 'fast'"),
         ({"bandwidth": 1}, "expected the keys devices, bandwidth_gbit"),
         ({"devices": 3}, "expected names of 2 devices, got 3"),
-        ({"devices": 3, "bandwidth_gbit": [[0, 1, 0], [1, 0, 0], [0, 5, 0]]}, r"the links of \['2'\]"),
+        (
+            {"devices": 3, "bandwidth_gbit": [[0, 1, 0], [1, 0, 0], [0, 5, 0]]},
+            r"the links of \['2'\]",
+        ),
         ({"latency_us": -1}, "expected latency_s >= 0"),
         ({"devices": [{"name": "a"}, {"name": "a"}]}, "expected devices with different names"),
         ({"devices": [{"speed": 0}, {}]}, "expected speed > 0"),
         ({"devices": [{"sped": 1}, {}]}, "expected name, node, speed, memory_gib of a device"),
-        ({"devices": [{"memory_gib": "8"}, {}]}, "expected memory_bytes > 0, got memory_bytes=.'8'"),
+        (
+            {"devices": [{"memory_gib": "8"}, {}]},
+            "expected memory_bytes > 0, got memory_bytes=.'8'",
+        ),
         ({"devices": 2.0}, "expected devices as a list or their number"),
         ({"cards_gbit": [1]}, "cards_gbit as an object of nodes"),
-        ({"cards_gbit": {"a": 1}}, r"expected cards of the nodes \['0', '1'\], got cards of \['a'\]"),
+        (
+            {"cards_gbit": {"a": 1}},
+            r"expected cards of the nodes \['0', '1'\], got cards of \['a'\]",
+        ),
     ],
 )
 def test_bad_clusters_are_refused(wrong: Any, message: str) -> None:
@@ -449,13 +532,30 @@ SMALL = {"memory_bytes": (50.0, 60.0)}
 @pytest.mark.parametrize(
     ("profile", "cluster", "options", "message"),
     [
-        (even(2, parameters=100.0), flat(2, **SMALL), {}, "on a device, got layer 'l0' with 401 bytes"),
-        (even(4, parameters=10.0), flat(2, **SMALL), {}, "expected stages that fit in memory, got none"),
-        (even(2), flat(3), {"max_stages": 3}, "at least as many layers as stages, got max_stages=3 for 2"),
+        (
+            even(2, parameters=100.0),
+            flat(2, **SMALL),
+            {},
+            "on a device, got layer 'l0' with 401 bytes",
+        ),
+        (
+            even(4, parameters=10.0),
+            flat(2, **SMALL),
+            {},
+            "expected stages that fit in memory, got none",
+        ),
+        (
+            even(2),
+            flat(3),
+            {"max_stages": 3},
+            "at least as many layers as stages, got max_stages=3 for 2",
+        ),
         (even(2), flat(3), {"microbatches": 0}, "expected microbatches >= 1, got microbatches=0"),
     ],
 )
-def test_impossible_plans_are_refused(profile: Profile, cluster: Cluster, options: Any, message: str) -> None:
+def test_impossible_plans_are_refused(
+    profile: Profile, cluster: Cluster, options: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         plan_pipeline(profile, cluster, **{"microbatches": 2, **options})
 

@@ -39,14 +39,20 @@ def library() -> Any:
 
 def test_failures_and_an_older_driver_are_told(library: Any) -> None:
     driver = CudaDriver(library)
-    with pytest.raises(RuntimeError, match="cuThreadExchangeStreamCaptureMode failed: CUresult 801"):
+    with pytest.raises(
+        RuntimeError, match="cuThreadExchangeStreamCaptureMode failed: CUresult 801"
+    ):
         driver.ignore_other_threads_captures()
     del library.cuThreadExchangeStreamCaptureMode
-    with pytest.raises(RuntimeError, match="expected a driver with cuThreadExchangeStreamCaptureMode"):
+    with pytest.raises(
+        RuntimeError, match="expected a driver with cuThreadExchangeStreamCaptureMode"
+    ):
         driver.ignore_other_threads_captures()
 
 
-def test_names_are_those_of_nvidia_smi_else_of_torch(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_those_of_nvidia_smi_else_of_torch(
+    library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver, device = CudaDriver(library), torch.device("cuda", 1)
     assert driver.name(0) == f"MIG-{INSTANCE}", "neighbours on one card would take turns"
     del library.cuDeviceGetUuid  # a driver that has only the later call
@@ -79,7 +85,9 @@ def test_a_fork_is_refused_although_the_lock_was_held_when_it_was_made() -> None
             code = 1
             try:
                 signal.alarm(20)
-                with pytest.raises(RuntimeError, match="takes no more work: this process is a fork"):
+                with pytest.raises(
+                    RuntimeError, match="takes no more work: this process is a fork"
+                ):
                     worker.put(lambda: None)
                 worker.stop()
                 code = 0

@@ -53,7 +53,13 @@ def test_header_then_spans(tmp_path: Path) -> None:
     args, shown = {"bucket": 1, "bytes": 4096, "dtype": "float32"}, ("cat", "name", "args", "dur")
     assert [(names[each["tid"]], *map(each.get, shown)) for each in _spans(timeline.path)] == [
         ("5ca1ab1e · rank 3 · turns", "compute", "compute", {}, 1.5e6),
-        ("5ca1ab1e · rank 3 · reduce-scatter", "reduce_scatter", "reduce-scatter of bucket 1", args, 0.25e6),
+        (
+            "5ca1ab1e · rank 3 · reduce-scatter",
+            "reduce_scatter",
+            "reduce-scatter of bucket 1",
+            args,
+            0.25e6,
+        ),
     ]
     assert _spans(timeline.path)[0]["ts"] / 1e6 - who["wall_s"] == pytest.approx(1.0, abs=1e-5)
     assert who["wall_s"] == pytest.approx(time.time() - time.monotonic(), abs=1.0)
@@ -71,7 +77,8 @@ def test_spans_of_a_lane_never_overlap(tmp_path: Path) -> None:
 def test_devices_are_processes_and_no_lane_is_two_ranks(tmp_path: Path) -> None:
     whose = [("a", 0, "d0"), ("a", 1, "d1"), ("b", 0, "d0"), ("b", 1, "d0")]
     first, second, third, fourth = found = [
-        _spans(recorded(tmp_path, SPAN, job=job, rank=rank, device=device))[0] for job, rank, device in whose
+        _spans(recorded(tmp_path, SPAN, job=job, rank=rank, device=device))[0]
+        for job, rank, device in whose
     ]
     assert first["pid"] == third["pid"] == fourth["pid"] != second["pid"]
     assert len({each["tid"] for each in found}) == 4
@@ -126,13 +133,17 @@ def test_threads_lose_and_mix_nothing(tmp_path: Path) -> None:
 
 def script(directory: Path, *lines: str) -> str:
     """Run a script that makes a timeline there, with lines of its own; return what it says."""
-    made = "from crossover_ddp._timeline.record import Timeline; import os, resource as r, signal, sys"
+    made = (
+        "from crossover_ddp._timeline.record import Timeline; import os, resource as r, signal, sys"
+    )
     text = "\n".join([made, "timeline = Timeline(sys.argv[1], rank=0, device='d')", *lines])
     words = [sys.executable, "-c", text, str(directory)]
     return subprocess.run(words, check=True, timeout=60, capture_output=True, text=True).stderr
 
 
-def test_who_forgets_to_close_loses_nothing_and_a_forked_child_repeats_nothing(tmp_path: Path) -> None:
+def test_who_forgets_to_close_loses_nothing_and_a_forked_child_repeats_nothing(
+    tmp_path: Path,
+) -> None:
     script(
         tmp_path,
         "timeline.span('compute', 0, 1)",
@@ -144,7 +155,9 @@ def test_who_forgets_to_close_loses_nothing_and_a_forked_child_repeats_nothing(t
     assert [span["cat"] for span in _spans(path)] == ["compute"]
 
 
-def test_a_disk_that_is_full_for_a_moment_costs_the_rest_of_the_recording_alone(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_for_a_moment_costs_the_rest_of_the_recording_alone(
+    tmp_path: Path,
+) -> None:
     told = script(
         tmp_path,
         "def write(): timeline.span('compute', 0, 1); timeline.flush()",
@@ -164,8 +177,14 @@ def test_unwritable_directory_costs_one_warning(tmp_path: Path) -> None:
     assert ["no timeline is recorded" in each for each in told] == [True]
 
 
-def test_recordings_of_all_jobs_become_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [recorded(tmp_path / "runs" / job, SPAN, job=job, rank=rank) for job in "ab" for rank in (0, 1)]
+def test_recordings_of_all_jobs_become_one_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [
+        recorded(tmp_path / "runs" / job, SPAN, job=job, rank=rank)
+        for job in "ab"
+        for rank in (0, 1)
+    ]
     with paths[0].open("a") as file:
         file.write('{"ph": "X", "name": "cut o')  # by a kill
     trace = tmp_path / "deep" / "trace.json"
@@ -182,7 +201,9 @@ def test_what_is_no_recording_is_named(tmp_path: Path, capfd: pytest.CaptureFixt
     assert cli.main(words) == 1, "nothing there"
     recorded(tmp_path, SPAN)
     (tmp_path / "rank0-1.json").write_text("[\na shopping list,\n")
-    (tmp_path / "rank0-2.json").write_text('[\n{"ph": "M", "name": "recording", "args": {"version": 9}},\n')
+    (tmp_path / "rank0-2.json").write_text(
+        '[\n{"ph": "M", "name": "recording", "args": {"version": 9}},\n'
+    )
     (tmp_path / "rank0-3.json").touch()
     (tmp_path / "rank0-4.json").symlink_to("gone")
     assert cli.main(words) == 1

@@ -39,7 +39,9 @@ class Nowhere(set[Any]):
 
 @pytest.fixture(autouse=True)
 def several_jobs_in_this_process() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:  # the fixture would undo a test's own patches too late
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # the fixture would undo a test's own patches too late
         patch.setattr(joining, "_places", Nowhere())
         yield
 
@@ -108,7 +110,9 @@ def held_up(threads: ThreadPoolExecutor, mutex: GPUMutex) -> "Iterator[Future[fl
     waiting.result(SOON_S)
 
 
-def join_at(base: object, *, job: int = 1, group: str = "jobs", device: str = DEVICE) -> TurnSegment:
+def join_at(
+    base: object, *, job: int = 1, group: str = "jobs", device: str = DEVICE
+) -> TurnSegment:
     segment = TurnSegment(group, device, base=str(base))
     segment.join(Member(job=job, lead=5, world_size=1, lease_s=1.0))
     return segment
@@ -143,7 +147,15 @@ def files(base: Path) -> list[str]:
 def state(base: Path) -> list[tuple[object, ...]]:
     """Return all that a change of any file would change."""
     return [
-        (path, found.st_ino, found.st_mode, found.st_uid, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        (
+            path,
+            found.st_ino,
+            found.st_mode,
+            found.st_uid,
+            found.st_size,
+            found.st_mtime_ns,
+            found.st_ctime_ns,
+        )
         for path in sorted([base, *base.rglob("*")])
         for found in [path.lstat()]
     ]

@@ -48,14 +48,21 @@ def test_a_state_that_is_closed_before_its_first_step_joins_nobody() -> None:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_wrong_group_name_is_raised_by_the_first_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_group_name_is_raised_by_the_first_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CROSSOVER_GROUP", "a/b")
-    with contextlib.closing(Training("crossover")) as job, pytest.raises(ExchangeError, match="a group name"):
+    with (
+        contextlib.closing(Training("crossover")) as job,
+        pytest.raises(ExchangeError, match="a group name"),
+    ):
         job.step()
 
 
 @pytest.mark.usefixtures("process_group")
-def test_models_whose_first_exchanges_end_together_join_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_whose_first_exchanges_end_together_join_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two joins would make the process its own sibling, and their number would differ between ranks."""
     made: list[GPUMutex] = []
     first_is_joining = threading.Event()
@@ -91,7 +98,12 @@ def test_models_whose_first_exchanges_end_together_join_once(monkeypatch: pytest
 )
 @pytest.mark.usefixtures("process_group")
 def test_what_holds_up_nccl_is_told(
-    backend: str, device: str, enabled: object, queues: str, told: list[str], monkeypatch: pytest.MonkeyPatch
+    backend: str,
+    device: str,
+    enabled: object,
+    queues: str,
+    told: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(comm_hooks.WORK_QUEUES, raising=False)
     if queues:

@@ -61,7 +61,9 @@ def test_who_would_not_wait_for_a_sibling_is_told_so(make: Make) -> None:
     assert mutex.stats()["turns"] == 1
 
 
-def test_a_caller_waits_for_its_device_in_turns_and_in_trials(make: Make, threads: ThreadPoolExecutor) -> None:
+def test_a_caller_waits_for_its_device_in_turns_and_in_trials(
+    make: Make, threads: ThreadPoolExecutor
+) -> None:
     """A host that runs ahead would count steps of one way that the device does in the other."""
 
     def train(mutex: GPUMutex) -> set[tuple[str, bool, bool]]:
@@ -76,8 +78,12 @@ def test_a_caller_waits_for_its_device_in_turns_and_in_trials(make: Make, thread
 
     for seen in threads.map(train, [make(trial=True), make(trial=True)]):
         assert any(mode == "trying side by side" and not shared for mode, shared, _ in seen)
-        assert all(awaits for mode, shared, awaits in seen if shared or mode == "trying side by side")
-        assert not any(awaits for mode, shared, awaits in seen if mode == "side by side" and not shared)
+        assert all(
+            awaits for mode, shared, awaits in seen if shared or mode == "trying side by side"
+        )
+        assert not any(
+            awaits for mode, shared, awaits in seen if mode == "side by side" and not shared
+        )
 
 
 def test_calls_without_effect(make: Make) -> None:
@@ -117,7 +123,9 @@ def test_a_turn_begun_alone_is_waited_for_and_waits_like_any_other_and_errors_an
     assert mutex.holding
 
 
-def test_a_lent_turn_is_given_back_under_its_later_number(make: Make, threads: ThreadPoolExecutor) -> None:
+def test_a_lent_turn_is_given_back_under_its_later_number(
+    make: Make, threads: ThreadPoolExecutor
+) -> None:
     mutex, sibling = make(trial=True, lease=SOON_S / 2), make(trial=True)
     mutex.acquire()
     acquire_in(threads, sibling).result(SOON_S)  # nobody computes
@@ -130,7 +138,9 @@ def test_a_lent_turn_is_given_back_under_its_later_number(make: Make, threads: T
     assert sibling.stats()["leases_expired"] == 0
 
 
-def test_a_late_job_has_read_the_log_before_it_draws(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_job_has_read_the_log_before_it_draws(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Siblings wait for who has drawn, and a log of days is read for seconds."""
     mutex, read, draw = make(), list[int](), turn_segment.TurnSegment.draw_turn
     for _ in range(5):
@@ -152,7 +162,9 @@ def test_a_late_job_has_read_the_log_before_it_draws(make: Make, monkeypatch: py
 
 @pytest.mark.parametrize("lease", [0, -1, -0.1, math.nan, datetime.timedelta(0)])
 def test_a_lease_must_be_positive(lease: object, make: Make) -> None:
-    with pytest.raises(ValueError, match=r"expected a lease > 0 seconds, got lease=.*; leave it out"):
+    with pytest.raises(
+        ValueError, match=r"expected a lease > 0 seconds, got lease=.*; leave it out"
+    ):
         make(lease=lease)
     assert make(lease=datetime.timedelta(milliseconds=1500)).stats()["lease_s"] == 1.5
 
@@ -171,7 +183,9 @@ def test_a_turn_that_does_not_end_costs_its_lease_once(
     assert "longer than its lease of 0.3 s" in warning
 
 
-def test_arguments_win_over_the_environment(make: Make, group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_win_over_the_environment(
+    make: Make, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CROSSOVER_GROUP", f"{group}-environment")
     monkeypatch.setenv("CROSSOVER_DEVICE", "dev-environment")
     given = make(group, device="dev-argument")
@@ -192,11 +206,17 @@ def takes_no_turns(mutex: GPUMutex, reason: str) -> None:
         mutex.request()
         assert not mutex.holding
     assert not mutex.shared
-    assert [mutex.stats()[key] for key in ("turns", "siblings", "disabled_because")] == [0, 0, reason]
+    assert [mutex.stats()[key] for key in ("turns", "siblings", "disabled_because")] == [
+        0,
+        0,
+        reason,
+    ]
     assert reason in repr(mutex)
 
 
-@pytest.mark.parametrize(("value", "disabled"), [("1", True), ("yes", True), ("0", False), ("", False)])
+@pytest.mark.parametrize(
+    ("value", "disabled"), [("1", True), ("yes", True), ("0", False), ("", False)]
+)
 def test_turns_can_be_switched_off(
     value: str, disabled: bool, make: Make, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,7 +248,9 @@ def test_closing_ends_the_own_wait_gives_the_turn_back_and_leaves_nothing(
     assert warnings(caplog) == []
 
 
-def test_where_no_fork_may_be_closing_awaits_no_thread(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_fork_may_be_closing_awaits_no_thread(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread needs that lock to end."""
     mutex = make()
     assert mutex._turns is not None
@@ -241,7 +263,9 @@ def test_where_no_fork_may_be_closing_awaits_no_thread(make: Make, monkeypatch: 
     assert not thread.is_alive()
 
 
-def test_a_forked_child_leaves_its_parents_turn_and_may_join(make: Make, threads: ThreadPoolExecutor) -> None:
+def test_a_forked_child_leaves_its_parents_turn_and_may_join(
+    make: Make, threads: ThreadPoolExecutor
+) -> None:
     mutex, sibling = make(), make()
     mutex.acquire()
     if not (child := os.fork()):
@@ -269,7 +293,11 @@ def test_a_forked_child_leaves_its_parents_turn_and_may_join(make: Make, threads
 )
 @pytest.mark.parametrize("holding", [False, True])
 def test_a_mutex_whose_files_break_gives_up_with_one_warning(
-    meddle: Callable[[str], object], holding: bool, make: Make, group: str, caplog: pytest.LogCaptureFixture
+    meddle: Callable[[str], object],
+    holding: bool,
+    make: Make,
+    group: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     mutex, descriptors = make(), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
@@ -303,7 +331,9 @@ def test_stats_tell_of_times_but_not_between_different_clocks(
     sibling.acquire()
     real_ns = time.monotonic_ns
     with held_up(threads, mutex), monkeypatch.context() as other_clock:
-        other_clock.setattr(turn_segment, "time", SimpleNamespace(monotonic_ns=lambda: real_ns() + ahead_ns))
+        other_clock.setattr(
+            turn_segment, "time", SimpleNamespace(monotonic_ns=lambda: real_ns() + ahead_ns)
+        )
         sibling.release()
     mutex.release()
     stats = mutex.stats()
@@ -336,7 +366,9 @@ def new_order() -> mock.Mock:
     """Return the order of a device that has done a turn when the test says so; real ones are in tests/gpu."""
     over = threading.Event()
     over.set()
-    return mock.Mock(over=over, streams=lambda: (), mark=lambda _: over, wait=lambda end: end.wait(SOON_S))
+    return mock.Mock(
+        over=over, streams=lambda: (), mark=lambda _: over, wait=lambda end: end.wait(SOON_S)
+    )
 
 
 def test_who_leaves_waits_for_the_device_and_who_cannot_say_so_ends_its_turns(
@@ -357,13 +389,17 @@ def test_who_leaves_waits_for_the_device_and_who_cannot_say_so_ends_its_turns(
 
     over = end_a_turn(leaving)
     closing = threads.submit(leaving.close)
-    assert not eventually(lambda: second.stats()["siblings"] == 1, 0.1), "it left before the device had ended"
+    assert not eventually(lambda: second.stats()["siblings"] == 1, 0.1), (
+        "it left before the device had ended"
+    )
     over.set()
     closing.result(SOON_S)
     assert second.stats()["siblings"] == 1
     over = end_a_turn(first)
     error = SegmentError("expected the segment to stay, got it removed under way")
-    monkeypatch.setattr(membership_of(first).segment, "publish_returned", mock.Mock(side_effect=error))
+    monkeypatch.setattr(
+        membership_of(first).segment, "publish_returned", mock.Mock(side_effect=error)
+    )
     over.set()
     assert eventually(lambda: "removed under way" in str(first.disabled_because))
 

@@ -92,7 +92,9 @@ OTHERS = [0.8, 1.1], [0.9, 1.2], [0.2, 1.0, 1.0], [0.1, 1.0]
 
 
 @pytest.mark.parametrize("side_s", [*([each] * 2 for each in ALIKE), *OTHERS])
-def test_what_is_faster_by_the_geometric_mean_is_kept_and_a_trial_costs_little(side_s: list[float]) -> None:
+def test_what_is_faster_by_the_geometric_mean_is_kept_and_a_trial_costs_little(
+    side_s: list[float],
+) -> None:
     """At most a hundredth of two thousand steps, where jobs are alike."""
     leads = [Lead(job, taking(1.0, each)) for job, each in enumerate(side_s)]
     siblings = Siblings(*leads)
@@ -146,7 +148,9 @@ def test_it_is_tried_again_when_a_sibling_comes_and_after_a_few_thousand_turns()
         lead.times = taking(1.0, 0.5)
     siblings.go_on(REPEAT + 20 * BLOCK)
     assert {lead.modes[-1] for lead in siblings.leads} == {Mode.SIDE_BY_SIDE}
-    assert sum(siblings.log.count(word) for word in Word) <= 3 * 2 * len(siblings.leads), "three trials"
+    assert sum(siblings.log.count(word) for word in Word) <= 3 * 2 * len(siblings.leads), (
+        "three trials"
+    )
 
 
 def test_a_lone_job_tries_nothing_and_of_several_one_that_wants_turns_is_enough() -> None:
@@ -167,7 +171,9 @@ def test_jobs_on_other_devices_have_a_trial_of_their_own() -> None:
     loses = [Lead(job, taking(1.0, 0.5), device=1) for job in (2, 3)]
     siblings = Siblings(*gains, *loses)
     siblings.go_on(2 * WARM_UP + 40 * BLOCK)
-    assert [lead.modes[-1] for lead in (*gains, *loses)] == [Mode.TURNS] * 2 + [Mode.SIDE_BY_SIDE] * 2
+    assert [lead.modes[-1] for lead in (*gains, *loses)] == [Mode.TURNS] * 2 + [
+        Mode.SIDE_BY_SIDE
+    ] * 2
 
 
 def test_an_evaluation_in_a_block_does_not_decide() -> None:
@@ -229,7 +235,9 @@ def test_leases_are_waited_for_one_after_the_other_within_the_limit() -> None:
     waiting = *slots, blocker(8, 12, 6, 2.0), blocker(9, 13, 7, 3600.0)
     assert remaining(100.0, *waiting) == pytest.approx(7.0), "the longest lease of its slots"
     assert remaining(106.5, *waiting) == pytest.approx(0.5)
-    assert remaining(107.0, *waiting) == pytest.approx(2.0), "the second one's lease starts only now"
+    assert remaining(107.0, *waiting) == pytest.approx(2.0), (
+        "the second one's lease starts only now"
+    )
     assert patience.expired_count == 1
     assert remaining(109.5, *waiting) == pytest.approx(0.5), "the limit of one wait"
     assert remaining(110.0, *waiting) is None
@@ -244,7 +252,9 @@ def test_leases_are_waited_for_one_after_the_other_within_the_limit() -> None:
 
 @given(st.lists(st.floats(0.0, 1e4), max_size=40), st.sampled_from([None, 0.5, 3600.0]))
 @example([4.0] * 5 + [0.1] * 15, None)
-def test_a_lease_is_given_or_follows_recent_turns(turns_s: list[float], given_s: float | None) -> None:
+def test_a_lease_is_given_or_follows_recent_turns(
+    turns_s: list[float], given_s: float | None
+) -> None:
     """A turn that waited for a sibling's lease, or for one of ours, would else make the own lease longer."""
     lease, recent_s = Lease(given_s), [0.0] * 16
     for turn_s in turns_s:

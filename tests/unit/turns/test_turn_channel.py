@@ -17,7 +17,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from crossover_ddp._turns import channel as turn_channel
-from crossover_ddp._turns.channel import UNKNOWN_TIMEOUT_S, TurnChannel, group_timeout_s, patience_limit_s
+from crossover_ddp._turns.channel import (
+    UNKNOWN_TIMEOUT_S,
+    TurnChannel,
+    group_timeout_s,
+    patience_limit_s,
+)
 from crossover_ddp._turns.rules import Grant
 from crossover_ddp.errors import TurnError
 from tests.harness import single_process_group
@@ -33,7 +38,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     def make_channels(store: dist.Store) -> list[TurnChannel]:
         groups: list[Any] = [
-            SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2, store=store) for rank in range(2)
+            SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2, store=store)
+            for rank in range(2)
         ]
         with ThreadPoolExecutor(2) as threads:
             made.extend(threads.map(lambda group: TurnChannel(group, 60.0), groups))
@@ -49,13 +55,17 @@ def receive(channel: TurnChannel) -> Grant:
     return channel.receive()
 
 
-def test_an_ended_store_and_a_silent_lead_rank_are_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_store_and_a_silent_lead_rank_are_told(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = dist.HashStore()  # beside which the channel makes a server
     with monkeypatch.context() as patch:
         patch.setattr(turn_channel, "group_timeout_s", lambda group: 0.4)
         _, other = make(store)
     other.listen(lambda: None)
-    with pytest.raises(TurnError, match="expected the job's next turn from its lead rank within 0 s"):
+    with pytest.raises(
+        TurnError, match="expected the job's next turn from its lead rank within 0 s"
+    ):
         receive(other)
     _, other = make(store)
     other.listen(lambda: None)
@@ -102,25 +112,33 @@ LONG, SHORT = (backend(datetime.timedelta(seconds=seconds)) for seconds in (1800
         ({}, UNKNOWN_TIMEOUT_S),
     ],
 )
-def test_the_shortest_timeout_counts_and_patience_is_a_quarter(backends: Any, expected_s: float) -> None:
+def test_the_shortest_timeout_counts_and_patience_is_a_quarter(
+    backends: Any, expected_s: float
+) -> None:
     def get_backend(device: str) -> Any:
         if backends[device] is None:
             raise RuntimeError(f"Could not find the default device type {device}")
         return backends[device]
 
-    group: Any = SimpleNamespace(_device_types=[*backends], _get_backend=get_backend, size=lambda: 2)
+    group: Any = SimpleNamespace(
+        _device_types=[*backends], _get_backend=get_backend, size=lambda: 2
+    )
     assert group_timeout_s(group) == expected_s
     assert patience_limit_s(group) == expected_s / 4
     assert group_timeout_s(SimpleNamespace(size=lambda: 2)) == UNKNOWN_TIMEOUT_S  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.DETAIL])  # which wraps backends
+@pytest.mark.parametrize(
+    "level", [dist.DebugLevel.OFF, dist.DebugLevel.DETAIL]
+)  # which wraps backends
 def test_a_real_group_tells_its_timeout_and_one_process_has_none(level: dist.DebugLevel) -> None:
     dist.set_debug_level(level)
     try:
         with single_process_group() as world:
             assert group_timeout_s(world) == default_pg_timeout.total_seconds()
-            assert group_timeout_s(dist.new_group([0], timeout=datetime.timedelta(seconds=33))) == 33.0
+            assert (
+                group_timeout_s(dist.new_group([0], timeout=datetime.timedelta(seconds=33))) == 33.0
+            )
             assert patience_limit_s(world) == patience_limit_s(None) == math.inf
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)

@@ -23,8 +23,12 @@ RING = (PLAIN, (1, 2), (2, 0))  # each job shares one device with each other job
 LARGE = {
     "side-by-side-and-back-turns-for-two": Rules(TWO, (2, 3), words=(SIDE, BACK), steps=2),
     "side-by-side-a-turn-for-two-a-stop": Rules(TWO, (1, 3), words=(SIDE,), steps=2, stops=1),
-    "side-by-side-turns-for-two-joining-late": Rules(TWO, (3, 1), words=(SIDE,), steps=2, late_jobs=1),
-    "one-device-inside-two-turns-for-two-a-loan": Rules(INSIDE, (3, 3), words=(SIDE,), steps=2, loans=1),
+    "side-by-side-turns-for-two-joining-late": Rules(
+        TWO, (3, 1), words=(SIDE,), steps=2, late_jobs=1
+    ),
+    "one-device-inside-two-turns-for-two-a-loan": Rules(
+        INSIDE, (3, 3), words=(SIDE,), steps=2, loans=1
+    ),
     "side-by-side-a-death-two-turns": Rules(TWO, (1, 2), words=(SIDE,), deaths=1),
     "side-by-side-a-stop-two-turns": Rules(TWO, (1, 2), words=(SIDE,), stops=1),
     "side-by-side-joining-late": Rules(TWO, (1, 1), words=(SIDE,), late_jobs=1),
@@ -101,7 +105,11 @@ class ForgivesOneTurnOnly(Patience):
         self.passed = frozenset((each.slot, each.incarnation, lost.turn, -1) for each in same)
 
 
-OVERLAP, DEADLOCK, SECOND_LEASE = "before job . has given back", "deadlock", "waits for a second lease"
+OVERLAP, DEADLOCK, SECOND_LEASE = (
+    "before job . has given back",
+    "deadlock",
+    "waits for a second lease",
+)
 BOTH = Rules(TWO, (2, 2))
 # Further ones, in the functions themselves: tests/seeded/faults/turns.txt.
 WRONG = {

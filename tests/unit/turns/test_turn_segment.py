@@ -23,7 +23,15 @@ from crossover_ddp._system.shared_memory import outer_user
 from crossover_ddp._turns import segment as segments
 from crossover_ddp._turns import view as segment_view
 from crossover_ddp._turns.rules import Member
-from crossover_ddp._turns.segment import FILE_BYTES, JOINED, SLOT_BYTES, SLOT_COUNT, GroupFiles, TurnSegment, no_fork
+from crossover_ddp._turns.segment import (
+    FILE_BYTES,
+    JOINED,
+    SLOT_BYTES,
+    SLOT_COUNT,
+    GroupFiles,
+    TurnSegment,
+    no_fork,
+)
 from crossover_ddp._turns.view import look
 from crossover_ddp.cli.status import rows
 from crossover_ddp.errors import SegmentError
@@ -61,11 +69,19 @@ def test_a_slot_is_used_again_with_another_incarnation(join: Join) -> None:
         end(segment)
     assert jobs(staying) == [1]
     assert [len({each.slot for each in used}), len({each.incarnation for each in used})] == [1, 3]
-    assert not any(each.returned for each in used), "what an earlier owner gave back is not the new owner's"
+    assert not any(each.returned for each in used), (
+        "what an earlier owner gave back is not the new owner's"
+    )
 
 
-def test_groups_and_devices_do_not_meet_and_leave_each_other_alone(join: Join, tmp_path: Path) -> None:
-    one, other, device = join(), join(group="jobs.turns"), join(device="dev1")  # as like as a name can be
+def test_groups_and_devices_do_not_meet_and_leave_each_other_alone(
+    join: Join, tmp_path: Path
+) -> None:
+    one, other, device = (
+        join(),
+        join(group="jobs.turns"),
+        join(device="dev1"),
+    )  # as like as a name can be
     assert [len(each.members()) for each in (one, other, device)] == [1, 1, 1]
     one.leave()
     device.leave()
@@ -157,7 +173,9 @@ def killed_in(base: Path, *, group: str, reserves: bool = False) -> None:
 
 
 @pytest.mark.parametrize("reserves", [False, True])
-def test_files_of_a_dead_group_go_when_a_job_of_another_group_joins(join: Join, tmp_path: Path, reserves: bool) -> None:
+def test_files_of_a_dead_group_go_when_a_job_of_another_group_joins(
+    join: Join, tmp_path: Path, reserves: bool
+) -> None:
     killed_in(tmp_path, group="dead", reserves=reserves)
     assert "dead@.turns" in files(tmp_path)
     living = join(group="living")
@@ -181,7 +199,13 @@ def test_a_group_that_reserves_or_lives_keeps_its_files(join: Join, tmp_path: Pa
 def test_foreign_and_malformed_files_of_other_groups_stay(join: Join, tmp_path: Path) -> None:
     join(group="first").leave()
     directory = home(tmp_path)
-    contents = {"a@.turns": b"x", "b@.turns": b"y" * SLOT_BYTES, "c.turns": b"", "@.turns": b"", "d@.log": b"z"}
+    contents = {
+        "a@.turns": b"x",
+        "b@.turns": b"y" * SLOT_BYTES,
+        "c.turns": b"",
+        "@.turns": b"",
+        "d@.log": b"z",
+    }
     for name, content in contents.items():
         (directory / name).write_bytes(content)
     (directory / "link@.turns").symlink_to(directory / "c.turns")
@@ -245,8 +269,15 @@ def _held_by_fork(below: Path) -> int:
 
 
 @pytest.mark.parametrize("way", [".turns", ".bell", "leave", "forget"])
-def test_a_fork_meanwhile_holds_nothing(way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    entered, joined, opened, closed = threading.Event(), list[TurnSegment](), GroupFiles.open_file, os.close
+def test_a_fork_meanwhile_holds_nothing(
+    way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    entered, joined, opened, closed = (
+        threading.Event(),
+        list[TurnSegment](),
+        GroupFiles.open_file,
+        os.close,
+    )
 
     def gap() -> None:
         """Make the moment long, for who forks in it."""
@@ -276,7 +307,9 @@ def test_a_fork_meanwhile_holds_nothing(way: str, monkeypatch: pytest.MonkeyPatc
         assert files(tmp_path) == []
 
 
-def test_a_thread_that_forks_in_its_own_gap_does_not_wait_for_itself(join: Join, tmp_path: Path) -> None:
+def test_a_thread_that_forks_in_its_own_gap_does_not_wait_for_itself(
+    join: Join, tmp_path: Path
+) -> None:
     """As in a signal's handler, or in a finalizer."""
     segment, owned = join(job=1), cast(Any, no_fork)
     with no_fork:
@@ -289,8 +322,12 @@ def test_a_file_that_does_not_open_is_named_with_the_remedy(tmp_path: Path) -> N
     files = GroupFiles("jobs", str(tmp_path))
     remedies = {errno.EMFILE: "ulimit -n", errno.ENOSPC: "make room", errno.EACCES: "let this user"}
     for number, remedy in remedies.items():
-        refused = mock.patch.object(segments.os, "open", side_effect=OSError(number, os.strerror(number)))
-        message = rf"expected a file of turns at .*jobs@\.log, got {os.strerror(number)}; .*{remedy}"
+        refused = mock.patch.object(
+            segments.os, "open", side_effect=OSError(number, os.strerror(number))
+        )
+        message = (
+            rf"expected a file of turns at .*jobs@\.log, got {os.strerror(number)}; .*{remedy}"
+        )
         with refused, pytest.raises(SegmentError, match=message):
             files.open_file(".log", os.O_RDWR)
     files.close()
@@ -319,18 +356,39 @@ SIZE = r"slots of \d+ bytes.*; remove it", "expected slots of"
     [
         (".turns", lambda path: os.truncate(path, 100), *SIZE),
         (".turns", lambda path: os.truncate(path, 1 << 20), *SIZE),
-        (".turns", lambda path: path.write_bytes(OLD.ljust(path.stat().st_size)), "another version", ""),
+        (
+            ".turns",
+            lambda path: path.write_bytes(OLD.ljust(path.stat().st_size)),
+            "another version",
+            "",
+        ),
         (".turns", _link, "got a symbolic link; remove it", "symbolic links"),
-        (".turns", lambda path: (path.unlink(), path.mkdir(0o700)), "Is a directory; remove it", "directory"),
+        (
+            ".turns",
+            lambda path: (path.unlink(), path.mkdir(0o700)),
+            "Is a directory; remove it",
+            "directory",
+        ),
         ("", lambda path: path.chmod(0o755), "got mode 0755; chmod 0700 it", ""),
         ("", _link, "a directory of this user, got .*; if it is a symbolic link or a file", ""),
-        ("", lambda path: (path.rename(f"{path}-old"), path.touch(0o600)), "a directory of this user", ""),
+        (
+            "",
+            lambda path: (path.rename(f"{path}-old"), path.touch(0o600)),
+            "a directory of this user",
+            "",
+        ),
         # Only root can give files to another user.
-        *[("", lambda path: os.chown(path, NOBODY, NOBODY), "got owner 65534", "")] * (os.geteuid() == 0),
+        *[("", lambda path: os.chown(path, NOBODY, NOBODY), "got owner 65534", "")]
+        * (os.geteuid() == 0),
     ],
 )
 def test_what_is_not_ours_is_refused_by_name_seen_and_stays_as_it_is(
-    what: str, meddle: Callable[[Path], object], message: str, problem: str, leftover: Path, tmp_path: Path
+    what: str,
+    meddle: Callable[[Path], object],
+    message: str,
+    problem: str,
+    leftover: Path,
+    tmp_path: Path,
 ) -> None:
     path = leftover if what else leftover.parent
     meddle(path)
@@ -351,7 +409,9 @@ def test_a_log_that_is_a_link_is_refused(leftover: Path, join: Join) -> None:
         segment.draw_turn()
 
 
-def test_late_words_go_into_no_other_file(join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_words_go_into_no_other_file(
+    join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The number of a file that was closed is that of the next one that anybody opens."""
     segment, other, write = join(), tmp_path / "a user's", os.pwrite
     opened: list[int] = []
@@ -416,13 +476,21 @@ def test_no_turn_is_drawn_from_a_log_that_was_cut_short(kept: int, join: Join) -
             segment.draw_turn()
 
 
-def test_what_goes_meanwhile_is_no_fault(join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_meanwhile_is_no_fault(
+    join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     join(job=1)
     leaving, tested, listed = join(job=2), segment_view.slots_are_locked, os.listdir
-    monkeypatch.setattr(segment_view, "slots_are_locked", lambda *what: (leaving.leave(), tested(*what))[1])
+    monkeypatch.setattr(
+        segment_view, "slots_are_locked", lambda *what: (leaving.leave(), tested(*what))[1]
+    )
     monkeypatch.setattr(os, "listdir", lambda fd: [*listed(fd), "ghost@.turns"])
     seen = look(str(tmp_path))
-    assert ([place.slot.job for place in seen.places], seen.abandoned, seen.problems) == ([1], (), ())
+    assert ([place.slot.job for place in seen.places], seen.abandoned, seen.problems) == (
+        [1],
+        (),
+        (),
+    )
 
 
 def test_looking_writes_nothing_takes_no_lock_and_opens_nothing_for_good(
@@ -451,9 +519,13 @@ def test_a_pipe_is_a_problem(leftover: Path, tmp_path: Path) -> None:
     assert any("seek" in what for _, what in seen.problems)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    st.dictionaries(st.integers(0, SLOT_COUNT - 1), st.binary(min_size=REST, max_size=REST), max_size=6),
+    st.dictionaries(
+        st.integers(0, SLOT_COUNT - 1), st.binary(min_size=REST, max_size=REST), max_size=6
+    ),
     st.integers(0, 2 * FILE_BYTES),
 )
 def test_arbitrary_contents_never_raise(tmp_path: Path, slots: dict[int, bytes], cut: int) -> None:

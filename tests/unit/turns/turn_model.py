@@ -22,7 +22,16 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from crossover_ddp._turns import rules as real
-from crossover_ddp._turns.rules import Blocker, Grant, Member, Patience, Progress, Trial, TurnLog, Word
+from crossover_ddp._turns.rules import (
+    Blocker,
+    Grant,
+    Member,
+    Patience,
+    Progress,
+    Trial,
+    TurnLog,
+    Word,
+)
 
 ABSENT, DEAD = -1, -2
 PLACES_PER_ROUND = 4
@@ -59,7 +68,9 @@ class Rank(NamedTuple):
     returned: int = 0
     stopped: bool = False
     passed: frozenset[Progress] = frozenset()
-    unnumbered: tuple[int, ...] = ()  # rounds whose turns began, or ended, before their numbers came
+    unnumbered: tuple[
+        int, ...
+    ] = ()  # rounds whose turns began, or ended, before their numbers came
     lost: tuple[Lost, ...] = ()  # at most one a job
     lent: bool = False  # it has published its turn as given back, and is inside it
 
@@ -75,7 +86,9 @@ class Rank(NamedTuple):
 
 class Job(NamedTuple):
     ranks: tuple[Rank, ...]
-    grants: tuple[Grant, ...] = ()  # of each round, as drawn; reading one late is the same as starting late
+    grants: tuple[
+        Grant, ...
+    ] = ()  # of each round, as drawn; reading one late is the same as starting late
     draw: Draw = Draw()
 
     def passes(self, place: int) -> bool:
@@ -85,7 +98,10 @@ class Job(NamedTuple):
     @property
     def turns(self) -> dict[int, int]:
         """All that its lead rank has appended to the log, and in which round each was taken first."""
-        drawn = [*(grant.turn for grant in self.grants), *([self.draw.turn] if self.draw.turn else [])]
+        drawn = [
+            *(grant.turn for grant in self.grants),
+            *([self.draw.turn] if self.draw.turn else []),
+        ]
         return dict(reversed([(turn, number) for number, turn in enumerate(drawn)]))
 
     @property
@@ -110,11 +126,17 @@ class Rules(NamedTuple):
     rounds: tuple[int, ...]  # how many turns each job takes before it leaves
     deaths: int = 0
     stops: int = 0
-    hurries: int = 0  # leases, or limits of a rank's own, that end although nobody is stopped, only slow
+    hurries: int = (
+        0  # leases, or limits of a rank's own, that end although nobody is stopped, only slow
+    )
     late_jobs: int = 0  # how many of the jobs, the last ones, join under way
-    words: tuple[Word, ...] = ()  # what lead ranks write into the log, in this order and at any moment
+    words: tuple[
+        Word, ...
+    ] = ()  # what lead ranks write into the log, in this order and at any moment
     loans: int = 0  # how many turns may be published as given back before they are over
-    goes_on: bool = False  # a job of one rank may draw inside a turn, whose number that turn has if it lasts
+    goes_on: bool = (
+        False  # a job of one rank may draw inside a turn, whose number that turn has if it lasts
+    )
     # What is before the own record can be read at any later moment, too.
     draw_steps: tuple[str, ...] = ("append", "look")
     waits_for: Callable[[Grant, int, Sequence[Member]], list[Blocker]] = real.blockers
@@ -154,7 +176,10 @@ class Model:
         self._ends = [PLACES_PER_ROUND * rounds + QUEUE for rounds in rules.rounds]
         late = [j >= len(rules.jobs) - rules.late_jobs for j in range(len(rules.jobs))]
         kinds = [*zip(rules.jobs, rules.rounds, late, strict=True)]
-        self._twins = [max((i for i in range(j) if kinds[i] == kind), default=None) for j, kind in enumerate(kinds)]
+        self._twins = [
+            max((i for i in range(j) if kinds[i] == kind), default=None)
+            for j, kind in enumerate(kinds)
+        ]
         self._decide, self._grant = cache(self._decide_uncached), cache(self._grant_uncached)
         self._member = cache(Member)
         ranks = [(j, r) for j, devices in enumerate(rules.jobs) for r in range(len(devices))]
@@ -163,7 +188,9 @@ class Model:
             self._ranks_on.setdefault(rules.jobs[j][r], []).append((j, r))
 
     def first_state(self) -> State:
-        state = State(tuple(Job(tuple(Rank(ABSENT) for _ in devices)) for devices in self.rules.jobs))
+        state = State(
+            tuple(Job(tuple(Rank(ABSENT) for _ in devices)) for devices in self.rules.jobs)
+        )
         for j in range(len(self.rules.jobs) - self.rules.late_jobs):
             for r in range(len(self.rules.jobs[j])):
                 state = self._join(state, j, r)
@@ -172,7 +199,9 @@ class Model:
     def _members(self, state: State, device: int | None) -> tuple[Member, ...]:
         """Return who is seen on a device; None: on all devices."""
         return tuple(
-            self._member(rank.slot, j, 8 * j + r + 1, rank.joined_at, rank.started, rank.returned, LEASE_S)
+            self._member(
+                rank.slot, j, 8 * j + r + 1, rank.joined_at, rank.started, rank.returned, LEASE_S
+            )
             for j, r in self._ranks_on[device]
             for rank in (state.jobs[j].ranks[r],)
             if 0 <= rank.place != self._ends[j]
@@ -232,10 +261,19 @@ class Model:
     def _may_draw(self, j: int, job: Job) -> bool:
         """Once a round; early draws come as soon as the lead rank has given the turn before back."""
         lead, drawn = job.ranks[0], len(job.grants)
-        inside = self.rules.goes_on and len(job.ranks) == 1 and lead.place % PLACES_PER_ROUND >= INSIDE
-        if lead.place < 0 or lead.stopped or drawn == self.rules.rounds[j] or lead.round + inside < drawn:
+        inside = (
+            self.rules.goes_on and len(job.ranks) == 1 and lead.place % PLACES_PER_ROUND >= INSIDE
+        )
+        if (
+            lead.place < 0
+            or lead.stopped
+            or drawn == self.rules.rounds[j]
+            or lead.round + inside < drawn
+        ):
             return False
-        due = lead.round > drawn or lead.place % PLACES_PER_ROUND >= QUEUE  # perhaps begun without its number
+        due = (
+            lead.round > drawn or lead.place % PLACES_PER_ROUND >= QUEUE
+        )  # perhaps begun without its number
         return due or drawn > 0
 
     def _needs_no_number(self, state: State, j: int, r: int) -> bool:
@@ -341,7 +379,9 @@ class Model:
             return with_changed(state, j, r, unnumbered=tuple(unnumbered))
         inside = number == rank.round and rank.place % PLACES_PER_ROUND >= INSIDE
         returned = rank.returned if inside else turn
-        return with_changed(state, j, r, unnumbered=tuple(unnumbered), started=turn, returned=returned)
+        return with_changed(
+            state, j, r, unnumbered=tuple(unnumbered), started=turn, returned=returned
+        )
 
     def _start(self, state: State, j: int, r: int) -> State:
         rank = state.jobs[j].ranks[r]
@@ -369,19 +409,28 @@ class Model:
         """A lease may end, or a rank's own limit, while a rank of the other job is stopped; now and then without."""
         for j, job in enumerate(state.jobs):
             for r, rank in enumerate(job.ranks):
-                queueing = 0 <= rank.place != self._ends[j] and rank.place % PLACES_PER_ROUND == QUEUE
+                queueing = (
+                    0 <= rank.place != self._ends[j] and rank.place % PLACES_PER_ROUND == QUEUE
+                )
                 if not queueing or rank.stopped or len(job.grants) <= rank.round:
                     continue
                 for lost, passed in self._decision(state, j, r)[1]:
                     stopped = any(each.stopped for k, _ in lost for each in state.jobs[k].ranks)
                     if stopped or state.hurries < self.rules.hurries:
-                        impatient = with_changed(state, j, r, passed=passed, lost=self._note(state, j, r, lost))
+                        impatient = with_changed(
+                            state, j, r, passed=passed, lost=self._note(state, j, r, lost)
+                        )
                         yield impatient._replace(hurries=state.hurries + (not stopped))
 
     def _stages(self, state: State, k: int, device: int) -> tuple[int, ...]:
-        return tuple(rank.stage if self.rules.jobs[k][q] == device else 0 for q, rank in enumerate(state.jobs[k].ranks))
+        return tuple(
+            rank.stage if self.rules.jobs[k][q] == device else 0
+            for q, rank in enumerate(state.jobs[k].ranks)
+        )
 
-    def _note(self, state: State, j: int, r: int, lost: Sequence[tuple[int, int]]) -> tuple[Lost, ...]:
+    def _note(
+        self, state: State, j: int, r: int, lost: Sequence[tuple[int, int]]
+    ) -> tuple[Lost, ...]:
         known = {each.job: each for each in state.jobs[j].ranks[r].lost}
         for k, turn in lost:
             stages = self._stages(state, k, self.rules.jobs[j][r])
@@ -404,10 +453,14 @@ class Model:
                 continue
             stages = self._stages(state, k, device)
             for q, peer in enumerate(other.ranks):
-                given_back = other.turns[earlier[-1]] < peer.round  # whether or not its number has come
+                given_back = (
+                    other.turns[earlier[-1]] < peer.round
+                )  # whether or not its number has come
                 if self.rules.jobs[k][q] != device or peer.place == DEAD or given_back or peer.lent:
                     continue
-                forgave = k in lost and (earlier[-1] <= lost[k].turn or lost[k].stages[q] == stages[q])
+                forgave = k in lost and (
+                    earlier[-1] <= lost[k].turn or lost[k].stages[q] == stages[q]
+                )
                 if not forgave:
                     raise Violation(
                         f"job {j} starts turn {grant.turn} on device {device} before job {k} has given back "
@@ -441,7 +494,8 @@ class Model:
     def _successors(self, state: State) -> Iterator[State]:
         onward = [*self.progress(state), *self.impatience(state)]
         finished = (
-            job.unhealthy or all(rank.place == self._ends[j] for rank in job.ranks) for j, job in enumerate(state.jobs)
+            job.unhealthy or all(rank.place == self._ends[j] for rank in job.ranks)
+            for j, job in enumerate(state.jobs)
         )
         if not onward and not all(finished):
             raise Violation(f"deadlock: {state}")
