@@ -31,9 +31,9 @@ from crossover_ddp._averaging.replica import blocks_of
 from crossover_ddp._ddp import checks
 from crossover_ddp._ddp.compiled import OwnHook
 from crossover_ddp._ddp.groups import compare
-from crossover_ddp._engine.buckets import StepRecord, before_next_step, split
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.journeys import GradientFuture
+from crossover_ddp._engine.observe import StepRecord, before_next_step
 from crossover_ddp._engine.states import Agreement, HookState
 from crossover_ddp._owners.kept import tensors_in
 from crossover_ddp._system import environment
@@ -41,6 +41,7 @@ from crossover_ddp._tuning.link_probe import recorded_by_all
 from crossover_ddp._tuning.model import AveragingPlan, plan_averaging
 from crossover_ddp.errors import UnsupportedConfigurationError
 
+from .comm_hooks import crossover
 from .gpu_mutex import GPUMutex
 
 __all__ = ["AveragingPlan", "ElasticState", "LocalSGDState", "elastic_hook", "local_sgd_hook"]
@@ -197,7 +198,7 @@ class AveragingState(HookState):
     def _carry(self, bucket: dist.GradBucket, exchange: Exchange) -> GradientFuture:
         """Answer ``bucket``; raises what makes local steps impossible."""
         if self._is_closed:
-            return exchange.carry(bucket, split, state=self).future
+            return exchange.carry(bucket, crossover, state=self).future
         exchange.check(bucket)
         self._enter(bucket)
         gradients = bucket.buffer()
@@ -222,7 +223,7 @@ class AveragingState(HookState):
             future = exchange.network(gradients.device).place.future()
             future.set_result(gradients)
         else:
-            future = exchange.carry(bucket, split, turn=self.mutex, state=self).future
+            future = exchange.carry(bucket, crossover, turn=self.mutex, state=self).future
         if bucket.is_last():
             self._steps += 1
             if self._begin_s is not None:

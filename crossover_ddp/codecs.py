@@ -25,7 +25,9 @@ from crossover_ddp._compression.codec import (
 )
 from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._compression.planning import CodecPlan
+from crossover_ddp._engine.buckets import Bucket, JourneyTurn
 from crossover_ddp._engine.exchange import answered
+from crossover_ddp._engine.links import Link
 
 from .gpu_mutex import GPUMutex
 
@@ -88,6 +90,22 @@ class CompressedState(CodedState):
         return f"CompressedState(codec={self.codec!r})"
 
 
+async def compressed(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
+    """Average a bucket over the ranks by encoded messages, see `CodedLink`.
+
+    Residuals take up what a message does not hold. If the coroutine raises, all exchange of the process group ends and
+    ``backward()`` raises.
+    """
+    turn.release()  # this step's compute is launched: a sibling may have the device
+    await bucket.computed()
+    # Every rank encodes each owner's shard of its gradients, residuals added. Owners decode and average.
+    await link.reduce_scatter(bucket.flat, bucket.layout)
+    turn.request()
+    # Owners encode their mean, residual added. All ranks decode the same messages.
+    await link.all_gather(bucket.flat, bucket.layout)
+    await turn.acquire()  # before DDP's Future completes: the optimizer follows
+
+
 def compressed_hook(
     state: CompressedState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -109,5 +127,5 @@ def compressed_hook(
         bucket,
         CompressedState,
         remedy,
-        lambda exchange: state._carry(bucket, exchange, state.mutex),
+        lambda exchange: state._carry(bucket, exchange, compressed, state.mutex),
     )

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -24,8 +24,10 @@ from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._ddp.groups import on_destruction
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
-from crossover_ddp._engine.buckets import Turn, after_backward, split
+from crossover_ddp._engine.buckets import Bucket, JourneyTurn, Turn, after_backward
 from crossover_ddp._engine.exchange import Exchange, answered
+from crossover_ddp._engine.journeys import GradientFuture
+from crossover_ddp._engine.links import Link
 from crossover_ddp._system import environment
 from crossover_ddp._system.cuda_driver import MPS_ENABLED, WORK_QUEUES, cuda_driver
 
@@ -44,6 +46,45 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+# --- the journeys ---------------------------------------------------------------------------------
+
+
+async def crossover(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
+    """Average a bucket over the ranks, and let a sibling job compute meanwhile.
+
+    The turn's methods do nothing in other buckets than the last, and without a mutex. If the coroutine raises, all
+    exchange of the process group ends and ``backward()`` raises.
+    """
+    turn.release()  # this step's compute is launched: a sibling may have the device
+    await bucket.computed()  # on a GPU the gradients are there only now
+    # A reduce-scatter and an all-gather. The turn's number travels with the gather.
+    await link.all_reduce(bucket.flat, bucket.layout, halfway=turn.request)
+    await turn.acquire()  # before DDP's Future completes: the optimizer follows
+
+
+async def wrapped(
+    futures: Sequence[GradientFuture], bucket: Bucket, link: Link, turn: JourneyTurn
+) -> None:
+    """Wait for the Futures of another library's hook, and let a sibling job compute meanwhile.
+
+    Args:
+        futures: of all buckets of the step; ``bucket`` is the last.
+        bucket: its result is replaced by the last Future's.
+        link: of the process group; nothing travels on it.
+        turn: the job's.
+    """
+    turn.release()
+    await bucket.computed()
+    await link.settle()  # on a thread that may block
+    for future in futures:
+        bucket.result = future.wait()
+    if turn.awaits_device:
+        bucket.place.reached()()
+    await turn.acquire()
+
+
+# --- the hooks and their state --------------------------------------------------------------------
 
 _joining = threading.Lock()
 _mutexes: "weakref.WeakKeyDictionary[dist.ProcessGroup, GPUMutex]" = weakref.WeakKeyDictionary()
@@ -88,7 +129,7 @@ def reduce_scatter_all_gather_hook(
     """
 
     def carry(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
-        return exchange.carry(bucket, split, state=process_group).future
+        return exchange.carry(bucket, crossover, state=process_group).future
 
     return answered(process_group, bucket, None, "", carry)
 
@@ -196,7 +237,7 @@ def crossover_hook(
         bucket,
         CrossoverState,
         _REMEDY,
-        lambda exchange: state._carry(bucket, exchange, _turn_of(state, bucket)),
+        lambda exchange: state._carry(bucket, exchange, crossover, _turn_of(state, bucket)),
     )
 
 
@@ -234,7 +275,8 @@ def crossover_wrapper(hook: Hook) -> Hook:
             is_later = after_backward(compare)
             try:
                 future = hook(state.hook_state, bucket)
-                return exchange.follow(future, bucket, turn=_turn_of(state, bucket), state=state)
+                turn = _turn_of(state, bucket)
+                return exchange.follow(future, bucket, wrapped, turn=turn, state=state)
             finally:
                 if not is_later:
                     compare()

@@ -32,7 +32,7 @@ from torch.optim import Muon
 from crossover_ddp._ddp.checks import check_not_joined, model_of, resolve_group
 from crossover_ddp._ddp.contents import contents_of, part_of
 from crossover_ddp._ddp.layout import Span
-from crossover_ddp._engine.buckets import Bucket
+from crossover_ddp._engine.buckets import Bucket, JourneyTurn
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.states import Agreement
@@ -298,7 +298,7 @@ class MuonState(Owning):
                     self._waiting = self._latest = ended
 
     def _way(
-        self, grad_bucket: dist.GradBucket, bucket: Bucket, link: Link
+        self, grad_bucket: dist.GradBucket, bucket: Bucket, link: Link, turn: JourneyTurn
     ) -> Coroutine[Any, Any, None]:
         """Make a bucket's journey; on the hook's thread, in the order of buckets."""
         if self._is_closed:
@@ -308,11 +308,12 @@ class MuonState(Owning):
         if self._round is None or bucket.index == 0:
             self._round = None
             self._round = self._begin(grad_bucket)
-        bucket.keeps_turn = True
-        return self._travel(self._pack(grad_bucket, bucket.flat, self._round), link)
+        packed = self._pack(grad_bucket, bucket.flat, self._round)
+        return self._travel(packed, bucket, link, turn)
 
-    async def _travel(self, packed: _Packed, link: Link) -> None:
+    async def _travel(self, packed: _Packed, bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
         """Bring each matrix to its owner whole, and its direction back to all."""
+        await bucket.computed()
         plan, flat = packed.plan, packed.flat
         moves = [(span, place.there) for _, span, place in packed.matrices]
         moves += [(span, place.there) for span, place in plan.passing]
@@ -326,8 +327,11 @@ class MuonState(Owning):
         await link.compute()
         self._orthogonalise(packed, there)
         del there
+        turn.release()  # the owners' orthogonalisation was compute of this step
+        turn.request()
         await link.all_gather(packed.back, plan.back)
         self._unload(packed)
+        await turn.acquire()
 
     def _begin(self, bucket: dist.GradBucket) -> _Round:
         waiting = self._waiting

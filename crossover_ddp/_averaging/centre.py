@@ -26,8 +26,9 @@ import torch.distributed as dist
 
 from crossover_ddp._ddp.groups import on_destruction
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Meter, Trip
+from crossover_ddp._engine.journeys import Trip
 from crossover_ddp._engine.links import Layout, Link, all_finite, parts, tree_sum
+from crossover_ddp._engine.observe import Meter
 from crossover_ddp.errors import ExchangeError
 
 from .replica import KEPT

@@ -16,8 +16,9 @@ from crossover_ddp._ddp.contents import is_dense
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Turn
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Meter, Trip
+from crossover_ddp._engine.journeys import Trip
 from crossover_ddp._engine.links import Link, all_finite
+from crossover_ddp._engine.observe import Meter
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 OwnPart = Callable[[torch.Tensor], None]

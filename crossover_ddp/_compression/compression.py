@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from crossover_ddp._ddp.checks import HIDDEN, OnlyModel, check_keys, resolve_group
 from crossover_ddp._ddp.contents import Run, contents_of
 from crossover_ddp._ddp.groups import told_by_all
-from crossover_ddp._engine.buckets import Turn, split
+from crossover_ddp._engine.buckets import BucketWay, Turn
 from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.links import Link
@@ -254,11 +254,11 @@ class CodedState(HookState):
         return {"codec": in_words(self.codec)}
 
     def _carry(
-        self, bucket: dist.GradBucket, exchange: Exchange, turn: Turn | None
+        self, bucket: dist.GradBucket, exchange: Exchange, journey: BucketWay, turn: Turn | None
     ) -> GradientFuture:
-        """Begin the split of ``bucket``, with the codec if there is one, in its hook."""
+        """Start the journey of ``bucket`` in its hook, on a coded link if there is a codec."""
         way = None if self.compression is None else self.compression.around(bucket, exchange)
-        return exchange.carry(bucket, split, turn=turn, state=self, around=way).future
+        return exchange.carry(bucket, journey, turn=turn, state=self, around=way).future
 
     def drain(self) -> None:
         """Let the next step travel exact, residuals included: after it there are none. Does nothing without a codec.

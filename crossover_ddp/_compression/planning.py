@@ -55,7 +55,7 @@ def plan_from(
             "table by hand where links differ"
         )
     bare_cost, *costs = [cost_of(codec, group.size()) for codec in (present, *candidates)]
-    works, link = recorded_by_all(group, Exchange.of(group).records.steps)
+    works, link = recorded_by_all(group, Exchange.of(group).steps.records.steps)
     bare = works[0].encoded(-bare_cost.hook_s)
     place, predicted = weakest_codec(bare, link, costs)
     total = sum(bucket.size_bytes for bucket in bare.buckets)

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossover_ddp._ddp.checks import check_not_joined
 from crossover_ddp._ddp.contents import contents_of, part_of, view_of
-from crossover_ddp._engine.buckets import Bucket, Turn
+from crossover_ddp._engine.buckets import Bucket, JourneyTurn, Turn
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.assignment import assign
@@ -194,7 +194,9 @@ class Owners:
         torch._foreach_copy_(places, buffer.split([p.numel() for p in parameters]))
         withhold(buffer)
 
-        async def summed(_: Bucket, link: Link) -> None:
+        async def summed(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
+            turn.release()
+            await bucket.computed()
             await link.reduce_scatter(packed, plan.there)
 
         taken = Exchange.of(self._group).carry(

@@ -42,10 +42,11 @@ from crossover_ddp._ddp.checks import (
 )
 from crossover_ddp._ddp.compiled import OwnHook, uncompiled
 from crossover_ddp._ddp.contents import contents_of
-from crossover_ddp._engine.buckets import Bucket, Turn, after_backward, split, step_begins
+from crossover_ddp._engine.buckets import Bucket, JourneyTurn, Turn, after_backward
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.journeys import nothing
 from crossover_ddp._engine.links import Link
+from crossover_ddp._engine.observe import step_begins
 from crossover_ddp._engine.states import Agreement
 from crossover_ddp._owners.kept import Owning
 from crossover_ddp._owners.optimizer import (
@@ -75,11 +76,20 @@ _SMALLEST_COMPILED_BUCKET_BYTES: Final = 2**20
 _LARGEST_BUCKET_BYTES: Final = 25 * 2**20  # DDP's default
 
 
-async def deferred(bucket: Bucket, link: Link) -> None:
-    """Average a bucket that was handed back; what forward needs first comes back first."""
-    await link.reduce_scatter(bucket.flat, bucket.layout)
-    if await bucket.summed():
-        await link.all_gather(bucket.flat, bucket.layout)
+async def decoupled(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
+    """Average a bucket over the ranks; a deferred one is gathered while the next forward runs.
+
+    Forward needs the last bucket first, so gathers begin in that order when all buckets are reduced.
+    """
+    turn.release()  # this step's compute is launched: a sibling may have the device
+    await bucket.computed()
+    if bucket.deferred:
+        await link.reduce_scatter(bucket.flat, bucket.layout)
+        if await bucket.summed():
+            await link.all_gather(bucket.flat, bucket.layout)
+    else:
+        await link.all_reduce(bucket.flat, bucket.layout, halfway=turn.request)
+        await turn.acquire()
 
 
 class _Deferrable(Protocol):
@@ -494,7 +504,7 @@ class DecoupledState(Owning):
             )
         return exchange.carry(
             bucket,
-            deferred if hands_back else split,
+            decoupled,
             turn=turn,
             state=self,
             around=None

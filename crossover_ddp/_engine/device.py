@@ -35,7 +35,7 @@ from torch import Tensor
 from crossover_ddp._system.cuda_driver import adopt_thread
 
 from .journeys import Begin, GradientFuture, Place, Station, at_once, living, stop_all
-from .links import Alone, Gloo, Layout, Link, LinkAround, parts
+from .links import Alone, Gloo, Halfway, Layout, Link, LinkAround, nothing_halfway, parts
 
 Pair = tuple[Tensor, Tensor]  # where to, where from
 # Torch 2.14 gave them new names, and warns of the old ones.
@@ -238,10 +238,12 @@ class _StagedLink(LinkAround):
         await self._link.all_gather(host, layout)
         self._net.up(pairs)
 
-    async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
+    async def all_reduce(
+        self, flat: Tensor, layout: Layout, halfway: Halfway = nothing_halfway
+    ) -> None:
         """Copy down and up once."""
         host = await self._addend(flat)
-        await self._link.all_reduce(host, layout)
+        await self._link.all_reduce(host, layout, halfway)
         self._net.up([(flat, host)])
 
     async def _addend(self, flat: Tensor) -> Tensor:

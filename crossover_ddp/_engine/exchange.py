@@ -1,8 +1,8 @@
-"""Starts journeys, and brings back what became of them.
+"""Starts the journeys of a process group, fails them and closes them.
 
-[Note: failed] What a journey raises is a failure: other ranks may wait for what it would have sent. The first one is
-final for the group: it is thrown into every journey of this rank, and the connections are closed, so that all ranks
-hear of it.
+[Note: failed] An error of a journey is a failure: other ranks may wait for data that it would have sent. The first
+failure is final for the process group. It is thrown into every journey of this rank, and the connections are closed,
+so that it reaches all ranks.
 """
 
 import functools
@@ -38,30 +38,11 @@ from crossover_ddp._ddp.layout import equal_lengths
 from crossover_ddp._ddp.module_buffers import BehindBuckets, ModuleBuffers
 from crossover_ddp.errors import CrossoverError, ExchangeError, UnsupportedConfigurationError
 
-from .buckets import (
-    Backward,
-    Bucket,
-    BucketWay,
-    StepRecords,
-    Turn,
-    TurnLink,
-    after_backward,
-    at_each_step,
-    behind,
-)
+from .buckets import Backward, Bucket, BucketWay, JourneyTurn, Turn, after_backward
 from .device import Device, Native, Staged
-from .journeys import (
-    Begin,
-    GradientFuture,
-    Meter,
-    Place,
-    Trip,
-    Way,
-    at_once,
-    uncompiled_when_called,
-)
+from .journeys import GradientFuture, Observer, Place, Trip, Way, uncompiled_when_called
 from .links import Alone, Gloo, Layout, Link
-from .spans import TracedLink, timeline_of
+from .observe import Meter, StepObserver, TracedLink, at_each_step, timeline_of
 from .states import HookState, counted, line, told
 
 _log = logging.getLogger(__name__)
@@ -96,10 +77,7 @@ class _Checked(NamedTuple):
 
 
 class Exchange:
-    """The journeys of one process group, which is held weakly.
-
-    ``leaves_buffers_to_ddp``: set on all ranks before the first backward: nobody asks the others.
-    """
+    """The journeys of one process group, which is held weakly."""
 
     _of_group: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange]"] = (
         weakref.WeakKeyDictionary()
@@ -107,18 +85,22 @@ class Exchange:
     _registry_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._pid = weakref.ref(group), os.getpid()
-        self.rank, self.size = group.rank(), group.size()
+        self._group = weakref.ref(group)
+        self._pid = os.getpid()
+        self.rank = group.rank()
+        self.size = group.size()
         config = str(dist.get_backend_config(group))
         self._backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
         self._networks: dict[torch.device, Network] = {}
         self._timeline = timeline_of(group)
         self._numbers = itertools.count()  # of journeys that belong to no bucket
-        self.records, self.meter = StepRecords(), Meter()  # of hooks without a state
+        self.steps = StepObserver(self._timeline)
+        self.meter = Meter()  # of hooks without a state
+        # Must be set alike on all ranks before the first backward; it is not checked.
         self.leaves_buffers_to_ddp = False
         self._models: Any = WeakTensorKeyDictionary()  # by the parameters of a last bucket
-        self._backward = Backward(timeline=self._timeline)
-        self._entered = 0
+        self._backward = Backward(compute_ends=self.steps.compute_ends)
+        self._entered = 0  # buckets whose hook ran
         self._checked: Any = WeakTensorKeyDictionary()  # by a parameter of each bucket
         self._lock = threading.Lock()
         self._under_way: set[Trip] = set()
@@ -160,8 +142,9 @@ class Exchange:
             if self._timeline is not None:
                 link = TracedLink(link, self._timeline, step=next(self._numbers), bucket=-1)
         trip = Trip(name, network.place, link.sent, deferred=deferred)
-        trip.tensor, trip.meter, trip.waits = tensor, meter, meter
-        self._start(trip, way(link))
+        trip.tensor = tensor
+        trip.waits = meter
+        self._start(trip, _when_computed(trip, way(link)), () if meter is None else (meter,))
         return trip
 
     def carry(
@@ -175,71 +158,71 @@ class Exchange:
         hands_back: bool = False,
         leaves_buffers: bool = False,
     ) -> Bucket:
-        """Send a bucket on its way, in its hook; its ``future`` holds what the way has made of its buffer.
+        """Start the journey of a bucket, in its hook. Its ``future`` will hold the bucket's buffer.
 
         Args:
             grad_bucket: DDP's.
-            way: called here, returns the bucket's journey. What the call raises refuses the bucket. What the coroutine
-                raises, before its first ``await`` too, is final, see [Note: failed]: an ``async def`` cannot refuse.
-            turn: given away after the last bucket, taken again before the last Future completes; not if that was
-                handed back.
-            state: that the hook was registered with; see `ModuleBuffers`. Its meter counts, if it has one.
-            around: makes the link that the bucket travels on of the group's; may raise, to refuse the bucket.
-            hands_back: backward goes on as if the bucket were exchanged; whoever needs it waits for it.
+            way: called here with the bucket, its link and the turn; returns the coroutine. An error of the call
+                refuses the bucket. An error of the coroutine, even before its first ``await``, is a failure, see
+                [Note: failed]: an ``async def`` cannot refuse.
+            turn: what the coroutine's turn acts on, in the step's last bucket.
+            state: the state that the hook was registered with; see `ModuleBuffers`. Its meter counts, if it has one.
+            around: wraps the link of the group for this bucket; may raise, to refuse the bucket.
+            hands_back: complete the Future at once. Whoever needs the bucket calls its ``wait()``.
             leaves_buffers: leave the model's buffers to DDP, which broadcasts them in forward.
 
-        Raises what refuses the bucket.
+        Raises the refusal of the bucket.
         """
-        backward, meter = self._enter(grad_bucket, turn), self.meter_of(state)
-        link = self.network(
-            grad_bucket.buffer().device
-        ).link()  # also for a refused one: ranks count alike
-        then: Begin = at_once
+        backward = self._enter(grad_bucket, turn)
+        meter = self.meter_of(state)
+        # A refused bucket draws a link as well: ranks count alike.
+        link = self.network(grad_bucket.buffer().device).link()
         try:
             bucket = self._bucket(grad_bucket, link, backward)
-            link = link if around is None else around(link)
+            if around is not None:
+                link = around(link)
             if self._timeline is not None:
                 link = TracedLink(link, self._timeline, step=backward.number, bucket=bucket.index)
-            if turn is not None and bucket.last:
-                link = turns = TurnLink(link, bucket, turn)
-                then = at_once if hands_back else turns.take
             bucket.link = link
+            bucket.deferred = hands_back
             if hands_back:
-                bucket.deferred = True
                 bucket.future.set_result(bucket.result)
-            bucket.meter = bucket.waits = bucket.own_sum.waits = meter
+            bucket.meter = meter
+            bucket.waits = meter
+            bucket.own_sum.waits = meter
             if bucket.last and self.size > 1 and not (leaves_buffers or self.leaves_buffers_to_ddp):
-                # Before: the next forward begins with them, and gathers arrive one after the other.
-                self._send_buffers(bucket, grad_bucket, state)
-            journey = way(bucket, link)
+                # Before the bucket: the next forward begins with them, and gathers arrive one after the other.
+                self._send_buffers(grad_bucket, state, meter)
+            journey = way(bucket, link, JourneyTurn(bucket, link, turn))
         except Exception:
             backward.refuse(grad_bucket)
             raise
         meter.steps += bucket.last
         meter.is_timed = not link.in_program_order
-        self._start(bucket, journey, then)
+        self._start(bucket, journey, (meter, self.steps))
         return bucket
 
     def follow(
         self,
         future: GradientFuture,
         grad_bucket: dist.GradBucket,
+        way: Callable[[Sequence[GradientFuture], Bucket, Link, JourneyTurn], Way],
         *,
         turn: Turn | None,
         state: object,
     ) -> GradientFuture:
-        """Put the turn around somebody else's collective, whose result for ``grad_bucket`` is ``future``.
+        """Count a bucket that another library's hook exchanges; ``future`` is its result.
 
-        The Future of a step's last bucket is replaced by one that completes when all the step's Futures are
-        done and the turn is taken again.
+        The step's last bucket starts the journey that ``way`` makes of all Futures of the step. Its Future is the
+        result for DDP.
         """
         futures = self._backward.futures
         futures.append(future)
-        if grad_bucket.is_last():
-            way = functools.partial(behind, futures)
-            return self.carry(grad_bucket, way, turn=turn, state=state, leaves_buffers=True).future
-        self._enter(grad_bucket, turn)
-        return future
+        if not grad_bucket.is_last():
+            self._enter(grad_bucket, turn)
+            return future
+        journey = functools.partial(way, futures)
+        return self.carry(grad_bucket, journey, turn=turn, state=state, leaves_buffers=True).future
 
     def answer(self, grad_bucket: dist.GradBucket, carry: "Carry", state: object) -> GradientFuture:
         """Return what ``carry`` does in a hook; behind a step's last bucket parameters are compared. **Collective**."""
@@ -271,8 +254,8 @@ class Exchange:
     def meter_of(self, state: object) -> Meter:
         """Return what counts for a hook with or without a state; rank 0 says once what its first steps did."""
         meter = state.meter if isinstance(state, HookState) else self.meter
-        if meter.steps == _TOLD_AFTER and not meter.is_told:
-            meter.is_told = True
+        if meter.steps == _TOLD_AFTER and not meter.is_logged:
+            meter.is_logged = True
             if self.rank == 0:
                 name, said = "split", told(meter)
                 if isinstance(state, HookState):
@@ -293,10 +276,12 @@ class Exchange:
     def _enter(self, grad_bucket: dist.GradBucket, turn: Turn | None = None) -> Backward:
         self._check_process()
         self._entered += 1
-        backward, self._backward.turn = self._backward, turn
+        backward = self._backward
+        backward.turn = turn
         backward.watch(is_last=grad_bucket.is_last())
         if grad_bucket.is_last():
-            backward.is_whole, self._backward = True, Backward(backward.number + 1, self._timeline)
+            backward.is_whole = True
+            self._backward = Backward(backward.number + 1, self.steps.compute_ends)
         return backward
 
     def _bucket(self, grad_bucket: dist.GradBucket, link: Link, backward: Backward) -> Bucket:
@@ -324,26 +309,27 @@ class Exchange:
             check_exchanged_group(model, group)
         self._checked[parameter] = _Checked.of(model)
 
-    def _start(self, trip: Trip, way: Way, then: Begin = at_once) -> None:
+    def _start(self, trip: Trip, way: Way, observers: Sequence[Observer]) -> None:
+        trip.observers = observers
         try:
-            begin = trip.place.follow()
+            trip.when_computed = trip.place.follow()
         except BaseException:
             way.close()
             raise
         with self._lock:
             self._under_way.add(trip)
-            if trip.meter is not None:
-                trip.meter.begin()
+            for observer in observers:
+                observer.begins(trip)
             failure = self._failure
         if failure is None:
             # Mostly in backward, where gradients are not recorded anyway.
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-                trip.start(begin, way, then, self._ended)
+                trip.start(way, self._ended)
         else:
             way.close()
             self._ended(trip, failure)
 
-    def _send_buffers(self, bucket: Bucket, grad_bucket: dist.GradBucket, state: object) -> None:
+    def _send_buffers(self, grad_bucket: dist.GradBucket, state: object, meter: Meter) -> None:
         """Let rank 0's buffers travel behind the last bucket, see [Note: buffers behind the gradients]."""
         device, sources = grad_bucket.buffer().device, self._model_of(grad_bucket).buffers
         if not self.sends_messages(device):
@@ -368,7 +354,7 @@ class Exchange:
                 flat,
                 name,
                 deferred=True,
-                meter=bucket.meter,
+                meter=meter,
             ).wait
 
     def equal_layout(self, flat: Tensor) -> Layout:
@@ -399,13 +385,12 @@ class Exchange:
             )
 
     def compute_begins(self) -> None:
-        """Note that forward begins, for the timeline."""
-        self._backward.begun_s = time.monotonic()
+        """Forward begins."""
+        self.steps.compute_begins()
 
     def waited(self, since_s: float) -> None:
-        """Note that forward waited for its turn until now, for the timeline."""
-        if self._timeline is not None:
-            self._timeline.span("wait", since_s, time.monotonic(), step=self._backward.number)
+        """Forward has waited for its turn from ``since_s`` until now."""
+        self.steps.waited(since_s, self._backward.number)
 
     @property
     def devices(self) -> set[str]:
@@ -439,24 +424,11 @@ class Exchange:
 
     def _ended(self, trip: Trip, error: BaseException | None) -> None:
         failure = None if error is None else self.fail(trip.name, error)
-        done_s = trip.done_s or time.monotonic()
+        end_s = trip.done_s or time.monotonic()
         with self._lock:
             self._under_way.discard(trip)
-            if trip.meter is not None:
-                trip.meter.end(trip.begun_s, done_s, trip.sent())
-            if isinstance(trip, Bucket) and failure is None and not trip.deferred:
-                trip.waited_for(done_s)
-        if isinstance(trip, Bucket) and trip.last:
-            backward, now_s = trip.backward, time.monotonic()
-            backward.end_compute()  # kept for owners' work that was not done
-            if failure is None and not trip.deferred:
-                self.records.add(backward.ready, backward.begun_s)
-                self._backward.begun_s = now_s
-                if self._timeline is not None:
-                    self._timeline.span(
-                        "exchange", backward.ready[-1][1], done_s, step=backward.number
-                    )
-                    self._timeline.span("wait", done_s, now_s, step=backward.number + 1)
+            for observer in trip.observers:
+                observer.ends(trip, end_s, failure)
         try:
             trip.end(failure)
         except RuntimeError as lost:  # the device
@@ -521,6 +493,16 @@ class Exchange:
 
     def _close_networks(self, timeout_s: float) -> bool:
         return all([network.close(timeout_s) for network in list(self._networks.values())])
+
+
+async def _when_computed(trip: Trip, way: Way) -> None:
+    """Run ``way`` when the device has computed the tensor."""
+    try:
+        await trip.computed()
+    except BaseException:
+        way.close()
+        raise
+    await way
 
 
 Carry = Callable[[Exchange], GradientFuture]

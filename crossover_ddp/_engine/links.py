@@ -53,6 +53,7 @@ from .journeys import Place, Station, living, stop_all
 Received = TypeVar("Received")
 Layout = Sequence[int]
 """Number of elements of each rank's part of a flat tensor, in rank order."""
+Halfway = Callable[[], None]
 
 # gloo's tags are an int32: bit 30 is ours, far from what users count up from 0; then channel and number of collective.
 _PRIVATE_TAG: Final = 1 << 30
@@ -75,6 +76,10 @@ _MIN_RING_PIECE_BYTES: Final = 128 << 10
 _RING_AHEAD_BYTES: Final = 1 << 20
 _MIN_RING_BYTES: Final = 4 << 20
 _UNEVEN: Final = 1.2  # the largest part over the mean
+
+
+def nothing_halfway() -> None:
+    """Do nothing between the halves."""
 
 
 class Link:
@@ -102,9 +107,15 @@ class Link:
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         """Copy each owner's part to all."""
 
-    async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
-        """Do both, where nothing happens in between, at the beginning of a journey; the bits are the same."""
+    async def all_reduce(
+        self, flat: Tensor, layout: Layout, halfway: Halfway = nothing_halfway
+    ) -> None:
+        """`reduce_scatter` followed by `all_gather`, bit for bit. Only as a journey's first collective.
+
+        ``halfway`` is called in between, or at the end where both are one message.
+        """
         await self.reduce_scatter(flat, layout)
+        halfway()
         await self.all_gather(flat, layout)
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
@@ -366,17 +377,18 @@ class _GlooLink(Link):
             work.wait()
         net.give_back(thread)
 
-    async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
+    async def all_reduce(
+        self, flat: Tensor, layout: Layout, halfway: Halfway = nothing_halfway
+    ) -> None:
         """See [Note: two addends]."""
         net = self._net
-        if (
-            self.size > 2 or not net.divides
-        ):  # what is divided already is posted by a device's thread
-            return await super().all_reduce(flat, layout)
+        if self.size > 2 or not net.divides:  # divided tensors are posted by a device's thread
+            return await super().all_reduce(flat, layout, halfway)
         self._sent_bytes += flat.nbytes
         summing = living(net.group).allreduce([flat.div_(2)])
         await net.reducing
         summing.wait()
+        halfway()
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         net, tag, leaving, coming = (

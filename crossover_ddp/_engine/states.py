@@ -28,7 +28,7 @@ from crossover_ddp._ddp.groups import compare, let_collectives_go
 from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .journeys import Meter
+from .observe import Meter
 
 logger = logging.getLogger(__name__)
 

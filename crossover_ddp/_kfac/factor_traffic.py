@@ -30,8 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Gate, Meter, Trip
+from crossover_ddp._engine.journeys import Gate, Trip
 from crossover_ddp._engine.links import Link, parts
+from crossover_ddp._engine.observe import Meter
 
 from .capture import FactorCapture
 from .curvature import OwnedLayer

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from crossover_ddp._ddp.contents import Content, Run, part_of
 from crossover_ddp._ddp.layout import Span
-from crossover_ddp._engine.buckets import Bucket
+from crossover_ddp._engine.buckets import Bucket, JourneyTurn
 from crossover_ddp._engine.journeys import Gate
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.packing import Item, packing
@@ -33,9 +33,22 @@ from .layers import LayerShape
 from .spread import SpreadSolver, rows_of, sides, spread_numel
 
 
-async def precondition(packed: "Packed", step: "Step", bucket: Bucket, link: Link) -> None:
+async def precondition(
+    packed: "Packed",
+    step: "Step",
+    bucket: Bucket,
+    link: Link,
+    turn: JourneyTurn,
+    *,
+    solvers_in_turn: bool,
+) -> None:
     """Average each layer's gradient at its owner, who preconditions it, and copy the direction to all."""
+    if not solvers_in_turn:
+        turn.release()
+    await bucket.computed()
     await link.reduce_scatter(packed.flat, packed.layout)
+    if not solvers_in_turn:
+        turn.request()
 
     await link.compute()
     for layer in packed.layers:
@@ -52,6 +65,9 @@ async def precondition(packed: "Packed", step: "Step", bucket: Bucket, link: Lin
             await step.agree(link)
 
     if not bucket.deferred or await bucket.summed():
+        if solvers_in_turn:
+            turn.release()
+            turn.request()
         await link.all_gather(packed.flat, packed.layout)
         await packed.share_solvers(link, anew=step.now.inverts)
         if bucket.last and not bucket.deferred:
@@ -63,6 +79,7 @@ async def precondition(packed: "Packed", step: "Step", bucket: Bucket, link: Lin
             packed.unload(step.scale)
     packed.free[packed.number] = packed.flat
     step.written.passes()
+    await turn.acquire()
 
 
 Hyper = float | Callable[[int], float]

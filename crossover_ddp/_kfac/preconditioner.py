@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from crossover_ddp._ddp.contents import Content, contents_of
 from crossover_ddp._ddp.layout import Span
-from crossover_ddp._engine.buckets import Bucket
-from crossover_ddp._engine.journeys import Gate, Meter
+from crossover_ddp._engine.buckets import Bucket, JourneyTurn
+from crossover_ddp._engine.journeys import Gate
 from crossover_ddp._engine.links import Link
+from crossover_ddp._engine.observe import Meter
 from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
 
@@ -248,7 +249,7 @@ class Preconditioner:
         )
 
     def way(
-        self, pack: Callable[[], Packed], bucket: Bucket, link: Link
+        self, pack: Callable[[], Packed], bucket: Bucket, link: Link, turn: JourneyTurn
     ) -> Coroutine[Any, Any, None]:
         """Return the journey of what ``pack`` returns; nothing else raises any more."""
         packed, step = pack(), self._step
@@ -257,9 +258,15 @@ class Preconditioner:
         step.written.expect()
         if bucket.last:
             step.end()
-        bucket.keeps_turn = step.now.inverts and self.keeps_turn
         bucket.tensor = packed.flat
-        return precondition(packed, step, bucket, link)
+        return precondition(
+            packed,
+            step,
+            bucket,
+            link,
+            turn,
+            solvers_in_turn=step.now.inverts and self.keeps_turn,
+        )
 
     def _completed(
         self, step: Step, contents: Sequence[Content]

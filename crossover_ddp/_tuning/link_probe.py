@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from crossover_ddp._ddp.groups import told_by_all
 from crossover_ddp._engine import links as journeys
-from crossover_ddp._engine.buckets import StepRecord
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.observe import StepRecord
 from crossover_ddp._tuning.model import Link, Workload, workload_of_records
 from crossover_ddp.errors import UnsupportedConfigurationError
 

@@ -315,7 +315,7 @@ def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_done_a_wrapped_h
 
     turn = RecordingTurn(at_acquire=acquired)
     training = Training("wrapped", rank, device="cuda", mutex=turn).run(3)
-    with late(copy_us=int(LATE_S * 1e6)):
+    with late(copy_us=int(4 * LATE_S * 1e6)):
         training.backward()
-        assert busy_s[-1] < LATE_S / 2
+        assert busy_s[-1] < 2 * LATE_S
     training.close()

@@ -123,12 +123,11 @@ def test_what_a_journey_begins_with_is_posted_by_the_program(rank: int, way: Any
             assert threading.current_thread() is threading.main_thread()
         return both(link, outgoing, tag, receive)
 
-    async def noting_sum(
-        link: Any, flat: Any, layout: Any
-    ) -> None:  # gloo tells sums apart by their order
+    # gloo tells sums apart by their order
+    async def noting_sum(link: Any, flat: Any, layout: Any, halfway: Any) -> None:
         first.append(flat.numel())
         assert threading.current_thread() is threading.main_thread()
-        await all_reduce(link, flat, layout)
+        await all_reduce(link, flat, layout, halfway)
 
     module = nn.Sequential(
         *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)]

@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_owners": {"_engine", "_ddp", "_tuning", "errors"},
     **dict.fromkeys(("_decoupled", "_kfac", "_averaging", "_compression"), BELOW),
     **{hooks: {*BELOW, f"_{hooks.removesuffix('_hooks')}"} for hooks in HOOKS},
+    "averaging_hooks": {*BELOW, "_averaging", "comm_hooks"},
     "comm_hooks": {*BELOW, "_decoupled"},
     "codecs": {*BELOW, "_compression"},
     "pipeline": {*HOOKS, "_tuning", "_ddp", "gpu_mutex", "errors"},

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossover_ddp._compression.planning import cost_of
-from crossover_ddp._engine.buckets import StepRecords
+from crossover_ddp._engine.observe import StepRecords
 from crossover_ddp._kfac.placement import LayerCost, expected_buckets, most_columns, place, spreads
 from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.packing import fill_up

@@ -1,18 +1,23 @@
 """Journeys, without processes: one end, and errors wherever a journey is; stations: tests/journeys."""
 
 import itertools
+import os
+import signal
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 import pytest
 
-from crossover_ddp._engine.journeys import Gate, Place, Trip, at_once
+from crossover_ddp._engine.journeys import Gate, Place, Station, Trip
+from tests.harness.waiting import eventually
 
 
 def start(way: Coroutine[Any, Any, None], ends: list[BaseException | None]) -> Trip:
     trip = Trip("it", Place())
-    trip.start(at_once, way, at_once, lambda _, error: ends.append(error))
+    trip.start(way, lambda _, error: ends.append(error))
     return trip
 
 
@@ -68,3 +73,34 @@ def test_all_orders_of_a_journey_two_wakers_and_two_errors() -> None:
         assert len(ends) == 1 and finals == [1], order
         first = order.index("throw")
         assert (ends[0] is None) == (order[:first].count("go on") == 2), order
+
+
+def test_a_station_keeps_no_job_alive_and_takes_none_after_its_end() -> None:
+    station, done = Station("crossover-test"), threading.Event()
+    kept = weakref.WeakMethod(done.set)
+    station.put(done.set)
+    assert done.wait(60)
+    del done
+    assert eventually(lambda: kept() is None)
+    station.stop()
+    assert station.join(60)
+    with pytest.raises(RuntimeError, match="takes no more work: it was closed"):
+        station.put(lambda: None)
+
+
+def test_a_fork_is_refused_although_the_lock_was_held_when_it_was_made() -> None:
+    station = Station("crossover-test")
+    with station._lock:  # as another thread might
+        if not (child := os.fork()):
+            code = 1
+            try:
+                signal.alarm(20)
+                with pytest.raises(
+                    RuntimeError, match="takes no more work: this process is a fork"
+                ):
+                    station.put(lambda: None)
+                station.stop()
+                code = 0
+            finally:
+                os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0

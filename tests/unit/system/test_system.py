@@ -1,10 +1,6 @@
-"""The driver's names and errors (other calls run on the fake device); a worker's ends and forks."""
+"""The driver's names and errors (other calls run on the fake device)."""
 
-import os
-import signal
-import threading
 import uuid
-import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,8 +10,6 @@ import torch
 
 from crossover_ddp._system import device as device_module
 from crossover_ddp._system.cuda_driver import CudaDriver
-from crossover_ddp._system.worker import Worker
-from tests.harness.waiting import eventually
 
 CARD, INSTANCE = (uuid.UUID(int=number) for number in (1, 2))
 
@@ -63,34 +57,3 @@ def test_names_are_those_of_nvidia_smi_else_of_torch(
     absent = mock.Mock(side_effect=OSError("libcuda.so.1: cannot open shared object file"))
     monkeypatch.setattr(device_module, "cuda_driver", absent)
     assert device_module.device_name(device) == "GPU-of-torch"
-
-
-def test_a_worker_keeps_no_job_alive_and_takes_none_after_its_end() -> None:
-    worker, done = Worker("crossover-test"), threading.Event()
-    kept = weakref.WeakMethod(done.set)
-    worker.put(done.set)
-    assert done.wait(60)
-    del done
-    assert eventually(lambda: kept() is None)
-    worker.stop()
-    assert worker.join(60)
-    with pytest.raises(RuntimeError, match="takes no more work: it was closed"):
-        worker.put(lambda: None)
-
-
-def test_a_fork_is_refused_although_the_lock_was_held_when_it_was_made() -> None:
-    worker = Worker("crossover-test")
-    with worker._lock:  # as another thread might
-        if not (child := os.fork()):
-            code = 1
-            try:
-                signal.alarm(20)
-                with pytest.raises(
-                    RuntimeError, match="takes no more work: this process is a fork"
-                ):
-                    worker.put(lambda: None)
-                worker.stop()
-                code = 0
-            finally:
-                os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0

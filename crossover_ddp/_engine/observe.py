@@ -1,0 +1,289 @@
+"""Observers of journeys, and of the training loop around them.
+
+The exchange knows none of them: it reports to each journey's observers when the journey begins and ends.
+
+[Note: steps of optimizers] torch calls its global step hooks around every ``step()``, including the steps of
+optimizers inside a wrapper. Decoupled training takes a step in parts, which calls no hook, so
+`DecoupledState` reports that it begins. The two hooks stay for the rest of the process once they are needed:
+removing a hook while torch iterates over them, on any thread, is an error there.
+"""
+
+import functools
+import itertools
+import math
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from crossover_ddp._ddp.compiled import OwnHook
+from crossover_ddp._ddp.groups import job_name
+from crossover_ddp._system import environment
+from crossover_ddp._system.device import default_device, sibling_name
+from crossover_ddp._timeline.record import Detail, Timeline
+
+from .buckets import Backward, Bucket
+from .journeys import Trip, uncompiled_when_called
+from .links import Halfway, Layout, Link, LinkAround, nothing_halfway
+
+Made = TypeVar("Made")
+
+_STEPS_KEPT: Final = 16
+
+
+class Meter:
+    """Traffic of one hook, and how long the program has waited for it. See docs/troubleshooting.md."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.bytes_sent = 0
+        # Seconds in which at least one journey was under way.
+        self.under_way_s = 0.0
+        # Seconds in which the program waited for journeys.
+        self.exposed_s = 0.0
+        # Whether the host sees when journeys end: not on NCCL.
+        self.is_timed = True
+        # Whether rank 0 has logged the summary of the first steps.
+        self.is_logged = False
+        self._count = 0  # journeys under way
+        self._since_s = math.inf
+
+    def begins(self, journey: Trip) -> None:
+        """See `Observer`."""
+        self._count += 1
+
+    def ends(self, journey: Trip, end_s: float, failure: BaseException | None) -> None:
+        """See `Observer`."""
+        self.bytes_sent += journey.sent()
+        self._count -= 1
+        self._since_s = min(self._since_s, journey.begun_s)
+        if not self._count:
+            self.under_way_s += max(0.0, end_s - self._since_s)
+            self._since_s = math.inf
+        if isinstance(journey, Bucket) and failure is None and not journey.deferred:
+            self.exposed_s += journey.exposed_until(end_s)
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+StepRecord = tuple[tuple[int, float], ...]
+"""A step that backward waited for: each bucket's bytes, and the seconds from the last exchange to its hook."""
+
+
+class StepRecords:
+    """The last steps, all with the same buckets. Filled on the thread that ends a step."""
+
+    def __init__(self) -> None:
+        self.steps: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
+
+    def add(self, buckets: list[tuple[int, float]], begin_s: float | None) -> None:
+        """Add a step of ``buckets`` (bytes, time of the hook). Without ``begin_s`` it does not count."""
+        if begin_s is None or not buckets:
+            return
+        if self.steps and [nbytes for nbytes, _ in self.steps[-1]] != [
+            nbytes for nbytes, _ in buckets
+        ]:
+            self.steps.clear()
+        self.steps.append(tuple([(nbytes, ready_s - begin_s) for nbytes, ready_s in buckets]))
+
+
+class StepObserver:
+    """Keeps records of the steps of a process group, and writes their spans to the timeline, if there is one."""
+
+    def __init__(self, timeline: Timeline | None) -> None:
+        self.records = StepRecords()
+        self.timeline = timeline
+        # When the compute of the current step began; None: unknown.
+        self._begun_s: float | None = None
+
+    def compute_begins(self) -> None:
+        """Forward begins."""
+        self._begun_s = time.monotonic()
+
+    def compute_ends(self, backward: Backward) -> None:
+        """The compute of a step has been launched."""
+        if self.timeline is not None and self._begun_s is not None and backward.ready:
+            mode = {} if backward.turn is None else {"turns": backward.turn.mode}
+            self.timeline.span(
+                "compute", self._begun_s, backward.ready[-1][1], step=backward.number, **mode
+            )
+
+    def waited(self, since_s: float, step: int) -> None:
+        """Forward has waited for its turn from ``since_s`` until now."""
+        if self.timeline is not None:
+            self.timeline.span("wait", since_s, time.monotonic(), step=step)
+
+    def begins(self, journey: Trip) -> None:
+        """See `Observer`."""
+
+    def ends(self, journey: Trip, end_s: float, failure: BaseException | None) -> None:
+        """See `Observer`."""
+        if not isinstance(journey, Bucket) or not journey.last:
+            return
+        if failure is not None or journey.deferred:
+            return
+        backward = journey.backward
+        now_s = time.monotonic()
+        self.records.add(backward.ready, self._begun_s)
+        self._begun_s = now_s
+        if self.timeline is not None:
+            self.timeline.span("exchange", backward.ready[-1][1], end_s, step=backward.number)
+            self.timeline.span("wait", end_s, now_s, step=backward.number + 1)
+
+
+# --- the timeline ---------------------------------------------------------------------------------
+
+_timelines: "weakref.WeakKeyDictionary[dist.ProcessGroup, Timeline]" = weakref.WeakKeyDictionary()
+
+
+class TracedLink(LinkAround):
+    """Records in a timeline when the collectives of a link begin and end, with ``details`` of the journey."""
+
+    def __init__(self, link: Link, timeline: Timeline, **details: Detail) -> None:
+        super().__init__(link)
+        self._timeline = timeline
+        self._details = details
+
+    async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
+        return await self._recorded("reduce_scatter", super().reduce_scatter(flat, layout), flat)
+
+    async def all_gather(self, flat: Tensor, layout: Layout) -> None:
+        await self._recorded("all_gather", super().all_gather(flat, layout), flat)
+
+    async def all_reduce(
+        self, flat: Tensor, layout: Layout, halfway: Halfway = nothing_halfway
+    ) -> None:
+        # Not by halves: ranks without a timeline may send one message.
+        await self._recorded("all_reduce", self._link.all_reduce(flat, layout, halfway), flat)
+
+    async def _recorded(self, kind: str, collective: Awaitable[Made], flat: Tensor) -> Made:
+        begin_s = time.monotonic()
+        made = await collective
+        self._timeline.span(kind, begin_s, time.monotonic(), bytes=flat.nbytes, **self._details)
+        return made
+
+
+def timeline_of(process_group: dist.ProcessGroup) -> Timeline | None:
+    """Return the timeline of this rank of the job, if ``CROSSOVER_TIMELINE`` asks for one."""
+    if not (directory := os.environ.get(environment.TIMELINE)):
+        return None
+    if process_group not in _timelines:
+        job = dist.group.WORLD or process_group
+        _timelines[process_group] = Timeline(
+            directory, rank=job.rank(), device=sibling_name(default_device()), job=job_name(job)
+        )
+    return _timelines[process_group]
+
+
+# --- steps of optimizers: see [Note: steps of optimizers] -------------------------------------------------------------
+
+Report = Callable[[Optimizer], object]
+
+_numbers: Final = itertools.count()
+_at_begin: Final[dict[int, Report]] = {}
+_at_end: Final[dict[int, Report]] = {}
+
+
+@uncompiled_when_called
+def step_begins(optimizer: Optimizer, *_: Any) -> None:
+    """Report the beginning of a step."""
+    for report in [*_at_begin.values()]:
+        report(optimizer)
+
+
+def at_each_step(
+    parameters: Iterable[Tensor], *, begins: Callable[[], object], ends: Callable[[], object]
+) -> Callable[[], None]:
+    """Have functions called at the beginning and the end of each step of an optimizer that has one of ``parameters``.
+
+    Returns:
+        A function that ends it.
+    """
+    known = _weakly(parameters)
+
+    def at_begin(optimizer: Optimizer) -> None:
+        if _has_one_of(known, optimizer):
+            begins()
+        elif not known:  # the model has gone
+            end()
+
+    def at_end(optimizer: Optimizer) -> None:
+        if _has_one_of(known, optimizer):
+            ends()
+
+    left = _entered(_at_begin, at_begin), _entered(_at_end, at_end)
+
+    def end() -> None:
+        for leave in left:
+            leave()
+
+    return end
+
+
+def before_next_step(parameters: Iterable[Tensor], check: Report) -> Callable[[], None]:
+    """Have ``check`` called once, with the next optimizer that is about to step one of ``parameters``.
+
+    ``step()`` raises what ``check`` raises, and changes nothing then.
+
+    Returns:
+        A function that ends it.
+    """
+    known = _weakly(parameters)
+
+    def at_begin(optimizer: Optimizer) -> None:
+        if _has_one_of(known, optimizer):
+            check(optimizer)
+            end()
+        elif not known:  # the model has gone
+            end()
+
+    end = _entered(_at_begin, at_begin)
+    return end
+
+
+def _entered(reports: dict[int, Report], report: Report) -> Callable[[], None]:
+    _register_step_hooks()
+    number = next(_numbers)
+    reports[number] = report
+    return lambda: _left(reports, number)
+
+
+def _left(reports: dict[int, Report], number: int) -> None:
+    reports.pop(number, None)
+
+
+@uncompiled_when_called
+def _step_ends(optimizer: Optimizer, *_: Any) -> None:
+    for report in [*_at_end.values()]:
+        report(optimizer)
+
+
+@functools.cache
+def _register_step_hooks() -> None:
+    register_optimizer_step_pre_hook(OwnHook(step_begins))
+    register_optimizer_step_post_hook(OwnHook(_step_ends))
+
+
+def _weakly(parameters: Iterable[Tensor]) -> Any:
+    """Return a dictionary of these parameters that keeps none of them; an id may be another tensor's later."""
+    known = WeakTensorKeyDictionary()
+    for each in parameters:
+        known[each] = True
+    return known
+
+
+def _has_one_of(known: Any, optimizer: Optimizer) -> bool:
+    return any(
+        each in known for group in optimizer.param_groups for each in list.__iter__(group["params"])
+    )
