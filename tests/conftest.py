@@ -32,6 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["CROSSOVER_GROUP"] = f"tests-{os.getpid()}"
     # Torch's store looks up each peer's name. A lost answer would delay a job for five seconds.
     os.environ.setdefault("RES_OPTIONS", "timeout:1")
+    # One thread: OpenMP's idle threads spin. They took the cores from other workers and from ranks,
+    # and the tests of codecs took six times as long.
+    torch.set_num_threads(1)
     if (plugin := fake_cuda.plugin(config)) is not None:
         config.pluginmanager.register(plugin)
 
