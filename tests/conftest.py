@@ -1,4 +1,4 @@
-"""Fixtures for all tests, and the ones that every test runs under: nothing may be left behind."""
+"""Fixtures for all tests. One of them fails every test that leaves something behind."""
 
 import gc
 import os
@@ -15,7 +15,8 @@ from tests.harness._preloaded import forked_if_script
 from tests.harness.leaks import nothing_left_behind
 from tests.harness.scripts import hear_ignored_signals
 
-# Timing never decides a unit test, and the same tree gives the same result twice; new examples come in the campaign.
+# Timing never decides a unit test. Two runs of the same tree have the same result. Only the
+# campaign draws new examples.
 hypothesis.settings.register_profile(
     "untimed",
     deadline=None,
@@ -27,32 +28,36 @@ hypothesis.settings.load_profile("untimed")
 
 def pytest_configure(config: pytest.Config) -> None:
     hear_ignored_signals()
-    # Tests must not meet the jobs that somebody really trains here, nor those of another test run.
+    # Tests must not become siblings of real jobs on this machine, nor of another test run's jobs.
     os.environ["CROSSOVER_GROUP"] = f"tests-{os.getpid()}"
-    # Torch's store asks the name server who connects: an answer that is lost holds a job up for five seconds.
+    # Torch's store looks up each peer's name. A lost answer would delay a job for five seconds.
     os.environ.setdefault("RES_OPTIONS", "timeout:1")
+    # One thread: OpenMP's idle threads spin. They took the cores from other workers and from ranks,
+    # and the tests of codecs took six times as long.
+    torch.set_num_threads(1)
     if (plugin := fake_cuda.plugin(config)) is not None:
         config.pluginmanager.register(plugin)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Test the harness first."""
+    """Choose the device of tests that are marked ``gpu``, and run the harness's own tests first."""
     for item in items:
         _place_on_gpu(item)
     items.sort(key=lambda item: not item.nodeid.startswith("tests/harness/"))
 
 
 def _place_on_gpu(item: pytest.Item) -> None:
-    """Let what is marked ``gpu`` run on the fake device where there is no GPU; skip what that lacks."""
-    needs = {
-        name: value for mark in item.iter_markers("gpu") for name, value in mark.kwargs.items()
-    }
+    """Without a GPU, run a test marked ``gpu`` on the fake device, or skip it if it needs more."""
     if torch.cuda.is_available() and not fake_cuda.is_here():
         return
-    if "real" in needs:
-        where = "run tests/gpu/run_all.sh on a machine with an NVIDIA GPU"
-        item.add_marker(pytest.mark.skip(reason=f"the fake device has {needs['real']}; {where}"))
+    options: dict[str, object] = {}
+    for mark in item.iter_markers("gpu"):
+        options |= mark.kwargs
+    if "real" in options:
+        remedy = "run tests/gpu/run_all.sh on a machine with an NVIDIA GPU"
+        reason = f"the fake device has {options['real']}; {remedy}"
+        item.add_marker(pytest.mark.skip(reason=reason))
     elif item.get_closest_marker("gpu"):
         item.add_marker(fake_cuda.MARKER)
 
@@ -62,13 +67,16 @@ def pytest_collection_finish() -> None:
 
 
 def set_aside() -> None:
-    """Hide what imports have made from Python's collector, which a hook asks for its model: 0.1 s for each model."""
+    """Hide all objects made on import from the garbage collector.
+
+    A hook searches the collector's objects for its model. Without this the search takes 0.1 s.
+    """
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or libraries that count what is left complain below pytest's closing line
+    gc.unfreeze()  # libraries that count leaked objects would warn below pytest's last line
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -85,7 +93,7 @@ def _nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture
 def set_aside_again() -> Iterator[None]:
-    """For tests that call ``gc.unfreeze()``."""
+    """Call `set_aside` after a test that calls ``gc.unfreeze()``."""
     yield
     set_aside()
 
@@ -94,7 +102,7 @@ def set_aside_again() -> Iterator[None]:
 def forked_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork the lab's ranks from a process that has imported torch.
 
-    For tests of what the ranks do, not of the lab or of times: half of such a test was imports.
+    For tests of the ranks' results, not of the lab or of times: half of such a test was imports.
     """
     if os.environ.get("CROSSOVER_BENCH", "smoke") == "smoke":
         monkeypatch.setattr("lab.nodes.Child", forked_if_script)
@@ -102,6 +110,6 @@ def forked_lab(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def process_group() -> Iterator[dist.ProcessGroup]:
-    """A gloo group of world size 1, which is also the default group."""
+    """Provide a gloo group of world size 1, which is also the default group."""
     with single_process_group() as group:
         yield group

@@ -1,4 +1,5 @@
-"""Every hook against plain DDP in every situation that DDP knows.
+"""Every hook against plain DDP, in every situation of DDP.
 
-A new hook adds a row to ``hooks.HOOKS``, a new situation a function to ``cases``; nothing else changes.
+A new hook adds a row to ``hooks.HOOKS``. A new situation adds a function to ``cases``. Nothing else
+changes.
 """

@@ -1,4 +1,4 @@
-"""What carries the buckets: gloo by messages, a backend with collectives of its own, and a CUDA device on both."""
+"""The networks that carry the buckets: gloo's messages, native collectives, and a CUDA device."""
 
 import contextlib
 import functools
@@ -21,17 +21,20 @@ TIMEOUT_S = 90.0
 @dataclass(frozen=True)
 class Backend:
     process_group: str = "gloo"
-    around: Callable[[], contextlib.AbstractContextManager[object]] = (
-        contextlib.nullcontext
-    )  # all of a rank
-    marks: tuple[pytest.MarkDecorator, ...] = ()  # of its tests
-    world_sizes: tuple[int, ...] = (1, 2, 3, 4)  # in the short form
-    adds_in_order: bool = True  # from three ranks on as `reference` does
-    decodes_in_order: bool = True  # a codec's messages, too
-    lacks: tuple[str, ...] = ()  # cases that cannot run there
-    switches_off: bool = (
-        False  # hooks are torch's all-reduce there, as ``CROSSOVER_DISABLE=1`` has it
-    )
+    # The context in which a rank runs its cases.
+    around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    # The marks of its tests.
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+    # The world sizes of the short form.
+    world_sizes: tuple[int, ...] = (1, 2, 3, 4)
+    # Whether it adds gradients of three and more ranks in the order of `reference`.
+    adds_in_order: bool = True
+    # Whether it adds a codec's decoded messages in that order.
+    decodes_in_order: bool = True
+    # The cases that cannot run here.
+    lacks: tuple[str, ...] = ()
+    # Whether all hooks are torch's all-reduce here (``CROSSOVER_DISABLE=1``).
+    switches_off: bool = False
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         """Call ``function`` in all ranks, with the backend's process group."""
@@ -50,16 +53,18 @@ def on_cuda() -> Iterator[None]:
 
 
 SWITCHED_OFF = functools.partial(mock.patch.dict, os.environ, {"CROSSOVER_DISABLE": "1"})
-# All that runs there in the short form, and what adds to it from three ranks on.
+# The cases of the short form on other backends and with other numbers of ranks.
 SHORT = (
     *("many_buckets", "accumulation_viewed", "unused_parameters_viewed"),
     *("batch_norm_buffers", "clipping", "several_dtypes"),
 )
+# The cases that depend on the layout of shards. The short form runs them with three and four ranks.
 OF_LAYOUTS = ("fewer_elements_than_ranks", "joined_ranks_with_buffers", "messages_of_the_users")
-# Messages of another thread: gloo sends none of a device's tensors, NCCL wants one order of all. The fake device has no
-# conjugate views.
+# The case sends messages on another thread: gloo does not send a device's tensors, and NCCL needs
+# one order of all operations.
 _LACKS = ["messages_of_the_users"]
-_LACKS += [] if torch.cuda.is_available() and not fake_cuda.is_here() else ["complex_parameters"]
+if fake_cuda.is_here() or not torch.cuda.is_available():
+    _LACKS.append("complex_parameters")  # the fake device has no conjugate views
 _CUDA: dict[str, Any] = {"around": on_cuda, "world_sizes": (2,), "lacks": tuple(_LACKS)}
 BACKENDS = {
     "gloo": Backend(),
@@ -67,8 +72,7 @@ BACKENDS = {
     "switched_off": Backend(
         around=SWITCHED_OFF, world_sizes=(2,), adds_in_order=False, switches_off=True
     ),
-    "cuda_gloo": Backend(
-        decodes_in_order=False, marks=(pytest.mark.gpu,), **_CUDA
-    ),  # a device divides before it sends
+    # A device divides before it sends, so the order of a codec's additions differs.
+    "cuda_gloo": Backend(decodes_in_order=False, marks=(pytest.mark.gpu,), **_CUDA),
     "cuda_nccl": Backend("nccl", adds_in_order=False, marks=(pytest.mark.gpu,), **_CUDA),
 }

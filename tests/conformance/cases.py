@@ -1,4 +1,4 @@
-"""Situations of DDP. Each trains a little and tells what came out, with whatever hook ``Wrap`` registers."""
+"""Situations of DDP. Each trains a few steps with the hook of `Wrap` and returns the results."""
 
 import contextlib
 import functools
@@ -18,45 +18,50 @@ from crossover_ddp.errors import CrossoverError
 from tests.harness import inside
 from tests.harness.campaign import IN_CAMPAIGN
 
-# Makes a DDP model with the hook under test; the keywords are DDP's.
+# Wraps a module in DDP with the hook under test. The keywords are DDP's.
 Wrap = Callable[..., DistributedDataParallel]
 Results = dict[str, torch.Tensor]
+# Takes ``wrap``, the rank and the world size.
 Case = Callable[[Wrap, int, int], Results]
 
 CASES: dict[str, Case] = {}
 TINY_MB = 0.0004
-STEPS = 5 if IN_CAMPAIGN else 4  # decoupled training defers from the third on
+STEPS = 5 if IN_CAMPAIGN else 4  # decoupled training defers from the third step on
 WIDTH = 12
-DEVICE = torch.device("cpu")  # where models and inputs lie; see `backends`
+DEVICE = torch.device("cpu")  # of models and inputs; `backends` replaces it
 
 
 def case(function: Case, *, views: bool = False) -> Case:
-    """Register a case; with ``views`` another one as well, ``…_viewed``, whose gradients are views of buckets."""
+    """Register a case. With ``views`` also ``…_viewed``, whose gradients are views of buckets."""
     if views:
-        CASES[f"{function.__name__}_viewed"] = lambda wrap, *place: function(
-            functools.partial(wrap, gradient_as_bucket_view=True), *place
-        )
+
+        def viewed(wrap: Wrap, rank: int, world_size: int) -> Results:
+            return function(functools.partial(wrap, gradient_as_bucket_view=True), rank, world_size)
+
+        CASES[f"{function.__name__}_viewed"] = viewed
     CASES[function.__name__] = function
     return function
 
 
 class Recorder:
-    """Trains a model and notes its gradients of every step, and its parameters and buffers at the end.
+    """Trains a model. Records the gradients of every step, and parameters and buffers at the end.
 
-    The row that ``wrap`` leaves with the model says by which optimizers, and registers its hook here: some states need
-    them. Plain DDP is a row, too.
+    ``wrap`` leaves a row of `hooks.HOOKS` with the model. The row makes the optimizers. It
+    registers its hook here, since some states need the optimizers. Plain DDP is a row as well.
     """
 
     def __init__(self, model: nn.Module, *, lr: float = 0.1) -> None:
         self.model: Any = model
         self._row = vars(model)["row"]
         self.optimizers: list[torch.optim.Optimizer] = self._row.optimizers(model, lr)
+        # The hook's state. None with plain DDP and with hooks that have no state.
         self._state = self._row.attach(model, self.optimizers)
         self.results: Results = {}
+        # The number of steps so far, with those that were dropped.
         self._steps = 0
 
     def forward(self, rank: int, step: int) -> torch.Tensor:
-        """Return the loss on the rank's inputs of a step."""
+        """Return the loss on a rank's inputs of a step."""
         return loss_of(self.model(inputs(rank, step, next(self.model.parameters()).dtype)))
 
     def step(self, loss: torch.Tensor, max_norm: float | None = None) -> None:
@@ -68,22 +73,32 @@ class Recorder:
         self.note_and_update()
 
     def drop(self) -> None:
-        """Leave the step out, as loops do after an error."""
+        """Drop the gradients without an update, as loops do after an error."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self._steps += 1
 
     def note_and_update(self, *, skips: bool = False) -> None:
-        """``skips``: drop the gradients, as loops do that have seen an overflow."""
+        """Record the gradients, then update the parameters.
+
+        With ``skips`` the gradients are dropped instead, as in loops that have seen an overflow.
+        """
+        if self._row.reads == "flushed":
+            self._state.flush()
         if self._row.reads != "never":
-            if self._row.reads == "flushed":
-                self._state.flush()
-            for name, parameter in self.model.named_parameters():
-                # A missing gradient and one of zeros are different results.
-                gradient = parameter.grad
-                noted = torch.full((), torch.nan) if gradient is None else gradient.detach().clone()
-                self.results[f"step {self._steps} gradient of {name}"] = noted
-        self.drop() if skips else self.update()
+            self._note_gradients()
+        if skips:
+            self.drop()
+        else:
+            self.update()
+
+    def _note_gradients(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            # A missing gradient and one of zeros are different results.
+            value = torch.full((), torch.nan)
+            if parameter.grad is not None:
+                value = parameter.grad.detach().clone()
+            self.results[f"step {self._steps} gradient of {name}"] = value
 
     def update(self) -> None:
         for optimizer in self.optimizers:
@@ -121,7 +136,11 @@ def recorder_of(wrap: Wrap, model: nn.Module, *, lr: float = 0.1, **options: Any
 def stepped(
     *, model: Callable[[], nn.Module] = mlp, steps: int = STEPS, views: bool = False, **options: Any
 ) -> Callable[[Callable[[Recorder, int, int], None]], None]:
-    """Register what is done in a step, of a recorder, a rank and the step's number; ``options`` are a recorder's."""
+    """Return a decorator that registers a function, called in each step, as a case.
+
+    The function takes a recorder, the rank and the number of the step. ``options`` are those of
+    `recorder_of`.
+    """
 
     def registered(do: Callable[[Recorder, int, int], None]) -> None:
         def run(wrap: Wrap, rank: int, world_size: int) -> Results:
@@ -137,7 +156,7 @@ def stepped(
 
 
 def trained(name: str, *, max_norm: float | None = None, **options: Any) -> None:
-    """Register a case whose steps have nothing of their own."""
+    """Register a case of ordinary steps. ``options`` are those of `stepped`."""
 
     def do(recorder: Recorder, rank: int, step: int) -> None:
         recorder.step(recorder.forward(rank, step), max_norm)
@@ -149,11 +168,10 @@ def trained(name: str, *, max_norm: float | None = None, **options: Any) -> None
 trained("many_buckets", views=True)
 trained("one_bucket", views=True, bucket_cap_mb=25)
 trained("static_graph", views=True, static_graph=True)
-# Buckets lie elsewhere in every step. New in torch 2.15; older ones run the plain case again.
+# Buckets have new memory in every step. Before torch 2.15 this is the plain case once more.
 LAZY = "lazy_bucket_allocation"
-trained(
-    LAZY, **({LAZY: True} if LAZY in inspect.signature(DistributedDataParallel).parameters else {})
-)
+HAS_LAZY = LAZY in inspect.signature(DistributedDataParallel).parameters
+trained(LAZY, **({LAZY: True} if HAS_LAZY else {}))
 trained("bfloat16_parameters", model=lambda: mlp(dtype=torch.bfloat16), lr=0.01)
 trained("clipping", max_norm=0.01)
 
@@ -168,7 +186,9 @@ def accumulation(recorder: Recorder, rank: int, step: int) -> None:
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 2)
 
     def forward(self, x: torch.Tensor, *, left: bool) -> torch.Tensor:
@@ -178,13 +198,13 @@ class Branches(nn.Module):
 
 @stepped(views=True, model=Branches, steps=STEPS + 1, find_unused_parameters=True)
 def unused_parameters(recorder: Recorder, rank: int, step: int) -> None:
-    # The ranks disagree in steps 0 and 1, and agree in the last two: one branch is unused everywhere.
+    # In steps 0 and 1 the ranks use different branches. Later they agree: one branch is unused.
     left = (step + rank) % 2 == 0 if step < 2 else step == 2
     recorder.step(loss_of(recorder.model(inputs(rank, step), left=left)))
 
 
 class Normed(nn.Module):
-    """Has buffers of several dtypes: some that change, one that is ignored, one that is empty."""
+    """Has buffers of several dtypes. Some change, DDP ignores one, and one is empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +224,7 @@ class Normed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.seen = ~self.seen  # replaced, not changed
+            self.seen = ~self.seen  # a new tensor, not an in-place change
             self.low += x[0, 0]
             self.mine += x[0, 1]
         first = checkpoint(self.first, x, use_reentrant=False) if self.recomputes else self.first(x)
@@ -212,7 +232,10 @@ class Normed(nn.Module):
 
 
 class BufferRecorder(Recorder):
-    """Notes buffers at the end of each forward: between two steps those of other ranks than 0 are nobody's business."""
+    """Records buffers at the end of each forward.
+
+    Between two steps the buffers of all ranks but rank 0 are undefined.
+    """
 
     def __init__(self, wrap: Wrap, rank: int) -> None:
         super().__init__(wrap(Normed(), bucket_cap_mb=TINY_MB))
@@ -220,7 +243,7 @@ class BufferRecorder(Recorder):
         self._forwards = 0
 
     def next_loss(self) -> torch.Tensor:
-        # What is normalised has a norm of its own: against another input it is not the same always.
+        # The norm of a normalised output is constant. Its distance to the inputs is not.
         x = inputs(self._rank, 100 + self._forwards)
         loss = loss_of(self.model(x) - x)
         for name, buffer in self.model.named_buffers():
@@ -231,9 +254,8 @@ class BufferRecorder(Recorder):
     def train(self) -> Results:
         for _ in range(STEPS):
             self.step(self.next_loss())
-            self.model.module.updates.add_(
-                1
-            )  # what all ranks change between two steps stays changed
+            # All ranks change this buffer between two steps. The change must stay.
+            self.model.module.updates.add_(1)
         return self.finish()
 
     def finish(self) -> Results:
@@ -262,11 +284,13 @@ def buffers_recomputed_in_backward(wrap: Wrap, rank: int, world_size: int) -> Re
 
 @case
 def buffers_over_several_forwards(wrap: Wrap, rank: int, world_size: int) -> Results:
-    """Accumulation, two forwards for one backward, a forward for nothing, evaluation at odd moments."""
+    """Accumulation, two forwards before one backward, an unused forward, evaluation in between."""
     recorder = BufferRecorder(wrap, rank)
-    # On older torch DDP's broadcast changes what autograd has saved, and backward raises, with or without a hook.
+    # On older torch DDP's broadcast changes tensors that autograd has saved. Then backward raises,
+    # with or without a hook.
     may_interleave = "preserve_version" in inspect.getsource(DistributedDataParallel._sync_buffers)
-    # Three updates in each; after an odd one plain DDP leaves other statistics on each rank.
+    # Each iteration makes three updates. After an odd number of them plain DDP leaves different
+    # statistics on each rank.
     for step in range(5 if IN_CAMPAIGN else 3):
         with recorder.model.no_sync():
             recorder.next_loss().backward()
@@ -293,7 +317,7 @@ class Mixed(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH).to(dtype) for dtype in dtypes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Side by side: one after the other, the coarse ones' roundings would show in the fine ones.
+        # In parallel: in a chain the fine dtypes' layers would carry the coarse ones' roundings.
         return torch.cat(
             [torch.tanh(layer(x.to(layer.weight.dtype))).float() for layer in self.layers], -1
         )
@@ -316,10 +340,11 @@ def complex_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
 
 @case
 def joined_ranks_with_buffers(wrap: Wrap, rank: int, world_size: int) -> Results:
-    """Ranks run out of inputs one after the other, rank 0 first; they go on to answer with zeros.
+    """Ranks run out of inputs one after the other, rank 0 first. Joined ranks contribute zeros.
 
-    The buffers of the last rank with inputs count meanwhile, and rank 0's afterwards. A rank answers twice in a row,
-    once in the eighth step, behind which digests of the parameters travel.
+    Until all ranks have joined, the buffers of the last rank with inputs count; then rank 0's do. A
+    joined rank contributes to two steps in a row, one of which is the eighth, after which ranks
+    exchange digests of the parameters.
     """
     recorder = BufferRecorder(wrap, rank)
     with Join([recorder.model]):
@@ -330,7 +355,10 @@ def joined_ranks_with_buffers(wrap: Wrap, rank: int, world_size: int) -> Results
 
 
 class Shared(nn.Module):
-    """Embeds and predicts with the same weights: its last bucket is the largest, and a module runs twice."""
+    """Embeds and predicts with the same weights, so that its last bucket is the largest.
+
+    One of its layers runs twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -340,7 +368,8 @@ class Shared(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.block(torch.tanh(self.block(self.embedding(tokens))))))  # type: ignore[no-any-return]
+        hidden = torch.tanh(self.block(self.embedding(tokens)))
+        return self.head(torch.tanh(self.block(hidden)))  # type: ignore[no-any-return]
 
 
 @stepped(model=Shared)
@@ -410,7 +439,7 @@ def mixed_precision_by_autocast(recorder: Recorder, rank: int, step: int) -> Non
 
 @stepped()
 def non_finite_on_one_rank(recorder: Recorder, rank: int, step: int) -> None:
-    """An overflow reaches all ranks; the loop drops that step, and nothing is left of it."""
+    """An overflow on one rank reaches all ranks. The loop drops that step without a trace."""
     factor = torch.inf if step == 1 and rank == dist.get_world_size() - 1 else 1.0
     (recorder.forward(rank, step) * factor).backward()
     recorder.note_and_update(skips=step == 1)
@@ -418,7 +447,7 @@ def non_finite_on_one_rank(recorder: Recorder, rank: int, step: int) -> None:
 
 @stepped()
 def refused_bucket(recorder: Recorder, rank: int, step: int) -> None:
-    """A bucket is refused on all ranks before anything of it is sent; the loop drops that step and goes on."""
+    """All ranks refuse a bucket before any part of it is sent. The loop drops that step."""
     loss = recorder.forward(rank, step)
     if step != 1:
         recorder.step(loss)
@@ -438,7 +467,7 @@ def failing_forward(recorder: Recorder, rank: int, step: int) -> None:
 
 @stepped()
 def saved_in_every_step(recorder: Recorder, rank: int, step: int) -> None:
-    """Between ``step()`` and the next forward the model is whole for whoever saves it."""
+    """Code that saves the model between ``step()`` and the next forward sees it complete."""
     recorder.step(recorder.forward(rank, step))
     recorder.note_state(f"after step {step}")
 
@@ -447,10 +476,11 @@ def saved_in_every_step(recorder: Recorder, rank: int, step: int) -> None:
 def schedule_and_groups(wrap: Wrap, rank: int, world_size: int) -> Results:
     recorder = recorder_of(wrap, mlp())
     for optimizer in recorder.optimizers:
+        # Move the first parameter to a group of its own.
         group = optimizer.param_groups[0]
-        apart, *group["params"] = group["params"]
+        first, *group["params"] = group["params"]
         optimizer.add_param_group(
-            {**group, "params": [apart], "lr": group["lr"] / 2, "weight_decay": 0.01}
+            {**group, "params": [first], "lr": group["lr"] / 2, "weight_decay": 0.01}
         )
     schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.7) for each in recorder.optimizers]
     for step in range(STEPS):
@@ -462,14 +492,14 @@ def schedule_and_groups(wrap: Wrap, rank: int, world_size: int) -> Results:
 
 @case
 def messages_of_the_users(wrap: Wrap, rank: int, world_size: int) -> Results:
-    """Collectives and messages on the model's own group, begun in the middle of backward and right behind it.
+    """User code starts collectives and messages on the model's own group during backward.
 
-    Some are waited for at once, as SyncBatchNorm does, which torch has for GPUs only.
+    It waits for some at once, as SyncBatchNorm does, which torch has for GPUs only.
     """
     recorder = recorder_of(wrap, mlp())
     pending: list[Any] = []
 
-    def talk(gradient: torch.Tensor) -> None:
+    def exchange(gradient: torch.Tensor) -> None:
         total = gradient.abs().sum()
         dist.all_reduce(total)
         sent = total.clone()
@@ -479,12 +509,12 @@ def messages_of_the_users(wrap: Wrap, rank: int, world_size: int) -> Results:
             pending.append((dist.isend(sent, (rank + 1) % world_size, tag=tag), sent))
             pending.append((dist.irecv(received, (rank - 1) % world_size, tag=tag), received))
 
-    def begun(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    def after_forward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         dist.all_reduce(output.detach().sum())
-        output.register_hook(talk)
+        output.register_hook(exchange)
 
     middle = recorder.model.module[3]
-    middle.register_forward_hook(begun)
+    middle.register_forward_hook(after_forward)
     for step in range(STEPS):
         recorder.step(recorder.forward(rank, step))
         for number, (work, value) in enumerate(pending):
@@ -496,7 +526,10 @@ def messages_of_the_users(wrap: Wrap, rank: int, world_size: int) -> Results:
 
 @case
 def model_not_found_on_one_rank(wrap: Wrap, rank: int, world_size: int) -> Results:
-    """The last rank's model is hidden from the collector, by which hooks look for buffers; all ranks decide alike."""
+    """The last rank's model is hidden from the collector, with which hooks search for buffers.
+
+    All ranks must decide alike.
+    """
     recorder = BufferRecorder(wrap, rank)
     if rank == world_size - 1:
         gc.freeze()

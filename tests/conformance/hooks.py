@@ -1,4 +1,4 @@
-"""The hooks that must agree with plain DDP, each in every setting that changes its path."""
+"""The hooks that must agree with plain DDP, in every setting that changes a hook's path."""
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -19,9 +19,10 @@ from tests.conformance.reference import kfac_in_float64
 from tests.harness import inside
 from tests.multiprocess.identity_codec import Identity
 
-# The state and the hook for a model and its optimizers; a keyword ``mutex`` may follow.
+# Returns the state and the hook, given a model, its optimizers and perhaps the keyword ``mutex``.
 Make = Callable[..., tuple[Any, Any]]
-MUTEX: ContextVar[Any] = ContextVar("MUTEX", default=None)  # that states are given
+# The mutex that states are made with.
+MUTEX: ContextVar[Any] = ContextVar("MUTEX", default=None)
 EPSILONS: Final = 128.0
 
 
@@ -34,11 +35,14 @@ def adamw(model: nn.Module, lr: float) -> list[Optimizer]:
 
 
 def muon_and_sgd(model: nn.Module, lr: float) -> list[Optimizer]:
-    """Muon for matrices; a model without any has one that is not trained, so that Muon has something."""
+    """Return Muon for matrices and SGD for the others.
+
+    Muon must have a parameter. For a model without matrices it gets one that is not trained.
+    """
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
-    made: list[Optimizer] = [Muon(matrices or [untrained(model)], lr=lr / 5)]
-    return [*made, SGD(others, lr=lr)] if others else made
+    muon = Muon(matrices or [untrained(model)], lr=lr / 5)
+    return [muon, SGD(others, lr=lr)] if others else [muon]
 
 
 def untrained(model: nn.Module) -> nn.Parameter:
@@ -51,32 +55,39 @@ def untrained(model: nn.Module) -> nn.Parameter:
 class Row:
     """A hook in one setting, and how close to plain DDP it is."""
 
-    make: Make | None  # makes the state and the hook; None is plain DDP
-    options: Mapping[str, bool] = field(default_factory=dict)  # of DDP, in all cases
-    optimizers: Callable[[nn.Module, float], list[Optimizer]] = sgd  # of the walk, plain DDP's, too
-    like: str | None = None  # the row that it walks with; None: plain DDP
-    # In which owners add, so that from three ranks on plain DDP can be made to add alike and results are identical:
-    # over a tree of ranks; messages of a codec after the first step in their order. None: equal within ``tolerance``
-    # there. With fewer ranks there is one order only.
+    # Makes the state and the hook. None is plain DDP.
+    make: Make | None
+    # DDP's options in all cases.
+    options: Mapping[str, bool] = field(default_factory=dict)
+    # Makes the optimizers, for the reference as well.
+    optimizers: Callable[[nn.Module, float], list[Optimizer]] = sgd
+    # The row that is the reference. None is plain DDP.
+    like: str | None = None
+    # The order in which owners add: over a tree of ranks, or, for a codec's messages after the
+    # first step, in the order of ranks. With three and more ranks the reference adds in the same
+    # order, so that results are identical. None: there they are equal within ``tolerance``. With
+    # fewer ranks there is only one order.
     order: Literal["tree", "tree, then ranks"] | None = "tree"
-    tolerance: float = (
-        EPSILONS  # relative to a tensor's largest magnitude, in epsilons (float32's for float64)
-    )
-    lossy: bool = False  # results are close, whatever the number of ranks
-    is_like_others: bool = (
-        False  # runs few cases in the short form: its path is others' but for details
-    )
-    takes_turns: bool = True  # whether the state takes a mutex
-    reads: Literal["always", "flushed", "never"] = (
-        "always"  # whether gradients may be read before the step
-    )
-    refuses: Mapping[str, str] = field(default_factory=dict)  # cases, each with words of its error
-    differs: Mapping[str, str] = field(
-        default_factory=dict
-    )  # cases, each with the reason, for the hook's page
+    # Relative to a tensor's largest magnitude, in epsilons of its dtype (of float32 for float64).
+    tolerance: float = EPSILONS
+    # Whether results are only close to the reference's with any number of ranks.
+    lossy: bool = False
+    # Whether the path is another row's except for details. The short form runs few cases of it.
+    is_like_others: bool = False
+    # Whether the state takes a mutex.
+    takes_turns: bool = True
+    # Whether gradients may be read before the step: always, after ``flush()``, or never.
+    reads: Literal["always", "flushed", "never"] = "always"
+    # The cases that the hook refuses, each with a part of its error.
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    # The cases in which results differ, each with the reason, for the documentation.
+    differs: Mapping[str, str] = field(default_factory=dict)
 
     def attach(self, model: DistributedDataParallel, optimizers: list[Optimizer]) -> Any:
-        """Register the hook, with the turn that `MUTEX` has; the state is left with the model, for who closes it."""
+        """Register the hook, with the mutex in `MUTEX`, and return its state.
+
+        The model keeps the state, from which the test takes it to close it.
+        """
         if self.make is None:
             return None
         turn = {"mutex": MUTEX.get()} if self.takes_turns and MUTEX.get() else {}
@@ -87,13 +98,13 @@ class Row:
 
 
 def kfac_of_nothing(model: Any, optimizers: list[Optimizer], **turn: Any) -> tuple[Any, Any]:
-    """All layers pass through K-FAC's payload, which a user is not allowed."""
+    """Let all layers bypass K-FAC, so that only its exchange runs. Users may not do this."""
     with inside.kfac_of_no_layer():
         return ddp.KFACState(model, optimizers[0], skip=["*"], **turn), ddp.kfac_hook
 
 
 def muon_of_nothing(model: Any, optimizers: list[Optimizer], **turn: Any) -> tuple[Any, Any]:
-    """Muon has a matrix that is not trained, so that all of the model passes through its payload."""
+    """Give Muon a matrix that is not trained, so that all of the model bypasses it."""
     return ddp.MuonState(Muon([untrained(model)]), **turn), ddp.muon_hook
 
 
@@ -114,7 +125,7 @@ def decoupled(**settings: Any) -> Make:
 
 
 VIEWS = {"gradient_as_bucket_view": True}
-# On the rank that misses its model; the others hear of its end.
+# The rank that does not find its model raises. The others' error is that rank's end.
 NO_SEARCH = {"model_not_found_on_one_rank": "gc.freeze"}
 NO_VIEWS = dict.fromkeys(("unused_parameters", "complex_parameters"), "gradient_as_bucket_view")
 IN_DOUBLE = {"several_dtypes": "float64"}
@@ -208,9 +219,12 @@ HOOKS: dict[str, Row] = {
     ),
     "muon_of_nothing": Row(muon_of_nothing, is_like_others=True),
     "muon": Row(
-        lambda model, optimizers, **turn: (ddp.MuonState(optimizers[0], **turn), ddp.muon_hook),  # type: ignore[arg-type]
+        lambda model, optimizers, **turn: (
+            ddp.MuonState(optimizers[0], **turn),  # type: ignore[arg-type]
+            ddp.muon_hook,
+        ),
         optimizers=muon_and_sgd,
-        tolerance=2.0**15,  # an epsilon of bfloat16, which directions are
+        tolerance=2.0**15,  # directions are in bfloat16: about one of its epsilons
         reads="never",
         refuses={**AS_MANY_STEPS, "complex_parameters": "complex"},
         differs={"clipping": "clipping sees the parameters that are no matrices"},
@@ -223,7 +237,7 @@ HOOKS: dict[str, Row] = {
         refuses={**AS_MANY_STEPS, **NO_SEARCH, "complex_parameters": "complex"},
     ),
 }
-# Rows that others walk with, and that are no hooks of ours.
+# References that are not hooks of this package.
 ORACLES: Final[dict[str, Row]] = {
     "fp16_compress_hook": Row(
         lambda model, optimizers: (None, fp16_compress_hook), order=None, takes_turns=False

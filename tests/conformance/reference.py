@@ -1,4 +1,4 @@
-"""What hooks walk with: plain DDP with its additions in the order in which owners add, and K-FAC in float64."""
+"""References of hooks: plain DDP that adds gradients in the owners' order, and K-FAC in float64."""
 
 import functools
 from typing import Any
@@ -13,32 +13,36 @@ from tests.multiprocess.kfac_oracle import Oracle, Settings, factors_of_call
 
 
 def gathered(flat: Tensor) -> list[Tensor]:
-    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, flat)
-    return everyone
+    """Return a tensor of all ranks, by rank."""
+    of_ranks = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, flat)
+    return of_ranks
 
 
 class Additions:
-    """Add the ranks' gradients as owners do.
+    """Averages the ranks' gradients in the order in which owners add.
 
-    Divided first, as torch's hook does, and added as a tree over ranks. Of messages of a codec: in the order of ranks,
-    divided last; but a codec's first step is exact.
+    Owners divide first, as torch's hook does, and add as a tree over ranks. They add a codec's
+    messages in the order of ranks, and divide last. A codec's first step is exact.
+
+    Args:
+        order: "tree", or "tree, then ranks" for a codec.
     """
 
     def __init__(self, order: str) -> None:
         self._order, _, self._later = order.partition(", then ")
-        self._is_first = True
+        self._is_first_step = True
 
     def answer(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        flat, everyone = bucket.buffer(), gathered(bucket.buffer())
-        order = self._order if self._is_first or not self._later else self._later
+        flat = bucket.buffer()
+        of_ranks = gathered(flat)
+        order = self._order if self._is_first_step or not self._later else self._later
         if order == "tree":
-            flat.copy_(tree_sum([each / len(everyone) for each in everyone]))
+            flat.copy_(tree_sum([each / len(of_ranks) for each in of_ranks]))
         else:
-            flat.copy_(
-                functools.reduce(torch.add, [each.float() for each in everyone]) / len(everyone)
-            )
-        self._is_first &= not bucket.is_last()
+            total = functools.reduce(torch.add, [each.float() for each in of_ranks])
+            flat.copy_(total / len(of_ranks))
+        self._is_first_step &= not bucket.is_last()
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(flat)
         return future
@@ -53,9 +57,13 @@ def adding(order: str) -> tuple[Any, Any]:
 
 
 class KFACOracle:
-    """K-FAC of the definition behind DDP: each bucket waits for the last one, and all are preconditioned together.
+    """K-FAC by its definition. Each bucket waits for the last one; all are preconditioned together.
 
-    ``layers`` are the names of those that are preconditioned, and the optimizer's learning rates enter the clip.
+    Args:
+        model: the module inside of DDP.
+        layers: the names of the layers to precondition.
+        optimizer: its learning rates enter the clip.
+        settings: those of K-FAC.
     """
 
     def __init__(
@@ -70,8 +78,12 @@ class KFACOracle:
         self._optimizer = optimizer
         self._oracle = Oracle(settings, self._learning_rate)
         self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in layers}
-        # By which calls there were so many micro-batches: a forward may have no backward, or share one.
-        self._forward, self._forwards, self._backwards = 0, set[int](), set[int]()
+        # The number of the latest forward of the model.
+        self._forward = 0
+        # The forwards and backwards with gradients since the last step. The smaller set counts the
+        # micro-batches: a forward may have no backward, or share one with another.
+        self._forwards: set[int] = set()
+        self._backwards: set[int] = set()
         self._buckets: list[tuple[dist.GradBucket, torch.futures.Future[Tensor]]] = []
         model.register_forward_pre_hook(self._begun)
         for name, module in self._layers.items():
@@ -88,13 +100,13 @@ class KFACOracle:
         self._forward += 1
 
     def _called(self, name: str, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        """Note a call when its gradient comes."""
+        """Record the call once backward has the gradient of its output."""
         if output.requires_grad and module.training:
             output.register_hook(
-                functools.partial(self._came, name, inputs[0].detach(), self._forward)
+                functools.partial(self._record, name, inputs[0].detach(), self._forward)
             )
 
-    def _came(self, name: str, x: Tensor, forward: int, y: Tensor) -> None:
+    def _record(self, name: str, x: Tensor, forward: int, y: Tensor) -> None:
         self._calls[name].append((x.double().cpu(), y.double().cpu()))
         self._forwards.add(forward)
         self._backwards.add(torch._C._current_graph_task_id())
@@ -110,8 +122,8 @@ class KFACOracle:
         mean: dict[str, Tensor] = {}
         for bucket, _ in self._buckets:
             flat = bucket.buffer()
-            everyone = gathered(flat)
-            flat.copy_(tree_sum([each / len(everyone) for each in everyone]))
+            of_ranks = gathered(flat)
+            flat.copy_(tree_sum([each / len(of_ranks) for each in of_ranks]))
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 mean[self._names[parameter]] = gradient.double().cpu().view(parameter.shape)
         directions = self._oracle.step_of(mean, self._factors(), self._layers)
@@ -122,7 +134,7 @@ class KFACOracle:
         self._buckets.clear()
 
     def _factors(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """Return A and G of all ranks that have called a layer."""
+        """Return, for each layer, A and G of all ranks that have called it."""
         own = {}
         micro_batches = min(len(self._forwards), len(self._backwards))
         self._forwards.clear()
@@ -133,14 +145,15 @@ class KFACOracle:
                 a, g = (torch.stack(list(each)) for each in zip(*pairs, strict=True))
                 own[name] = (a.mean(0), g.sum(0) * micro_batches)
             calls.clear()
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-        return {name: [each[name] for each in everyone if name in each] for name in self._layers}
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, own)
+        return {name: [each[name] for each in of_ranks if name in each] for name in self._layers}
 
 
 def kfac_in_float64(
     model: Any, optimizer: torch.optim.Optimizer, **settings: Any
 ) -> tuple[Any, Any]:
+    """Return the oracle and its hook, for the layers that `KFACState` would choose."""
     state = KFACState(model, optimizer, **settings)
     layers = list(state.owners)
     state.close()

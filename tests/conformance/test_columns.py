@@ -27,16 +27,17 @@ from tests.harness.groups import new_group
 from tests.harness.oracles import error_of
 
 STEPS = 12
-SECONDS = 50.0  # a peer's death is heard of within these, on a busy machine
+DEATH_TIMEOUT_S = 50.0  # a peer's death must raise within this time, on a busy machine
 NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 OUTER = {"sync_every": 2, "delay": 1, "fragments": 2, "outer_optimizer": NESTEROV}
-# Replicas that differ between two averages, so that no other row walks with them.
+# Hooks whose replicas differ between two averages, so that they have no reference in `HOOKS`.
 REPLICAS = {
     "local_sgd": Row(alone(LocalSGDState, local_sgd_hook, sync_every=2)),
     "elastic": Row(alone(ElasticState, elastic_hook, sync_every=2, mode="sync", moving_rate=0.2)),
     "nesterov": Row(alone(LocalSGDState, local_sgd_hook, **OUTER), takes_turns=False),
 }
-# Of kinds that are resumed only: factors are under way, a solver of another kind, a codec, another hook's state.
+# Only for the tests of resuming: K-FAC with factors under way, with the other solver, with a codec,
+# and below in decoupled training.
 KFACS: dict[str, dict[str, Any]] = {
     "kfac_late": {"factor_update_steps": 3, "inv_update_steps": 6},
     "kfac_eigen": {"factor_update_steps": 2, "inv_update_steps": 4, "solver": "eigen"},
@@ -57,14 +58,14 @@ RESUMED["kfac_decoupled"] = Row(
         ddp.decoupled_hook,
     )
 )
-# In the short form without those whose path is that of another hook but for details.
+# The short form leaves out hooks whose path is another hook's except for details.
 IN_COLUMNS = {name: row for name, row in HOOKS.items() if IN_CAMPAIGN or not row.is_like_others}
 ROWS = IN_COLUMNS | REPLICAS
 RESUMED |= {**ROWS, "decoupled_int8": HOOKS["decoupled_int8"]}
 
 
-class Walk(Recorder):
-    """A small model with BatchNorm that is trained by a row's optimizers and hook."""
+class SmallTraining(Recorder):
+    """Trains a small model with BatchNorm, with a row's optimizers and hook."""
 
     def __init__(self, row: Row, seed: int = 5) -> None:
         torch.manual_seed(seed)
@@ -104,40 +105,49 @@ class Walk(Recorder):
             for optimizer, state in zip(self.optimizers, saved["optimizer"], strict=True):
                 optimizer.load_state_dict(state)
 
-    def go_on(self, rank: int, saved: dict[str, Any]) -> Results:
+    def resume(self, rank: int, saved: dict[str, Any]) -> Results:
+        """Load a checkpoint of step 4, train to step 7, and return the results."""
         self.load(saved)
         self.train(rank, 4, 7)
         end(self.model)
         return self.finish()
 
 
-def beside(rank: int, world_size: int, hook: str, group: str) -> tuple[Results, dict[str, Any]]:
+def train_beside(
+    rank: int, world_size: int, hook: str, group: str
+) -> tuple[Results, dict[str, Any]]:
+    """Train as a sibling in ``group``, or alone if it is empty. Return results and statistics.
+
+    ``held`` in the statistics has, for each forward, whether the job had the turn.
+    """
     mutex = GPUMutex(group, device=f"device{rank}") if group else None
     MUTEX.set(mutex)
-    walk = Walk(ROWS[hook])
+    training = SmallTraining(ROWS[hook])
     held = []
-    walk.model.module.register_forward_pre_hook(
+    training.model.module.register_forward_pre_hook(
         lambda *_: held.append(mutex is None or mutex.holding)
     )
-    walk.train(rank, 0, STEPS)
+    training.train(rank, 0, STEPS)
     stats = mutex.stats() if mutex is not None else {}
-    end(walk.model)
+    end(training.model)
     if mutex is not None:
         mutex.close()
     MUTEX.set(None)
-    return walk.finish(), {**stats, "held": held}
+    return training.finish(), {**stats, "held": held}
 
 
 @pytest.mark.parametrize("hook", [name for name, row in ROWS.items() if row.takes_turns])
 def test_siblings_train_as_alone_and_take_turns(hook: str) -> None:
-    alone, group = run_ranks(beside, 2, args=(hook, "")), new_group()
-    every = 1 if hook in HOOKS else 2  # steps from exchange to exchange
-    for job in run_jobs([Job(beside, 2, (hook, group), name=name) for name in "ab"], timeout_s=120):
+    alone = run_ranks(train_beside, 2, args=(hook, ""))
+    group = new_group()
+    steps_per_exchange = 1 if hook in HOOKS else 2
+    jobs = [Job(train_beside, 2, (hook, group), name=name) for name in "ab"]
+    for job in run_jobs(jobs, timeout_s=120):
         for rank, (results, stats) in enumerate(job):
             assert not differences(results, alone[rank][0], 0.0)
-            assert stats["turns"] >= STEPS // every - 1, "a turn an exchange"
-            assert all(stats["held"][every:]), (
-                "the first forwards come before the first turn, all others in one"
+            assert stats["turns"] >= STEPS // steps_per_exchange - 1, "one turn per exchange"
+            assert all(stats["held"][steps_per_exchange:]), (
+                "every forward after the first exchange runs within a turn"
             )
             assert stats["disabled_because"] is None
             assert stats["leases_expired"] == 0
@@ -147,74 +157,77 @@ def test_siblings_train_as_alone_and_take_turns(hook: str) -> None:
 @in_ranks(2, deaths={1: signal.SIGKILL})
 def test_a_peer_that_dies_is_an_error_that_names_rank_and_bucket(rank: int, hook: str) -> None:
     """Rank 1 dies in the middle of its third backward pass."""
-    walk = Walk(HOOKS[hook])
-    walk.train(rank, 0, 2)
+    training = SmallTraining(HOOKS[hook])
+    training.train(rank, 0, 2)
     dist.barrier()
     if rank == 1:
-        last = walk.model.module[2].weight
+        last = training.model.module[2].weight
         last.register_hook(lambda gradient: signal.raise_signal(signal.SIGKILL))
-    begin_s, heard = time.monotonic(), []
+    begin_s = time.monotonic()
+    errors = []
     for _ in range(2):
-        heard.append(error_of(lambda: walk.train(rank, 2, 6)))
-        walk.drop()
-        walk.model.require_forward_param_sync = False  # DDP's own broadcast of buffers fails, too
-    assert re.match(r"rank 0 of 2: the .+ of (bucket \d|factors of K-FAC)", heard[0])
-    assert heard[1] == heard[0], "a failure is final"
-    assert time.monotonic() - begin_s < SECONDS
+        errors.append(error_of(lambda: training.train(rank, 2, 6)))
+        training.drop()
+        # DDP's own broadcast of buffers would fail as well.
+        training.model.require_forward_param_sync = False
+    assert re.match(r"rank 0 of 2: the .+ of (bucket \d|factors of K-FAC)", errors[0])
+    assert errors[1] == errors[0], "a failure is final"
+    assert time.monotonic() - begin_s < DEATH_TIMEOUT_S
     dist.destroy_process_group()
     assert [each.name for each in threading.enumerate() if each.name.startswith("crossover")] == []
 
 
 def resumed(rank: int, world_size: int, hook: str) -> tuple[list[str], dict[str, Any]]:
-    """Go on from a checkpoint in a new model and state; return how that differs from going on, and the checkpoint."""
+    """Train without a break, and resume from a checkpoint with a new model and state.
+
+    Return the differences between the two, and the checkpoint. A hook that must have plain DDP's
+    bits also resumes from plain DDP's checkpoint, and plain DDP from the hook's.
+    """
     row = RESUMED[hook]
-    whole = Walk(row)
-    whole.train(rank, 0, 3)
-    if hook == "kfac_int8":  # else residuals are not in its checkpoint, of which it warns
-        vars(whole.model)["state"].drain()
-    whole.train(rank, 3, 4)
-    saved = whole.save()
-    whole.train(rank, 4, 7)
-    end(whole.model)
-    expected = whole.finish()
-    found = [differences(Walk(row, seed=9).go_on(rank, saved), expected, 0.0)]
-    if (
-        hook in HOOKS and row.like is None and not row.lossy
-    ):  # such a hook resumes plain DDP, which resumes it
+    unbroken = SmallTraining(row)
+    unbroken.train(rank, 0, 3)
+    if hook == "kfac_int8":  # otherwise its checkpoint lacks residuals, and it warns
+        vars(unbroken.model)["state"].drain()
+    unbroken.train(rank, 3, 4)
+    saved = unbroken.save()
+    unbroken.train(rank, 4, 7)
+    end(unbroken.model)
+    expected = unbroken.finish()
+    found = [differences(SmallTraining(row, seed=9).resume(rank, saved), expected, 0.0)]
+    if hook in HOOKS and row.like is None and not row.lossy:
         plain = Row(None, options=row.options, optimizers=row.optimizers)
-        first = Walk(plain)
-        first.train(rank, 0, 4)
-        for other, theirs in (
-            (plain, saved),
-            (row, first.save()),
-        ):  # of plain DDP's there is no "hook"
-            got = Walk(other, seed=9).go_on(rank, theirs)
+        plain_training = SmallTraining(plain)
+        plain_training.train(rank, 0, 4)
+        # Plain DDP's checkpoint has no "hook".
+        for other, checkpoint in ((plain, saved), (row, plain_training.save())):
+            got = SmallTraining(other, seed=9).resume(rank, checkpoint)
             found.append(differences(parameters_of(got), parameters_of(expected), 0.0))
     return found, saved
 
 
 def parameters_of(results: Results) -> Results:
-    """Leave out buffers, which between two steps are rank 0's with plain DDP."""
+    """Leave out buffers: between two steps plain DDP agrees with a hook on rank 0 only."""
     return {name: value for name, value in results.items() if name.endswith(("weight", "bias"))}
 
 
 @pytest.mark.parametrize("hook", RESUMED)
-def test_a_resumed_job_goes_on_to_the_last_bit(hook: str) -> None:
+def test_a_resumed_job_has_the_bits_of_an_unbroken_one(hook: str) -> None:
     for found, _ in run_ranks(resumed, 2, args=(hook,)):
         assert not any(found), found
 
 
 def resumed_with_more(rank: int, world_size: int, hook: str, saved: dict[str, Any]) -> str:
-    """Go on from the checkpoint of two ranks, beside plain DDP that adds as owners do."""
+    """Resume a checkpoint of two ranks with a hook, and with plain DDP that adds as owners do."""
     row = HOOKS[hook]
     plain = Row(
         lambda *_: adding("tree"), options=row.options, optimizers=row.optimizers, takes_turns=False
     )
-    ours, theirs = (parameters_of(Walk(each, seed=9).go_on(rank, saved)) for each in (row, plain))
+    ours = parameters_of(SmallTraining(row, seed=9).resume(rank, saved))
+    theirs = parameters_of(SmallTraining(plain, seed=9).resume(rank, saved))
     return differences(ours, theirs, 0.0)
 
 
 @pytest.mark.parametrize("hook", ["muon", "owners"])
-def test_what_owners_had_is_for_any_number_of_ranks(hook: str) -> None:
+def test_a_checkpoint_of_owners_resumes_with_another_number_of_ranks(hook: str) -> None:
     (_, saved), _ = run_ranks(resumed, 2, args=(hook,))
     assert run_ranks(resumed_with_more, 3, args=(hook, saved)) == [""] * 3

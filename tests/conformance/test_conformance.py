@@ -1,14 +1,17 @@
-"""Plain DDP and every hook walk the same path, on identical seeds, in all cases and with 1 to 4 ranks.
+"""Every hook trains like plain DDP from identical seeds, in all cases and with 1 to 4 ranks.
 
-One launch per backend, world size and hook runs all its cases; each test then looks up its own finding. What several
-hooks are compared with is trained once. The short form thins the product to pairs where several cells say the same:
+One run of the ranks per backend, world size and hook has all its cases. Each test looks up its own
+finding. A reference of several hooks is trained once. The short form leaves out cells whose code
+other cells run as well:
 
-- with two ranks on gloo each hook runs each case in which it has something of its own to do, and a third of those in
-  which DDP alone has: each of these meets a third of the hooks;
-- with other numbers of ranks one hook of each kind of payload runs those of `SHORT` and `OF_LAYOUTS`;
-- on each other backend each hook runs many buckets and one more case, the next hook the next one.
+- With two ranks on gloo each hook runs all cases in which it does work of its own. In other cases
+  only DDP's part differs. Each hook runs a third of them, and each of them runs with a third of the
+  hooks.
+- With other numbers of ranks one hook of each kind of payload runs the cases of `SHORT` and
+  `OF_LAYOUTS`.
+- On the other backends each hook runs `many_buckets` and one more case, in rotation.
 
-CROSSOVER_CAMPAIGN runs everything with everything.
+With CROSSOVER_CAMPAIGN all hooks run all cases everywhere.
 """
 
 import hashlib
@@ -34,7 +37,8 @@ from tests.harness import RankError
 from tests.harness.campaign import IN_CAMPAIGN
 
 WORLD_SIZES = (1, 2, 3, 4)
-# By world size: what differs from two ranks is the layout, of which each kind of payload has its own.
+# The hooks of the short form, by world size. Only the layout of shards differs from two ranks. Each
+# kind of payload has its own.
 OF_EACH_KIND = {
     1: (
         "split",
@@ -48,19 +52,22 @@ OF_EACH_KIND = {
     3: ("decoupled", "identity_codec", "kfac_of_nothing", "owners"),
     4: ("split",),
 }
-# Here a hook meets the buckets that it meets elsewhere: DDP makes, fills or waits for them in another way.
+# In these cases DDP makes, fills or awaits its buckets in another way. A hook takes the same path
+# as in other cases.
 OF_DDP = (
     *("one_bucket", "static_graph", LAZY, "bfloat16_parameters", "buffers_recomputed_in_backward"),
     *("fewer_elements_than_ranks", "frozen_parameters", "reentrant_checkpointing"),
     *("mixed_precision_by_autocast", "failing_forward"),
 )
-# What a state's own norm or another order of buckets makes of the last bits.
+# Cases whose last bits differ for some hooks, by the beginnings of the hooks' names: their states
+# compute the norm themselves, or over other buckets.
 ROUNDED = {"clipping": ("decoupled", "owners")}
-# Finding of one case with one hook: what differs from its reference, and a digest of the results.
+# The finding of one case with one hook: differences to its reference, and a digest of the results.
 Finding = tuple[str, str]
-# Results as they are sent from process to process, which is cheap, of tensors it is not: dtype, shape, bytes.
+# Results in a form that is cheap to send to another process, which tensors are not: dtype, shape,
+# bytes.
 Packed = dict[str, tuple[torch.dtype, torch.Size, Any]]
-# A hook, or an order of additions and the optimizers.
+# Names a reference: a row, or an order of additions and the optimizers.
 Reference = str | tuple[str | None, Callable[[nn.Module, float], list[torch.optim.Optimizer]]]
 
 
@@ -71,19 +78,21 @@ def hooks(backend: str, world_size: int) -> dict[str, Row]:
 
 
 def cases_of(backend: str, hook: str, world_size: int) -> list[str]:
-    row, place = HOOKS[hook], [*HOOKS].index(hook)
-    names = [
-        name for name in CASES if name not in {*row.refuses, *row.differs, *BACKENDS[backend].lacks}
-    ]
+    row = HOOKS[hook]
+    number = [*HOOKS].index(hook)
+    without = {*row.refuses, *row.differs, *BACKENDS[backend].lacks}
+    names = [name for name in CASES if name not in without]
     if IN_CAMPAIGN:
         return names
     if backend != "gloo":
-        return [name for name in names if name in (SHORT[0], SHORT[1 + place % (len(SHORT) - 1)])]
+        chosen = (SHORT[0], SHORT[1 + number % (len(SHORT) - 1)])
+        return [name for name in names if name in chosen]
     if row.is_like_others or world_size != 2:
-        return [name for name in names if name in SHORT + OF_LAYOUTS * (world_size > 2)]
-    of_others = {name for number, name in enumerate(OF_DDP) if (number + place) % 3}
-    names = [name for name in names if name.removesuffix("_viewed") not in of_others]
-    if row.options:  # these are views, whatever the case asks for
+        chosen = SHORT + OF_LAYOUTS if world_size > 2 else SHORT
+        return [name for name in names if name in chosen]
+    of_other_hooks = {name for index, name in enumerate(OF_DDP) if (index + number) % 3}
+    names = [name for name in names if name.removesuffix("_viewed") not in of_other_hooks]
+    if row.options:  # the row's options make all gradients views
         return [name for name in names if f"{name}_viewed" not in CASES]
     if hook == "decoupled_and_copied":  # with views it is `decoupled`
         return [name for name in names if not name.endswith("_viewed")]
@@ -93,17 +102,16 @@ def cases_of(backend: str, hook: str, world_size: int) -> list[str]:
 def findings_of_rank(
     rank: int, world_size: int, backend: str, hook: str, references: list[dict[str, Packed]]
 ) -> dict[str, Finding]:
-    row, found = HOOKS[hook], {}
+    row = HOOKS[hook]
+    found = {}
     with BACKENDS[backend].around():
         for case in cases_of(backend, hook, world_size):
             rounded = is_rounded(hook, row, case, world_size, BACKENDS[backend])
             tolerance = row.tolerance if rounded else 0.0
             try:
                 got = run_case(case, rank, world_size, row)
-                found[case] = (
-                    differences(got, unpack(references[rank][case]), tolerance),
-                    digest(got),
-                )
+                difference = differences(got, unpack(references[rank][case]), tolerance)
+                found[case] = difference, digest(got)
             except Exception:
                 found[case] = traceback.format_exc(), ""
     return found
@@ -133,6 +141,7 @@ def bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def is_rounded(hook: str, row: Row, case: str, world_size: int, backend: Backend) -> bool:
+    """Return whether results may differ from the reference within the row's tolerance."""
     if hook.startswith(ROUNDED.get(case, "-")) or (row.lossy and not backend.switches_off):
         return True
     knows_order = row.order == "tree" or (row.order is not None and backend.decodes_in_order)
@@ -140,11 +149,11 @@ def is_rounded(hook: str, row: Row, case: str, world_size: int, backend: Backend
 
 
 def reference_of(row: Row, world_size: int, backend: Backend) -> Reference:
-    if row.like and (
-        not backend.switches_off or row.like in dir(default_hooks)
-    ):  # somebody else's hook stays
+    # Where our hooks are switched off torch's own hooks still run.
+    if row.like and (not backend.switches_off or row.like in dir(default_hooks)):
         return row.like
-    return row.order if world_size > 2 and backend.adds_in_order else None, row.optimizers
+    order = row.order if world_size > 2 and backend.adds_in_order else None
+    return order, row.optimizers
 
 
 ORDERED = {
@@ -166,8 +175,9 @@ def run_case(case: str, rank: int, world_size: int, row: Row) -> Results:
 
 
 def end(model: DistributedDataParallel) -> None:
-    for last in ("consolidate", "close"):
-        getattr(vars(model).get("state"), last, lambda: None)()
+    """Gather the optimizer state of owners, and close the model's state, if it has one."""
+    for method in ("consolidate", "close"):
+        getattr(vars(model).get("state"), method, lambda: None)()
 
 
 def wrapping(row: Row, models: list[DistributedDataParallel]) -> Wrap:
@@ -181,7 +191,7 @@ def wrapping(row: Row, models: list[DistributedDataParallel]) -> Wrap:
 
 
 def differences(got: Results, expected: Results, tolerance: float) -> str:
-    # Where nobody may read gradients only the outcome is left to compare.
+    # With some hooks gradients may not be read. Then only the final values are compared.
     unread = expected.keys() ^ got.keys()
     assert all(" gradient of " in name for name in unread), unread
     found = [
@@ -193,6 +203,7 @@ def differences(got: Results, expected: Results, tolerance: float) -> str:
 
 
 def difference(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
+    """Describe how a tensor differs from the expected one. Empty if it does not."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return f"{name}: {got.shape} {got.dtype}, expected {expected.shape} {expected.dtype}"
     if torch.equal(got, expected) or bool(
@@ -201,22 +212,25 @@ def difference(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: 
         return ""
     if not (tolerance and expected.is_floating_point()):
         return f"{name}: other bits, by {float((got.double() - expected.double()).abs().max()):.3g}"
-    # A message of a codec carries what is not finite to its neighbours.
-    both = got.isfinite() & expected.isfinite()
     if bool((got.isfinite() & ~expected.isfinite()).any()):
         return f"{name}: finite where the reference is not"
-    error = float((got.double() - expected.double())[both].abs().max()) if both.any() else 0.0
-    scale = float(expected.double()[both].abs().max()) if both.any() else 0.0
+    # The reverse is allowed: in a codec's message a NaN or infinity spreads to its neighbours.
+    both = got.isfinite() & expected.isfinite()
+    if not both.any():
+        return ""
+    error = float((got.double() - expected.double())[both].abs().max())
+    scale = float(expected.double()[both].abs().max())
     epsilon = max(torch.finfo(kind).eps for kind in (expected.dtype, torch.float32))
-    return (
-        "" if error <= tolerance * epsilon * scale else f"{name}: off by {error:.3g} of {scale:.3g}"
-    )
+    if error <= tolerance * epsilon * scale:
+        return ""
+    return f"{name}: off by {error:.3g} of {scale:.3g}"
 
 
 def digest(results: Results) -> str:
+    """Return a digest of the results that must be the same on all ranks."""
     state = hashlib.sha256()
     for name in sorted(results):
-        # Each rank has its own buffers during forward; DDP makes them equal before the next one.
+        # During forward each rank has its own buffers. DDP makes them equal before the next one.
         if not name.startswith("forward") and not name.endswith(".mine"):
             state.update(name.encode())
             state.update(bytes_of(results[name]).tobytes())
@@ -225,7 +239,7 @@ def digest(results: Results) -> str:
 
 @cache
 def references(backend: str, world_size: int, reference: Reference) -> list[dict[str, Packed]]:
-    """Train once what several hooks are compared with, in all cases of any of them."""
+    """Train a reference of several hooks once, in all cases that any of them runs."""
     wanted = {
         case: None
         for hook, row in hooks(backend, world_size).items()
@@ -237,15 +251,16 @@ def references(backend: str, world_size: int, reference: Reference) -> list[dict
 
 @cache
 def findings(backend: str, world_size: int, hook: str) -> list[dict[str, Finding]] | RankError:
+    """Run all cases of a hook. An error is returned: it fails all tests of the hook at once."""
     try:
         reference = reference_of(HOOKS[hook], world_size, BACKENDS[backend])
-        walked = references(backend, world_size, reference)
-        return BACKENDS[backend].run(findings_of_rank, world_size, backend, hook, walked)
-    except RankError as error:  # it is that of all cells, and not to be waited for again
+        expected = references(backend, world_size, reference)
+        return BACKENDS[backend].run(findings_of_rank, world_size, backend, hook, expected)
+    except RankError as error:
         return error
 
 
-# What torch itself does shows in small worlds, at once.
+# On other versions of torch only the small worlds run: torch's own differences show there.
 CELLS = [
     pytest.param(
         backend,
@@ -281,7 +296,7 @@ def refused(rank: int, world_size: int, backend: str, hook: str, case: str) -> N
         run_case(case, rank, world_size, HOOKS[hook])
 
 
-# One case for each reason of a hook.
+# One case for each reason for which a hook refuses cases.
 REFUSALS = {
     (hook, words): case
     for hook, row in HOOKS.items()
@@ -296,13 +311,15 @@ REFUSALS = {
         for (hook, words), case in REFUSALS.items()
     ],
 )
-def test_what_a_hook_cannot_do_is_an_error(hook: str, case: str, words: str) -> None:
-    """On the rank that finds it; others hear of that rank's end."""
+def test_an_unsupported_case_is_an_error_that_names_the_reason(
+    hook: str, case: str, words: str
+) -> None:
+    """The rank that finds it raises this error. Other ranks may report that rank's end."""
     with pytest.raises(RankError, match=f"Error: .*{words}"):
         BACKENDS["gloo"].run(refused, 2, "gloo", hook, case)
 
 
-def test_the_page_shows_the_table() -> None:
+def test_the_documentation_shows_todays_table() -> None:
     page = (Path(__file__).parents[2] / "docs/loops.md").read_text()
     shown = page.partition("<!-- conformance -->\n")[2].partition("\n<!-- /conformance -->")[0]
-    assert shown == table(), "put what python -m tests.conformance prints into docs/loops.md"
+    assert shown == table(), "put the output of python -m tests.conformance into docs/loops.md"

@@ -1,7 +1,8 @@
 """torch's own tests of DistributedDataParallel, with a hook in every model that they make.
 
-``python -m tests.conformance.torch_ddp`` runs those that come with torch, on two ranks, and fails if one of our hooks
-fails a test that passes with torch's ``allreduce_hook``, or if none passes. Ten minutes; ``make campaign`` runs it.
+``python -m tests.conformance.torch_ddp`` runs the tests in torch's package, on two ranks. It fails
+if a test passes with torch's ``allreduce_hook`` and fails with one of our hooks, or if no test
+passes. It takes ten minutes. ``make campaign`` runs it.
 """
 
 import importlib
@@ -39,26 +40,35 @@ BACKENDS: Final[dict[str, dict[str, str]]] = {
     "gloo on CUDA": {"BACKEND": "gloo", **fake_cuda.environment()},
     "nccl": {"BACKEND": "nccl", **fake_cuda.environment()},
 }
-# What a hook does not have to pass: each counts the all-reduces of a step, of which ours make none.
+# These tests count the all-reduces of a step, and our hooks make none. They need not pass.
 COUNTING: Final = ("test_ddp_profiling_torch_profiler", "test_ddp_profiling_autograd_profiler")
 TIMEOUT_S: Final = 120.0
 
 
 def torch_tests(hook: str) -> type[unittest.TestCase]:
-    """Return torch's tests, whose models have ``hook``; each test has two ranks, forked from this process."""
+    """Return torch's tests, with ``hook`` in their models.
+
+    Each test has two ranks, forked from this process.
+    """
     os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     try:
         importlib.import_module("expecttest")
-    except ImportError:  # torch's base class of tests is made of it, and these expect no text
+    except ImportError:
+        # torch's base class of tests derives from this module's, but these tests do not use it.
         stand_in: Any = types.ModuleType("expecttest")
-        stand_in.TestCase, stand_in.ACCEPT = unittest.TestCase, False
+        stand_in.TestCase = unittest.TestCase
+        stand_in.ACCEPT = False
         sys.modules["expecttest"] = stand_in
     from torch.testing._internal.distributed import distributed_test
 
-    # The parent has counted the fake devices and made no context, so that its children may.
+    # Torch refuses CUDA in forked children. They may use it here: the parent has counted the fake
+    # devices but made no context.
     torch.cuda._is_in_bad_fork = lambda: False
 
-    class Tests(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
+    class Tests(
+        distributed_test.TestDistBackend,  # type: ignore[misc]
+        distributed_test.DistributedTest._DistTestBase,  # type: ignore[misc]
+    ):
         def setUp(self) -> None:
             super().setUp()
             self._start_processes(multiprocessing.get_context("fork").Process)
@@ -74,17 +84,22 @@ def torch_tests(hook: str) -> type[unittest.TestCase]:
 
 
 def run(hook: str, wanted: list[str]) -> None:
-    """Run tests in this process, one after the other, and say in a line of JSON how each ends."""
+    """Run tests in this process, one after the other, and print the outcome of each as JSON."""
     tests = torch_tests(hook)
     for name in wanted:
-        said = io.StringIO()
-        result = unittest.TextTestRunner(said, verbosity=0).run(tests(name))
-        how = "is skipped" if result.skipped else "passes" if result.wasSuccessful() else "fails"
-        print(json.dumps([name, how, said.getvalue()[-3000:]]), flush=True)
+        output = io.StringIO()
+        result = unittest.TextTestRunner(output, verbosity=0).run(tests(name))
+        outcome = "passes" if result.wasSuccessful() else "fails"
+        if result.skipped:
+            outcome = "is skipped"
+        print(json.dumps([name, outcome, output.getvalue()[-3000:]]), flush=True)
 
 
 def outcomes(hook: str, backend: str, wanted: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield each test, how it ends in a process that runs them all, and what unittest has said of it."""
+    """Run tests in another process. Yield each test's name, its outcome and unittest's output.
+
+    A test that hangs or ends the process is yielded as well. Another process runs the rest then.
+    """
     left = list(wanted)
     while left:
         environment = {**os.environ, **BACKENDS[backend], "CROSSOVER_GROUP": f"torch-{os.getpid()}"}
@@ -96,9 +111,9 @@ def outcomes(hook: str, backend: str, wanted: list[str]) -> Iterator[tuple[str, 
         }
         process = Child(words, environment, cwd=ROOT, **streams)
         try:
-            while left and (said := line_of(process)):
-                left.remove(said[0])
-                yield said
+            while left and (outcome := line_of(process)):
+                left.remove(outcome[0])
+                yield outcome
         finally:
             end([process], grace_s=0.0)
         if left:
@@ -106,7 +121,7 @@ def outcomes(hook: str, backend: str, wanted: list[str]) -> Iterator[tuple[str, 
 
 
 def line_of(process: Any) -> Any:
-    """Return what a process says next in a line of JSON; None if it ends, or says nothing for too long."""
+    """Return the next line of JSON of a process. None if it ends, or writes none in time."""
     watchdog = threading.Timer(TIMEOUT_S, process.signal_session, [signal.SIGKILL])
     watchdog.start()
     try:
@@ -116,36 +131,45 @@ def line_of(process: Any) -> Any:
 
 
 def main() -> int:
-    """Run tests whose names have any of the words, else all, with all hooks; return how many are worse with ours."""
+    """Run torch's tests of DDP with all hooks. Return how many do worse with our hooks.
+
+    Arguments are parts of the names of the tests to run. Without arguments all tests run.
+    """
     if sys.argv[1:2] == ["--run"]:
         run(sys.argv[2], sys.argv[3:])
         return 0
     worse = 0
     with tempfile.TemporaryDirectory() as directory:
         os.environ.update(BACKEND="gloo", TEMP_DIR=directory)
-        every = [each for each in dir(torch_tests("torch")) if each.startswith("test_")]
-        every = [
-            each for each in every if "ddp" in each.lower() or "DistributedDataParallel" in each
-        ]
-        every = [each for each in every if any(word in each for word in sys.argv[1:] or [""])]
+        tests = chosen_tests(sys.argv[1:])
         for backend in BACKENDS:
             if backend != "gloo" and (reason := fake_cuda.why_not()):
                 print(f"{backend}: not run, {reason}")
                 continue
-            theirs = {name: how for name, how, _ in outcomes("torch", backend, every)}
-            print(f"{backend}, torch's own hook: {dict(Counter(theirs.values()))}", flush=True)
-            passing = [name for name in every if theirs[name] == "passes" and name not in COUNTING]
+            of_torch = {name: outcome for name, outcome, _ in outcomes("torch", backend, tests)}
+            print(f"{backend}, torch's own hook: {dict(Counter(of_torch.values()))}", flush=True)
+            passing = [
+                name for name in tests if of_torch[name] == "passes" and name not in COUNTING
+            ]
             worse += not passing
             for hook in ("split", "crossover"):
-                for name, how, said in outcomes(hook, backend, passing):
-                    if how != "passes":
+                for name, outcome, output in outcomes(hook, backend, passing):
+                    if outcome != "passes":
                         worse += 1
-                        print(f"{backend}, {hook}: {name} {how}\n{said}", flush=True)
-                print(
-                    f"{backend}, {hook}: {len(passing)} tests run, worse so far: {worse}",
-                    flush=True,
-                )
+                        print(f"{backend}, {hook}: {name} {outcome}\n{output}", flush=True)
+                count = f"{len(passing)} tests run, worse so far: {worse}"
+                print(f"{backend}, {hook}: {count}", flush=True)
     return worse
+
+
+def chosen_tests(words: list[str]) -> list[str]:
+    """Return the names of torch's tests of DDP that contain any of the words."""
+    chosen = []
+    for name in dir(torch_tests("torch")):
+        is_of_ddp = "ddp" in name.lower() or "DistributedDataParallel" in name
+        if name.startswith("test_") and is_of_ddp and any(word in name for word in words or [""]):
+            chosen.append(name)
+    return chosen
 
 
 if __name__ == "__main__":

@@ -15,15 +15,15 @@ __all__ = ["DEVICES", "build", "contexts", "environment", "is_here", "late", "wh
 
 
 def is_here() -> bool:
-    """Say whether this process runs on the fake device."""
+    """Return whether this process runs on the fake device."""
     return "crossover_ddp/fake_cuda" in os.environ.get("LD_PRELOAD", "")
 
 
 def environment(devices: int = DEVICES, **knobs: int) -> dict[str, str]:
-    """Return the variables with which a process, and its children, start on the fake device.
+    """Return the variables with which a process and its children start on the fake device.
 
     Args:
-        devices: How many devices it has.
+        devices: the number of devices.
         knobs: ``kernel_us=300`` sets ``FAKE_KERNEL_US``; see README.md.
     """
     libraries = build()
@@ -40,7 +40,7 @@ def environment(devices: int = DEVICES, **knobs: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def late(**knobs: int) -> Iterator[None]:
-    """Set knobs for what this process launches in the block, ``kernel_us=300`` for instance."""
+    """Set knobs for this process's launches in the block, for instance ``kernel_us=300``."""
     with mock.patch.dict(
         os.environ, {f"FAKE_{name.upper()}": str(value) for name, value in knobs.items()}
     ):

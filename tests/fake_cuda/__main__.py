@@ -1,4 +1,7 @@
-"""``python -m tests.fake_cuda [COMMAND …]`` runs a command on the fake device, or says where its libraries are."""
+"""``python -m tests.fake_cuda [COMMAND …]`` runs a command on the fake device.
+
+Without a command it prints the directory of the device's libraries.
+"""
 
 import os
 import sys

@@ -1,7 +1,7 @@
-"""Build the fake device for this interpreter's torch, once for each version of its sources and of torch.
+"""Build the fake device for this interpreter's torch, once per version of its sources and of torch.
 
-The libraries go to ``$XDG_CACHE_HOME/crossover_ddp/fake_cuda``. Several processes may ask at the same time: the first
-one builds, the others wait for it.
+The libraries go to ``$XDG_CACHE_HOME/crossover_ddp/fake_cuda``. Several processes may call `build`
+at the same time: the first one builds, the others wait for it.
 """
 
 import fcntl
@@ -27,7 +27,10 @@ class BuildError(RuntimeError):
 
 
 def why_not() -> str | None:
-    """Say why the device cannot be built here, or None; what does not compile is an error, not a reason."""
+    """Return the reason why this machine cannot build the device, or None.
+
+    Sources that do not compile are an error of `build`, not a reason.
+    """
     if torch.version.cuda is None:
         return "this torch was built without CUDA; the fake device runs torch's CUDA build"
     for tool in ("g++", "nm"):
@@ -39,7 +42,10 @@ def why_not() -> str | None:
 
 @functools.cache
 def _find() -> dict[str, Path] | str:
-    """Find what NVIDIA's packages bring along, which torch's CUDA build depends on, or say what is missing."""
+    """Return the files of NVIDIA's packages that torch's CUDA build depends on, by name.
+
+    If any is missing, return a text that names it instead.
+    """
     packages = TORCH.parent
     wanted = {
         "runtime": "nvidia/**/lib/libcudart.so.13",
@@ -47,7 +53,8 @@ def _find() -> dict[str, Path] | str:
         "nvrtc": "nvidia/**/lib/libnvrtc.so.*",
         "headers": "nvidia/**/include/cuda_runtime_api.h",
         "nccl_headers": "nvidia/**/include/nccl.h",
-        "crt": "triton/backends/nvidia/include/crt/host_defines.h",  # host headers that only triton's package has
+        # Only triton's package has the host headers.
+        "crt": "triton/backends/nvidia/include/crt/host_defines.h",
     }
     found = {
         name: path
@@ -61,7 +68,7 @@ def _find() -> dict[str, Path] | str:
 
 
 def _key(toolkit: dict[str, Path]) -> str:
-    """Name the libraries by all that they are made of."""
+    """Return a name for the libraries that depends on everything they are built from."""
     digest = hashlib.sha256(f"{torch.__version__} {torch.version.git_version} {_COMPILER}".encode())
     for source in sorted(path for path in [*SOURCES.rglob("*"), Path(__file__)] if path.is_file()):
         digest.update(source.name.encode() + source.read_bytes())
@@ -71,7 +78,7 @@ def _key(toolkit: dict[str, Path]) -> str:
 
 
 def build() -> Path:
-    """Return the directory of the libraries, building them first where they are not there yet."""
+    """Return the directory of the libraries. Build them first if they do not exist."""
     reason, toolkit = why_not(), _find()
     assert reason is None and isinstance(toolkit, dict), reason
     cache = (
@@ -94,8 +101,10 @@ def build() -> Path:
 
 
 def _build_all(toolkit: dict[str, Path], work: Path) -> None:
-    """Compile the three libraries at the same time."""
-    out, runtime, nvrtc = work / "libraries", toolkit["runtime"].name, toolkit["nvrtc"].name
+    """Compile all parts at the same time, then link the three libraries."""
+    out = work / "libraries"
+    runtime = toolkit["runtime"].name
+    nvrtc = toolkit["nvrtc"].name
     out.mkdir()
     (work / "include").mkdir()
     (work / "include" / "crt").symlink_to(toolkit["crt"].parent)
@@ -153,7 +162,7 @@ def _compile(*words: str | Path) -> list[str]:
 
 
 def _link(library: Path, *words: str | Path) -> list[str]:
-    """Give the library the real one's name, which is also the version of its names."""
+    """Link a library under the real one's name, which is also the version of its symbols."""
     versions = library.parent.with_name(f"{library.name}.map")
     versions.write_text(f"{library.name} {{ global: *; }};")
     return _compile(
@@ -166,19 +175,21 @@ def _options(letter: str, *paths: Path) -> list[str]:
 
 
 def _write_rest(real: Path, mine: Sequence[Path], prefix: str, error: int) -> None:
-    """Write a source file with each name of the real library that ours lacks: it fails and says so."""
+    """Write a source file with the functions that our library lacks. Each returns ``error``.
+
+    Except in NVRTC, which does not use the runtime, they name themselves for the error's text.
+    """
     defined = set[str]().union(*map(_names, mine))
     lacking = sorted(
         name for name in _names(real, "-D") - defined if name.startswith((prefix, f"__{prefix}"))
     )
-    told = (
-        "" if prefix == "nvrtc" else 'fake_not_covered("{name}"); '
-    )  # it has no error of the runtime
     lines = [
         '#define API extern "C" __attribute__((visibility("default")))',
         "API int fake_not_covered(const char*);",
     ]
-    lines += [f"API int {name}() {{ {told.format(name=name)}return {error}; }}" for name in lacking]
+    for name in lacking:
+        report = "" if prefix == "nvrtc" else f'fake_not_covered("{name}"); '
+        lines.append(f"API int {name}() {{ {report}return {error}; }}")
     mine[0].with_suffix(".rest.cpp").write_text("\n".join(lines))
 
 
@@ -188,6 +199,7 @@ def _names(library: Path, *options: str) -> set[str]:
 
 
 def _run_all(*commands: Sequence[str]) -> None:
+    """Run commands at the same time. Raise `BuildError` with the output of those that fail."""
     running = [
         subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for words in commands

@@ -1,8 +1,8 @@
-"""Tests marked ``fake_cuda`` run in a pytest process of their own, which was started on the fake device.
+"""Tests marked ``fake_cuda`` run in another pytest process, which was started on the fake device.
 
-Libraries must be preloaded when a process starts, so no test can ask for them later. Whatever such a test uses, ranks
-and scripts included, is a child of that process and has the device as well. One such process serves all marked tests
-of a pytest worker; its reports are the tests' own.
+The device's libraries are preloaded when a process starts, so a test cannot load them later. The
+ranks and scripts of such a test are children of that process, and have the device as well. One such
+process serves all marked tests of a pytest worker. Its reports appear as those of the tests.
 """
 
 import os
@@ -27,19 +27,19 @@ _DUMP_TIMEOUT_S: Final = 5.0
 _OUTPUT_LIMIT_BYTES: Final = 20_000
 
 
-# A test's nodeid, and that of the one after it, for fixtures that both use.
+# The nodeid of a test, and that of the next one, which may share fixtures with it.
 Order = tuple[str, str | None]
 
 
 def plugin(config: pytest.Config) -> "OnFakeDevice | Served | None":
-    """Return what runs marked tests of this process, or None where any test may run in it."""
+    """Return the plugin for marked tests. None if all tests of this process can run in it."""
     if _CONNECTION in os.environ:
         return Served(config, Connection(int(os.environ.pop(_CONNECTION))))
     return None if is_here() else OnFakeDevice()
 
 
 class Server:
-    """The pytest process on the device, as its parent sees it."""
+    """The parent's handle of the pytest process on the device."""
 
     def __init__(self, files: list[Path], root: Path) -> None:
         self._orders, theirs = Pipe()
@@ -58,7 +58,7 @@ class Server:
             )
 
     def run(self, order: Order) -> Iterator[dict[str, Any]]:
-        """Have one test run and yield its reports; raise `EOFError` if the process ends in it."""
+        """Run one test and yield its reports. Raises `EOFError` if the process ends meanwhile."""
         try:
             self._orders.send(order)
             while (report := self._orders.recv()) is not None:
@@ -67,7 +67,7 @@ class Server:
             raise EOFError from error
 
     def fail(self) -> str:
-        """End the process, with the stacks of its threads, and return what it has written."""
+        """End the process and return its output, with the stacks of its threads."""
         self._process.signal_session(signal.SIGABRT)
         wait_any([self._process], _DUMP_TIMEOUT_S)
         self.close(grace_s=0.0)
@@ -75,7 +75,7 @@ class Server:
         return self._output.read()[-_OUTPUT_LIMIT_BYTES:].decode(errors="replace")
 
     def close(self, grace_s: float = 10.0) -> None:
-        """Let the process end, then make sure that it does."""
+        """Let the process end by itself, and kill it after ``grace_s``."""
         self._orders.close()
         if grace_s:
             wait_any([self._process], grace_s)
@@ -83,7 +83,7 @@ class Server:
 
 
 class OnFakeDevice:
-    """Hands marked tests on; without a device they are skipped and say why."""
+    """Runs marked tests in the process on the device. Skips them if the device cannot be built."""
 
     def __init__(self) -> None:
         self._server: Server | None = None
@@ -103,15 +103,15 @@ class OnFakeDevice:
     ) -> bool | None:
         if not self._files or not item.get_closest_marker(MARKER):
             return None
-        follows = nextitem is not None and nextitem.get_closest_marker(MARKER)
+        following = None
+        if nextitem is not None and nextitem.get_closest_marker(MARKER):
+            following = nextitem.nodeid
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        order = item.nodeid, nextitem.nodeid if nextitem is not None and follows else None
-        for report in self._reports(item, order):
+        for report in self._reports(item, (item.nodeid, following)):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        item.session._setupstate.teardown_exact(
-            nextitem
-        )  # what a test of this process has left for this one
+        # Tears down fixtures of the test before this one, which ran in this process.
+        item.session._setupstate.teardown_exact(nextitem)
         return True
 
     def _reports(self, item: pytest.Item, order: Order) -> Iterator[pytest.TestReport]:
@@ -122,20 +122,17 @@ class OnFakeDevice:
                 yield item.config.hook.pytest_report_from_serializable(
                     config=item.config, data=data
                 )
-        except (EOFError, pytest.fail.Exception) as error:  # the latter is pytest-timeout's
-            what = (
-                "the process on the fake device died" if isinstance(error, EOFError) else str(error)
-            )
-            written = self._server.fail() if self._server is not None else ""
-            self._server = None
-            yield pytest.TestReport(
-                item.nodeid,
-                item.location,
-                {},
-                "failed",
-                f"{what}; it had written:\n{written}",
-                "call",
-            )
+        except EOFError:
+            yield self._failure(item, "the process on the fake device died")
+        except pytest.fail.Exception as error:  # raised by pytest-timeout
+            yield self._failure(item, str(error))
+
+    def _failure(self, item: pytest.Item, reason: str) -> pytest.TestReport:
+        """End the process on the device and return a report with its output."""
+        output = self._server.fail() if self._server is not None else ""
+        self._server = None
+        message = f"{reason}; its output:\n{output}"
+        return pytest.TestReport(item.nodeid, item.location, {}, "failed", message, "call")
 
     def pytest_unconfigure(self) -> None:
         if self._server is not None:
@@ -143,7 +140,7 @@ class OnFakeDevice:
 
 
 class Served:
-    """The other side: runs what it is told and sends the reports."""
+    """The plugin in the process on the device: runs the tests of its orders and sends reports."""
 
     def __init__(self, config: pytest.Config, orders: "Connection[Any, Any]") -> None:
         self._config, self._orders = config, orders

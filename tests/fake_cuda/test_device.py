@@ -1,4 +1,4 @@
-"""The device keeps the orders that CUDA promises, and only these: what a program forgets shows."""
+"""The device keeps the orders that CUDA guarantees and no others, so that missing waits show."""
 
 import contextlib
 import threading
@@ -27,7 +27,7 @@ def here() -> torch.cuda.Stream:
 @pytest.mark.parametrize(
     "order, seen", [(lambda _: None, 0.0), (lambda side: here().wait_stream(side), 1.0)]
 )
-def test_a_stream_runs_beside_others_and_follows_when_told(
+def test_a_stream_runs_beside_others_unless_one_waits_for_it(
     side: torch.cuda.Stream, order: Callable[[torch.cuda.Stream], None], seen: float
 ) -> None:
     number = torch.zeros(1, device="cuda")
@@ -43,7 +43,7 @@ def test_a_stream_runs_beside_others_and_follows_when_told(
     assert read.item() == seen
 
 
-def test_an_event_holds_what_came_before_it_was_recorded(side: torch.cuda.Stream) -> None:
+def test_an_event_waits_for_the_work_before_its_recording_only(side: torch.cuda.Stream) -> None:
     event = side.record_event()
     with held(side):
         here().wait_event(event)
@@ -55,7 +55,9 @@ def test_an_event_holds_what_came_before_it_was_recorded(side: torch.cuda.Stream
     assert event.query()
 
 
-def test_a_stream_waits_for_what_the_event_held_when_it_was_told(side: torch.cuda.Stream) -> None:
+def test_a_stream_waits_for_the_recording_that_the_event_had_at_the_call(
+    side: torch.cuda.Stream,
+) -> None:
     event = side.record_event()
     with held(here()) as gate:
         here().wait_event(event)
@@ -65,29 +67,32 @@ def test_a_stream_waits_for_what_the_event_held_when_it_was_told(side: torch.cud
             assert eventually(here().query, 20)
 
 
-def test_a_result_whose_shape_the_host_computes_comes_in_stream_order_too() -> None:
-    """Another thread's kernels on that stream, in memory that is free again for whoever launches after them."""
-    numel, stream, ended = 20_000, here(), threading.Event()
-    ones, expected = torch.ones(numel, device="cuda"), torch.arange(numel)
+def test_a_result_with_a_shape_computed_on_the_host_is_written_in_stream_order() -> None:
+    """Kernels of another thread on the same stream have used the memory of the result before."""
+    numel = 20_000
+    stream = here()
+    ended = threading.Event()
+    ones = torch.ones(numel, device="cuda")
+    expected = torch.arange(numel)
 
     def launch() -> None:
         with torch.cuda.stream(stream):
             while not ended.wait(1e-4):
                 torch.full((numel,), 7, device="cuda")
 
-    beside = threading.Thread(target=launch)
-    beside.start()
+    thread = threading.Thread(target=launch)
+    thread.start()
     try:
         with late(kernel_us=100):
             found = [torch.nonzero(ones).view(-1).cpu() for _ in range(100)]
     finally:
         ended.set()
-        beside.join()
+        thread.join()
     assert all(torch.equal(each, expected) for each in found)
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_pinned_memory_is_read_when_it_is_copied_and_other_memory_at_once(
+def test_a_copy_reads_pinned_memory_in_stream_order_and_other_memory_before_it_returns(
     side: torch.cuda.Stream, pinned: bool
 ) -> None:
     host = torch.ones(1000, pin_memory=pinned)
@@ -111,7 +116,9 @@ def test_pinned_memory_is_read_when_it_is_copied_and_other_memory_at_once(
         ),
     ],
 )
-def test_what_cannot_be_computed_right_raises(wrong: Callable[[], object], text: str) -> None:
+def test_operations_that_the_device_does_not_cover_raise(
+    wrong: Callable[[], object], text: str
+) -> None:
     with pytest.raises(Exception, match=text):
         wrong()
 
@@ -124,11 +131,11 @@ def ones(device: str = "cuda") -> torch.Tensor:
     "illegal, text",
     [
         (lambda number, other: number.item(), "cudaErrorStreamCapture"),
-        (lambda number, other: leave_behind(number, other), "cudaErrorStreamCaptureUnjoined"),
+        (lambda number, other: leave_unjoined(number, other), "cudaErrorStreamCaptureUnjoined"),
         (lambda number, other: torch.rand(2, device="cuda"), "does not cover random numbers"),
     ],
 )
-def test_what_may_not_be_captured_raises(
+def test_operations_that_are_illegal_in_a_capture_raise(
     illegal: Callable[[torch.Tensor, torch.cuda.Stream], object], text: str, side: torch.cuda.Stream
 ) -> None:
     number = torch.ones(1, device="cuda")
@@ -138,7 +145,7 @@ def test_what_may_not_be_captured_raises(
     assert (number + 1).item() == 2.0
 
 
-def leave_behind(number: torch.Tensor, side: torch.cuda.Stream) -> None:
+def leave_unjoined(number: torch.Tensor, side: torch.cuda.Stream) -> None:
     side.wait_stream(here())
     with torch.cuda.stream(side):
         number.add_(1)

@@ -1,4 +1,4 @@
-"""NCCL's collectives on the device: right numbers, whatever is late; ranks may share a device."""
+"""NCCL's collectives on the device give correct results with any lateness; ranks share devices."""
 
 import time
 
@@ -21,8 +21,8 @@ def values(rank: int, count: int = 6) -> torch.Tensor:
 
 @pytest.mark.parametrize("seed", [1, 2])
 @in_ranks(RANKS, backend="nccl")
-def test_collectives_are_right_however_late(rank: int, seed: int) -> None:
-    """Each collective is called without any wait of the host in between."""
+def test_collectives_are_correct_with_any_lateness(rank: int, seed: int) -> None:
+    """The host does not wait between the calls."""
     torch.cuda.set_device(rank % DEVICES)
     with late(
         seed=seed, nccl_us=100, nccl_jitter_us=3000, kernel_jitter_us=1000, copy_jitter_us=1000
@@ -47,13 +47,11 @@ def test_collectives_are_right_however_late(rank: int, seed: int) -> None:
         for work in dist.batch_isend_irecv(messages):
             work.wait()
         pair = dist.new_group([0, 2])
-        if isinstance(pair, dist.ProcessGroup):  # not on the rank that has no part in it
+        if isinstance(pair, dist.ProcessGroup):  # false on the rank outside of the group
             dist.all_reduce(out["pair"], group=pair)
     given = [values(rank) for rank in range(RANKS)]
-    total, shares = (
-        given[0] + given[1] + given[2],
-        [each * torch.tensor(1 / RANKS) for each in given],
-    )
+    total = given[0] + given[1] + given[2]
+    shares = [each * torch.tensor(1 / RANKS) for each in given]
     wanted = {
         "sum": total,
         "mean": shares[0] + shares[1] + shares[2],
@@ -72,7 +70,7 @@ def test_collectives_are_right_however_late(rank: int, seed: int) -> None:
 
 @pytest.mark.parametrize("waits", [True, False])
 @in_ranks(2, backend="nccl")
-def test_who_does_not_wait_for_a_collective_reads_too_early(rank: int, waits: bool) -> None:
+def test_a_read_without_a_wait_sees_the_value_before_the_collective(rank: int, waits: bool) -> None:
     torch.cuda.set_device(rank)
     number = torch.ones(1, device="cuda")
     dist.all_reduce(torch.zeros(1, device="cuda"))

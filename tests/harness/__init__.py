@@ -1,8 +1,11 @@
-"""Real ranks for tests: whatever goes wrong in any of them turns the test red, in its own words.
+"""Real ranks for tests: a failure in any rank fails the test, with that rank's own traceback.
 
-``in_ranks`` runs a test in every rank, ``run_ranks`` and ``run_jobs`` a function, ``spawn_script`` a script as torchrun
-would, ``single_process_group`` needs no process at all. ``leaks`` finds what a test has left behind,
-``documents`` the code that a document shows.
+- ``in_ranks`` runs a test in every rank.
+- ``run_ranks`` and ``run_jobs`` call a function in every rank.
+- ``spawn_script`` starts a script as torchrun would.
+- ``single_process_group`` makes a process group without another process.
+- ``leaks`` finds threads, processes, variables and files that a test has left behind.
+- ``documents`` reads the code that a document shows.
 """
 
 from . import documents

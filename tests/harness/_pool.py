@@ -1,4 +1,7 @@
-"""The parent's side: processes that wait for tasks, are given back when clean and ended when not."""
+"""The parent's side of ranks: a pool of processes that wait for tasks.
+
+A clean process returns to the pool after its task. Any other process is ended.
+"""
 
 import atexit
 import contextlib
@@ -15,13 +18,13 @@ from typing import Any
 from ._preloaded import START_TIMEOUT_S, context, forked
 from ._worker import CleanUp, Report, Task, serve
 
-# From SIGABRT until the stack of every thread is written, even on a busy machine.
+# Time from SIGABRT until the stacks of all threads are written, even on a busy machine.
 DUMP_TIMEOUT_S = 5.0
 OUTPUT_LIMIT_BYTES = 20_000
 
 
 class Worker:
-    """One process of the pool, as its parent sees it."""
+    """The parent's handle of one process of the pool."""
 
     def __init__(self, directory: Path) -> None:
         self.output = directory / f"output-{time.monotonic_ns()}"
@@ -38,12 +41,12 @@ class Worker:
         self.orders.recv()
 
     def order(self, order: Task | CleanUp) -> None:
-        """Send an order; that the process has died by now is told by `receive`."""
+        """Send an order. If the process has died, `receive` reports it."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.orders.send(order)
 
     def receive(self) -> Report | None:
-        """Return the report that has arrived, or None when the process has ended without one."""
+        """Return the report that has arrived, or None if the process ended without one."""
         with contextlib.suppress(EOFError, ConnectionResetError):
             if self.orders.poll():
                 report: Report = self.orders.recv()
@@ -52,6 +55,7 @@ class Worker:
         return None
 
     def death(self) -> str:
+        """Describe how the process has ended."""
         status = self.process.exitcode
         if status is not None and status < 0:
             return f"was killed by {signal.Signals(-status).name}"
@@ -62,15 +66,15 @@ class Worker:
         return data[-OUTPUT_LIMIT_BYTES:].decode(errors="replace")
 
     def dump(self) -> None:
-        """Have the stacks of all threads written to the output, by which the process ends."""
+        """Write the stacks of all threads to the output. This ends the process."""
         assert self.process.pid is not None
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGABRT)
-            os.kill(self.process.pid, signal.SIGCONT)  # it may have been stopped
+            os.kill(self.process.pid, signal.SIGCONT)  # the process may be stopped
         self.process.join(DUMP_TIMEOUT_S)
 
     def end(self) -> None:
-        """End the process and its children at once; harmless when it has ended already."""
+        """Kill the process and its children. Harmless if it has already ended."""
         assert self.process.pid is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -81,7 +85,7 @@ class Worker:
 
 
 class Pool:
-    """Idle processes, lent to one run at a time; they import what tests need once, not once per test."""
+    """Idle processes, lent to one run at a time. Each imports torch once, not once per test."""
 
     def __init__(self) -> None:
         self._idle: list[Worker] = []
@@ -89,11 +93,12 @@ class Pool:
 
     @contextlib.contextmanager
     def lend(self, count: int) -> Iterator[list[Worker]]:
-        """Lend processes for the time of the block; an exception out of the block ends them all."""
+        """Lend processes for the duration of the block. An exception in the block ends them all."""
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
             atexit.register(self.close)
-        workers, self._idle = self._idle[:count], self._idle[count:]
+        workers = self._idle[:count]
+        del self._idle[:count]
         started = [Worker(self._directory) for _ in range(count - len(workers))]
         for worker in started:
             worker.wait_until_ready()
@@ -105,7 +110,8 @@ class Pool:
                 worker.end()
             raise
         for worker in reversed(workers):
-            # Now and not when it is lent again: if it dies meanwhile, its last words are wanted.
+            # Empty the output now, not when the process is lent again: if the process dies in
+            # between, its last output must be kept.
             worker.output.write_bytes(b"")
             if worker.process.is_alive():
                 self._idle.insert(0, worker)
@@ -123,6 +129,9 @@ class Pool:
 
 
 def ready(workers: dict[int, Worker], timeout_s: float) -> list[int]:
-    waited: dict[Any, int] = {each.orders: index for index, each in workers.items()}
-    waited |= {each.process.sentinel: index for index, each in workers.items()}
-    return sorted({waited[each] for each in wait(list(waited), timeout_s)})
+    """Wait until a worker has reported or ended, and return the indices of those that have."""
+    index_of: dict[Any, int] = {}
+    for index, worker in workers.items():
+        index_of[worker.orders] = index
+        index_of[worker.process.sentinel] = index
+    return sorted({index_of[each] for each in wait(list(index_of), timeout_s)})

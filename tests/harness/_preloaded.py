@@ -1,6 +1,7 @@
-"""Processes forked from one that has imported torch: they start in a tenth of a second instead of six.
+"""Processes that are forked from a server which has imported torch.
 
-Half of the six is ``import torch``, the other half ``torch._dynamo``, which the first optimizer of a process imports.
+They start in a tenth of a second instead of six. Half of the six seconds is ``import torch``. The
+other half is ``torch._dynamo``, which the first optimizer of a process imports.
 """
 
 import atexit
@@ -25,15 +26,16 @@ from tests.fake_cuda import is_here
 
 from .children import Child
 
+# Recipes use these modules. No recipe runs on the fake device.
+_FOR_RECIPES: Final = () if is_here() else ("torchvision", "timm", "sklearn.datasets")
 PRELOADED: Final = (
     *("torch", "torch.distributed", "torch._dynamo", "pytest", "crossover_ddp.pipeline"),
-    *(
-        () if is_here() else ("torchvision", "timm", "sklearn.datasets")
-    ),  # for recipes, which need no device
+    *_FOR_RECIPES,
     *(f"crossover_ddp.{each}_hooks" for each in ("averaging", "comm", "kfac", "muon")),
     *(f"{__package__}._worker", f"{__package__}._server"),
 )
-# The only one in the tests: there is one server for all contexts, and who names modules last has named them for all.
+# The only forkserver context in the tests. All contexts share one server, and the last call of
+# `set_forkserver_preload` decides for all of them.
 context: Final = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(list(PRELOADED))
 START_TIMEOUT_S = 120.0
@@ -43,7 +45,7 @@ _CLONE_NEWNET: Final = 0x40000000
 
 
 def forked(target: Any, args: tuple[Any, ...]) -> multiprocessing.context.ForkServerProcess:
-    """Return a process of `context` to start. Its server begins at the root, from where it imports."""
+    """Return a process of `context`, not started yet. The server starts at the root to import."""
     if forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
         former = Path.cwd()
         os.chdir(_ROOT)
@@ -53,20 +55,21 @@ def forked(target: Any, args: tuple[Any, ...]) -> multiprocessing.context.ForkSe
 
 
 class _Order(NamedTuple):
-    """What a forked process is to be: a script, as if started by a command."""
+    """Describes the script that a forked process becomes, as if a command had started it."""
 
-    words: Sequence[str]
+    words: Sequence[str]  # the script and its arguments
     environment: Mapping[str, str]
     cwd: str
-    core: int | None
-    namespace: str  # of the network; empty for the server's own
+    core: int | None  # the only core that it may use
+    namespace: str  # the network namespace; empty for the server's own
 
 
 class ForkedScript(Child):
-    """A `Child` that is forked, not started, for a command that runs a Python script; see `is_script`.
+    """A `Child` that is forked instead of started, for a command that runs a Python script.
 
-    It dies with the tests, and its variables show in ``/proc`` as the server's. Other options are those of
-    `subprocess.Popen`, as far as tests need them.
+    `is_script` decides which commands these are. The process dies with the tests. ``/proc`` shows
+    the server's variables instead of its own. The other options are those options of
+    `subprocess.Popen` that tests need.
     """
 
     def __init__(
@@ -84,22 +87,26 @@ class ForkedScript(Child):
     ) -> None:
         assert is_script(words)
         assert death_signal == signal.SIGKILL
-        self._child_created = False  # for the parent's own end: nothing of it is to be waited for
-        self.args, self.returncode = words, None
-        self.stdin, self.stdout, self.stderr = None, None, None
-        with contextlib.ExitStack() as theirs:
+        # `Popen.__del__` must not wait for this process: Popen has not created it.
+        self._child_created = False
+        self.args = words
+        self.returncode = None
+        self.stdin = None
+        self.stdout = None
+        self.stderr = None
+        with contextlib.ExitStack() as child_ends:  # closed here once the child has them
             if stdin == subprocess.DEVNULL:
-                given = os.open(os.devnull, os.O_RDONLY)
+                input_end = os.open(os.devnull, os.O_RDONLY)
             else:
-                given, mine = os.pipe()
-                self.stdin = os.fdopen(mine, "w" if text else "wb")
-            theirs.callback(os.close, given)
+                input_end, own_end = os.pipe()
+                self.stdin = os.fdopen(own_end, "w" if text else "wb")
+            child_ends.callback(os.close, input_end)
             if stdout == subprocess.PIPE:
-                mine, written = os.pipe()
-                self.stdout = os.fdopen(mine, "r" if text else "rb")
-                theirs.callback(os.close, written)
+                own_end, output_end = os.pipe()
+                self.stdout = os.fdopen(own_end, "r" if text else "rb")
+                child_ends.callback(os.close, output_end)
             else:
-                written = _descriptor(stdout)
+                output_end = _descriptor(stdout)
             order = _Order(
                 list(words[words.index(sys.executable) + 1 :]),
                 dict(environment),
@@ -107,21 +114,22 @@ class ForkedScript(Child):
                 core,
                 words[words.index("exec") + 1] if words[0] != sys.executable else "",
             )
-            ours, told = context.Pipe()
-            self._process = forked(_run, (order, told))
+            connection, child_connection = context.Pipe()
+            self._process = forked(_run, (order, child_connection))
             self._process.start()
-            told.close()
+            child_connection.close()
             assert self._process.pid is not None
             self.pid = self._process.pid
-            with ours, contextlib.suppress(EOFError, ConnectionError):
-                errors = written if stderr == subprocess.STDOUT else _descriptor(stderr)
-                for stream in (given, written, errors):
-                    reduction.send_handle(ours, stream, self.pid)
-                if not ours.poll(START_TIMEOUT_S):
+            with connection, contextlib.suppress(EOFError, ConnectionError):
+                error_end = output_end if stderr == subprocess.STDOUT else _descriptor(stderr)
+                for stream in (input_end, output_end, error_end):
+                    reduction.send_handle(connection, stream, self.pid)
+                if not connection.poll(START_TIMEOUT_S):
                     raise TimeoutError(
                         f"a forked script did not begin within {START_TIMEOUT_S:.0f} s"
                     )
-                ours.recv_bytes()  # from now on signals to its session reach it
+                # The child has a session of its own: from now on signals to it arrive.
+                connection.recv_bytes()
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -142,26 +150,29 @@ def _descriptor(stream: Any) -> int:
 
 
 def is_script(words: Sequence[str]) -> bool:
-    """Say whether a command runs a Python script, by itself or in a network name space."""
+    """Return whether a command runs a Python script, directly or in a network namespace."""
     if sys.executable not in words[:-1]:
         return False
-    place = list(words).index(sys.executable)
-    before, first = list(words[:place]), words[place + 1]
-    return (first.endswith(".py") or first == "-c") and (
-        not before or before[1:3] == ["netns", "exec"]
-    )
+    position = list(words).index(sys.executable)
+    before = list(words[:position])
+    first = words[position + 1]
+    is_python = first.endswith(".py") or first == "-c"
+    return is_python and (not before or before[1:3] == ["netns", "exec"])
 
 
 def forked_if_script(words: Sequence[str], environment: Mapping[str, str], **options: Any) -> Child:
     return (ForkedScript if is_script(words) else Child)(words, environment, **options)
 
 
-def _run(order: _Order, tell: "Connection[Any, Any]") -> None:
-    """Become the script. Unlike a command it ends without the interpreter's own end, but with all exit handlers."""
+def _run(order: _Order, connection: "Connection[Any, Any]") -> None:
+    """Become the script.
+
+    At the end all exit handlers run, but the interpreter is not torn down as after a command.
+    """
     os.setsid()
-    streams = [reduction.recv_handle(tell) for _ in range(3)]
-    tell.send_bytes(b"")
-    tell.close()
+    streams = [reduction.recv_handle(connection) for _ in range(3)]
+    connection.send_bytes(b"")
+    connection.close()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # the server dies with the tests
     for number, stream in enumerate(streams):
@@ -170,7 +181,7 @@ def _run(order: _Order, tell: "Connection[Any, Any]") -> None:
     if order.namespace:
         with open(f"/run/netns/{order.namespace}") as namespace:
             if libc.setns(namespace.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"could not enter name space {order.namespace}")
+                raise OSError(ctypes.get_errno(), f"could not enter namespace {order.namespace}")
     if order.core is not None:
         os.sched_setaffinity(0, {order.core})
     os.environ.clear()
@@ -187,7 +198,7 @@ def _run(order: _Order, tell: "Connection[Any, Any]") -> None:
     sys.argv[:] = order.words
     try:
         if script == "-c":
-            sys.argv.pop(1)  # the source, as an interpreter has it
+            sys.argv.pop(1)  # the source, which an interpreter leaves out of sys.argv
             exec(order.words[1], {"__name__": "__main__"})
         else:
             sys.path[:0] = [str(Path(script).resolve().parent)]
@@ -198,15 +209,16 @@ def _run(order: _Order, tell: "Connection[Any, Any]") -> None:
 
 
 def start_like_anybody() -> None:
-    """Let this process start others as one that nobody has forked: a loader's workers by the platform's own way.
+    """Reset the start method, so that this process starts others by the platform's default.
 
-    Who is forked by the server starts its own processes by a server of its own, which imports all that this one has.
+    A process that the forkserver forked would otherwise start its own processes, such as a data
+    loader's workers, with another forkserver, which imports all of `PRELOADED` again.
     """
     multiprocessing.set_start_method(None, force=True)
 
 
 def _take_variables(environment: Mapping[str, str]) -> None:
-    """Do what imports would have done with variables, had these been there then."""
+    """Apply those variables that torch and Python read on import, which is already done."""
     import torch
 
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))

@@ -1,7 +1,7 @@
-"""Imported last by the process that ranks are forked from, and by nothing else.
+"""Only the process that ranks are forked from imports this module, as its last one.
 
-A full collection looks at every object that is not frozen: of what torch has made on import alone that is 0.2 s in
-each rank after each test, and a copy of every page it touches.
+A full garbage collection visits every object that is not frozen. For the objects that torch makes
+on import this takes 0.2 s in each rank after each test, and copies every page that it touches.
 """
 
 import atexit
@@ -12,7 +12,7 @@ _server = os.getpid()
 
 
 def _end_at_once() -> None:
-    """Leave out the interpreter's end, at which triton complains of itself below pytest's last line."""
+    """Exit without tearing the interpreter down: triton would warn then, below pytest's report."""
     if os.getpid() == _server:
         os._exit(0)
 

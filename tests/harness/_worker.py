@@ -1,7 +1,7 @@
-"""The rank's side: a process that runs one task after another and reports each in plain strings.
+"""The rank's side: a process that runs tasks, one after the other, and reports each.
 
-Nothing but bytes and strings goes back, so that an exception which cannot be pickled, or whose class
-the parent cannot import, arrives like any other.
+A report has only bytes and strings. So an exception that cannot be pickled, or whose class the
+parent cannot import, arrives like any other.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from ._preloaded import start_like_anybody
 from .groups import share_the_gpu
 from .leaks import Snapshot
 
-# A rank outlives its deadline by this much only when nobody is left to end it.
+# The parent ends a rank at its deadline. A rank whose parent is gone ends itself this much later.
 ORPHAN_GRACE_S = 60.0
 
 
 class Task(NamedTuple):
-    """One call in one rank. The call is pickled by itself, so that a bad one is that rank's failure."""
+    """One call in one rank. The call is pickled apart, so that unpickling can fail in the rank."""
 
     call: bytes  # (function, args)
     rank: int
@@ -42,7 +42,7 @@ class Task(NamedTuple):
 
 
 class CleanUp(NamedTuple):
-    """The order to leave the process group, given when every rank has returned and no peer misses it."""
+    """The order to destroy the process group. It comes once every rank has returned."""
 
 
 class Report(NamedTuple):
@@ -51,15 +51,14 @@ class Report(NamedTuple):
 
 
 def serve(orders: "Connection[Any, Any]", output: str) -> None:
-    """Run tasks until the parent closes the connection; all output goes to this rank's own file."""
-    os.setpgid(0, 0)  # whoever ends this rank ends its children as well
+    """Run tasks until the parent closes the connection. All output goes to this rank's own file."""
+    os.setpgid(0, 0)  # so that the parent can kill this rank's children with it
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    faulthandler.enable(
-        all_threads=True
-    )  # shows the stack of a crash, and of a hang ended by SIGABRT
+    # Shows the stack of a crash, and of a hang that the parent ends with SIGABRT.
+    faulthandler.enable(all_threads=True)
     torch.set_num_threads(1)
     start_like_anybody()
     orders.send(Report())
@@ -69,14 +68,15 @@ def serve(orders: "Connection[Any, Any]", output: str) -> None:
 
 
 def _attend(orders: "Connection[Any, Any]", task: Task) -> None:
-    """Run a task and report; then, when told to, clean up and report what has leaked."""
+    """Run a task and report its result; on the order to clean up, do so and report leaks."""
     os.environ.clear()
     os.environ.update(task.environment)
     if task.backend == "nccl" and torch.cuda.device_count() == 1:
-        share_the_gpu()  # of one rank, too: NCCL reads this once, and the next task may have more
+        # For one rank as well: NCCL reads the variable once, and the next task may have more ranks.
+        share_the_gpu()
     torch.manual_seed(0)
     before = Snapshot()
-    # Should the parent be gone by then, a thread that needs no interpreter ends this process.
+    # A thread that does not need the interpreter ends this process if the parent is gone.
     faulthandler.dump_traceback_later(task.timeout_s + ORPHAN_GRACE_S, exit=True)
     orders.send(_run(task))
     assert isinstance(orders.recv(), CleanUp)
@@ -89,11 +89,14 @@ def _run(task: Task) -> Report:
         function, args = pickle.loads(task.call)
         if task.backend is not None:
             store = dist.FileStore(task.store, task.world_size)
-            # Later than the harness's own timeout, so that a hang is reported with its stack.
+            # Longer than the harness's own timeout, so that a hang is reported with its stack.
             limit = timedelta(seconds=task.timeout_s + ORPHAN_GRACE_S)
-            rank, size = task.rank, task.world_size
             dist.init_process_group(
-                task.backend, store=store, timeout=limit, rank=rank, world_size=size
+                task.backend,
+                store=store,
+                timeout=limit,
+                rank=task.rank,
+                world_size=task.world_size,
             )
         return Report(result=pickle.dumps(function(task.rank, task.world_size, *args)))
     except BaseException as error:
@@ -104,7 +107,7 @@ def _run(task: Task) -> Report:
 
 
 def _names_of(error: BaseException) -> str:
-    """Say what names stood for where an assertion has failed, which pytest does not explain in a rank."""
+    """List the local variables of a failed assertion, which pytest does not rewrite in a rank."""
     if not isinstance(error, AssertionError):
         return ""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)

@@ -1,9 +1,9 @@
-"""Child processes, as the lab has them."""
+"""The recipes' child processes, for tests."""
 
 import sys
 from pathlib import Path
 
-# pytest has it already, other programs have not.
+# pytest has this directory on its path already (pyproject.toml), other programs have not.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
 
 from lab.children import Child, end, wait_any

@@ -1,4 +1,4 @@
-"""Groups of processes and of jobs: a process group of one, a group of siblings that no other test has."""
+"""Process groups for tests, and names for groups of sibling jobs."""
 
 import contextlib
 import os
@@ -17,16 +17,16 @@ from crossover_ddp._system.shared_memory import SHARED_MEMORY
 
 
 def new_group() -> str:
-    """Return the name of a group of siblings that nobody else has; leaks of it are found."""
+    """Return an unused name for a group of sibling jobs. The leak check covers its files."""
     return f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
 
 
 def files_of(group: str) -> list[Path]:
-    """Return the files of a group, and of groups whose names begin so, in shared memory, of whatever user."""
+    """Return all users' files in shared memory of the groups whose names begin with ``group``."""
     while True:
         try:
             return list(Path(SHARED_MEMORY).glob(f"crossover_ddp-*/{group}*"))
-        except FileNotFoundError:  # another run has just removed a directory
+        except FileNotFoundError:  # another test run has just removed a directory
             continue
 
 
@@ -37,16 +37,16 @@ def free_port() -> int:
 
 
 def share_the_gpu() -> None:
-    """Let NCCL take this process for one of another host, with which it exchanges over sockets.
+    """Make NCCL believe that this process is on a host of its own, so that it uses sockets.
 
-    It refuses ranks of one host that share a GPU.
+    NCCL refuses to run two ranks of one host on the same GPU.
     """
     os.environ["NCCL_HOSTID"] = str(os.getpid())
 
 
 @contextlib.contextmanager
 def single_process_group() -> Iterator[dist.ProcessGroup]:
-    """Make a default process group of world size 1 for the time of the block; it takes milliseconds."""
+    """Have a default process group of world size 1 during the block. It takes milliseconds."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None
@@ -57,11 +57,10 @@ def single_process_group() -> Iterator[dist.ProcessGroup]:
 
 
 def join_over(rank: int, world_size: int, store: dist.Store | None = None) -> dist.Store:
-    """Make the default group again, on a store that rank 0 serves or on the given one; returns the store."""
+    """Make the default group again, on ``store`` or on one that rank 0 serves. Return the store."""
     if store is None:
-        store = (
-            None if rank else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        )
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ports: list[Any] = [store and store.port]
         dist.broadcast_object_list(ports)
         store = store or dist.TCPStore("127.0.0.1", ports[0], is_master=False)
@@ -72,10 +71,10 @@ def join_over(rank: int, world_size: int, store: dist.Store | None = None) -> di
 
 
 def impatient_group(seconds: float) -> dist.ProcessGroup:
-    """Make a process group of all ranks, whose time limit is so short that it may strike.
+    """Make a process group of all ranks with a short timeout, for tests in which it expires.
 
-    Ranks come to it together: what DDP imports when it is first used may take one rank longer than another has patience
-    for. **Collective**.
+    **Collective**. All ranks use DDP once before they make the group: DDP's first use imports
+    modules, and this may take one rank longer than the timeout.
     """
     DistributedDataParallel(nn.Linear(1, 1))
     dist.barrier()

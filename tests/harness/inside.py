@@ -1,6 +1,7 @@
-"""All that tests of public names must know of the engine's private ones: ways to make it fail, or do what is rare.
+"""The private names of the engine that tests of public names need, in one place.
 
-Each is a context manager for this process, so ranks enter it themselves.
+They make the engine fail, or take a rare path. Most return a context manager. Each patches its own
+process only, so ranks enter it themselves.
 """
 
 import contextlib
@@ -23,13 +24,19 @@ from crossover_ddp._turns.segment import TurnSegment
 
 Patch = contextlib.AbstractContextManager[object]
 TRIAL: Final = (WARM_UP, BLOCK, WARM_UP + 2 * BLOCK * min(PLAIN))
-"""Backward passes of a trial of deferring: before it, of one kind in a row, to its end where that is plain."""
+"""Backward passes of a trial of deferring: before it, in one block, and until a plain decision."""
 
 
 def refuse_bucket(
     which: int | str = 0, *, error: Exception | None = None, times: float = float("inf")
 ) -> Patch:
-    """Refuse the bucket of an index, or the "last", so often, before anything of it is sent, whatever the hook."""
+    """Refuse a bucket, by its index or as the "last" one, before any part of it is sent.
+
+    Args:
+        which: the index of the bucket, or "last".
+        error: the error to raise; default ``KeyError("ours")``.
+        times: the number of refusals, after which the engine accepts the bucket.
+    """
     original = Exchange._bucket
 
     def taken(self: Exchange, bucket: dist.GradBucket, *args: Any, **options: Any) -> Any:
@@ -43,6 +50,7 @@ def refuse_bucket(
 
 
 def before_last_bucket(do: Callable[[], object]) -> Patch:
+    """Call ``do`` in the hook's call for the last bucket, before the engine carries it."""
     original = Exchange.carry
 
     def carry(self: Exchange, bucket: dist.GradBucket, *args: Any, **options: Any) -> Any:
@@ -54,17 +62,17 @@ def before_last_bucket(do: Callable[[], object]) -> Patch:
 
 
 def break_engine(error: Exception) -> Patch:
-    """Let no hook reach its group's engine: what a mistake of our own would look like."""
+    """Fail every hook's access to its group's engine, as a bug of the package would."""
     return mock.patch.object(Exchange, "of", mock.Mock(side_effect=error))
 
 
 def force_native() -> Patch:
-    """Let gloo count as a backend with collectives of its own; it has all that is needed."""
+    """Treat gloo as a backend with native collectives, of which it has all that are needed."""
     return mock.patch.object(Exchange, "sends_messages", lambda self, device: False)
 
 
 def pretend_times(state: DecoupledState, *, deferred_s: float, whole_s: float) -> None:
-    """Let time go by the kind of step alone in the trial of a state."""
+    """Replace the clock of a state's trial: a step's time depends on its kind alone."""
     trial = state._trial
     assert isinstance(trial, Trial)
     now_s = 0.0
@@ -82,12 +90,12 @@ def pretend_times(state: DecoupledState, *, deferred_s: float, whole_s: float) -
 
 
 def kfac_of_no_layer() -> Patch:
-    """Let `KFACState` take a model of which it treats no layer, which a user is not allowed."""
+    """Let `KFACState` accept a model without any layer that it treats, which it refuses users."""
     return mock.patch.object(settings, "check_any")
 
 
 def start_near_wrap(*, left: int) -> Patch:
-    """Let engines made here begin ``left`` transfers before numbers leave the range of gloo's tags, on channel 15."""
+    """Start engines on channel 15, ``left`` transfers before their numbers leave gloo's range."""
     original = links.Gloo.__init__
 
     def begin(self: links.Gloo, *args: Any, **options: Any) -> None:
@@ -103,15 +111,15 @@ def give_up(mutex: GPUMutex, error: Exception) -> None:
 
 
 def shared_memory_at(base: str) -> Patch:
-    """Let this process find its siblings' memory in another directory, as in a container."""
+    """Look for the siblings' shared memory in another directory, as in a container."""
     return mock.patch.object(TurnSegment.__init__, "__kwdefaults__", {"base": base})
 
 
 def grants_kept(count: int) -> Patch:
-    """Let this process keep so many turns' numbers in its job's store before it removes the oldest."""
+    """Keep the numbers of at most ``count`` turns in the job's store."""
     return mock.patch.object(channel, "_KEPT", count)
 
 
 def pretend_host(name: str) -> Patch:
-    """Let this process count as one of host ``name`` for ``ElasticState(mode="wild")``."""
+    """Report this process's host as ``name`` to ``ElasticState(mode="wild")``."""
     return mock.patch.object(shared_centre, "_host", lambda: name)

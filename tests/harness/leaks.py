@@ -1,4 +1,4 @@
-"""Find threads, child processes, environment variables and shared memory that a test has left behind."""
+"""Find threads, child processes, variables and shared memory that tests leave behind."""
 
 import contextlib
 import gc
@@ -16,20 +16,21 @@ import torch.distributed as dist
 from .groups import files_of
 from .waiting import gone
 
-# What has been told to end may need a moment, on a busy machine more than one.
+# Threads and processes may take a while to end, above all on a busy machine.
 GRACE_S = 20.0
 # Set by pytest for itself, or by libraries when they are first imported (scikit-learn sets KMP_*).
 _FOREIGN_VARIABLES: Final = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_")
 
 
 class Snapshot:
-    """What exists before a test, so that what exists after it can be compared."""
+    """The threads, processes, variables and files that exist before a test."""
 
     def __init__(self) -> None:
         self._environment = dict(os.environ)
         self._found = [find() for find, _ in _KINDS]
 
     def leaks(self) -> list[str]:
+        """Describe all that exists now and did not exist then. Restores environment variables."""
         leaks = _restore_environment(self._environment)
         for before, (find, describe) in zip(self._found, _KINDS, strict=True):
             deadline_s = time.monotonic() + GRACE_S
@@ -37,14 +38,14 @@ class Snapshot:
                 if time.monotonic() > deadline_s:
                     leaks += map(describe, found)
                     break
-                gc.collect()  # finalizers of what is unreachable may end it
+                gc.collect()  # the finalizer of an unreachable object may end it
                 time.sleep(0.02)
         return leaks
 
 
 @contextlib.contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """Fail a test that leaves something behind in the block; a process group is destroyed at once, too."""
+    """Fail a test that leaves something behind in the block. Destroys a process group."""
     before = Snapshot()
     yield
     leaks = before.leaks()
@@ -72,17 +73,20 @@ def _restore_environment(before: Mapping[str, str]) -> list[str]:
 
 
 def _threads() -> set[Any]:
-    """List threads, without those that Python has only met, such as autograd's for a device: they are torch's."""
+    """Return Python's threads. Dummy threads are torch's own, such as autograd's for a device."""
     return {each for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
 
 
 def _children() -> set[Any]:
-    servants = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}  # type: ignore[attr-defined]
+    servers = {
+        resource_tracker._resource_tracker._pid,  # type: ignore[attr-defined]
+        forkserver._forkserver._forkserver_pid,  # type: ignore[attr-defined]
+    }
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a thread that has ended
+        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
             found.update(map(int, (task / "children").read_text().split()))
-    return {pid for pid in found - servants if not gone(pid)}
+    return {pid for pid in found - servers if not gone(pid)}
 
 
 def _describe_process(pid: int) -> str:
@@ -95,11 +99,11 @@ def _describe_process(pid: int) -> str:
 
 
 def _segments() -> set[Any]:
-    """List files of this test run's own group: somebody else may train or test on this machine."""
+    """Return the files of this test run's own group. Other jobs may run on this machine."""
     return {*files_of(os.environ.get("CROSSOVER_GROUP", "default"))}
 
 
-# How to find them, and how to describe one.
+# For each kind of leak a function that finds all of them, and one that describes one of them.
 _KINDS: Final[list[tuple[Callable[[], set[Any]], Callable[[Any], str]]]] = [
     (_threads, lambda thread: f"thread {thread.name!r}"),
     (_children, _describe_process),

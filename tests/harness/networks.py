@@ -1,4 +1,4 @@
-"""The small network of most tests, and an exception in the middle of its backward pass."""
+"""Small networks for tests, and an exception in the middle of a backward pass."""
 
 import itertools
 from typing import Any
@@ -8,7 +8,14 @@ from torch import nn
 
 
 def mlp(*widths: int, seed: int, tanh_last: bool = False, **options: Any) -> nn.Sequential:
-    """Return linear layers of these widths, the inputs' first, the same on all ranks; ``options``: of ``nn.Linear``."""
+    """Return linear layers with tanh in between, the same on all ranks.
+
+    Args:
+        widths: the width of the input, then those of the layers' outputs.
+        seed: of the initial weights.
+        tanh_last: whether a tanh follows the last layer.
+        options: passed to ``nn.Linear``.
+    """
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(widths):
@@ -17,13 +24,14 @@ def mlp(*widths: int, seed: int, tanh_last: bool = False, **options: Any) -> nn.
 
 
 class Branches(nn.Module):
-    """Uses one of two layers, in the next forward the other one, and a third behind both."""
+    """Alternates between two layers from forward to forward. A third layer follows both."""
 
     def __init__(self, place: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.head, self.place = nn.Linear(6, 1), place
+        self.head = nn.Linear(6, 1)
+        self.place = place  # an odd number chooses the second branch for the next forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.place += 1

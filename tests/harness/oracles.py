@@ -1,4 +1,4 @@
-"""What tests compare with: sums as owners make them, and what the package says."""
+"""Expected sums, bit for bit, and the package's errors and log lines."""
 
 import contextlib
 import functools
@@ -11,16 +11,16 @@ from crossover_ddp.errors import CrossoverError
 
 
 def sum_as_owners_do(gradients: Sequence[torch.Tensor], owner: int) -> torch.Tensor:
-    """Add the ranks' parts to the last bit as their owner gets them around a ring, as large uneven layouts go.
+    """Add the ranks' parts in the order of a ring, as the owner of a large uneven shard does.
 
-    The sum begins at the rank behind the owner and ends at the owner.
+    The sum begins at the rank after the owner and ends at the owner.
     """
-    behind = owner + 1
-    return functools.reduce(torch.add, [*gradients[behind:], *gradients[:behind]])
+    first = owner + 1
+    return functools.reduce(torch.add, [*gradients[first:], *gradients[:first]])
 
 
 def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Add as a balanced tree over the ranks: ((0 + 1) + (2 + 3)) + …, as owners of the engine's journeys do."""
+    """Add as a balanced tree over the ranks: ((0 + 1) + (2 + 3)) + …, as the engine does."""
     while len(parts) > 1:
         pairs = [parts[i] + parts[i + 1] for i in range(0, len(parts) - 1, 2)]
         parts = [*pairs, *parts[2 * len(pairs) :]]
@@ -28,7 +28,7 @@ def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def error_of(act: Callable[[], object]) -> str:
-    """Return the text of the package's error, or "no error"."""
+    """Return the message of the package's error that ``act`` raises, or "no error"."""
     try:
         act()
     except CrossoverError as error:
@@ -38,10 +38,15 @@ def error_of(act: Callable[[], object]) -> str:
 
 @contextlib.contextmanager
 def heard(level: int = logging.WARNING) -> Iterator[list[str]]:
-    """Collect what the package logs during the block, from a level on."""
+    """Collect the package's log messages during the block, from a level upwards."""
     messages: list[str] = []
-    handler, logger = logging.Handler(level), logging.getLogger("crossover_ddp")
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler = logging.Handler(level)
+    logger = logging.getLogger("crossover_ddp")
+
+    def emit(record: logging.LogRecord) -> None:
+        messages.append(record.getMessage())
+
+    handler.emit = emit  # type: ignore[method-assign]
     logger.addHandler(handler)
     logger.setLevel(level)
     try:

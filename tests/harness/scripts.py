@@ -1,4 +1,4 @@
-"""Run a script in several processes as torchrun would, with a handle on each of them."""
+"""Run a script in several processes as torchrun would, with a handle of each process."""
 
 import contextlib
 import os
@@ -16,17 +16,18 @@ from .children import Child, end, wait_any
 from .groups import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-DUMP_TIMEOUT_S = (
-    5.0  # from SIGABRT until the interpreter has written its stacks, even on a busy machine
-)
-AFTERMATH_S = 10.0  # what ranks get to end by themselves when another one has failed
+# Time from SIGABRT until the interpreter has written its stacks, even on a busy machine.
+DUMP_TIMEOUT_S = 5.0
+# After a rank has failed the others have this long to end by themselves.
+AFTERMATH_S = 10.0
 OUTPUT_LIMIT_BYTES = 20_000
 
 
 def hear_ignored_signals() -> None:
-    """Let children take the signals that this process ignores, as under nohup or in the background of a script.
+    """Handle the signals that this process ignores, so that its children do not ignore them.
 
-    An ignored signal stays ignored in a program that is started, but one with a handler gets its default back.
+    A process ignores signals under nohup, or in the background of a script. A program that it
+    starts inherits an ignored signal as ignored, but one with a handler with the default action.
     """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -34,11 +35,11 @@ def hear_ignored_signals() -> None:
 
 
 class ScriptError(Exception):
-    """A rank of a script failed or hung; the message carries the output of all ranks."""
+    """A rank of a script failed or hung. The message has the output of all ranks."""
 
 
 class ScriptRanks(contextlib.AbstractContextManager["ScriptRanks"]):
-    """The running processes of a script, none of which survives its block."""
+    """The running processes of a script. All are ended at the end of the block."""
 
     def __init__(
         self,
@@ -53,7 +54,8 @@ class ScriptRanks(contextlib.AbstractContextManager["ScriptRanks"]):
         self.processes: list[Child] = []
         for rank, environment in enumerate(environments):
             with self._path(rank).open("wb") as output:
-                options = [] if rank in forked else ["-X", "faulthandler"]  # on in what is forked
+                # In a forked process faulthandler is on already.
+                options = [] if rank in forked else ["-X", "faulthandler"]
                 start = ForkedScript if rank in forked else Child
                 child = start(
                     [sys.executable, *options, *self._words],
@@ -73,26 +75,28 @@ class ScriptRanks(contextlib.AbstractContextManager["ScriptRanks"]):
     def wait(
         self, timeout_s: float, *, deaths: Mapping[int, signal.Signals] | None = None
     ) -> list[str]:
-        """Wait for all ranks to end well and return their outputs; else `ScriptError`.
+        """Wait until all ranks have ended without an error, and return their outputs.
 
-        After ``timeout_s`` ranks that still run are ended, with the stacks of their threads in the output. ``deaths``:
-        ranks that must have died, and by which signal.
+        Ranks that still run after ``timeout_s`` are ended. Their output has the stacks of their
+        threads then. ``deaths`` has the ranks that must have been killed, each with its signal.
+        Raises `ScriptError` if a rank failed or hung.
         """
         expected = {rank: -death for rank, death in (deaths or {}).items()}
         hung = self._wait_for_exit(timeout_s, expected)
         for rank in hung:
-            self.processes[rank].signal_session(
-                signal.SIGABRT, signal.SIGCONT
-            )  # it may have been stopped
+            # SIGCONT, since the process may be stopped.
+            self.processes[rank].signal_session(signal.SIGABRT, signal.SIGCONT)
             wait_any([self.processes[rank]], DUMP_TIMEOUT_S)
         failed = []
         for rank, process in enumerate(self.processes):
             status = process.poll()
             if status is not None and status != expected.get(rank, 0) and rank not in hung:
-                killed = status < 0 and f"was killed by {signal.Signals(-status).name}"
-                failed.append(f"rank {rank} {killed or f'exited with status {status}'}")
-        aftermath = "did not end either" if failed else f"hung for {timeout_s:.0f} s"
-        failed += [f"rank {rank} {aftermath}" for rank in hung]
+                if status < 0:
+                    failed.append(f"rank {rank} was killed by {signal.Signals(-status).name}")
+                else:
+                    failed.append(f"rank {rank} exited with status {status}")
+        why_ended = "did not end either" if failed else f"hung for {timeout_s:.0f} s"
+        failed += [f"rank {rank} {why_ended}" for rank in hung]
         if failed:
             raise ScriptError(f"{', '.join(failed)}: {' '.join(self._words)}\n{self._all_output()}")
         return [self.output(rank) for rank in range(len(self.processes))]
@@ -101,7 +105,7 @@ class ScriptRanks(contextlib.AbstractContextManager["ScriptRanks"]):
         return self._path(rank).read_bytes().decode(errors="replace")
 
     def wait_for_output(self, rank: int, text: str, timeout_s: float) -> str:
-        """Wait until a rank's output contains a text and return all of its output so far."""
+        """Wait until a rank's output contains a text, and return all of its output so far."""
         deadline_s = time.monotonic() + timeout_s
         while text not in (output := self.output(rank)):
             if time.monotonic() > deadline_s or self.processes[rank].poll() is not None:
@@ -115,7 +119,7 @@ class ScriptRanks(contextlib.AbstractContextManager["ScriptRanks"]):
         return self._directory / f"rank{rank}"
 
     def _wait_for_exit(self, timeout_s: float, expected: Mapping[int, int]) -> list[int]:
-        """Return the ranks that have not ended in time, which is little once a rank has ended badly."""
+        """Return the ranks that have not ended in time: a short one once a rank has failed."""
         deadline_s = time.monotonic() + timeout_s
         running = set(range(len(self.processes)))
         while running and (left_s := deadline_s - time.monotonic()) > 0:
@@ -140,11 +144,18 @@ def spawn_script(
     cwd: Path = ROOT,
     forked: bool | Collection[int] = False,
 ) -> ScriptRanks:
-    """Start a Python script in that many processes, with the variables that torchrun sets, and further ones.
+    """Start a Python script in ``world_size`` processes, with the variables that torchrun sets.
 
-    These are the same for all ranks, or one mapping per rank. Ranks may be ``forked``, all or some, from a process that
-    has imported torch, which saves six seconds of processor time for each. Not for tests of how a process ends, of how
-    others find it by its variables, or of variables that libraries read as they are loaded.
+    Args:
+        script: its path.
+        world_size: the number of processes.
+        args: the script's arguments.
+        environment: further variables, the same for all ranks, or one mapping per rank.
+        cwd: the working directory; default the root of the tree.
+        forked: whether ranks are forked from a process that has imported torch: all, none, or a
+            collection of ranks. This saves six seconds of processor time for each. Do not use it in
+            tests of how a process ends, of how others find it by its variables, or of variables
+            that libraries read as they are loaded.
     """
     own = environment or {}
     common = {

@@ -1,4 +1,4 @@
-"""Each way in which a rank can fail must turn the test red, with that rank's own words; so must what a test leaves."""
+"""A rank that fails in any way fails its test, with its own traceback. So does a leak."""
 
 import os
 import shutil
@@ -28,14 +28,14 @@ def _raise_unpicklable() -> None:
     raise _Unpicklable("words of the unpicklable", also="needed")
 
 
-# What rank 1 does, how that is told, and where in its words.
-WRONGS: dict[str, tuple[Callable[[], object], str, str]] = {
+# For each kind of failure: the call of rank 1, the error's description, and a line of its output.
+FAILURES: dict[str, tuple[Callable[[], object], str, str]] = {
     "dies": (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL", ""),
     "exits": (lambda: os._exit(7), "exited with status 7 and without a result", ""),
     "crashes": (
         lambda: os.kill(os.getpid(), signal.SIGSEGV),
         "was killed by SIGSEGV",
-        "in _go_wrong",
+        "in _fail_on_rank_one",
     ),
     "raises": (_raise_unpicklable, "failed", "_Unpicklable: words of the unpicklable"),
     "returns": (threading.Lock, "failed", "cannot pickle '_thread.lock'"),
@@ -47,8 +47,8 @@ WRONGS: dict[str, tuple[Callable[[], object], str, str]] = {
 }
 
 
-def _go_wrong_on_rank_one(rank: int, world_size: int, what: str) -> object:
-    return WRONGS[what][0]() if rank == 1 else "alive"
+def _fail_on_rank_one(rank: int, world_size: int, kind: str) -> object:
+    return FAILURES[kind][0]() if rank == 1 else "alive"
 
 
 def _sum_of_ranks(rank: int, world_size: int, offset: float) -> torch.Tensor:
@@ -71,7 +71,7 @@ def _hang_in_a_collective(rank: int, world_size: int) -> None:
 
 def _leak_a_child_on_rank_one(rank: int, world_size: int, where: str) -> None:
     if rank == 1:
-        leaks.GRACE_S = 0.1  # its process is ended with the test
+        leaks.GRACE_S = 0.1  # this process is ended with the test
         Path(where).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
 
 
@@ -94,7 +94,7 @@ def _different(rank: int) -> int:
     return rank
 
 
-def test_ranks_that_return_different_results_are_told() -> None:
+def test_ranks_that_return_different_results_are_an_error() -> None:
     with pytest.raises(RankError, match=r"different results: \[0, 1\]"):
         _different()
 
@@ -105,16 +105,16 @@ def test_assertion_arrives_with_traceback_and_output() -> None:
     message = str(caught.value)
     for words in ("the assertion of rank one", "in _assert_on_rank_one", "words of rank 1"):
         assert words in message
-    assert "world_size = 2" in message, "its names, as pytest would show them"
+    assert "world_size = 2" in message, "the local variables, as pytest would show them"
     assert message.index("rank 1 of 2") < message.index("rank 0 of 2"), "the cause comes first"
 
 
-@pytest.mark.parametrize("what", WRONGS)
-def test_whatever_goes_wrong_in_a_rank_is_named(what: str) -> None:
-    _, words, where = WRONGS[what]
-    with pytest.raises(RankError, match=f"rank 1 of 2 {words}") as caught:
-        run_ranks(_go_wrong_on_rank_one, 2, args=(what,))
-    assert where in str(caught.value)
+@pytest.mark.parametrize("kind", FAILURES)
+def test_the_failure_of_a_rank_is_described_with_its_output(kind: str) -> None:
+    _, description, output = FAILURES[kind]
+    with pytest.raises(RankError, match=f"rank 1 of 2 {description}") as caught:
+        run_ranks(_fail_on_rank_one, 2, args=(kind,))
+    assert output in str(caught.value)
 
 
 def test_hang_in_a_collective_shows_all_stacks() -> None:
@@ -124,29 +124,27 @@ def test_hang_in_a_collective_shows_all_stacks() -> None:
         assert words in str(caught.value)
 
 
-def test_leaked_child_is_a_failure_and_is_ended(tmp_path: Path) -> None:
-    where = tmp_path / "pid"
-    told = r"rank 1 of 2 failed(.|\n)*left behind: child process \d+ \(sleep 600\)"
-    with pytest.raises(RankError, match=told):
-        run_ranks(_leak_a_child_on_rank_one, 2, args=(str(where),))
-    assert eventually(lambda: gone(int(where.read_text()))), "it is killed, not waited for"
+def test_a_leaked_child_is_an_error_and_is_killed(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    message = r"rank 1 of 2 failed(.|\n)*left behind: child process \d+ \(sleep 600\)"
+    with pytest.raises(RankError, match=message):
+        run_ranks(_leak_a_child_on_rank_one, 2, args=(str(pid_file),))
+    assert eventually(lambda: gone(int(pid_file.read_text()))), "it is killed, not waited for"
 
 
-def test_expected_death_must_come_and_is_no_failure() -> None:
-    assert run_ranks(_go_wrong_on_rank_one, 2, args=("dies",), deaths={1: signal.SIGKILL}) == [
-        "alive",
-        None,
-    ]
+def test_a_death_that_is_expected_is_no_failure_and_its_absence_is_one() -> None:
+    results = run_ranks(_fail_on_rank_one, 2, args=("dies",), deaths={1: signal.SIGKILL})
+    assert results == ["alive", None]
     with pytest.raises(RankError, match="rank 1 of 2 was expected to die by SIGKILL and returned"):
         run_ranks(_sum_of_ranks, 2, args=(0.0,), deaths={1: signal.SIGKILL})
 
 
-def test_function_that_ranks_cannot_import_is_refused() -> None:
+def test_a_function_that_ranks_cannot_import_is_refused() -> None:
     with pytest.raises(TypeError, match="expected a function at the top level of a module"):
         run_ranks(lambda rank, world_size: None, 2)
 
 
-def test_every_run_starts_from_the_same_state_with_variables_that_do_not_stay(
+def test_every_run_starts_from_the_same_state_and_leaves_no_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OF_THE_TEST", "test")
@@ -163,9 +161,9 @@ def test_every_run_starts_from_the_same_state_with_variables_that_do_not_stay(
 
 
 def thread() -> Callable[[], object]:
-    ever = threading.Event()
-    threading.Thread(target=ever.wait, name="leaked-thread", daemon=True).start()
-    return ever.set
+    end_of_thread = threading.Event()
+    threading.Thread(target=end_of_thread.wait, name="leaked-thread", daemon=True).start()
+    return end_of_thread.set
 
 
 def child() -> Callable[[], object]:
@@ -191,7 +189,7 @@ def group() -> Callable[[], object]:
 
 
 @pytest.mark.parametrize(
-    ("leak", "told"),
+    ("leak", "description"),
     [
         (thread, "thread 'leaked-thread'"),
         (child, r"child process \d+ \(sleep 30\)"),
@@ -202,17 +200,17 @@ def group() -> Callable[[], object]:
 )
 def test_each_leak_fails_its_test_and_no_other(
     leak: Callable[[], Callable[[], object]],
-    told: str,
+    description: str,
     monkeypatch: Any,
     request: pytest.FixtureRequest,
 ) -> None:
-    assert "_nothing_left_behind" in request.fixturenames, "all tests are looked at"
-    monkeypatch.setattr(leaks, "GRACE_S", 0.1)  # what leaks here does not end by itself
+    assert "_nothing_left_behind" in request.fixturenames, "the fixture checks every test"
+    monkeypatch.setattr(leaks, "GRACE_S", 0.1)  # nothing that leaks here ends by itself
     with (
-        pytest.raises(pytest.fail.Exception, match=f"the test left behind: {told}"),
+        pytest.raises(pytest.fail.Exception, match=f"the test left behind: {description}"),
         leaks.nothing_left_behind(),
     ):
-        mend = leak()
+        clean_up = leak()
     assert "LEAKED" not in os.environ
     assert not dist.is_initialized()
-    mend()
+    clean_up()

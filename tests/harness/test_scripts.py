@@ -1,4 +1,4 @@
-"""Scripts run as torchrun would run them; none survives its block and none fails in silence."""
+"""Scripts run as torchrun would run them. None survives its block, and none fails silently."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ def script(tmp_path: Path) -> Writer:
     return write
 
 
-def test_a_started_and_a_forked_rank_meet_by_the_variables_of_torchrun(script: Writer) -> None:
+def test_a_started_and_a_forked_rank_join_by_the_variables_of_torchrun(script: Writer) -> None:
     path = script("""
         import torch, torch.distributed as dist
         dist.init_process_group("gloo")
@@ -48,7 +48,7 @@ def test_a_started_and_a_forked_rank_meet_by_the_variables_of_torchrun(script: W
 
 
 @pytest.mark.parametrize("forked", [False, True], ids=["started", "forked"])
-def test_ranks_that_fail_hang_or_are_killed_are_told_and_nothing_survives_the_block(
+def test_ranks_that_fail_hang_or_are_killed_are_named_and_no_process_survives_the_block(
     script: Writer, forked: bool
 ) -> None:
     path = script("""
@@ -65,8 +65,11 @@ def test_ranks_that_fail_hang_or_are_killed_are_told_and_nothing_survives_the_bl
         assert eventually(
             lambda: None not in (ranks.processes[0].poll(), ranks.processes[2].poll())
         )
-        told = r"^rank 0 exited with status 1, rank 2 was killed by SIGKILL, rank 1 did not end either: "
-        with pytest.raises(ScriptError, match=told) as caught:
+        ends = (
+            r"^rank 0 exited with status 1, rank 2 was killed by SIGKILL, "
+            r"rank 1 did not end either: "
+        )
+        with pytest.raises(ScriptError, match=ends) as caught:
             ranks.wait(0.2)
         assert "ValueError: words of rank zero" in str(caught.value)
         assert "in hang_here" in str(caught.value)
@@ -75,8 +78,8 @@ def test_ranks_that_fail_hang_or_are_killed_are_told_and_nothing_survives_the_bl
 
 
 @pytest.mark.defect("strangers-36")
-def test_children_take_signals_that_the_suite_was_told_to_ignore() -> None:
-    """Under nohup, or in the background of a script, tests of signals hung for five minutes each."""
+def test_children_do_not_ignore_the_signals_that_the_suite_ignores() -> None:
+    """Under nohup, or in the background of a script, each test of signals hung for five minutes."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         hear_ignored_signals()
@@ -96,14 +99,14 @@ def start_method(rank: int, world_size: int) -> str:
     return multiprocessing.get_start_method()
 
 
-def test_a_forked_process_has_every_module_and_starts_processes_as_if_nobody_had_forked_it(
+def test_a_forked_process_has_all_modules_and_starts_processes_by_the_default_method(
     script: Writer,
 ) -> None:
-    """Else each rank, and each worker of a loader, imports all: that shows in nothing but the time of all tests."""
+    """Otherwise each rank and each data loader's worker imports torch. Only time shows it."""
     with spawn_script(script(SHOW), 1, forked=True) as ranks:
         modules, frozen, method = json.loads(ranks.wait(60.0)[0])
     assert {name for name in PRELOADED if importlib.util.find_spec(name)} <= set(modules)
-    assert frozen > 100_000, "objects are out of the collector's way"
+    assert frozen > 100_000, "the collector does not visit the objects made on import"
     own = multiprocessing.get_start_method()
     assert method == own
     assert run_ranks(start_method, 1, backend=None) == [own]

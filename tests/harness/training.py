@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -17,9 +18,9 @@ from tests.harness.networks import mlp
 
 WIDTH: Final = 6
 STEPS: Final = 5
-# Of a model under DDP, its optimizers and a mutex: the state and the hook to register.
+# Returns the state and the hook to register, given a model under DDP, its optimizers and a mutex.
 Way = Callable[[DistributedDataParallel, Sequence[Optimizer], Any], tuple[Any, Any]]
-# Of a model, a rank and the number of a step: the loss on a batch of its own.
+# Returns the loss on the batch of a step, given a model, a rank and the number of the step.
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 
 
@@ -29,21 +30,25 @@ def muon_and_sgd(model: nn.Module) -> list[Optimizer]:
 
 
 def optimizers_of(way: Any, model: nn.Module) -> list[Optimizer]:
-    """Return SGD with momentum, or what Muon's way needs."""
-    return muon_and_sgd(model) if way == "muon" else [SGD(model.parameters(), lr=0.1, momentum=0.9)]
+    """Return SGD with momentum; for the way "muon" Muon for matrices and SGD for the others."""
+    if way == "muon":
+        return muon_and_sgd(model)
+    return [SGD(model.parameters(), lr=0.1, momentum=0.9)]
 
 
 def decoupled(**options: Any) -> Way:
-    """Defer every step that can be deferred, unless ``options`` of the state say otherwise."""
+    """Return a way that defers every step that can be deferred, unless ``options`` change that.
+
+    ``options`` are those of `DecoupledState`.
+    """
 
     def made(
         model: DistributedDataParallel, optimizers: Sequence[Optimizer], mutex: Any
     ) -> tuple[Any, Any]:
         trained = optimizers if options.get("owners") else optimizers[0]
-        given = {"defer": "always", "mutex": mutex, **options}
-        return ddp.DecoupledState(
-            trained, getattr(model, "process_group", None), **given
-        ), ddp.decoupled_hook
+        group = getattr(model, "process_group", None)
+        settings = {"defer": "always", "mutex": mutex, **options}
+        return ddp.DecoupledState(trained, group, **settings), ddp.decoupled_hook
 
     return made
 
@@ -59,7 +64,10 @@ WAYS: Final[dict[str, Way]] = {
     "decoupled": decoupled(),
     "owned": decoupled(owners="layers", defer="auto"),
     "kfac": lambda model, opts, mutex: (ddp.KFACState(model, opts[0], mutex=mutex), ddp.kfac_hook),
-    "muon": lambda model, opts, mutex: (ddp.MuonState(opts[0], mutex=mutex), ddp.muon_hook),  # type: ignore[arg-type]
+    "muon": lambda model, opts, mutex: (
+        ddp.MuonState(opts[0], mutex=mutex),  # type: ignore[arg-type]
+        ddp.muon_hook,
+    ),
     "averaged": lambda model, opts, mutex: (ddp.LocalSGDState(2, mutex=mutex), ddp.local_sgd_hook),
     "elastic": lambda model, opts, mutex: (ddp.ElasticState(sync_every=2), ddp.elastic_hook),
 }
@@ -78,7 +86,10 @@ def hooked(
 def waited_for_by_nobody(
     hook: Any, journeys: list[torch.futures.Future[torch.Tensor]] | None = None
 ) -> Any:
-    """Return a user's hook that lets backward end at once, and puts ``hook``'s Futures into ``journeys``."""
+    """Return a user's hook around ``hook`` that answers at once, so that backward does not wait.
+
+    The Futures of ``hook`` are appended to ``journeys``.
+    """
 
     def hurried(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         journey = hook(state, bucket)
@@ -92,7 +103,7 @@ def waited_for_by_nobody(
 
 
 def noted(note: Callable[[dist.GradBucket, torch.futures.Future[torch.Tensor]], Any]) -> Any:
-    """Return what makes of a hook one that tells of each bucket and the Future that it is answered with."""
+    """Return a decorator of hooks that calls ``note`` with each bucket and the hook's Future."""
 
     def around(hook: Any) -> Any:
         def noting(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -110,7 +121,7 @@ def batch(rank: int, step: int) -> torch.Tensor:
 
 
 class CountsPerGroup(torch.optim.SGD):
-    """Counts its steps in its groups, as some optimizers do, and hangs the learning rate on the count."""
+    """Counts its steps in its groups, as some optimizers do. The count sets the learning rate."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -119,18 +130,25 @@ class CountsPerGroup(torch.optim.SGD):
         return super().step(closure)
 
 
+def _mean_square(device: str, model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(batch(rank, step).to(device)).square().mean()  # type: ignore[no-any-return]
+
+
 class Training:
     """A small model under DDP with one of the package's hooks.
 
     Args:
-        way: the name of one of WAYS, or another; None: plain DDP.
-        mutex: of the state, if it takes one.
-        optimizers: makes them; default SGD with momentum, and Muon for its own way.
-        schedule: makes a scheduler for each of them.
-        device: "cuda" is the rank's own, which becomes the current one.
-        loss: default the mean square on `batch`.
-        around: makes the registered hook of the package's.
-        options: of DDP.
+        way: the name of one of WAYS, or a `Way`; None is plain DDP.
+        rank: this process's rank, which chooses its batches.
+        mutex: given to the state, if it takes one.
+        module: the module to train; default an `mlp` of three layers.
+        device: where to train. "cuda" is the rank's own device, which becomes the current one.
+        optimizers: makes the optimizers; default `optimizers_of`.
+        schedule: makes a scheduler for each optimizer.
+        loss: returns the loss of a step; default the mean square of the outputs on `batch`.
+        around: decorates the hook before it is registered.
+        wrap: wraps the module; default DDP.
+        options: passed to ``wrap``.
     """
 
     def __init__(
@@ -151,17 +169,16 @@ class Training:
         torch.set_num_threads(1)
         if device == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())
-        self.rank, self.steps = rank, 0
-        self._loss = loss or (lambda model, *place: model(batch(*place).to(device)).square().mean())
-        module = (
-            mlp(WIDTH, WIDTH, WIDTH, WIDTH, seed=3, tanh_last=True) if module is None else module
-        )
+        self.rank = rank
+        self.steps = 0  # made so far
+        self._loss = loss or functools.partial(_mean_square, device)
+        if module is None:
+            module = mlp(WIDTH, WIDTH, WIDTH, WIDTH, seed=3, tanh_last=True)
         self.model = wrap(module.to(device), **(DDP_OPTIONS | options))
-        self.held = list(self.model.parameters())  # as a script may hold them, past all guards
+        # A script may hold its parameters like this: the read guards do not see their use.
+        self.held = list(self.model.parameters())
         self.optimizers = optimizers(self.model) if optimizers else optimizers_of(way, self.model)
-        self.schedulers = (
-            [schedule(each) for each in self.optimizers] if schedule is not None else []
-        )
+        self.schedulers = [] if schedule is None else [schedule(each) for each in self.optimizers]
         self.state: Any = None
         if way is not None:
             made = WAYS[way] if isinstance(way, str) else way
@@ -228,8 +245,10 @@ class Training:
     def _parts(self) -> dict[str, Any]:
         parts = {"model": self.model.module}
         for name in ("optimizers", "schedulers"):
-            parts |= {f"{name} {place}": each for place, each in enumerate(getattr(self, name))}
-        return parts | ({"state": self.state} if hasattr(self.state, "load_state_dict") else {})
+            parts |= {f"{name} {index}": each for index, each in enumerate(getattr(self, name))}
+        if hasattr(self.state, "load_state_dict"):
+            parts["state"] = self.state
+        return parts
 
     def close(self) -> None:
         """Close the state. Collective."""
@@ -252,10 +271,13 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def losses_of(
     way: str | Way, rank: int, dtype: torch.dtype, default: torch.dtype, steps: int = STEPS
 ) -> list[float]:
-    """Train a model of ``dtype`` where torch's default is another one; return the losses, and the last weights' sum."""
+    """Train a model of ``dtype`` while torch's default dtype is ``default``.
 
-    def loss(model: nn.Module, *place: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1000 * place[0] + place[1])
+    Return the losses, followed by the sum of the final weights.
+    """
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * rank + step)
         inputs = torch.randn(4, WIDTH, generator=generator, dtype=torch.float32)
         return model(inputs.to(dtype)).square().mean()  # type: ignore[no-any-return]
 

@@ -1,25 +1,31 @@
-"""A mutex of a test's own, for any state's ``mutex=``: it notes what is done to it, and gives turns when told."""
+"""A mutex for tests, for any state's ``mutex=``: it records the calls and can delay them."""
 
 import threading
 from collections.abc import Callable
 
 
 class RecordingTurn:
-    """Notes "release", "request" and "acquire" in `order`, each when it has ended, and their threads in `threads`.
+    """Records the calls of `release`, `request` and `acquire`.
 
     Args:
-        window_s: `release` lasts so long, unless somebody asks for the next turn by then, who comes first in `order`.
-        at_acquire: called before a turn is given.
+        window_s: the seconds that `release` lasts. A `request` or `acquire` in the meantime ends it
+            early, and comes before it in `order`.
+        at_acquire: called in `acquire`, before it returns.
     """
 
     def __init__(
         self, *, window_s: float = 0.0, at_acquire: Callable[[], object] = lambda: None
     ) -> None:
-        self.awaits_device, self.mode = True, "untried"  # a sibling is present
-        self.ranks = None  # whatever group's
+        self.awaits_device = True
+        self.mode = "untried"  # as if a sibling were present
+        self.ranks = None  # accepted for any process group
+        # The names of the calls, each added when the call ends.
         self.order: list[str] = []
+        # The thread of each call.
         self.threads: list[threading.Thread] = []
-        self._window_s, self._at_acquire = window_s, at_acquire
+        self._window_s = window_s
+        self._at_acquire = at_acquire
+        # Set by a request for the next turn.
         self._asked = threading.Event()
 
     def release(self) -> None:
@@ -40,7 +46,7 @@ class RecordingTurn:
         return True
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: there is nothing to close."""
 
     @property
     def taken_and_given(self) -> list[str]:

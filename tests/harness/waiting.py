@@ -1,4 +1,4 @@
-"""Wait for what other processes do, within a bound."""
+"""Wait for conditions that other threads and processes bring about, within a bound."""
 
 import time
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from pathlib import Path
 def eventually(
     condition: Callable[[], bool], timeout_s: float = 60.0, *, every_s: float = 0.02
 ) -> bool:
+    """Wait until a condition holds. Return False if it does not within ``timeout_s``."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
@@ -17,7 +18,7 @@ def eventually(
 
 
 def state(pid: int) -> str:
-    """Return the kernel's letter for what a process does: R, S, T (stopped) …; X if it is no more."""
+    """Return the kernel's letter for a process's state: R, S, T (stopped), …; X if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
@@ -25,5 +26,5 @@ def state(pid: int) -> str:
 
 
 def gone(pid: int) -> bool:
-    """Tell whether a process has ended, reaped or not."""
+    """Return whether a process has ended, reaped or not."""
     return state(pid) in "ZX"

@@ -1,4 +1,4 @@
-"""Who may import whom, by path; what is pure; what the package offers."""
+"""Which modules may import which, the pure modules, and the package's public names."""
 
 import ast
 import subprocess
@@ -15,7 +15,7 @@ PACKAGE = "crossover_ddp"
 HOOKS = ("averaging_hooks", "codecs", "comm_hooks", "kfac_hooks", "muon_hooks")
 PUBLIC = {*HOOKS, "errors", "gpu_mutex", "metrics", "pipeline"}
 BELOW = {"_owners", "_engine", "_ddp", "_tuning", "_system", "errors", "gpu_mutex"}
-# The first part of a module's name is its row. A module may import its own row and what stands here.
+# The first part of a module's name is its row. A module may import its own row and these.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "_system": {"errors"},
@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lab": {*PUBLIC, "__init__", "_timeline"},
     "studies": {*PUBLIC, "__init__", "_timeline", "lab", "recipes"},
 }
-# What offends today. This shrinks: who mends one removes it.
+# The violations of today. The set may only shrink: a change that removes one also removes it here.
 EXCEPTIONS = {
     "_decoupled.state imports _compression",
     "comm_hooks imports _compression",
@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "pipeline.run imports _engine",
     "studies.run imports cli",
 }
-# Decisions, tested without processes: no clock, no file, no socket, no tensor.
+# Decisions that are tested without processes. They use no clock, file, socket or tensor.
 PURE = {
     "_ddp.layout",
     "_kfac.placement",
@@ -62,11 +62,13 @@ IMPURE = {"torch", "os", "pathlib", "socket", "subprocess", "threading", "time"}
 
 
 def sources() -> dict[str, Path]:
-    """Return files by module; a wing's own file has the wing's name."""
+    """Return all files by the names of their modules. A wing's ``__init__`` has the wing's name."""
     found = {}
     for path in (*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "recipes").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts[1:]
-        found[".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)] = path
+        if len(parts) > 1 and parts[-1] == "__init__":
+            parts = parts[:-1]
+        found[".".join(parts)] = path
     return found
 
 
@@ -78,19 +80,21 @@ def row(module: str) -> str:
 
 
 def imports(module: str, source: str) -> Iterator[tuple[str, str]]:
-    """Yield the dotted names that a module imports anywhere, and the modules among ours that these are or stand in."""
+    """Yield each dotted name that a module imports, and our module that it is or belongs to.
+
+    The second is empty for names of other packages.
+    """
     path = SOURCES[module].relative_to(ROOT)
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = (
-                path.parent.parts[: len(path.parent.parts) - node.level + 1] if node.level else ()
-            )
-            names = [
-                ".".join(filter(None, [*base, node.module, alias.name])) for alias in node.names
-            ]
+            base: tuple[str, ...] = ()
+            if node.level:  # a relative import
+                base = path.parent.parts[: len(path.parent.parts) - node.level + 1]
+            for alias in node.names:
+                names.append(".".join(filter(None, [*base, node.module, alias.name])))
         for name in (name.removeprefix("recipes.") for name in names):
             parts = name.removeprefix(f"{PACKAGE}.").split(".")
             known = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
@@ -98,51 +102,48 @@ def imports(module: str, source: str) -> Iterator[tuple[str, str]]:
             yield name, ours if name.startswith(PACKAGE) or ours != "__init__" else ""
 
 
-def offences(module: str, source: str) -> Iterator[str]:
-    may = {row(module), *MAY_IMPORT.get(row(module), ())}
+def violations(module: str, source: str) -> Iterator[str]:
+    allowed = {row(module), *MAY_IMPORT.get(row(module), ())}
     for name, ours in imports(module, source):
-        if (
-            ours
-            and row(ours) not in may
-            and not any(f"{ours}.".startswith(f"{place}.") for place in may)
-        ):
+        is_below = any(f"{ours}.".startswith(f"{each}.") for each in allowed)
+        if ours and row(ours) not in allowed and not is_below:
             yield f"{module} imports {ours.partition('.')[0]}"
         if module in PURE and name.partition(".")[0] in IMPURE:
             yield f"{module} is pure and imports {name}"
 
 
-def test_modules_import_what_their_row_allows_and_known_exceptions_shrink() -> None:
-    found = {
-        each for module, path in SOURCES.items() for each in offences(module, path.read_text())
-    }
+def test_modules_import_only_the_rows_that_the_table_allows() -> None:
+    found = set[str]()
+    for module, path in SOURCES.items():
+        found.update(violations(module, path.read_text()))
     assert sorted(found - EXCEPTIONS) == [], "not allowed by the table"
-    assert sorted(EXCEPTIONS - found) == [], "no longer there: remove them from EXCEPTIONS"
-    assert sorted({*PURE} - {*SOURCES}) == [], "pure modules that are not there"
-    assert sorted({row(module) for module in SOURCES} - {*MAY_IMPORT}) == [], "rooms without a row"
+    assert sorted(EXCEPTIONS - found) == [], "these are gone: remove them from EXCEPTIONS"
+    assert sorted({*PURE} - {*SOURCES}) == [], "these pure modules do not exist"
+    assert sorted({row(module) for module in SOURCES} - {*MAY_IMPORT}) == [], "these have no row"
 
 
 def executed(source: str) -> str:
-    """Return a module's statements without those for type checkers alone, which import nothing."""
+    """Return a module's source without its ``if TYPE_CHECKING``, whose imports are not executed."""
     tree = ast.parse(source)
     tree.body = [each for each in tree.body if not ast.unparse(each).startswith("if TYPE_CHECKING")]
     return ast.unparse(tree)
 
 
-def circle(below: Mapping[str, set[str]]) -> list[str]:
-    """Return those that are in a circle, or above one."""
+def cyclic(imported: Mapping[str, set[str]]) -> list[str]:
+    """Return the modules that are in a cycle of imports, or import one that is."""
     seen: set[str] = set()
-    while ready := {module for module, names in below.items() if names <= seen} - seen:
+    while ready := {module for module, names in imported.items() if names <= seen} - seen:
         seen |= ready
-    return sorted(below.keys() - seen)
+    return sorted(imported.keys() - seen)
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
-    below = {
-        module: {ours for _, ours in imports(module, executed(path.read_text())) if ours} - {module}
-        for module, path in SOURCES.items()
-    }
-    assert circle(below) == []
+def test_imports_have_no_cycle() -> None:
+    assert cyclic({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+    imported = {}
+    for module, path in SOURCES.items():
+        names = {ours for _, ours in imports(module, executed(path.read_text()))}
+        imported[module] = names - {"", module}
+    assert cyclic(imported) == []
 
 
 def test_the_package_offers_public_names_and_nothing_else() -> None:
@@ -164,7 +165,7 @@ def test_importing_the_package_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "source", "offence"),
+    ("module", "source", "violation"),
     [
         (
             "_engine.links",
@@ -181,5 +182,5 @@ def test_importing_the_package_imports_no_torch() -> None:
         ),
     ],
 )
-def test_an_offence_is_found(module: str, source: str, offence: str) -> None:
-    assert list(offences(module, source)) == list(filter(None, [offence]))
+def test_a_violation_is_found(module: str, source: str, violation: str) -> None:
+    assert list(violations(module, source)) == list(filter(None, [violation]))

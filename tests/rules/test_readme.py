@@ -1,6 +1,7 @@
-"""What the README and docs/ show works: Python blocks run, links lead somewhere, and the site is whole.
+"""The README and docs/ are correct: Python blocks run, links have targets, the site is complete.
 
-The diffs of docs/loops.md are run by tests/recipes/test_loops.py, commands by tests/recipes/test_documents.py.
+tests/recipes/test_loops.py runs the diffs of docs/loops.md, tests/recipes/test_documents.py the
+commands.
 """
 
 import re
@@ -21,6 +22,7 @@ from tests.harness import documents, in_ranks
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# The code that documents show, and whether its model is already wrapped in DDP.
 SHOWN = [
     (block, True) for path in DOCUMENTS for block in documents.blocks(path.read_text(), "python")
 ]
@@ -29,8 +31,8 @@ SHOWN += [(documents.after(diff), False) for diff in documents.blocks(README, "d
 
 @pytest.mark.parametrize(("source", "wrapped"), SHOWN)
 @in_ranks(1)
-def test_what_is_shown_runs(source: str, wrapped: bool) -> None:
-    """Where a reader would paste it: after a model, a loader and an optimizer were made."""
+def test_code_in_the_documentation_runs(source: str, wrapped: bool) -> None:
+    """It runs where a reader would paste it: behind a model, a loader and an optimizer."""
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     names: dict[str, Any] = {
         "torch": torch,
@@ -43,7 +45,7 @@ def test_what_is_shown_runs(source: str, wrapped: bool) -> None:
         "DistributedDataParallel": DistributedDataParallel,
     }
     exec(compile(source, "README.md", "exec"), names)
-    for images, labels in names["loader"]:  # the loop that stays as it is
+    for images, labels in names["loader"]:  # the reader's loop, which stays as it is
         names["loss_function"](names["model"](images), labels).backward()
         names["optimizer"].step()
         names["optimizer"].zero_grad()
@@ -51,57 +53,44 @@ def test_what_is_shown_runs(source: str, wrapped: bool) -> None:
 
 def broken_links(document: Path) -> Iterator[str]:
     for link in sorted(set(re.findall(r"\]\((?!http)([^)]+)\)", document.read_text()))):
-        name, _, place = link.partition("#")
+        name, _, anchor = link.partition("#")
         target = document if not name else document.parent / name
-        text = target.read_text() if place and target.is_file() else ""
+        text = target.read_text() if anchor and target.is_file() else ""
         headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
-        places = {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
-        if not target.is_file() or (place and place not in places):
+        anchors = {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+        if not target.is_file() or (anchor and anchor not in anchors):
             yield f"{document.name}: {link}"
 
 
-def test_links_lead_somewhere(tmp_path: Path) -> None:
+def test_links_have_targets(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A `b`, c\n[x](#a-b-c) [y](#nowhere) [z](page.md#a-b-c) [w](gone.md)\n")
     assert [*broken_links(page)] == ["page.md: #nowhere", "page.md: gone.md"]
     assert [link for document in DOCUMENTS for link in broken_links(document)] == []
 
 
-def test_names_in_the_text_are_public() -> None:
-    mentioned = set(re.findall(r"`(crossover_\w+|[A-Z]\w*(?:State|Mutex))`", README)) - {
-        "crossover_ddp"
-    }
-    assert mentioned <= set(crossover_ddp.__all__)
+def test_names_in_the_readme_are_public() -> None:
+    mentioned = set(re.findall(r"`(crossover_\w+|[A-Z]\w*(?:State|Mutex))`", README))
+    assert mentioned - {"crossover_ddp"} <= set(crossover_ddp.__all__)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make it without warnings: mkdocs.yml asks for those of links and pages, too."""
+    """Build the site. Any warning is an error, also those of links and pages (mkdocs.yml)."""
     for name in ("material", "mkdocstrings"):
         pytest.importorskip(name, reason=f"{name} is not installed: make docs, or the extra 'docs'")
-    place = tmp_path_factory.mktemp("site")
-    build = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "--site-dir",
-        str(place),
-    ]
+    directory = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    build += ["--site-dir", str(directory)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    return place
+    return directory
 
 
-def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+def test_the_site_loads_nothing_from_other_hosts(site: Path) -> None:
+    remote = r'<(?:script|img|iframe|link rel="(?:stylesheet|icon)")[^>]*https?:[^>]*>'
     for path in site.rglob("*.html"):
-        loaded = re.findall(
-            r'<(?:script|img|iframe|link rel="(?:stylesheet|icon)")[^>]*https?:[^>]*>',
-            path.read_text(),
-        )
-        assert loaded == [], path.name
+        assert re.findall(remote, path.read_text()) == [], path.name
 
 
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
@@ -112,7 +101,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 
 def test_markdown_is_rendered(site: Path) -> None:
-    """Python-Markdown is stricter than GitHub about lists and code in them."""
+    """Python-Markdown is stricter than GitHub about lists, and about code in them."""
     for path in site.rglob("*.html"):
         text = re.sub(r"(?s)<(pre|code|script|style)\b.*?</\1>", "", path.read_text())
         left = re.findall(

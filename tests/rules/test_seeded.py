@@ -1,4 +1,4 @@
-"""Each seeded fault can still be seeded, and its tests are there; each known defect has a test."""
+"""Each seeded fault still applies and its tests exist. Each known defect has a test."""
 
 import ast
 import dataclasses
@@ -12,20 +12,21 @@ import pytest
 from tests.seeded.fault import FAULTS, ROOT, SEARCHED, Fault
 
 RENAMED = re.compile(
-    r"\b(Bucket|Backward|Exchange|DecoupledState|Pending|Owners|FactorCapture|Turns|CodedLink|ModuleBuffers)\b"
+    r"\b(Bucket|Backward|Exchange|DecoupledState|Pending|Owners|FactorCapture|Turns|CodedLink"
+    r"|ModuleBuffers)\b"
 )
 
 
-def test_faults_can_be_seeded_and_their_tests_are_there() -> None:
+def test_faults_can_be_seeded_and_their_tests_exist() -> None:
     for fault in FAULTS:
         path, seeded = fault.seeded(ROOT)
         if path.endswith(".py"):
-            compile(seeded, fault.why, "exec")  # a SyntaxError says which fault it is
+            compile(seeded, fault.why, "exec")  # a SyntaxError names the fault
     assert [fault.why for fault in FAULTS if not fault.tests or fault.missing(ROOT)] == []
 
 
 def test_faults_survive_a_rename_of_ten_classes_and_another_layout(tmp_path: Path) -> None:
-    """Each fault's mutation is the same code, renamed, whatever the width of lines."""
+    """After both each fault makes the same mutation, with the new names."""
 
     def renamed(text: str) -> str:
         return RENAMED.sub(r"\1Renamed", text)
@@ -41,29 +42,32 @@ def test_faults_survive_a_rename_of_ten_classes_and_another_layout(tmp_path: Pat
         if not path.endswith(".py"):
             continue
         diff = [renamed(line) for line in fault.diff]
-        path_there, there = dataclasses.replace(
-            fault, target=renamed(fault.target), diff=diff
-        ).seeded(tmp_path)
-        assert path_there == path
-        assert ast.dump(ast.parse(there)) == ast.dump(ast.parse(renamed(seeded))), fault.why
+        renamed_fault = dataclasses.replace(fault, target=renamed(fault.target), diff=diff)
+        renamed_path, renamed_seeded = renamed_fault.seeded(tmp_path)
+        assert renamed_path == path
+        expected = ast.dump(ast.parse(renamed(seeded)))
+        assert ast.dump(ast.parse(renamed_seeded)) == expected, fault.why
 
 
-def test_the_code_of_a_fault_must_be_there() -> None:
+def test_a_fault_whose_code_does_not_exist_is_an_error() -> None:
     fault = Fault("copy_tree", "nothing", ["-k", "x"], ["-there.is.no.such(line)"])
     with pytest.raises(ValueError, match="found it 0 times"):
         fault.seeded(ROOT)
 
 
-# How many defects each list has; strangers' programs begin at 0.
-POINTS = {"strangers-": range(38), "kfac-S": range(1, 11), "codecs-S": range(1, 21)}
-POINTS |= {"decoupled-": range(1, 18), "turns-": range(1, 15)}
-GONE = {"decoupled-10"}  # with DecoupledState.plan_codec; turns-15 with semaphores on a device
+# The numbers of the defects in each report. The programs of outside users begin at 0.
+NUMBERS = {"strangers-": range(38), "kfac-S": range(1, 11), "codecs-S": range(1, 21)}
+NUMBERS |= {"decoupled-": range(1, 18), "turns-": range(1, 15)}
+# These defects went with the code that had them: DecoupledState.plan_codec here, and semaphores on
+# a device (turns-15, beyond the range above).
+GONE = {"decoupled-10"}
 
 
 def test_every_known_defect_has_a_test() -> None:
-    texts = (path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    marks = [mark for text in texts for mark in re.findall(r"mark\.defect\((.*?)\)", text)]
-    marked = {number for mark in marks for number in re.findall(r'"([^"]+)"', mark)}
-    known = {f"{report}{number}" for report, numbers in POINTS.items() for number in numbers} - GONE
-    assert not known - marked, "these have no test"
-    assert not marked - known, "nobody knows these"
+    marked = set[str]()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for mark in re.findall(r"mark\.defect\((.*?)\)", path.read_text()):
+            marked.update(re.findall(r'"([^"]+)"', mark))
+    known = {f"{report}{number}" for report, numbers in NUMBERS.items() for number in numbers}
+    assert not known - GONE - marked, "these have no test"
+    assert not marked - (known - GONE), "no report has these"

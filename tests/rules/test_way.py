@@ -1,4 +1,4 @@
-"""How long the way of a step is: the package's modules that one settled step of each hook enters."""
+"""The number of the package's modules that one step of each hook enters, after the first steps."""
 
 import sys
 import threading
@@ -12,28 +12,31 @@ from tests.harness import run_ranks
 from tests.harness.training import Training
 
 PACKAGE = str(Path(crossover_ddp.__file__).parent)
-SETTLED, SEEN = 9, 3  # none of the steps that are seen compares replicas
-# At most so many modules. Whoever shortens a way lowers its number.
+# Steps before the measured ones, and measured steps. None of these compares replicas.
+WARM_UP, MEASURED = 9, 3
+# The largest number of modules allowed for each hook. A change that needs fewer lowers the number.
 WAYS = {"split": 6, "crossover": 12, "decoupled": 9, "int8": 9}
 WAYS |= {"averaged": 8, "muon": 10, "owned": 12, "kfac": 14}
 
 
 def modules_of(rank: int, world_size: int, way: str) -> set[str]:
-    """Return the files of the package whose functions are called in some steps, on any thread begun before them."""
-    found, is_open = set[str](), threading.Event()
+    """Return the package's modules whose functions the measured steps call, on all threads."""
+    found = set[str]()
+    is_measuring = threading.Event()
 
-    def note(frame: FrameType, event: str, argument: object) -> None:
+    def record(frame: FrameType, event: str, argument: object) -> None:
         file = frame.f_code.co_filename
-        if event == "call" and file.startswith(PACKAGE) and is_open.is_set():
+        if event == "call" and file.startswith(PACKAGE) and is_measuring.is_set():
             found.add(file.removeprefix(f"{PACKAGE}/").removesuffix(".py"))
 
-    sys.setprofile(note)
-    threading.setprofile(note)
+    # Before the threads start: `threading.setprofile` holds for later ones only.
+    sys.setprofile(record)
+    threading.setprofile(record)
     try:
-        training = Training(way, rank).run(SETTLED)
-        is_open.set()
-        training.run(SEEN)
-        is_open.clear()
+        training = Training(way, rank).run(WARM_UP)
+        is_measuring.set()
+        training.run(MEASURED)
+        is_measuring.clear()
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
@@ -42,6 +45,6 @@ def modules_of(rank: int, world_size: int, way: str) -> set[str]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_settled_step_enters_no_more_modules_than_today(way: str) -> None:
+def test_a_step_enters_no_more_modules_than_allowed(way: str) -> None:
     found = sorted(set.union(*run_ranks(modules_of, 2, args=(way,))))
     assert 0 < len(found) <= WAYS[way], f"{len(found)}: {found}"

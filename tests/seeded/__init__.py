@@ -1,7 +1,7 @@
-"""Faults to seed into a copy of the tree, and the tests of ``make test`` that must go red of each.
+"""Faults to seed into a copy of the tree, each with tests of ``make test`` that must fail then.
 
-    python -m tests.seeded                 # all of them
-    python -m tests.seeded _decoupled      # those whose file or reason has this in it
+    python -m tests.seeded                 # all faults
+    python -m tests.seeded _decoupled      # faults with this in their file or reason
 
-Whoever shortens the suite shows with it that the suite still sees what it saw. See `fault`.
+After a change of the suite, this shows that it still finds the same mistakes. See `fault`.
 """

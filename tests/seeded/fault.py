@@ -1,16 +1,17 @@
-"""Seeded faults: the format of their tables, and how a fault is put into a copy of the tree.
+"""Seeded faults: the format of their tables, and how to seed one into a copy of the tree.
 
 A table, ``faults/*.txt``, holds mutations of functions. Its lines begin with one of these:
 
-- ``@`` names what is mutated from here on: a function, method or class as in a traceback (``Bucket.end``), or a file
-  (for code outside of functions, and for C++)
-- ``#`` begins a fault, and says what is wrong with the code then
-- ``$`` gives pytest's arguments, if they differ from those of the fault above; at least one of the tests must fail
-- a space, ``-`` or ``+`` is a line of a fragment of code, as in a diff
+- ``@`` names the target of the following mutations: a function, method or class as in a traceback
+  (``Bucket.end``), or a file (for code outside of functions, and for C++).
+- ``#`` begins a fault and describes it.
+- ``$`` gives pytest's arguments, if they differ from those of the fault above. At least one of the
+  tests must fail.
+- A space, ``-`` or ``+`` begins a line of a fragment of code, as in a diff.
 
-[Note: fragments] A fragment is compared token by token. Line breaks, comments, indentation, trailing
-commas, the parentheses around a wrapped expression and the file of the function do not matter. So a
-fault survives reformatting and moves. After a rename apply the same rename to the tables.
+[Note: fragments] A fragment is compared token by token. Line breaks, comments, indentation,
+trailing commas, the parentheses around a wrapped expression and the file of the function do not
+matter. So a fault survives reformatting and moves. After a rename apply it to the tables as well.
 """
 
 import ast
@@ -56,49 +57,52 @@ class Fault:
     """A mistake that a developer could make, or has made, at one place of a function."""
 
     target: str  # a qualified name, or a path from the root of the tree
-    why: str
+    why: str  # describes the mistake
     tests: list[str] = field(default_factory=list)  # pytest's arguments
-    diff: list[str] = field(default_factory=list)  # lines of code behind their sign
+    diff: list[str] = field(default_factory=list)  # lines of code, each with its sign
 
     def seeded(self, root: Path) -> tuple[str, str]:
-        """Return the path of the file that the fault belongs to, from ``root``, and its text with the fault in it."""
-        old, new = (
-            "\n".join(line[1:] for line in self.diff if line[0] != sign).rstrip(", ")
-            for sign in "+-"
-        )
+        """Return the path of the fault's file, from ``root``, and its text with the fault."""
+        old = self._side(without="+")
+        new = self._side(without="-")
         wanted = [token.text for token in tokens(old)]
-        places = [
-            (scope, *place)
-            for scope in scopes(root, self.target)
-            for place in found(wanted, root, scope)
-        ]
-        if len(places) != 1 or old == new:
+        matches = []
+        for scope in scopes(root, self.target):
+            matches += [(scope, *match) for match in found(wanted, root, scope)]
+        if len(matches) != 1 or old == new:
             raise ValueError(
-                f"expected the code of the fault {self.why!r} once in {self.target}, found it {len(places)} times; "
-                "seed the same mistake into today's code"
+                f"expected the code of the fault {self.why!r} once in {self.target}, "
+                f"found it {len(matches)} times; seed the same mistake into today's code"
             )
-        scope, begin, end = places[0]
+        scope, begin, end = matches[0]
         text = (root / scope.path).read_text()
+        # Indent the new lines as the code that they replace.
         column = begin - (text.rfind("\n", 0, begin) + 1)
-        shift = column - (len(old) - len(old.lstrip()))
-        lines = [
-            " " * max(0, len(line) - len(line.lstrip()) + shift) + line.lstrip()
-            for line in new.split("\n")
-        ]
+        shift = column - _indent(old)
+        lines = [" " * max(0, _indent(line) + shift) + line.lstrip() for line in new.split("\n")]
         seeded = text[:begin] + "\n".join(lines).lstrip() + text[end:]
-        if (
-            not new and scope.path.endswith(".py") and not is_valid(seeded)
-        ):  # nothing else is left in its block
-            seeded = text[:begin] + "pass" + text[end:]
+        if not new and scope.path.endswith(".py") and not is_valid(seeded):
+            seeded = text[:begin] + "pass" + text[end:]  # the block would be empty
         return scope.path, seeded
 
     def missing(self, root: Path) -> list[str]:
-        def is_there(test: str) -> bool:
+        """Return those of the fault's tests that do not exist."""
+
+        def exists(test: str) -> bool:
             file, _, function = test.partition("::")
-            path, name = root / file, function.partition("[")[0]
+            path = root / file
+            name = function.partition("[")[0]
             return path.exists() and (not name or f"def {name}(" in path.read_text())
 
-        return [test for test in self.tests if test.startswith("tests/") and not is_there(test)]
+        return [test for test in self.tests if test.startswith("tests/") and not exists(test)]
+
+    def _side(self, *, without: str) -> str:
+        """Return the code before or after the mutation: the lines without one of the signs."""
+        return "\n".join(line[1:] for line in self.diff if line[0] != without).rstrip(", ")
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())
 
 
 def is_valid(text: str) -> bool:
@@ -110,51 +114,52 @@ def is_valid(text: str) -> bool:
 
 
 def tokens(text: str) -> list[Token]:
-    """Return the tokens of a text that need not be whole, without comments and trailing commas."""
+    """Return the tokens of a piece of code, without comments and trailing commas."""
     matches = (match for match in _TOKEN.finditer(text) if match["token"])
-    all_of_them = [Token(match["token"], *match.span()) for match in matches]
-    followers = [token.text for token in all_of_them[1:]] + [""]
+    with_commas = [Token(match["token"], *match.span()) for match in matches]
+    followers = [token.text for token in with_commas[1:]] + [""]
     return [
-        each
-        for each, next_ in zip(all_of_them, followers, strict=True)
-        if each.text != "," or next_ not in ")]}"
+        token
+        for token, follower in zip(with_commas, followers, strict=True)
+        if token.text != "," or follower not in ")]}"
     ]
 
 
 def found(wanted: list[str], root: Path, scope: Scope) -> Iterator[tuple[int, int]]:
-    """Yield where a scope has these tokens, as offsets in its file."""
-    there = tokens((root / scope.path).read_text()[scope.begin : scope.end])
-    for first, token in enumerate(there):
-        end = _end_of_match(there, first, wanted) if token.text == wanted[0] else None
+    """Yield the places of these tokens in a scope, as offsets in its file."""
+    of_scope = tokens((root / scope.path).read_text()[scope.begin : scope.end])
+    for first, token in enumerate(of_scope):
+        end = _end_of_match(of_scope, first, wanted) if token.text == wanted[0] else None
         if end is not None:
-            yield scope.begin + token.begin, scope.begin + there[end - 1].end
+            yield scope.begin + token.begin, scope.begin + of_scope[end - 1].end
 
 
-def _end_of_match(there: list[Token], position: int, wanted: list[str]) -> int | None:
-    """Return the position behind the last token if the tokens from ``position`` on are those wanted.
+def _end_of_match(of_scope: list[Token], position: int, wanted: list[str]) -> int | None:
+    """Return the position after the match that begins at ``position``. None if there is no match.
 
-    Parentheses that are not wanted are skipped in pairs: a formatter puts them around an expression that it wraps.
+    Parentheses that are not wanted are skipped in pairs: a formatter puts them around an expression
+    that it wraps.
     """
     skipped = 0
-    for text in [*wanted, None]:  # None: what is left to be closed
-        while position < len(there) and there[position].text != text:
-            if there[position].text == "(" and text is not None:
+    for text in [*wanted, None]:  # None: only skipped parentheses may still be closed
+        while position < len(of_scope) and of_scope[position].text != text:
+            if of_scope[position].text == "(" and text is not None:
                 skipped += 1
-            elif there[position].text == ")" and skipped:
+            elif of_scope[position].text == ")" and skipped:
                 skipped -= 1
             else:
                 break
             position += 1
         if text is None:
             return None if skipped else position
-        if position == len(there) or there[position].text != text:
+        if position == len(of_scope) or of_scope[position].text != text:
             return None
         position += 1
     return None
 
 
 def scopes(root: Path, target: str) -> list[Scope]:
-    """Return the functions and classes of this qualified name, or the file of this path."""
+    """Return the functions and classes with this qualified name, or the file with this path."""
     if (root / target).is_file():
         return [Scope(target, 0, len((root / target).read_text()))]
     return _definitions(root).get(target, [])
@@ -189,7 +194,9 @@ def _named(
 
 
 def read(table: str) -> list[Fault]:
-    target, faults = "", list[Fault]()
+    """Return the faults of a table."""
+    target = ""
+    faults: list[Fault] = []
     for line in filter(None, table.splitlines()):
         if line[0] == "@":
             target = line[2:]
@@ -207,6 +214,7 @@ FAULTS = [fault for table in TABLES for fault in read(table.read_text())]
 
 
 def copy_tree(target: Path) -> None:
+    """Copy all files of the tree that git does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.check_output(command, cwd=ROOT, text=True)
     for name in filter(None, listed.split("\0")):

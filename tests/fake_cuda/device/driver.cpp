@@ -1,4 +1,5 @@
-// The calls of the driver (libcuda) that torch and this package make. Nearly all need a context on their thread.
+// The functions of the driver (libcuda) that torch and this package call. Nearly all need a context
+// on their thread.
 #include "runtime.h"
 
 #include <cuda.h>

@@ -1,5 +1,5 @@
-// What the libraries of the fake device share: knobs, and launching with a lateness that is drawn when a thing is
-// launched, so that it depends on the order of launches alone.
+// Shared by the libraries of the fake device: knobs, and launches with a lateness. The lateness is
+// drawn at the launch, so that it depends only on the order of launches.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
@@ -13,16 +13,18 @@
 
 #define API extern "C" __attribute__((visibility("default")))
 
-// Runs `run(data)` in stream order; in a graph at each replay. `drop(data)` comes after the last time.
+// Runs `run(data)` in stream order, or at each replay of a graph. `drop(data)` follows the last.
 API cudaError_t fake_launch(cudaStream_t stream, void (*run)(void*), void (*drop)(void*), void* data);
-// Draws how late the next thing on the stream is: FAKE_<kind>_US, and up to FAKE_<kind>_JITTER_US more.
+// Draws the lateness of the next launch on the stream: FAKE_<kind>_US, and up to
+// FAKE_<kind>_JITTER_US more.
 API long fake_lateness_us(const char* kind, cudaStream_t stream);
 API void fake_sleep_us(long us);
-// Notes what is not covered, for the text of the error that follows; returns that error.
+// Records what the device does not cover, for the text of the error that it returns.
 API cudaError_t fake_not_covered(const char* what);
 API int fake_physical(int device);
-// Removes files in shared memory: those that begin so; those of processes that have ended without removing them.
+// Removes the files in shared memory whose names begin with `prefix`.
 API void fake_remove_shared(const char* prefix);
+// Removes the files in shared memory of processes that have ended without removing them.
 API void fake_sweep();
 
 namespace fake {
@@ -32,7 +34,8 @@ inline long knob(const char* name, long otherwise = 0) {
     return value ? atol(value) : otherwise;
 }
 
-// Held while one of all processes uses a device, or a link: as under time slicing, with FAKE_SHARED=1.
+// With FAKE_SHARED=1, a lock across processes: one of them uses a device or a link at a time, as
+// under time slicing.
 class Alone {
   public:
     Alone(const char* what, int number) {

@@ -1,6 +1,7 @@
-// An operator on CUDA tensors is enqueued on the current stream and computed there by the CPU's kernel, on CPU tensors
-// over the same memory. Arguments are kept as raw memory, as a real kernel keeps them, so a tensor that is freed or
-// overwritten too early gives wrong numbers here, too. What cannot be computed right raises.
+// An operator on CUDA tensors is enqueued on the current stream. There the CPU's kernel computes
+// it, on CPU tensors over the same memory. As in a real kernel, arguments are raw memory: a tensor
+// that is freed or overwritten too early gives wrong numbers. An operator that cannot be computed
+// correctly raises.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
@@ -29,7 +30,7 @@ int PyGILState_Ensure();
 void PyGILState_Release(int);
 void PyErr_Clear();
 }
-static void forget_python_error() {  // a shape function in Python has left one
+static void forget_python_error() {  // which a shape function in Python has left behind
     const int state = PyGILState_Ensure();
     PyErr_Clear();
     PyGILState_Release(state);
@@ -90,18 +91,18 @@ static Stack convert(const IValue* arguments, size_t count, at::Tensor (*f)(cons
     return out;
 }
 
-// ---- what a schema says of an operator, once for each
+// ---- properties of an operator, read from its schema once
 struct Known {
-    size_t count = 0;
-    std::vector<size_t> written;    // arguments
+    size_t count = 0;               // number of arguments
+    std::vector<size_t> written;    // arguments that the operator writes
     std::vector<size_t> resizable;  // out= arguments
-    std::vector<bool> aliased;      // results that are arguments
-    bool functional = false;        // some result is no argument
-    bool plain = true;              // results are tensors
-    bool computed = false;          // by the CPU, too
+    std::vector<bool> aliased;      // for each result whether it is an argument
+    bool functional = false;        // at least one result is not an argument
+    bool plain = true;              // all results are tensors
+    bool computed = false;          // the CPU has a kernel for it
     bool mixes = false;             // takes CPU tensors beside CUDA tensors
-    bool random = false;
-    int generator = -1;  // which argument
+    bool random = false;            // draws random numbers
+    int generator = -1;             // index of the argument that is a generator; -1 if none is
 };
 static Known know(const OperatorHandle& op) {
     const auto& schema = op.schema();
@@ -155,13 +156,14 @@ static c10::Device device_of(const OperatorHandle& op, const IValue* arguments, 
     return found.value_or(c10::Device(at::kCUDA, c10::cuda::current_device()));
 }
 
-// ---- shapes of results, from "meta", once for each operator and shapes of arguments: a Python function costs 1 ms
+// ---- shapes of results, computed on the "meta" device and cached for each operator and shapes of
+// its arguments, since a shape function in Python takes 1 ms
 struct Shapes {
     bool known = false;
     Stack results;
-    Stack arguments;  // as an out= argument was left
+    Stack arguments;  // afterwards: an out= argument may have been resized
 };
-// Writes all that a shape may depend on; false if that is more than is written here.
+// Appends all properties of a value that a shape may depend on. Returns false if it cannot.
 static bool describe(const IValue& value, std::string& key) {
     auto add = [&](const auto& plain) { key.append((const char*)&plain, sizeof plain); };
     auto add_all = [&](const auto& list) {
@@ -220,7 +222,7 @@ static Shapes shapes_of(const OperatorHandle& op, const IValue* arguments, const
     return all.emplace(std::move(key), infer(op, arguments, known)).first->second;
 }
 
-// ---- random numbers: drawn in the stream from what the device's generator was when the kernel was launched
+// ---- random numbers: drawn in the stream, with the device's generator as it was at the launch
 static at::Generator generator_at_launch(const IValue& given) {
     cudaStreamCaptureStatus status;
     C10_CUDA_CHECK(cudaStreamIsCapturing(stream(), &status));
@@ -239,14 +241,15 @@ static at::Generator generator_at_launch(const IValue& given) {
 struct Launch {
     OperatorHandle op;
     Stack arguments;
-    Stack results;  // on the CPU, over the memory of those that are no arguments
+    Stack results;  // CPU tensors over the memory of the results that are not arguments
     int device;
     long late_us;
 };
 static void copy_into(const IValue& to, const IValue& from) {
     if (to.isTensor() && to.toTensor().defined()) {
         if (from.toTensor().numel() || !to.toTensor().numel()) to.toTensor().copy_(from.toTensor());
-        else to.toTensor().fill_(NAN);  // the CPU leaves it out, as statistics in evaluation: not to be read
+        // The CPU omits some results, such as statistics in evaluation. They must not be read.
+        else to.toTensor().fill_(NAN);
     }
     if (!to.isTensorList()) return;
     const auto into = to.toTensorVector(), values = from.toTensorVector();
@@ -263,7 +266,7 @@ static void run(void* data) {
         Stack stack = launch.arguments;
         launch.op.callBoxed(&stack);
         for (size_t i = 0; i < launch.results.size(); ++i) copy_into(launch.results[i], stack[i]);
-    } catch (const std::exception& error) {  // as a device's assertion: nothing that follows can be trusted
+    } catch (const std::exception& error) {  // like a device's assertion: later results are invalid
         std::cerr << "fake CUDA device: " << launch.op.operator_name() << " failed in its stream: " << error.what() << "\n";
         abort();
     }
@@ -289,7 +292,8 @@ static Stack launch(const OperatorHandle& op, const IValue* arguments, const Kno
     enqueue(run, data.release());
     return results;
 }
-// In stream order: the memory may have been another thread's, whose kernels on this stream are yet to run.
+// In stream order: kernels of the memory's previous user, another thread, may still be waiting on
+// this stream.
 static void fill_in_order(const at::Tensor& out, const at::Tensor& computed) {
     struct Fill {
         at::Tensor to, from;
@@ -303,7 +307,7 @@ static void fill_in_order(const at::Tensor& out, const at::Tensor& computed) {
         },
         new Fill{over_same_memory(out), computed});
 }
-// There is no shape without the values, or a result on the host: as on a device, wait.
+// The shape depends on values, or a result is on the host. As on a real device the host waits.
 static Stack compute_now(const OperatorHandle& op, const IValue* arguments, const Known& known) {
     C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
     Stack stack = convert(arguments, known.count, on_cpu, at::kCPU), before, results;
@@ -329,11 +333,11 @@ static Stack compute_now(const OperatorHandle& op, const IValue* arguments, cons
     }
     return results;
 }
-// As on CUDA, a tensor over a number of the host is multiplied by the number's reciprocal.
+// As on CUDA, a tensor divided by a number of the host is multiplied by the number's reciprocal.
 static OperatorHandle by_reciprocal(const OperatorHandle& op, Stack& stack) {
     const auto& schema = op.schema();
     if (schema.name() != "aten::div" && schema.name() != "aten::div_") return op;
-    if (schema.overload_name() != "Tensor" && schema.overload_name() != "out") return op;  // it rounds
+    if (schema.overload_name() != "Tensor" && schema.overload_name() != "out") return op;  // rounds
     const size_t from = stack.size() - schema.arguments().size();
     const at::Tensor self = stack[from].toTensor(), by = stack[from + 1].toTensor();
     if (by.is_cuda() || !self.is_floating_point()) return op;
@@ -366,7 +370,7 @@ static void kernel(const OperatorHandle& given, Stack* stack) {
     for (IValue& each : answer) stack->push_back(std::move(each));
 }
 
-// ---- operators of their own
+// ---- operators with a kernel of their own
 static void copy_strided(const at::Tensor& to, const at::Tensor& from) {
     struct Copy {
         at::Tensor to, from;
@@ -398,18 +402,19 @@ static at::Tensor& copy_kernel(at::Tensor& to, const at::Tensor& source, bool no
     else
         copy_strided(to, from);
     if (across || !(on_device || (non_blocking && pinned))) C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
-    else if (pinned)  // it is lent again only after this copy, as torch's own copy sees to
+    else if (pinned)  // as torch's own copy: the allocator reuses the memory only after this copy
         at::getHostAllocator(at::kCUDA)->record_event(
             host.data_ptr(), host.storage().data_ptr().get_context(), c10::cuda::getCurrentCUDAStream().unwrap());
     return to;
 }
-// The CPU's kernel draws from the CPU's own generator, so this one is made of others.
+// The CPU's kernel draws from the CPU's generator. This one uses operators that take the device's.
 static std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& input, double p, std::optional<bool> train) {
     if (!train.value_or(true)) return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
     at::Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
     return {input * mask * (p < 1 ? 1 / (1 - p) : 0.0), mask};
 }
-// A kernel that is busy for a time and writes when it began and ended, in nanoseconds that all processes share.
+// A kernel that is busy for a time. It writes when it began and ended, in nanoseconds of a clock
+// that all processes share.
 static void busy(const at::Tensor& marks, int64_t ns) {
     struct Busy {
         int64_t* marks;
@@ -430,7 +435,7 @@ static void busy(const at::Tensor& marks, int64_t ns) {
         new Busy{marks.data_ptr<int64_t>(), ns});
 }
 
-// Allocation, views and what launches nothing keep torch's own kernels.
+// Allocations, views and operators that launch no kernel keep torch's own kernels.
 static bool keeps_its_own(const c10::FunctionSchema& schema) {
     static const std::set<std::string> names{
         "aten::empty", "aten::empty_strided", "aten::resize_", "aten::set_", "aten::record_stream",
@@ -443,7 +448,7 @@ static bool keeps_its_own(const c10::FunctionSchema& schema) {
     return false;
 }
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
-    auto& context = at::globalContext();  // what is made of other operators
+    auto& context = at::globalContext();  // prefer implementations that consist of other operators
     context.setUserEnabledCuDNN(false);
     context.setSDPUseFlash(false);
     context.setSDPUseMemEfficient(false);

@@ -1,5 +1,6 @@
-// NCCL between processes of one machine: collectives run in stream order, exchange through files in /dev/shm and sum in
-// the order of ranks. FAKE_NCCL_MBPS makes the link slow: megabytes a second that a rank sends. Ranks may share a device.
+// NCCL between processes of one machine. Collectives run in stream order, exchange files in
+// /dev/shm and sum in the order of ranks. FAKE_NCCL_MBPS is the speed of the link, in megabytes per
+// second that a rank sends. Ranks may share a device.
 #include <nccl.h>
 #include <sys/stat.h>
 
@@ -25,12 +26,12 @@ constexpr long POLL_US = 30;
 struct ncclComm {
     std::string id;
     int rank, count, device = 0;
-    std::atomic<uint64_t> launched{0}, done{0};  // one after the other, whatever streams they are on
+    std::atomic<uint64_t> launched{0}, done{0};  // calls run one after the other, on any streams
     std::atomic<bool> aborted{false};
     std::map<int, uint64_t> sent, received;
     int splits = 0;
     std::mutex mutex;
-    std::vector<std::string> left;  // files that a peer may still read
+    std::vector<std::string> left;  // files of this rank that a peer may still read
 };
 
 [[noreturn]] static void die(const std::string& why) {
@@ -71,7 +72,8 @@ static bool fetch(ncclComm* c, const std::string& what, void* data, size_t from,
     close(file);
     return true;
 }
-// Removes what this rank has posted before the last one: all have read it, as they have posted what comes behind.
+// Removes this rank's files except the latest. All ranks have read the others: they have posted
+// their parts of the next collective.
 static void posted(ncclComm* c, const std::string& what) {
     std::lock_guard lock(c->mutex);
     for (const std::string& each : c->left) unlink(path(c, each).c_str());
@@ -96,7 +98,7 @@ static uint16_t to_bf16(float value) {
 }
 constexpr int FIRST_OWN_OP = 16;
 static std::mutex g_ops_mutex;
-static std::map<int, double> g_ops;  // what inputs are multiplied by before they are summed
+static std::map<int, double> g_ops;  // factors of inputs, which are multiplied before the sum
 static int g_next_op = FIRST_OWN_OP;
 
 static double scale_of(int op, int ranks) {
@@ -105,7 +107,8 @@ static double scale_of(int op, int ranks) {
     std::lock_guard lock(g_ops_mutex);
     return g_ops.at(op);
 }
-// `get` and `put` turn stored numbers into those that are computed with, and round them again after each operation.
+// `get` converts a stored number to the type of the arithmetic. `put` rounds a result back. Each
+// operation is rounded.
 template <class Stored, class Number>
 static void fold(
     char* into, const std::vector<Bytes>& all, size_t count, int op, Number (*get)(Stored), Stored (*put)(Number)) {
@@ -198,7 +201,7 @@ struct Collective {
         if (kind == ALL_REDUCE) return 2 * bytes() * peers / comm->count;
         return kind == REDUCE_SCATTER || kind == ALL_GATHER ? bytes() * peers : bytes();
     }
-    // Whether it reads what a rank has posted.
+    // Whether it reads the file of a rank.
     bool reads(int rank) const {
         if (kind == BROADCAST || kind == SCATTER) return rank == root;
         return (kind != REDUCE && kind != GATHER) || is_root();
@@ -294,7 +297,7 @@ static ncclResult_t add(const Message& message) {
 }
 
 // ---- communicators
-// Whoever leaves last removes what is left: until then a slow rank may have to read it.
+// The last rank to leave removes all files: until then a slow rank may have to read them.
 static void leave(ncclComm* c) {
     post(c, "left-" + std::to_string(c->rank), "", 0);
     for (int rank = 0; rank < c->count; ++rank)

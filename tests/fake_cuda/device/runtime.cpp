@@ -18,8 +18,8 @@ static thread_local int tl_device = 0;
 static thread_local bool tl_context = false;
 static thread_local cudaError_t tl_error = cudaSuccess;
 static thread_local std::string tl_not_covered;
-static std::atomic<unsigned> g_contexts{0};  // a bit for each device, by the numbers of this process
-static std::atomic<bool> g_forked{false};    // after it had contexts: they are not the child's
+static std::atomic<unsigned> g_contexts{0};  // one bit per device, by this process's numbers
+static std::atomic<bool> g_forked{false};    // forked from a process with contexts, which it lacks
 
 cudaError_t failed(cudaError_t error) {
     if (error != cudaSuccess) tl_error = error;
@@ -36,8 +36,8 @@ static std::string uuid_text(int physical) {
     return text;
 }
 
-// The physical devices that this process sees, by its own numbers: as the driver reads CUDA_VISIBLE_DEVICES, up to the
-// first entry that names no device.
+// The physical devices that this process sees, indexed by its own numbers. Like the driver it reads
+// CUDA_VISIBLE_DEVICES up to the first entry that is not a device.
 static const std::vector<int>& visible() {
     static const std::vector<int> found = [] {
         const int count = (int)knob("FAKE_DEVICES", 1);
@@ -84,7 +84,7 @@ cudaError_t bind() {
     return cudaSuccess;
 }
 
-// The arithmetic is torch's: it is loaded when torch, and nobody else, first asks for devices.
+// The arithmetic is torch's. It is loaded when torch first asks for devices, not for other callers.
 static void load_kernels() {
     static std::once_flag once;
     void* torch = dlopen("libtorch_python.so", RTLD_NOLOAD | RTLD_LAZY);
@@ -107,7 +107,7 @@ struct Block {
     size_t size;
     cudaMemoryType type;
     int device;
-    bool mapped;  // here, not registered
+    bool mapped;  // allocated here, not memory of the caller that was registered
 };
 static std::mutex g_memory_mutex;
 static std::map<char*, Block>& blocks() {
@@ -161,7 +161,7 @@ static bool pageable(const void* address) {
     return !find(address, &block);
 }
 
-// As on a device, memory that is not pinned is read before the call returns, and written by then.
+// As on a real device, the call reads or writes memory that is not pinned before it returns.
 static cudaError_t copy(void* to, const void* from, size_t size, cudaStream_t handle) {
     if (const cudaError_t error = bind()) return error;
     Stream* stream = stream_of(handle);

@@ -1,4 +1,4 @@
-// Streams, events and graphs, as the runtime's and the driver's names use them.
+// Streams, events and graphs, for the functions of the runtime and of the driver.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -19,14 +19,14 @@
 
 namespace fake {
 
-using Task = std::function<void()>;  // may be run again: a graph keeps it
+using Task = std::function<void()>;  // may run several times, if a graph keeps it
 struct Stream;
-// How much of each stream's part in a capture lies before a point.
+// A point in a capture: for each stream the number of its tasks that lie before it.
 using Clock = std::map<Stream*, size_t>;
 
 struct Graph {
-    std::vector<Task> tasks;  // in the order of the calls, which is one that all waits allow
-    // While it is captured:
+    std::vector<Task> tasks;  // in the order of the calls, which satisfies all waits
+    // Used only during the capture:
     Stream* origin = nullptr;
     cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
     std::thread::id thread;
@@ -39,7 +39,7 @@ struct Stream {
     Stream(int device, unsigned flags, int priority);
     void put(Task task);
     bool idle();
-    void wait();  // for what it has been given so far
+    void wait();  // for all tasks that it has been given so far
 
     const int device;
     const unsigned flags;
@@ -47,8 +47,8 @@ struct Stream {
     const int ordinal;
     std::mt19937_64 lateness;
     long seed;
-    Graph* graph = nullptr;  // that it is captured into
-    Clock clock;             // of the capture
+    Graph* graph = nullptr;  // captures this stream; null if none does
+    Clock clock;             // this stream's point in the capture
 
   private:
     void run();
@@ -74,11 +74,11 @@ struct Event {
     const unsigned flags;
     std::mutex mutex;
     std::shared_ptr<Record> last;
-    Graph* graph = nullptr;  // its last recording was captured into this one
+    Graph* graph = nullptr;  // captured its last recording; null if none did
     Clock clock;
 };
 
-// A call that needs a context: makes one on the thread's device. Returns the error of a forked process.
+// Makes a context on the thread's device, for calls that need one. An error in a forked process.
 cudaError_t bind();
 cudaError_t failed(cudaError_t error);
 int current_device();
@@ -87,7 +87,7 @@ bool device_has_context(int device);
 int device_count();
 cudaUUID_t uuid_of(int device);
 Stream* stream_of(cudaStream_t handle);
-// The error of a call that may not be made while a graph is captured; the capture is broken by it.
+// Returns the error of a call that is illegal during a capture, and breaks the capture.
 cudaError_t unsafe_in_capture();
 cudaError_t no_capture(Stream* stream);
 cudaError_t set_capture_mode(cudaStreamCaptureMode* mode);

@@ -1,5 +1,5 @@
-// Streams are threads. An event holds what was enqueued when it was recorded. A captured graph keeps what was enqueued
-// and does it again at each launch, in the order of the calls.
+// Streams are threads. An event stands for all tasks that were enqueued before it was recorded. A
+// captured graph keeps its tasks, and runs them at each launch in the order of the calls.
 #include "runtime.h"
 
 #include <dirent.h>
@@ -10,7 +10,7 @@
 
 namespace fake {
 
-static std::mutex g_mutex;  // of captures and of the list of streams
+static std::mutex g_mutex;  // protects captures and the list of streams
 static std::set<Stream*>& streams() {
     static auto* all = new std::set<Stream*>;  // never destroyed: threads outlive the end of main
     return *all;
@@ -39,7 +39,7 @@ void Stream::run() {
             tasks_.pop_front();
         }
         task();
-        task = nullptr;  // what it holds is dropped before anybody is told that it is done
+        task = nullptr;  // release its references before waiting threads see that it is done
         {
             std::lock_guard lock(mutex_);
             ++count_done_;
@@ -128,7 +128,7 @@ static void release(Graph* graph) {
     captures().erase(graph);
 }
 
-// Whether all that any stream has done in the capture lies before the end of the stream that began it.
+// Whether all tasks of the capture, on any stream, lie before the end of the stream that began it.
 static bool joined(const Graph& graph) {
     return std::all_of(graph.streams.begin(), graph.streams.end(), [&](Stream* stream) {
         const auto seen = graph.origin->clock.find(stream);
@@ -168,7 +168,7 @@ static std::shared_ptr<Record> last_of(Event* event) {
     return event->last;
 }
 
-// A task that waits for what the event holds now.
+// Returns a task that waits for the event's latest recording, as of now.
 static Task waiting(Event* event) {
     auto last = last_of(event);
     if (!last) return nullptr;
@@ -229,7 +229,7 @@ API long fake_lateness_us(const char* kind, cudaStream_t handle) {
     const long seed = knob("FAKE_SEED", by_chance);
     Stream* stream = stream_of(handle);
     std::lock_guard lock(g_mutex);
-    if (stream->seed != seed) {  // ranks have devices of their own, so each is late in its own way
+    if (stream->seed != seed) {  // the device enters, so that each rank draws its own lateness
         std::seed_seq from{(int)seed, fake_physical(stream->device), stream->ordinal};
         stream->lateness.seed(from);
         stream->seed = seed;
@@ -258,7 +258,7 @@ API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned flags) 
     return cudaStreamCreateWithPriority(handle, flags, 0);
 }
 API cudaError_t cudaStreamCreate(cudaStream_t* handle) { return cudaStreamCreateWithPriority(handle, 0, 0); }
-API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }  // what it was given is still done
+API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }  // its tasks still run
 API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     CHECK(bind());
     Stream* stream = stream_of(handle);
@@ -359,7 +359,7 @@ API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, siz
     return cudaSuccess;
 }
 API cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-    ((Graph*)graph)->tasks.clear();  // an event may still point at it
+    ((Graph*)graph)->tasks.clear();  // not deleted: an event may still point to it
     return cudaSuccess;
 }
 API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
