@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp._ddp.groups import told_by_all
-from crossover_ddp._engine import links as journeys
 from crossover_ddp._engine.buckets import StepRecord
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._tuning.model import Link, Workload, workload_of_records
+from crossover_ddp._engine.links import Link
+from crossover_ddp._tuning.model import LinkModel, Workload, workload_of_records
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 _SIZES_BYTES: Final = (16 * 1024, 64 * 1024, 256 * 1024, 512 * 1024)
@@ -20,7 +20,7 @@ _REPEATS: Final = 3
 _SMALL_PROBE_BYTES: Final = 1 << 10
 
 
-def measure_link(process_group: dist.ProcessGroup) -> Link:
+def measure_link(process_group: dist.ProcessGroup) -> LinkModel:
     """Return what one half of an exchange costs: five megabytes travel, in a dozen exchanges.
 
     **Collective**: all ranks of the group, with nothing else on the wire. The ranks' figures differ a little.
@@ -31,12 +31,12 @@ def measure_link(process_group: dist.ProcessGroup) -> Link:
         tensor = torch.zeros(size_bytes // 4, dtype=torch.float32)
         took_s = [_timed(engine, tensor) for _ in range(1 + _REPEATS)][1:]
         samples.append((float(size_bytes), statistics.median(took_s) / 2))
-    return Link.fitted(samples)
+    return LinkModel.fitted(samples)
 
 
 def recorded_by_all(
     group: dist.ProcessGroup, steps: Sequence[StepRecord]
-) -> tuple[list[Workload], Link]:
+) -> tuple[list[Workload], LinkModel]:
     """Return what each rank has recorded and the link as rank 0 measures it: of these all ranks make the same plan.
 
     **Collective**: as `measure_link`. Raises ``UnsupportedConfigurationError`` on all ranks, with one rank, on a GPU,
@@ -61,7 +61,7 @@ def _timed(engine: Exchange, tensor: torch.Tensor) -> float:
     begin_s = time.perf_counter()
     layout = engine.equal_layout(tensor)
 
-    async def both_halves(link: journeys.Link) -> None:
+    async def both_halves(link: Link) -> None:
         await link.reduce_scatter(tensor, layout)
         await link.all_gather(tensor, layout)
 
@@ -71,7 +71,7 @@ def _timed(engine: Exchange, tensor: torch.Tensor) -> float:
 
 def measure_pair(
     peer: int, process_group: dist.ProcessGroup | None, size_bytes: int, repeats: int
-) -> Link:
+) -> LinkModel:
     """Time round trips with one peer; return the cost of one way. Both call it."""
     leads, samples = dist.get_rank(process_group) < peer, []
     for size in (_SMALL_PROBE_BYTES, max(size_bytes, 2 * _SMALL_PROBE_BYTES)):
@@ -85,4 +85,4 @@ def measure_pair(
                     dist.recv(message, group=process_group, group_src=peer)
             times.append((time.perf_counter() - begin_s) / 2)
         samples.append((size, min(times[1:])))  # the first one connects the pair
-    return Link.fitted(samples)
+    return LinkModel.fitted(samples)

@@ -17,7 +17,7 @@ _LONGEST_INTERVAL: Final = 4096
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkModel:
     """What one half of an exchange costs: α, and β per byte."""
 
     alpha_s: float
@@ -28,7 +28,7 @@ class Link:
         return self.alpha_s + self.beta_s * size_bytes
 
     @classmethod
-    def fitted(cls, samples: Iterable[tuple[float, float]]) -> "Link":
+    def fitted(cls, samples: Iterable[tuple[float, float]]) -> "LinkModel":
         """Fit α and β to pairs (bytes, seconds of one half) of several sizes by least squares; neither is negative."""
         points = list(samples)
         mean_x = sum(x for x, _ in points) / len(points)
@@ -82,7 +82,7 @@ def workload_of_records(records: Sequence[Sequence[tuple[int, float]]]) -> Workl
     return Workload(0.0, max(bucket.ready_s for bucket in buckets), tuple(buckets))
 
 
-def all_reduce_step_s(work: Workload, link: Link) -> float:
+def all_reduce_step_s(work: Workload, link: LinkModel) -> float:
     """Return the time of a step of plain DDP: every bucket is all-reduced during backward, which waits for all."""
     wire_s = 0.0
     for bucket in work.buckets:
@@ -109,7 +109,7 @@ class AveragingPlan:
         return {"sync_every": self.sync_every, "delay": self.delay, "fragments": self.fragments}
 
 
-def plan_averaging(compute_s: float, size_bytes: float, link: Link) -> AveragingPlan:
+def plan_averaging(compute_s: float, size_bytes: float, link: LinkModel) -> AveragingPlan:
     """Choose the shortest interval for which the wire keeps up, and the shortest delay that no step waits for.
 
     A fragment leaves in every step if the link's start-up time allows that, else all parameters at once. Our design.
@@ -145,19 +145,19 @@ class CodecCost:
 EXACT: Final = CodecCost(1.0, 0.0, 0.0)
 
 
-def coded_step_s(work: Workload, link: Link, cost: CodecCost) -> float:
+def coded_step_s(work: Workload, link: LinkModel, cost: CodecCost) -> float:
     """Return the time of a step with a codec, on one core for compute and workers.
 
     A bucket's workers wait for its wire, and the next half of it for them; so their time counts as the wire's. No step
     takes less than all compute of both. ``work`` is without a codec.
     """
     coded, total = work.encoded(cost.hook_s), sum(bucket.size_bytes for bucket in work.buckets)
-    slowed = Link(link.alpha_s, link.beta_s * cost.rate + cost.worker_s / 2)
+    slowed = LinkModel(link.alpha_s, link.beta_s * cost.rate + cost.worker_s / 2)
     return max(all_reduce_step_s(coded, slowed), coded.compute_s + cost.worker_s * total)
 
 
 def weakest_codec(
-    work: Workload, link: Link, costs: Sequence[CodecCost]
+    work: Workload, link: LinkModel, costs: Sequence[CodecCost]
 ) -> tuple[int, tuple[float, ...]]:
     """Return which codec to take, of ``costs`` with the weakest first, and the predicted seconds of a step with each.
 
