@@ -16,12 +16,12 @@ _STOP: Final = None
 class Worker:
     """Run jobs one after the other on one daemon thread.
 
-    Between jobs the thread holds only its queue, so it keeps no engine and no process group alive. It blocks on
-    the queue; it never polls.
+    Between jobs the thread refers only to its queue, so it keeps no engine and no process group
+    alive. It blocks on the queue and never polls.
 
     Args:
-        name: of the thread, as it shows in debuggers.
-        adopt: what the thread does before anything else.
+        name: the thread's name in debuggers.
+        adopt: the thread calls this before its first job.
     """
 
     def __init__(self, name: str, adopt: Job = lambda: None) -> None:
@@ -34,8 +34,9 @@ class Worker:
         self._pid = os.getpid()
 
     def put(self, job: Job) -> None:
-        """Let the thread run ``job``, which must not raise. Raises ``RuntimeError`` after `stop`, and in a fork."""
-        if os.getpid() != self._pid:  # where the lock may be held for ever
+        """Queue ``job``, which must not raise. Raise ``RuntimeError`` after `stop` and in a fork."""
+        # In a fork the lock may be held forever, by a thread that exists only in the parent.
+        if os.getpid() != self._pid:
             raise RuntimeError(
                 f"thread {self._name} takes no more work: this process is a fork of its owner"
             )
@@ -43,17 +44,16 @@ class Worker:
             if self._stopped:
                 raise RuntimeError(f"thread {self._name} takes no more work: it was closed")
             if self._thread is None:
-                work = self._jobs, self._adopt
                 self._thread = threading.Thread(
-                    target=_run, args=work, name=self._name, daemon=True
+                    target=_run, args=(self._jobs, self._adopt), name=self._name, daemon=True
                 )
                 self._thread.start()
             self._jobs.put(job)
 
     def stop(self, then: Job | None = None) -> None:
-        """Take no more jobs; the thread ends after the jobs that it has, and the first call's ``then``.
+        """Accept no more jobs. The thread runs those in its queue, then ``then``, and ends.
 
-        May be called again, and in a fork.
+        May be called again, with no effect, and in a fork.
         """
         if os.getpid() != self._pid:
             return
@@ -69,7 +69,7 @@ class Worker:
             then()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end after ``stop``; return whether it has."""
+        """Wait for the thread to end after `stop`. Return whether it has ended."""
         thread = self._thread
         if thread is None or thread is threading.current_thread() or os.getpid() != self._pid:
             return True
@@ -78,12 +78,13 @@ class Worker:
 
 
 def _run(jobs: "queue.SimpleQueue[Job | None]", adopt: Job) -> None:
-    # torch.set_num_threads() on the main thread takes effect on another thread only with the first parallel kernel
-    # there; until then a matrix product may be divided, and so rounded, differently. Asking for the number applies it.
+    # torch.set_num_threads() on the main thread takes effect on another thread only with the first
+    # parallel kernel there. Until then a matrix product may be divided, and so rounded,
+    # differently. Reading the number applies it.
     torch.get_num_threads()
     adopt()
     del adopt
     while (job := jobs.get()) is not _STOP:
         job()
-        # Otherwise the last job would keep its bucket, engine and group alive while the queue is empty.
+        # Or the last job would keep its bucket, engine and group alive while the queue is empty.
         del job

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp import cli
 from crossover_ddp.cli import advise as cli_advise
 from crossover_ddp.cli import step_meter
-from crossover_ddp.cli.advise import DECOUPLED, WAYS, Figures, figures, verdict
+from crossover_ddp.cli.advise import DECOUPLED, METHODS, Figures, figures, verdict
 from tests.harness import in_ranks
 from tests.harness.waiting import eventually, gone
 
@@ -59,7 +59,7 @@ def of(compute_s: float, exposed_s: float, wire_s: float) -> Figures:
 def test_bounds_and_verdict_follow_from_c_n_and_m(
     found: Figures, bounds: list[float], what: str
 ) -> None:
-    assert [way.bound(found) for way in WAYS] == pytest.approx(bounds, rel=1e-3)
+    assert [each.bound(found) for each in METHODS] == pytest.approx(bounds, rel=1e-3)
     assert DECOUPLED.expected(found) == pytest.approx(0.93 * bounds[1], rel=1e-3)
     assert verdict(found).startswith(what)
     shown = cli_advise._report(found)
