@@ -34,7 +34,7 @@ class Worker:
         self._pid = os.getpid()
 
     def put(self, job: Job) -> None:
-        """Queue ``job``, which must not raise. Raise ``RuntimeError`` after `stop` and in a fork."""
+        """Queue ``job``, which must not raise. ``RuntimeError`` after `stop`, and in a fork."""
         # In a fork the lock may be held forever, by a thread that exists only in the parent.
         if os.getpid() != self._pid:
             raise RuntimeError(
