@@ -127,8 +127,8 @@ class DeviceCluster(Document):
         reached = networkx.node_connected_component(links, 0)
         if lost := [name for place, name in enumerate(self.names) if place not in reached]:
             raise ValueError(
-                f"expected devices that are connected, got no links from {lost} to the others; "
-                "give their bandwidth, or leave them out"
+                "expected devices that are connected, got no links in both directions between "
+                f"{lost} and the others; give their bandwidth, or leave them out"
             )
 
     def __len__(self) -> int:

@@ -487,7 +487,7 @@ GOOD = {"devices": 2, "bandwidth_gbit": [[0, 1], [1, 0]]}
         ({"devices": 3}, "expected names of 2 devices, got 3"),
         (
             {"devices": 3, "bandwidth_gbit": [[0, 1, 0], [1, 0, 0], [0, 5, 0]]},
-            r"the links of \['2'\]",
+            r"between \['2'\] and the others",
         ),
         ({"latency_us": -1}, "expected latency_s >= 0"),
         ({"devices": [{"name": "a"}, {"name": "a"}]}, "expected devices with different names"),
