@@ -354,7 +354,7 @@ def test_an_unshaped_cluster_has_no_rate_and_refuses_jobs_that_it_cannot_run(
     with Cluster(shaped=False) as cluster:
         assert cluster.rate_mbit is None
         assert cluster.sent_bytes() == [0, 0]
-        with pytest.raises(LabError, match="has no links and so cannot have a rate"):
+        with pytest.raises(LabError, match="has no links, so it has no rate"):
             cluster.set_rate(100)
         with pytest.raises(ValueError, match="expected a shaped cluster"):
             lab.measure(cluster)
