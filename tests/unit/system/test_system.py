@@ -1,4 +1,4 @@
-"""The driver's names and errors (other calls run on the fake device); a worker's ends and forks."""
+"""The driver's names and errors (the fake device tests other calls), and the worker thread."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ CARD, INSTANCE = (uuid.UUID(int=number) for number in (1, 2))
 
 @pytest.fixture
 def library() -> Any:
-    """A ``libcuda`` of an instance of a card; with C's types it is the fake device's."""
+    """A ``libcuda`` with one MIG instance of a card. The fake device has one with C's types."""
 
     def naming(name: uuid.UUID) -> Any:
         def call(found: Any, device: int) -> int:
@@ -37,7 +37,7 @@ def library() -> Any:
     return made
 
 
-def test_failures_and_an_older_driver_are_told(library: Any) -> None:
+def test_driver_errors_and_missing_calls_are_raised(library: Any) -> None:
     driver = CudaDriver(library)
     with pytest.raises(
         RuntimeError, match="cuThreadExchangeStreamCaptureMode failed: CUresult 801"
@@ -50,7 +50,7 @@ def test_failures_and_an_older_driver_are_told(library: Any) -> None:
         driver.ignore_other_threads_captures()
 
 
-def test_names_are_those_of_nvidia_smi_else_of_torch(
+def test_a_gpu_has_its_name_from_nvidia_smi_or_else_from_torch(
     library: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver, device = CudaDriver(library), torch.device("cuda", 1)
@@ -65,7 +65,7 @@ def test_names_are_those_of_nvidia_smi_else_of_torch(
     assert device_module.device_name(device) == "GPU-of-torch"
 
 
-def test_a_worker_keeps_no_job_alive_and_takes_none_after_its_end() -> None:
+def test_a_worker_keeps_no_job_alive_and_refuses_jobs_after_stop() -> None:
     worker, done = Worker("crossover-test"), threading.Event()
     kept = weakref.WeakMethod(done.set)
     worker.put(done.set)
@@ -78,7 +78,7 @@ def test_a_worker_keeps_no_job_alive_and_takes_none_after_its_end() -> None:
         worker.put(lambda: None)
 
 
-def test_a_fork_is_refused_although_the_lock_was_held_when_it_was_made() -> None:
+def test_a_worker_refuses_jobs_in_a_fork_made_while_its_lock_was_held() -> None:
     worker = Worker("crossover-test")
     with worker._lock:  # as another thread might
         if not (child := os.fork()):
