@@ -147,7 +147,8 @@ def verdict(figures: Mapping[str, Any], *, shaped: bool) -> str:
     same = "and each job computed bit for bit the same as alone"
     if not shaped:
         return f"No network was emulated, so there was no wire time to fill: {times}; {same}."
-    gain, best = crossover["speed_up"], figures["bound"]
+    gain = crossover["speed_up"]
+    best = figures["bound"]
     if gain <= 1 + NOISE:
         return f"Taking turns did not pay here: {times}, where {best:.2f}× was possible; {same}."
     share = f"{gain / best:.0%} of the possible speed-up"

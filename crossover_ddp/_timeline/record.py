@@ -94,7 +94,8 @@ class Timeline:
             return
         with self._write_lock:
             with self._lock:
-                spans, self._waiting = self._waiting, []
+                spans = self._waiting
+                self._waiting = []
             if spans:
                 self._append("".join(event for span in spans for event in self._events(span)))
 

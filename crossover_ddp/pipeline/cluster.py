@@ -174,8 +174,10 @@ class DeviceCluster(Document):
                 "expected the keys devices, bandwidth_gbit and perhaps latency_us, cards_gbit, "
                 f"got {found}; see docs/pipeline.md"
             )
-        devices, cards = document["devices"], document.get("cards_gbit", {})
-        devices = [{} for _ in range(devices)] if isinstance(devices, int) else devices
+        cards = document.get("cards_gbit", {})
+        devices = document["devices"]
+        if isinstance(devices, int):
+            devices = [{} for _ in range(devices)]
         if not isinstance(devices, list) or not isinstance(cards, dict):
             raise ValueError(
                 "expected devices as a list or their number, and cards_gbit as an object of nodes, "

@@ -121,7 +121,8 @@ class Partitioner:
             inverse[a, b] = 1 / rate if rate else _INF
             latency[a, b] = cluster.latency(order[a], order[b])
         shape = (len(self._runs), self._replicas + 1)
-        self._channel, self._hop = torch.full((2, *shape), _INF, dtype=torch.float64)
+        self._channel = torch.full(shape, _INF, dtype=torch.float64)
+        self._hop = torch.full(shape, _INF, dtype=torch.float64)
         self._hop_s = torch.zeros(shape, dtype=torch.float64)
         index = {run: place for place, run in enumerate(self._runs)}
         micros = torch.arange(self._microbatches)

@@ -104,7 +104,8 @@ class Profile(Document):
         On failure: ``ValueError`` or ``TypeError`` that names a layer that does not fit in a chain.
         """
         named = _named(layers)
-        found, inputs = [], sample
+        found = []
+        inputs = sample
         with torch.random.fork_rng():
             for name, layer in named:
                 profile, inputs = _measured(name, layer, inputs, repeats)

@@ -72,7 +72,8 @@ class StepMeter:
         """Read the counters after a step and record the difference."""
         if self._path is None or self._began is None:
             return
-        began, ended = self._began, Reading.now(self._core)
+        began = self._began
+        ended = Reading.now(self._core)
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
         times = {"begin_s": began.at_s, "end_s": ended.at_s}

@@ -69,7 +69,8 @@ def draw(
         )
     ordered = sorted(spans, key=lambda span: span.begin_s)
     jobs = list(jobs) or list(dict.fromkeys(span.job for span in ordered))
-    window_s, devices = middle_window(ordered), sorted({span.device for span in spans})
+    window_s = middle_window(ordered)
+    devices = sorted({span.device for span in spans})
     figure = Figure(figsize=(12, 1.6 + 1.25 * len(devices)), layout="constrained")
     axes = figure.subplots()
     for place, device in enumerate(reversed(devices)):

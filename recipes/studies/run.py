@@ -203,7 +203,8 @@ class Study:
     def _advice(self) -> dict[str, float]:
         """Return the figures and predictions of `crossover-ddp advise` for the first way."""
         directory = self._out / self._preset / "meter"
-        self._jobs, jobs = "a", self._jobs
+        jobs = self._jobs
+        self._jobs = "a"  # advice is for one job
         self._train("advised", self._claim.ways[self._first], ADVISED_STEPS, measuring(directory))
         self._jobs = jobs
         found: Figures = figures(directory)
