@@ -33,7 +33,9 @@ def parse_arguments(
         if getattr(args, name) < 1:
             parser.error(f"expected {name} >= 1, got {name}={getattr(args, name)}")
     if args.resume and args.checkpoint is None:
-        parser.error("expected --checkpoint PATH with --resume, got none; say where to resume from")
+        parser.error(
+            "expected --checkpoint PATH with --resume, got none; give the file to resume from"
+        )
     if (args.hook == "muon") > (args.optimizer == "muon"):
         parser.error(f"expected --optimizer muon with --hook muon, got {args.optimizer}; give both")
     if args.optimizer == "muon" and args.hook in ("decoupled", "kfac"):

@@ -289,7 +289,7 @@ def figures(directory: Path) -> Figures:
 def _measured(words: Sequence[str], steps: int) -> Figures:
     """Run a command until it has recorded enough steps, then end all its processes."""
     wanted = 2 * round((steps - step_meter.WARM_UP_STEPS) / (2 * step_meter.BLOCK_STEPS))
-    # A group of its own: the job must not take turns with siblings.
+    # A new group: the job must not take turns with siblings.
     group = f"advise-{os.getpid()}-{secrets.token_hex(3)}"
     with (
         signals_blocked() as numbers,

@@ -20,7 +20,7 @@ exit codes: 0 fine; 1 no spans, or files that cannot be read; 2 wrong usage
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
     about = (
-        "Write what ranks recorded with CROSSOVER_TIMELINE=DIR, in and below directories, "
+        "Merge the recordings of ranks with CROSSOVER_TIMELINE=DIR, in and below directories, "
         "into one trace."
     )
     parser = declare(

@@ -158,7 +158,7 @@ class DeviceCluster(Document):
     def from_json(cls, document: Any) -> "DeviceCluster":
         """Make a cluster from a document.
 
-        It is ``{"devices": [{"name", "node", "speed", "memory_gib"}], "bandwidth_gbit": [[…]], …}``.
+        It is ``{"devices": [{"name", "node", "speed", "memory_gib"}], "bandwidth_gbit": …, …}``.
 
         ``devices`` is a list, or the number of devices. ``bandwidth_gbit`` and ``latency_us`` are
         matrices, or one number for all pairs. ``cards_gbit`` has a rate for each node's name. Only

@@ -37,7 +37,7 @@ class Claim:
     """A claim, and the runs that show it.
 
     Args:
-        says: the claim.
+        text: the claim, as a sentence.
         ways: all ways of training, by name. C, N and M are those of the first.
         presets: models, from ``_models.PRESETS``.
         ratios: the M/C to measure at. 0 stands for an unshaped link.
@@ -54,7 +54,7 @@ class Claim:
         needs: environment variables that must be set.
     """
 
-    says: str
+    text: str
     ways: Mapping[str, Way]
     presets: Sequence[str]
     ratios: Sequence[float] = ()

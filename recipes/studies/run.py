@@ -288,7 +288,7 @@ def measure(name: str, claim: Claim, args: argparse.Namespace) -> list[Row]:
     out = args.out.resolve() / name
     out.mkdir(parents=True, exist_ok=True)
     repeats = f"{claim.repeats} repeats of {claim.steps} steps"
-    print(f"\n{name}: {claim.says}\n{circumstances()}, {repeats}\n", flush=True)
+    print(f"\n{name}: {claim.text}\n{circumstances()}, {repeats}\n", flush=True)
     rows: list[Row] = []
     shaped = args.nodes > 1 and not args.unshaped
     with Cluster(
@@ -323,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--out", type=Path, default=Path("runs/studies"))
     args = parser.parse_args(argv)
     if args.list:
-        print("\n".join(f"{name:10} {claim.says}" for name, claim in CLAIMS.items()))
+        print("\n".join(f"{name:10} {claim.text}" for name, claim in CLAIMS.items()))
     rows: list[Row] = []
     for name in args.claim:
         claim = CLAIMS[name]

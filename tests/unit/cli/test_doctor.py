@@ -100,9 +100,9 @@ def with_gpu(
             (
                 lambda patch, base, name=name, value=value: patch.setenv(name, value),
                 code,
-                f"→ {mend}",
+                f"→ {remedy}",
             )
-            for name, value, code, mend in (
+            for name, value, code, remedy in (
                 ("CROSSOVER_GROUP", "a/b", 1, "1-64 letters"),
                 ("CROSSOVER_GRUOP", "a", 0, "unset CROSSOVER_GRUOP"),
                 ("CROSSOVER_DISABLE", "1", 0, "unset CROSSOVER_DISABLE"),
