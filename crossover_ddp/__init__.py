@@ -81,7 +81,7 @@ _MODULES = (
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """Import the public modules when one of their names is first asked for: torch takes seconds."""
+        """Import the public modules on the first use of a name, because torch takes seconds."""
         if name not in (*__all__, *_MODULES):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         for module in [importlib.import_module(f"{__name__}.{each}") for each in _MODULES]:

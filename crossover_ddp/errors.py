@@ -1,7 +1,7 @@
 """The errors that crossover_ddp raises at run time.
 
-Wrong arguments raise ``ValueError`` or ``TypeError`` as everywhere in Python; these classes are for
-what only the running job can find out.
+Wrong arguments raise ``ValueError`` or ``TypeError``, as usual in Python. These classes are for
+problems that show only while the job runs.
 """
 
 
@@ -18,12 +18,12 @@ class ExchangeError(CrossoverError):
 
 
 class ReplicasDifferError(CrossoverError):
-    """Parameters that must be the same on all ranks are not; the message names one, the ranks and the step."""
+    """Parameters differ between ranks. The message names one of them, the ranks and the step."""
 
 
 class SegmentError(CrossoverError):
-    """A shared-memory segment is foreign, malformed or unusable; the message names the file and the mend."""
+    """A shared-memory segment is foreign, malformed or unusable. The message names the file."""
 
 
 class TurnError(CrossoverError):
-    """Turns cannot be agreed on (siblings share only some devices, the job's store fails)."""
+    """Ranks cannot agree on turns (siblings share only some devices, or the job's store failed)."""

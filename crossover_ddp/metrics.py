@@ -1,4 +1,4 @@
-"""What a hook does, step by step, for TensorBoard, Weights & Biases and their like."""
+"""Figures about a hook, per step, for TensorBoard, Weights & Biases and similar tools."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,26 +14,30 @@ _MS = 1e3
 
 
 def metrics_of(state: object = None) -> Callable[[], dict[str, float]]:
-    """Return a function that tells what a hook has done since it was called last: numbers by name, of this rank.
+    """Return a function that reports this rank's figures, by name, since its previous call.
 
-    * ``steps``: since then.
-    * ``bytes_per_step``, ``exposed_ms_per_step``, ``hidden_ms_per_step``: sent, waited for, and hidden; the two times
-      are left out where NCCL carries tensors.
-    * ``deferred``: part of the steps, from 0 to 1.
-    * ``turns_per_step``.
-    * ``rate``: bytes over an exact exchange's since the state was made, 1.0 without a codec.
+    * ``steps``: how many steps there were.
+    * ``bytes_per_step``: bytes that this rank sent.
+    * ``exposed_ms_per_step``: communication that the training thread waited for. Left out where
+      NCCL carries tensors.
+    * ``hidden_ms_per_step``: communication that was hidden behind compute. Left out where NCCL
+      carries tensors.
+    * ``deferred``: the part of the steps that were deferred, from 0 to 1.
+    * ``turns_per_step``: turns that the job had.
+    * ``rate``: bytes sent since the state was made, divided by those of an exact exchange. 1.0
+      without a codec.
 
-    What ``state.stats()`` tells of them is in docs/troubleshooting.md.
+    docs/troubleshooting.md explains the totals in ``state.stats()`` that these come from.
 
     Args:
-        state: that the hook was registered with; for `reduce_scatter_all_gather_hook`, which has none, the process
-            group or None, as it was registered.
+        state: the state that the hook was registered with. `reduce_scatter_all_gather_hook` has no
+            state: pass its process group or None, as when it was registered.
 
     Returns:
-        A function without arguments; with no step since the last call it returns nothing. It sends nothing and waits
-        for nobody.
+        A function without arguments. It returns an empty dict if there was no step since its
+        previous call. It sends nothing and does not block.
 
-    Raises ``TypeError`` for the state of somebody else's hook.
+    Raises ``TypeError`` for the state of a hook of another package.
 
     Not collective.
 
@@ -44,30 +48,31 @@ def metrics_of(state: object = None) -> Callable[[], dict[str, float]]:
     """
     if not isinstance(state, HookState | dist.ProcessGroup | None):
         raise TypeError(
-            f"expected a state of crossover_ddp, a process group or None, got state={type(state).__name__}; pass what "
-            "the hook was registered with"
+            f"expected a state of crossover_ddp, a process group or None, got "
+            f"state={type(state).__name__}; pass the state that the hook was registered with"
         )
 
-    def now() -> dict[str, Any]:
+    def totals() -> dict[str, Any]:
         return counted(state) if isinstance(state, HookState) else told(Exchange.of(state).meter)
 
-    before = now()
+    last = totals()
 
     def read() -> dict[str, float]:
-        nonlocal before
-        former, before = before, now()
-        steps = before["steps"] - former["steps"]
+        nonlocal last
+        before = last
+        last = totals()
+        steps = last["steps"] - before["steps"]
         if not steps:
             return {}
 
         def per_step(name: str, unit: float = 1.0) -> float:
-            return float(unit * (before[name] - former[name]) / steps)
+            return float(unit * (last[name] - before[name]) / steps)
 
         found = {"steps": float(steps), "bytes_per_step": per_step("bytes_sent")}
-        if before["exposed_s"] is not None and former["exposed_s"] is not None:
+        if last["exposed_s"] is not None and before["exposed_s"] is not None:
             found["exposed_ms_per_step"] = per_step("exposed_s", _MS)
             found["hidden_ms_per_step"] = per_step("hidden_s", _MS)
         found["deferred"] = per_step("steps_deferred")
-        return {**found, "turns_per_step": per_step("turns"), "rate": float(before["rate"])}
+        return {**found, "turns_per_step": per_step("turns"), "rate": float(last["rate"])}
 
     return read

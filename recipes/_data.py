@@ -1,7 +1,7 @@
-"""The data that the recipes train on: real, bundled with a dependency, the same on every machine.
+"""The data of the recipes: real, bundled with a dependency, the same on every machine.
 
-Digits are scikit-learn's (1,797 scans of handwritten digits), the text is the language reference that
-ships inside Python as ``pydoc``'s help topics, and ``ImageFolder`` reads a directory of your own.
+Digits are scikit-learn's (1,797 scans of handwritten digits). The text is the language reference
+that is part of Python as ``pydoc``'s help topics. ``ImageFolder`` reads a directory of your own.
 """
 
 import functools
@@ -24,7 +24,7 @@ TEXT_TEST_SHARE = 0.1  # the end of the text is held out
 
 
 class Samples(Protocol):
-    """What every data set here offers; ``epoch`` lets random augmentation differ between epochs."""
+    """The interface of the data sets. Random augmentation depends on ``epoch``."""
 
     epoch: int
 
@@ -34,7 +34,7 @@ class Samples(Protocol):
 
 
 class Data(NamedTuple):
-    """A training set, a test set, and how many classes (or words) a model has to tell apart."""
+    """A training set, a test set, and the number of classes or words."""
 
     train: Samples
     test: Samples
@@ -42,7 +42,7 @@ class Data(NamedTuple):
 
 
 class Digits:
-    """Scanned digits of 8 by 8 pixels, enlarged to what the model wants to see."""
+    """Scanned digits of 8 by 8 pixels, enlarged to the input size of the model."""
 
     def __init__(self, *, train: bool, image_size: int, channels: int) -> None:
         from sklearn.datasets import load_digits
@@ -60,7 +60,7 @@ class Digits:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> Batch:
-        # Enlarged here, one at a time: 1,797 images of 224 by 224 would take a gigabyte.
+        # Enlarged one by one: 1,797 images of 224 by 224 would take a gigabyte.
         image = functional.interpolate(
             self.images[index][None, None],
             size=self.image_size,
@@ -71,9 +71,9 @@ class Digits:
 
 
 class Folder:
-    """``ImageFolder`` whose random crops depend on (seed, epoch, image) alone.
+    """``ImageFolder`` whose random crops depend only on seed, epoch and image.
 
-    So neither the number of loader workers nor a resume in the middle of an epoch changes them.
+    They do not depend on the number of loader workers, or on a resume in the middle of an epoch.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Folder:
 
         if not root.is_dir():
             raise ValueError(
-                f"expected a directory DATA_DIR/train and DATA_DIR/val with one folder per class, "
+                "expected a directory DATA_DIR/train and DATA_DIR/val with one folder per class, "
                 f"got {root}; pass their parent as --data-dir"
             )
         size = [
@@ -141,25 +141,25 @@ class Text:
 
 @functools.cache
 def _tokens(vocabulary: int) -> torch.Tensor:
-    """Number the words by how often they occur; number 0 stands for all the rare ones."""
+    """Number the words by their frequency. Number 0 stands for all rare words."""
     from pydoc_data.topics import topics
 
     text = "\n\n".join(topics[name] for name in sorted(topics))
     words = re.findall(r"\w+|[^\w\s]|\n|  +", text)
-    # Sorted by the word as well, so that words that occur equally often keep one order everywhere.
+    # Words of equal frequency are sorted alphabetically, so that the order is always the same.
     ranked = sorted(Counter(words).items(), key=lambda item: (-item[1], item[0]))
     numbers = {word: number for number, (word, _) in enumerate(ranked[: vocabulary - 1], start=1)}
     return torch.tensor([numbers.get(word, 0) for word in words])
 
 
 def load_data(sizes: Any, directory: Path | None = None, seed: int = 0) -> Data:
-    """Load what a model trains on.
+    """Load the data for a model.
 
     Args:
         sizes: a preset, or train.py's arguments.
-        directory: of images, in ``train`` and ``val`` with one folder for each class; else Python's help topics for the
-            GPT, scikit-learn's digits for all others.
-        seed: of the crops of images.
+        directory: directory of images, in ``train`` and ``val`` with one folder for each class.
+            Default: Python's help topics for the GPT, scikit-learn's digits for all other models.
+        seed: seed of the random crops. Default 0.
     """
     parts = (True, False)
     train: Any
@@ -185,8 +185,9 @@ def load_data(sizes: Any, directory: Path | None = None, seed: int = 0) -> Data:
 
 
 def sampler_of(samples: Samples, seed: int = 0) -> DistributedSampler[Any]:
-    """Deal whole batches out among the ranks."""
-    return DistributedSampler(samples, seed=seed, drop_last=True)  # type: ignore[arg-type]  # by its methods
+    """Return a sampler that gives all ranks equally many samples."""
+    # `samples` is a Dataset by its methods, not by inheritance.
+    return DistributedSampler(samples, seed=seed, drop_last=True)  # type: ignore[arg-type]
 
 
 def epoch_batches(
@@ -201,7 +202,7 @@ def epoch_batches(
 ) -> Iterator[Batch]:
     """Iterate over this rank's batches of one epoch, from batch number ``skip`` on.
 
-    A resumed run skips what it has seen by slicing the order of the epoch: nothing is loaded in vain.
+    A resumed run slices the order of the epoch, so that it does not load the samples that it skips.
     """
     samples.epoch = epoch
     sampler.set_epoch(epoch)
@@ -218,9 +219,10 @@ def epoch_batches(
 
 
 def test_batches(samples: Samples, *, batch_size: int) -> Iterator[Batch]:
-    """Iterate over this rank's share of the test set, without the padding of a ``DistributedSampler``.
+    """Iterate over this rank's part of the test set.
 
-    Padding would count some samples twice; ranks may have one batch more or less instead.
+    A ``DistributedSampler`` would pad it and so count some samples twice. Without padding, ranks
+    may differ by one batch.
     """
     share = range(dist.get_rank(), len(samples), dist.get_world_size())
     loader: DataLoader[Any] = DataLoader(

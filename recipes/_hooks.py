@@ -1,4 +1,4 @@
-"""The hooks that the training recipe offers, each with the state that it works on."""
+"""The hooks of the training recipe, each with a function that makes its state."""
 
 import argparse
 from collections.abc import Callable
@@ -29,11 +29,11 @@ MakeState = Callable[[nn.Module, list[Any], argparse.Namespace], tuple[object, H
 
 CODECS: dict[str, Any] = {"int8": Int8(), "half": Half(), "sidco": SIDCo(0.01)}
 
-# Every hook with the state that it works on.
+# By name: a function that makes the state, and returns it with the hook.
 HOOKS: dict[str, MakeState] = {
     "allreduce": lambda model, optimizers, args: (None, allreduce_hook),
     "fp16": lambda model, optimizers, args: (None, fp16_compress_hook),
-    # On gloo its collectives of several buckets mix: give it one, by --bucket-cap-mb.
+    # On gloo the collectives of several buckets mix. Use one bucket, with --bucket-cap-mb.
     "powersgd": lambda model, optimizers, args: (
         PowerSGDState(None, 2, start_powerSGD_iter=2),
         powerSGD_hook,

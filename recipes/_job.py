@@ -1,4 +1,4 @@
-"""What every training job does: join the other ranks and leave them, make an optimizer, follow a learning rate."""
+"""Shared by all training jobs: joining and leaving, optimizers, the learning rate."""
 
 import argparse
 import math
@@ -20,22 +20,21 @@ def join_the_job(args: argparse.Namespace) -> torch.device:
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.deterministic:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS asks for it by this name
+        # cuBLAS is deterministic only with this variable.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    device, backend = torch.device("cpu"), "gloo"
+    device = torch.device("cpu")
+    backend = "gloo"
     if args.device != "cpu" and torch.cuda.is_available():
         gpus = torch.cuda.device_count()
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
         torch.cuda.set_device(device)
-        # NCCL refuses two ranks of one job on one GPU; gloo does not mind.
+        # NCCL refuses two ranks of one job on one GPU. Gloo allows that.
         backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
-    # Without torchrun it is a job of one rank.
-    alone: dict[str, Any] = (
-        {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    )
-    dist.init_process_group(args.backend or backend, **alone)
+    options: dict[str, Any] = {}
+    if "RANK" not in os.environ:  # without torchrun: a job of one rank
+        options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(args.backend or backend, **options)
     return device
 
 
@@ -46,11 +45,11 @@ def say(text: str) -> None:
 
 
 def leave_the_job() -> None:
-    """Leave the other ranks, without the abort at exit that gloo is prone to.
+    """Leave the other ranks, without the abort that gloo may cause at exit.
 
-    Gloo's threads let go of the last backward's context a moment after the exchange is done. They need
-    the interpreter for that, outlive the process group, and abort the process if Python is ending by
-    then (https://github.com/pytorch/pytorch/pull/179291): so give them that moment.
+    Gloo's threads release the context of the last backward a moment after the exchange has ended.
+    They outlive the process group, and need the interpreter for that. If Python is already shutting
+    down they abort the process (https://github.com/pytorch/pytorch/pull/179291). So wait a moment.
     """
     if "gloo" in dist.get_backend():
         time.sleep(0.1)
@@ -58,7 +57,10 @@ def leave_the_job() -> None:
 
 
 def learning_rate(args: argparse.Namespace, step: int, total: int) -> float:
-    """Rise over the warm-up, then fall along a cosine: a function of the step has no state to save."""
+    """Return the learning rate of a step: a linear warm-up, then a cosine.
+
+    It depends only on the step, so checkpoints need not save it.
+    """
     highest: float = LEARNING_RATES[args.optimizer] if args.lr is None else args.lr
     warmup: int = args.warmup_steps
     if step < warmup:
@@ -68,7 +70,7 @@ def learning_rate(args: argparse.Namespace, step: int, total: int) -> float:
 
 
 def hidden_matrices(model: nn.Module) -> list[torch.Tensor]:
-    """Return the weights of linear layers but the head's."""
+    """Return the weights of all linear layers but the head."""
     return [
         module.weight
         for name, module in model.named_modules()
@@ -77,10 +79,10 @@ def hidden_matrices(model: nn.Module) -> list[torch.Tensor]:
 
 
 def make_optimizers(args: argparse.Namespace, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Make what ``--optimizer`` says, for all parameters together.
+    """Make the optimizers of ``--optimizer``, for all parameters together.
 
-    Muon takes the matrices of hidden linear layers, AdamW all else; Muon's steps are scaled to the size of AdamW's, so
-    that one learning rate serves both.
+    Muon has the matrices of hidden linear layers, AdamW all other parameters. Muon's steps are
+    scaled to the size of AdamW's, so that both can have the same learning rate.
     """
     options: dict[str, Any] = {"lr": learning_rate(args, 0, 1), "weight_decay": WEIGHT_DECAY}
     if args.optimizer == "muon":
@@ -95,7 +97,7 @@ def make_optimizers(args: argparse.Namespace, model: nn.Module) -> list[torch.op
 
 
 def count_steps(args: argparse.Namespace, samples: int) -> int:
-    """Return the optimizer steps of an epoch; ``samples`` is what each rank has."""
+    """Return the optimizer steps of an epoch. Each rank has ``samples``."""
     steps: int = samples // (args.batch_size * args.accumulate)
     if steps == 0:
         raise ValueError(

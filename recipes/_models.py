@@ -1,6 +1,6 @@
-"""The models that the recipes train: any of timm or torchvision by name, a small GPT, and presets.
+"""The models of the recipes: those of timm and torchvision by name, a small GPT, and presets.
 
-The presets are made for measuring communication: 2 to 6 MB of float32 gradients, a few tenths of a
+The presets are for measuring communication: 2 to 6 MB of float32 gradients, a few tenths of a
 second of computation per step on one CPU core, and four to eight buckets.
 """
 
@@ -18,7 +18,7 @@ from _data import GPT
 
 
 class Block(nn.Module):
-    """One layer of a transformer: attention, then a feed-forward network, each added to its input."""
+    """A transformer layer: attention, then a feed-forward network, both with residuals."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -47,9 +47,9 @@ class Block(nn.Module):
 class TinyGPT(nn.Module):
     """A GPT whose token embedding is also its output head.
 
-    The gradient of the shared table is complete only when backward has reached the very first layer,
-    so the table, more than half of the model, lies in DDP's last bucket: nothing is left to hide its
-    exchange behind. This is the shape of traffic that language models with large vocabularies have.
+    The gradient of the shared table is complete only when backward has reached the first layer. So
+    the table, more than half of the model, is in DDP's last bucket, and no computation is left to
+    hide its exchange. Language models with large vocabularies have this kind of traffic.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TinyGPT(nn.Module):
 
 
 def _find(name: str) -> tuple[str, str]:
-    """Split ``library:model``; without a library, look it up; refuse a name that nobody knows."""
+    """Return the library and the name of a model, given as ``library:name`` or as a name only."""
     import timm
     import torchvision
 
@@ -95,13 +95,13 @@ def _find(name: str) -> tuple[str, str]:
 
 
 def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross entropy, for one class per image as well as for one word per position."""
+    """Return the cross entropy, for one class per image or one word per position."""
     return functional.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A model with the sizes that give it a known amount of computation and of traffic."""
+    """A model with sizes that give it a known amount of computation and traffic."""
 
     model: str
     batch_size: int
@@ -120,15 +120,15 @@ def _vit(dim: int, depth: int, heads: int) -> Mapping[str, Any]:
 
 
 PRESETS: Mapping[str, Preset] = {
-    # BatchNorm buffers, which DDP broadcasts in forward; seven buckets of about the same size.
+    # Seven buckets of about the same size, and BatchNorm buffers, which DDP broadcasts in forward.
     "convnet": Preset(
         "timm:resnet18", 40, 0.3, "sgd", 0.2, {"channels": (32, 48, 64, 96)}, image_size=128
     ),
-    # Four buckets of about the same size: one repeated layer after the other.
+    # Four buckets of about the same size, since all layers are alike.
     "vit": Preset("timm:vit_tiny_patch16_224", 80, 0.5, "adamw", 1e-3, _vit(96, 5, 3)),
-    # Many small layers, no buffers: what decoupled training wants.
+    # Many small layers and no buffers, which suits decoupled training.
     "deep_vit": Preset("timm:vit_tiny_patch16_224", 80, 0.3, "adamw", 1e-3, _vit(64, 12, 2)),
-    # Nine tenths of the bytes are in the last two stages, whose gradients come first.
+    # Nine tenths of the bytes are in the last two stages, whose gradients are ready first.
     "convnext": Preset(
         "timm:convnext_atto",
         128,
@@ -141,7 +141,7 @@ PRESETS: Mapping[str, Preset] = {
     "tiny": Preset(
         "timm:vit_tiny_patch16_224", 8, 0.05, "adamw", 1e-3, _vit(32, 4, 2), image_size=32
     ),
-    # Models of timm's as they are, on small images.
+    # Unchanged models of timm, on small images.
     "vit_tiny": Preset("timm:vit_tiny_patch16_224", 16, 5.0, "adamw", 1e-3, channels=3),
     "convnext_atto": Preset("timm:convnext_atto", 8, 4.0, "adamw", 1e-3, channels=3),
     "regnety_002": Preset("timm:regnety_002", 16, 3.0, "sgd", 0.05, channels=3),
@@ -159,8 +159,8 @@ Sizes = Preset | argparse.Namespace
 def make(sizes: Sizes, classes: int) -> nn.Module:
     """Build an untrained model by name: ``timm:resnet18``, ``torchvision:resnet18``, ``gpt``.
 
-    A name without a library is looked for in timm, then in torchvision. ``model_options`` go to the
-    library's own constructor. A GPT takes ``classes`` as its vocabulary and windows of ``context`` words.
+    A name without a library is looked up in timm, then in torchvision. ``model_options`` are passed
+    to the library's constructor. A GPT has ``classes`` words, and windows of ``context`` words.
     """
     options = dict(sizes.model_options)
     if sizes.model == GPT:
@@ -172,7 +172,8 @@ def make(sizes: Sizes, classes: int) -> nn.Module:
 
         configuration = timm.get_pretrained_cfg(name)
         if configuration is not None and configuration.fixed_input_size:
-            # Transformers hold one position per patch, so they must know the size; the others refuse it.
+            # Transformers have a position for each patch, so their constructors take the size.
+            # Those of other models refuse it.
             options.setdefault("img_size", sizes.image_size)
         made = timm.create_model(name, num_classes=classes, in_chans=sizes.channels, **options)
         return made

@@ -14,7 +14,7 @@ from _models import PRESETS
 def parse_arguments(
     argv: Sequence[str] | None, hooks: Iterable[str], description: str | None = None
 ) -> argparse.Namespace:
-    """Read train.py's arguments; the sizes of ``--preset`` are defaults, and what is also given wins."""
+    """Parse train.py's arguments. ``--preset`` sets defaults, which other arguments override."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -33,12 +33,15 @@ def parse_arguments(
         if getattr(args, name) < 1:
             parser.error(f"expected {name} >= 1, got {name}={getattr(args, name)}")
     if args.resume and args.checkpoint is None:
-        parser.error("expected --checkpoint PATH with --resume, got none; say where to resume from")
+        parser.error(
+            "expected --checkpoint PATH with --resume, got none; give the file to resume from"
+        )
     if (args.hook == "muon") > (args.optimizer == "muon"):
         parser.error(f"expected --optimizer muon with --hook muon, got {args.optimizer}; give both")
     if args.optimizer == "muon" and args.hook in ("decoupled", "kfac"):
         parser.error(
-            f"expected one optimizer for --hook {args.hook}, got muon, which is two; take --hook muon"
+            f"expected one optimizer for --hook {args.hook}, got muon, which is two; "
+            "take --hook muon"
         )
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("expected a CUDA device, got none; leave --device out to train on the CPU")
@@ -140,7 +143,7 @@ def add_kfac_arguments(group: argparse._ArgumentGroup) -> None:
         "--factors",
         choices=("global", "local"),
         default="global",
-        help="of all ranks' data, or of the layer owner's alone, which costs no traffic (default global)",
+        help="of all ranks' data, or of the layer owner's alone, without traffic (default global)",
     )
 
 
@@ -173,10 +176,10 @@ def add_run_arguments(group: argparse._ArgumentGroup, hooks: Iterable[str]) -> N
         "--checkpoint-every", type=int, help="steps between checkpoints, instead of an epoch"
     )
     group.add_argument(
-        "--resume", action="store_true", help="go on from --checkpoint if it is there"
+        "--resume", action="store_true", help="continue from --checkpoint if it exists"
     )
     group.add_argument(
-        "--stop-after", type=int, help="stop after so many steps of this run, to be resumed"
+        "--stop-after", type=int, metavar="N", help="stop after N steps of this run, to be resumed"
     )
     group.add_argument(
         "--log-json", help="file for one JSON object per line; {rank} stands for the rank"
@@ -187,7 +190,7 @@ def add_run_arguments(group: argparse._ArgumentGroup, hooks: Iterable[str]) -> N
 
 
 def key_and_value(text: str) -> tuple[str, Any]:
-    """Read ``depth=6`` or ``channels=(24,48)``; a value that is no Python literal is a string."""
+    """Parse ``depth=6`` or ``channels=(24,48)``. A value that is no Python literal is a string."""
     key, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")

@@ -1,14 +1,14 @@
-"""Two sibling training jobs on an emulated two-node cluster: what it brings that they take turns.
+"""Shows the effect of turns, with two sibling training jobs on an emulated two-node cluster.
 
-    python recipes/demo.py                          a table, a picture and JSON in runs/demo/ (or: make demo)
+    python recipes/demo.py                          table, picture and JSON in runs/demo/
     python recipes/demo.py --steps 60 --ratio 0.6   shorter, and on a faster network
-    python recipes/demo.py --unshaped               what is left of it without root
+    python recipes/demo.py --unshaped               without root, and without an emulated network
 
-Two jobs train the same convolutional net on scanned digits, with different learning rates: each alone, side
-by side as they are, and side by side with ``crossover_hook``. The link's rate follows from a short
-calibration: a step's gradients take ``--ratio`` times as long on the wire as its computation takes on the
-device. So does the number of steps, unless it is given: all of it takes at most four minutes. Arguments that
-the demo does not know go to recipes/train.py.
+Two jobs train the same convolutional net on scanned digits, with different learning rates: each
+alone, side by side without turns, and side by side with ``crossover_hook``. A short calibration
+determines the rate of the link, so that the gradients of a step are on the wire for ``--ratio``
+times as long as the device computes. It also determines the number of steps, unless that is given,
+so that the demo takes at most four minutes. Other arguments are passed to recipes/train.py.
 """
 
 import argparse
@@ -54,8 +54,8 @@ from lab.analysis import JobFigures
 from lab.command import progress
 
 LEARNING_RATES: Final = {"a": 0.5, "b": 0.2}
-# Small images in large batches: much computation per byte of gradients. With buckets of DDP's own size
-# the gradients travel in two of them, and the larger one is full only when the computation is done.
+# Small images in large batches: much computation per byte of gradients. With DDP's default size of
+# buckets there are two of them, and the larger one is full only at the end of the computation.
 TRAINING: Final = (
     *("--preset", "convnet", "--image-size", "64", "--batch-size", "120"),
     *("--bucket-cap-mb", "25"),
@@ -66,9 +66,10 @@ CALIBRATION: Final = "calibrate the link"
 CALIBRATION_MBIT: Final = 1000.0
 CALIBRATION_STEPS: Final = 12
 TIMEOUT_S: Final = 300.0
-# All of the demo: what it costs to start it and to draw the picture is kept back.
 BUDGET_S: Final = 240.0
+"""The time for all of the demo."""
 RESERVE_S: Final = 20.0
+"""The part of it for starting and for drawing the picture."""
 LOAD_TOLERATED: Final = 0.5
 PICTURE_TITLE: Final = (
     "Two siblings take turns: while the gradients of one travel, the other computes"
@@ -102,7 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass
 class Runs:
-    """The demo's runs: one training job or two at a time; until ``deadline_s`` unless ``--steps`` is given."""
+    """The runs of the demo, with one training job or two.
+
+    Without ``--steps`` the number of steps is chosen so that the runs end before ``deadline_s``.
+    """
 
     cluster: Cluster
     args: argparse.Namespace
@@ -110,7 +114,7 @@ class Runs:
     deadline_s: float
 
     def all(self) -> tuple[dict[str, Run], dict[str, Run]]:
-        """Return each job's run alone, and the runs of both by variant."""
+        """Return the run of each job alone, and the runs of both jobs, by variant."""
         if self.cluster.rate_mbit is not None or self.args.steps is None:
             self.calibrate()
         alone = {
@@ -126,7 +130,7 @@ class Runs:
         return alone, together
 
     def calibrate(self) -> None:
-        """Measure a few steps on a fast link; set the rate that makes M/C the ratio asked for, and choose the steps."""
+        """Measure a few steps on a fast link. Set the rate for ``--ratio`` and choose the steps."""
         began_s = time.monotonic()
         run = self.train(CALIBRATION, "calibration", ["a"], "none", steps=CALIBRATION_STEPS)
         length_s = time.monotonic() - began_s
@@ -144,12 +148,13 @@ class Runs:
         rate_mbit = rate_for(self.args.ratio, figures.busy_s, figures.wire_bytes)
         self.cluster.set_rate(rate_mbit)
         self.say(
-            f"A step computes for {figures.busy_s:.2f} s and sends {figures.wire_bytes / 1e6:.1f} MB per node: "
+            f"A step computes for {figures.busy_s:.2f} s and sends "
+            f"{figures.wire_bytes / 1e6:.1f} MB per node: "
             f"at {rate_mbit:.0f} Mbit/s that takes {self.args.ratio:g} times as long."
         )
 
     def choose_steps(self, figures: JobFigures, length_s: float) -> None:
-        """Choose as many steps as fit into the time that is left, by what the calibration took."""
+        """Choose as many steps as fit into the remaining time, from the calibration's times."""
         if figures.step_s is None or figures.makespan_s is None:
             raise ValueError("expected steps in the calibration, got none")
         self.args.steps = steps_within(
@@ -158,11 +163,9 @@ class Runs:
             step_s=max(figures.step_s, figures.busy_s or 0.0),
             ratio=self.args.ratio if self.cluster.rate_mbit is not None else 0.0,
         )
-        fit = (
-            "fit into"
-            if self.args.steps > LEAST_STEPS
-            else "are the fewest, even if they do not fit into"
-        )
+        fit = "fit into"
+        if self.args.steps <= LEAST_STEPS:
+            fit = "are the fewest, even if they do not fit into"
         self.say(f"{self.args.steps} steps of each job {fit} {BUDGET_S / 60:g} minutes.")
 
     def train(
@@ -174,7 +177,7 @@ class Runs:
         *,
         steps: int | None = None,
     ) -> Run:
-        """Run train.py for the jobs named, side by side, under one hook."""
+        """Run train.py for these jobs, side by side, with one hook."""
         steps = steps or self.args.steps
         out: Path = self.args.out / directory
         jobs = [
@@ -192,7 +195,7 @@ class Runs:
 
 
 def command(name: str, hook: str, steps: int, training: Sequence[str]) -> list[str]:
-    """The command of one rank; it evaluates at the very end only, so as not to disturb the timing."""
+    """Return the command of a rank. It evaluates only at the end, to keep timings undisturbed."""
     fixed = ["--hook", hook, "--steps", str(steps), "--lr", str(LEARNING_RATES[name])]
     quiet = ["--eval-every", str(steps + 1), "--log-every", "5", "--device", "cpu"]
     return ["python", str(TRAIN), *TRAINING, *fixed, *quiet, *training]
@@ -204,7 +207,7 @@ def report(
     args: argparse.Namespace,
     rate_mbit: float | None,
 ) -> dict[str, Any]:
-    """Work out the figures, write them and the picture."""
+    """Compute the figures, and write them and the picture."""
     runs = (*alone.values(), *together.values())
     figures = summarize(
         {job: outcomes(run)[job] for job, run in alone.items()},
@@ -242,7 +245,7 @@ def cost(run: Run, job: str) -> dict[str, float]:
         raise ValueError(
             f"expected the time and the load of job {job}'s steps, got neither; is /proc mounted?"
         )
-    # The kernel counts a core's load in ticks, and for whomever: it may seem busy for longer than the step.
+    # The kernel counts a core's load in ticks and for all processes, so it may exceed the step.
     compute_s = min(figures.busy_s, figures.step_s)
     return {
         "step_s": figures.step_s,
@@ -256,15 +259,19 @@ def introduce(console: Console, args: argparse.Namespace, reason: str | None) ->
     steps = f"up to {MOST_STEPS}" if args.steps is None else args.steps
     rates = " and ".join(f"{rate:g} (job {job})" for job, rate in LEARNING_RATES.items())
     console.print(
-        f"Two sibling jobs train a small ResNet on scanned digits, {steps} steps each, with learning rates\n"
-        f"{rates}, on {NODES} emulated nodes. Core i is the device of node i, and both jobs share it.\n",
+        f"Two sibling jobs train a small ResNet on scanned digits, {steps} steps each, "
+        "with learning rates\n"
+        f"{rates}, on {NODES} emulated nodes. Core i is the device of node i, "
+        "and both jobs share it.\n",
         soft_wrap=True,
     )
     if reason:
         console.print(
             f"[yellow]No network is emulated:[/] {escape(reason)}.\n"
-            "The jobs run on the same cores and talk over loopback. That is so fast that there is no wire time in\n"
-            "which a sibling could compute: expect the same losses and accuracy, but no speed-up.\n",
+            "The jobs run on the same cores and talk over loopback. That is so fast that there is "
+            "no wire time in\n"
+            "which a sibling could compute: expect the same losses and accuracy, but no "
+            "speed-up.\n",
             soft_wrap=True,
         )
 
@@ -282,18 +289,19 @@ def show(figures: Mapping[str, Any], console: Console) -> None:
 
 
 def warnings(figures: Mapping[str, Any]) -> Iterator[str]:
-    """What makes the figures doubtful."""
+    """Yield the reasons to doubt the figures."""
     for variant, each in figures["variants"].items():
         for difference in each["differences"]:
             yield f"{variant}: {difference} than alone"
     if figures["dropped_packets"]:
         yield f"{figures['dropped_packets']} packets were dropped: the times are spoiled."
     if figures["load_before"] > LOAD_TOLERATED:
-        yield f"Other processes used the machine before (load {figures['load_before']:.1f}): all times are rough."
+        load = f"{figures['load_before']:.1f}"
+        yield f"Other processes used the machine before (load {load}): all times are rough."
 
 
 def make_table(figures: Mapping[str, Any]) -> Table:
-    """The demo's one table."""
+    """Return the table of all variants."""
     table = Table(title="From the first step to the last of both jobs")
     table.add_column("variant", no_wrap=True)
     for heading in ("time", "speed-up", "accuracy " + ", ".join(LEARNING_RATES)):
@@ -316,16 +324,18 @@ def make_table(figures: Mapping[str, Any]) -> Table:
 
 
 def composition(figures: Mapping[str, Any]) -> str:
-    """What a step consists of, from which the bound follows."""
-    each = figures["costs"].values()
-    step, compute, exposed, wire = (
-        sum(one[name] for one in each) / len(each)
+    """Return a text with the parts of a step, from which the bound follows."""
+    costs = figures["costs"].values()
+    mean_s = {
+        name: sum(each[name] for each in costs) / len(costs)
         for name in ("step_s", "compute_s", "exposed_s", "wire_s")
-    )
+    }
     rate = f" at {figures['rate_mbit']:.0f} Mbit/s" if figures["rate_mbit"] else ""
     return (
-        f"A step alone takes T1 = {step:.3f} s: device busy C = {compute:.3f} s, idle N = {exposed:.3f} s;\n"
-        f"its gradients are on the wire for M = {wire:.3f} s{rate}. S = 2·T1 / max(2C, T1, 2M)\n"
+        f"A step alone takes T1 = {mean_s['step_s']:.3f} s: "
+        f"device busy C = {mean_s['compute_s']:.3f} s, idle N = {mean_s['exposed_s']:.3f} s;\n"
+        f"its gradients are on the wire for M = {mean_s['wire_s']:.3f} s{rate}. "
+        "S = 2·T1 / max(2C, T1, 2M)\n"
     )
 
 
@@ -338,7 +348,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--steps",
         type=int,
-        help=f"of each job (default: as many as fit into {BUDGET_S / 60:g} minutes, at most {MOST_STEPS})",
+        help=f"of each job (default: as many as fit into {BUDGET_S / 60:g} minutes, "
+        f"at most {MOST_STEPS})",
     )
     parser.add_argument("--ratio", type=float, default=0.9, help="M/C (default 0.9)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="(default runs/demo)")

@@ -1,4 +1,4 @@
-"""What the demo's runs say: makespans, speed-ups, the bound, and whether all computed the same. Pure."""
+"""Computes the figures of the demo: makespans, speed-ups, the bound, differences. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from lab import bound
 AFTER: Final = "one after the other"
 UNMANAGED: Final = "unmanaged"
 CROSSOVER: Final = "crossover"
-# Two runs of the same thing differ by about this much.
 NOISE: Final = 0.03
-# Side by side, unmanaged and with crossover, against one after the other: what can be relied on.
+"""Two equal runs differ by about this much."""
 LEAST_GAINS: Final = (1.3, 1.5)
+"""Reliable speed-ups over one after the other, unmanaged and with crossover."""
 MOST_STEPS: Final = 100
-# Fewer say nothing: the first three are for DDP to find its buckets.
 LEAST_STEPS: Final = 12
+"""Fewer are not meaningful: in the first three DDP forms its buckets."""
 
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One job of one run: when it trained, and all that it computed, by rank."""
+    """The times and the results of one job of one run, by rank."""
 
     begin_s: float
     end_s: float
@@ -33,19 +33,20 @@ class Outcome:
 
     @property
     def length_s(self) -> float:
-        """From its first step's begin to its last one's end."""
+        """The time from the begin of the first step to the end of the last one."""
         return self.end_s - self.begin_s
 
 
 def outcome_of(logs: Sequence[Sequence[Record]]) -> Outcome:
-    """Read a job's outcome from its ranks' logs; start-up and evaluation do not count as its time."""
+    """Return a job's outcome, from the logs of its ranks. Start-up and evaluation do not count."""
     steps = [[record for record in log if record["event"] == "step"] for log in logs]
     ends = [record for log in logs for record in log if record["event"] == "end"]
     accuracies = [record["accuracy"] for log in logs for record in log if record["event"] == "eval"]
     if not steps or not all(steps) or len(ends) != len(logs) or not accuracies:
         raise ValueError(
-            f"expected steps, an evaluation and an end in the log of every rank, got {len(logs)} logs with "
-            f"{[len(log) for log in steps]} steps, {len(accuracies)} evaluations and {len(ends)} ends"
+            "expected steps, an evaluation and an end in the log of every rank, "
+            f"got {len(logs)} logs with {[len(log) for log in steps]} steps, "
+            f"{len(accuracies)} evaluations and {len(ends)} ends"
         )
     return Outcome(
         begin_s=min(log[0]["begin_s"] for log in steps),
@@ -57,10 +58,14 @@ def outcome_of(logs: Sequence[Sequence[Record]]) -> Outcome:
 
 
 def steps_within(budget_s: float, *, overhead_s: float, step_s: float, ratio: float) -> int:
-    """Choose the steps of each job: as many as let the demo's four runs end in time, within the limits above.
+    """Choose the steps of each job so that the demo's four runs end in time, within the limits.
 
-    ``overhead_s`` is what a run of one job takes beside its steps (two jobs take twice as long, since they share the
-    cores), ``step_s`` a step alone on a fast link; on the link of this M/C it takes 1 + ratio times as long.
+    Args:
+        budget_s: the time for the four runs.
+        overhead_s: the time of a run of one job besides its steps. For two jobs it is twice as
+            long, since they share the cores.
+        step_s: a step alone on a fast link.
+        ratio: M/C of the link, on which a step takes 1 + ratio times as long.
     """
     one_after_the_other_s = 2 * (1 + ratio) * step_s
     gains = (1.0, 1.0, 1.0) if ratio == 0 else (1.0, *LEAST_GAINS)
@@ -70,14 +75,14 @@ def steps_within(budget_s: float, *, overhead_s: float, step_s: float, ratio: fl
 
 
 def makespan_s(outcomes: Mapping[str, Outcome]) -> float:
-    """From the first step of the job that begins first to the last step of the one that ends last."""
+    """Return the time from the first begin to the last end, over all jobs."""
     return max(each.end_s for each in outcomes.values()) - min(
         each.begin_s for each in outcomes.values()
     )
 
 
 def differences(expected: Mapping[str, Outcome], got: Mapping[str, Outcome]) -> list[str]:
-    """Say where jobs computed anything else than expected; nothing is tolerated."""
+    """Return where the results of jobs differ from the expected ones, in any bit."""
     found = []
     for job, outcome in expected.items():
         for rank, (before, after) in enumerate(zip(outcome.losses, got[job].losses, strict=True)):
@@ -90,7 +95,7 @@ def differences(expected: Mapping[str, Outcome], got: Mapping[str, Outcome]) -> 
 
 
 def _first_difference(before: Sequence[float], after: Sequence[float]) -> int | None:
-    # By their digits: a job whose losses are "not a number" alone must have them with a sibling, too.
+    # Compared as texts, so that NaN equals NaN.
     pairs = zip_longest((x.hex() for x in before), (x.hex() for x in after))
     return next((step for step, (x, y) in enumerate(pairs) if x != y), None)
 
@@ -100,12 +105,12 @@ def summarize(
     together: Mapping[str, Mapping[str, Outcome]],
     costs: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
-    """Work out the demo's figures.
+    """Compute the demo's figures.
 
     Args:
-        alone: each job's own run.
+        alone: the run of each job alone.
         together: the runs of all jobs side by side, by variant.
-        costs: of each job's step alone: its time T1, C, N and M.
+        costs: the step of each job alone: its time T1, C, N and M.
     """
     after_s = sum(outcome.length_s for outcome in alone.values())
     variants = {AFTER: _variant(alone, alone, after_s, after_s)}
@@ -133,18 +138,20 @@ def _variant(
 
 
 def verdict(figures: Mapping[str, Any], *, shaped: bool) -> str:
-    """Say in one sentence what the figures mean."""
-    crossover, after = (figures["variants"][name] for name in (CROSSOVER, AFTER))
-    times = f"{crossover['makespan_s']:.1f} s instead of {after['makespan_s']:.1f} s one after the other"
+    """Return the meaning of the figures, in one sentence."""
+    crossover = figures["variants"][CROSSOVER]
+    after_s = figures["variants"][AFTER]["makespan_s"]
+    times = f"{crossover['makespan_s']:.1f} s instead of {after_s:.1f} s one after the other"
     if not figures["identical"]:
-        return "Something is wrong: sharing the devices changed what the jobs compute."
-    same = "and each job computed bit for bit what it computes alone"
+        return "Something is wrong: sharing the devices changed the results of the jobs."
+    same = "and each job computed bit for bit the same as alone"
     if not shaped:
         return f"No network was emulated, so there was no wire time to fill: {times}; {same}."
-    gain, best = crossover["speed_up"], figures["bound"]
+    gain = crossover["speed_up"]
+    best = figures["bound"]
     if gain <= 1 + NOISE:
         return f"Taking turns did not pay here: {times}, where {best:.2f}× was possible; {same}."
-    share = f"{gain / best:.0%} of what is possible here"
+    share = f"{gain / best:.0%} of the possible speed-up"
     if gain > (1 + NOISE) * best:
         share = f"above the bound of {best:.2f}×: something has slowed the runs alone"
     return (

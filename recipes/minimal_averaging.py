@@ -1,9 +1,10 @@
-"""One job whose ranks do not wait for the network: parameters are averaged late, while training goes on.
+"""One job whose ranks do not wait for the network: parameters are averaged later, in background.
 
     torchrun --standalone --nproc-per-node 2 recipes/minimal_averaging.py
     torchrun --standalone --nproc-per-node 2 recipes/minimal_averaging.py --elastic
 
-For links that take longer than a step computes. Other losses than with plain DDP: docs/averaging.md says what it costs.
+For links on which an exchange takes longer than the compute of a step. Losses differ from those of
+plain DDP: see docs/averaging.md.
 """
 
 import argparse
@@ -61,6 +62,6 @@ for epoch in range(3):
         optimizer.zero_grad()
     if dist.get_rank() == 0:
         print(f"epoch {epoch}: loss {loss.item():.6f}", flush=True)
-state.average()  # one model again, before somebody saves or evaluates it
+state.average()  # one model again, before it is saved or evaluated
 state.close()
 dist.destroy_process_group()

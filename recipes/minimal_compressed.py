@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 recipes/minimal_compressed.py
 
-Each rank keeps what its messages leave out and adds it to its next gradient.
+Each rank keeps the rounding errors of its messages and adds them to its next gradient.
 """
 
 import torch

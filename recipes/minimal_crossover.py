@@ -5,7 +5,7 @@ Start it twice, side by side:
     torchrun --standalone --nproc-per-node 2 recipes/minimal_crossover.py --lr 0.1 &
     torchrun --standalone --nproc-per-node 2 recipes/minimal_crossover.py --lr 0.05
 
-While one exchanges gradients the other computes; each has the losses that it has alone.
+While one exchanges gradients the other computes. The losses are those of each job alone.
 """
 
 import argparse

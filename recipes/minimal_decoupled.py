@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 recipes/minimal_decoupled.py
 
-In its first steps it finds out whether that is faster on this network, and keeps what is.
+In its first steps it tries whether that is faster on this network, and keeps the faster way.
 """
 
 import os
@@ -48,5 +48,5 @@ for epoch in range(3):
         optimizer.zero_grad()
     if dist.get_rank() == 0:
         print(f"epoch {epoch}: loss {loss.item():.6f}", flush=True)
-state.flush()  # the last step's update, before somebody reads the parameters
+state.flush()  # apply the last step's update before the parameters are read
 dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 recipes/minimal_kfac.py
 
-Linear and Conv2d layers get a second-order direction, all others the plain mean.
+Linear and Conv2d layers get a second-order direction, all other layers the mean.
 """
 
 import os

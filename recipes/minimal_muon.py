@@ -57,7 +57,7 @@ for epoch in range(3):
             optimizer.zero_grad()
     if dist.get_rank() == 0:
         print(f"epoch {epoch}: loss {loss.item():.6f}", flush=True)
-saved = state.checkpoint(optimizers, to=0)  # on all ranks; rank 0 gets what torch saves
+saved = state.checkpoint(optimizers, to=0)  # on all ranks; rank 0 gets a dictionary for torch.save
 if dist.get_rank() == 0:
     print(state)
     if args.checkpoint is not None:

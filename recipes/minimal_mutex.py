@@ -4,7 +4,8 @@ Start it twice, side by side:
 
     python recipes/minimal_mutex.py a & python recipes/minimal_mutex.py b
 
-Each computes in its own turns only; what it does between two turns (waiting for data, say) costs nobody anything.
+Each computes only in its own turns. Between two turns, while it waits for data, for example, the
+other one has the device.
 """
 
 import argparse
@@ -20,7 +21,7 @@ parser.add_argument("--turns", type=int, default=20)
 args = parser.parse_args()
 on_gpu = torch.cuda.is_available()
 device = torch.device("cuda" if on_gpu else "cpu")
-# Products keep their size: of numbers next to zero a processor computes many times slower.
+# Scaled so that products keep their size: processors are much slower with numbers next to zero.
 values, weights = torch.randn(2, 1024, 1024, device=device) / 32
 
 mutex = GPUMutex(device=None if on_gpu else "core0")  # a name stands for a device that is no GPU
@@ -31,9 +32,7 @@ for _ in range(args.turns):
     mutex.release()
     time.sleep(0.01)  # the part of a step that needs no device
 
-with (
-    mutex.paused()
-):  # a long pause, such as a checkpoint: the turn is given away for its whole length
+with mutex.paused():  # a long pause, such as a checkpoint, in which the sibling has the device
     torch.save(values.cpu(), "/dev/null")
 print(f"{args.name}: {mutex.stats()}")
 mutex.close()

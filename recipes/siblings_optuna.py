@@ -1,9 +1,10 @@
-"""An Optuna study whose trials are siblings: two torchrun jobs at a time on the same devices, pruned by their losses.
+"""An Optuna study whose trials are siblings: two torchrun jobs at a time on the same devices.
 
     pip install optuna
     python recipes/siblings_optuna.py --trials 12
 
-The study is kept in SQLite: the same line again adds trials to it. A trial that is pruned, or fails, ends alone.
+Trials are pruned by their losses. The study is kept in SQLite: the same command adds trials to it.
+A trial that is pruned or fails does not disturb the others.
 """
 
 import argparse
@@ -14,14 +15,14 @@ from pathlib import Path
 
 import optuna
 
-SCRIPT = Path(__file__).with_name(
-    "minimal_crossover.py"
-)  # says "epoch 0: loss 0.1" after each epoch
+# It prints "epoch 0: loss 0.1" after each epoch.
+SCRIPT = Path(__file__).with_name("minimal_crossover.py")
 
 
 def main() -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trials", type=int, default=12)
     parser.add_argument(
         "--at-once", type=int, default=2, help="siblings; the devices' memory must hold all"

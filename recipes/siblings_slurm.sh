@@ -7,16 +7,17 @@
 #
 # Two torchrun jobs as siblings:    sbatch recipes/siblings_slurm.sh train.py --epochs 90
 #
-# They share one allocation: Slurm gives the GPUs of one to no other, and may give each a /dev/shm of its own.
+# They share one allocation, since Slurm never gives a GPU to two allocations, and may give each one
+# its own /dev/shm.
 # Over NCCL start MPS on each node first (docs/gpu.md).
 set -euo pipefail
 
-export CROSSOVER_GROUP="slurm-$SLURM_JOB_ID" # the same for both: siblings
+export CROSSOVER_GROUP="slurm-$SLURM_JOB_ID" # both jobs have the same group: they are siblings
 port=${MASTER_PORT:-29500}
 read -r host < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 start() { # NUMBER ARGUMENT...: a step of the allocation on all its nodes
-    # --overlap: a step has its GPUs, cores and memory for itself otherwise, and the second one waits for the first.
+    # --overlap: otherwise a step has its GPUs, cores and memory to itself, and the second one waits.
     srun --overlap --ntasks-per-node=1 --kill-on-bad-exit=1 --output="siblings-$SLURM_JOB_ID-$1.log" \
         torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" \
         --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID-$1" --rdzv-endpoint "$host:$((port + $1))" \

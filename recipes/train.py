@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 recipes/train.py --model gpt --optimizer adamw --steps 200
 
 Without ``--data-dir`` it trains on scikit-learn's scanned digits (the GPT on Python's help topics).
-What this package adds is one line: ``model.register_comm_hook(state, hook)``.
+This package adds one line: ``model.register_comm_hook(state, hook)``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class TrainingJob(NamedTuple):
-    """Everything that the functions below work on."""
+    """The arguments of the functions below."""
 
     args: argparse.Namespace
     device: torch.device
@@ -68,7 +68,7 @@ class TrainingJob(NamedTuple):
 
 
 def train(job: TrainingJob) -> None:
-    """Train to the end, evaluating after epochs and saving now and then."""
+    """Train to the end, with evaluations and checkpoints."""
     args, sampler = job.args, _data.sampler_of(job.data.train, job.args.seed)
     per_epoch = count_steps(args, len(sampler))
     total = args.steps or args.epochs * per_epoch
@@ -106,10 +106,10 @@ def train(job: TrainingJob) -> None:
 def train_step(
     job: TrainingJob, batches: Iterator[_data.Batch], step: int, total: int
 ) -> torch.Tensor:
-    """Do one optimizer step over ``--accumulate`` batches; return this rank's mean loss."""
+    """Make one optimizer step over ``--accumulate`` batches. Return this rank's mean loss."""
     args, device = job.args, job.device
     job.meter.begin_step()
-    # Seeded by step and rank, dropout needs no random state in the checkpoint to resume exactly.
+    # The seed of dropout depends on step and rank, so checkpoints need no random state.
     torch.manual_seed((args.seed * 1_000_003 + step) * dist.get_world_size() + dist.get_rank())
     lr = learning_rate(args, step, total)
     for optimizer in job.optimizers:
@@ -134,11 +134,14 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(job: TrainingJob, epoch: int) -> None:
-    """Measure loss and accuracy, each rank on its share of the test set; if ranks differ, of their mean."""
+    """Measure loss and accuracy. Each rank evaluates a part of the test set.
+
+    If ranks have different parameters, as with averaging hooks, their mean is evaluated.
+    """
     totals = torch.zeros(3, dtype=torch.float64, device=job.device)
     with within(job.hook_state, "averaged"), within(job.hook_state, "paused"):
         network = job.model.module.eval()
-        # Each rank has batch statistics of its own; training goes on with those of rank 0.
+        # Each rank has its own batch statistics. From here on all use those of rank 0.
         for buffer in network.buffers():
             dist.broadcast(buffer, 0)
         for batch in _data.test_batches(job.data.test, batch_size=job.args.batch_size):
@@ -157,12 +160,12 @@ def evaluate(job: TrainingJob, epoch: int) -> None:
 
 
 def save_checkpoint(job: TrainingJob, step: int) -> None:
-    """Write the state after ``step`` steps, from rank 0; a crash leaves the previous file whole."""
+    """Write the state after ``step`` steps, on rank 0. A crash leaves the previous file intact."""
     if job.args.checkpoint is None:
         return
     with within(job.hook_state, "paused"):
         if hasattr(job.hook_state, "checkpoint"):
-            state = job.hook_state.checkpoint(job.optimizers, to=0)  # all must help
+            state = job.hook_state.checkpoint(job.optimizers, to=0)  # a collective call
         else:
             kept = [optimizer.state_dict() for optimizer in job.optimizers]
             state = {"model": job.model.module.state_dict(), "optimizer": kept}
@@ -173,10 +176,10 @@ def save_checkpoint(job: TrainingJob, step: int) -> None:
 
 
 def load_checkpoint(job: TrainingJob) -> int:
-    """Continue from ``--checkpoint`` if it is there; return how many steps are done.
+    """Continue from ``--checkpoint`` if it exists. Return how many steps are done.
 
-    Starting afresh when there is no file lets a batch system repeat one and the same command. Rank 0
-    reads for all, so that the nodes need no common directory.
+    Without a file training starts at step 0, so that a batch system can repeat the same command.
+    Rank 0 reads the file for all ranks, so that the nodes need no common directory.
     """
     found: list[dict[str, Any] | None] = [None]
     if dist.get_rank() == 0 and job.args.checkpoint.exists():
@@ -195,7 +198,10 @@ def load_checkpoint(job: TrainingJob) -> int:
 
 
 def within(hook_state: object, name: str) -> AbstractContextManager[object]:
-    """Enter a context of the hook's state, if it has it: "averaged", one model; "paused", a sibling may compute."""
+    """Return a context of the hook's state, or one that does nothing if the state has no such.
+
+    In "averaged" all ranks have the mean of their parameters. In "paused" a sibling may compute.
+    """
     context: Callable[[], AbstractContextManager[object]] = getattr(hook_state, name, nullcontext)
     return context()
 

@@ -1,1 +1,1 @@
-"""Services of Python, the kernel and the driver for the other wings: threads, processes, shared memory, devices."""
+"""Services of Python, the kernel and the CUDA driver: threads, shared memory, devices."""

@@ -1,6 +1,6 @@
-"""When is it plain which of two ways to train is faster? Our design.
+"""Decides which of two ways to train is faster, from alternating blocks of steps. Our design.
 
-Blocks of steps of both kinds alternate, and after each pair of blocks somebody asks.
+The caller runs a block of steps of each kind, and calls `is_faster` after each pair of blocks.
 """
 
 import math
@@ -8,20 +8,21 @@ from collections.abc import Mapping
 from typing import Final
 
 LAST_PAIR: Final = 8
-"""After so many blocks of each kind any difference decides."""
+"""After this many pairs of blocks any difference decides."""
 PLAIN: Final[Mapping[int, float]] = {2: 0.40, 3: 0.20, 4: 0.10, 6: 0.05}
-"""After so many blocks of each kind so large a difference decides, as the logarithm of a ratio of times."""
+"""Difference that decides after each number of pairs, as the logarithm of a ratio of times."""
 HYSTERESIS: Final = math.log(1.02)
-"""What is done now is left for what is faster by so much."""
+"""The current way is kept unless the other one is faster by more than this."""
 
 
 def is_faster(gain: float, pairs: int, needed: float = HYSTERESIS) -> bool | None:
-    """Return whether the second way is faster than the first; None while that is not plain.
+    """Return whether the second way is faster than the first. None means: measure another pair.
 
     Args:
-        gain: the logarithm of a step's time in the first way over that in the second.
+        gain: logarithm of the ratio of two step times, the first way's over the second's.
         pairs: how many blocks of each kind were measured.
-        needed: the gain that decides after the last pair; negative if the second way is what is done now.
+        needed: least gain that decides after the last pair. Pass a negative one if the second way
+            is the current one.
     """
     if pairs >= LAST_PAIR:
         return gain > needed

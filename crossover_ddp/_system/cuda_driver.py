@@ -1,7 +1,7 @@
 """The few calls of the CUDA driver that torch does not offer, through ctypes on ``libcuda.so.1``.
 
-Names, numbers and meanings are those of ``cuda.h`` (13.1). Importing loads no library, and no call makes a CUDA
-context.
+Names, numbers and meanings are those of ``cuda.h`` (13.1). Importing this module loads no library.
+No call makes a CUDA context.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _UUID_BYTES: Final = 16
 
 
 class CudaDriver:
-    """The calls of a loaded ``libcuda``, as methods that raise ``RuntimeError`` with its number of an error."""
+    """Calls of a loaded ``libcuda``. A failed one raises ``RuntimeError`` with its CUresult."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -43,7 +43,8 @@ class CudaDriver:
             raise RuntimeError(
                 f"expected a driver with {name}, got an older one; update the NVIDIA driver"
             ) from None
-        function.argtypes, function.restype = _SIGNATURES[name], _INT
+        function.argtypes = _SIGNATURES[name]
+        function.restype = _INT
         result = function(*arguments)
         if result != _SUCCESS:
             raise RuntimeError(f"{name} failed: CUresult {result}")
@@ -54,17 +55,20 @@ class CudaDriver:
         return device.value
 
     def initialize(self) -> None:
-        """Initialize the driver; does nothing if torch has done it. Makes no context."""
+        """Initialize the driver, unless torch has done it. Makes no context."""
         self._call("cuInit", 0)
 
     def attribute(self, index: int, attribute: int) -> int:
-        """Return an attribute of the device with this number in this process, as torch numbers it too."""
+        """Return an attribute of a device. ``index`` is torch's index in this process."""
         value = _INT()
         self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, self._device(index))
         return value.value
 
     def name(self, index: int) -> str:
-        """Return ``GPU-<uuid>``, or ``MIG-<uuid>`` for an instance of a partitioned GPU, as nvidia-smi lists them."""
+        """Return the device's name as nvidia-smi lists it.
+
+        That is ``GPU-<uuid>``, or ``MIG-<uuid>`` for an instance of a partitioned GPU.
+        """
         own = card = self._uuid(index, "cuDeviceGetUuid_v2")
         with contextlib.suppress(RuntimeError):  # a driver without the call for the whole card
             card = self._uuid(index, "cuDeviceGetUuid")
@@ -76,7 +80,7 @@ class CudaDriver:
         return uuid.UUID(bytes=found.raw)
 
     def ignore_other_threads_captures(self) -> None:
-        """Let the calling thread query and wait although another thread of the process captures a CUDA graph."""
+        """Allow this thread to query and wait while another one captures a CUDA graph."""
         self._call(
             "cuThreadExchangeStreamCaptureMode", ctypes.byref(_INT(_CAPTURE_MODE_THREAD_LOCAL))
         )
@@ -84,7 +88,10 @@ class CudaDriver:
 
 @functools.cache
 def cuda_driver() -> CudaDriver:
-    """Return the driver. Raises ``OSError`` if there is none, ``RuntimeError`` if it sees no GPU."""
+    """Return the driver.
+
+    Raises ``OSError`` if there is none, ``RuntimeError`` if it finds no GPU.
+    """
     driver = CudaDriver(ctypes.CDLL(_LIBRARY))
     driver.initialize()
     return driver
@@ -94,12 +101,12 @@ _threads = threading.local()
 
 
 def adopt_thread() -> None:
-    """Keep a thread of this package from breaking captures of CUDA graphs on the user's threads, if the driver can.
+    """Keep this thread of the package from invalidating CUDA graph captures of user threads.
 
-    While a graph is captured in torch's default mode, a query or a wait for an event on *any* thread would
-    invalidate the capture.
+    While a graph is captured in torch's default mode, a query of an event or a wait for one on
+    *any* thread invalidates the capture. Does nothing where the driver lacks the call.
     """
     if not getattr(_threads, "adopted", False):
         _threads.adopted = True
-        with contextlib.suppress(OSError, RuntimeError):  # no worse than without
+        with contextlib.suppress(OSError, RuntimeError):  # without it only captures are at risk
             cuda_driver().ignore_other_threads_captures()

@@ -1,4 +1,4 @@
-"""Find the device that a process uses, and a name for it that all processes of a machine share."""
+"""Finds the device that a process uses, and a name for it that all processes of a machine share."""
 
 import logging
 import os
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or of an instance of one, that is the same in every process and container: its UUID."""
+    """Return the UUID of a GPU, or of a MIG instance. It is the same in all processes."""
     try:
         return cuda_driver().name(device.index or 0)
     except (OSError, RuntimeError) as error:
-        logger.debug("the driver does not name %s, torch does: %s", device, error)
+        logger.debug("the driver has no name for %s, torch's is used: %s", device, error)
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
@@ -29,9 +29,11 @@ def default_device() -> torch.device:
 
 
 def sibling_name(device: torch.device) -> str:
-    """Return the name by which siblings know ``device``: a GPU's own, else ``CROSSOVER_DEVICE``, else the machine's.
+    """Return the name by which siblings know ``device``.
 
-    On some of the machine's cores it also names these: jobs that are pinned to different cores do not share a device.
+    A GPU has its UUID. For a CPU it is ``CROSSOVER_DEVICE``, or the name of the machine. A process
+    that is pinned to some of the machine's cores adds their mask, since jobs that are pinned to
+    different cores do not share a device.
     """
     if device.type == "cuda":
         return device_name(device)
@@ -39,32 +41,31 @@ def sibling_name(device: torch.device) -> str:
 
 
 def _cores() -> str:
-    """Return the mask of the cores on which this process may run; nothing where these are all."""
-    cores = os.sched_getaffinity(
-        os.getpid()
-    )  # of the main thread: others may be bound to one core each
+    """Return a suffix with the mask of this process's cores. It is empty if it may use all."""
+    # The main thread's cores: OpenMP may have bound other threads to one core each.
+    cores = os.sched_getaffinity(os.getpid())
     if len(cores) == os.cpu_count():
         return ""
-    return f"-cores-{sum(1 << core for core in cores):x}"  # as taskset has it
+    return f"-cores-{sum(1 << core for core in cores):x}"  # the format of taskset
 
 
 def named_device(wanted: torch.device | str | int | None) -> tuple[torch.device, str]:
-    """Return a torch device and the name under which its siblings know it.
+    """Return a torch device and the name by which siblings know it.
 
     Args:
-        wanted: also a GPU's index, or a name of the user's own; None for the default device.
+        wanted: a device, its name, or a GPU's index. Any other text is a name that the user chose
+            for a device that is no GPU. None means the default device.
     """
     if isinstance(wanted, str):
         try:
             found = torch.device(wanted)
-        except RuntimeError:  # not one of torch's
+        except RuntimeError:  # not a device of torch: a name that the user chose
             return torch.device("cpu"), wanted
     elif isinstance(wanted, int):
         found = torch.device("cuda", wanted)
     else:
         found = default_device() if wanted is None else wanted
     if found.type == "cuda":
-        found = torch.device(
-            "cuda", torch.cuda.current_device() if found.index is None else found.index
-        )
+        index = torch.cuda.current_device() if found.index is None else found.index
+        found = torch.device("cuda", index)
     return found, sibling_name(found)

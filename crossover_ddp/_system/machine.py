@@ -8,7 +8,7 @@ _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 
 
 def machine() -> str:
-    """Return the machine's boot id, which all its containers share, or else the host's name."""
+    """Return the machine's boot id, which all its containers share, or else the host name."""
     try:
         return Path(_BOOT_ID).read_text().strip()
     except OSError:

@@ -14,22 +14,24 @@ try:
     import fcntl as fcntl
 except ImportError as error:
     raise ImportError(
-        f"expected Linux, got sys.platform={sys.platform}; crossover_ddp needs its file locks and shared memory"
+        f"expected Linux, got sys.platform={sys.platform}; "
+        "crossover_ddp needs its file locks and shared memory"
     ) from error
 
 SHARED_MEMORY = "/dev/shm"
 
 
 def segment_directory(base: str) -> str:
-    """Return where all segments of this user live, below ``base``."""
+    """Return the path of the directory below ``base`` that holds all segments of this user."""
     return os.path.join(base, f"crossover_ddp-{outer_user(os.geteuid(), _uid_map())}")
 
 
 def outer_user(user: int, uid_map: str) -> int:
-    """Return the number that the user has outside of the container, where no other user has it.
+    """Return the user id outside of the container, which is unique on the machine.
 
-    In rootless containers every user is number 0. ``uid_map`` is what ``/proc/self/uid_map`` holds: lines of first
-    number inside, first number outside, count. A user that it does not name keeps the number.
+    In rootless containers every user has id 0. ``uid_map`` is the text of ``/proc/self/uid_map``.
+    Each line has three numbers: the first id inside, the first id outside, and how many ids there
+    are. An id that it does not map is returned as it is.
     """
     for line in uid_map.splitlines():
         inside, outside, count = map(int, line.split())
@@ -47,11 +49,19 @@ def _uid_map() -> str:
 
 
 def open_directory(base: str, *, make: bool = False) -> int:
-    """Open the directory of this user's segments, which must be private, and be there unless it is made."""
+    """Open the directory of this user's segments, and return its file descriptor.
+
+    Args:
+        base: the mount of shared memory.
+        make: make the directory if it is missing.
+
+    Raises ``FileNotFoundError`` if the directory is missing, ``SegmentError`` if it is not private.
+    """
     path = segment_directory(base)
     if not sys.platform.startswith("linux") or not os.path.isdir(base):
         raise SegmentError(
-            f"expected Linux with {base}, got {sys.platform}; turns need its shared memory and locks"
+            f"expected Linux with {base}, got {sys.platform}; "
+            "turns need its shared memory and locks"
         )
     if make:
         try:
@@ -64,21 +74,26 @@ def open_directory(base: str, *, make: bool = False) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise  # nobody has joined
+        raise  # no job has joined a group yet
     except OSError as error:
         raise SegmentError(
             f"expected {path} to be a directory of this user, got {error.strerror}; "
             "if it is a symbolic link or a file, remove it"
         ) from error
     found = os.fstat(fd)
-    mode, problem = stat.S_IMODE(found.st_mode), ""
+    mode = stat.S_IMODE(found.st_mode)
+    problem = ""
     if found.st_uid != os.geteuid():
         problem = (
-            f"expected {path} to belong to user {os.geteuid()}, got owner {found.st_uid}; it was made by somebody "
-            "else and is left alone: ask its owner or an administrator to remove it"
+            f"expected {path} to belong to user {os.geteuid()}, got owner {found.st_uid}; "
+            "another user made it, so it is left alone: ask its owner or an administrator to "
+            "remove it"
         )
     elif mode & 0o077:
-        problem = f"expected {path} to be private, got mode {mode:04o}; chmod 0700 it or remove it while no job runs"
+        problem = (
+            f"expected {path} to be private, got mode {mode:04o}; "
+            "chmod 0700 it or remove it while no job runs"
+        )
     if problem:
         os.close(fd)
         raise SegmentError(problem)

@@ -1,9 +1,12 @@
-"""Record when a process computed, communicated and waited: spans, as a trace that Perfetto opens.
+"""Records when a process computed, communicated and waited, as a trace that Perfetto opens.
 
-The file is a JSON array of events in the Chrome format, one a line, whose end may be missing: it is a trace while the
-job runs, and after it was killed. A process of the trace is a device, a thread a lane of one rank of one job; both
-numbers are digests of names, so traces are merged by writing them one behind the other (`_timeline.trace`).
-A span is one append to a list; the file is written when some hundreds are waiting, or once a second.
+The file is a JSON array of events in the Chrome format, one event a line. Its closing bracket may
+be missing, so the file is a valid trace while the job runs, and after a kill. A process of the
+trace stands for a device, a thread for a lane of one rank of one job. The ids of both are digests
+of names, so traces can be merged by concatenation (`_timeline.trace`).
+
+Recording a span is one append to a list. The file is written when some hundreds of spans are
+waiting, or once a second.
 """
 
 import atexit
@@ -23,9 +26,9 @@ from typing import Final
 _log = logging.getLogger(__name__)
 
 FORMAT_VERSION: Final = 3
-"""Of the files."""
+"""Version of the file format."""
 RECORDING: Final = "recording"
-"""The name of the event that says whose trace it is; viewers ignore it."""
+"""Name of the event that identifies the job, rank and device. Viewers ignore it."""
 LANES: Final = {"compute": "turns", "wait": "turns", "exchange": "turns"}
 _MICROSECONDS: Final = 1e6
 _FLUSH_SPANS: Final = 512
@@ -36,22 +39,24 @@ _WaitingSpan = tuple[str, float, float, dict[str, Detail]]
 
 
 class Timeline:
-    """Record spans in a file of its own, ``directory/rank<r>-<pid>.json``, or ``…-<pid>-2.json`` if that is there.
+    """Record spans in a new file, ``directory/rank<r>-<pid>.json``.
+
+    If that file exists, the name is ``rank<r>-<pid>-2.json``, and so on.
 
     Args:
-        directory: where the file goes; made if it is missing.
+        directory: where the file goes. It is made if it is missing.
         rank: rank of this process in its job.
         device: name of the device, the same for all jobs that share it.
-        job: a text that is the same on all ranks of the job and on no other job's; None if not known.
+        job: a text that identifies the job, the same on all its ranks. None if it is not known.
 
-    On failure: if a file cannot be written there is one warning and no recording,
-    never an exception on the way of a bucket. Not collective. Thread-safe.
+    On failure: a file that cannot be written causes one warning and ends the recording. No
+    exception reaches the journey of a bucket. Not collective. Thread-safe.
     """
 
     def __init__(
         self, directory: str | os.PathLike[str], *, rank: int, device: str, job: str | None = None
     ) -> None:
-        # `_begin_file` may change it: another state, or an earlier process, may have a file of that name.
+        # `_begin_file` changes it if another state, or an earlier process of this id, has the file.
         self.path = Path(directory).absolute() / f"rank{rank}-{os.getpid()}.json"
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -59,22 +64,24 @@ class Timeline:
         self._waiting: list[_WaitingSpan] = []
         self._written_s = time.monotonic()
         self._closed = False
-        # Readings of this clock are brought to the wall clock's once: what NTP changes later does not bend the trace.
+        # Added to each reading of the monotonic clock. It is read once, so that later corrections
+        # of the wall clock by NTP do not distort the trace.
         self._wall_s = time.time() - time.monotonic()
-        self._ends_s: dict[str, list[float]] = {}  # of the last span in each lane of a name
+        # By name, for each lane: when its last span ended.
+        self._ends_s: dict[str, list[float]] = {}
         self._rank_name = f"{job or self.path.parent.name} · rank {rank}"
         self._device_id = _digest(device)
         self._begin_file({"version": FORMAT_VERSION, "job": job, "rank": rank, "device": device})
-        # Not a weak reference: a state dropped before the process ends must not lose its spans.
+        # Not a weak reference: spans must not get lost when a state is dropped before the exit.
         atexit.register(self.close)
 
     def span(self, kind: str, begin_s: float, end_s: float, **detail: Detail) -> None:
-        """Note that ``kind`` lasted from ``begin_s`` to ``end_s`` (``time.monotonic()``)."""
+        """Record that ``kind`` lasted from ``begin_s`` to ``end_s`` (``time.monotonic()``)."""
         with self._lock:
             if self._closed:
                 return
             self._waiting.append((kind, begin_s, end_s, detail))
-            # The span's own end serves as the clock: no further call.
+            # The end of the span serves as the current time, which saves a call of the clock.
             due = len(self._waiting) >= _FLUSH_SPANS or end_s - self._written_s >= _FLUSH_S
             if due:
                 self._written_s = end_s
@@ -82,18 +89,19 @@ class Timeline:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting."""
-        if os.getpid() != self._pid:  # a fork, where locks may be held for ever
+        """Write the waiting spans."""
+        if os.getpid() != self._pid:  # in a fork the locks may be held forever
             return
         with self._write_lock:
             with self._lock:
-                spans, self._waiting = self._waiting, []
+                spans = self._waiting
+                self._waiting = []
             if spans:
                 self._append("".join(event for span in spans for event in self._events(span)))
 
     def close(self) -> None:
-        """Write what is waiting and record nothing more. May be called again."""
-        if os.getpid() == self._pid:  # as in `flush`
+        """Write the waiting spans and record no more. May be called again."""
+        if os.getpid() == self._pid:  # see `flush`
             with self._lock:
                 self._closed = True
             self.flush()
@@ -115,7 +123,10 @@ class Timeline:
         return _line({"ph": "M", "name": name, "pid": self._device_id, "tid": thread, "args": args})
 
     def _events(self, span: _WaitingSpan) -> Iterator[str]:
-        """Yield a span as an event, in a lane without a span that it overlaps, since a trace allows only nesting."""
+        """Yield the event of a span, after that of its lane if the lane is new.
+
+        Spans of one lane must not overlap, because a trace allows only nested spans in a thread.
+        """
         kind, begin_s, end_s, detail = span
         name = LANES.get(kind, kind.replace("_", "-"))
         ends_s = self._ends_s.setdefault(name, [])
@@ -128,33 +139,39 @@ class Timeline:
             ends_s.append(end_s)
             yield self._metadata("thread_name", thread, {"name": title})
         ends_s[lane] = end_s
-        ts, dur = (
-            round(each_s * _MICROSECONDS, 3) for each_s in (begin_s + self._wall_s, end_s - begin_s)
-        )
-        where = {"pid": self._device_id, "tid": thread, "ts": ts, "dur": dur}
-        yield _line({"ph": "X", "name": _title(kind, detail), "cat": kind, **where, "args": detail})
+        event = {
+            "ph": "X",
+            "name": _title(kind, detail),
+            "cat": kind,
+            "pid": self._device_id,
+            "tid": thread,
+            "ts": _microseconds(begin_s + self._wall_s),
+            "dur": _microseconds(end_s - begin_s),
+            "args": detail,
+        }
+        yield _line(event)
 
     def _append(self, text: str) -> None:
         try:
-            with open(
-                self.path, "ab", buffering=0
-            ) as file:  # a fork writes no buffer of ours once more
+            # Unbuffered: a fork would write the content of a buffer again.
+            with open(self.path, "ab", buffering=0) as file:
                 rest = text.encode()
-                while rest:  # a full disk takes a part, and refuses the next one
+                while rest:  # a nearly full disk accepts a part and refuses the next one
                     rest = rest[file.write(rest) :]
         except OSError as error:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
         with self._lock:
-            already, self._closed = self._closed, True
+            was_closed = self._closed
+            self._closed = True
             self._waiting.clear()
-        if not already:
+        if not was_closed:
             _log.warning("no timeline is recorded in %s: %s", self.path, error)
 
 
 def _new_file(path: Path) -> Path:
-    """Make ``path``, or the first one of its name and a number that is not there yet."""
+    """Create ``path``, or the first of its numbered variants that does not exist, and return it."""
     numbered = (
         path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2)
     )
@@ -162,17 +179,25 @@ def _new_file(path: Path) -> Path:
         with contextlib.suppress(FileExistsError):
             each.touch(exist_ok=False)
             return each
-    raise AssertionError("numbers do not end")
+    raise AssertionError("unreachable: there is always another number")
 
 
 def _digest(name: str) -> int:
-    return zlib.crc32(name.encode()) >> 1  # viewers take 31 bits
+    return zlib.crc32(name.encode()) >> 1  # viewers accept 31 bits
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * _MICROSECONDS, 3)
 
 
 def _title(kind: str, detail: Mapping[str, Detail]) -> str:
-    name, bucket, step = kind.replace("_", "-"), detail.get("bucket"), detail.get("step")
+    name = kind.replace("_", "-")
+    bucket = detail.get("bucket")
+    step = detail.get("step")
+    if bucket == -1:
+        return f"{name} beside the buckets"
     if bucket is not None:
-        return f"{name} of bucket {bucket}" if bucket != -1 else f"{name} beside the buckets"
+        return f"{name} of bucket {bucket}"
     return name if step is None else f"{name} (step {step})"
 
 

@@ -1,4 +1,4 @@
-"""Traces that ranks have recorded: found, read, and written one behind the other."""
+"""Finds and reads the traces that ranks have recorded."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -11,19 +11,23 @@ Event = dict[str, Any]
 
 
 def recordings(directories: Sequence[Path]) -> list[Path]:
-    """Return all recordings in and below some directories; raises `NotADirectoryError` for what is none."""
+    """Return all recordings in and below the directories.
+
+    Raises `NotADirectoryError` if one of them is not a directory.
+    """
     for directory in directories:
         if not directory.is_dir():
             raise NotADirectoryError(
-                f"expected a directory with recordings, got {directory}, which is none"
+                f"expected a directory with recordings, got {directory}, which is not a directory"
             )
     return sorted({path.resolve() for each in directories for path in each.rglob("rank*-*.json")})
 
 
 def events(path: Path) -> Iterator[Event]:
-    """Yield the events of one rank, the one that says whose they are first; a line that a kill has cut off is skipped.
+    """Yield the events of one rank. The first one identifies the rank.
 
-    Raises ``ValueError`` if the file is no recording of this version.
+    A line that a kill has cut off is skipped. Raises ``ValueError`` if the file is not a recording
+    of this version.
     """
     lines = path.read_text(errors="replace").splitlines(keepends=True)
     whole = [line[:-2] for line in lines if line.endswith(",\n")]

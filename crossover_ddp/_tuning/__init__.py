@@ -1,1 +1,1 @@
-"""What a step will take on this link: a cost model, and a probe of the link."""
+"""Predicts the step time on a link: a cost model, and a probe that measures the link."""

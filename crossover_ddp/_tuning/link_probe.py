@@ -1,4 +1,4 @@
-"""Measure what an exchange costs on this link, by a few exchanges of buffers of our own."""
+"""Measures the cost of an exchange on a link, with a few exchanges of buffers made for that."""
 
 import statistics
 import time
@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp._ddp.groups import told_by_all
-from crossover_ddp._engine import links as journeys
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.observe import StepRecord
-from crossover_ddp._tuning.model import Link, Workload, workload_of_records
+from crossover_ddp._tuning.model import LinkModel, Workload, workload_of_records
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 _SIZES_BYTES: Final = (16 * 1024, 64 * 1024, 256 * 1024, 512 * 1024)
@@ -20,10 +20,11 @@ _REPEATS: Final = 3
 _SMALL_PROBE_BYTES: Final = 1 << 10
 
 
-def measure_link(process_group: dist.ProcessGroup) -> Link:
-    """Return what one half of an exchange costs: five megabytes travel, in a dozen exchanges.
+def measure_link(process_group: dist.ProcessGroup) -> LinkModel:
+    """Measure the cost of one half of an exchange. A dozen exchanges send about five megabytes.
 
-    **Collective**: all ranks of the group, with nothing else on the wire. The ranks' figures differ a little.
+    **Collective**: all ranks of the group call it, with nothing else on the wire. The results of
+    the ranks differ a little.
     """
     engine = Exchange.of(process_group)
     samples = []
@@ -31,51 +32,58 @@ def measure_link(process_group: dist.ProcessGroup) -> Link:
         tensor = torch.zeros(size_bytes // 4, dtype=torch.float32)
         took_s = [_timed(engine, tensor) for _ in range(1 + _REPEATS)][1:]
         samples.append((float(size_bytes), statistics.median(took_s) / 2))
-    return Link.fitted(samples)
+    return LinkModel.fitted(samples)
 
 
 def recorded_by_all(
     group: dist.ProcessGroup, steps: Sequence[StepRecord]
-) -> tuple[list[Workload], Link]:
-    """Return what each rank has recorded and the link as rank 0 measures it: of these all ranks make the same plan.
+) -> tuple[list[Workload], LinkModel]:
+    """Return the workload that each rank has recorded, and the link as rank 0 measures it.
 
-    **Collective**: as `measure_link`. Raises ``UnsupportedConfigurationError`` on all ranks, with one rank, on a GPU,
-    and as long as one has recorded no step.
+    The results are the same on all ranks, so that all ranks make the same plan.
+
+    **Collective**: as `measure_link`. Raises ``UnsupportedConfigurationError`` on all ranks if
+    there is only one rank, if the model is on a GPU, or if a rank has not recorded a step yet.
     """
     if group.size() == 1 or Exchange.of(group).devices - {"cpu"}:
         raise UnsupportedConfigurationError(
-            f"expected at least two ranks with a model on the CPU to plan for, got {group.size()}, or a device whose "
-            "kernels the host's clock does not see; measure C and M with `crossover-ddp advise`"
+            "expected at least two ranks with a model on the CPU to plan for, got "
+            f"{group.size()}, or a device whose kernels the host's clock does not see; "
+            "measure C and M with `crossover-ddp advise`"
         )
-    told = told_by_all(group, workload_of_records(steps))
-    works = [each for each in told if each is not None]
-    if len(works) < len(told):
+    gathered = told_by_all(group, workload_of_records(steps))
+    workloads = [each for each in gathered if each is not None]
+    if len(workloads) < len(gathered):
         raise UnsupportedConfigurationError(
-            f"expected recorded steps on all ranks, got {[each is not None for each in told]}; train some ten steps "
-            "before, with settled buckets"
+            "expected recorded steps on all ranks, got "
+            f"{[each is not None for each in gathered]}; train some ten steps before, "
+            "with settled buckets"
         )
-    return works, told_by_all(group, measure_link(group))[0]
+    return workloads, told_by_all(group, measure_link(group))[0]
 
 
 def _timed(engine: Exchange, tensor: torch.Tensor) -> float:
     begin_s = time.perf_counter()
     layout = engine.equal_layout(tensor)
 
-    async def both_halves(link: journeys.Link) -> None:
+    async def both_halves(link: Link) -> None:
         await link.reduce_scatter(tensor, layout)
         await link.all_gather(tensor, layout)
 
-    engine.begin(both_halves, tensor, "a probe").wait()  # no step that a plan would look at
+    # Exchanges that `begin` starts are not part of a recorded step.
+    engine.begin(both_halves, tensor, "a probe").wait()
     return time.perf_counter() - begin_s
 
 
 def measure_pair(
     peer: int, process_group: dist.ProcessGroup | None, size_bytes: int, repeats: int
-) -> Link:
-    """Time round trips with one peer; return the cost of one way. Both call it."""
-    leads, samples = dist.get_rank(process_group) < peer, []
+) -> LinkModel:
+    """Time round trips with one peer, and return the cost of one direction. Both ranks call it."""
+    leads = dist.get_rank(process_group) < peer
+    samples = []
     for size in (_SMALL_PROBE_BYTES, max(size_bytes, 2 * _SMALL_PROBE_BYTES)):
-        message, times = torch.zeros(size, dtype=torch.uint8), []
+        message = torch.zeros(size, dtype=torch.uint8)
+        times = []
         for _ in range(repeats + 1):
             begin_s = time.perf_counter()
             for sends in (leads, not leads):
@@ -84,5 +92,5 @@ def measure_pair(
                 else:
                     dist.recv(message, group=process_group, group_src=peer)
             times.append((time.perf_counter() - begin_s) / 2)
-        samples.append((size, min(times[1:])))  # the first one connects the pair
-    return Link.fitted(samples)
+        samples.append((size, min(times[1:])))  # the first round trip connects the pair
+    return LinkModel.fitted(samples)

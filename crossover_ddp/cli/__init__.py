@@ -1,4 +1,4 @@
-"""The ``crossover-ddp`` command: look at this machine, and at the jobs that take turns on it."""
+"""The ``crossover-ddp`` command: inspects this machine and the jobs that take turns on it."""
 
 import argparse
 import contextlib
@@ -18,9 +18,10 @@ examples:
   crossover-ddp run -- 'torchrun train.py --lr 0.1' -- 'torchrun train.py --lr 0.2'
   crossover-ddp status           who computes, who queues?
   crossover-ddp timeline DIR     who computed, who communicated when
-  crossover-ddp plan torchvision:vgg19 --cluster c.json --microbatches 16   pipeline stages for a cluster
+  crossover-ddp plan torchvision:vgg19 --cluster c.json --microbatches 16   pipeline stages
 
-exit codes: 0 fine; 1 something to fix, or nothing found; 2 wrong usage; run: see crossover-ddp run --help
+exit codes: 0 fine; 1 something to fix, or nothing found; 2 wrong usage;
+run: see crossover-ddp run --help
 """
 
 
@@ -40,12 +41,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments; what follows each ``--`` are the ``groups`` of a command that starts others."""
-    # argparse knows one "--" only, and not every version treats it alike.
-    starts_others = words[:1] in (["run"], ["advise"])
-    bounds = [place for place, word in enumerate(words) if starts_others and word == "--"] + [
-        len(words)
-    ]
+    """Parse the arguments. For ``run`` and ``advise``, the words after each ``--`` are a group."""
+    # Not left to argparse: it knows only one "--", and its versions treat it differently.
+    bounds = [len(words)]
+    if words[:1] in (["run"], ["advise"]):
+        bounds = [place for place, word in enumerate(words) if word == "--"] + bounds
     groups = [list(words[begin + 1 : end]) for begin, end in pairwise(bounds)]
     return parser().parse_args(words[: bounds[0]], argparse.Namespace(groups=groups))
 
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Wrong usage raises ``SystemExit(2)``, as argparse does.
     """
-    _open_what_was_closed()
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks
+    _reopen_closed_streams()
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
         with contextlib.suppress(ImportError):
             import argcomplete
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(list(sys.argv[1:] if arguments is None else arguments))
     try:
         code: int = parsed.run(parsed)
-        sys.stdout.flush()  # at exit nobody would hear of an error
+        sys.stdout.flush()  # here, because Python's own flush at exit cannot change the exit code
     except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINE
@@ -73,10 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _open_what_was_closed() -> None:
-    """Give standard streams that were closed, as by ``2>&-``, to nobody: the next file to be opened would be one."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+def _reopen_closed_streams() -> None:
+    """Reopen standard streams that were closed, as by ``2>&-``, on /dev/null.
+
+    Otherwise the next file that is opened would get descriptor 0, 1 or 2, and output with it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
-    os.close(number)
+    os.close(descriptor)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)

@@ -1,4 +1,4 @@
-"""``crossover-ddp advise``: measure a job's C, N and M in some of its steps, and say what would make it faster.
+"""``crossover-ddp advise``: measures a job's C, N and M in some steps, and predicts speed-ups.
 
 C  compute of a step, on the slowest rank
 N  exposed communication: the rest of the step
@@ -22,22 +22,27 @@ from typing import Any, Final, NamedTuple
 from crossover_ddp._system import environment
 
 from . import step_meter
-from .jobs import ENDING, SHELLS_OFFSET, Job, waited_for_signals
+from .jobs import ENDING, SHELLS_OFFSET, JobProcess, signals_blocked
 from .output import FINE, FOUND, USAGE, columns, declare, say, whole, write_json
 from .run import command_words
 
 _EXAMPLES = """\
 examples:
   crossover-ddp advise -- torchrun --nproc-per-node 2 train.py --lr 0.1   runs some steps of it
-  crossover-ddp advise --link 10gbit --model torchvision:resnet50 --ranks 8   without a run: by bytes and link
+  crossover-ddp advise --link 10gbit --model torchvision:resnet50 --ranks 8   without a run
 
 The script needs no hook: its steps are those of plain DDP, a hook that it registers is left out.
-exit codes: 0 there is advice, also if it is "do not bother"; 1 nothing could be measured; 2 wrong usage
+exit codes: 0 there is advice, also if it is "do not bother"; 1 nothing could be measured;
+2 wrong usage
 """
-_LOOK_S, _GRACE_S = 0.25, 5.0
-_WORTH: Final = 1.05  # the least factor that is worth a change, and a step over its C
-_BACKWARD_SHARE: Final = 2 / 3  # of C, where it is not measured
+_POLL_S: Final = 0.25
+_GRACE_S: Final = 5.0
+_WORTH: Final = 1.05
+"""Least factor that is worth a change. Also the least ratio of a step to its C."""
+_BACKWARD_SHARE: Final = 2 / 3
+"""Part of C that is backward, where it is not measured."""
 _INT8_BYTES: Final = 0.26
+"""Bytes on the wire with `Int8`, divided by those of plain DDP."""
 _WIRE_OVER_COMPUTE: Final = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # the rows of docs/choosing.md
 _UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
@@ -50,82 +55,102 @@ class Figures(NamedTuple):
     wire_s: float
     size_bytes: float
     ranks: int
+    # Part of C that is backward. Communication can hide behind it.
     backward_share: float = _BACKWARD_SHARE
-    """Of C, which can hide communication, at best."""
 
     @property
     def step_s(self) -> float:
         """C + N."""
         return self.compute_s + self.exposed_s
 
-    def over(self, compute_s: float, wire_s: float) -> float:
-        """Return how much longer than the longer of these two a step is, but at least 1."""
+    def speedup(self, compute_s: float, wire_s: float) -> float:
+        """Return how much faster a step is that takes the longer of these times. At least 1."""
         return self.step_s / min(self.step_s, max(compute_s, wire_s))
 
     def deferred_s(self) -> float:
-        """Return the step whose sums travel beside backward, and behind all of them its gathers beside forward."""
-        backward_s, half_s = self.backward_share * self.compute_s, self.wire_s / 2
+        """Return the step time with reduce-scatters beside backward and gathers beside forward."""
+        backward_s = self.backward_share * self.compute_s
+        half_s = self.wire_s / 2
         return max(backward_s, half_s) + max(self.compute_s - backward_s, half_s)
 
     def behind_backward_s(self, part: float) -> float:
-        """Return the step that hides ``part`` of M beside backward, as well as can be."""
+        """Return the step time if only ``part`` of M is on the wire, from backward's begin on."""
         return (1 - self.backward_share) * self.compute_s + part * self.wire_s
 
 
-class Way(NamedTuple):
-    """A way to use the network's time."""
+class Method(NamedTuple):
+    """A method to use the time of the network."""
 
     name: str
+    # Returns how many times faster steps can become at best.
     bound: Callable[[Figures], float]
-    """How many times faster steps can be done, at best."""
+    # Part of the bound that measurements have reached (docs/measurements.md).
     reached: float
-    """The part of the bound that was measured (docs/measurements.md)."""
+    # The line to paste into the script.
     line: str
     caveat: str
 
-    def expected(self, found: Figures) -> float:
-        """Return how many times faster steps are expected to be done."""
-        return self.reached * self.bound(found)
+    def expected(self, figures: Figures) -> float:
+        """Return how many times faster steps are expected to become."""
+        return self.reached * self.bound(figures)
 
 
-CROSSOVER: Final = Way(
+def _crossover_bound(figures: Figures) -> float:
+    pair_s = max(2 * figures.compute_s, figures.step_s, 2 * min(figures.wire_s, figures.step_s))
+    return 2 * figures.step_s / pair_s
+
+
+def _decoupled_bound(figures: Figures) -> float:
+    return figures.speedup(figures.compute_s, figures.deferred_s())
+
+
+def _half_bound(figures: Figures) -> float:
+    return figures.speedup(figures.compute_s, figures.behind_backward_s(0.5))
+
+
+def _int8_bound(figures: Figures) -> float:
+    return figures.speedup(figures.compute_s, figures.behind_backward_s(_INT8_BYTES))
+
+
+CROSSOVER: Final = Method(
     "crossover (two sibling jobs)",
-    lambda found: (
-        2
-        * found.step_s
-        / max(2 * found.compute_s, found.step_s, 2 * min(found.wire_s, found.step_s))
-    ),
-    0.97,  # of 17 rows, two more than a tenth off
+    _crossover_bound,
+    0.97,  # 2 of 17 measured rows are more than a tenth off
     "model.register_comm_hook(CrossoverState(), crossover_hook)",
-    "over one job after the other; needs a second job of yours on the same devices, and memory for both",
+    "over one job after the other; needs a second job of yours on the same devices, "
+    "and memory for both",
 )
-DECOUPLED: Final = Way(
+DECOUPLED: Final = Method(
     "decoupled training",
-    lambda found: found.over(found.compute_s, found.deferred_s()),
-    0.93,  # all but 4 of 21 rows are within 12 %
+    _decoupled_bound,
+    0.93,  # all but 4 of 21 measured rows are within 12 %
     "model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)",
     "with gradient_as_bucket_view=True, bucket_cap_mb={sixteenth_mb:.3g}; see docs/decoupled.md",
 )
-HALF: Final = Way(
+HALF: Final = Method(
     "torch's fp16_compress_hook",
-    lambda found: found.over(found.compute_s, found.behind_backward_s(0.5)),
-    0.94,  # of one model
+    _half_bound,
+    0.94,  # measured with one model
     "model.register_comm_hook(None, fp16_compress_hook)",
-    "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks; rounds gradients to half precision",
+    "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks; "
+    "rounds gradients to half precision",
 )
-INT8: Final = Way(
+INT8: Final = Method(
     "a codec, Int8()",
-    lambda found: found.over(found.compute_s, found.behind_backward_s(_INT8_BYTES)),
-    0.9,  # between the 0.87 and 0.98 of two models
+    _int8_bound,
+    0.9,  # two models reached 0.87 and 0.98
     "model.register_comm_hook(CompressedState(codec=Int8()), compressed_hook)",
     "rounds gradients; changes the losses a little",
 )
-WAYS: Final = (CROSSOVER, DECOUPLED, HALF, INT8)
+METHODS: Final = (CROSSOVER, DECOUPLED, HALF, INT8)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
-    about = "Measure a job's compute, exposed communication and wire time; predict what would make it faster."
+    about = (
+        "Measure a job's compute, exposed communication and wire time; "
+        "predict what would make it faster."
+    )
     parser = declare(commands, "advise", run, "what would make this job faster?", about, _EXAMPLES)
     parser.usage = (
         "crossover-ddp advise [--json] [--steps N] -- COMMAND | --link RATE --model M --ranks N"
@@ -136,8 +161,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--link", type=_rate, metavar="RATE", help="of a rank's card: 10gbit, 100mbit"
     )
-    what = "torchvision:NAME or timm:NAME; or its parameters of 4 bytes, 25.6M, or bytes, 102MB"
-    parser.add_argument("--model", type=_model, metavar="MODEL", help=what)
+    parser.add_argument(
+        "--model",
+        type=_model,
+        metavar="MODEL",
+        help="torchvision:NAME or timm:NAME; or its parameters of 4 bytes, 25.6M, or bytes, 102MB",
+    )
     parser.add_argument("--ranks", type=whole(2), metavar="N")
     parser.add_argument("--json", action="store_true", help="figures and factors as JSON")
 
@@ -155,23 +184,25 @@ def _rate(text: str) -> float:
 
 
 def _model(text: str) -> str | float:
-    """Return a model's name, or its bytes."""
+    """Return the name of a model, or its size in bytes."""
     if ":" in text:
         return text
-    is_bytes = text.lower().endswith("b")
     such_as = "model such as timm:resnet50, or its size: 25.6M (parameters) or 102MB"
-    return _number(text, "b" if is_bytes else "", such_as) * (1 if is_bytes else 4)
+    if text.lower().endswith("b"):
+        return _number(text, "b", such_as)
+    return 4 * _number(text, "", such_as)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, advise, show; return the exit code."""
+    """Measure the job, or take the described one, and print the advice. Return the exit code."""
     described = [
         each for each in (arguments.link, arguments.model, arguments.ranks) if each is not None
     ]
     commands = [words for words in arguments.groups if words]
     if len(commands) + len(described) / 3 != 1:
         say(
-            "crossover-ddp advise: expected -- COMMAND, or --link, --model and --ranks, got neither or both"
+            "crossover-ddp advise: expected -- COMMAND, or --link, --model and --ranks, "
+            "got neither or both"
         )
         return USAGE
     try:
@@ -185,7 +216,8 @@ def run(arguments: argparse.Namespace) -> int:
         return FOUND
     if arguments.json:
         factors = {
-            way.name: {"expected": way.expected(found), "bound": way.bound(found)} for way in WAYS
+            each.name: {"expected": each.expected(found), "bound": each.bound(found)}
+            for each in METHODS
         }
         write_json({"figures": found._asdict(), "factors": factors, "verdict": verdict(found)})
     else:
@@ -193,23 +225,24 @@ def run(arguments: argparse.Namespace) -> int:
     return FINE
 
 
-# --- measuring ----------------------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 def measuring(directory: Path) -> dict[str, str]:
-    """Return the variables with which a script that trains with DDP times its steps into ``directory``."""
+    """Put the step meter into ``directory``, and return the variables with which a job runs it."""
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.glob("rank-*.jsonl"):
         old.unlink()
     shutil.copy(step_meter.__file__, directory / "sitecustomize.py")
     path = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
-    # States of this package then leave the optimizer alone.
+    # DISABLE: the states of this package then leave the optimizer alone.
     return {"PYTHONPATH": path, environment.DISABLE: "1"}
 
 
 def _blocks(directory: Path) -> list[list[dict[str, Any]]]:
-    """Return what each rank has recorded so far, if it has blocks of both kinds."""
+    """Return the blocks of each rank that has recorded blocks of both kinds."""
     texts = [path.read_text() for path in directory.glob("rank-*.jsonl")]
+    # A line without a closing brace is still being written.
     ranks = [
         [json.loads(line) for line in text.splitlines() if line.endswith("}")] for text in texts
     ]
@@ -217,62 +250,70 @@ def _blocks(directory: Path) -> list[list[dict[str, Any]]]:
 
 
 def figures(directory: Path) -> Figures:
-    """Return a job's figures from what its ranks on this machine have recorded; ``ValueError`` if it is too little."""
+    """Return a job's figures, from the recordings of its ranks on this machine.
+
+    Raises ``ValueError`` if there are too few steps.
+    """
     ranks = _blocks(directory)
     if not ranks:
         least = step_meter.WARM_UP_STEPS + 2 * step_meter.BLOCK_STEPS
         raise ValueError(
-            f"expected {least} steps of a script that trains with DistributedDataParallel, got fewer: FSDP and other "
-            "launchers' own wrappers are not measured, and python -I or -E keeps the meter out"
+            f"expected {least} steps of a script that trains with DistributedDataParallel, "
+            "got fewer: FSDP and other launchers' own wrappers are not measured, and "
+            "python -I or -E keeps the meter out"
         )
     if max(block["ranks"] for blocks in ranks for block in blocks) < 2:
         raise ValueError("expected at least two ranks, got one, which exchanges nothing")
-    apart = [[block for block in blocks if block["apart"]] for blocks in ranks]
+    # The slowest rank determines the step and C. M is that of the rank that waited least.
     step_s = max(
         median(block["step_s"] for block in blocks if not block["apart"]) for blocks in ranks
     )
+    apart = [[block for block in blocks if block["apart"]] for blocks in ranks]
     computed_s = [
         [block["step_s"] - block["met_s"] - block["wire_s"] for block in blocks] for blocks in apart
     ]
     compute_s = max(map(median, computed_s))
     backward_s = sum(block["backward_s"] for blocks in apart for block in blocks)
+    measured_share = backward_s / sum(map(sum, computed_s))
     return Figures(
         compute_s=min(compute_s, step_s),
         exposed_s=max(0.0, step_s - compute_s),
         wire_s=min(median(block["wire_s"] for block in blocks) for blocks in apart),
         size_bytes=apart[0][-1]["bytes"],
         ranks=apart[0][-1]["ranks"],
-        backward_share=backward_s / sum(map(sum, computed_s))
-        or _BACKWARD_SHARE,  # 0: DDP's forward was not called
+        # It is 0 if the script does not call the forward of DDP itself.
+        backward_share=measured_share or _BACKWARD_SHARE,
     )
 
 
 def _measured(words: Sequence[str], steps: int) -> Figures:
-    """Run a command until it has recorded enough; nothing of it is left."""
+    """Run a command until it has recorded enough steps, then end all its processes."""
     wanted = 2 * round((steps - step_meter.WARM_UP_STEPS) / (2 * step_meter.BLOCK_STEPS))
-    group = f"advise-{os.getpid()}-{secrets.token_hex(3)}"  # no turns with siblings
+    # A new group: the job must not take turns with siblings.
+    group = f"advise-{os.getpid()}-{secrets.token_hex(3)}"
     with (
-        waited_for_signals() as numbers,
+        signals_blocked() as numbers,
         tempfile.TemporaryDirectory(prefix="crossover-advise-") as name,
     ):
         directory = Path(name)
         variables = {**os.environ, environment.GROUP: group, **measuring(directory)}
-        job, shown = Job(words, variables, directory / "log"), 0
+        job = JobProcess(words, variables, directory / "log")
+        shown = 0
         try:
-            while not job.is_over() and shown < wanted:
-                came = signal.sigtimedwait(numbers, _LOOK_S)
+            while not job.supervise() and shown < wanted:
+                came = signal.sigtimedwait(numbers, _POLL_S)
                 if came and came.si_signo in ENDING:
                     raise SystemExit(SHELLS_OFFSET + came.si_signo)
                 done = min(map(len, _blocks(directory)), default=0)
                 if done > shown:
-                    say(
-                        f"{done * step_meter.BLOCK_STEPS} of {wanted * step_meter.BLOCK_STEPS} steps"
-                    )
+                    done_steps = done * step_meter.BLOCK_STEPS
+                    say(f"{done_steps} of {wanted * step_meter.BLOCK_STEPS} steps")
                 shown = done
             code = job.code
         finally:
             job.finish(signal.SIGTERM, _GRACE_S)
-        how = f"the command ended with {code} after {job.took_s:.0f} s; its last lines:\n{job.last_lines()}".rstrip()
+        ended = f"the command ended with {code} after {job.took_s:.0f} s; its last lines:"
+        how = f"{ended}\n{job.last_lines()}".rstrip()
         try:
             found = figures(directory)
         except ValueError as error:
@@ -282,39 +323,44 @@ def _measured(words: Sequence[str], steps: int) -> Figures:
         return found
 
 
-# --- advising -----------------------------------------------------------------------------------------------------
+# --- advising -------------------------------------------------------------------------------------
 
 
 def verdict(found: Figures) -> str:
-    """Return what to do; a way that changes the training only where no other one is worth it."""
+    """Return the advice. Methods that change the results come only after those that do not."""
     if found.step_s < _WORTH * found.compute_s:
-        return f"do not bother: communication costs only {found.exposed_s / found.step_s:.1%} of a step"
-    best = max((CROSSOVER, DECOUPLED), key=lambda way: way.expected(found))
-    if best.expected(found) < _WORTH:
-        best = max((HALF, INT8), key=lambda way: way.expected(found))
-    if best.expected(found) < _WORTH:
+        exposed = f"{found.exposed_s / found.step_s:.1%}"
+        return f"do not bother: communication costs only {exposed} of a step"
+
+    def expected(method: Method) -> float:
+        return method.expected(found)
+
+    best = max((CROSSOVER, DECOUPLED), key=expected)
+    if expected(best) < _WORTH:
+        best = max((HALF, INT8), key=expected)
+    if expected(best) < _WORTH:
         return "do not bother: none of these is expected to bring 5 %"
-    return f"{best.name}: {best.expected(found):.2f}× expected, {best.bound(found):.2f}× at best"
+    return f"{best.name}: {expected(best):.2f}× expected, {best.bound(found):.2f}× at best"
 
 
 def _report(found: Figures) -> str:
-    rows = [[way.name, f"{way.expected(found):.2f}×", f"{way.bound(found):.2f}×"] for way in WAYS]
-    shown = verdict(found)
-    worth = (
-        [] if shown.startswith("do not") else [way for way in WAYS if way.expected(found) >= _WORTH]
-    )
+    rows = [
+        [each.name, f"{each.expected(found):.2f}×", f"{each.bound(found):.2f}×"] for each in METHODS
+    ]
+    advice = verdict(found)
     sixteenth_mb = found.size_bytes / 16 / 2**20
-    lines = "".join(
-        f"{way.name}: {way.caveat.format(sixteenth_mb=sixteenth_mb)}\n    {way.line}\n"
-        for way in worth
-    )
+    lines = ""
+    for method in METHODS:
+        if method.expected(found) >= _WORTH and not advice.startswith("do not"):
+            caveat = method.caveat.format(sixteenth_mb=sixteenth_mb)
+            lines += f"{method.name}: {caveat}\n    {method.line}\n"
     assumed = ", assumed" if found.backward_share == _BACKWARD_SHARE else ""
     return (
         f"{found.ranks} ranks, {found.size_bytes / 1e6:.3g} MB of gradients\n"
-        f"a step {_ms(found.step_s)} = C {_ms(found.compute_s)} compute ({found.backward_share:.0%} backward{assumed}) "
-        f"+ N {_ms(found.exposed_s)} exposed communication ({found.exposed_s / found.step_s:.0%}); "
-        f"M {_ms(found.wire_s)} on the wire\n\n"
-        f"{columns(['what', 'expected', 'at best'], rows)}\n{lines}→ {shown}\n"
+        f"a step {_ms(found.step_s)} = C {_ms(found.compute_s)} compute "
+        f"({found.backward_share:.0%} backward{assumed}) + N {_ms(found.exposed_s)} exposed "
+        f"communication ({found.exposed_s / found.step_s:.0%}); M {_ms(found.wire_s)} on the wire\n"
+        f"\n{columns(['what', 'expected', 'at best'], rows)}\n{lines}→ {advice}\n"
     )
 
 
@@ -323,7 +369,7 @@ def _ms(length_s: float) -> str:
 
 
 def _table(bytes_per_s: float, model: str | float, ranks: int) -> str:
-    """Return what a model and a link allow, for several computations C."""
+    """Return a table of the predictions for a model on a link, with a row for each ratio M/C."""
     sizes = []
     if isinstance(model, str):
         from crossover_ddp.pipeline.chain import gradient_sizes  # needs torch
@@ -337,11 +383,12 @@ def _table(bytes_per_s: float, model: str | float, ranks: int) -> str:
         found = Figures(
             compute_s, max(0.0, wire_s - _BACKWARD_SHARE * compute_s), wire_s, size_bytes, ranks
         )
-        factors = [f"{way.expected(found):.2f}× ({way.bound(found):.2f}×)" for way in WAYS]
+        factors = [f"{each.expected(found):.2f}× ({each.bound(found):.2f}×)" for each in METHODS]
         rows.append([f"{ratio:g}", _ms(compute_s), _ms(found.step_s), *factors])
-    what = f"{len(sizes)} gradients of {model}" if sizes else "gradients"
+    gradients = f"{len(sizes)} gradients of {model}" if sizes else "gradients"
     return (
-        f"M {_ms(wire_s)}: {size_bytes / 1e6:.3g} MB of {what}, {ranks} ranks, {bytes_per_s * 8 / 1e9:g} Gbit/s\n"
+        f"M {_ms(wire_s)}: {size_bytes / 1e6:.3g} MB of {gradients}, {ranks} ranks, "
+        f"{bytes_per_s * 8 / 1e9:g} Gbit/s\n"
         f"by the compute C of a step; expected (at best):\n\n"
-        f"{columns(['M/C', 'C', 'plain DDP', *(way.name for way in WAYS)], rows)}"
+        f"{columns(['M/C', 'C', 'plain DDP', *(each.name for each in METHODS)], rows)}"
     )

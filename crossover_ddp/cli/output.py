@@ -1,4 +1,4 @@
-"""What all commands share: how they are declared, what they write, and their exit codes."""
+"""Shared by all commands: their declaration, their output and their exit codes."""
 
 import argparse
 import contextlib
@@ -10,13 +10,13 @@ from typing import Any, Final
 
 FINE: Final = 0
 FOUND: Final = 1
-"""Something to mend was found, or nothing was there to show."""
+"""There is something to fix, or nothing to show."""
 USAGE: Final = 2
 """The command was called wrongly."""
 INTERRUPTED: Final = 130
-"""Ctrl-C, as shells number it."""
+"""Ctrl-C, with the exit code that shells use."""
 
-_GONE: Final = {
+_REMOVED_OPTIONS: Final = {
     "advise": ("--seconds S", "--startup S", "--verbose"),
     "doctor": ("--json", "--sweep"),
     "plan": ("--json", "--picture FILE"),
@@ -24,17 +24,17 @@ _GONE: Final = {
     "status": ("--watch S", "--group G"),
     "timeline": ("--picture FILE", "--from S", "--to S", "--json"),
 }
-"""Options that are accepted for one more version."""
+"""Options that have no effect any more. They are accepted for one more version."""
 
 
-class _Gone(argparse.Action):
+class _RemovedOption(argparse.Action):
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
-        what = (
-            f"{option_string} does nothing any more, and goes in the next version; see CHANGELOG.md"
+        sys.stderr.write(
+            f"{parser.prog}: {option_string} does nothing any more, and goes in the next version; "
+            "see CHANGELOG.md\n"
         )
-        sys.stderr.write(f"{parser.prog}: {what}\n")
 
 
 def declare(
@@ -45,26 +45,34 @@ def declare(
     about: str,
     examples: str,
 ) -> argparse.ArgumentParser:
-    """Declare a sub-command; ``run`` returns its exit code. Returns its parser, to add arguments to."""
-    form = argparse.RawDescriptionHelpFormatter
+    """Declare a sub-command and return its parser, for its arguments.
+
+    ``run`` executes the command and returns the exit code.
+    """
     parser = commands.add_parser(
-        name, help=help, description=about, epilog=examples, formatter_class=form
+        name,
+        help=help,
+        description=about,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
-    for option in _GONE[name]:
+    for option in _REMOVED_OPTIONS[name]:
         word, *value = option.split()
-        parser.add_argument(word, action=_Gone, nargs="?" if value else 0, help=argparse.SUPPRESS)
+        parser.add_argument(
+            word, action=_RemovedOption, nargs="?" if value else 0, help=argparse.SUPPRESS
+        )
     return parser
 
 
 def say(text: str) -> None:
-    """Write a line to standard error; where nobody can read it (a full disk, a terminal that is gone) nothing ends."""
+    """Write a line to standard error. Ignore errors: a full disk must not end a command."""
     with contextlib.suppress(OSError):
         os.write(sys.stderr.fileno(), f"{text}\n".encode(errors="replace"))
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows below their head, in columns."""
+    """Return a table with aligned columns."""
     table = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
@@ -72,7 +80,7 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Return a reader of an argument that is a whole number from ``least`` on; for ``type=``."""
+    """Return a parser of whole numbers from ``least`` on, for ``type=`` of an argument."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:

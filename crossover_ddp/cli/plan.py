@@ -1,4 +1,4 @@
-"""``crossover-ddp plan``: stages, devices and the order of micro-batches for a model on a cluster."""
+"""``crossover-ddp plan``: plans stages, devices and order of micro-batches for a model."""
 
 import argparse
 import sys
@@ -14,16 +14,22 @@ _EXAMPLES = """\
 examples:
   crossover-ddp plan torchvision:vgg19 --cluster c.json --microbatches 16
   crossover-ddp plan mymodel:blocks --input 4,512 --cluster c.json --microbatches 8 --csv
-c.json for two nodes of two devices: {"devices": [{"node": "a"}, {"node": "a"}, {"node": "b"}, {"node": "b"}],
-"bandwidth_gbit": 100, "cards_gbit": {"a": 10, "b": 10}}; for four alike: {"devices": 4, "bandwidth_gbit": 10}.
-MODEL is timm:NAME, torchvision:NAME, module:function that returns a list of layers, or a profile that was saved.
+c.json for two nodes of two devices:
+{"devices": [{"node": "a"}, {"node": "a"}, {"node": "b"}, {"node": "b"}],
+"bandwidth_gbit": 100, "cards_gbit": {"a": 10, "b": 10}}
+c.json for four equal devices: {"devices": 4, "bandwidth_gbit": 10}
+MODEL is timm:NAME, torchvision:NAME, module:function that returns a list of layers, or the file of
+a saved profile.
 exit codes: 0 fine; 1 no plan: the model is no chain, or does not fit; 2 wrong usage
 """
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
-    about = "Find stages, replicas, devices and the order of micro-batches, and compare with known designs."
+    about = (
+        "Find stages, replicas, devices and the order of micro-batches, "
+        "and compare with known designs."
+    )
     command = declare(
         commands, "plan", run, "cut a model in pipeline stages for a cluster", about, _EXAMPLES
     )
@@ -43,7 +49,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command.add_argument("--csv", action="store_true", help="torch's schedule; one device a stage")
     command.add_argument("--save", type=Path, metavar="FILE", help="write the plan for Runner")
     command.add_argument(
-        "--save-profile", type=Path, metavar="FILE", help="write what was measured"
+        "--save-profile", type=Path, metavar="FILE", help="write the measured profile"
     )
 
 
@@ -55,7 +61,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Plan, print and save; return the exit code."""
+    """Make a plan, print it and save it. Return the exit code."""
     from crossover_ddp.pipeline import Cluster, plan_pipeline
 
     try:

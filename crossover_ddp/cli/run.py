@@ -1,4 +1,4 @@
-"""``crossover-ddp run``: commands as sibling jobs, some at a time, with a log and a rendezvous for each."""
+"""``crossover-ddp run``: runs commands as sibling jobs, each with a log and a rendezvous."""
 
 import argparse
 import os
@@ -18,10 +18,10 @@ from .jobs import (
     PASSED_ON,
     SHELLS_OFFSET,
     TICK_S,
-    Job,
+    JobProcess,
     free_ports,
-    reap,
-    waited_for_signals,
+    reap_orphans,
+    signals_blocked,
 )
 from .output import USAGE, declare, say, whole
 
@@ -29,8 +29,9 @@ _EXAMPLES = """\
 examples:
   crossover-ddp run -- 'torchrun train.py --lr 0.1' -- 'torchrun train.py --lr 0.2'
   crossover-ddp run --commands sweep.txt --at-once 2      one command a line, two at a time
-Ctrl-C (SIGTERM, SIGHUP, SIGQUIT) goes to all jobs, a second one kills them. exit codes: that of the first job that
-failed (128 + n if signal n killed it); 128 + n if signal n ended the run; 2 wrong usage: nothing was started
+Ctrl-C (SIGTERM, SIGHUP, SIGQUIT) goes to all jobs, a second one kills them.
+exit codes: that of the first job that failed (128 + n if signal n killed it);
+128 + n if signal n ended the run; 2 wrong usage: nothing was started
 """
 _COMMENT = re.compile(r"""((?!#)(?:'[^']*'|"(?:[^"\\]|\\.)*"|\\.|[^\s'"\\])+)|#.*""")  # or a word
 _QUOTED = re.compile(r"""'[^']*'|"(?:[^"$`\\]|\\[^$`])*"|\\.|("(?:[^"\\]|\\.)*")""")  # 1: not plain
@@ -39,12 +40,15 @@ _PLACE = re.compile(
     r"(?:--(?:rdzv|master)[-_](?:endpoint|port)[ =]|\bMASTER_PORT=)(?!(\S*:)?0'?( |$))(\S+)"
 )
 _NODES = re.compile(r"--nnodes[ =](?!1(:1)?( |$))")
-_NOT_STARTED = 126  # as shells number it
+_NOT_STARTED = 126  # the exit code of shells
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
-    about = "Start jobs as siblings: one group, a log and a rendezvous for each, nothing left at the end."
+    about = (
+        "Start jobs as siblings: one group, a log and a rendezvous for each, "
+        "nothing left at the end."
+    )
     parser = declare(commands, "run", run, "start sibling jobs, or a sweep", about, _EXAMPLES)
     parser.usage = "crossover-ddp run [--commands FILE] [--at-once K] [--logs DIR] [-- COMMAND]..."
     parser.add_argument(
@@ -59,7 +63,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the jobs; return the exit code."""
+    """Run the jobs, and return the exit code."""
     try:
         commands = _commands(arguments)
         arguments.logs.mkdir(parents=True, exist_ok=True)
@@ -68,46 +72,62 @@ def run(arguments: argparse.Namespace) -> int:
         return USAGE
     group = os.environ.get(environment.GROUP) or f"run-{os.getpid()}-{secrets.token_hex(3)}"
     say(
-        f"{len(commands)} jobs, {arguments.at_once} at once, in group {group}, logs in {arguments.logs}"
+        f"{len(commands)} jobs, {arguments.at_once} at once, in group {group}, "
+        f"logs in {arguments.logs}"
     )
     return _Runner(commands, group, arguments.logs, arguments.at_once).run()
 
 
 def _commands(arguments: argparse.Namespace) -> list[list[str]]:
-    """Return the words of each job; raise ``ValueError`` or ``OSError`` for what is none."""
+    """Return the words of each job's command.
+
+    Raises ``ValueError`` for text that is not a command, ``OSError`` if the file cannot be read.
+    """
     found = [
         command_words(group[0]) if len(group) == 1 else list(group) for group in arguments.groups
     ]
     if arguments.commands:
-        text = (
-            sys.stdin.read() if arguments.commands == "-" else Path(arguments.commands).read_text()
-        )
+        from_input = arguments.commands == "-"
+        text = sys.stdin.read() if from_input else Path(arguments.commands).read_text()
         found += [words for line in _joined(text).splitlines() if (words := command_words(line))]
     if not found or not all(found):
         raise ValueError("expected commands after -- or in --commands FILE, got none")
-    texts = [shlex.join(words) for words in found]
-    places = [place[3] for text in texts if "etcd" not in text and (place := _PLACE.search(text))]
-    if (
-        len({*places}) < len(places) and arguments.at_once > 1
-    ):  # one would end with the other's store
-        raise ValueError(
-            f"expected a rendezvous of its own for each job, got {places}; use other ports"
-        )
+    if arguments.at_once > 1:
+        _check_rendezvous([shlex.join(words) for words in found])
     return found
 
 
+def _check_rendezvous(commands: Sequence[str]) -> None:
+    """Raise ``ValueError`` if two commands name the same rendezvous.
+
+    The job that ends first would take the store of the other one with it. An etcd server is no
+    part of a job, so jobs may share it.
+    """
+    places = [
+        place[3] for text in commands if "etcd" not in text and (place := _PLACE.search(text))
+    ]
+    if len({*places}) < len(places):
+        raise ValueError(
+            f"expected a rendezvous of its own for each job, got {places}; use other ports"
+        )
+
+
 def _joined(text: str) -> str:
-    """Drop comments, in which a last backslash means nothing; then join the lines that continue."""
+    """Remove comments, then join continued lines. A comment's last backslash continues nothing."""
     return _COMMENT.sub(r"\1", text).replace("\\\n", "").strip()
 
 
 def command_words(text: str) -> list[str]:
-    """Cut a text as a shell would; `ValueError` for what only a shell acts on, never passed on as plain text."""
+    """Split a command as a shell would.
+
+    Raises ``ValueError`` for syntax that only a shell can execute, so that it is not passed to the
+    program as plain text.
+    """
     text = _joined(text)
     if syntax := _SHELLS.search(_QUOTED.sub(r"x\1", text)):
         raise ValueError(
-            f"expected a command without shell syntax, got {syntax[0]!r} in {text!r}: no shell runs it; put plain "
-            "text in single quotes, or let a shell run it: bash -c '…'"
+            f"expected a command without shell syntax, got {syntax[0]!r} in {text!r}: no shell "
+            "runs it; put plain text in single quotes, or let a shell run it: bash -c '…'"
         )
     return shlex.split(text)
 
@@ -118,70 +138,84 @@ class _Runner:
     def __init__(
         self, commands: Sequence[Sequence[str]], group: str, logs: Path, at_once: int
     ) -> None:
-        self._commands, self._group, self._logs, self._at_once = commands, group, logs, at_once
-        self._running: dict[int, Job] = {}
+        self._commands = commands
+        self._group = group
+        self._logs = logs
+        self._at_once = at_once
+        # By number, from 1 on.
+        self._running: dict[int, JobProcess] = {}
+        # Signals that asked the run to end.
         self._signals: list[int] = []
+        # When each failed job ended, and with which exit code.
         self._failed: list[tuple[float, int]] = []
-        self._begun = 0
+        self._started = 0
         self._free_ports = free_ports()
 
     def run(self) -> int:
         """Return the exit code once every process of every job has ended."""
-        with waited_for_signals() as numbers:
+        with signals_blocked() as numbers:
             try:
                 self._start_due()
                 while self._running:
-                    leaving = self._signals or any(
-                        job.code is not None for job in self._running.values()
-                    )
-                    came = signal.sigtimedwait(numbers, TICK_S if leaving else 1.0)
-                    self._pass_on(came.si_signo if came else signal.SIGCHLD)
-                    for number in [
-                        number for number, job in self._running.items() if job.is_over()
-                    ]:
-                        self._note_end(number, self._running.pop(number))
-                    reap(job.pid for job in self._running.values())
+                    came = signal.sigtimedwait(numbers, self._patience_s())
+                    if came:
+                        self._pass_on(came.si_signo)
+                    over = [number for number, job in self._running.items() if job.supervise()]
+                    for number in over:
+                        self._report_end(number, self._running.pop(number))
+                    reap_orphans(job.pid for job in self._running.values())
                     self._start_due()
             finally:
                 for job in self._running.values():
                     job.finish()
-        return (
-            SHELLS_OFFSET + self._signals[0]
-            if self._signals
-            else min(self._failed, default=(0, 0))[1]
-        )
+        if self._signals:
+            return SHELLS_OFFSET + self._signals[0]
+        _, code = min(self._failed, default=(0, 0))
+        return code
+
+    def _patience_s(self) -> float:
+        """Return how long to wait for a signal. No signal reports the end of an orphan."""
+        ending = self._signals or any(job.code is not None for job in self._running.values())
+        return TICK_S if ending else 1.0
 
     def _start_due(self) -> None:
         while (
-            self._begun < len(self._commands)
+            self._started < len(self._commands)
             and len(self._running) < self._at_once
             and not self._signals
         ):
-            words, self._begun = self._commands[self._begun], self._begun + 1
-            log = self._logs / f"{self._begun}.log"
+            words = self._commands[self._started]
+            self._started += 1
+            log = self._logs / f"{self._started}.log"
             try:
-                self._running[self._begun] = Job(words, self._variables(words), log)
-                say(f"{self._begun} started: {shlex.join(words)}")
+                self._running[self._started] = JobProcess(words, self._variables(words), log)
+                say(f"{self._started} started: {shlex.join(words)}")
             except (OSError, ValueError) as error:  # ValueError: a zero byte
                 self._failed.append((time.monotonic(), _NOT_STARTED))
-                say(f"{self._begun} ended with {_NOT_STARTED}, not started: {error}")
+                say(f"{self._started} ended with {_NOT_STARTED}, not started: {error}")
 
     def _variables(self, words: Sequence[str]) -> dict[str, str]:
-        """Return a job's environment; ports on which several nodes must agree are counted from one they know."""
-        first = (
-            os.environ.get("MASTER_PORT") or (_NODES.search(shlex.join(words)) and "29500") or ""
-        )
-        port = str(int(first) + self._begun - 1 if first.isdecimal() else next(self._free_ports))
+        """Return the environment of the job that starts now.
+
+        The runs on several nodes must give a job the same port. They count it from a port that
+        all of them know: ``MASTER_PORT``, or torchrun's default.
+        """
+        first = os.environ.get("MASTER_PORT", "")
+        if not first and _NODES.search(shlex.join(words)):
+            first = "29500"
+        is_known = first.isdecimal()
+        port = int(first) + self._started - 1 if is_known else next(self._free_ports)
         own = {
             environment.GROUP: self._group,
-            "MASTER_PORT": port,
-            "PET_MASTER_PORT": port,
-        }  # torchrun's
+            "MASTER_PORT": str(port),
+            "PET_MASTER_PORT": str(port),  # read by torchrun
+        }
         if timeline := os.environ.get(environment.TIMELINE):
-            own[environment.TIMELINE] = os.path.join(timeline, str(self._begun))
+            own[environment.TIMELINE] = os.path.join(timeline, str(self._started))
         return {**os.environ, **own}
 
     def _pass_on(self, number: int) -> None:
+        """Act on a signal: end all jobs, kill them at a second Ctrl-C, or pass the signal on."""
         again = number == signal.SIGINT and number in self._signals
         for job in self._running.values():
             if again:
@@ -194,7 +228,7 @@ class _Runner:
             self._signals.append(number)
             say(f"{signal.Signals(number).name} passed on; Ctrl-C again kills, as do 30 s")
 
-    def _note_end(self, number: int, job: Job) -> None:
+    def _report_end(self, number: int, job: JobProcess) -> None:
         if job.code:
             self._failed.append((job.began_s + job.took_s, job.code))
         last_lines = f"\n{job.last_lines()}".rstrip() if job.code else ""

@@ -1,4 +1,7 @@
-"""``crossover-ddp status``: who computes, who queues, as seen from outside; joins, locks and wakes nothing."""
+"""``crossover-ddp status``: shows which jobs compute and which queue.
+
+It only reads shared memory: it joins no group, takes no lock and wakes no job.
+"""
 
 import argparse
 import itertools
@@ -24,7 +27,7 @@ exit codes: 0 jobs were found; 1 none, or files that are no segments; 2 wrong us
 """
 
 
-class Job(NamedTuple):
+class JobRow(NamedTuple):
     """One job on one device."""
 
     group: str
@@ -32,24 +35,25 @@ class Job(NamedTuple):
     number: int
     slots: Sequence[Member]
     alive: bool
-    lead: Member  # which alone says how the job computes, on whatever device
+    # The member that publishes the job's mode, perhaps on another device.
+    lead: Member
 
     @property
     def name(self) -> str:
-        """Return what the table calls it."""
+        """Return the job's name in the table."""
         return f"{self.number:x}"[:8]
 
     @property
     def state(self) -> str:
-        """Return where it is in the order of turns."""
+        """Return the job's state in the order of turns."""
         if any(slot.started > slot.returned for slot in self.slots):
             return "computes"
-        return (
-            "queues" if any(slot.queued > slot.started for slot in self.slots) else "between turns"
-        )
+        if any(slot.queued > slot.started for slot in self.slots):
+            return "queues"
+        return "between turns"
 
 
-_FIGURES: Final[Mapping[str, Callable[[Job], float]]] = {
+_FIGURES: Final[Mapping[str, Callable[[JobRow], float]]] = {
     "turns_total": lambda job: max(slot.turns for slot in job.slots),
     "computes": lambda job: job.alive and job.state == "computes",
     "queues": lambda job: job.alive and job.state == "queues",
@@ -72,7 +76,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
-    """Look twice, show one table; return the exit code."""
+    """Read shared memory twice, and print one table. Return the exit code."""
     before = after = look(base)
     if not arguments.prometheus:
         time.sleep(_INTERVAL_S)
@@ -86,8 +90,8 @@ def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
         sys.stdout.write(columns(HEAD, shown))
     else:
         sys.stdout.write(f"no jobs take turns here (nothing in {after.directory})\n")
-    for path, what in after.problems:
-        say(f"! {path}: {what}")
+    for path, problem in after.problems:
+        say(f"! {path}: {problem}")
     return FINE if shown and not after.problems else FOUND
 
 
@@ -102,46 +106,52 @@ def rows(before: Look, after: Look) -> Iterator[list[str]]:
             job.group,
             job.device,
             job.name,
-            _state(job) if job.alive else "gone",
+            _shown_state(job) if job.alive else "gone",
             str(max(slot.started for slot in slots)),
             f"{taken / seconds:.1f}" if seconds else "?",
-            f"{','.join(str(slot.rank) for slot in slots)} of {max(slot.world_size for slot in slots)}",
+            f"{','.join(str(slot.rank) for slot in slots)} of "
+            f"{max(slot.world_size for slot in slots)}",
             ",".join(str(slot.pid) for slot in slots),
             f"{max(slot.lease_s for slot in slots):.3g} s",
         ]
 
 
 def exposition(seen: Look) -> str:
-    """Return what Prometheus reads: a line for each figure of each job, of its text format 0.0.4."""
+    """Return the figures of all jobs in Prometheus' text format 0.0.4."""
     lines = []
     for name, figure in _FIGURES.items():
         lines.append(f"# TYPE crossover_{name} {'counter' if name.endswith('_total') else 'gauge'}")
         for job in _jobs(seen):
             labels = {"group": job.group, "device": job.device, "job": job.name}
-            # Printable text has the escapes of JSON there.
-            said = ",".join(
-                f"{key}={json.dumps(text, ensure_ascii=False)}" for key, text in labels.items()
+            # For printable text the format has the escapes of JSON.
+            text = ",".join(
+                f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in labels.items()
             )
-            lines.append(f"crossover_{name}{{{said}}} {float(figure(job))!r}")
+            lines.append(f"crossover_{name}{{{text}}} {float(figure(job))!r}")
     return "\n".join(lines) + "\n"
 
 
-def _jobs(seen: Look) -> Iterator[Job]:
-    whose = operator.attrgetter("group", "device", "slot.job")
+def _jobs(seen: Look) -> Iterator[JobRow]:
+    job_of = operator.attrgetter("group", "device", "slot.job")
+    # Only the lead publishes a mode, so it is the last one in the order of modes.
     by_mode = sorted(seen.places, key=operator.attrgetter("slot.mode"))
     leads = {(each.group, each.slot.job): each.slot for each in by_mode}
-    for (group, device, number), found in itertools.groupby(sorted(seen.places, key=whose), whose):
-        places = [*found]
-        places = [each for each in places if each.alive] or places
-        slots = sorted((place.slot for place in places), key=lambda slot: slot.rank)
-        yield Job(group, device, number, slots, places[0].alive, leads[group, number])
+    in_order = sorted(seen.places, key=job_of)
+    for (group, device, number), found in itertools.groupby(in_order, job_of):
+        members = [*found]
+        # Dead members show only if all of the job's members are dead.
+        members = [each for each in members if each.alive] or members
+        slots = sorted((member.slot for member in members), key=lambda slot: slot.rank)
+        yield JobRow(group, device, number, slots, members[0].alive, leads[group, number])
 
 
-def _state(job: Job) -> str:
+def _shown_state(job: JobRow) -> str:
     lead = job.lead
-    if lead.mode != Mode.SIDE_BY_SIDE:
-        return job.state + (
-            ", trial" if lead.mode in (Mode.TRYING_TURNS, Mode.TRYING_SIDE_BY_SIDE) else ""
-        )
-    slower = 100 * (lead.turns_s / lead.side_s - 1) if lead.pairs and lead.side_s else None
-    return "side by side" if slower is None else f"side by side: turns were {slower:.0f} % slower"
+    if lead.mode == Mode.SIDE_BY_SIDE and lead.pairs and lead.side_s:
+        slower = 100 * (lead.turns_s / lead.side_s - 1)
+        return f"side by side: turns were {slower:.0f} % slower"
+    if lead.mode == Mode.SIDE_BY_SIDE:
+        return "side by side"
+    if lead.mode in (Mode.TRYING_TURNS, Mode.TRYING_SIDE_BY_SIDE):
+        return f"{job.state}, trial"
+    return job.state

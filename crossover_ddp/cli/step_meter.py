@@ -1,14 +1,18 @@
-"""Times the steps of any script that trains with DistributedDataParallel, whatever its hook and its device.
+"""Times the steps of any script that trains with DistributedDataParallel.
 
-`crossover-ddp advise` puts a copy of this file, as ``sitecustomize.py``, first on the script's PYTHONPATH, so Python
-runs it at its start. It is not imported from the package, imports nothing of it, and writes beside itself.
+`crossover-ddp advise` puts a copy of this file, as ``sitecustomize.py``, first on the script's
+PYTHONPATH, so that Python runs it at its start. The copy imports nothing of this package, and
+writes its recordings beside itself.
 
 [Note: blocks of steps]
-After a few steps, in which DDP forms its buckets, blocks of two kinds take turns. In the one, buckets travel as plain
-DDP sends them: a step takes C + N. In the other they are held back to the end of backward, and travel when the device
-has finished and all ranks have met: a step takes C + M, with what ranks wait for each other beside. In this kind the
-part of C from the end of the model's last forward to its last bucket is backward. A block begins and ends with an idle
-device, so the clock of the host will do. In both kinds the gradient is the mean. Our design.
+After a few steps, in which DDP forms its buckets, two kinds of blocks alternate. In the first kind
+buckets are sent as plain DDP sends them: a step takes C + N. In the second kind they are held back
+to the end of backward, and sent once the device has finished and all ranks have met. Such a step
+takes C + M, and the time that ranks wait for each other, which is recorded apart. In the second
+kind, the time from the end of the model's last forward to its last bucket counts as backward.
+
+A block begins and ends with an idle device, so the clock of the host suffices. In both kinds the
+gradient is the mean over ranks. Our design.
 """
 
 import functools
@@ -22,32 +26,45 @@ from typing import Any
 
 WARM_UP_STEPS = 5
 BLOCK_STEPS = 6
-_PATIENCE = 2 * BLOCK_STEPS  # backwards of other models, after which one of them is measured
+# If this many backwards in a row belong to other models, one of those is measured instead.
+_PATIENCE = 2 * BLOCK_STEPS
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _DDP = "torch.nn.parallel.distributed"
 
 
 class _Meter:
-    """Counts the steps of one model of this process, with what other models send meanwhile."""
+    """Measures the steps of one model, including the traffic of other models in them."""
 
     def __init__(self) -> None:
         self._model: Any = None
-        self._others = _PATIENCE  # so the first model is measured at once
-        self._step, self._apart, self._is_noted = 0, False, False
+        # Backwards of other models since the last one of `_model`. The first model is measured at
+        # once.
+        self._others = _PATIENCE
+        # Negative while the model warms up.
+        self._step = 0
+        # Whether communication is apart from compute: the kind of the current block.
+        self._apart = False
+        # Whether this process has written a block.
+        self._has_written = False
+        # When the block began. None before the first block.
         self._block_s: float | None = None
-        self._forward_s: float | None = None  # when the model's last forward ended
-        self._held, self._sent = list[Any](), list[Any]()
+        # When the model's last forward ended.
+        self._forward_s: float | None = None
+        # Buckets that wait for the end of backward: buffer, process group and Future.
+        self._held = list[Any]()
+        # Futures of the all-reduces of this step.
+        self._sent = list[Any]()
         self._sums = dict.fromkeys(("backward_s", "met_s", "wire_s", "bytes"), 0.0)
 
     def end_forward(self, model: Any) -> None:
-        """Note the time of a forward that trains, in steps whose communication is apart."""
+        """Record the end of a forward that trains, in steps whose communication is apart."""
         import torch
 
         if self._apart and model is self._model and torch.is_grad_enabled():
             self._forward_s = _now_s(next(model.parameters()).device)
 
     def exchange(self, model, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations
-        """Send one bucket, now or at the end of backward; its Future holds the mean of all ranks."""
+        """Send a bucket, now or at the end of backward. Its Future holds the mean of all ranks."""
         from torch.futures import Future
 
         buffer = bucket.buffer()
@@ -74,14 +91,22 @@ class _Meter:
             self._send_held(device, model)
         self._others = 0 if model is self._model else self._others + 1
         if self._others > _PATIENCE:
-            self._model, self._others, self._step = model, 0, -WARM_UP_STEPS
-            self._apart, self._block_s = False, None
+            self._measure(model)
         if model is self._model:
             if self._step % BLOCK_STEPS == BLOCK_STEPS - 1:
                 for sent in self._sent:
                     sent.wait()
                 self._end_block(_now_s(device), model.process_group.size())
-            self._step, self._sent = self._step + 1, []
+            self._step += 1
+            self._sent = []
+
+    def _measure(self, model: Any) -> None:
+        """Measure this model from now on."""
+        self._model = model
+        self._others = 0
+        self._step = -WARM_UP_STEPS
+        self._apart = False
+        self._block_s = None
 
     def _send_held(self, device: Any, model: Any) -> None:
         import torch
@@ -91,6 +116,7 @@ class _Meter:
         if model is self._model and self._forward_s is not None:
             self._sums["backward_s"] += begin_s - self._forward_s
             self._forward_s = None
+        # A barrier: the time on the wire begins when all ranks have come here.
         dist.all_reduce(
             torch.zeros(1, dtype=torch.float32, device=device), group=model.process_group
         )
@@ -102,7 +128,7 @@ class _Meter:
         end_s = _now_s(device)
         self._sums["met_s"] += met_s - begin_s
         self._sums["wire_s"] += end_s - met_s
-        if self._forward_s is not None:  # another model's: backward goes on
+        if self._forward_s is not None:  # another model's buckets: our backward still runs
             self._forward_s += end_s - begin_s
         for buffer, _, future in self._held:
             future.set_result(buffer)
@@ -114,20 +140,19 @@ class _Meter:
         if self._block_s is not None:
             sums = {"step_s": now_s - self._block_s, **self._sums}
             means = {name: value / BLOCK_STEPS for name, value in sums.items()}
-            found = {"apart": self._apart, "ranks": ranks, **means}
-            # A script may train in new processes again and again.
-            with open(
-                os.path.join(_HERE, f"rank-{dist.get_rank()}.jsonl"), "a" if self._is_noted else "w"
-            ) as file:
-                file.write(json.dumps(found) + "\n")
-            self._is_noted = True
+            block = {"apart": self._apart, "ranks": ranks, **means}
+            # The first block replaces the file: a script may train in new processes repeatedly.
+            path = os.path.join(_HERE, f"rank-{dist.get_rank()}.jsonl")
+            with open(path, "a" if self._has_written else "w") as file:
+                file.write(json.dumps(block) + "\n")
+            self._has_written = True
             self._apart = not self._apart
         self._block_s = now_s
         self._sums = dict.fromkeys(self._sums, 0.0)
 
 
 def _now_s(device: Any) -> float:
-    """Return the time once the device has finished."""
+    """Wait until the device has finished, and return the time."""
     import torch
 
     if device.type != "cpu":
@@ -136,43 +161,43 @@ def _now_s(device: Any) -> float:
 
 
 def _watch(ddp: Any) -> None:
-    """Let every model of the class be measured, whatever hook the script registers."""
-    meter, made, register, after_forward = (
-        _Meter(),
-        ddp.__init__,
-        ddp.register_comm_hook,
-        ddp._post_forward,
-    )
+    """Patch DDP so that the meter measures every model, instead of the script's own hook."""
+    meter = _Meter()
+    init = ddp.__init__
+    register = ddp.register_comm_hook
+    post_forward = ddp._post_forward
 
-    @functools.wraps(made)
-    def made_and_measured(self: Any, *args: Any, **options: Any) -> None:
-        made(self, *args, **options)
-        if not self._comm_hooks:  # mixed precision has one of its own
+    @functools.wraps(init)
+    def init_measured(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        if not self._comm_hooks:  # DDP's mixed precision registers its own hook
             register(self, self, meter.exchange)
-            self._comm_hooks.clear()  # a model that is pickled would have the meter with it
+            self._comm_hooks.clear()  # or the meter would be pickled with the model
         self._is_made = True
 
     def register_own(self: Any, state: Any, hook: Any) -> None:
         if not hasattr(self, "_is_made"):
             register(self, state, hook)
-        else:  # not run, but a script that resumes finds the model of a state by it
+        else:
+            # The hook is not run, but listed: states find their model by it when a script resumes.
             self._comm_hooks.append((hook, state))
 
-    def after_forward_measured(self: Any, output: Any) -> Any:
-        output = after_forward(self, output)
+    def register_builtin(self: Any, *args: Any, **options: Any) -> None:
+        """Do nothing: torch's own hooks are not run either."""
+
+    def post_forward_measured(self: Any, output: Any) -> Any:
+        output = post_forward(self, output)
         meter.end_forward(self)
         return output
 
-    ddp.__init__, ddp.register_comm_hook, ddp._post_forward = (
-        made_and_measured,
-        register_own,
-        after_forward_measured,
-    )
-    ddp._register_builtin_comm_hook = lambda *args, **options: None
+    ddp.__init__ = init_measured
+    ddp.register_comm_hook = register_own
+    ddp._register_builtin_comm_hook = register_builtin
+    ddp._post_forward = post_forward_measured
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Waits for the script to import DDP's module."""
+    """Patches DDP when the script imports its module."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _DDP:
@@ -191,7 +216,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 if __name__ == "sitecustomize":
     sys.meta_path.insert(0, _Finder())
-    # The environment may have a file of this name of its own.
+    # The environment may have its own sitecustomize: find it without this directory, and run it.
     sys.path = [each for each in sys.path if os.path.abspath(each) != _HERE]
     this = sys.modules.pop(__name__)
     if importlib.util.find_spec(__name__):

@@ -1,4 +1,4 @@
-"""``crossover-ddp timeline``: one trace for Perfetto of what ranks have recorded."""
+"""``crossover-ddp timeline``: merges the recordings of ranks into one trace for Perfetto."""
 
 import argparse
 import json
@@ -11,15 +11,18 @@ from .output import FINE, FOUND, USAGE, declare, say
 
 _EXAMPLES = """\
 examples:
-  CROSSOVER_TIMELINE=runs/a torchrun … train.py    let a job record itself; each rank's file is a trace, too
-  crossover-ddp timeline runs -o trace.json        all ranks of all jobs, for https://ui.perfetto.dev
+  CROSSOVER_TIMELINE=runs/a torchrun … train.py    record a job; each rank's file is a trace
+  crossover-ddp timeline runs -o trace.json        merge all ranks, for https://ui.perfetto.dev
 exit codes: 0 fine; 1 no spans, or files that cannot be read; 2 wrong usage
 """
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
-    about = "Write what ranks recorded with CROSSOVER_TIMELINE=DIR, in and below directories, into one trace."
+    about = (
+        "Merge the recordings of ranks with CROSSOVER_TIMELINE=DIR, in and below directories, "
+        "into one trace."
+    )
     parser = declare(
         commands, "timeline", run, "who computed, who communicated when?", about, _EXAMPLES
     )
@@ -32,8 +35,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the trace; return the exit code."""
-    found, code = [], FINE
+    """Write the trace, and return the exit code."""
+    found = []
+    code = FINE
     try:
         for path in recordings(arguments.directories):
             try:
@@ -49,6 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"crossover-ddp timeline: {error}")
         return USAGE
     jobs = len({each[0]["args"]["job"] for each in found if each})
-    what = f"{jobs} jobs, {len(found)} recordings, {spans:,} spans"
-    sys.stdout.write(f"{what}: {arguments.trace} (open it at https://ui.perfetto.dev)\n")
+    summary = f"{jobs} jobs, {len(found)} recordings, {spans:,} spans"
+    sys.stdout.write(f"{summary}: {arguments.trace} (open it at https://ui.perfetto.dev)\n")
     return code if spans else FOUND

@@ -1,10 +1,11 @@
-"""Pipeline planning: stages, their devices and the order of all actions for a given cluster, and a runner of the plan.
+"""Pipeline planning: finds stages, their devices and the order of all actions for a cluster.
 
     profile = Profile.measure(layers, sample)
     plan = plan_pipeline(profile, Cluster.load("cluster.json"), microbatches=16)
     Runner(plan, layers, loss_fn).step(x, y)
 
-The problem is that of SPP (arXiv 2204.10562, abstract); how it is solved is our design. See docs/pipeline.md.
+The problem is that of SPP (arXiv 2204.10562, abstract). The solution is our design. See
+docs/pipeline.md.
 """
 
 from .cluster import DeviceCluster as Cluster

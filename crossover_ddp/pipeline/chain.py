@@ -1,4 +1,4 @@
-"""A model, found by its name, as a chain of layers."""
+"""Finds a model by its name, and splits it into a chain of layers."""
 
 import importlib
 from collections.abc import Iterator, Sequence
@@ -10,24 +10,32 @@ from torch import nn
 NamedLayer = tuple[str, nn.Module]
 
 
-def named_model(name: str, otherwise: str) -> Any:
-    """Return what ``timm:NAME``, ``torchvision:NAME`` or ``module:function`` makes; errors offer ``otherwise``, too."""
-    place, _, function = name.partition(":")
+def named_model(name: str, alternative: str) -> Any:
+    """Make the model ``timm:NAME``, ``torchvision:NAME`` or ``module:function``.
+
+    Return a module, or a list of layers if the function returns several. ``alternative`` names the
+    further kind of argument that the caller accepts, for the error message.
+    """
+    home, _, function = name.partition(":")
     try:
-        module = importlib.import_module(place)
-        make = {"timm": "create_model", "torchvision": "get_model"}.get(place)
-        home = module.models if place == "torchvision" else module
-        made = getattr(home, make)(function) if make else getattr(module, function)()
+        module = importlib.import_module(home)
+        if home == "timm":
+            made = module.create_model(function)
+        elif home == "torchvision":
+            made = module.models.get_model(function)
+        else:
+            made = getattr(module, function)()
         return made if isinstance(made, nn.Module) else [*nn.Sequential(*made)]
     except (ImportError, AttributeError, ValueError, RuntimeError, TypeError) as error:
         raise ValueError(
-            f"expected {otherwise}, timm:NAME, torchvision:NAME or module:function, got {name!r} ({error})"
+            f"expected {alternative}, timm:NAME, torchvision:NAME or module:function, "
+            f"got {name!r} ({error})"
         ) from error
 
 
 def gradient_sizes(name: str) -> list[int]:
-    """Return the bytes of each gradient of a model, found by its name."""
-    with torch.device("meta"):  # sizes without numbers
+    """Return the bytes of each gradient of the model with this name; see `named_model`."""
+    with torch.device("meta"):  # shapes without memory
         made = named_model(name, "a size such as 102MB")
     models = [made] if isinstance(made, nn.Module) else [*made]
     trained = [each for each in nn.ModuleList(models).parameters() if each.requires_grad]
@@ -37,32 +45,37 @@ def gradient_sizes(name: str) -> list[int]:
 
 
 def named_chain(name: str, shape: Sequence[int]) -> tuple[list[NamedLayer], torch.Tensor]:
-    """Return a model's layers by name, and a micro-batch; `ValueError` if one after the other is not the model."""
+    """Return the layers of a model by name, and a micro-batch of this shape.
+
+    Raises `ValueError` if the layers, one after the other, do not compute the model.
+    """
     model = named_model(name, "a profile (a .json file)")
     sample = torch.randn(*shape)
     if not isinstance(model, nn.Module):
         return [(str(place), layer) for place, layer in enumerate(model)], sample
     layers = list(_children(model, ""))
-    head = next(
-        (at for at, (_, layer) in enumerate(layers) if isinstance(layer, nn.Linear)), len(layers)
-    )
-    # As many models do in their forward.
+    is_linear = [isinstance(layer, nn.Linear) for _, layer in layers]
+    head = is_linear.index(True) if any(is_linear) else len(layers)
+    # Many models flatten in their forward, before the first linear layer.
     flattened = [*layers[:head], ("flatten", nn.Flatten()), *layers[head:]]
     for chain in (layers, flattened):
         if _is_chain(model, chain, sample):
             return chain, sample
     raise ValueError(
-        f"expected a model that is a chain and takes {tuple(shape)}, got {name!r}; change --input, or write a function "
-        "that returns its blocks as a list, with skip connections inside them, and give it as module:function"
+        f"expected a model that is a chain and takes {tuple(shape)}, got {name!r}; change --input, "
+        "or write a function that returns its blocks as a list, with skip connections inside them, "
+        "and give it as module:function"
     )
 
 
 def _children(module: nn.Module, prefix: str) -> Iterator[NamedLayer]:
-    for name, child in module._modules.items():  # one that is used twice, twice
-        if child is None:
-            continue
-        inner = type(child) is nn.Sequential
-        yield from _children(child, f"{prefix}{name}.") if inner else [(f"{prefix}{name}", child)]
+    """Yield children by name, those of an inner ``nn.Sequential`` instead of itself."""
+    # Not named_children(): it leaves out the second use of a layer that is used twice.
+    for name, child in module._modules.items():
+        if type(child) is nn.Sequential:
+            yield from _children(child, f"{prefix}{name}.")
+        elif child is not None:
+            yield f"{prefix}{name}", child
 
 
 def _is_chain(model: nn.Module, chain: Sequence[NamedLayer], sample: torch.Tensor) -> bool:

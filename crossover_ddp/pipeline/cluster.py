@@ -1,9 +1,10 @@
-"""The devices of a cluster: speed, memory, and how fast each pair of them exchanges data.
+"""The devices of a cluster: their speed and memory, and the bandwidth between each pair.
 
 [Note: network cards]
-Devices of one node share its network card. A transfer between nodes occupies the sending node's card outwards and the
-receiving node's card inwards, so two transfers through one card follow each other, whatever pairs they belong to. A
-transfer inside a node occupies the two devices' own ports. Cards are full duplex. Our design.
+Devices of one node share its network card. A transfer between nodes occupies the card of the
+sending node outwards, and the card of the receiving node inwards. Two transfers through one card
+in the same direction therefore run one after the other, even between different pairs of devices.
+A transfer inside a node occupies the two devices' own ports. Cards are full duplex. Our design.
 """
 
 import math
@@ -30,16 +31,19 @@ class DeviceCluster(Document):
     """Devices and their links; public as ``crossover_ddp.pipeline.Cluster``.
 
     Args:
-        bandwidth: bytes per second from the row's device to the column's; 0 where there is no link. The diagonal
-            does not count.
-        latency_s: seconds of one message, or a matrix of them.
-        nodes: the node of each device; default each device is a node of its own.
-        speed: of each device; a layer takes its profiled time divided by this. Default 1.
-        memory_bytes: of each device; default unlimited.
-        cards: bytes per second of a node's network card; default as fast as its links.
-        names: of the devices; default ``0``, ``1``, ….
+        bandwidth: matrix of bytes per second, from the device of the row to that of the column. 0
+            means that there is no link. The diagonal is ignored.
+        latency_s: seconds of one message, or a matrix of them. Default 0.
+        nodes: the node of each device. By default each device is on its own node.
+        speed: relative speed of each device. A layer takes its profiled time divided by this.
+            Default 1.
+        memory_bytes: memory of each device. Default unlimited.
+        cards: bytes per second of the network card, by node. By default a card is as fast as its
+            links.
+        names: the names of the devices. Default ``0``, ``1``, ….
 
-    On failure: ``ValueError`` for a bandwidth that is missing or negative, and for devices that no path connects.
+    On failure: ``ValueError`` for a bandwidth that is missing or negative, and for devices that no
+    path connects.
     """
 
     bandwidth: Matrix
@@ -53,24 +57,31 @@ class DeviceCluster(Document):
     def __post_init__(self) -> None:
         count = len(self.bandwidth)
         numbers = tuple(map(str, range(count)))
-        defaults: dict[str, tuple[Any, ...]] = {"names": numbers, "nodes": numbers}
-        defaults |= {"speed": (1.0,) * count, "memory_bytes": (math.inf,) * count}
+        defaults: dict[str, tuple[Any, ...]] = {
+            "names": numbers,
+            "nodes": numbers,
+            "speed": (1.0,) * count,
+            "memory_bytes": (math.inf,) * count,
+        }
         for name, default in defaults.items():
             values = tuple(getattr(self, name)) or default
             object.__setattr__(self, name, values)
             if len(values) != count:
                 raise ValueError(
-                    f"expected {name} of {count} devices, got {len(values)}; give one for each row of bandwidth"
+                    f"expected {name} of {count} devices, got {len(values)}; "
+                    "give one for each row of bandwidth"
                 )
         if not count or len(set(self.names)) != count:
             raise ValueError(
-                f"expected devices with different names, got names={self.names}; name each device once"
+                f"expected devices with different names, got names={self.names}; "
+                "name each device once"
             )
         if not isinstance(self.latency_s, Sequence):
             object.__setattr__(self, "latency_s", ((self.latency_s,) * count,) * count)
         if unknown := sorted(self.cards.keys() - set(self.nodes)):
             raise ValueError(
-                f"expected cards of the nodes {sorted(set(self.nodes))}, got cards of {unknown}; name nodes as in nodes"
+                f"expected cards of the nodes {sorted(set(self.nodes))}, got cards of {unknown}; "
+                "name nodes as in nodes"
             )
         self._check_matrix("bandwidth", self.bandwidth)
         self._check_matrix("latency_s", self.latency_s)
@@ -79,28 +90,29 @@ class DeviceCluster(Document):
             "memory_bytes": self.memory_bytes,
             "cards": (*self.cards.values(),),
         }
-        for what, values in positive.items():
+        for argument, values in positive.items():
             if not all(isinstance(value, int | float) and value > 0 for value in values):
                 raise ValueError(
-                    f"expected {what} > 0, got {what}={values}; leave it out for the default"
+                    f"expected {argument} > 0, got {argument}={values}; "
+                    "leave it out for the default"
                 )
         self._check_connected()
 
-    def _check_matrix(self, what: str, matrix: Any) -> None:
+    def _check_matrix(self, argument: str, matrix: Any) -> None:
         count = len(self.names)
         for place, row in enumerate(matrix or [()]):
             source = self.names[min(place, count - 1)]
             if len(row) != count or len(matrix) != count:
                 raise ValueError(
-                    f"expected {count} values of {what} for device {source!r}, got {len(row)}; give a square matrix"
+                    f"expected {count} values of {argument} for device {source!r}, got {len(row)}; "
+                    "give a square matrix"
                 )
             for target, value in zip(self.names, row, strict=True):
-                if source != target and not (
-                    isinstance(value, int | float) and 0 <= value < math.inf
-                ):
+                is_valid = isinstance(value, int | float) and 0 <= value < math.inf
+                if source != target and not is_valid:
                     raise ValueError(
-                        f"expected {what} >= 0 from device {source!r} to {target!r}, got {what}={value!r}; measure it, "
-                        "or write 0 where there is no link"
+                        f"expected {argument} >= 0 from device {source!r} to {target!r}, "
+                        f"got {argument}={value!r}; measure it, or write 0 where there is no link"
                     )
 
     def _check_connected(self) -> None:
@@ -115,28 +127,28 @@ class DeviceCluster(Document):
         reached = networkx.node_connected_component(links, 0)
         if lost := [name for place, name in enumerate(self.names) if place not in reached]:
             raise ValueError(
-                f"expected devices that are connected, got none of the links of {lost} to the others; "
-                "give their bandwidth, or leave them out"
+                "expected devices that are connected, got no links in both directions between "
+                f"{lost} and the others; give their bandwidth, or leave them out"
             )
 
     def __len__(self) -> int:
         return len(self.bandwidth)
 
     def rate(self, source: int, target: int) -> float:
-        """Return bytes per second of a transfer between two devices, 0 where there is no link."""
+        """Return bytes per second of a transfer between two devices. 0 means there is no link."""
         rate = self.bandwidth[source][target]
         one, two = self.nodes[source], self.nodes[target]
-        return (
-            rate if one == two else min(rate, self.cards.get(one, rate), self.cards.get(two, rate))
-        )
+        if one == two:
+            return rate
+        return min(rate, self.cards.get(one, rate), self.cards.get(two, rate))
 
     def latency(self, source: int, target: int) -> float:
-        """Return the seconds that a message takes besides its bytes."""
+        """Return the seconds that a message without content takes."""
         assert isinstance(self.latency_s, Sequence)  # since __post_init__
         return self.latency_s[source][target]
 
     def ports(self, source: int, target: int) -> tuple[str, str]:
-        """Return what a transfer occupies; see [Note: network cards]."""
+        """Return the ports that a transfer occupies; see [Note: network cards]."""
         one, two = self.nodes[source], self.nodes[target]
         if one != two:
             return f"node {one} out", f"node {two} in"
@@ -144,10 +156,13 @@ class DeviceCluster(Document):
 
     @classmethod
     def from_json(cls, document: Any) -> "DeviceCluster":
-        """Read ``{"devices": [{"name", "node", "speed", "memory_gib"}], "bandwidth_gbit": [[…]], …}``.
+        """Make a cluster from a document.
 
-        ``latency_us`` is a number or a matrix, ``cards_gbit`` a rate for each node's name. All but ``devices`` (a list,
-        or their number) and ``bandwidth_gbit`` (a matrix, or one number) may be left out.
+        It is ``{"devices": [{"name", "node", "speed", "memory_gib"}], "bandwidth_gbit": …, …}``.
+
+        ``devices`` is a list, or the number of devices. ``bandwidth_gbit`` and ``latency_us`` are
+        matrices, or one number for all pairs. ``cards_gbit`` has a rate for each node's name. Only
+        ``devices`` and ``bandwidth_gbit`` are required.
         """
         known = {"devices", "bandwidth_gbit", "latency_us", "cards_gbit"}
         if (
@@ -156,25 +171,24 @@ class DeviceCluster(Document):
         ):
             found = sorted(document) if isinstance(document, dict) else type(document).__name__
             raise ValueError(
-                f"expected the keys devices, bandwidth_gbit and perhaps latency_us, cards_gbit, got {found}; "
-                "see docs/pipeline.md"
+                "expected the keys devices, bandwidth_gbit and perhaps latency_us, cards_gbit, "
+                f"got {found}; see docs/pipeline.md"
             )
-        devices, cards = document["devices"], document.get("cards_gbit", {})
-        devices = [{} for _ in range(devices)] if isinstance(devices, int) else devices
+        cards = document.get("cards_gbit", {})
+        devices = document["devices"]
+        if isinstance(devices, int):
+            devices = [{} for _ in range(devices)]
         if not isinstance(devices, list) or not isinstance(cards, dict):
             raise ValueError(
-                f"expected devices as a list or their number, and cards_gbit as an object of nodes, got {devices!r} "
-                f"and {cards!r}; see docs/pipeline.md"
+                "expected devices as a list or their number, and cards_gbit as an object of nodes, "
+                f"got {devices!r} and {cards!r}; see docs/pipeline.md"
             )
+        keys = {"name", "node", "speed", "memory_gib"}
         for place, device in enumerate(devices):
-            if not isinstance(device, dict) or not device.keys() <= {
-                "name",
-                "node",
-                "speed",
-                "memory_gib",
-            }:
+            if not isinstance(device, dict) or not device.keys() <= keys:
                 raise ValueError(
-                    f"expected name, node, speed, memory_gib of a device, got {device!r}; fix device {place}"
+                    f"expected name, node, speed, memory_gib of a device, got {device!r}; "
+                    f"fix device {place}"
                 )
         names = tuple([str(each.get("name", place)) for place, each in enumerate(devices)])
         return cls(
@@ -188,7 +202,7 @@ class DeviceCluster(Document):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` reads."""
+        """Return the cluster as a JSON document, for `from_json`."""
         memory_gib = [
             {"memory_gib": size / _GIBIBYTE} if size < math.inf else {}
             for size in self.memory_bytes
@@ -214,15 +228,18 @@ class DeviceCluster(Document):
         repeats: int = 3,
         **others: Any,
     ) -> "DeviceCluster":
-        """Measure latency and bandwidth of each pair of ranks, one pair at a time; rank i is device i.
+        """Measure latency and bandwidth of each pair of ranks, one pair at a time.
 
         Args:
-            process_group: gloo; default the default group.
-            size_bytes: of the larger of two messages; the other has 1 KiB.
-            repeats: round trips of each size; the fastest counts.
-            others: ``nodes``, ``speed``, ``memory_bytes``, ``cards``, ``names``, which are not measured.
+            process_group: a group on gloo, whose rank i becomes device i. Default: the default
+                group.
+            size_bytes: size of the larger message, in bytes. Default 1 MiB. The smaller one has
+                1 KiB.
+            repeats: round trips of each size. The fastest one counts. Default 3.
+            others: ``nodes``, ``speed``, ``memory_bytes``, ``cards`` and ``names``, which are not
+                measured.
 
-        **Collective**: all ranks of the group call it, and all return the same.
+        Returns the same cluster on all ranks. **Collective**: all ranks of the group call it.
         """
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
         found = torch.zeros(2, size, size, dtype=torch.float64)
@@ -241,12 +258,12 @@ class DeviceCluster(Document):
 
 
 def _times(value: Any, unit: float) -> Any:
-    """Read a number in ``unit``; what is no number stays, to be refused by name."""
+    """Return ``value`` times ``unit``. A value that is no number is left for the later checks."""
     return value * unit if isinstance(value, int | float) else value
 
 
 def _scaled(values: Any, unit: float, count: int) -> Matrix:
-    """Read a matrix of numbers in ``unit``, or one number for all pairs."""
+    """Return a matrix times ``unit``. ``values`` is a matrix, or one number for all pairs."""
     if isinstance(values, int | float):
         return ((values * unit,) * count,) * count
     if not isinstance(values, list | tuple) or not all(

@@ -1,4 +1,4 @@
-"""Profiles, clusters and plans are kept as JSON files."""
+"""Saves profiles, clusters and plans as JSON files."""
 
 import json
 import os
@@ -9,7 +9,7 @@ Self = TypeVar("Self", bound="Document")  # typing has it from Python 3.11 on
 
 
 class Document:
-    """What is kept as a JSON file."""
+    """An object that can be saved as a JSON file."""
 
     def to_json(self) -> Any:
         """Return a JSON document."""
@@ -17,7 +17,7 @@ class Document:
 
     @classmethod
     def from_json(cls: type[Self], document: Any) -> Self:
-        """Read what `to_json` returns; ``ValueError`` for anything else."""
+        """Make the object from the document of `to_json`. Raises ``ValueError`` for others."""
         raise NotImplementedError
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -26,7 +26,10 @@ class Document:
 
     @classmethod
     def load(cls: type[Self], path: str | os.PathLike[str]) -> Self:
-        """Read what `save` wrote; ``OSError`` if it cannot be read, ``ValueError`` if it makes no sense."""
+        """Read a file that `save` wrote.
+
+        Raises ``OSError`` if the file cannot be read, ``ValueError`` if its content is wrong.
+        """
         try:
             document = json.loads(Path(path).read_text())
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""A chain cut in stages on devices: what each action of a step takes, and what it occupies. Pure."""
+"""The costs of a step for a chain cut into stages: time and ports of each action. Pure."""
 
 import functools
 import math
@@ -18,7 +18,10 @@ EXCHANGE: Final = "G"
 
 
 class Stage(NamedTuple):
-    """Layers ``start`` to ``stop - 1``, replicated on ``devices``; micro-batch m is on ``devices[m % replicas]``."""
+    """Layers ``start`` to ``stop - 1``, replicated on ``devices``.
+
+    Micro-batch m is computed on ``devices[m % replicas]``.
+    """
 
     start: int
     stop: int
@@ -36,13 +39,16 @@ class Action(NamedTuple):
     micro: int
 
     def __str__(self) -> str:
-        """Write it as torch's pipeline schedules do: ``2F0``."""
+        """Return the format of torch's pipeline schedules: ``2F0``."""
         return f"{self.stage}{self.kind}{self.micro}"
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Read what ``str`` writes."""
-        stage, kind, micro = re.fullmatch(r"(\d+)([FBIWG])(\d+)", text).groups()  # type: ignore[union-attr]
+        """Return the action that ``str`` formats as ``text``."""
+        match = re.fullmatch(r"(\d+)([FBIWG])(\d+)", text)
+        if match is None:
+            raise ValueError(f"expected an action such as 2F0, got {text!r}")
+        stage, kind, micro = match.groups()
         return cls(int(stage), kind, int(micro))
 
 
@@ -51,7 +57,7 @@ Orders = Mapping[int, Sequence[Action]]
 
 
 class Hop(NamedTuple):
-    """A transfer: it occupies the ports for ``wire_s``, and arrives ``latency_s`` later."""
+    """A transfer. It occupies ``ports`` for ``wire_s``, and arrives ``latency_s`` after that."""
 
     wire_s: float
     latency_s: float
@@ -59,26 +65,37 @@ class Hop(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What an action takes, and what its end sets off; other tasks by their places in `StagedChain.tasks`.
+    """The cost of an action, and the tasks that need its result.
 
-    ``needs`` counts the results that it waits for, ``slot`` numbers its stage on its device. ``then`` needs its result
-    on the same device, ``target`` on the next stage or the one before, after ``hop`` (None on one device).
+    Other tasks are given by their index in `StagedChain.tasks`.
     """
 
     action: Action
     device: int
+    # Number of the stage on its device.
     slot: int
+    # Compute time.
     seconds: float
+    # How many results it waits for.
     needs: int
+    # The task on the same device that needs the result.
     then: int | None
+    # The task of the next or the previous stage that needs the result.
     target: int | None
+    # The transfer to that task. None if it is on the same device.
     hop: Hop | None
 
 
 class StagedChain:
-    """What each action of a step costs for given stages, which cover all layers in order.
+    """The cost of each action of a step, for given stages.
 
-    ``split``: backward in two actions, the input's gradient and the weights'; each takes half of its time.
+    Args:
+        profile: the costs of the layers.
+        cluster: the devices.
+        stages: they cover all layers, in order.
+        microbatches: how many there are in a step, M.
+        split: backward has two actions, the gradient of the input and that of the weights. Each
+            takes half of the time.
     """
 
     def __init__(
@@ -90,9 +107,13 @@ class StagedChain:
         *,
         split: bool = False,
     ) -> None:
-        self.profile, self.cluster, self.stages = profile, cluster, tuple(stages)
-        self.microbatches, self.split = microbatches, split
+        self.profile = profile
+        self.cluster = cluster
+        self.stages = tuple(stages)
+        self.microbatches = microbatches
+        self.split = split
         self.kinds = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) if split else (FORWARD, BACKWARD)
+        # Sums over the layers of each stage.
         layers = [profile.layers[stage.start : stage.stop] for stage in self.stages]
         self._forward_s = [sum(layer.forward_s for layer in each) for each in layers]
         self._backward_s = [sum(layer.backward_s for layer in each) for each in layers]
@@ -103,7 +124,7 @@ class StagedChain:
         self._hops: dict[tuple[int, int, int], Hop | None] = {}
 
     def device(self, stage: int, micro: int) -> int:
-        """Return the device that has this micro-batch on this stage."""
+        """Return the device that computes this micro-batch of this stage."""
         devices = self.stages[stage].devices
         return devices[micro % len(devices)]
 
@@ -115,7 +136,10 @@ class StagedChain:
         return self._backward_s[stage] / speed / (1 if kind == BACKWARD else 2)
 
     def hop(self, stage: int, micro: int, *, back: bool) -> Hop | None:
-        """Return the transfer between a stage and the next (``back``: of the gradient); None on one device."""
+        """Return the transfer from a stage to the next one. None if both are on one device.
+
+        ``back``: return the transfer of the gradient, in the opposite direction.
+        """
         one, two = self.device(stage, micro), self.device(stage + 1, micro)
         source, target = (two, one) if back else (one, two)
         key = (stage, source, target)
@@ -129,9 +153,10 @@ class StagedChain:
         return Hop(wire_s, self.cluster.latency(source, target), self.cluster.ports(source, target))
 
     def _exchange(self, stage: int) -> tuple[Hop, float] | None:
-        """Return a stage's gradient exchange, and how long before the end of the last backward it begins.
+        """Return a stage's gradient exchange, and how long before the end of backward it begins.
 
-        Gradients of the last layers are ready first, and travel while the others are computed.
+        Gradients of the last layers are ready first, and are sent while the others are computed.
+        Return None for a stage on one device, or without trained parameters.
         """
         start, stop, devices = self.stages[stage]
         layers = self.profile.layers[start:stop]
@@ -144,23 +169,26 @@ class StagedChain:
             compute_s += layer.backward_s / speed
             wire_end_s = max(wire_end_s, compute_s) + layer.parameter_bytes * per_byte_s
         wire_s = sum(layer.parameter_bytes for layer in layers) * per_byte_s
-        # With a split backward only the last weight gradient is left to overlap with.
+        # A split backward leaves only the last weight gradient to overlap with.
         longest_s = compute_s / max(self.cluster.speed) * speed / (2 if self.split else 1)
-        lead_s = (
-            0.0
-            if math.isinf(wire_s)
-            else min(max(0.0, wire_s - (wire_end_s - compute_s)), longest_s)
-        )
+        lead_s = 0.0
+        if math.isfinite(wire_s):
+            lead_s = min(max(0.0, wire_s - (wire_end_s - compute_s)), longest_s)
         return Hop(wire_s, latency_s, ports), lead_s
 
     def limit(self, stage: int) -> int:
-        """Return how many micro-batches' activations fit on each of the stage's devices, at most M; 0 if none."""
-        room = min(self.cluster.memory_bytes[device] for device in self.stages[stage].devices)
-        room -= self.state_bytes[stage]
-        if room < self.stored_bytes[stage]:
+        """Return for how many micro-batches each device of a stage can store activations.
+
+        At most M. 0 means that the stage does not fit.
+        """
+        room_bytes = min(self.cluster.memory_bytes[device] for device in self.stages[stage].devices)
+        room_bytes -= self.state_bytes[stage]
+        stored_bytes = self.stored_bytes[stage]
+        if room_bytes < stored_bytes:
             return 0
-        stored = self.stored_bytes[stage]
-        return int(min(self.microbatches, room // stored)) if stored else self.microbatches
+        if not stored_bytes:
+            return self.microbatches
+        return int(min(self.microbatches, room_bytes // stored_bytes))
 
     def actions(self) -> list[Action]:
         """Return all compute actions of a step."""
@@ -173,34 +201,38 @@ class StagedChain:
 
     @functools.cached_property
     def tasks(self) -> list[Task]:
-        """All actions of a step, in the order of `actions`."""
-        last, count = len(self.stages) - 1, self.microbatches
+        """The tasks of all actions of a step, in the order of `actions`."""
+        last = len(self.stages) - 1
+        of_stage = len(self.kinds) * self.microbatches
         found = []
         for place, action in enumerate(self.actions()):
             stage, kind, micro = action
-            device, needs, then, target, hop = self.device(stage, micro), 1, None, None, None
+            device = self.device(stage, micro)
+            needs = 1
+            then = target = hop = None
             if kind != self.kinds[-1]:
-                then = place + count
+                then = place + self.microbatches
             if kind == FORWARD and stage < last:
-                target, hop = place + len(self.kinds) * count, self.hop(stage, micro, back=False)
+                target = place + of_stage
+                hop = self.hop(stage, micro, back=False)
             elif kind == self.kinds[1]:
-                # It needs the stage's own forward and, but for the last stage, the gradient of its output.
+                # It needs the forward of its own stage. All but the last stage also need the
+                # gradient of their output.
                 needs += stage < last
                 if stage:
-                    target, hop = (
-                        place - len(self.kinds) * count,
-                        self.hop(stage - 1, micro, back=True),
-                    )
+                    target = place - of_stage
+                    hop = self.hop(stage - 1, micro, back=True)
             slot = stage * len(self.cluster) + device
-            found.append(
-                Task(
-                    action, device, slot, self.seconds(stage, kind, micro), needs, then, target, hop
-                )
-            )
+            seconds = self.seconds(stage, kind, micro)
+            found.append(Task(action, device, slot, seconds, needs, then, target, hop))
         return found
 
     def lower_bound_s(self) -> float:
-        """Return a time that no order beats: a device's work and the way to it and back, or the load of a port."""
+        """Return a time that no order beats.
+
+        It is the longest of these: the load of a port, and the work of a device with the time until
+        its first input arrives and its last result has come back.
+        """
         load_s: dict[int | str, float] = defaultdict(float)
         for task in self.tasks:
             load_s[task.device] += task.seconds
@@ -209,17 +241,18 @@ class StagedChain:
             for port in hop.ports:
                 load_s[port] += hop.wire_s
         idle_s: dict[int | str, float] = {}
-        way_s = 0.0
+        path_s = 0.0
         for stage, (_, _, devices) in enumerate(self.stages):
-            way_s += self._way_s(stage - 1) if stage else 0.0
+            path_s += self._passage_s(stage - 1) if stage else 0.0
             for device in devices:
-                idle_s[device] = min(idle_s.get(device, math.inf), way_s)
+                idle_s[device] = min(idle_s.get(device, math.inf), path_s)
         return max(load + idle_s.get(place, 0.0) for place, load in load_s.items())
 
-    def _way_s(self, stage: int) -> float:
-        """Return the least time in which a micro-batch passes a stage and the link behind it, forward and back."""
-        micros, total_s = range(self.microbatches), 0.0
-        # Of a split backward the weights' half may come last, and then nothing has to go back.
+    def _passage_s(self, stage: int) -> float:
+        """Return the least time of a micro-batch for a stage and the next link, forth and back."""
+        micros = range(self.microbatches)
+        total_s = 0.0
+        # In a split backward the weights' half may come last, and its result is not sent.
         for kind in self.kinds[:1] if self.split else self.kinds:
             hops = [self.hop(stage, micro, back=kind != FORWARD) for micro in micros]
             total_s += min(self.seconds(stage, kind, micro) for micro in micros)
@@ -230,7 +263,10 @@ class StagedChain:
 def ring_cost(
     cluster: DeviceCluster, devices: Sequence[int]
 ) -> tuple[float, float, tuple[str, ...]]:
-    """Return seconds per byte, start-up seconds and ports of a ring all-reduce in the order of ``devices``."""
+    """Return the cost of a ring all-reduce over ``devices``, in this order.
+
+    That is: seconds per byte, start-up seconds, and the ports that it occupies.
+    """
     count = len(devices)
     load: dict[str, float] = defaultdict(float)
     latency_s = 0.0

@@ -1,17 +1,21 @@
-"""Where to cut the chain, and which devices compute each stage: device orders, and a dynamic programme over them.
+"""Chooses the cuts of the chain and the devices of each stage, by a dynamic programme.
 
-Our design, after the problem of SPP (arXiv 2204.10562). Given an order of the devices, a stage is a run of layers on a
-run of devices. From the back, for s stages left from layer l on, the first of them on r devices from place i:
+Our design, after the problem of SPP (arXiv 2204.10562). Given an order of the devices, a stage is a
+run of layers on a run of devices. The programme works from the last layer to the first. For s
+stages left from layer l on, the first of them on r devices from position i on, the bottleneck is
 
-    T(s, l, i, r) = min over l' of max{ stage(l, l', i, r), min over r' of max{ channel(l', i, r, r'),
-                                                                              T(s - 1, l', i + r, r') } }
+    T(s, l, i, r) = min over l' of max{ stage(l, l', i, r),
+                                        min over r' of max{ channel(l', i, r, r'),
+                                                            T(s - 1, l', i + r, r') } }
 
-stage is ceil(M/r) times the compute of a micro-batch, plus what the backward of a micro-batch does not hide of the
-gradient exchange; channel the time for which the transfers of a step occupy the busiest port. The number of stages
-left bounds the micro-batches in flight, hence memory. The bottleneck T ignores the time to fill the pipeline, so the
-programme is solved again for the least fill below caps on the bottleneck.
+stage is ceil(M/r) times the compute of a micro-batch, plus the part of the gradient exchange that
+the backward of a micro-batch does not hide. channel is the time for which the transfers of a step
+occupy the busiest port. The number of stages left bounds the micro-batches in flight, hence memory.
 
-Arrays are torch's, since torch needs no numpy; networkx comes with torch.
+The bottleneck T ignores the time to fill the pipeline. So the programme is solved again for the
+least fill, under caps on the bottleneck.
+
+Arrays are torch's, since torch works without numpy. networkx is a dependency of torch.
 """
 
 import itertools
@@ -28,12 +32,14 @@ from .model import Stage, ring_cost
 from .profile import Profile
 
 CAPS: Final = (1.1, 1.25)
+"""Bounds of the bottleneck when the fill is minimized, as multiples of the least bottleneck."""
 _INF: Final = math.inf
-_IN_ORDERS: Final = 128
-"""Devices in all orders together, since those of many devices take long."""
+_DEVICES_IN_ORDERS: Final = 128
+"""Bounds the number of orders times devices, since an order of many devices takes long."""
 _SEED: Final = 0
 _ANY_BANDWIDTH: Final = 1e30
 _CACHED: Final = 1 << 16
+"""Elements that fit in the processor's cache."""
 _ALL: Final = slice(None)
 
 
@@ -50,18 +56,20 @@ class Partitioner:
         max_stages: int,
         max_replicas: int,
     ) -> None:
-        self._cluster, self._order, self._microbatches = cluster, list(order), microbatches
-        count, self._layers = len(order), len(profile)
+        self._cluster = cluster
+        self._order = list(order)
+        self._microbatches = microbatches
+        self._layers = len(profile)
+        count = len(order)
         self._max_stages = min(max_stages, count, self._layers)
         self._replicas = min(count, microbatches, max_replicas)
-        # All runs of devices: r of them from place i.
+        # All runs of devices: r of them from position i on.
         self._runs = [
             (i, r) for i in range(count) for r in range(1, min(self._replicas, count - i) + 1)
         ]
+        # Sums over the layers before each layer.
         self._prefix = {
-            name: torch.tensor(
-                [0.0, *[getattr(layer, name) for layer in profile.layers]], dtype=torch.float64
-            ).cumsum(0)
+            name: _cumulated([getattr(layer, name) for layer in profile.layers])
             for name in (
                 "forward_s",
                 "backward_s",
@@ -70,46 +78,51 @@ class Partitioner:
                 "stored_bytes",
             )
         }
-        self._sent = [layer.activation_bytes for layer in profile.layers]
+        self._sent_bytes = [layer.activation_bytes for layer in profile.layers]
         self._tabulate_runs()
         self._tabulate_channels()
 
     def _tabulate_runs(self) -> None:
-        cluster, rows = self._cluster, []
+        """Fill the tables that have a value for each run of devices."""
+        cluster = self._cluster
+        rows = []
         for i, r in self._runs:
             devices = self._order[i : i + r]
-            ring = ring_cost(cluster, devices)[:2] if r > 1 else (0.0, 0.0)
-            rows.append(
-                (
-                    min(cluster.speed[d] for d in devices),
-                    min(cluster.memory_bytes[d] for d in devices),
-                    *ring,
-                )
-            )
-        self._speed, self._memory, self._ring, self._ring_s = torch.tensor(
-            rows, dtype=torch.float64
-        ).T
+            per_byte_s, latency_s = ring_cost(cluster, devices)[:2] if r > 1 else (0.0, 0.0)
+            speed = min(cluster.speed[device] for device in devices)
+            memory_bytes = min(cluster.memory_bytes[device] for device in devices)
+            rows.append((speed, memory_bytes, per_byte_s, latency_s))
+        columns = torch.tensor(rows, dtype=torch.float64).T
+        self._speed, self._memory, self._ring, self._ring_s = columns
+        # Micro-batches of the replica that has most.
         self._share = torch.tensor(
             [-(-self._microbatches // r) for _, r in self._runs], dtype=torch.float64
         )
+        # Position behind the run.
         self._next = torch.tensor([i + r for i, r in self._runs])
+        # Index of (i, r) in the last two dimensions of `best`.
         self._place = torch.tensor([i * (self._replicas + 1) + r for i, r in self._runs])
 
     def _tabulate_channels(self) -> None:
-        """For runs (i, r) followed by r' devices: seconds per byte on the busiest port, and of the first hop's way."""
+        """Fill the tables that have a value for each run (i, r) followed by r' devices.
+
+        These are seconds per byte on the busiest port, and seconds per byte and latency of the
+        first micro-batch, forth and back.
+        """
         order, cluster, count = self._order, self._cluster, len(self._order)
         numbers: dict[str, int] = {}
         out, into = torch.zeros(2, count, count, dtype=torch.long)
         inverse, latency = torch.zeros(2, count, count, dtype=torch.float64)
         for a, b in itertools.permutations(range(count), 2):
-            out[a, b], into[a, b] = (
-                numbers.setdefault(port, len(numbers)) for port in cluster.ports(order[a], order[b])
-            )
+            source_port, target_port = cluster.ports(order[a], order[b])
+            out[a, b] = numbers.setdefault(source_port, len(numbers))
+            into[a, b] = numbers.setdefault(target_port, len(numbers))
             rate = cluster.rate(order[a], order[b])
             inverse[a, b] = 1 / rate if rate else _INF
             latency[a, b] = cluster.latency(order[a], order[b])
         shape = (len(self._runs), self._replicas + 1)
-        self._channel, self._hop = torch.full((2, *shape), _INF, dtype=torch.float64)
+        self._channel = torch.full(shape, _INF, dtype=torch.float64)
+        self._hop = torch.full(shape, _INF, dtype=torch.float64)
         self._hop_s = torch.zeros(shape, dtype=torch.float64)
         index = {run: place for place, run in enumerate(self._runs)}
         micros = torch.arange(self._microbatches)
@@ -117,27 +130,29 @@ class Partitioner:
             if r + r2 > count:
                 continue
             starts = torch.arange(count - r - r2 + 1)[:, None]
-            sources, targets = starts + micros % r, starts + r + micros % r2
+            sources = starts + micros % r
+            targets = starts + r + micros % r2
             places = torch.tensor([index[i, r] for i in range(len(starts))])
             load = torch.zeros(len(starts), len(numbers), dtype=torch.float64)
-            for way in ((sources, targets), (targets, sources)):
+            for pairs in ((sources, targets), (targets, sources)):
                 for port in (out, into):
-                    load.scatter_add_(1, port[way], inverse[way])
+                    load.scatter_add_(1, port[pairs], inverse[pairs])
             self._channel[places, r2] = load.amax(1)
             first = (sources[:, 0], targets[:, 0])
             self._hop[places, r2] = inverse[first] + inverse[first[::-1]]
             self._hop_s[places, r2] = latency[first] + latency[first[::-1]]
 
     def solve(self, cap_s: float = _INF) -> dict[int, tuple[float, list[Stage]]]:
-        """Return for each number of stages the least bottleneck, or the least fill below ``cap_s``, and its stages.
+        """Return for each number of stages the least bottleneck, and its stages.
 
+        With ``cap_s`` return the least fill among the stages whose bottleneck is at most that.
         Numbers of stages for which nothing fits are left out.
         """
         layers, most = self._layers, self._max_stages
-        # behind[s, l]: for each run of devices the best that follows a stage on it which ends before layer l.
+        # behind[s, l, run]: the best s stages from layer l on, behind a stage on that run.
         behind = torch.full((most + 1, layers + 1, len(self._runs)), _INF, dtype=torch.float64)
         behind[0, layers] = 0.0
-        # best[s, l]: for each place and number of devices of the next stage the best from layer l on.
+        # best[s, l, i, r]: the best s stages from layer l on, the first of them on run (i, r).
         shape = (most + 1, layers, len(self._order) + 1, self._replicas + 1)
         best = torch.full(shape, _INF, dtype=torch.float64)
         at_once = max(1, _CACHED // self._channel.numel())
@@ -145,7 +160,7 @@ class Partitioner:
             counts = range(1, min(most, layers - first) + 1)
             values = self._values(first, counts, behind, cap_s).amin(1)
             best[counts.start : counts.stop, first].flatten(1)[:, self._place] = values
-            # Few numbers of stages at a time, so that what is compared stays in the processor's cache.
+            # A few numbers of stages at a time, so that the operands stay in the processor's cache.
             for some in torch.tensor(counts).split(at_once) if first else ():
                 behind[some, first] = self._followed(first, best[some, first], cap_s).amin(2)
         found = {}
@@ -156,25 +171,31 @@ class Partitioner:
         return found
 
     def _stage(self, first: int, runs: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return a step's time, a micro-batch's time, and how many fit, of stages from ``first`` to any layer."""
+        """Return the costs of stages from layer ``first`` to any other, on each run of devices.
+
+        These are the time of a step, the time of a micro-batch, and how many micro-batches fit.
+        """
         speed = self._speed[runs]
         sums = {
             name: (prefix[first + 1 :] - prefix[first])[:, None]
             for name, prefix in self._prefix.items()
         }
         once = (sums["forward_s"] + sums["backward_s"]) / speed
-        # Without parameters nothing is exchanged, even where there is no link.
+        # A stage without parameters exchanges nothing, so it needs no link: inf * 0 is 0 here.
         exchange = (sums["parameter_bytes"] * self._ring[runs]).nan_to_num(nan=0.0, posinf=_INF)
         exposed = (exchange + self._ring_s[runs] - sums["backward_s"] / speed).clamp(min=0)
         room = self._memory[runs] - sums["state_bytes"]
-        # A stage that stores nothing still must have room for its parameters.
+        # A stage that stores no activations still needs room for its parameters.
         fits = torch.where(room < 0, 0.0, room / sums["stored_bytes"].clamp(min=1e-9)).floor()
         return self._share[runs] * once + exposed, once, fits
 
     def _values(
         self, first: int, counts: range, behind: torch.Tensor, cap_s: float, runs: slice = _ALL
     ) -> torch.Tensor:
-        """Return the value with each of ``counts`` stages left, for each end of the stage and each run of devices."""
+        """Return the value with each of ``counts`` stages left.
+
+        The other dimensions are the end of the stage that begins at ``first``, and its run.
+        """
         step, once, fits = self._stage(first, runs)
         behind = behind[counts.start - 1 : counts.stop - 1, first + 1 :, runs]
         values = torch.maximum(step, behind) if cap_s == _INF else once + behind
@@ -188,49 +209,62 @@ class Partitioner:
     def _followed(
         self, layer: int, best: torch.Tensor, cap_s: float, runs: slice = _ALL
     ) -> torch.Tensor:
-        """Return for each number of stages left the value of what follows each run of devices from ``layer`` on.
+        """Return the value of the stages from ``layer`` on, including the channel to them.
 
-        Its last dimension is the number of devices there.
+        The dimensions are: number of stages left, run of the stage before, number of devices of the
+        next stage.
         """
-        size, following = self._sent[layer - 1], best[:, self._next[runs]]
-        # Where there is no link not even 0 bytes go.
-        channel = (size * self._channel[runs]).nan_to_num_(nan=_INF, posinf=_INF)
+        size_bytes = self._sent_bytes[layer - 1]
+        following = best[:, self._next[runs]]
+        # Without a link not even 0 bytes can be sent: inf * 0 is inf here.
+        channel = (size_bytes * self._channel[runs]).nan_to_num_(nan=_INF, posinf=_INF)
         if cap_s == _INF:
             return torch.maximum(channel, following)
-        fill: torch.Tensor = size * self._hop[runs] + self._hop_s[runs] + following
+        fill: torch.Tensor = size_bytes * self._hop[runs] + self._hop_s[runs] + following
         return fill.masked_fill_(channel > cap_s, _INF)
 
     def _walk(
         self, s: int, place: int, behind: torch.Tensor, best: torch.Tensor, cap_s: float
     ) -> Iterator[Stage]:
-        """Find the stages behind a value by choosing again."""
+        """Yield the stages that gave a value, by repeating its choices from the first layer on."""
         first = 0
         while s:
             i, r = divmod(place, self._replicas + 1)
             number = self._runs.index((i, r))
             run = slice(number, number + 1)
-            stop = (
-                first + 1 + int(self._values(first, range(s, s + 1), behind, cap_s, run).argmin())
-            )
+            values = self._values(first, range(s, s + 1), behind, cap_s, run)
+            stop = first + 1 + int(values.argmin())
             yield Stage(first, stop, tuple(self._order[i : i + r]))
             s -= 1
             if s:
                 following = int(self._followed(stop, best[s : s + 1, stop], cap_s, run).argmin())
-                first, place = stop, (i + r) * (self._replicas + 1) + following
+                first = stop
+                place = (i + r) * (self._replicas + 1) + following
+
+
+def _cumulated(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor([0.0, *values], dtype=torch.float64).cumsum(0)
 
 
 def balanced(profile: Profile, count: int) -> list[tuple[int, int]]:
-    """Cut the chain in ``count`` runs of layers whose largest compute time is least; bandwidth does not count."""
+    """Cut the chain into ``count`` runs of layers, so that the longest compute time is least.
+
+    Bandwidth is ignored.
+    """
     alike = DeviceCluster(((_ANY_BANDWIDTH,) * count,) * count)
     solved = Partitioner(profile, alike, range(count), 1, max_stages=count, max_replicas=1).solve()
     return [(stage.start, stage.stop) for stage in solved[count][1]]
 
 
-# --- device orders ---------------------------------------------------------------------------------------------------
+# --- device orders --------------------------------------------------------------------------------
 
 
 def device_orders(cluster: DeviceCluster) -> list[list[int]]:
-    """Return orders: as given, by nodes, by fastest neighbours, by minimum cuts, all of these reversed, and random."""
+    """Return the orders of devices to solve for.
+
+    These are: as given, by node, along fast links, by minimum cuts, all of them reversed, and
+    random ones.
+    """
     natural = list(range(len(cluster)))
     by_node = sorted(
         natural, key=lambda device: (cluster.nodes.index(cluster.nodes[device]), device)
@@ -238,34 +272,45 @@ def device_orders(cluster: DeviceCluster) -> list[list[int]]:
     orders = [natural, by_node, greedy_path(cluster), minimum_cut_order(cluster)]
     found = dict.fromkeys(map(tuple, orders + [order[::-1] for order in orders]))
     dice = random.Random(_SEED)
-    while len(found) < min(_IN_ORDERS // len(cluster), math.factorial(len(cluster))):
+    while len(found) < min(_DEVICES_IN_ORDERS // len(cluster), math.factorial(len(cluster))):
         found[tuple(dice.sample(natural, len(natural)))] = None
     return [list(order) for order in found]
 
 
-def _slower_way(cluster: DeviceCluster, one: int, two: int) -> float:
+def _slower_direction(cluster: DeviceCluster, one: int, two: int) -> float:
     return min(cluster.rate(one, two), cluster.rate(two, one))
 
 
 def greedy_path(cluster: DeviceCluster) -> list[int]:
-    """Return the path, among those that go on to the fastest free neighbour, whose slowest link is fastest."""
-    best: tuple[float, list[int]] = (-1.0, [])
+    """Return the greedy path with the fastest slowest link, over all first devices.
+
+    A greedy path continues with the free device that has the fastest link.
+    """
+    best_rate = -1.0
+    best_path: list[int] = []
     for start in range(len(cluster)):
-        path, free, weakest = [start], set(range(len(cluster))) - {start}, _INF
+        path = [start]
+        free = set(range(len(cluster))) - {start}
+        slowest = _INF
         while free:
-            rate, device = max((_slower_way(cluster, path[-1], device), -device) for device in free)
-            weakest = min(weakest, rate)
-            path.append(-device)
-            free.remove(-device)
-        best = max(best, (weakest, path), key=lambda each: each[0])
-    return best[1]
+            # Negative: among equal rates the lowest device is taken.
+            rate, negative = max(
+                (_slower_direction(cluster, path[-1], device), -device) for device in free
+            )
+            slowest = min(slowest, rate)
+            path.append(-negative)
+            free.remove(-negative)
+        if slowest > best_rate:
+            best_rate = slowest
+            best_path = path
+    return best_path
 
 
 def minimum_cut_order(cluster: DeviceCluster) -> list[int]:
-    """Cut the devices in two where the least bandwidth is lost, and each part again, down to single devices."""
+    """Cut the devices in two where the least bandwidth is lost, and each part in turn."""
     graph = networkx.Graph()
     for one, two in itertools.combinations(range(len(cluster)), 2):
-        graph.add_edge(one, two, weight=_slower_way(cluster, one, two))
+        graph.add_edge(one, two, weight=_slower_direction(cluster, one, two))
 
     def ordered(devices: list[int]) -> list[int]:
         if len(devices) < 3:

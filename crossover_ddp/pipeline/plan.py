@@ -1,9 +1,10 @@
-"""Find stages, devices and orders for a chain on a cluster, and keep them as a plan.
+"""Finds stages, devices and orders for a chain on a cluster, and saves them as a plan.
 
 [Note: split backward]
-A backward that is split in the input's gradient and the weights' (zero bubble, arXiv 2401.10241) lets gradients leave
-earlier. DDP knows whole backwards only, so `Runner` does as well; torch's own runtime knows both, but no replicas. So
-with ``split=True`` stages on one device each are also tried with a split backward.
+A backward that is split into the gradient of the input and that of the weights (zero bubble, arXiv
+2401.10241) sends gradients earlier. DDP supports only whole backwards, and so does `Runner`.
+Torch's own runtime supports both, but no replicas. So with ``split=True``, stages on one device
+each are also tried with a split backward.
 """
 
 import itertools
@@ -22,33 +23,42 @@ from .schedule import bands, best_order, depths, gpipe, interleaved, one_forward
 from .simulate import SimulatedStep, StepSpan, list_schedule, simulate
 
 _SIMULATED: Final = 12
-"""Candidates of one device order that are simulated: those with the least lower bound."""
+"""Candidates of one device order that are simulated. Those with the least lower bound are taken."""
 _FINALISTS: Final = 2
-"""Before devices are exchanged and cuts are moved, and again after it: what is short at once is not always the best."""
+"""Stages whose order of actions is searched longer.
+
+They are chosen before devices are exchanged and cuts are moved, and again afterwards, since the
+stages that are short at first need not have the best order.
+"""
 _SPLIT: Final = 6
+"""Stages that are tried with a split backward."""
 _TRIES: Final = 40
 """Random changes of the order of actions, for each finalist."""
 _ACTIONS: Final = 60_000
-"""Actions to simulate while devices are exchanged and cuts are moved, and again for orders: they bound the time."""
+"""Bounds the time of the search.
+
+So many actions are simulated while devices are exchanged and cuts are moved, and again for orders.
+"""
 _SEED: Final = 0
 
 
 @dataclass(frozen=True)
 class Plan(Document):
-    """Which rank computes which layers, and in which order.
+    """A plan: the layers of each rank, and the order of its actions.
 
     Args:
-        stages: first to last; devices are numbers of the cluster, and ranks for `Runner`.
-        orders: for each device its actions, in order.
-        microbatches: of a step.
-        step_s: the simulated time of a step.
-        method: where the plan comes from: ``search``, or the baseline that nothing beat.
-        baselines: the simulated time of each known design, None where it does not fit in memory or is not defined.
+        stages: first to last. Their devices are numbers in the cluster, and ranks for `Runner`.
+        orders: the actions of each device, in order.
+        microbatches: how many there are in a step.
+        step_s: simulated seconds of a step.
+        method: the origin of the plan: ``search``, or the name of a baseline that was not beaten.
+        baselines: simulated seconds of a step of each known design. None if the design does not fit
+            in memory, or is not defined here.
         devices: names of the cluster's devices.
         layers: names of the chain's layers.
         outputs: shape and dtype of each stage's output.
         spans: the simulated step.
-        split: whether backward is in two actions: a plan for torch's own runtime.
+        split: backward has two actions. Such a plan is for torch's own runtime.
     """
 
     stages: tuple[Stage, ...]
@@ -64,7 +74,7 @@ class Plan(Document):
     split: bool = False
 
     def bands(self) -> dict[int, list[list[Action]]]:
-        """Return for each device its actions in each band; see `schedule.bands`."""
+        """Return the actions of each device, in bands; see `schedule.bands`."""
         return bands(self.spans)
 
     def module_names(self) -> list[list[str]]:
@@ -72,15 +82,16 @@ class Plan(Document):
         return [list(self.layers[stage.start : stage.stop]) for stage in self.stages]
 
     def csv(self) -> str:
-        """Return the compute-only schedule, one rank per line, as torch's pipeline schedules read it.
+        """Return the compute-only schedule in the format of torch's schedules, one rank per line.
 
-        On failure: ``ValueError`` for a plan with replicas: in torch a stage is on one rank.
+        On failure: ``ValueError`` for a plan with replicas, since in torch a stage is on one rank.
         """
         replicated = [number for number, stage in enumerate(self.stages) if len(stage.devices) > 1]
         if replicated:
             raise ValueError(
-                f"expected one device per stage, got replicas of stages {replicated}; torch's schedules support none: "
-                "run the plan with crossover_ddp.pipeline.Runner, or plan with max_replicas=1"
+                f"expected one device per stage, got replicas of stages {replicated}; torch's "
+                "schedules support none: run the plan with crossover_ddp.pipeline.Runner, or plan "
+                "with max_replicas=1"
             )
         used = dict.fromkeys(stage.devices[0] for stage in self.stages)
         return "".join(",".join(map(str, self.orders[device])) + "\n" for device in used)
@@ -89,7 +100,8 @@ class Plan(Document):
         """Return the plan as a JSON document."""
         document = asdict(self)
         document["orders"] = {
-            str(d): [str(action) for action in each] for d, each in self.orders.items()
+            str(device): [str(action) for action in actions]
+            for device, actions in self.orders.items()
         }
         document["stages"] = [stage._asdict() for stage in self.stages]
         document["spans"] = [[*span[:-1], str(span.action)] for span in self.spans]
@@ -97,14 +109,14 @@ class Plan(Document):
 
     @classmethod
     def from_json(cls, document: Any) -> "Plan":
-        """Read what `to_json` returns."""
+        """Make a plan from the document of `to_json`."""
         try:
             stages = [
                 Stage(**{**each, "devices": tuple(each["devices"])}) for each in document["stages"]
             ]
             orders = {
-                int(d): [Action.parse(text) for text in each]
-                for d, each in document["orders"].items()
+                int(device): [Action.parse(text) for text in texts]
+                for device, texts in document["orders"].items()
             }
             outputs = tuple([(tuple(shape), dtype) for shape, dtype in document["outputs"]])
             spans = tuple(
@@ -130,8 +142,10 @@ class Plan(Document):
                 f"  stage {number}: {layers} on {', '.join(self.devices[d] for d in stage.devices)}"
             )
         for name, step_s in self.baselines.items():
-            known = step_s and f"{step_s:.6g} s, {step_s / self.step_s:.2f}×"
-            lines.append(f"  {name}: {known or 'does not fit, or is not defined'}")
+            if step_s:
+                lines.append(f"  {name}: {step_s:.6g} s, {step_s / self.step_s:.2f}×")
+            else:
+                lines.append(f"  {name}: does not fit, or is not defined")
         return "\n".join(lines)
 
 
@@ -144,17 +158,21 @@ def plan_pipeline(
     max_replicas: int | None = None,
     split: bool = False,
 ) -> Plan:
-    """Find the plan with the shortest simulated step; never longer than that of a known design that can run.
+    """Find the plan with the shortest simulated step.
+
+    The step is never longer than that of a known design that can run.
 
     Args:
-        profile: of the layers, for one micro-batch.
-        cluster: the devices; a trained parameter takes four times its size of memory, a frozen one its size.
-        microbatches: of a step, M.
-        max_stages: default the least of layers, devices and 2 M.
-        max_replicas: of a stage; default the least of devices and M.
-        split: try plans with a split backward as well, see [Note: split backward]; `Runner` does not run those.
+        profile: the costs of the layers, for one micro-batch.
+        cluster: the devices. A trained parameter takes four times its size of memory, a frozen one
+            its size.
+        microbatches: how many there are in a step, M.
+        max_stages: greatest number of stages. Default: the least of layers, devices and 2 M.
+        max_replicas: greatest number of devices of a stage. Default: the least of devices and M.
+        split: also try plans with a split backward, see [Note: split backward]. `Runner` does not
+            run those. Default False.
 
-    On failure: ``ValueError`` if nothing fits: a layer is larger than any memory, or no cut of the chain fits.
+    On failure: ``ValueError`` if a layer is larger than any memory, or no cut of the chain fits.
     """
     limits = {"microbatches": microbatches, "max_stages": max_stages, "max_replicas": max_replicas}
     for name, value in limits.items():
@@ -172,11 +190,12 @@ def plan_pipeline(
     baselines = search.compare(split)
     if not search.found:
         raise ValueError(
-            f"expected stages that fit in memory, got none for {len(profile)} layers on {len(cluster)} devices with "
-            f"max_stages={max_stages}, max_replicas={max_replicas}; allow more, use more or larger devices, or smaller "
-            "micro-batches"
+            f"expected stages that fit in memory, got none for {len(profile)} layers on "
+            f"{len(cluster)} devices with max_stages={max_stages}, max_replicas={max_replicas}; "
+            "allow more, use more or larger devices, or smaller micro-batches"
         )
     method, chain, step = search.best()
+    last_layers = [profile.layers[stage.stop - 1] for stage in chain.stages]
     return Plan(
         chain.stages,
         {device: list(actions) for device, actions in step.orders.items()},
@@ -186,13 +205,9 @@ def plan_pipeline(
         baselines,
         cluster.names,
         tuple([layer.name for layer in profile.layers]),
-        tuple(
-            [
-                (profile.layers[s.stop - 1].shape, profile.layers[s.stop - 1].dtype)
-                for s in chain.stages
-            ]
-        ),
-        tuple(sorted(step.spans, key=lambda span: (span.begin_s, span.device))),  # as they began
+        tuple([(layer.shape, layer.dtype) for layer in last_layers]),
+        # In the order in which they began. The sort is stable: a device's spans keep their order.
+        tuple(sorted(step.spans, key=lambda span: (span.begin_s, span.device))),
         chain.split,
     )
 
@@ -200,21 +215,22 @@ def plan_pipeline(
 def _check_layers(profile: Profile, cluster: DeviceCluster, stages: int) -> None:
     if stages > len(profile):
         raise ValueError(
-            f"expected at least as many layers as stages, got max_stages={stages} for {len(profile)} layers; "
-            "ask for fewer stages, or cut the model into more layers"
+            f"expected at least as many layers as stages, got max_stages={stages} for "
+            f"{len(profile)} layers; ask for fewer stages, or cut the model into more layers"
         )
     most = max(cluster.memory_bytes)
     for layer in profile.layers:
         needed = layer.state_bytes + layer.stored_bytes
         if needed > most:
             raise ValueError(
-                f"expected layers that fit on a device, got layer {layer.name!r} with {needed:.3g} bytes and at most "
-                f"{most:.3g} bytes of memory; cut the layer, or use smaller micro-batches"
+                f"expected layers that fit on a device, got layer {layer.name!r} with "
+                f"{needed:.3g} bytes and at most {most:.3g} bytes of memory; cut the layer, or use "
+                "smaller micro-batches"
             )
 
 
 class _Candidate(NamedTuple):
-    """Stages with an order of their actions, and where they come from."""
+    """Stages, an order of their actions, and the method that found them."""
 
     method: str
     chain: StagedChain
@@ -223,7 +239,7 @@ class _Candidate(NamedTuple):
 
 @dataclass
 class _Search:
-    """Candidates of a plan, and the shortest step found for each."""
+    """The search for a plan. It collects candidates, of which the shortest step is the result."""
 
     profile: Profile
     cluster: DeviceCluster
@@ -234,14 +250,14 @@ class _Search:
     _seen: set[tuple[Stage, ...]] = field(default_factory=set)
 
     def best(self) -> _Candidate:
-        """Return the shortest step, and of equal ones the first."""
+        """Return the candidate with the shortest step, the earlier one of two equal ones."""
         return min(self.found, key=lambda each: each.step.step_s)
 
     def _chain(self, stages: Sequence[Stage], split: bool = False) -> StagedChain:
         return StagedChain(self.profile, self.cluster, stages, self.microbatches, split=split)
 
     def _try(self, chain: StagedChain, tries: int = 0) -> float:
-        """Look for an order, keep what is found, and return the length of the step."""
+        """Search an order for the stages, add the candidate, and return the length of its step."""
         self._seen.add(chain.stages)
         step = best_order(chain, tries=tries)
         if step is not None:
@@ -249,7 +265,10 @@ class _Search:
         return math.inf if step is None else step.step_s
 
     def partition(self) -> None:
-        """Solve for the least bottleneck on all orders, then below caps for those that gave the shortest steps."""
+        """Solve for the least bottleneck on all orders of devices.
+
+        Then minimize the fill under caps, on the orders that gave the shortest steps.
+        """
         solved: list[tuple[float, int, float, Partitioner]] = []
         limits = {
             "max_stages": min(self.max_stages, 2 * self.microbatches),
@@ -258,16 +277,18 @@ class _Search:
         for order in device_orders(self.cluster):
             programme = Partitioner(self.profile, self.cluster, order, self.microbatches, **limits)
             if found := programme.solve():
-                best_s = self._simulated([stages for _, stages in found.values()])
-                solved.append(
-                    (best_s, len(solved), min(value for value, _ in found.values()), programme)
-                )
+                shortest_s = self._simulated([stages for _, stages in found.values()])
+                bottleneck_s = min(value for value, _ in found.values())
+                solved.append((shortest_s, len(solved), bottleneck_s, programme))
         for _, _, bottleneck_s, programme in sorted(solved)[: max(1, 32 // len(self.cluster))]:
             capped = [programme.solve(cap * bottleneck_s) for cap in CAPS]
             self._simulated([stages for each in capped for _, stages in each.values()])
 
     def _simulated(self, candidates: Sequence[Sequence[Stage]]) -> float:
-        """Simulate what may beat the best, and return the shortest step, or the least bound of what is left out."""
+        """Simulate the candidates that may beat the best, and return the shortest step.
+
+        A candidate that cannot beat it counts with its lower bound.
+        """
         fresh = [
             self._chain(each)
             for each in dict.fromkeys(map(tuple, candidates))
@@ -281,7 +302,7 @@ class _Search:
         return shortest_s
 
     def move(self) -> None:
-        """Change the best stages of each number at random, once or twice at a time, as long as steps become shorter."""
+        """Improve the best stages of each number by random moves, one or two at a time."""
         if not self.found:
             return
         dice = random.Random(_SEED)
@@ -301,7 +322,7 @@ class _Search:
                     best[length] = step_s, other
 
     def _affordable(self, chain: StagedChain, most: int) -> int:
-        """Return how many orders to look for, since large steps take long to simulate."""
+        """Return how many orders to search, at most ``most``. Large steps take long to simulate."""
         return min(most, max(10, _ACTIONS // (4 * len(chain.stages) * self.microbatches)))
 
     def finalists(self) -> list[StagedChain]:
@@ -322,16 +343,18 @@ class _Search:
         self.order(self._chain(each, split=True) for each in single[:_SPLIT])
 
     def compare(self, split: bool) -> dict[str, float | None]:
-        """Simulate the known designs, which take the devices as they come and cut where compute is balanced.
+        """Simulate the known designs, and return the length of their steps.
 
-        Only those with as many stages and replicas as are allowed; what can run is a candidate.
+        They take devices in the given order, cut where compute is balanced, and obey the limits of
+        stages and replicas. Those that `Runner` or, with ``split``, torch can run become
+        candidates.
         """
         times: dict[str, float | None] = {}
         for name, chain, step in self._known_designs():
-            old_s = times.setdefault(name, None)
+            shortest_s = times.setdefault(name, None)
             if step is None or not step.fits(self.cluster.memory_bytes) or math.isinf(step.step_s):
                 continue
-            times[name] = step.step_s if old_s is None else min(old_s, step.step_s)
+            times[name] = step.step_s if shortest_s is None else min(shortest_s, step.step_s)
             if split or not chain.split:
                 self.found.append(_Candidate(name, chain, step))
         return times

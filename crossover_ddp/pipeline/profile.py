@@ -1,4 +1,4 @@
-"""What each layer of a chain costs: time, bytes sent on, bytes kept. Measured on the real modules, kept as JSON."""
+"""The costs of each layer of a chain: time, output size and memory, measured on the modules."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -28,15 +28,16 @@ class LayerProfile:
     """One layer on a device of speed 1, for one micro-batch.
 
     Args:
-        name: unique in the chain; exported as the name of the module.
+        name: unique in the chain. It is exported as the name of the module.
         forward_s: seconds of forward.
-        backward_s: seconds of backward, gradients of input and parameters.
-        activation_bytes: size of the output, which travels to the next stage; its gradient has the same size.
+        backward_s: seconds of backward, for the gradients of input and parameters.
+        activation_bytes: size of the output, which is sent to the next stage. Its gradient has the
+            same size.
         parameter_bytes: size of the trained parameters, hence of their gradients.
-        stored_bytes: what forward keeps for backward.
-        shape: of the output, for the runner; empty if unknown.
-        dtype: of the output, such as ``float32``.
-        frozen_bytes: size of frozen parameters and of buffers.
+        stored_bytes: size of the tensors that forward saves for backward. Default 0.
+        shape: shape of the output, for the runner. Default empty: not known.
+        dtype: dtype of the output. Default ``float32``.
+        frozen_bytes: size of frozen parameters and buffers. Default 0.
     """
 
     name: str
@@ -51,7 +52,7 @@ class LayerProfile:
 
     @property
     def state_bytes(self) -> float:
-        """What it takes of a memory at all times."""
+        """Bytes of memory that the layer occupies all the time."""
         return _COPIES * self.parameter_bytes + self.frozen_bytes
 
     def __post_init__(self) -> None:
@@ -59,7 +60,8 @@ class LayerProfile:
             value = getattr(self, cost)
             if not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise ValueError(
-                    f"expected {cost} >= 0, got {cost}={value!r} of layer {self.name!r}; measure again"
+                    f"expected {cost} >= 0, got {cost}={value!r} of layer {self.name!r}; "
+                    "measure again"
                 )
 
 
@@ -73,7 +75,8 @@ class Profile(Document):
         names = [layer.name for layer in self.layers]
         if not names or len(set(names)) != len(names):
             raise ValueError(
-                f"expected at least one layer and different names, got {names}; name each layer once"
+                f"expected at least one layer and different names, got {names}; "
+                "name each layer once"
             )
 
     def __len__(self) -> int:
@@ -87,17 +90,22 @@ class Profile(Document):
         *,
         repeats: int = 5,
     ) -> "Profile":
-        """Run each layer forward and backward and return what it takes; layers and random state stay as they were.
+        """Run each layer forward and backward, and measure its costs.
+
+        Buffers, gradients and the random state are left as they were.
 
         Args:
-            layers: the chain, perhaps with names: each takes the one tensor that the layer before it returns.
+            layers: the chain, perhaps with names. Each layer takes one tensor, which the previous
+                layer returns.
             sample: one micro-batch of input, on the layers' device.
-            repeats: how often each is timed; the median counts. The first run, which is not timed, warms up.
+            repeats: timed runs of each layer, of which the median counts. Default 5. One more run
+                before them, which is not timed, warms up.
 
-        On failure: ``ValueError`` or ``TypeError`` that names the layer which is no link of a chain.
+        On failure: ``ValueError`` or ``TypeError`` that names a layer that does not fit in a chain.
         """
         named = _named(layers)
-        found, inputs = [], sample
+        found = []
+        inputs = sample
         with torch.random.fork_rng():
             for name, layer in named:
                 profile, inputs = _measured(name, layer, inputs, repeats)
@@ -110,14 +118,15 @@ class Profile(Document):
 
     @classmethod
     def from_json(cls, document: Any) -> "Profile":
-        """Read what `to_json` returns."""
+        """Make a profile from the document of `to_json`."""
         try:
             layers = [
                 LayerProfile(**{**each, "shape": tuple(each.get("shape", ()))}) for each in document
             ]
         except (TypeError, AttributeError) as error:
             raise ValueError(
-                f"expected a list of layers, got another document ({error}); save it with Profile.save"
+                f"expected a list of layers, got another document ({error}); "
+                "save it with Profile.save"
             ) from error
         return cls(tuple(layers))
 
@@ -126,13 +135,13 @@ def _named(
     layers: Iterable[nn.Module | tuple[str, nn.Module]] | nn.Module,
 ) -> list[tuple[str, nn.Module]]:
     if isinstance(layers, nn.Sequential):
-        return [
-            (name, each) for name, each in layers._modules.items() if each is not None
-        ]  # some twice
+        # Not named_children(): it leaves out the second use of a layer that is used twice.
+        return [(name, each) for name, each in layers._modules.items() if each is not None]
     if isinstance(layers, nn.Module):
         raise TypeError(
-            f"expected a list of layers or an nn.Sequential, got {type(layers).__name__}; a model that is not a chain "
-            "cannot be cut into stages here: list its blocks so that each takes what the one before returns"
+            f"expected a list of layers or an nn.Sequential, got {type(layers).__name__}; a model "
+            "that is not a chain cannot be cut into stages here: list its blocks so that each "
+            "takes the output of the one before"
         )
     return [
         each if isinstance(each, tuple) else (str(place), each) for place, each in enumerate(layers)
@@ -142,9 +151,9 @@ def _named(
 def _measured(
     name: str, layer: nn.Module, inputs: torch.Tensor, repeats: int
 ) -> tuple[LayerProfile, torch.Tensor]:
-    kept = [(p, p.grad) for p in layer.parameters()]
+    gradients = [(parameter, parameter.grad) for parameter in layer.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
-    for parameter, _ in kept:  # or backward would add to the gradients that are kept
+    for parameter, _ in gradients:  # or backward would add to the gradients that are restored
         parameter.grad = None
     times: list[tuple[float, float]] = []
     stored = 0
@@ -154,11 +163,11 @@ def _measured(
             if leaf.is_floating_point():
                 leaf.requires_grad_()
             sizes: dict[int, int] = {}
-            own = {parameter.data_ptr() for parameter, _ in kept}
+            own = {parameter.data_ptr() for parameter, _ in gradients}
             # The layer may change its input in place, as an nn.ReLU(inplace=True) does.
             copy = leaf.clone()
             begin_s = _now_s(leaf)
-            # The sizes are taken in the run that is not timed.
+            # The sizes of saved tensors are collected in the run that is not timed.
             with _counting(sizes, own) if trial == 0 else torch.enable_grad():
                 output = _checked(name, layer, copy)
             middle_s = _now_s(output)
@@ -167,7 +176,7 @@ def _measured(
             times.append((middle_s - begin_s, _now_s(output) - middle_s))
             stored = stored or sum(sizes.values())
     finally:
-        for parameter, gradient in kept:
+        for parameter, gradient in gradients:
             parameter.grad = gradient
         for buffer, value in buffers:
             buffer.copy_(value)
@@ -188,6 +197,8 @@ def _measured(
 
 
 def _counting(sizes: dict[int, int], own: set[int]) -> Any:
+    """Collect the sizes of the storages that forward saves, besides those of parameters."""
+
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if tensor.data_ptr() not in own:
@@ -202,13 +213,14 @@ def _checked(name: str, layer: Callable[..., Any], inputs: torch.Tensor) -> torc
         output = layer(inputs)
     except Exception as error:
         raise ValueError(
-            f"expected a layer that takes the one tensor which the layer before returns, got layer {name!r}, which "
-            f"refuses shape={tuple(inputs.shape)} ({error}); skip connections must stay inside one layer"
+            "expected a layer that takes the one tensor which the layer before returns, got layer "
+            f"{name!r}, which refuses shape={tuple(inputs.shape)} ({error}); skip connections must "
+            "stay inside one layer"
         ) from error
     if not isinstance(output, torch.Tensor):
         raise TypeError(
-            f"expected a layer that returns one tensor, got {type(output).__name__} of layer {name!r}; skip "
-            "connections must stay inside one layer"
+            f"expected a layer that returns one tensor, got {type(output).__name__} of layer "
+            f"{name!r}; skip connections must stay inside one layer"
         )
     return output
 

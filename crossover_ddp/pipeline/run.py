@@ -1,24 +1,28 @@
-"""Run a plan: each rank computes its stages' actions in the plan's order.
+"""Runs a plan: each rank computes the actions of its stages in the order of the plan.
 
 [Note: gradients leave early]
-The gradient of a stage's input is sent from a hook on that leaf, not after ``backward()``: a stage with replicas is a
-DDP model, whose backward ends only with its gradient exchange, and the stage before it need not wait for that.
+The gradient of a stage's input is sent from a hook on that leaf, not after ``backward()``. A stage
+with replicas is a DDP model, whose backward ends only with its gradient exchange. The previous
+stage need not wait for that.
 
-[Note: nobody waits for a replica within a step]
-A replica that has done its last backward may have to send on what another replica's last forward depends on, by way of
-the stages before. So no forward and no backward may wait for the other replicas. Ours do not: the exchange asks nobody
-about buffers, which each replica keeps to itself anyway, and DDP's one collective of its own, which makes buckets anew
-in the forward after the first backward, comes at the end of the step.
+[Note: no replica waits for another within a step]
+The last forward of a replica may depend on a message that another replica sends only after its own
+last backward, through the previous stages. So no forward and no backward may wait for the other
+replicas. Two collectives could make them wait. The exchange would ask the replicas about buffers:
+here it does not, since each replica keeps its own. DDP would rebuild its buckets in the forward
+after the first backward: the runner does that at the end of the step.
 
 [Note: bands and turns]
-With a mutex a step is cut in bands (`schedule.bands`), each of which is one turn of the job. What a rank waits for
-inside a band comes from the same or an earlier band of its own job, whose turn has come on every device, since all
-devices see one order of turns. So inside a turn nobody waits for another job, and turns stay free of deadlocks. A rank
-that has nothing to compute in a band gives the turn back at once: that is where a sibling computes.
+With a mutex a step is cut into bands (`schedule.bands`). Each band is one turn of the job. Inside a
+band a rank waits only for messages of the same or an earlier band of its own job. All devices see
+the same order of turns, so the turns of these bands have begun on every device. Inside a turn, a
+rank therefore never waits for another job, and turns stay free of deadlocks. A rank without actions
+in a band releases the turn at once, which is when a sibling computes.
 
 [Note: out of step]
-Two jobs of one plan that begin together have their bubbles together. So a job leaves some turns before its first step,
-as many as its number says, which is drawn at random and the same on all its ranks. Our design.
+Two jobs with the same plan that begin together would have their bubbles at the same times. So a job
+skips some turns before its first step. How many depends on its number, which is random and the same
+on all its ranks. Our design.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -43,46 +47,52 @@ from crossover_ddp.gpu_mutex import GPUMutex
 from .model import BACKWARD, FORWARD, Action
 from .plan import Plan
 
-# Buffers stay each replica's own; torch 2.14 has given the argument another name, and warns of the old one.
+# Each replica keeps its own buffers. Torch 2.14 renamed the argument, and warns of the old name.
 _ARGUMENTS: Final = inspect.signature(DistributedDataParallel).parameters
 _OWN_BUFFERS: Final[dict[str, Any]] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
 }
 _POSTED_AHEAD: Final = 4
-"""Receives that are posted before they are needed; gloo sends only what is received."""
+"""Receives that are posted before they are needed. Gloo sends only to a posted receive."""
 
 
 def _summing_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Add up the replicas' gradients: a hook takes their mean, but each has its own micro-batches' part of the sum."""
+    """Sum the gradients of the replicas, each of which has the part of its own micro-batches."""
+    # The hook takes the mean: multiplying by the number of replicas makes that the sum.
     bucket.buffer().mul_(process_group.size())
     return reduce_scatter_all_gather_hook(process_group, bucket)
 
 
 class PipelineRunner:
-    """Train the layers by a plan; public as ``crossover_ddp.pipeline.Runner``.
+    """Train the layers by a plan. Public as ``crossover_ddp.pipeline.Runner``.
 
-    After `step` each parameter of this rank's stages has the gradient of the mean loss over the whole batch, as in the
-    model that was not cut, up to the order of additions. Rank i is device i of the plan's cluster.
+    After `step`, each parameter of this rank's stages has the gradient of the mean loss over the
+    whole batch. It equals the gradient of the model that was not cut, up to the order of additions.
+    Rank i is device i of the plan's cluster.
 
     Args:
         plan: the same on all ranks, without ``split``.
-        layers: the whole chain, built alike on all ranks; this rank keeps its stages only. On the CPU.
+        layers: the whole chain, on the CPU, with the same values on all ranks. This rank keeps only
+            its stages.
         loss_fn: ``loss_fn(output, target)``, a mean over the micro-batch.
-        mutex: takes turns with sibling jobs, one for each band of a step (`BandTurns`).
+        mutex: takes turns with sibling jobs, one for each band of a step (`BandTurns`). Default
+            None: no turns.
 
-    On failure: ``ValueError`` for a plan of other layers or ranks; `UnsupportedConfigurationError` for a backend other
-    than gloo, and where ranks have other plans: plan on one rank, save it, and load it on all. When a peer dies or the
-    default group's timeout passes, `step` raises torch's error; restart the job.
+    On failure: ``ValueError`` for a plan of other layers or ranks. `UnsupportedConfigurationError`
+    for a backend other than gloo, and if ranks have different plans: plan on one rank, save the
+    plan, and load it on all. When a peer dies, or the default group's timeout passes, `step` raises
+    torch's error; restart the job.
 
-    **Collective**: all ranks of the default process group make the runner, and call `step`, also those that have no
-    stage.
+    **Collective**: all ranks of the default process group make the runner, and call `step`. That
+    includes ranks without a stage.
 
     Example::
 
         runner = Runner(plan, layers, nn.functional.cross_entropy)
-        optimizer = torch.optim.SGD([*runner.parameters()] or [torch.zeros(1)], lr=0.1)  # a rank may have no stage
+        # A rank may have no stage, and an optimizer needs a parameter.
+        optimizer = torch.optim.SGD([*runner.parameters()] or [torch.zeros(1)], lr=0.1)
         loss = runner.step(x, y)
         optimizer.step()
     """
@@ -96,28 +106,32 @@ class PipelineRunner:
         mutex: GPUMutex | None = None,
     ) -> None:
         _check(plan, layers)
-        self.plan, self.mutex = plan, mutex
+        self.plan = plan
+        self.mutex = mutex
         self._loss_fn = loss_fn
         self._rank = dist.get_rank()
         self._last = len(plan.stages) - 1
+        # A rank without a stage takes part in the turns of all bands.
         bands = plan.bands()
         self._bands = bands.get(self._rank) or [[] for _ in next(iter(bands.values()))]
         self._turns = None if mutex is None else BandTurns(mutex, len(self._bands))
+        # This rank's stages by number, without DDP's wrapper.
         self.modules: dict[int, nn.Module] = {}
-        """This rank's stages, without DDP's wrapper."""
+        # The same, with the wrapper where a stage has replicas.
         self._models: dict[int, nn.Module] = {}
         self._replicated: list[DistributedDataParallel] = []
+        # The replicas of this rank's last stage.
         self._last_group: dist.ProcessGroup | None = None
         for number, stage in enumerate(plan.stages):
             # Every rank makes every group, in the order of stages.
             made = dist.new_group(list(stage.devices)) if len(stage.devices) > 1 else None
-            group = (
-                made if isinstance(made, dist.ProcessGroup) else None
-            )  # else a mark: not one of its ranks
+            # Outside of the group, torch returns a constant that is no process group.
+            group = made if isinstance(made, dist.ProcessGroup) else None
             if self._rank not in stage.devices:
                 continue
-            module = nn.Sequential(*[layers[place] for place in range(stage.start, stage.stop)])
-            self.modules[number] = self._models[number] = module
+            module = nn.Sequential(*layers[stage.start : stage.stop])
+            self.modules[number] = module
+            self._models[number] = module
             self._last_group = group
             if group is not None and any(p.requires_grad for p in module.parameters()):
                 model = DistributedDataParallel(module, process_group=group, **_OWN_BUFFERS)
@@ -125,7 +139,7 @@ class PipelineRunner:
                 Exchange.of(group).leaves_buffers_to_ddp = True
                 self._models[number] = model
                 self._replicated.append(model)
-        # A rank's last backward of a stage is the one whose gradients are exchanged.
+        # The last backward of each stage on this rank: replicas exchange gradients in it.
         self._final = {
             action.stage: action
             for action in plan.orders.get(self._rank, ())
@@ -138,29 +152,29 @@ class PipelineRunner:
             yield from module.parameters()
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
-        """Run forward and backward of a batch; gradients are added to what is there, as always.
+        """Run forward and backward of a batch. Gradients accumulate, as with ``backward()``.
 
         Args:
-            x: the whole batch, whose first dimension M must divide; read by the ranks of the first stage.
-            y: the whole batch's targets; read by the ranks of the last stage.
+            x: the whole batch. M must divide its first dimension. Only ranks of the first stage
+                use it.
+            y: the targets of the whole batch. Only ranks of the last stage use them.
 
         Returns the mean loss on ranks of the last stage, None on others. **Collective.**
         """
-        run = _StepRun(
-            self, _micros("x", x, self.plan.microbatches), _micros("y", y, self.plan.microbatches)
-        )
+        inputs = _micros("x", x, self.plan.microbatches)
+        targets = _micros("y", y, self.plan.microbatches)
+        run = _StepRun(self, inputs, targets)
         for model in self._replicated:
             for parameter in model.parameters():
-                if (
-                    parameter.grad is not None
-                ):  # a part for each replica: `_summing_hook` adds them up
+                # Each replica keeps its part of the earlier gradient: `_summing_hook` sums them.
+                if parameter.grad is not None:
                     parameter.grad.div_(model.process_group.size())
         for number, band in enumerate(self._bands):
             with contextlib.nullcontext() if self._turns is None else self._turns.band(number):
                 for action in band:
                     run.compute(action)
         run.finish()
-        for model in self._replicated:  # see [Note: nobody waits for a replica within a step]
+        for model in self._replicated:  # [Note: no replica waits for another within a step]
             if model.reducer._rebuild_buckets():
                 model._has_rebuilt_buckets = True
         if self._last not in self.modules:
@@ -174,12 +188,13 @@ class PipelineRunner:
 def _check(plan: Plan, layers: Sequence[nn.Module]) -> None:
     if plan.split:
         raise ValueError(
-            "expected a plan with whole backwards, which DDP needs, got split=True; plan with split=False, or give "
-            "plan.csv() to torch's schedules"
+            "expected a plan with whole backwards, which DDP needs, got split=True; plan with "
+            "split=False, or give plan.csv() to torch's schedules"
         )
     if len(layers) != len(plan.layers):
         raise ValueError(
-            f"expected the {len(plan.layers)} layers of the plan, got {len(layers)}; give the chain that was profiled"
+            f"expected the {len(plan.layers)} layers of the plan, got {len(layers)}; "
+            "give the chain that was profiled"
         )
     if (group := dist.group.WORLD) is None or "gloo" not in dist.get_backend():
         raise UnsupportedConfigurationError(
@@ -188,21 +203,22 @@ def _check(plan: Plan, layers: Sequence[nn.Module]) -> None:
         )
     if any(p.device.type != "cpu" for layer in layers for p in layer.parameters()):
         raise UnsupportedConfigurationError(
-            "expected layers on the CPU, got parameters on another device; gloo sends only tensors of the CPU from "
-            "rank to rank"
+            "expected layers on the CPU, got parameters on another device; gloo sends only tensors "
+            "of the CPU from rank to rank"
         )
     if group.size() != len(plan.devices):
         raise ValueError(
-            f"expected a rank for each of the plan's {len(plan.devices)} devices, got {group.size()} ranks; start as "
-            "many, or plan for them"
+            f"expected a rank for each of the plan's {len(plan.devices)} devices, "
+            f"got {group.size()} ranks; start as many, or plan for them"
         )
     stages: dict[nn.Parameter, int] = {}
     for place, stage in enumerate(plan.stages):
         for parameter in nn.ModuleList(layers[stage.start : stage.stop]).parameters():
             if stages.setdefault(parameter, place) != place:
                 raise ValueError(
-                    f"expected parameters of one stage each, got one of stages {stages[parameter]} and {place}; "
-                    "untie the layers' parameters, or make one layer of all that share them"
+                    "expected parameters of one stage each, got one of stages "
+                    f"{stages[parameter]} and {place}; untie the layers' parameters, or make one "
+                    "layer of all that share them"
                 )
     compare(group, {"plan": plan.to_json()})
 
@@ -210,31 +226,33 @@ def _check(plan: Plan, layers: Sequence[nn.Module]) -> None:
 def _micros(name: str, batch: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     if len(batch) % count or not len(batch):
         raise ValueError(
-            f"expected a batch that can be divided into {count} micro-batches, got len({name})={len(batch)}; "
-            "drop the last batch"
+            f"expected a batch that can be divided into {count} micro-batches, "
+            f"got len({name})={len(batch)}; drop the last batch"
         )
     return batch.chunk(count)
 
 
 class BandTurns:
-    """One turn for each band of a step. All ranks of the job call the same, as with the mutex itself.
+    """One turn for each band of a step. All ranks of the job make the same calls.
 
     Args:
-        mutex: of the job.
-        count: bands of a step.
+        mutex: the job's mutex.
+        count: how many bands a step has.
     """
 
     def __init__(self, mutex: GPUMutex, count: int) -> None:
-        self._mutex, self._count = mutex, count
-        self._left = (mutex.job >> 1) % count  # turns left to siblings; numbers of jobs are odd
+        self._mutex = mutex
+        self._count = count
+        # Turns to skip before the first step. Numbers of jobs are odd, so the last bit is dropped.
+        self._skipped = (mutex.job >> 1) % count
 
     @contextlib.contextmanager
     def band(self, number: int) -> Iterator[None]:
-        """Hold the turn of a band, from 0 on, while the body runs."""
-        for _ in range(self._left):  # see [Note: out of step]
+        """Hold the turn of a band while the body runs. Numbers begin at 0."""
+        for _ in range(self._skipped):  # [Note: out of step]
             self._mutex.acquire()
             self._mutex.release()
-        self._left = 0
+        self._skipped = 0
         self._mutex.acquire()
         try:
             yield
@@ -245,7 +263,7 @@ class BandTurns:
 
 
 class _StepRun:
-    """One step of one rank: what has been computed, what is on its way."""
+    """One step of one rank: its results, and the messages under way."""
 
     def __init__(
         self,
@@ -253,19 +271,25 @@ class _StepRun:
         inputs: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
     ) -> None:
-        self._runner, self._plan = runner, runner.plan
-        self._inputs, self._targets = inputs, targets
-        # By stage and micro-batch: what forward has computed, and from what.
+        self._runner = runner
+        self._plan = runner.plan
+        self._inputs = inputs
+        self._targets = targets
+        # Output and input of the forwards, by stage and micro-batch.
         self._computed: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        # A message is the result of an action, and has its name.
+        # A message is the result of an action. The action serves as its name.
+        # Messages between two stages on this rank.
         self._local: dict[Action, torch.Tensor] = {}
+        # Posted receives: the buffer, and the handle to wait for.
         self._posted: dict[Action, tuple[torch.Tensor, Any]] = {}
+        # Sends under way. The tensors are kept until they have been sent.
         self._sending: list[tuple[torch.Tensor, Any]] = []
         self._sent: set[Action] = set()
+        # Losses of this rank's micro-batches on the last stage, each divided by M.
         self.losses: list[torch.Tensor] = []
-        """Of this rank's micro-batches on the last stage, each divided by M."""
         actions = self._plan.orders.get(runner._rank, ())
         needs = [(need, action) for action in actions if (need := self._needed(action))]
+        # Messages from other ranks whose receive is not posted yet, in the order of their use.
         self._awaited = deque(
             need for need, action in needs if self._device(need) != self._device(action)
         )
@@ -278,11 +302,11 @@ class _StepRun:
             self._backward(action)
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all messages have been sent."""
         for _, work in self._sending:
             work.wait()
 
-    # --- compute -------------------------------------------------------------------------------------------
+    # --- compute ----------------------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
         stage, _, micro = action
@@ -291,14 +315,14 @@ class _StepRun:
         if needed is not None and leaf.is_floating_point():
             leaf.requires_grad_()
 
-            def send(tensor: torch.Tensor) -> None:  # see [Note: gradients leave early]
+            def send(tensor: torch.Tensor) -> None:  # [Note: gradients leave early]
                 assert tensor.grad is not None
                 self._send(Action(stage, BACKWARD, micro), stage - 1, tensor.grad)
 
             leaf.register_post_accumulate_grad_hook(send)
         model = self._runner._models[stage]
         with _unsynchronized(model):
-            # A copy, which the first layer may change in place.
+            # The first layer may work in place, which autograd does not allow on a leaf: copy it.
             output = model(leaf.clone() if leaf.requires_grad else leaf)
         if stage == self._runner._last:
             output = self._runner._loss_fn(output, self._targets[micro]) / self._plan.microbatches
@@ -313,8 +337,9 @@ class _StepRun:
         found = tuple(output.shape), str(output.dtype).removeprefix("torch.")
         if found != (shape, dtype):
             raise ValueError(
-                f"expected micro-batches of the size that was profiled, with an output of {dtype}{list(shape)} of "
-                f"stage {stage}, got {found[1]}{list(found[0])}; profile with a sample of the micro-batch's size"
+                "expected micro-batches of the size that was profiled, with an output of "
+                f"{dtype}{list(shape)} of stage {stage}, got {found[1]}{list(found[0])}; "
+                "profile with a sample of the micro-batch's size"
             )
 
     def _backward(self, action: Action) -> None:
@@ -326,18 +351,20 @@ class _StepRun:
         final = self._runner._final[stage] == action
         if output.requires_grad:
             if final and isinstance(model, DistributedDataParallel):
-                # Forward ran without, since other micro-batches' backwards came between; torch's stages do the same.
+                # DDP's forward could not prepare it, since backwards of other micro-batches came in
+                # between. Torch's own pipeline stages do the same.
                 model.reducer.prepare_for_backward([output])
             with contextlib.nullcontext() if final else _unsynchronized(model):
                 output.backward(gradient)
-        if stage and action not in self._sent:  # nothing in this stage depends on its input
+        # Without a gradient at the leaf the output does not depend on the input: it is zero.
+        if stage and action not in self._sent:
             self._send(action, stage - 1, torch.zeros_like(leaf))
         leaf.grad = None
 
-    # --- messages ------------------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
 
     def _needed(self, action: Action) -> Action | None:
-        """Return the action of another stage whose result an action needs."""
+        """Return the action of another stage whose result ``action`` needs."""
         stage = action.stage + (-1 if action.kind == FORWARD else 1)
         return action._replace(stage=stage) if 0 <= stage <= self._runner._last else None
 
@@ -346,9 +373,8 @@ class _StepRun:
         return devices[action.micro % len(devices)]
 
     def _tag(self, action: Action) -> int:
-        return (
-            2 * action.stage + (action.kind == BACKWARD)
-        ) * self._plan.microbatches + action.micro
+        kind = 2 * action.stage + (action.kind == BACKWARD)
+        return kind * self._plan.microbatches + action.micro
 
     def _post(self) -> None:
         while self._awaited and len(self._posted) < _POSTED_AHEAD:
@@ -368,7 +394,7 @@ class _StepRun:
         return buffer
 
     def _send(self, message: Action, stage: int, tensor: torch.Tensor) -> None:
-        """Send the result of an action to the device that has its micro-batch on ``stage``."""
+        """Send the result of an action to the device that computes its micro-batch on ``stage``."""
         target = self._device(message._replace(stage=stage))
         self._sent.add(message)
         if target == self._device(message):
@@ -381,6 +407,6 @@ class _StepRun:
 
 
 def _unsynchronized(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    return (
-        model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
-    )
+    if isinstance(model, DistributedDataParallel):
+        return model.no_sync()
+    return contextlib.nullcontext()

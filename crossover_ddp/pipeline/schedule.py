@@ -1,9 +1,10 @@
 """Orders of the actions of a step: the known ones, and a search by list scheduling. Pure.
 
-GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503), its interleaved form (arXiv 2104.04473) and an order
-with split backward after zero bubble (arXiv 2401.10241) serve as baselines. The search is our design: the list
-scheduler of `simulate` under many limits of micro-batches in flight and 1F1B, which may let a device wait, then random
-changes of limits and priorities.
+The baselines are GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503), its
+interleaved form (arXiv 2104.04473), and an order with split backward after zero bubble (arXiv
+2401.10241). The search is our design. It tries the list scheduler of `simulate` under several
+limits of micro-batches in flight, 1F1B, in which a device may wait although an action is ready, and
+then random changes of limits and priorities.
 """
 
 import itertools
@@ -24,7 +25,7 @@ def gpipe(chain: StagedChain) -> Orders:
 
 
 def one_forward_one_backward(chain: StagedChain) -> Orders:
-    """Return 1F1B: as many forwards ahead as there are stages behind, then one backward for each forward."""
+    """Return 1F1B: a stage computes one forward ahead for each later stage, then alternates."""
     return _alternating(chain, range(len(chain.stages))[::-1])
 
 
@@ -43,22 +44,26 @@ def _alternating(chain: StagedChain, ahead: Sequence[int]) -> Orders:
 def _one_by_one(
     forward: Sequence[tuple[int, str]], backward: Sequence[tuple[int, str]], ahead: int
 ) -> list[tuple[int, str]]:
-    """Take some forwards, then one backward after each forward, then the backwards that are left."""
+    """Return ``ahead`` forwards, then a backward after each forward, then the rest of backwards."""
     pairs = list(zip(forward[ahead:], backward, strict=False))
     return [*forward[:ahead], *itertools.chain.from_iterable(pairs), *backward[len(pairs) :]]
 
 
 def interleaved(chain: StagedChain, devices: int) -> Orders | None:
-    """Return interleaved 1F1B for stages that go round ``devices`` several times; None unless they divide M."""
-    chunks, micros = len(chain.stages) // devices, chain.microbatches
+    """Return interleaved 1F1B, where each device has several stages. None unless it divides M.
+
+    Stage k is on device k modulo ``devices``.
+    """
+    chunks = len(chain.stages) // devices
+    micros = chain.microbatches
     if micros % devices:
         return None
-    # For each chunk as many micro-batches in a row as there are devices.
-    turns = [number // devices % chunks for number in range(micros * chunks)]
+    # A device computes `devices` micro-batches of a chunk in a row.
+    sequence = [number // devices % chunks for number in range(micros * chunks)]
     orders = {}
     for place in range(devices):
-        forward = [(chunk * devices + place, FORWARD) for chunk in turns]
-        backward = [((chunks - 1 - chunk) * devices + place, BACKWARD) for chunk in turns]
+        forward = [(chunk * devices + place, FORWARD) for chunk in sequence]
+        backward = [((chunks - 1 - chunk) * devices + place, BACKWARD) for chunk in sequence]
         mixed = _one_by_one(forward, backward, 2 * (devices - place - 1) + (chunks - 1) * devices)
         numbers = {chunk * devices + place: range(micros) for chunk in range(chunks)}
         orders[chain.device(place, 0)] = _numbered(mixed, numbers)
@@ -68,21 +73,21 @@ def interleaved(chain: StagedChain, devices: int) -> Orders | None:
 def _numbered(
     kinds: Sequence[tuple[int, str]], micros: Mapping[int, Sequence[int]]
 ) -> list[Action]:
-    """Give each stage's actions of one kind its micro-batches in turn."""
-    left = {(stage, kind): iter(micros[stage]) for stage, kind in kinds}
-    return [Action(stage, kind, next(left[stage, kind])) for stage, kind in kinds]
+    """Make actions: the micro-batches of a stage are assigned in order, separately by kind."""
+    unused = {(stage, kind): iter(micros[stage]) for stage, kind in kinds}
+    return [Action(stage, kind, next(unused[stage, kind])) for stage, kind in kinds]
 
 
 def depths(chain: StagedChain) -> list[int]:
-    """Return the micro-batches that each stage's devices must have in flight to keep all stages behind it busy."""
+    """Return how many micro-batches in flight each stage needs to keep all later stages busy."""
     counts = [len(stage.devices) for stage in chain.stages]
     return [max(len(counts) - k, -(-sum(counts[k:]) // counts[k])) for k in range(len(counts))]
 
 
 def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
-    """Return the fastest order found that fits in memory; None if not even one micro-batch fits.
+    """Return the fastest order found that fits in memory. None if a single micro-batch does not.
 
-    ``tries``: random changes of limits and priorities to try after the regular orders.
+    ``tries``: how many random changes of limits and priorities to try after the regular orders.
     """
     room = [chain.limit(stage) for stage in range(len(chain.stages))]
     if not all(room):
@@ -103,7 +108,7 @@ def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
         ]
         if is_shortest(limits, None):
             return found[-1][2]
-    # With different numbers of replicas devices may wait for each other for ever in 1F1B.
+    # 1F1B may deadlock if stages have different numbers of replicas.
     if tries and not chain.split and len({len(stage.devices) for stage in chain.stages}) == 1:
         step = simulate(chain, one_forward_one_backward(chain))
         if step.fits(chain.cluster.memory_bytes):
@@ -125,10 +130,11 @@ def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
 
 
 def bands(spans: Sequence[StepSpan]) -> dict[int, list[list[Action]]]:
-    """Cut a step at common times, and return for each device its actions in each band.
+    """Cut a step into bands at common times, and return the actions of each device by band.
 
-    A band ends when a device would begin its second action in it. An action needs only such as have begun before it,
-    hence of the same or an earlier band: what a rank waits for inside one band never waits for a later one.
+    A band ends when a device would begin its second action in it. An action needs only actions that
+    began before it, which are in the same band or in an earlier one. So a rank never waits for a
+    later band.
     """
     computes = sorted((span for span in spans if not span.sends), key=lambda span: span.begin_s)
     found: dict[int, list[list[Action]]] = {span.device: [[]] for span in computes}

@@ -1,8 +1,9 @@
-"""Play a step: events over devices and network cards. Pure.
+"""Simulates a step: events of devices and network cards. Pure.
 
-A device computes one action at a time, a card sends and receives one transfer at a time ([Note: network cards] in
-`cluster.py`), first asked, first served; what has begun is not interrupted. What a device computes next is either
-given, or chosen from what is ready under limits of the micro-batches in flight.
+A device computes one action at a time. A card sends one transfer at a time and receives one
+([Note: network cards] in `cluster.py`), in the order of requests. Actions and transfers are not
+interrupted. The next action of a device is either given, or chosen among the ready actions, under
+limits on the micro-batches in flight.
 """
 
 import heapq
@@ -28,9 +29,10 @@ _URGENCY: Final = {BACKWARD: 0.0, INPUT_GRADIENT: 0.0, FORWARD: 1.0, WEIGHT_GRAD
 
 
 class StepSpan(NamedTuple):
-    """What one device did: it computed an action, or sent its result (``sends``), or exchanged a stage's gradients."""
+    """A device computed an action, sent its result, or exchanged the gradients of a stage."""
 
     device: int
+    # It sent or exchanged.
     sends: bool
     begin_s: float
     end_s: float
@@ -42,10 +44,10 @@ class SimulatedStep:
     """The course of a step.
 
     Args:
-        step_s: from the first action to the end of the last action or exchange.
-        orders: what each device computed, in order.
-        spans: everything that happened.
-        peak_bytes: for each device the most that it held.
+        step_s: seconds from the first action to the end of the last action or exchange.
+        orders: the actions that each device computed, in order.
+        spans: all actions, transfers and exchanges.
+        peak_bytes: the peak memory of each device.
     """
 
     step_s: float
@@ -54,41 +56,46 @@ class SimulatedStep:
     peak_bytes: Mapping[int, float]
 
     def fits(self, memory_bytes: Sequence[float]) -> bool:
-        """Return whether no device held more than its memory."""
+        """Return whether every device stayed within its memory."""
         return all(peak <= memory_bytes[device] for device, peak in self.peak_bytes.items())
 
 
 def simulate(chain: StagedChain, orders: Orders) -> SimulatedStep:
-    """Play the given orders, in which each action stands once, on its own device, and the devices can go on."""
+    """Simulate the given orders.
+
+    Each action must occur once, on its own device, and the orders must be free of deadlocks.
+    """
     numbers = {
         action: float(number)
         for actions in orders.values()
         for number, action in enumerate(actions)
     }
-    step = _Play(chain, [chain.microbatches] * len(chain.stages), numbers, given=True).run()
-    assert step is not None, "devices wait for each other for ever"
+    step = _Simulation(chain, [chain.microbatches] * len(chain.stages), numbers, given=True).run()
+    assert step is not None, "the orders deadlock: devices wait for each other"
     return step
 
 
 def list_schedule(
     chain: StagedChain, limits: Sequence[int], priority: Mapping[Action, float] | None = None
 ) -> SimulatedStep | None:
-    """Play a step in which an idle device takes what is ready.
+    """Simulate a step in which an idle device takes a ready action at once.
 
     Args:
-        chain: what is to be computed.
-        limits: for each stage the micro-batches in flight on each of its devices.
-        priority: what is smaller is taken first; default backward before forward before weights' gradients.
+        chain: the stages and their costs.
+        limits: for each stage, the most micro-batches in flight on each of its devices.
+        priority: a number for each action. The ready action with the smallest one is taken.
+            Default: backward before forward before gradients of weights.
 
-    Returns None if the limits let nothing go on.
+    Returns None if the limits cause a deadlock.
     """
-    return _Play(chain, limits, priority).run()
+    return _Simulation(chain, limits, priority).run()
 
 
-class _Play:
-    """One step being played; times on one clock that begins at 0, tasks by their places in ``chain.tasks``.
+class _Simulation:
+    """The simulation of one step. Its clock begins at 0.
 
-    With ``given`` the priorities are the numbers in each device's order, which waits for the next one.
+    Tasks are given by their index in ``chain.tasks``. With ``given``, the priorities are the
+    positions in the order of each device, which waits for the action at the next position.
     """
 
     def __init__(
@@ -99,51 +106,64 @@ class _Play:
         *,
         given: bool = False,
     ) -> None:
-        self._chain, self._given, self._tasks = chain, given, chain.tasks
-        self._left = len(self._tasks)
+        self._chain = chain
+        self._given = given
+        self._tasks = chain.tasks
+        # Tasks that have not finished.
+        self._unfinished = len(self._tasks)
+        # For each task: how many of the results that it needs are missing.
         self._needs = [task.needs for task in self._tasks]
+        # For each task: a key by which devices choose. The smallest one is taken.
         actions = [task.action for task in self._tasks]
         urgency = [_URGENCY[each.kind] if priority is None else priority[each] for each in actions]
-        # What is smallest is taken first.
         self._keys = [(urgency[place], each.micro, place) for place, each in enumerate(actions)]
+        # For each task: it begins only while fewer micro-batches are in flight.
         self._limits = [
             limits[each.stage] if each.kind == FORWARD else math.inf for each in actions
         ]
+        # By device: the keys of its ready tasks.
         self._ready: dict[int, list[tuple[float, int, int]]] = defaultdict(list)
         self._busy: set[int] = set()
+        # Devices that have something new to choose from.
         self._woken: set[int] = set()
+        # By slot: micro-batches in flight.
         self._in_flight = [0] * (len(chain.stages) * len(chain.cluster))
+        # By device: bytes of memory in use.
         self._held: dict[int, float] = defaultdict(float)
         for stage, state_bytes in zip(chain.stages, chain.state_bytes, strict=True):
             for device in stage.devices:
                 self._held[device] += state_bytes
         self._peaks = dict(self._held)
         self._now_s = 0.0
+        # A heap of time, serial number, function and its argument.
         self._events: list[tuple[float, int, Callable[[int], None], int]] = []
         self._serial = 0
+        # By port: when its last transfer ends.
         self._free_s: dict[str, float] = defaultdict(float)
-        # For each stage the micro-batches whose last action has not begun, and when the exchange may begin.
+        # By stage: micro-batches whose last action has not begun.
         self._unbegun = [chain.microbatches] * len(chain.stages)
+        # By stage: when the gradient exchange may begin.
         self._exchange_s = [0.0] * len(chain.stages)
         self._orders: dict[int, list[Action]] = {
-            d: [] for stage in chain.stages for d in stage.devices
+            device: [] for stage in chain.stages for device in stage.devices
         }
         self._spans: list[StepSpan] = []
 
     def run(self) -> SimulatedStep | None:
-        """Return the step, or None if it came to a halt."""
-        for place in range(self._chain.microbatches):  # the first stage's forwards
+        """Return the step. None if the devices deadlock."""
+        for place in range(self._chain.microbatches):  # the forwards of the first stage
             self._arrive(place)
         self._wake()
         events = self._events
         while events:
-            self._now_s = now_s = events[0][0]
-            # Whoever chooses sees all that is ready at this time.
+            now_s = events[0][0]
+            self._now_s = now_s
+            # Handle all events of this time first, so that a device chooses among all ready tasks.
             while events and events[0][0] == now_s:
                 _, _, event, number = heapq.heappop(events)
                 event(number)
             self._wake()
-        if self._left:
+        if self._unfinished:
             return None
         return SimulatedStep(self._now_s, self._orders, tuple(self._spans), self._peaks)
 
@@ -151,10 +171,10 @@ class _Play:
         self._serial += 1
         heapq.heappush(self._events, (time_s, self._serial, event, number))
 
-    # --- compute -------------------------------------------------------------------------------------------
+    # --- compute ----------------------------------------------------------------------------------
 
     def _arrive(self, place: int) -> None:
-        """Note that one thing which the action needs is there."""
+        """Count one result that the task needs as present."""
         self._needs[place] -= 1
         if not self._needs[place]:
             device = self._tasks[place].device
@@ -162,13 +182,13 @@ class _Play:
             self._woken.add(device)
 
     def _wake(self) -> None:
+        """Let each idle device that was woken choose a task."""
+        # Locals: this is the innermost loop of planning.
+        tasks = self._tasks
+        in_flight = self._in_flight
+        limits = self._limits
         for device in sorted(self._woken - self._busy):
-            ready, tasks, in_flight, limits = (
-                self._ready[device],
-                self._tasks,
-                self._in_flight,
-                self._limits,
-            )
+            ready = self._ready[device]
             allowed = [key for key in ready if in_flight[tasks[key[2]].slot] < limits[key[2]]]
             if allowed:
                 key = min(allowed)
@@ -193,7 +213,7 @@ class _Play:
 
     def _finish(self, place: int) -> None:
         action, device, slot, _, _, then, target, hop = self._tasks[place]
-        self._left -= 1
+        self._unfinished -= 1
         self._busy.discard(device)
         self._woken.add(device)
         if then is not None:
@@ -207,10 +227,10 @@ class _Play:
             else:
                 self._at(self._transmitted_s(hop, (device,), action), self._arrive, target)
 
-    # --- network -------------------------------------------------------------------------------------------
+    # --- network ----------------------------------------------------------------------------------
 
     def _note_exchange(self, stage: int, end_s: float) -> None:
-        """Let the stage's exchange begin when its last action has, on all replicas, come far enough."""
+        """Schedule the exchange of a stage once its last actions have begun on all replicas."""
         exchange = self._chain.exchanges[stage]
         self._unbegun[stage] -= 1
         if exchange is not None:
@@ -223,10 +243,13 @@ class _Play:
         assert exchange is not None
         action = Action(stage, EXCHANGE, 0)
         end_s = self._transmitted_s(exchange[0], self._chain.stages[stage].devices, action)
-        self._at(end_s, lambda _: None, stage)
+        self._at(end_s, self._finish_exchange, stage)
+
+    def _finish_exchange(self, stage: int) -> None:
+        """Nothing waits for an exchange, but a step ends only after it."""
 
     def _transmitted_s(self, hop: Hop, devices: Sequence[int], action: Action) -> float:
-        """Return when the last byte will have arrived; the ports serve first what was asked before."""
+        """Return when the last byte arrives. Ports serve transfers in the order of requests."""
         wire_s, latency_s, ports = hop
         begin_s = max(self._now_s, *[self._free_s[port] for port in ports])
         end_s = begin_s + wire_s

@@ -1,4 +1,7 @@
-"""The emulated cluster: ``python recipes/lab``, and from Python ``from lab import Cluster, Job``; see docs/lab.md."""
+"""The emulated cluster: ``python recipes/lab``, or ``from lab import Cluster, Job``.
+
+See docs/lab.md.
+"""
 
 from .analysis import bound, rate_for
 from .jobs import STEADY_MEMORY, Job, JobFailedError, RunResult, RunTimeoutError

@@ -1,6 +1,7 @@
-"""What a run says: C, N, M, turns, waits and hand-overs from step logs and timelines, as docs/lab.md explains them.
+"""Computes the figures of a run from step logs and timelines: C, N, M, turns, waits, hand-overs.
 
-Pure: functions of records; records.py reads them from a run's directory.
+docs/lab.md explains them. Pure: functions of records, which records.py reads from a run's
+directory.
 """
 
 import math
@@ -12,13 +13,13 @@ from typing import Any, Final
 
 from .spans import Statistics, TimelineSpan, handovers_s
 
-# Iteration 0 is one single bucket, 1 rebuilds the buckets, 2 is the first in its final form.
 WARM_UP_STEPS: Final = 3
+"""Step 0 has one bucket, step 1 rebuilds the buckets, step 2 is the first with the final ones."""
 
 
 @dataclass(frozen=True)
 class MeteredStep:
-    """One step of one rank, as its meter saw it."""
+    """One step of one rank, as its meter recorded it."""
 
     step: int
     begin_s: float
@@ -29,7 +30,7 @@ class MeteredStep:
 
     @property
     def length_s(self) -> float:
-        """Its duration."""
+        """The duration of the step."""
         return self.end_s - self.begin_s
 
 
@@ -64,13 +65,13 @@ class JobFigures:
 
 
 def bound(alone: Sequence[tuple[float, float, float]]) -> float:
-    """Greatest speed-up of sibling jobs over running one after the other.
+    """Return the greatest possible speed-up of sibling jobs over running one after the other.
 
-    For two equal jobs this is S = 2·T1 / max(2·C, T1, 2·M). Jobs that differ are bounded by the
-    sum of their computations, the longest one alone and the sum of their wire times.
+    For two equal jobs this is S = 2·T1 / max(2·C, T1, 2·M). Different jobs are bounded by the sum
+    of their C, the longest T1, and the sum of their M.
 
     Args:
-        alone: for each job C, T1 and M in seconds, per step or over the whole run.
+        alone: C, T1 and M of each job, in seconds, per step or over the whole run.
     """
     if not alone or any(not 0 < step_s < math.inf for _, step_s, _ in alone):
         raise ValueError(f"expected (C, T1, M) with T1 > 0 of at least one job, got {list(alone)}")
@@ -79,16 +80,17 @@ def bound(alone: Sequence[tuple[float, float, float]]) -> float:
 
 
 def rate_for(ratio: float, compute_s: float, wire_bytes: float) -> float:
-    """Rate in Mbit/s at which a step's gradients take ``ratio`` times as long as its computation."""
+    """Return the rate in Mbit/s at which M/C, of the gradients of a step, is ``ratio``."""
     if ratio <= 0 or compute_s <= 0 or wire_bytes <= 0:
         raise ValueError(
-            f"expected a ratio, computation and traffic > 0, got {ratio=}, {compute_s=}, {wire_bytes=}"
+            "expected a ratio, computation and traffic > 0, "
+            f"got {ratio=}, {compute_s=}, {wire_bytes=}"
         )
     return wire_bytes * 8 / (ratio * compute_s) / 1e6
 
 
 def wire_s(wire_bytes: float, rate_mbit: float | None) -> float:
-    """M: how long the bytes are on a link of that rate; 0 without one."""
+    """Return M: how long the bytes are on a link of that rate. 0 without a link."""
     return wire_bytes * 8 / (rate_mbit * 1e6) if rate_mbit else 0.0
 
 
@@ -101,30 +103,31 @@ def job_figures(
     alone: bool,
     warm_up: int = WARM_UP_STEPS,
 ) -> JobFigures:
-    """Work out one job's figures.
+    """Compute the figures of one job.
 
     Args:
-        job: its name.
+        job: name of the job.
         steps: the step logs by rank.
         spans: the spans of all jobs of the run (hand-overs are between jobs).
-        rate_mbit: rate of the links; None if there is none.
+        rate_mbit: rate of the links. None if there are no links.
         alone: no other job shared the devices and links.
-        warm_up: steps to leave out, as long as others remain.
+        warm_up: leave out this many steps, unless no others remain.
     """
     settled = {rank: log[warm_up:] if len(log) > warm_up else log for rank, log in steps.items()}
     own = [span for span in spans if span.job == job]
     exchanges = _settled_spans(own, "exchange", settled)
     computes = _settled_spans(own, "compute", settled)
-    # Without links of its own the job's meter has counted whatever the machine sent.
+    # Without emulated links the meter has counted all traffic of the machine.
     wire_bytes = _over_ranks(settled, "wire_bytes") if alone and rate_mbit else None
+    # The kernel counts a core's busy time in ticks of 10 ms: a mean averages them out, a median
+    # would keep the rounding.
+    core_busy_s = _over_ranks(settled, "core_busy_s", fmean) if alone else None
     return JobFigures(
         job=job,
         ranks=len(steps) or len({span.rank for span in own}),
         steps=max((len(log) for log in steps.values()), default=0),
         step_s=_over_ranks(settled, "length_s"),
-        # The kernel counts a core's busy time in ticks of 10 ms: the mean keeps what a median rounds.
-        busy_s=(_over_ranks(settled, "core_busy_s", fmean) if alone else None)
-        or _median_of(computes),
+        busy_s=core_busy_s or _median_of(computes),
         exposed_s=_median_of(exchanges),
         wire_s=None if wire_bytes is None else wire_s(wire_bytes, rate_mbit),
         wire_bytes=wire_bytes,
@@ -150,14 +153,15 @@ def _settled_spans(
 def _over_ranks(
     logs: Mapping[int, Sequence[MeteredStep]],
     name: str,
-    middle: Callable[[list[float]], float] = median,
+    average: Callable[[list[float]], float] = median,
 ) -> float | None:
-    # The slowest or most loaded rank: the others wait for it.
-    known = [
-        [getattr(step, name) for step in log if getattr(step, name) is not None]
-        for log in logs.values()
-    ]
-    return max((float(middle(values)) for values in known if values), default=None)
+    """Return the figure of the slowest or most loaded rank, for which the others wait."""
+    averages = []
+    for log in logs.values():
+        values = [getattr(step, name) for step in log if getattr(step, name) is not None]
+        if values:
+            averages.append(float(average(values)))
+    return max(averages, default=None)
 
 
 def _median_of(lengths_s: Sequence[float]) -> float | None:
@@ -165,7 +169,7 @@ def _median_of(lengths_s: Sequence[float]) -> float | None:
 
 
 def makespan_s(logs: Iterable[Sequence[MeteredStep]]) -> float | None:
-    """From the first step's begin to the last one's end, over all the logs given."""
+    """Return the time from the first begin of a step to the last end, over all logs."""
     filled = [log for log in logs if log]
     if not filled:
         return None

@@ -1,10 +1,11 @@
-"""Child processes of the lab and the tests: started, watched without polling, ended for sure.
+"""Child processes of the lab and the tests: starts them, waits without polling, and ends them.
 
 [Note: no process is left behind]
-Three nets, one below the other. A child gets a signal from the kernel when the thread that started it ends, even if
-that was killed. A child leads a session, so one signal reaches what it has started there. And whatever has left the
-session, as torchrun's ranks do, has inherited a variable, the *mark*, by which it is found. A process that clears its
-environment is not found. Finding processes needs psutil. Our design.
+There are three safeguards. The kernel sends a child a signal when the thread that started it ends,
+even if that thread was killed. A child leads a session, so that one signal reaches all processes in
+the session. Processes that have left the session, as torchrun's ranks do, have inherited an
+environment variable, the *mark*, by which they are found. A process that clears its environment is
+not found. Finding processes needs psutil. Our design.
 """
 
 import contextlib
@@ -18,23 +19,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 SHELLS_OFFSET: Final = 128
-"""Shells number the exit of a program that signal n ended 128 + n."""
+"""A program that signal n ended has the exit code 128 + n in shells."""
 GRACE_S: Final = 2.0
 _PR_SET_PDEATHSIG: Final = 1
-_SURELY_S: Final = 5.0  # a killed process may still write a core, or be in a system call
+_KILL_S: Final = 5.0  # a killed process may still write a core, or be in a system call
 _ATTEMPTS: Final = 10
 _prctl = ctypes.CDLL(None).prctl
 
 
 class Child(subprocess.Popen[Any]):
-    """A process that leads a session of its own, and dies with the thread that started it.
+    """A process that leads a new session, and is signalled when the thread that started it ends.
 
     Args:
         words: the command.
-        environment: all its variables.
-        death_signal: what the kernel sends it when its parent dies.
-        core: the only core that it may run on; None leaves it free.
-        options: further ones of ``subprocess.Popen``.
+        environment: all variables of the process.
+        death_signal: the signal that the kernel sends it when its parent dies. Default SIGTERM.
+        core: the only core that it may run on. Default None: any.
+        options: further options of ``subprocess.Popen``.
 
     On failure: `OSError` if it cannot be started.
     """
@@ -62,9 +63,10 @@ class Child(subprocess.Popen[Any]):
         )
 
     def poll(self) -> int | None:
-        """Return the exit code, -n for signal n; None while it runs.
+        """Return the exit code, -n for signal n. None while the process runs.
 
-        It stays a zombie until `wait`, so that no other process gets its number, or its session's, meanwhile.
+        The process stays a zombie until `wait`, so that its id and that of its session are not
+        reused meanwhile.
         """
         if self.returncode is not None:
             return self.returncode
@@ -74,7 +76,7 @@ class Child(subprocess.Popen[Any]):
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def signal_session(self, *numbers: int) -> None:
-        """Send signals to it and to all in its session; nothing after `wait`."""
+        """Send signals to all processes of the session. Does nothing after `wait`."""
         if self.returncode is None:
             for number in numbers:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -82,35 +84,39 @@ class Child(subprocess.Popen[Any]):
 
 
 def wait_any(children: Iterable[Child], timeout_s: float) -> None:
-    """Block until one of the children has ended, or the time is over."""
+    """Block until one of the children has ended, or the time is up."""
     _wait_for_one([child.pid for child in children], timeout_s)
 
 
 def end(children: Iterable[Child], *, grace_s: float = GRACE_S) -> None:
-    """End children and their sessions: politely first if ``grace_s`` is more than 0, then for sure."""
-    left = [child for child in children if child.returncode is None]
-    for child in left if grace_s else ():
-        # A stopped process hears nothing before it goes on.
+    """End children and their sessions: SIGTERM, and SIGKILL after ``grace_s``.
+
+    With ``grace_s=0`` they are killed at once.
+    """
+    unreaped = [child for child in children if child.returncode is None]
+    for child in unreaped if grace_s else ():
+        # SIGCONT: a stopped process handles SIGTERM once it continues.
         child.signal_session(signal.SIGTERM, signal.SIGCONT)
     deadline_s = time.monotonic() + grace_s
     while (
-        running := [child for child in left if child.poll() is None]
+        running := [child for child in unreaped if child.poll() is None]
     ) and time.monotonic() < deadline_s:
         wait_any(running, deadline_s - time.monotonic())
-    for child in left:
+    for child in unreaped:
         child.signal_session(signal.SIGKILL)
         child.wait()
 
 
-# --- processes found by their mark --------------------------------------------------------------------------------
+# --- processes found by their mark ----------------------------------------------------------------
 
 
 def marked(variable: str) -> Iterator[tuple[int, str]]:
-    """Yield every other living process of this user that was started with ``variable``, and its value."""
+    """Yield every other process of this user that has the environment variable, and its value."""
     import psutil
 
     for process in psutil.process_iter(["uids", "environ"]):
-        uids, variables = process.info["uids"], process.info["environ"] or {}
+        uids = process.info["uids"]
+        variables = process.info["environ"] or {}
         if (
             variable in variables
             and uids
@@ -121,9 +127,9 @@ def marked(variable: str) -> Iterator[tuple[int, str]]:
 
 
 def end_marked(variable: str, value: str) -> list[int]:
-    """Kill every process with this mark; return which these were."""
+    """Kill every process with this mark, and return their ids."""
     killed: set[int] = set()
-    # Again until none is found: one may fork between the look and the kill.
+    # Repeated until none is found: a process may fork between the search and the kill.
     for _ in range(_ATTEMPTS):
         found = [pid for pid, mark in marked(variable) if mark == value]
         if not found:
@@ -132,13 +138,13 @@ def end_marked(variable: str, value: str) -> list[int]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         killed.update(found)
-        deadline_s = time.monotonic() + _SURELY_S
+        deadline_s = time.monotonic() + _KILL_S
         for pid in found:
             _wait_for_one([pid], deadline_s - time.monotonic())
     return sorted(killed)
 
 
-# --- waiting ------------------------------------------------------------------------------------------------------
+# --- waiting --------------------------------------------------------------------------------------
 
 
 def _wait_for_one(pids: Iterable[int], timeout_s: float) -> None:
@@ -148,7 +154,7 @@ def _wait_for_one(pids: Iterable[int], timeout_s: float) -> None:
             try:
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
-                return  # it is gone
+                return  # it has ended and was reaped
             opened.callback(os.close, descriptor)
             ends.register(descriptor, select.POLLIN)
         ends.poll(max(0.0, timeout_s) * 1000)

@@ -4,10 +4,10 @@ r"""Run jobs on an emulated cluster: nodes, shaped links and pinned cores on one
         --job 'a: python recipes/train.py --hook crossover --lr 0.1' \
         --job 'b: python recipes/train.py --hook crossover --lr 0.05'
     python recipes/lab link --rate 200mbit      measure a link
-    python recipes/lab clean                    remove what killed labs left behind
+    python recipes/lab clean                    remove the remains of killed labs
 
-Namespaces and shaping need root; ``--unshaped`` does without them. How it works and what the figures
-mean: docs/lab.md.
+Namespaces and shaping need root. ``--unshaped`` works without them. docs/lab.md explains the
+lab and its figures.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def run_jobs(args: argparse.Namespace) -> int:
     out: Path = args.out or Path("runs") / "lab" / time.strftime("%Y%m%d-%H%M%S")
     with make_cluster(args) as cluster:
         if args.sequential:
-            # Each run in a directory of its own: it is analysed as a job that ran alone.
+            # Each run has its own directory, since it is analysed as a job that ran alone.
             runs = [run_once(cluster, [job], args.timeout, out / job.name) for job in jobs]
         else:
             runs = [run_once(cluster, jobs, args.timeout, out)]
@@ -69,7 +69,7 @@ def run_once(cluster: Cluster, jobs: Sequence[Job], timeout_s: float, out: Path)
 
 
 def one_after_the_other(runs: Sequence[Run]) -> dict[str, float | None]:
-    """Sum of the makespans, and by how much siblings could beat it at best."""
+    """Return the sum of the makespans, and the bound of the speed-up of siblings over it."""
     figures = [job for run in runs for job in run.figures().values()]
     alone = [
         (job.busy_s, job.step_s, job.wire_s or 0.0)
@@ -91,7 +91,7 @@ def measure_link(args: argparse.Namespace) -> int:
 
 def clean_up(args: argparse.Namespace) -> int:
     removed = clean()
-    print("\n".join(f"removed {what}" for what in removed) or "nothing was left behind")
+    print("\n".join(f"removed {each}" for each in removed) or "nothing was left behind")
     return 0
 
 
@@ -108,7 +108,7 @@ def make_cluster(args: argparse.Namespace) -> Cluster:
 
 
 def parse_job(text: str) -> Job:
-    """Read ``name: command``."""
+    """Parse ``name: command``."""
     name, colon, command = text.partition(":")
     if not colon:
         raise ValueError(f"expected a job as 'name: command', got {text!r}")
@@ -116,7 +116,7 @@ def parse_job(text: str) -> Job:
 
 
 def parse_rate(text: str) -> float:
-    """Read a rate such as 200mbit, 1gbit, 2.5 (Mbit/s) in Mbit/s."""
+    """Parse a rate such as 200mbit, 1gbit or 2.5 (Mbit/s). Return Mbit/s."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*(kbit|mbit|gbit)?", text.strip().lower())
     if match is None:
         raise argparse.ArgumentTypeError(f"expected a rate such as 200mbit or 1gbit, got {text!r}")
@@ -127,7 +127,10 @@ def parse_rate(text: str) -> float:
 def progress(
     jobs: Sequence[Job], out: Path, title: str = "running"
 ) -> Iterator[Callable[[], None] | None]:
-    """Show each job's last line on a terminal; elsewhere the lab sleeps while they run."""
+    """Show the last line of each job on a terminal, with the function that it yields.
+
+    It yields None without a terminal. The lab then sleeps while the jobs run.
+    """
     if not sys.stderr.isatty():
         yield None
         return
@@ -136,7 +139,7 @@ def progress(
     from rich.text import Text
 
     began_s = time.monotonic()
-    # Nothing that moves by itself: its refreshing would take time from the cores that are measured.
+    # No automatic refresh: it would take time from the cores that are measured.
     with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
 
         def watch() -> None:
@@ -150,7 +153,7 @@ def progress(
 
 
 def last_line(log: Path) -> str:
-    """The last line of a growing file that is not blank."""
+    """Return the last line of a growing file that is not blank."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
@@ -187,7 +190,8 @@ def show(result: dict[str, Any], pictures: Sequence[Path], out: Path) -> None:
     if result["sequential"] and result["one_after_the_other"]["bound"]:
         total = result["one_after_the_other"]
         console.print(
-            f"one after the other {total['makespan_s']:.1f} s; siblings at best {total['bound']:.2f}× faster"
+            f"one after the other {total['makespan_s']:.1f} s; "
+            f"siblings at best {total['bound']:.2f}× faster"
         )
     dropped = sum(run["dropped_packets"] for run in result["runs"])
     if dropped:
@@ -244,7 +248,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             "--unshaped", action="store_true", help="no namespaces, no shaping: needs no root"
         )
         command.add_argument("--json", action="store_true", help="print the result as JSON")
-    actions.add_parser("clean", help="remove what killed labs left behind").set_defaults(
+    actions.add_parser("clean", help="remove the remains of killed labs").set_defaults(
         action=clean_up
     )
     return parser.parse_args(argv)

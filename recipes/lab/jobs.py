@@ -1,4 +1,4 @@
-"""Run jobs on a cluster until all are done, one fails, or the time is over."""
+"""Runs jobs on a cluster until all have ended, one has failed, or the time is up."""
 
 import shlex
 import shutil
@@ -16,8 +16,8 @@ from .network import LabError
 if TYPE_CHECKING:
     from .nodes import Cluster
 
-# Left alone, glibc hands large blocks back to the kernel in some processes and keeps them in others: by
-# chance a rank then computes up to a quarter longer. With fixed thresholds all ranks are alike.
+# By default glibc returns large blocks to the kernel in some processes and keeps them in others. A
+# rank may then compute up to a quarter longer by chance. With fixed thresholds all ranks are alike.
 STEADY_MEMORY: Final = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
@@ -28,11 +28,11 @@ _WATCH_S: Final = 1.0
 
 
 class JobFailedError(LabError):
-    """A rank ended with an error; the message ends with the last lines it wrote."""
+    """A rank ended with an error. The message ends with the last lines that it wrote."""
 
 
 class RunTimeoutError(LabError):
-    """The jobs were not done in time; the message says what each rank wrote last."""
+    """The jobs did not end in time. The message has the last lines of each rank that still runs."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Job:
     """One training job: the same command for every rank.
 
     Args:
-        name: names its directory and its colour in the picture.
+        name: the name of its directory, and its label in the picture.
         command: one line, split as a shell would (no shell runs it), or a list of words.
             ``python`` means the interpreter that runs the lab.
-        env: variables on top of the lab's own (they win).
+        env: further variables. They take precedence over the lab's own.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Job:
 
     @property
     def words(self) -> list[str]:
-        """The command's words."""
+        """The words of the command."""
         return shlex.split(self.command) if isinstance(self.command, str) else list(self.command)
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What the lab itself saw of a run; the ranks' own logs are in ``directory/<job>``."""
+    """The lab's own record of a run. The ranks' logs are in ``directory/<job>``."""
 
     directory: Path
     begin_s: float
@@ -96,11 +96,9 @@ class _LaunchedRank:
 def _how_it_ended(returncode: int | None) -> str:
     if returncode is None:
         return "still running"
-    return (
-        f"killed by {signal.Signals(-returncode).name}"
-        if returncode < 0
-        else f"exit status {returncode}"
-    )
+    if returncode < 0:
+        return f"killed by {signal.Signals(-returncode).name}"
+    return f"exit status {returncode}"
 
 
 class LabRun:
@@ -118,7 +116,7 @@ class LabRun:
         for job in self._jobs:
             self._start(job)
         while running := self._running():
-            self._raise_for_failed()  # who has ended is not among those that are waited for
+            self._raise_for_failed()  # `running` has only the ranks that have not ended
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise RunTimeoutError(self._late(timeout_s))
@@ -153,8 +151,8 @@ class LabRun:
     def _raise_for_failed(self) -> None:
         if not any(rank.failed() for rank in self.ranks):
             return
-        # The peers of a failing rank fail as well, sometimes before it has ended itself:
-        # wait a moment, so that the one with the real reason is among those shown.
+        # The peers of a failing rank fail as well, sometimes before it has ended itself. Wait a
+        # moment, so that the message includes the rank with the original error.
         deadline_s = time.monotonic() + _AFTERMATH_S
         while (left_s := deadline_s - time.monotonic()) > 0:
             running = self._running()
@@ -171,7 +169,7 @@ class LabRun:
 
 
 def _make_room(directory: Path) -> None:
-    """Make a job's directory; take away an earlier run's logs, which would mix with the new ones."""
+    """Make the directory of a job, and delete the logs of an earlier run in it."""
     directory.mkdir(parents=True, exist_ok=True)
     for old in (*directory.glob("rank*.log"), *directory.glob("rank*.jsonl")):
         old.unlink()

@@ -1,4 +1,4 @@
-"""Measure an emulated link: ranks 0 and 1 of a job find its latency and rate, as pipelines' planner does."""
+"""Measures an emulated link, by a job that calls `Cluster.measure` of the pipeline planner."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def measure(cluster: Cluster, *, duration_s: float = 1.0) -> dict[str, Any]:
             "expected a shaped cluster of 2 nodes or more with a rank each, got another one"
         )
     size_bytes = int(cluster.rate_mbit * 1e6 / 8 * duration_s)
-    timeout_s = _TIMEOUT_S + 16 * duration_s  # the larger message goes eight times
+    timeout_s = _TIMEOUT_S + 16 * duration_s  # the larger message is sent eight times
     with TemporaryDirectory() as out:
         run = cluster.run(
             [Job("link", ["python", "-c", _SCRIPT, str(size_bytes)])], timeout_s, out=out

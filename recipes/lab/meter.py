@@ -1,8 +1,8 @@
-"""What each training step took: time, processor, wire; one JSON object per line, which the lab reads.
+"""Logs the time, processor time and traffic of each training step, one JSON object per line.
 
 Records wait in memory and are written some hundreds at a time, so that measuring a step does not
-disturb it. A loss may be given as a tensor: it is read when the record is written, so that on a GPU
-the host need not wait for the step (``begin_s`` and ``end_s`` are then the host's times, too).
+disturb it. A loss may be a tensor: its value is read when the record is written, so that on a GPU
+the host does not wait for the step. ``begin_s`` and ``end_s`` are then times of the host.
 """
 
 import hashlib
@@ -17,18 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 RECORDS_PER_WRITE = 256
-_BUSY_COLUMNS = (
-    0,
-    1,
-    2,
-    5,
-    6,
-    7,
-)  # user, nice, system, irq, softirq, steal: all but idle and iowait
+# user, nice, system, irq, softirq, steal: all but idle and iowait
+_BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)
 
 
 class Reading(NamedTuple):
-    """The counters at one moment; what cannot be counted here is None."""
+    """The counters at one moment. A counter that is not available is None."""
 
     at_s: float
     cpu_s: float
@@ -41,7 +35,7 @@ class Reading(NamedTuple):
         return cls(time.monotonic(), time.process_time(), core_busy_s(core), wire_bytes())
 
     def since(self, before: "Reading") -> dict[str, float | None]:
-        """What has been spent since an earlier reading."""
+        """Return the differences to an earlier reading."""
         return {
             name: None if then is None or now is None else round(now - then, 6)
             for name, now, then in zip(self._fields[1:], self[1:], before[1:], strict=True)
@@ -52,7 +46,7 @@ class StepMeter:
     """Write the log of one rank: a start record, one record per step, evaluations, an end record.
 
     Args:
-        path: the file to write; None makes every method do nothing.
+        path: the file to write. With None every method does nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -65,7 +59,7 @@ class StepMeter:
             path.write_text("")
 
     def start(self, **configuration: Any) -> None:
-        """Record what runs here; written at once, so that even a run that dies has left it."""
+        """Record the configuration. It is written at once, so that a killed run has it as well."""
         self.event("start", core=self._core, **configuration)
         self.flush()
 
@@ -78,7 +72,8 @@ class StepMeter:
         """Read the counters after a step and record the difference."""
         if self._path is None or self._began is None:
             return
-        began, ended = self._began, Reading.now(self._core)
+        began = self._began
+        ended = Reading.now(self._core)
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
         times = {"begin_s": began.at_s, "end_s": ended.at_s}
@@ -87,7 +82,7 @@ class StepMeter:
         )
 
     def event(self, name: str, **fields: Any) -> None:
-        """Record anything else: ``event("eval", epoch=3, accuracy=0.97, loss=0.1)``."""
+        """Record another event: ``event("eval", epoch=3, accuracy=0.97, loss=0.1)``."""
         self._add({"event": name, "at_s": time.monotonic(), **fields})
 
     def flush(self) -> None:
@@ -108,9 +103,11 @@ class StepMeter:
 
 
 def log_path(wanted: str | None, rank: int) -> Path | None:
-    """Where a rank logs: one file each if the path has a place for it (``log{rank}.jsonl``), else rank 0 alone.
+    """Return the file that a rank logs to. None means that it does not log.
 
-    If nobody says, it is the directory that the emulated cluster gives its job, and nowhere without one.
+    A path with ``{rank}``, as ``log{rank}.jsonl``, gives each rank a file. Otherwise only rank 0
+    logs. Without a path the file is in the directory that the emulated cluster gives the job, if
+    there is one.
     """
     if wanted is None:
         directory = os.environ.get("CROSSOVER_LAB_DIR")
@@ -121,7 +118,7 @@ def log_path(wanted: str | None, rank: int) -> Path | None:
 
 
 def configuration(model: nn.Module, arguments: object) -> dict[str, Any]:
-    """What a start record says of a job."""
+    """Return the configuration of a job, for its start record."""
     parameters = [each for each in model.parameters() if each.requires_grad]
     return {
         "rank": dist.get_rank(),
@@ -137,7 +134,7 @@ def configuration(model: nn.Module, arguments: object) -> dict[str, Any]:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Hash the parameters: two runs did the same if and only if theirs are equal."""
+    """Hash the parameters, to compare two runs bit by bit."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
@@ -146,13 +143,16 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def pinned_core() -> int | None:
-    """The one core that this process may run on; None if there are several."""
+    """Return the only core that this process may run on. None if there are several."""
     cores = os.sched_getaffinity(0)
     return min(cores) if len(cores) == 1 else None
 
 
 def core_busy_s(core: int | None, stat: Path = Path("/proc/stat")) -> float | None:
-    """Seconds that a core has worked since the machine started, for whomever (in steps of a tick)."""
+    """Return the seconds that a core was busy since the machine started, for all processes.
+
+    The kernel counts in ticks.
+    """
     if core is None or not stat.exists():
         return None
     name = f"cpu{core} "
@@ -165,9 +165,9 @@ def core_busy_s(core: int | None, stat: Path = Path("/proc/stat")) -> float | No
 
 
 def wire_bytes(table: Path = Path("/proc/self/net/dev")) -> int | None:
-    """Bytes sent so far through all interfaces but loopback, in this process's network namespace.
+    """Return the bytes sent so far through all interfaces but loopback.
 
-    Jobs that share the namespace are counted together.
+    They are counted by network namespace, so jobs that share one are counted together.
     """
     if not table.exists():
         return None

@@ -1,21 +1,21 @@
 """The emulated cluster's network: a namespace per node, one shaped link each.
 
-Two nodes are joined by one veth pair; three or four hang on a bridge, which lives in a
-namespace of its own, so that nothing ever appears among the machine's own interfaces.
-Each node's *egress* is shaped with ``tc tbf``. [Note: the queue] says how the queue in
-front of the link is kept short without dropping anything.
+Two nodes are connected by a veth pair, three or four by a bridge. The bridge is in a namespace of
+its own, so that no interface is added to the machine's own namespace. Each node's *egress* is
+shaped with ``tc tbf``. [Note: the queue] explains how the queue in front of the link is kept short
+without drops.
 
 [Note: the queue]
-A drop costs a retransmission time-out of 200 ms and would spoil every figure, so the
-shaper's own limit is generous and the queue is bounded where it is made: a TCP socket
-hands down no further packet (which is cut to the MTU late) while ``tcp_limit_output_bytes``
-are on their way. A small message then waits behind one or two packets of each bulk stream.
-Smaller packets shorten that wait and cost processor time, so they are as large as passes in
-2 ms: the packets per second, and with them the processor time, do not grow on slow links.
+A dropped packet costs a retransmission time-out of 200 ms and would spoil every figure, so the
+limit of the shaper is generous. The queue is bounded at its source instead: a TCP socket passes no
+further packet down while ``tcp_limit_output_bytes`` are under way. (The packet is cut to the MTU
+later.) A small message then waits behind one or two packets of each bulk stream. Smaller packets
+would shorten that wait, but cost processor time. A packet therefore has the size that passes in
+2 ms, so that the packets per second, and with them the processor time, do not grow on slow links.
 
 [Note: receive cost]
-On a veth pair the receiver's TCP work runs on the sender's core. RPS moves it to the
-receiving node's core, so that core i pays what node i's communication costs.
+On a veth pair the receiver's TCP work runs on the sender's core. RPS moves it to the core of the
+receiving node, so that core i bears the cost of node i's communication.
 """
 
 import contextlib
@@ -32,33 +32,37 @@ NAMESPACE_DIRECTORY: Final = Path("/run/netns")
 INTERFACE: Final = "eth0"
 _PREFIX: Final = "crossover-lab"
 _NAME: Final = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-(\d+)-(\d+)-(?:node\d+|switch)")
-# What TCP hands to the link at once (GSO): limits (two jumbo frames, the kernel's own), and the
-# time that it may take to pass.
+# A packet that TCP passes to the link (GSO): the limits of its size (two jumbo frames, and the
+# kernel's own limit), and the time that it may take to pass.
 _PACKET_BYTES: Final = (20 * 1024, 64 * 1024)
 _PACKET_S: Final = 2e-3
 _QUEUE_BYTES: Final = 32 * 1024
-# Headers of the wire packets that it is cut into, and the clock's tolerance.
+# For the headers of the wire packets that it is cut into.
 _HEADROOM_BYTES: Final = 8 * 1024
+# A timer of the kernel may be late by this.
 _LATE_TIMER_S: Final = 1e-3
 _LIMIT_BYTES: Final = 64 * 1024 * 1024
 _SYSCTLS: Final[Mapping[str, str]] = {
-    # The machine's default may be bbr, which probes for bandwidth that is not there;
-    # reno is what every kernel allows in a namespace, and without drops it only grows.
+    # The machine's default may be bbr, which probes for more bandwidth than the link has. Every
+    # kernel allows reno in a namespace, and without drops its window only grows.
     "tcp_congestion_control": "reno",
     "tcp_limit_output_bytes": str(_QUEUE_BYTES),
-    # A training step pauses longer than an RTO: do not start slowly after each.
+    # Training pauses for longer than an RTO in every step: no slow start after each.
     "tcp_slow_start_after_idle": "0",
     "tcp_no_metrics_save": "1",
 }
 
 
 class LabError(RuntimeError):
-    """The emulated cluster cannot be built or used; the message says what would mend it."""
+    """The emulated cluster cannot be built or used. The message has the remedy."""
 
 
 @dataclass(frozen=True)
 class LabId:
-    """Names one lab: the process that made it (PID namespace, number and start time) and a serial number."""
+    """Identifies a lab: the process that made it, and a serial number.
+
+    The process is identified by its PID namespace, its id and its start time.
+    """
 
     pid_namespace: int
     pid: int
@@ -67,14 +71,14 @@ class LabId:
 
     @classmethod
     def of_this_process(cls, serial: int) -> "LabId":
-        """The id of this process's ``serial``-th lab."""
+        """Return the id of this process's lab with this serial number."""
         start_ticks = _start_ticks(os.getpid())
         assert start_ticks is not None, "a running process has a start time"
         return cls(_pid_namespace(), os.getpid(), start_ticks, serial)
 
     @classmethod
     def parse(cls, text: str) -> "LabId | None":
-        """The id in a namespace's name or in ``CROSSOVER_LAB``; None if it is not ours."""
+        """Return the id in a namespace's name or in ``CROSSOVER_LAB``. None for other texts."""
         match = _NAME.fullmatch(text) or _NAME.fullmatch(f"{text}-node0")
         return cls(*map(int, match.groups())) if match else None
 
@@ -82,9 +86,10 @@ class LabId:
         return f"{_PREFIX}-{self.pid_namespace}-{self.pid}-{self.start_ticks}-{self.serial}"
 
     def alive(self) -> bool:
-        """Whether the process that made the lab still runs (and is not a later one of its number).
+        """Return whether the process that made the lab still runs.
 
-        In another PID namespace, a container's, it cannot be seen, and counts as running.
+        A later process with the same id does not count. A process of another PID namespace, as in a
+        container, is not visible and counts as running.
         """
         return self.pid_namespace != _pid_namespace() or _start_ticks(self.pid) == self.start_ticks
 
@@ -98,16 +103,17 @@ def _start_ticks(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The name in brackets may contain blanks and brackets: count from the last one.
+    # The name in brackets may contain blanks and brackets: fields count from the last bracket on.
     fields = stat[stat.rindex(")") + 2 :].split()
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 def why_not_shaped() -> str | None:
-    """Say why this process cannot emulate a network, or None if it can."""
+    """Return the reason why this process cannot emulate a network. None if it can."""
     missing = [tool for tool in ("ip", "tc") if _tool(tool) is None]
     if missing:
-        return f"the command{'s' * (len(missing) > 1)} {' and '.join(missing)} (package iproute2) cannot be found"
+        commands = f"command{'s' * (len(missing) > 1)} {' and '.join(missing)}"
+        return f"the {commands} (package iproute2) cannot be found"
     if not _has_network_admin():
         return (
             "network namespaces and traffic shaping need root (CAP_NET_ADMIN and CAP_SYS_ADMIN); "
@@ -120,7 +126,8 @@ def why_not_shaped() -> str | None:
 
 def _has_network_admin() -> bool:
     status = Path("/proc/self/status").read_text()
-    effective = int(re.search(r"^CapEff:\s*(\w+)", status, re.MULTILINE)[1], 16)  # type: ignore[index]
+    (mask,) = re.findall(r"^CapEff:\s*(\w+)", status, re.MULTILINE)
+    effective = int(mask, 16)
     net_admin, sys_admin = 12, 21
     return bool(effective >> net_admin & 1 and effective >> sys_admin & 1)
 
@@ -146,11 +153,11 @@ class Network:
     """The namespaces and links of one lab.
 
     Args:
-        lab: whose namespaces these are.
+        lab: the lab that the namespaces belong to.
         nodes: 2 to 4.
         rate_mbit: rate of each node's egress, in 10**6 bit/s of wire bytes.
         mtu: largest packet on the links, in bytes.
-        cores: the core of each node, which takes the node's receive work; None leaves it.
+        cores: the core of each node, for its receive work. None: do not move that work.
     """
 
     def __init__(
@@ -168,15 +175,15 @@ class Network:
             raise
 
     def namespace(self, node: int) -> str:
-        """Name of a node's network namespace."""
+        """Return the name of a node's network namespace."""
         return f"{self.lab}-node{node}"
 
     def address(self, node: int) -> str:
-        """IPv4 address of a node."""
+        """Return the IPv4 address of a node."""
         return f"10.77.0.{node + 1}"
 
     def enter(self, node: int) -> list[str]:
-        """The words to put before a command to run it on a node."""
+        """Return the words that run a command on a node, if put before it."""
         path = _tool("ip")
         assert path is not None, "the network was built with it"
         return [path, "netns", "exec", self.namespace(node)]
@@ -187,8 +194,8 @@ class Network:
             raise ValueError(f"expected a rate > 0, got rate_mbit={rate_mbit}; give it in Mbit/s")
         rate = f"{round(rate_mbit * 1e6)}bit"
         packet = ["gso_max_size", str(packet_bytes(rate_mbit))]
-        # The bucket must hold one packet (of a connection made before a change, too), and what
-        # flows while a timer is late.
+        # The bucket must hold one packet, of the largest size, since a connection may be older than
+        # a change of the rate. It must also hold the bytes that flow while a timer is late.
         burst = _PACKET_BYTES[1] + _HEADROOM_BYTES + round(rate_mbit * 1e6 / 8 * _LATE_TIMER_S)
         for node in range(self.nodes):
             _run("ip", "-n", self.namespace(node), "link", "set", INTERFACE, *packet)
@@ -206,7 +213,7 @@ class Network:
             )
 
     def sent_bytes(self, node: int) -> int:
-        """Wire bytes that left a node since the network was built."""
+        """Return the wire bytes that left a node since the network was built."""
         text = subprocess.run(
             [*self.enter(node), "cat", "/proc/net/dev"], capture_output=True, text=True, check=True
         ).stdout
@@ -214,14 +221,17 @@ class Network:
         return int(line.split(":", 1)[1].split()[8])
 
     def dropped(self) -> int:
-        """Packets the shapers dropped since the network was built. More than 0 spoils timings."""
+        """Return how many packets the shapers dropped since the network was built.
+
+        More than 0 spoils timings.
+        """
         text = "".join(
             _run("tc", "-n", self.namespace(n), "-s", "qdisc", "show") for n in range(self.nodes)
         )
         return sum(int(number) for number in re.findall(r"dropped (\d+)", text))
 
     def close(self) -> None:
-        """Take the namespaces away, the links with them. May be called again."""
+        """Delete the namespaces, and the links with them. May be called again."""
         while self._made:
             with contextlib.suppress(LabError):
                 delete_namespace(self._made[-1])
@@ -238,7 +248,7 @@ class Network:
             self._configure(node, core)
 
     def _add_namespace(self, name: str) -> None:
-        # Noted first: an interrupt in between must not leave it behind.
+        # Recorded first: an interrupt in between must not leave the namespace behind.
         self._made.append(name)
         _run("ip", "netns", "add", name)
         _run("ip", "-n", name, "link", "set", "lo", "up")
@@ -254,7 +264,7 @@ class Network:
         _run("ip", "-n", switch, "link", "set", "bridge", "up")
 
     def _link(self, here: str, device: str, there: str, peer: str) -> None:
-        # One queue: receive work then has one place where it can be steered.
+        # One queue: a single RPS setting then moves all receive work.
         queue = ["mtu", str(self._mtu), "numtxqueues", "1", "numrxqueues", "1"]
         near = ["link", "add", device, "netns", here, *queue, "type", "veth"]
         _run("ip", *near, "peer", "name", peer, "netns", there, *queue)
@@ -268,13 +278,13 @@ class Network:
         writes = [f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in _SYSCTLS.items()]
         if core is not None:
             mask = _cpu_mask(core)
-            # Forbidden in an unprivileged user namespace; the figures then stay right in sum.
+            # Forbidden in an unprivileged user namespace. Only the sum over cores is then right.
             writes.append(f"echo {mask} > /sys/class/net/{INTERFACE}/queues/rx-0/rps_cpus || :")
         _run("ip", "netns", "exec", namespace, "sh", "-e", "-c", "\n".join(writes))
 
 
 def packet_bytes(rate_mbit: float) -> int:
-    """The largest packet that TCP may hand to a link of this rate, see [Note: the queue]."""
+    """Return the largest packet that TCP may pass to a link of this rate; see [Note: the queue]."""
     smallest, largest = _PACKET_BYTES
     return round(min(max(rate_mbit * 1e6 / 8 * _PACKET_S, smallest), largest))
 
@@ -286,7 +296,7 @@ def _cpu_mask(core: int) -> str:
 
 
 def delete_namespace(name: str) -> None:
-    """Delete one namespace of a lab; refuse a name that is not a lab's."""
+    """Delete a namespace of a lab. ``ValueError`` for a name that does not belong to a lab."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"expected a lab's namespace, got name={name!r}; it is left alone")
     if (NAMESPACE_DIRECTORY / name).exists():
@@ -294,7 +304,7 @@ def delete_namespace(name: str) -> None:
 
 
 def lab_namespaces() -> Iterator[tuple[LabId, str]]:
-    """Every namespace of every lab on this machine."""
+    """Yield every namespace of every lab on this machine."""
     names = sorted(os.listdir(NAMESPACE_DIRECTORY)) if NAMESPACE_DIRECTORY.is_dir() else []
     for name in names:
         if _NAME.fullmatch(name):

@@ -1,13 +1,16 @@
 """A cluster of one to four nodes on one machine, and jobs and processes that run on it.
 
     with Cluster(nodes=2, rate_mbit=200) as cluster:
-        cluster.run([Job("a", "python train.py"), Job("b", "python train.py")], timeout_s=600, out="runs/x")
+        jobs = [Job("a", "python train.py"), Job("b", "python train.py")]
+        cluster.run(jobs, timeout_s=600, out="runs/x")
 
-Node i is a network namespace with a shaped link, and core i, which the ranks of all jobs on it share:
-that core is "device i". A job has one rank on each node, or several, which then share its core and its
-link, as local ranks do. See [Note: no process is left behind] in `lab.children`:
-the mark is ``CROSSOVER_LAB``. By it processes are found by the lab as it closes, by the next lab as it
-starts, and by ``python recipes/lab clean``.
+Node i is a network namespace with a shaped link, and core i, which is "device i". The ranks of all
+jobs on the node share the core. A job has one rank on each node, or several, which share the core
+and the link as local ranks do.
+
+The mark of [Note: no process is left behind] in `lab.children` is the variable ``CROSSOVER_LAB``.
+The lab searches for marked processes when it closes. So does the next lab when it starts, and
+``python recipes/lab clean``.
 """
 
 import json
@@ -48,17 +51,18 @@ class Cluster:
     """Emulate ``nodes`` machines behind links of ``rate_mbit``.
 
     Args:
-        nodes: 1 to 4; a single one has no link, so it is never shaped.
-        rate_mbit: rate of each node's egress in 10**6 bit/s, headers included.
-        mtu: largest packet on the links, in bytes.
-        ranks_per_node: of each job, 1 to 8; rank r is on node r // ranks_per_node.
-        pin: "core" pins every process of node i to the i-th core that this process may use
-            (modulo their number); "none" leaves them free.
-        shaped: False runs without namespaces, over loopback; everything else stays the same.
+        nodes: 1 to 4, default 2. A single node has no link, so it is never shaped.
+        rate_mbit: rate of each node's egress in 10**6 bit/s, headers included. Default 200.
+        mtu: largest packet on the links, in bytes. Default 9000.
+        ranks_per_node: ranks of each job on a node, 1 to 8, default 1. Rank r is on node
+            r // ranks_per_node.
+        pin: "core", the default, pins every process of node i to the i-th core that this process
+            may use (modulo their number). "none" does not pin.
+        shaped: False runs without namespaces, over loopback. Default True.
 
-    On failure: ``LabError`` says what is missing. Whatever was made is taken away again at
-    the end of the ``with`` block, also after Ctrl-C, SIGTERM and exceptions; what a killed
-    lab left behind, the next one (or ``python recipes/lab clean``) removes.
+    On failure: ``LabError`` with the missing command or right. Namespaces and processes are removed
+    at the end of the ``with`` block, also after Ctrl-C, SIGTERM and exceptions. If the lab is
+    killed, the next one, or ``python recipes/lab clean``, removes them.
     Use it from the main thread: ranks die with the *thread* that started them.
     """
 
@@ -117,10 +121,10 @@ class Cluster:
         self._exits.close()
 
     def set_rate(self, rate_mbit: float) -> None:
-        """Change the rate of all links, also while jobs run."""
+        """Change the rate of all links. Jobs may be running."""
         if self.network is None:
             raise LabError(
-                "an unshaped cluster has no links and so cannot have a rate; use shaped=True as root"
+                "an unshaped cluster has no links, so it has no rate; use shaped=True as root"
             )
         self.network.set_rate(rate_mbit)
         self.rate_mbit = rate_mbit
@@ -131,11 +135,11 @@ class Cluster:
         return [(node, local) for node in range(self.nodes) for local in range(self.ranks_per_node)]
 
     def sent_bytes(self) -> list[int]:
-        """Wire bytes that left each node so far; zeros in an unshaped cluster."""
+        """Return the wire bytes that left each node so far. Zeros in an unshaped cluster."""
         return [self.network.sent_bytes(node) if self.network else 0 for node in range(self.nodes)]
 
     def port(self) -> int:
-        """A rendezvous port that no other job of this cluster has got."""
+        """Return a rendezvous port that no other job of this cluster has."""
         if self.network:
             return next(self._ports)
         with socket.socket() as probe:
@@ -143,7 +147,7 @@ class Cluster:
             return int(probe.getsockname()[1])
 
     def device(self, node: int) -> str:
-        """Name of the device that all jobs' ranks on a node share."""
+        """Return the name of the device that the ranks of all jobs on a node share."""
         return f"lab-node{node}-device{node}"
 
     def environment(
@@ -154,13 +158,13 @@ class Cluster:
         port: int | None = None,
         directory: Path | None = None,
     ) -> dict[str, str]:
-        """The variables that make a process a rank of a job on a node.
+        """Return the variables that make a process a rank of a job on a node.
 
         Args:
             node: number of the node.
-            local_rank: among the job's ranks there.
-            port: the job's rendezvous port (``Cluster.port``); None leaves it out.
-            directory: where the job's step logs and timeline go; None: nowhere.
+            local_rank: the rank among the job's ranks on the node. Default 0.
+            port: the job's rendezvous port (``Cluster.port``). Default None: not set.
+            directory: directory for the job's step logs and timeline. Default None: no logs.
         """
         variables = {
             "RANK": str(node * self.ranks_per_node + local_rank),
@@ -189,14 +193,14 @@ class Cluster:
     ) -> Child:
         """Start one process on a node, pinned to its core, and return it.
 
-        It leads a session of its own: ``process.signal_session(SIGSTOP)`` stops it with all its
-        children. It is ended with the cluster.
+        It leads a session: ``process.signal_session(SIGSTOP)`` stops it with all its children. The
+        cluster ends it when it closes.
 
         Args:
             node: number of the node.
-            command: the words; ``python`` is the interpreter that runs the lab.
-            env: variables on top of the caller's and of ``Cluster.environment(node)``.
-            options: further ones of ``subprocess.Popen`` (stdout, cwd, text, …).
+            command: the words. ``python`` is the interpreter that runs the lab.
+            env: variables in addition to the caller's and to ``Cluster.environment(node)``.
+            options: further options of ``subprocess.Popen`` (stdout, cwd, text, …).
         """
         if not 0 <= node < self.nodes:
             raise ValueError(f"expected a node from 0 to {self.nodes - 1}, got node={node}")
@@ -226,16 +230,16 @@ class Cluster:
         out: str | os.PathLike[str],
         watch: Callable[[], None] | None = None,
     ) -> RunResult:
-        """Run the jobs side by side, ``ranks_per_node`` of each on every node, until all are done.
+        """Run jobs side by side, ``ranks_per_node`` of each on every node, until all have ended.
 
         Args:
-            jobs: what to run; their names must differ.
-            timeout_s: longest time for all of it.
+            jobs: the jobs. Their names must differ.
+            timeout_s: longest time for all of them.
             out: directory for ``<job>/rank<r>.log``, the ranks' own logs and timelines.
-            watch: called about once a second while they run; None lets the lab sleep.
+            watch: called about once a second while they run. Default None: the lab sleeps.
 
-        On failure: ``JobFailedError`` with the failing ranks' last lines, or
-        ``RunTimeoutError``; the other ranks have been ended.
+        On failure: ``JobFailedError`` with the last lines of the failing ranks, or
+        ``RunTimeoutError``. The other ranks have been ended.
         """
         if not jobs or len({job.name for job in jobs}) != len(jobs):
             raise ValueError(
@@ -274,7 +278,7 @@ class Cluster:
         return result
 
     def end(self, *started: Child) -> None:
-        """End processes of ``popen`` and their sessions, and forget them; Ctrl-C waits meanwhile."""
+        """End processes of ``popen`` and their sessions. Ctrl-C is held back meanwhile."""
         with undisturbed():
             end(started)
             for process in started:
@@ -282,7 +286,7 @@ class Cluster:
                     self._processes.remove(process)
 
     def dropped(self) -> int:
-        """Packets that the links dropped so far; more than 0 spoils timings."""
+        """Return how many packets the links dropped so far. More than 0 spoils timings."""
         return self.network.dropped() if self.network else 0
 
     def _clear(self) -> None:
@@ -296,9 +300,9 @@ class Cluster:
 
 
 def clean() -> list[str]:
-    """Remove what labs left behind whose process is gone; return what that was, in words.
+    """Remove the processes and namespaces of labs that were killed, and return a list of them.
 
-    Running labs, this one included, and everything that is not a lab's are left alone.
+    Running labs, this one included, are left alone.
     """
     done = []
     stale = {lab for lab, _ in marked_labs() if not lab.alive()}
@@ -306,7 +310,7 @@ def clean() -> list[str]:
         done += [f"process {pid} of {lab}" for pid in end_marked(LAB_VARIABLE, str(lab))]
     for lab, namespace in list(lab_namespaces()):
         if not lab.alive():
-            # Another lab that starts now may be cleaning as well.
+            # Another lab that is starting may delete it at the same time.
             with suppress(LabError):
                 delete_namespace(namespace)
                 done.append(f"namespace {namespace}")
@@ -314,7 +318,7 @@ def clean() -> list[str]:
 
 
 def marked_labs() -> Iterator[tuple[LabId, int]]:
-    """Every other process of this user that carries some lab's mark, with the lab."""
+    """Yield the lab and the id of every other process of this user that has a lab's mark."""
     for pid, mark in marked(LAB_VARIABLE):
         lab = LabId.parse(mark)
         if lab is not None:
@@ -331,7 +335,8 @@ def _check(nodes: int, rate_mbit: float, mtu: int, pin: str, ranks_per_node: int
         raise ValueError(f"expected 1 to 4 nodes, got nodes={nodes}")
     if not 1 <= ranks_per_node <= 8:
         raise ValueError(
-            f"expected 1 to 8 ranks on a node, got ranks_per_node={ranks_per_node}; they share one core"
+            f"expected 1 to 8 ranks on a node, got ranks_per_node={ranks_per_node}; "
+            "they share one core"
         )
     if rate_mbit <= 0:
         raise ValueError(f"expected a rate > 0, got rate_mbit={rate_mbit}; give it in Mbit/s")

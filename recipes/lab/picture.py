@@ -1,7 +1,7 @@
-"""Draw when jobs computed and communicated. Needs matplotlib, which is imported at the first picture.
+"""Draws when jobs computed and communicated. Needs matplotlib, which the first picture imports.
 
-Each device has a lane for computation and one for the network, with a strip and a colour for each job. Waiting for a
-turn is hatched, idle time is blank.
+Each device has a lane for computation and one for the network, with a strip and a colour for each
+job. Waiting for a turn is hatched, idle time is blank.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,11 +30,11 @@ _WAITING: Final[dict[str, Any]] = {"facecolor": "white", "hatch": "//////", "lin
 
 
 def middle_window(spans: Sequence[TimelineSpan], steps: int = STEPS_SHOWN) -> tuple[float, float]:
-    """Return begin and end of some steps from the middle of the run, in monotonic seconds.
+    """Return the begin and the end of some steps in the middle of the run, in monotonic seconds.
 
     Args:
         spans: in the order in which they begin.
-        steps: how many.
+        steps: how many steps.
     """
     computes = [
         s
@@ -54,13 +54,13 @@ def draw(
 
     Args:
         spans: of all jobs and devices, on one clock.
-        path: the file to write; its suffix selects the format, PNG or SVG.
-        title: of the picture.
-        jobs: the order of colours; default the order in which they begin.
+        path: the file to write. Its suffix selects the format, PNG or SVG.
+        title: title of the picture. Default none.
+        jobs: the jobs in the order of colours. Default: the order in which they begin.
 
-    On failure: ``ValueError`` if there are no spans; ``ImportError`` without matplotlib.
+    On failure: ``ValueError`` if there are no spans, ``ImportError`` without matplotlib.
     """
-    # Not pyplot: no global state, no display.
+    # Not pyplot, which has global state and may need a display.
     from matplotlib.figure import Figure
 
     if not spans:
@@ -69,7 +69,8 @@ def draw(
         )
     ordered = sorted(spans, key=lambda span: span.begin_s)
     jobs = list(jobs) or list(dict.fromkeys(span.job for span in ordered))
-    window_s, devices = middle_window(ordered), sorted({span.device for span in spans})
+    window_s = middle_window(ordered)
+    devices = sorted({span.device for span in spans})
     figure = Figure(figsize=(12, 1.6 + 1.25 * len(devices)), layout="constrained")
     axes = figure.subplots()
     for place, device in enumerate(reversed(devices)):
@@ -97,23 +98,21 @@ def _draw_device(
             bottom + lane, bottom + lane + _LANE_HEIGHT, color=_BACKGROUND, linewidth=0, zorder=0
         )
         for place, job in enumerate(jobs):
-            colour, low = COLOURS[place % len(COLOURS)], bottom + lane + place * strip
-            for waits in (True, False):  # a job that communicates is not shown waiting as well
-                found = [
-                    (span.begin_s, span.length_s)
-                    for span in here
-                    if span.job == job and span.kind in kinds and waits == (span.kind == "wait")
-                ]
-                style = (
-                    {**_WAITING, "edgecolor": colour}
-                    if waits
-                    else {"facecolor": colour, "linewidth": 0}
-                )
-                axes.broken_barh(found, (low, strip), zorder=2, **style)
+            colour = COLOURS[place % len(COLOURS)]
+            low = bottom + lane + place * strip
+            own = [span for span in here if span.job == job and span.kind in kinds]
+            # Waits are drawn first, so that communication covers them.
+            waits = [(span.begin_s, span.length_s) for span in own if span.kind == "wait"]
+            axes.broken_barh(waits, (low, strip), zorder=2, **{**_WAITING, "edgecolor": colour})
+            busy = [(span.begin_s, span.length_s) for span in own if span.kind != "wait"]
+            axes.broken_barh(busy, (low, strip), zorder=2, facecolor=colour, linewidth=0)
     across = axes.get_yaxis_transform()
     device = next((span.device for span in here), "")
     shares = occupancy(here, device, window_s=window_s)
-    text = f"busy {1 - shares['idle']:.0%}\nidle {shares['idle']:.0%}\nseveral at\nonce {shares['several']:.0%}"
+    text = (
+        f"busy {1 - shares['idle']:.0%}\nidle {shares['idle']:.0%}\n"
+        f"several at\nonce {shares['several']:.0%}"
+    )
     axes.text(
         0, bottom + 1.86, device, transform=across, va="bottom", fontsize=9, fontweight="bold"
     )

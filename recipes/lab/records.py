@@ -1,4 +1,4 @@
-"""Read what a run of the lab has left in its directory: step logs, timelines, the lab's own record."""
+"""Reads a run of the lab from its directory: step logs, timelines and the lab's own record."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ class Run:
 
     @property
     def jobs(self) -> list[str]:
-        """Their names."""
+        """The names of the jobs."""
         return list(self.lab["jobs"])
 
     def figures(self) -> dict[str, JobFigures]:
-        """Every job's figures."""
+        """Return the figures of every job."""
         return {
             job: job_figures(
                 job,
@@ -40,7 +40,7 @@ class Run:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """What there is to say about the run."""
+        """Return the figures of the run as a JSON document."""
         duration_s = self.lab["end_s"] - self.lab["begin_s"]
         capacity_bytes = (self.lab["rate_mbit"] or 0) * 1e6 / 8 * duration_s
         links = [
@@ -81,16 +81,16 @@ def load_run(directory: Path) -> Run:
 
 
 def draw_run(run: Run, path: Path | None = None, *, title: str | None = None) -> Path:
-    """Draw who computed and who communicated when into ``timeline.png`` in the run's directory, or into ``path``."""
+    """Draw a run into ``path``. Default: ``timeline.png`` in the run's directory."""
     rate = f", {run.lab['rate_mbit']:g} Mbit/s" if run.lab["rate_mbit"] else ""
     title = f"{run.directory.name}: {run.lab['nodes']} nodes{rate}" if title is None else title
     return draw(run.spans, path or run.directory / "timeline.png", title=title, jobs=run.jobs)
 
 
 def load_spans(directory: Path, job: str) -> list[TimelineSpan]:
-    """Read the timeline files of one job; a line that a killed rank left unfinished is skipped.
+    """Read the timeline files of one job. A line that a kill has cut off is skipped.
 
-    All nodes are on one machine, so that the spans are on the clock of the step logs as they are.
+    All nodes are on one machine, so the spans already have the clock of the step logs.
     """
     found = [
         span for path in sorted(directory.glob("rank*.json")) for span in read_spans(path, job)

@@ -1,4 +1,4 @@
-"""Signals that end a process: let them unwind the stack, and hold them back while something is cleared up."""
+"""Signals that end a process: lets them unwind the stack, or holds them back during a clean-up."""
 
 import signal
 import threading
@@ -12,7 +12,10 @@ ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def endings_raise() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, unless they are handled or ignored (nohup)."""
+    """Let SIGTERM and SIGHUP unwind the stack, as Ctrl-C does.
+
+    Signals that are handled or ignored (nohup) are left alone.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -33,26 +36,27 @@ def endings_raise() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hold Ctrl-C, SIGTERM and SIGHUP back until the block has ended, then let each have its effect.
+    """Hold Ctrl-C, SIGTERM and SIGHUP back until the block has ended, then deliver each of them.
 
-    The block must end by itself. A signal in the very moment in which handlers are replaced is not held back; what it
-    leaves behind, the next lab removes.
+    The block must end by itself. A signal that arrives while the handlers are being replaced is not
+    held back. The next lab cleans up after that.
 
-    [Note: held back by handlers] Masking signals does not help: a signal for the whole process goes to any thread that
-    does not mask it (torch has several), and Python then runs the handler in the main thread, masked or not. So the
-    handlers themselves are replaced. Python runs them in the main thread only; in any other one this does nothing.
+    [Note: held back by handlers] Masking signals would not help. The kernel delivers a signal for
+    the process to any thread that does not mask it, and torch has several threads. Python then runs
+    the handler in the main thread, even if that thread masks the signal. So the handlers are
+    replaced. Python runs handlers only in the main thread, so in another thread this does nothing.
     """
     came: list[int] = []
     replaced = {}
     if threading.current_thread() is threading.main_thread():
-        # Ignored (nohup): nothing to hold back. None: a handler not from Python, which cannot be put back.
+        # Ignored signals (nohup) need not be held back. None stands for a handler that was not set
+        # by Python, which could not be restored.
         handlers = {number: signal.getsignal(number) for number in ENDINGS}
         replaced = {n: each for n, each in handlers.items() if each not in (signal.SIG_IGN, None)}
     for number in replaced:
         signal.signal(number, lambda number, frame: came.append(number))
-    with (
-        ExitStack() as effects
-    ):  # each signal has its own even if the handler of the one before raises
+    # The stack delivers every signal, even if the handler of the one before raises.
+    with ExitStack() as effects:
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Spans that ranks have recorded, shares of devices' time, and hand-overs; all times on one clock, in seconds."""
+"""Reads recorded spans, and computes occupancy and hand-overs. All times are on one clock, in s."""
 
 import math
 from collections import Counter, defaultdict
@@ -16,7 +16,7 @@ NETWORK_KINDS: Final = frozenset({"exchange", "all_reduce", "reduce_scatter", "a
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """One thing that one rank of one job did, on the clock of all jobs."""
+    """One activity of one rank of one job, on the clock of all jobs."""
 
     job: str
     rank: int
@@ -27,22 +27,25 @@ class TimelineSpan:
 
     @property
     def length_s(self) -> float:
-        """Its duration."""
+        """The duration of the span."""
         return self.end_s - self.begin_s
 
 
 def read_spans(path: Path, job: str = "") -> list[TimelineSpan]:
-    """Read one rank's recording, on the clock that its process read; ``job`` is the one that it names itself."""
-    whose, *found = list(events(path)) or [{}]
-    who = whose.get("args", {})
+    """Read one rank's recording. Times are on the monotonic clock of its process.
+
+    ``job`` is the name of the job. Default: the name in the recording.
+    """
+    first, *found = list(events(path)) or [{}]
+    rank = first.get("args", {})
     return [
         TimelineSpan(
-            job or str(who["job"]),
-            who["rank"],
-            who["device"],
+            job or str(rank["job"]),
+            rank["rank"],
+            rank["device"],
             event["cat"],
-            event["ts"] / 1e6 - who["wall_s"],
-            (event["ts"] + event["dur"]) / 1e6 - who["wall_s"],
+            event["ts"] / 1e6 - rank["wall_s"],
+            (event["ts"] + event["dur"]) / 1e6 - rank["wall_s"],
         )
         for event in found
         if event["ph"] == "X"
@@ -61,7 +64,7 @@ class Statistics:
 
     @classmethod
     def of(cls, lengths_s: Iterable[float]) -> "Statistics":
-        """Sum up durations; all zero if there is none."""
+        """Summarize durations. All figures are zero if there are none."""
         ordered = sorted(lengths_s)
         if not ordered:
             return cls(0, 0.0, 0.0, 0.0, 0.0)
@@ -72,13 +75,15 @@ class Statistics:
 def occupancy(
     spans: Iterable[TimelineSpan], device: str, *, window_s: tuple[float, float] | None = None
 ) -> dict[str, float]:
-    """Return the shares of a device's time in which no job, one job or several jobs computed; they add up to 1.
+    """Return the shares of a device's time in which no job, one job or several jobs computed.
+
+    The shares add up to 1.
 
     Args:
-        spans: of any devices.
-        device: the device to work on.
-        window_s: begin and end; by default the time in which every job there was active, from
-            the latest first span to the earliest last one.
+        spans: spans of any devices.
+        device: name of the device.
+        window_s: begin and end. Default: the time in which every job there was active, from the
+            latest first span to the earliest last one.
     """
     here = [span for span in spans if span.device == device]
     begin_s, end_s = window_s or _all_active(here)
@@ -102,10 +107,10 @@ def occupancy(
 
 
 def handovers_s(spans: Iterable[TimelineSpan], job: str) -> list[float]:
-    """Return the seconds from each release of a sibling for which the job was waiting to the job's own computation.
+    """Return the seconds from a sibling's release to the computation of the job that waited for it.
 
-    Only turns that the job really waited for count: those where a sibling's last computation on the
-    same device ended while the job's "wait" lasted.
+    Only turns that the job waited for count: the sibling's last computation on the same device
+    ended during the job's "wait".
     """
     released_s: dict[str, float] = {}
     found = []
@@ -122,7 +127,7 @@ def handovers_s(spans: Iterable[TimelineSpan], job: str) -> list[float]:
 
 
 def extent_s(spans: Iterable[TimelineSpan]) -> tuple[float, float]:
-    """Return when the first span began and the last one ended; both 0 if there is none."""
+    """Return when the first span began and the last one ended. Both are 0 without spans."""
     found = [(span.begin_s, span.end_s) for span in spans]
     return min((b for b, _ in found), default=0.0), max((e for _, e in found), default=0.0)
 

@@ -1,1 +1,1 @@
-"""The claims of docs/measurements.md, and one runner that shows them: ``python recipes/studies/run.py --list``."""
+"""The claims of docs/measurements.md: ``python recipes/studies/run.py --list``."""

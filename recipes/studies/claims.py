@@ -1,4 +1,4 @@
-"""The claims of docs/measurements.md, each as the runs of train.py that show it; run.py makes the runs."""
+"""The claims of docs/measurements.md, each as runs of train.py, which run.py makes."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from lab import bound
 
 Limit = Callable[[float, float, float], float]
-"""The best factor over a job alone, of its C, T1 and M in seconds a step."""
+"""Returns the best possible factor over a job alone, from its C, T1 and M in seconds a step."""
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,13 @@ class Way:
     """One way to train.
 
     Args:
-        arguments: of train.py.
+        arguments: arguments of train.py.
         jobs: how many siblings run at once.
-        warm_up: steps before the measured ones: DDP makes its buckets in the first, states make their plans.
+        warm_up: steps before the measured ones. In these DDP forms its buckets, and states make
+            their plans.
         batches: mini-batches in a step.
-        script: runs in the place of train.py, with the same arguments.
-        variables: of the environment.
+        script: a script that runs instead of train.py, with the same arguments.
+        variables: environment variables.
     """
 
     arguments: str
@@ -33,25 +34,27 @@ class Way:
 
 @dataclass(frozen=True)
 class Claim:
-    """What is claimed, and how it is shown.
+    """A claim, and the runs that show it.
 
     Args:
-        says: the claim.
-        ways: all ways of training, by name. The first is what C, N and M are measured of.
-        presets: models, of ``_models.PRESETS``.
-        ratios: M/C to measure at; 0 is an unshaped link.
-        rates_mbit: rates of the link, in the place of ratios.
-        against: ways of which the fastest is what the others are compared to; by default the first.
-        limit: the best factor that is possible.
-        exact: ways that must have the first one's losses, job by job, to ``tolerance``.
-        tolerance, compared: relative; for so many steps, None for as long as both train.
-        arguments: of train.py, for all ways.
-        advise: put what `crossover-ddp advise` says of the first way beside what is measured.
-        steps, repeats: to measure.
-        needs: environment variables.
+        text: the claim, as a sentence.
+        ways: all ways of training, by name. C, N and M are those of the first.
+        presets: models, from ``_models.PRESETS``.
+        ratios: the M/C to measure at. 0 stands for an unshaped link.
+        rates_mbit: rates of the link, instead of ratios.
+        against: the others are compared to the fastest of these ways. Default: the first way.
+        limit: the best possible factor.
+        exact: ways that must have the losses of the first one, job by job, up to ``tolerance``.
+        tolerance: relative difference of losses that is allowed.
+        compared: how many steps' losses are compared. None: those of all steps that both train.
+        arguments: arguments of train.py, for all ways.
+        advise: also measure the prediction of `crossover-ddp advise` for the first way.
+        steps: steps to measure.
+        repeats: runs of each way.
+        needs: environment variables that must be set.
     """
 
-    says: str
+    text: str
     ways: Mapping[str, Way]
     presets: Sequence[str]
     ratios: Sequence[float] = ()
@@ -69,26 +72,27 @@ class Claim:
 
 
 def siblings(compute_s: float, step_s: float, wire_s: float) -> float:
-    """The bound S of two equal jobs."""
+    """Return the bound S of two equal jobs."""
     return bound([(compute_s, step_s, wire_s)] * 2)
 
 
 def every(steps: int) -> Limit:
-    """The bound of a job that hides all communication and communicates every so many steps."""
+    """Return the bound of a job that communicates once in ``steps`` steps, and hides all of it."""
     return lambda compute_s, step_s, wire_s: step_s / max(compute_s, wire_s / steps)
 
 
 PLAIN = Way("--hook none")
-# Deferring is tried for at most 88 steps, and buckets of a sixteenth of these models suit it.
+# The trial of deferring takes at most 88 steps. Buckets of a sixteenth of these models suit it.
 DECOUPLED = Way("--hook decoupled --bucket-cap-mb 0.15", warm_up=90)
-# torch's PowerSGD makes collectives in callbacks, where those of several buckets mix on gloo.
+# Torch's PowerSGD starts collectives in callbacks. On gloo those of several buckets mix.
 POWERSGD = Way("--hook powersgd --bucket-cap-mb 1000")
 
 TURNS_ALWAYS = {"CROSSOVER_TRIAL": "0"}
 
 CLAIMS: Mapping[str, Claim] = {
     "siblings": Claim(
-        "two siblings that take turns are faster than one after the other, and than side by side without turns",
+        "two siblings that take turns are faster than one after the other, "
+        "and than side by side without turns",
         {
             "one after the other": PLAIN,
             "side by side": Way("--hook none", jobs=2),
@@ -105,7 +109,7 @@ CLAIMS: Mapping[str, Claim] = {
             "one after the other": PLAIN,
             "side by side": Way("--hook none", jobs=2),
             "turns": Way("--hook crossover", jobs=2, variables=TURNS_ALWAYS),
-            # After 16 steps at most 8 blocks of each kind of 5 steps are tried.
+            # After 16 steps the trial takes at most 8 blocks of each kind, of 5 steps.
             "tried": Way("--hook crossover", jobs=2, warm_up=110),
         },
         presets=("convnet", "vit", "gpt"),
@@ -150,8 +154,8 @@ CLAIMS: Mapping[str, Claim] = {
         rates_mbit=(20.0, 200.0),
     ),
     "averaging": Claim(
-        "replicas averaged every four steps, late by three, are faster than plain DDP, decoupled training and "
-        "accumulation",
+        "replicas averaged every four steps, late by three, are faster than plain DDP, "
+        "decoupled training and accumulation",
         {
             "ddp": PLAIN,
             "accumulation of 4": Way("--hook none --accumulate 4", batches=4),
@@ -165,7 +169,8 @@ CLAIMS: Mapping[str, Claim] = {
         steps=16,
     ),
     "kfac": Claim(
-        "K-FAC takes less time than kfac-pytorch, at the same losses; needs KFAC_PYTORCH=its checkout",
+        "K-FAC takes less time than kfac-pytorch, at the same losses; "
+        "needs KFAC_PYTORCH=its checkout",
         {
             "kfac-pytorch": Way("--hook kfac-pytorch", script="studies/peer.py"),
             "sgd": PLAIN,
@@ -177,7 +182,8 @@ CLAIMS: Mapping[str, Claim] = {
         presets=("convnet", "vit"),
         rates_mbit=(100.0,),
         exact=("kfac", "kfac, decoupled"),
-        # Losses that differ by 1e-7 differ by 1e-2 sixty steps later, those of `kfac_hook` decoupled or not, too.
+        # Losses that differ by 1e-7 differ by 1e-2 sixty steps later. That is the same with
+        # `kfac_hook` and with its decoupled form.
         tolerance=1e-3,
         compared=40,
         arguments="--optimizer sgd --lr 0.01 --batch-size 16 --image-size 64 --bucket-cap-mb 25 "
@@ -202,7 +208,8 @@ CLAIMS: Mapping[str, Claim] = {
         repeats=10,
     ),
     "advice": Claim(
-        "`crossover-ddp advise` predicts the factors of siblings and of decoupled training within 10 %",
+        "`crossover-ddp advise` predicts the factors of siblings and of decoupled training "
+        "within 10 %",
         {"ddp": PLAIN, "turns": Way("--hook crossover", jobs=2), "decoupled": DECOUPLED},
         presets=("convnet", "vit"),
         ratios=(0.5, 0.75, 1.0, 1.5),
@@ -213,5 +220,5 @@ CLAIMS: Mapping[str, Claim] = {
 
 
 def fastest(step_s: Mapping[str, float], names: Sequence[str]) -> str:
-    """Return which of the ways named takes least."""
+    """Return the fastest of these ways."""
     return min(names, key=lambda name: step_s.get(name, math.inf))

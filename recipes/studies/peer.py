@@ -1,8 +1,10 @@
-"""train.py with kfac-pytorch's preconditioner among its hooks, and with ours set as it is.
+"""train.py with kfac-pytorch's preconditioner as a hook, and with ours, configured to match it.
 
-    KFAC_PYTORCH=../kfac-pytorch torchrun --nproc-per-node 2 recipes/studies/peer.py --hook kfac-pytorch --preset vit
+    export KFAC_PYTORCH=../kfac-pytorch
+    torchrun --nproc-per-node 2 recipes/studies/peer.py --hook kfac-pytorch --preset vit
 
-``KFAC_PYTORCH`` is a checkout of https://github.com/gpauloski/kfac-pytorch, which is not to be had from a registry.
+``KFAC_PYTORCH`` is a checkout of https://github.com/gpauloski/kfac-pytorch, which is not in any
+package registry.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 
 
 def preconditioner() -> Any:
-    """Import the package from its checkout, which is not installed and looks for its own version."""
+    """Import the package from its checkout. It reads its own version, but is not installed."""
     sys.path.insert(0, os.environ["KFAC_PYTORCH"])
     version = importlib.metadata.version
     known = {"kfac-pytorch": "checkout"}
@@ -37,7 +39,10 @@ def preconditioner() -> Any:
 
 
 def theirs(model: Any, optimizers: list[Any], args: argparse.Namespace) -> tuple[None, Hook]:
-    """Take the best ways of kfac-pytorch as measured: one owner where factors come in every step, else every rank."""
+    """Make kfac-pytorch's preconditioner, with its fastest settings as measured.
+
+    If solvers are updated in every step each layer has one owner, otherwise all ranks own it.
+    """
     (optimizer,) = optimizers
     found = preconditioner()(
         model,
@@ -55,7 +60,10 @@ def theirs(model: Any, optimizers: list[Any], args: argparse.Namespace) -> tuple
 
 
 def alike(model: Any, optimizers: list[Any], args: argparse.Namespace) -> KFACState:
-    """Make a state that steps as kfac-pytorch does: it adds the damping to each factor, we add the square root."""
+    """Make a state with the same steps as kfac-pytorch.
+
+    kfac-pytorch adds the damping to each factor, we add its square root.
+    """
     return KFACState(
         model,
         optimizers,

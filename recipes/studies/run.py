@@ -1,12 +1,13 @@
-"""Print rows of docs/measurements.md anew, on the emulated cluster.
+"""Measures rows of docs/measurements.md again, on the emulated cluster.
 
-    python recipes/studies/run.py --list                            the claims
-    python recipes/studies/run.py --claim decoupled                 all rows of one, as a table in Markdown
+    python recipes/studies/run.py --list                     the claims
+    python recipes/studies/run.py --claim decoupled          all rows of a claim, as Markdown
     python recipes/studies/run.py --claim siblings --preset vit --ratio 1.0 --repeats 3
 
-Every way of a claim is a run of train.py. It calibrates the link so that plain gradients take M/C times as long as a
-step computes, and then runs all ways in random order, as often as ``--repeats`` says. Ratios are of one repeat, figures
-are medians over repeats, and losses that must be equal are compared. Needs root and an idle machine (docs/lab.md).
+Each way of a claim is a run of train.py. The link is calibrated so that M/C, with plain gradients,
+is the given ratio. Then all ways run in random order, ``--repeats`` times. A factor is computed
+within a repeat, and the table has medians over repeats. Losses that must be equal are compared.
+Needs root and an idle machine (docs/lab.md).
 """
 
 import argparse
@@ -39,10 +40,11 @@ UNSHAPED_MBIT = 8000.0
 CALIBRATION_STEPS = 10
 ADVISED_STEPS = 41
 TIMEOUT_S = 1800.0
-# Up to the thousandth step the learning rate does not depend on how many there are: ways with other warm-ups agree.
+# The learning rate of the first thousand steps does not depend on their number, so that ways with
+# different warm-ups have the same losses.
 TRAINING = "--threads 1 --eval-every 0 --warmup-steps 1000 --log-every 1000000"
 NOTHING = replace(PLAIN, arguments="--hook local_sgd --sync-every 1000000")
-"""A way that exchanges nothing: C, where no core's load says it."""
+"""A way that exchanges nothing. It measures C where the load of a core is not known."""
 
 Row = dict[str, Any]
 Losses = dict[str, list[list[float]]]
@@ -50,20 +52,21 @@ Losses = dict[str, list[list[float]]]
 
 @dataclass(frozen=True)
 class Trained:
-    """What one way did in one repeat: seconds for each mini-batch of a job, and every rank's losses, by job."""
+    """The result of a way in one repeat. Times and bytes are per mini-batch of a job."""
 
     step_s: float
     busy_s: float | None
     wire_bytes: float
+    # By job and rank.
     losses: Losses
 
 
 def batch_s(logs: Sequence[Sequence[MeteredStep]], way: Way) -> float:
-    """Return the seconds for each mini-batch of all jobs together, while all are in full swing.
+    """Return the seconds per mini-batch of all jobs together, while all of them train.
 
     Args:
-        logs: of one rank, one for each job.
-        way: how they trained.
+        logs: the logs of one rank number, one for each job.
+        way: the way of training.
     """
     begin_s = max(log[way.warm_up].begin_s for log in logs)
     end_s = min(log[-1].end_s for log in logs)
@@ -76,7 +79,7 @@ def batch_s(logs: Sequence[Sequence[MeteredStep]], way: Way) -> float:
 
 
 def steps_between(log: Iterable[MeteredStep], begin_s: float, end_s: float) -> float:
-    """Count a job's steps between two moments, those at the edges in part."""
+    """Count a job's steps between two times. Steps at the edges count in part."""
     inside = ((min(end_s, each.end_s) - max(begin_s, each.begin_s)) / each.length_s for each in log)
     return sum(max(0.0, part) for part in inside)
 
@@ -84,7 +87,10 @@ def steps_between(log: Iterable[MeteredStep], begin_s: float, end_s: float) -> f
 def same_losses(
     expected: Losses, got: Losses, tolerance: float = 0.0, steps: int | None = None
 ) -> bool:
-    """Say whether all ranks of all jobs had the same losses, in so many steps or as long as both trained."""
+    """Return whether all ranks of all jobs had the same losses.
+
+    ``steps`` is how many steps are compared, None for all that both trained.
+    """
     pairs = (
         (a, b)
         for job in got
@@ -98,7 +104,10 @@ class Study:
     """One model of one claim, on one cluster."""
 
     def __init__(self, cluster: Cluster, claim: Claim, preset: str, out: Path) -> None:
-        self._cluster, self._claim, self._preset, self._out = cluster, claim, preset, out
+        self._cluster = cluster
+        self._claim = claim
+        self._preset = preset
+        self._out = out
         self._first = next(iter(claim.ways))
         self._jobs = "ab" if any(way.jobs > 1 for way in claim.ways.values()) else "a"
 
@@ -130,7 +139,7 @@ class Study:
         random.Random(number).shuffle(order)
         found = {name: self._train(name, self._claim.ways[name]) for name in order}
         expected = found[self._first].losses
-        # More ranks add in another order.
+        # More than two ranks add in a different order.
         for name in self._claim.exact if self._cluster.nodes == 2 else ():
             if not same_losses(
                 expected, found[name].losses, self._claim.tolerance, self._claim.compared
@@ -143,7 +152,7 @@ class Study:
     def _train(
         self, name: str, way: Way, steps: int | None = None, env: Mapping[str, str] = {}
     ) -> Trained:
-        """Train one way: its jobs at once, or one after the other."""
+        """Train one way, with its jobs side by side or one after the other."""
         steps = way.warm_up + (steps or self._claim.steps)
         jobs = [
             Job(
@@ -182,18 +191,20 @@ class Study:
     def _command(self, way: Way) -> str:
         claim = self._claim
         script = RECIPES / way.script
-        return f"python {script} --preset {self._preset} {TRAINING} --device cpu {claim.arguments} {way.arguments}"
+        common = f"--preset {self._preset} {TRAINING} --device cpu {claim.arguments}"
+        return f"python {script} {common} {way.arguments}"
 
     def _compute_s(self, alone: Trained) -> float:
-        """Return C: the load of a core, or where that is not known a step that exchanges nothing."""
+        """Return C: the load of a core or, where that is not known, a step without exchange."""
         if alone.busy_s is not None:
             return alone.busy_s
         return self._train("nothing", NOTHING).step_s
 
     def _advice(self) -> dict[str, float]:
-        """Return what `crossover-ddp advise` says of the first way's job."""
+        """Return the figures and predictions of `crossover-ddp advise` for the first way."""
         directory = self._out / self._preset / "meter"
-        self._jobs, jobs = "a", self._jobs
+        jobs = self._jobs
+        self._jobs = "a"  # advice is for one job
         self._train("advised", self._claim.ways[self._first], ADVISED_STEPS, measuring(directory))
         self._jobs = jobs
         found: Figures = figures(directory)
@@ -204,10 +215,10 @@ class Study:
 def summarize(
     claim: Claim, runs: Sequence[Mapping[str, Trained]], rate_mbit: float | None, compute_s: float
 ) -> Row:
-    """Compare the ways: medians over repeats, of ratios within one."""
+    """Compare the ways: medians over repeats of the ratios within a repeat."""
     names = list(claim.ways)
     step_s = {name: statistics.median(run[name].step_s for run in runs) for name in names}
-    # A node's counter cannot tell the bytes of siblings apart.
+    # The counter of a node has the bytes of both siblings, so only ways with one job count.
     sent = {
         name: statistics.median(run[name].wire_bytes for run in runs)
         for name, way in claim.ways.items()
@@ -232,7 +243,7 @@ def summarize(
 
 
 def cells(row: Row) -> dict[str, str]:
-    """Return what the table says of a row."""
+    """Return the cells of a row, by heading."""
     bound, said = row["bound"], row["said"] or {}
     found = {
         "model": row["preset"],
@@ -264,7 +275,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 
 def circumstances() -> str:
-    """Return what belongs beside every figure: the date, the machine, its load, versions."""
+    """Return the circumstances of all figures: date, machine, load, version of torch."""
     load = os.getloadavg()[0]
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     return (
@@ -273,13 +284,11 @@ def circumstances() -> str:
 
 
 def measure(name: str, claim: Claim, args: argparse.Namespace) -> list[Row]:
-    """Measure one claim; what is there is kept in ``args.out`` after every row."""
+    """Measure one claim. The rows are saved in ``args.out`` after each of them."""
     out = args.out.resolve() / name
     out.mkdir(parents=True, exist_ok=True)
-    print(
-        f"\n{name}: {claim.says}\n{circumstances()}, {claim.repeats} repeats of {claim.steps} steps\n",
-        flush=True,
-    )
+    repeats = f"{claim.repeats} repeats of {claim.steps} steps"
+    print(f"\n{name}: {claim.text}\n{circumstances()}, {repeats}\n", flush=True)
     rows: list[Row] = []
     shaped = args.nodes > 1 and not args.unshaped
     with Cluster(
@@ -292,7 +301,7 @@ def measure(name: str, claim: Claim, args: argparse.Namespace) -> list[Row]:
                 print(f"{preset}: {cells(row)}", file=sys.stderr, flush=True)
         if cluster.dropped():
             raise RuntimeError(
-                f"expected no packet to be dropped, got {cluster.dropped()}: these times are spoiled"
+                f"expected no dropped packets, got {cluster.dropped()}: these times are spoiled"
             )
     print(as_markdown(rows), flush=True)
     return rows
@@ -314,13 +323,14 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--out", type=Path, default=Path("runs/studies"))
     args = parser.parse_args(argv)
     if args.list:
-        print("\n".join(f"{name:10} {claim.says}" for name, claim in CLAIMS.items()))
+        print("\n".join(f"{name:10} {claim.text}" for name, claim in CLAIMS.items()))
     rows: list[Row] = []
     for name in args.claim:
         claim = CLAIMS[name]
         if missing := [each for each in claim.needs if each not in os.environ]:
             parser.error(
-                f"expected {missing[0]} in the environment for --claim {name}, got none; see peer.py"
+                f"expected {missing[0]} in the environment for --claim {name}, got none; "
+                "see peer.py"
             )
         given = {
             "presets": args.preset,

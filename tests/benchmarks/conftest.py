@@ -1,9 +1,10 @@
 """Benchmarks have two forms, chosen by ``CROSSOVER_BENCH``.
 
-- ``smoke`` (the default, and what `make test` runs): small and few; asserts nothing about speed.
-- ``full`` (`make bench`, an otherwise idle machine): the sizes of figures, and the bounds that they must keep.
+- ``smoke`` (the default, as in `make test`): small and few. It asserts nothing about speed.
+- ``full`` (`make bench`, an otherwise idle machine): the sizes for published figures, and their
+  bounds.
 
-Figures are ratios of alternating runs; ``--benchmark-json=FILE`` writes ``benchmark.extra_info`` out.
+Figures are ratios of alternating runs. ``--benchmark-json=FILE`` writes ``benchmark.extra_info``.
 """
 
 import os

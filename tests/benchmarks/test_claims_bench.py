@@ -1,4 +1,4 @@
-"""What the hooks cost a lone job, what turns and decoupled training bring, on the emulated cluster."""
+"""The cost of hooks for a lone job, and the gain of turns and decoupled training, in the lab."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=f"no emulated network: {REASON}"),
 ]
 SMOKE = ["--preset", "tiny", "--ratio", "1.0", "--repeats", "1", "--steps", "2"]
-# The factor that each way must reach, and what part of its bound where there is one.
+# The factor that each way must reach, and below the part of its bound.
 LEAST = {
     "split": {"split": 0.97},
     "lone": {"turns": 0.99},

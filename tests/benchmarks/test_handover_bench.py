@@ -1,7 +1,7 @@
-"""How long a hand-over takes: from giving a turn back to the sibling's start, on the same machine.
+"""The time of a hand-over, from the release of a turn to the sibling's start, on one machine.
 
-Two jobs of one rank each, pinned to one core or to two, take turns; and one waits for a second, to see what
-waiting costs.
+Two jobs of one rank each, pinned to one core or to two, take turns. In a second benchmark one of
+them waits for a second, to measure the cost of waiting.
 """
 
 import os
@@ -27,7 +27,10 @@ LEASE_S = 20.0
 
 @contextmanager
 def mutex_on(core: int, group: str) -> Iterator[GPUMutex]:
-    """Make a mutex for this process alone, on one core, although it is in a process group with the other job."""
+    """Make a mutex for this process alone, pinned to a core.
+
+    The process is in a process group with the other job, which the mutex must not find.
+    """
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -62,7 +65,7 @@ def _alternate(
 def _wait_for_long(
     rank: int, world_size: int, group: str, core: int, wait_s: float
 ) -> tuple[float, float]:
-    """Return the share of a core that this job's wait took, and how long it waited."""
+    """Return the part of a core that this job's wait used, and how long it waited."""
     with mutex_on(core, group) as mutex:
         if rank == 0:
             mutex.acquire()
@@ -87,7 +90,7 @@ def test_a_hand_over_takes_well_under_a_millisecond(
     arguments = (new_group(), [cores[0], cores[core_count - 1]], turns)
     stats = benchmark.pedantic(run_ranks, (_alternate, 2), {"args": arguments}, rounds=1)
     assert all(each["disabled_because"] is None and each["turns"] == turns for each in stats)
-    assert all(each["handovers"] for each in stats), "nobody ever waited"
+    assert all(each["handovers"] for each in stats), "no job ever waited"
     median_s = statistics.median(each["handover_median_s"] for each in stats)
     p99_s = max(each["handover_p99_s"] for each in stats)
     benchmark.extra_info.update(
@@ -96,7 +99,7 @@ def test_a_hand_over_takes_well_under_a_millisecond(
     assert not is_full or (median_s < MEDIAN_LIMIT_S and p99_s < P99_LIMIT_S)
 
 
-def test_waiting_takes_no_cpu(is_full: bool, benchmark: Any) -> None:
+def test_waiting_for_a_turn_takes_no_cpu(is_full: bool, benchmark: Any) -> None:
     wait_s = 1.0 if is_full else 0.2
     arguments = (new_group(), min(os.sched_getaffinity(0)), wait_s)
     _, (share, waited_s) = benchmark.pedantic(

@@ -1,1 +1,1 @@
-"""What only a CUDA device can show; on the fake one (tests/fake_cuda) where there is none. See docs/gpu.md."""
+"""Tests that need a CUDA device, or the fake one (tests/fake_cuda). See docs/gpu.md."""

@@ -1,4 +1,4 @@
-"""Kernels that keep the device busy for a known time and write down when, on the device's own clock."""
+"""Kernels that keep the device busy for a given time, and record it on the device's own clock."""
 
 import functools
 import itertools
@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 import torch
 
 Busy = Callable[[torch.Tensor, int], None]
-"""``busy(marks, duration_ns)``: enqueue; afterwards ``marks`` (int64, 2) holds begin and end in nanoseconds."""
+"""``busy(marks, duration_ns)`` enqueues the kernel. It writes begin and end to ``marks``, in ns."""
 
 _SOURCE = r"""
 __device__ __forceinline__ unsigned long long now_ns() {
@@ -27,7 +27,7 @@ extern "C" __global__ void busy(unsigned long long* marks, int duration_ns) {
 
 @functools.cache
 def busy_kernel() -> Busy:
-    """Return the first kernel that compiles and does what it should here: Triton's, else NVRTC's."""
+    """Return the first kernel that compiles and works here: Triton's, or else NVRTC's."""
     problems = []
     for make in (_from_fake_device, _from_triton, _from_nvrtc):
         try:
@@ -50,7 +50,7 @@ def _proven(busy: Busy) -> Busy:
 
 
 def _from_fake_device() -> Busy:
-    torch.cuda.init()  # loads it
+    torch.cuda.init()  # loads the fake device, if it is here
     return cast(Busy, torch.ops.fake.busy)
 
 
@@ -70,28 +70,28 @@ def _from_nvrtc() -> Busy:
 
 
 class Interval(NamedTuple):
-    """When one turn's kernel ran, in nanoseconds of the device's clock, which all processes share."""
+    """Begin and end of a turn's kernel, in nanoseconds of the device's clock."""
 
     begin_ns: int
     end_ns: int
 
 
 def intervals(marks: torch.Tensor) -> list[Interval]:
-    """Read the marks of many kernels, an (n, 2) tensor; waits for the device."""
+    """Read the marks of many kernels, an (n, 2) tensor. Waits for the device."""
     return [Interval(*each) for each in marks.tolist()]
 
 
 def overlaps(
     first: Sequence[Interval], second: Sequence[Interval]
 ) -> list[tuple[Interval, Interval]]:
-    """List the pairs of one job's and the other's kernels that were under way at the same time."""
+    """Return the pairs of kernels, one of each job, that ran at the same time."""
     return [
         (a, b) for a in first for b in second if a.begin_ns < b.end_ns and b.begin_ns < a.end_ns
     ]
 
 
 def gaps_s(first: Sequence[Interval], second: Sequence[Interval]) -> list[float]:
-    """Return how long the device idled at each change from one job to the other; below 0 where they overlapped."""
+    """Return how long the device idled at each change of jobs. Negative if they overlapped."""
     order = sorted([(i, 0) for i in first] + [(i, 1) for i in second])
     return [
         (b.begin_ns - a.end_ns) / 1e9

@@ -1,4 +1,4 @@
-"""Two jobs that race for one GPU: each turn's kernel writes down when it ran; used by the tests of turns on a GPU."""
+"""Two jobs that race for one GPU. The kernel of each turn records when it ran."""
 
 import contextlib
 import functools
@@ -16,8 +16,8 @@ from tests.harness.groups import new_group
 from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import membership_of
 
-LEASE_S = 30.0  # longer than any test: a turn that overlaps another one was not forgiven
-TIMEOUT_S = 120.0  # a first compilation and two CUDA contexts included
+LEASE_S = 30.0  # longer than any test, so that no overlap is due to an expired lease
+TIMEOUT_S = 120.0  # includes a first compilation and two CUDA contexts
 MEET_TIMEOUT_S = 90.0
 TURNS = 20
 SPIN_NS = 5_000_000  # longer than a time slice, so that two processes left alone interleave
@@ -26,10 +26,10 @@ WARM_UP_TURNS = 3
 
 
 class Plan(NamedTuple):
-    """What each of two jobs does."""
+    """The race of two jobs."""
 
     group: str
-    meeting: str  # a directory where processes tell each other how far they are
+    meeting: str  # a directory for messages between processes; see `tell`
     processes: int = 2
     variant: str = "mutex"
     turns: int = TURNS
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 class Outcome(NamedTuple):
     ran: list[Interval]
     stats: dict[str, Any]
-    held: list[tuple[int, int, int]]  # after the first half of the turns and after all, see `held`
+    held: list[tuple[int, int, int]]  # after half of the turns and after all of them; see `held`
 
 
 def new_plan(directory: Path, **changes: Any) -> Plan:
@@ -51,10 +51,10 @@ def tell(plan: Plan, what: str) -> None:
 
 
 def hear(plan: Plan, what: str, count: int = 1) -> None:
-    """Wait until that many processes have told it."""
-    said = functools.partial(Path(plan.meeting).glob, f"{what}.*")
-    told = eventually(lambda: len([*said()]) >= count, MEET_TIMEOUT_S, every_s=0.001)
-    assert told, f"nobody told {what!r} within {MEET_TIMEOUT_S:.0f} s"
+    """Wait until ``count`` processes have announced it with `tell`."""
+    announced = functools.partial(Path(plan.meeting).glob, f"{what}.*")
+    done = eventually(lambda: len([*announced()]) >= count, MEET_TIMEOUT_S, every_s=0.001)
+    assert done, f"{count} processes should announce {what!r} within {MEET_TIMEOUT_S:.0f} s"
 
 
 def meet(plan: Plan, what: str) -> None:
@@ -64,7 +64,7 @@ def meet(plan: Plan, what: str) -> None:
 
 @contextlib.contextmanager
 def mutex_of(plan: Plan) -> Iterator[GPUMutex]:
-    """Make the mutex; of the variant "deaf" nobody waits for the device."""
+    """Make the mutex. With the variant "deaf" turns do not wait for the device."""
     mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
     if plan.variant == "deaf":
         membership_of(mutex).order.wait = lambda end: None  # type: ignore[method-assign]
@@ -77,10 +77,11 @@ def mutex_of(plan: Plan) -> Iterator[GPUMutex]:
 
 
 def take_turn(mutex: GPUMutex | None, plan: Plan, marks: torch.Tensor, spin_ns: int) -> None:
-    """Compute in a turn; without a mutex at once.
+    """Compute in a turn, or without a mutex at once.
 
-    "streams", "stream not named": on a stream that the current one does not wait for; the mutex is told of it or not.
-    "side": as the engine does it, whose side stream waits, and the compute stream for that one.
+    The variant "streams" computes on a stream that the current one does not wait for, and passes
+    it to ``release``. "stream not named" does not pass it. "side" acquires on a side stream, for
+    which the compute stream waits, as the engine does.
     """
     current = torch.cuda.current_stream()
     waiting = torch.cuda.Stream() if plan.variant == "side" else current
@@ -107,7 +108,7 @@ def _own_stream() -> torch.cuda.Stream:
 
 @functools.cache
 def _captured(spin_ns: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """Capture the kernel, once for each length; must not happen inside a turn for the first time (see `race`)."""
+    """Capture the kernel, once for each length. The first call must be outside of turns."""
     static = torch.zeros(2, dtype=torch.int64, device="cuda")
     busy_kernel()(static, spin_ns)  # nothing may be compiled while a graph is captured
     torch.cuda.synchronize()

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in parts of at most ten minutes each:
-#   run_all.sh tests     kernels, exchange, hooks, K-FAC, conformance                                 (9 minutes)
-#   run_all.sh order     turns on the device, without deaths                                          (5 minutes)
-#   run_all.sh bench     two siblings over gloo: one after the other, side by side, turns; lone jobs  (5 minutes)
-#   run_all.sh mps       order and benchmark under a private MPS daemon, over gloo and NCCL           (10 minutes)
-#   run_all.sh deaths    a sibling killed with kernels in flight, each case in a process of its own   (7 minutes)
-#   run_all.sh deaths-mps  the same under MPS: run it last, MPS's guide leaves open what such a death does to its server
+# All tests and benchmarks that need a GPU, in parts of at most ten minutes each:
+#   run_all.sh tests       kernels, exchange, hooks, K-FAC, conformance                (9 minutes)
+#   run_all.sh order       turns on the device, without deaths                         (5 minutes)
+#   run_all.sh bench       two siblings over gloo, in all ways of sharing; lone jobs   (5 minutes)
+#   run_all.sh mps         order and benchmark under a private MPS daemon              (10 minutes)
+#   run_all.sh deaths      a sibling killed with kernels in flight, one process a case (7 minutes)
+#   run_all.sh deaths-mps  the same under MPS. Run it last: according to MPS's guide, such a death
+#                          may harm its server.
 # Without an argument: tests, then bench.
-# Needs python3 with torch >= 2.11, torchvision, timm, scikit-learn, rich and pytest; root for the shaped link; no network.
-# Results, some 100 KB, go to $OUT (default runs/gpu): one log for each part, siblings*.json.
+# Needs python3 with torch >= 2.11, torchvision, timm, scikit-learn, rich and pytest, and root for the
+# shaped link. Needs no network.
+# Results, some 100 KB, are written to $OUT (default runs/gpu): a log for each part, siblings*.json.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-python3}
@@ -18,16 +20,17 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD:$PWD/recipes${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
-# Nothing here needs the plugins that pyproject.toml asks for; pytest-timeout is used if it is there.
+# These tests need none of the plugins in pyproject.toml. pytest-timeout is used if it is installed.
 options=(-o required_plugins= -o addopts= -ra --strict-markers --tb=short --durations=15 -p no:cacheprovider)
 "$PYTHON" -c 'import pytest_timeout' 2>/dev/null && options+=(--timeout=150)
-beside=() # what `order` prints would be lost
+# Not for `order`, whose output xdist would hide.
+beside=()
 "$PYTHON" -c 'import xdist' 2>/dev/null && beside=(-n 4)
 link=(--rate 10000 --ratio 1)
 DEATHS=killed_with_kernels_in_flight
-ALONE='(capture or lent or ends_with)' # not beside others on the GPU
+ALONE='(capture or lent or ends_with)' # these must have the GPU to themselves
 
-# First an interrupt: what is told that way reports what it has, and ends the processes it has started.
+# SIGINT first: the program then reports its results so far, and ends its processes.
 limited() { # seconds, command
     local limit_s=$1
     shift
@@ -58,7 +61,7 @@ benchmark() { # name, seconds, arguments
     return "${PIPESTATUS[0]}"
 }
 
-with_mps() { # name of the log; the rest of the script then runs under a daemon of its own
+with_mps() { # name of the log; the rest of the script then runs under a private daemon
     if ! command -v nvidia-cuda-mps-control >/dev/null; then
         echo "not run under MPS: no nvidia-cuda-mps-control here; install NVIDIA's MPS" | tee "$OUT/$1.log"
         return 1

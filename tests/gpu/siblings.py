@@ -1,13 +1,17 @@
-"""Two jobs of two ranks on one GPU: all ways of sharing it in turn, in one launch, and a job that waits.
+"""Benchmark of two jobs of two ranks on one GPU, in all ways of sharing it.
 
-    python tests/gpu/siblings.py [--backend gloo] [--rate MBIT] [--repeats 3] [--seconds 2] [--out siblings.json]
+    python tests/gpu/siblings.py [--backend gloo] [--rate MBIT] [--repeats 3] [--seconds 2]
+                                 [--out siblings.json]
 
-A job alone that exchanges nothing says C, one that trains says T1, one that only exchanges says M. Then both jobs train
-one after the other, side by side, with turns, and with turns that try themselves, in another order in each repeat, one
-job alone trains with other hooks, and at last one job waits 20 ms for data in each step while the other one computes.
-With ``--rate`` the two ranks of a job are on two nodes of the lab's network (root); without it the link is what the
-machine's memory gives. NCCL takes ranks that share a GPU for those of other hosts, and needs MPS: its kernels wait for
-the peer's on the GPU. Prints steps per second, and factors over one after the other.
+A job alone that exchanges nothing gives C, one that trains gives T1, one that only exchanges gives
+M. Then both jobs train one after the other, side by side, with turns, and with turns after a trial,
+in a different order in each repeat. One job trains alone with other hooks. At last one job waits
+20 ms for data in each step while the other one computes.
+
+With ``--rate`` the two ranks of a job are on two nodes of the lab's network (root). Without it the
+link is as fast as the machine's memory. NCCL treats ranks that share a GPU as ranks of different
+hosts. It needs MPS, since its kernels wait for those of the peer on the GPU. Prints steps per
+second, and factors over one after the other.
 """
 
 import argparse
@@ -38,7 +42,7 @@ TIMEOUT = timedelta(seconds=120)
 WAIT_S = 0.02
 ALONE, BESIDE, TURNS, TRIED = "one after the other", "side by side", "turns", "tried"
 TOGETHER = [BESIDE, TURNS, TRIED]
-WARM_UP = {TRIED: 200, "decoupled": 100}  # steps in which they try themselves
+WARM_UP = {TRIED: 200, "decoupled": 100}  # steps of their trials
 HOOKS: dict[str, Callable[[torch.optim.Optimizer], tuple[Any, Any]]] = {
     TURNS: lambda _: (ddp.CrossoverState(trial=False), ddp.crossover_hook),
     TRIED: lambda _: (ddp.CrossoverState(trial=True), ddp.crossover_hook),
@@ -49,19 +53,20 @@ HOOKS: dict[str, Callable[[torch.optim.Optimizer], tuple[Any, Any]]] = {
 WAITING = [BESIDE, TRIED]
 ONE_JOB = ["plain", "split", TURNS, "int8", "decoupled"]
 TOLD = ("turns", "handovers", "turns_pay", "leases_expired", "deferred", "exposed_s")
-Plan = dict[int, tuple[int, int, float]]  # by job, width, batch and seconds of waiting in each step
+# By job: width, batch, and seconds of waiting in each step.
+Plan = dict[int, tuple[int, int, float]]
 
 
 class Shared:
-    """What this rank needs in every run."""
+    """The job, the rank and the stores of this process, for all runs."""
 
     def __init__(self) -> None:
-        self.job, self.rank = (int(os.environ[name]) for name in ("JOB", "RANK"))
-        address, first = os.environ["ADDRESS"], self.job == self.rank == 0
+        self.job = int(os.environ["JOB"])
+        self.rank = int(os.environ["RANK"])
         self.store = dist.TCPStore(
-            address,
+            os.environ["ADDRESS"],
             int(os.environ["PORT"]),
-            is_master=first,
+            is_master=self.job == self.rank == 0,
             wait_for_workers=False,
             timeout=TIMEOUT,
         )
@@ -74,14 +79,14 @@ class Shared:
         )
 
     def meet(self, what: str, count: int) -> None:
-        """Wait until so many ranks are here."""
+        """Wait until ``count`` ranks have come to this point."""
         if self.store.add(what, 1) == count:
             self.store.set(f"{what}, all", "")
         self.store.wait([f"{what}, all"])
 
 
 class Training:
-    """A network under DDP with a hook, and its batch; a narrow one leaves the GPU to others."""
+    """A network under DDP with a hook, and its batch. A narrow network leaves the GPU to others."""
 
     def __init__(self, shared: Shared, hook: str, width: int, batch: int) -> None:
         torch.manual_seed(shared.job)
@@ -103,10 +108,11 @@ class Training:
             self.model(self.data).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not sync)
-        # Where nothing else bounds it the host would run many steps ahead, and count what no device has done.
+        # The host waits for the previous step. Otherwise it could run many steps ahead, and count
+        # steps that the device has not done.
         self.ends[0].record()
         self.ends.reverse()
-        self.ends[0].synchronize()  # of the step before
+        self.ends[0].synchronize()
 
     def close(self) -> dict[str, Any]:
         stats = {} if self.state is None else self.state.stats()
@@ -118,8 +124,8 @@ class Training:
 def rate(
     shared: Shared, name: str, hook: str, plan: Plan, seconds: float, sync: bool = True
 ) -> Any:
-    """Let jobs train at once, for as long as asked; return this one's steps per second."""
-    shared.meet(name, JOBS * RANKS)  # who does not take part leaves the GPU alone
+    """Let the jobs of a plan train at once. Return this job's steps per second."""
+    shared.meet(name, JOBS * RANKS)  # the other jobs leave the GPU alone
     if shared.job not in plan:
         return {}
     width, batch, wait_s = plan[shared.job]
@@ -129,15 +135,17 @@ def rate(
     torch.cuda.synchronize()
     mutex = training.state.mutex if isinstance(training.state, ddp.CrossoverState) else None
     if mutex is not None:
-        mutex.release()  # nobody waits for a job that waits
+        mutex.release()  # the siblings must not wait while this job waits for them
     shared.meet(f"{name}: warm", RANKS * len(plan))
-    begin_s, steps, over = time.monotonic(), 0, f"{name}: job {shared.job} is over"
+    over = f"{name}: job {shared.job} is over"
+    begin_s = time.monotonic()
+    steps = 0
     stamps_s: list[float] = []
     last = None
     while last is None or steps < last:
-        # The other rank is a step ahead at most, and sees it before it has done so many.
+        # The other rank is at most one step ahead, so it reads the number before that step.
         if shared.rank == 0 and last is None and time.monotonic() - begin_s > seconds:
-            last = steps + 4  # whose update may be deferred
+            last = steps + 4  # more than a deferred update needs
             shared.store.set(over, str(last))
         elif last is None and shared.rank and shared.store.check([over]):
             last = int(shared.store.get(over))
@@ -147,7 +155,7 @@ def rate(
     torch.cuda.synchronize()
     if mutex is not None:
         mutex.release()
-    # The first to end leaves the GPU to the other: only what was done until then counts.
+    # The first job to end leaves the GPU to the other one: only the steps before that count.
     shared.store.set(f"{over}: {shared.rank}", str(stamps_s[-1]))
     shared.meet(f"{name}: over", RANKS * len(plan))
     ends_s = min(
@@ -158,7 +166,7 @@ def rate(
 
 
 def wire_s(shared: Shared, width: int) -> float:
-    """Return the seconds for which the gradients of a step travel, with nothing else to do."""
+    """Return M: the time of an exchange of all gradients, with nothing else to do."""
     buckets = [torch.ones(2, width, width, device="cuda") for _ in range(LAYERS // 2)]
     for _ in range(2):
         torch.cuda.synchronize()
@@ -170,10 +178,11 @@ def wire_s(shared: Shared, width: int) -> float:
 
 
 def rank_main(args: argparse.Namespace) -> None:
-    """What each rank of each job does, and what rank 0 of each job writes."""
+    """Make all runs in a rank of a job. Rank 0 of each job writes the results."""
     shared = Shared()
     rows: dict[str, Any] = {}
-    batch, m_s = 4096, wire_s(shared, args.width) if shared.job == 0 else 0.0
+    batch = 4096
+    m_s = wire_s(shared, args.width) if shared.job == 0 else 0.0
     for number in range(3):
         alone: Plan = {0: (args.width, batch, 0.0)}
         if found := rate(shared, f"calibration {number}", BESIDE, alone, args.seconds, sync=False):
@@ -200,7 +209,7 @@ def rank_main(args: argparse.Namespace) -> None:
     idle = (128, 64, WAIT_S)
 
     def all_of(what: str, ways: list[str], *plans: Plan) -> list[Any]:
-        """Return name, way and plan of runs, in another order in each repeat."""
+        """Return name, way and plan of runs, in a different order in each repeat."""
         return [
             (f"{way}{what} {repeat}", way, plan)
             for repeat in range(args.repeats)
@@ -229,7 +238,7 @@ def summary(both: list[dict[str, Any]], repeats: int) -> dict[str, Any]:
         return float(both[job][name]["steps_per_s"])
 
     rows = {key: both[0][key] for key in ("M s", "M s, while the sibling computes", "C s", "batch")}
-    # One after the other, two steps take as long as both jobs' steps alone.
+    # One after the other, two steps take the sum of the times of each job's step alone.
     alone = [
         2 / sum(1 / of(job, f"{ALONE} {repeat}") for job in range(JOBS))
         for repeat in range(repeats)

@@ -1,7 +1,7 @@
-"""Codecs on a GPU: the bits of the CPU, without a look of the host at any value.
+"""Codecs on a GPU: they give the bits of the CPU, and do not synchronize the host.
 
-All ranks of a bucket are in one process and pass each other's bytes on, since NCCL takes one rank per GPU; the way
-through NCCL is in tests/conformance.
+All ranks of a bucket are in one process and exchange their bytes directly, since NCCL allows one
+rank per GPU. tests/conformance has the exchange by NCCL.
 """
 
 import pytest
@@ -34,7 +34,7 @@ def test_infinities_reach_all_ranks_and_no_residual(bad: float) -> None:
 
 
 @pytest.mark.parametrize("codecs", PAIRS, ids=repr)
-def test_the_host_waits_for_nothing(codecs: CodecChoice) -> None:
+def test_codecs_do_not_synchronize_the_host(codecs: CodecChoice) -> None:
     device = torch.device("cuda", 0)
     ranks = Ranks(codecs, 2, device, by_collectives=True, leaves_unused=True)
     flats = gradients(2, 0, device)

@@ -1,8 +1,8 @@
-"""Turns on one GPU between real processes, seen on the device's own clock.
+"""Turns on one GPU between real processes, measured on the device's own clock.
 
-Every turn launches a kernel that writes down when it began and ended and gives the turn back at once, with the
-kernel still to run. Kernels of two jobs must never be under way at the same time. That the test can fail is shown by
-the same run without a mutex, and with the wait for the device left out.
+Every turn launches a kernel that records its begin and its end, and releases the turn at once,
+before the kernel has run. Kernels of two jobs must never run at the same time. The same run without
+a mutex, and one without the wait for the device, show that this test can fail.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def test_kernels_of_two_jobs_never_overlap(variant: str, tmp_path: Path, capsys:
             f"{1e6 * statistics.median(gaps):.0f} us at a hand-over, "
             f"median of {len(gaps)}, at most {1e6 * max(gaps):.0f}"
         )
-    # A host that runs ahead of its device draws several turns; the fake device's hosts are its devices, and busy.
+    # A host that runs ahead of its device draws several turns. The fake device is the host.
     assert len(gaps) >= (1 if fake_cuda.is_here() else races.TURNS), "the jobs did not alternate"
 
 
@@ -101,12 +101,11 @@ print(device_name(torch.device("cuda", int(sys.argv[1]))))
 
 
 def name_where_visible(directory: Path, devices: str, index: int) -> str:
-    """Return the name of a device in a process that sees these devices, as ``CUDA_VISIBLE_DEVICES`` says."""
+    """Return the name of a device in a process with this ``CUDA_VISIBLE_DEVICES``."""
     script = directory / "print_name.py"
     script.write_text(PRINT_NAME)
-    visible = {
-        "CUDA_VISIBLE_DEVICES": devices
-    }  # read when CUDA is first used, not when it is loaded
+    # CUDA reads the variable when it is first used, not when it is loaded.
+    visible = {"CUDA_VISIBLE_DEVICES": devices}
     with spawn_script(script, 1, args=[str(index)], environment=visible, forked=True) as ranks:
         return ranks.wait(TIMEOUT_S)[0].strip()
 
@@ -118,7 +117,7 @@ def visible_here() -> list[str]:
     )
 
 
-def test_a_gpu_has_one_name_by_whatever_number_a_process_knows_it(tmp_path: Path) -> None:
+def test_a_gpu_has_one_name_whatever_its_index(tmp_path: Path) -> None:
     names = [
         device_name(torch.device("cuda", index))
         for index in range(min(2, torch.cuda.device_count()))
@@ -131,7 +130,7 @@ def test_a_gpu_has_one_name_by_whatever_number_a_process_knows_it(tmp_path: Path
 
 
 @pytest.mark.gpu(real="no nvidia-smi")
-def test_the_driver_names_the_gpu_as_torch_and_nvidia_smi_do() -> None:
+def test_the_driver_torch_and_nvidia_smi_name_the_gpu_alike() -> None:
     name = device_name(torch.device("cuda", 0))
     listed = subprocess.run(
         ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60.0
@@ -145,7 +144,7 @@ DEATH_TIMEOUT_S = 25.0
 
 
 def die_in_turn(rank: int, world_size: int, plan: Plan) -> None:
-    """Be killed with a kernel under way: inside the turn ("holding"), or after giving it back."""
+    """Be killed while a kernel runs: inside the turn ("holding"), or after its release."""
     torch.cuda.set_device(0)
     with mutex_of(plan) as mutex:
         meet(plan, "joined")
@@ -154,12 +153,12 @@ def die_in_turn(rank: int, world_size: int, plan: Plan) -> None:
         if plan.variant == "given back":
             mutex.release()
         tell(plan, "computing")
-        time.sleep(0.2)  # the sibling is waiting by now
+        time.sleep(0.2)  # time for the sibling to begin to wait
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def outlive(rank: int, world_size: int, plan: Plan) -> float:
-    """Take turns after a sibling that dies; return how long its death has held us up on host and device."""
+    """Take turns after a sibling that dies. Return how long its death delayed host and device."""
     torch.cuda.set_device(0)
     busy, marks = busy_kernel(), torch.zeros(2, dtype=torch.int64, device="cuda")
     with mutex_of(plan) as mutex:
@@ -176,7 +175,7 @@ def outlive(rank: int, world_size: int, plan: Plan) -> float:
                 "it waits for a dead process"
             )
         took_s = time.monotonic() - begin_s
-        # The last one to leave removes the files; a CUDA process takes a while to die.
+        # The last job to leave removes the files, and a CUDA process takes a while to die.
         assert eventually(lambda: not mutex.stats()["siblings"], DEATH_TIMEOUT_S), (
             "the dead one stays"
         )
@@ -184,7 +183,7 @@ def outlive(rank: int, world_size: int, plan: Plan) -> float:
 
 
 @pytest.mark.parametrize("variant", ["holding", "given back"])
-def test_a_job_goes_on_when_its_sibling_is_killed_with_kernels_in_flight(
+def test_a_job_continues_when_its_sibling_is_killed_with_kernels_in_flight(
     variant: str, tmp_path: Path
 ) -> None:
     plan = new_plan(tmp_path, variant=variant)
@@ -197,19 +196,19 @@ def test_a_job_goes_on_when_its_sibling_is_killed_with_kernels_in_flight(
 MANY_TURNS = 1000 if fake_cuda.is_here() else 3000
 
 
-def test_thousands_of_turns_leave_nothing_behind(tmp_path: Path) -> None:
+def test_thousands_of_turns_leak_no_descriptors_or_memory(tmp_path: Path) -> None:
     for [outcome] in run_race(new_plan(tmp_path, turns=MANY_TURNS, spin_ns=10_000)):
         before, after = outcome.held
         assert outcome.stats["turns"] == MANY_TURNS + races.WARM_UP_TURNS
         assert after[0] <= before[0]
         assert after[1] == before[1]
-        # What is enqueued on the fake device lies in the process's own memory, for as long as it is late.
+        # The fake device's queue is in the memory of the process, so that may grow meanwhile.
         assert (
             fake_cuda.is_here() or (after[2] - before[2]) * os.sysconf("SC_PAGE_SIZE") < 8 * 2**20
         )
 
 
-def test_a_turn_inside_a_capture_is_refused_and_the_mutex_goes_on(tmp_path: Path) -> None:
+def test_a_turn_inside_a_capture_is_refused_and_the_mutex_still_works(tmp_path: Path) -> None:
     plan = new_plan(tmp_path)
     marks = torch.zeros(2, dtype=torch.int64, device="cuda")
     busy_kernel()(marks, 1000)
@@ -230,12 +229,12 @@ def test_a_turn_inside_a_capture_is_refused_and_the_mutex_goes_on(tmp_path: Path
         mutex.release()
         take_turn(mutex, plan, marks, 1000)
         torch.cuda.synchronize()
-        told = eventually(lambda: mutex.stats()["turn"] == 2)
-        assert told, "a refused call has drawn a turn, or given one back"
+        done = eventually(lambda: mutex.stats()["turn"] == 2)
+        assert done, "a refused call has drawn a turn, or released one"
 
 
 def test_a_thread_that_waits_for_a_turns_end_does_not_spoil_a_capture(tmp_path: Path) -> None:
-    """In torch's default mode a wait for an event on any thread of the process would invalidate the capture."""
+    """In torch's default mode a wait for an event on any thread would invalidate the capture."""
     plan = new_plan(tmp_path, variant="streams")
     marks, static = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
     busy_kernel()(static, 1000)
@@ -243,26 +242,26 @@ def test_a_thread_that_waits_for_a_turns_end_does_not_spoil_a_capture(tmp_path: 
     with mutex_of(plan) as mutex:
         for duration_ns in (150_000_000, LONG_NS):
             take_turn(mutex, plan, marks, duration_ns)
-        # `torch.cuda.graph` would synchronize the device first, and the thread's waits be over.
+        # Not `torch.cuda.graph`: it would synchronize the device first, which ends the waits.
         graph, capturing = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.stream(capturing):
             graph.capture_begin(capture_error_mode="global")
             busy_kernel()(static, 1000)
-            time.sleep(
-                0.5
-            )  # meanwhile the first turn ends, and the thread begins to wait for the second
+            # Meanwhile the first turn ends, and the thread begins to wait for the second one.
+            time.sleep(0.5)
             graph.capture_end()
         (own,) = membership_of(mutex).segment.members()
-        assert (own.started, own.returned) == (2, 1), "one turn was to be told, and one not yet"
+        assert (own.started, own.returned) == (2, 1), "only the first turn should have ended"
         graph.replay()
 
 
 def share_an_idle_turn(
     rank: int, world_size: int, plan: Plan, is_first: bool
 ) -> tuple[list[Interval], bool]:
-    """Compute for a while in a turn, then wait inside it until the sibling has been in its own; was it?
+    """Compute in a turn, then wait inside it until the sibling has been in its own turn.
 
-    "streams": on another stream than that on which turns are taken. "graph": while the stream captures a graph.
+    Return the kernels, and whether the sibling has. The variant "streams" computes on another
+    stream than that on which it acquires turns, "graph" while the stream captures a graph.
     """
     torch.cuda.set_device(0)
     marks = torch.zeros(1, 2, dtype=torch.int64, device="cuda")
@@ -294,7 +293,7 @@ def share_an_idle_turn(
                 graph.capture_begin(capture_error_mode="global")
                 busy(torch.zeros_like(marks[0]), 1000)
                 tell(plan, "waits")
-                assert not eventually(came, 0.5), "the stream was asked, or not"
+                assert not eventually(came, 0.5), "a turn is not lent during a capture"
                 graph.capture_end()
         tell(plan, "waits" if is_first else "came")
         has_come = eventually(came, TIMEOUT_S / 2)
@@ -337,8 +336,10 @@ hear(plan, "end")
 """
 
 
-def test_a_script_that_ends_with_kernels_in_flight_holds_nobody_up(tmp_path: Path) -> None:
-    """Without `close()`: the end of the process waits for the device before it gives its slot up."""
+def test_a_script_that_ends_with_kernels_in_flight_does_not_block_its_sibling(
+    tmp_path: Path,
+) -> None:
+    """Without `close()` the process waits at its exit for the device, then releases its slot."""
     plan = new_plan(tmp_path)
     marks = torch.zeros(2, dtype=torch.int64, device="cuda")
     busy = busy_kernel()

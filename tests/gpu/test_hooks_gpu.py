@@ -1,7 +1,7 @@
-"""The hooks under DDP on a GPU: losses and parameters to the last bit those of plain DDP.
+"""The hooks under DDP on a GPU: losses and parameters equal those of plain DDP bit for bit.
 
-All hooks in small models are in tests/conformance, K-FAC's are in test_kfac_gpu.py. Ranks share the GPU where there are
-not as many.
+tests/conformance has all hooks with small models, test_kfac_gpu.py has K-FAC. Ranks share a GPU if
+there are fewer GPUs.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from tests.multiprocess.compressed_training import digest
 pytestmark = pytest.mark.gpu
 
 TIMEOUT_S = 150.0
-# cuBLAS is deterministic only with a workspace of fixed size, which it reads from here once per process.
+# cuBLAS is deterministic only with a workspace of fixed size. It reads this once per process.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 BUCKET_CAP_MB = 1.0
 BATCH = 4 if fake_cuda.is_here() else 16
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     seed: int = 0
     steps: int = 8
     amp: str = "none"
-    meeting: str = ""  # a directory where sibling jobs wait for each other; none for a job alone
+    meeting: str = ""  # a directory where sibling jobs wait for each other; empty for a job alone
     processes: int = 0
 
 
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 
 
 def network(seed: int) -> nn.Module:
-    """BatchNorm, so that DDP broadcasts buffers inside the turn; several buckets of 1 MB."""
+    """Return a network of several buckets of 1 MB, with buffers that DDP broadcasts in the turn."""
     torch.manual_seed(seed)
     return nn.Sequential(
         *(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
@@ -74,7 +74,7 @@ def fp16(*_: Any) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def reproducible() -> Iterator[None]:
-    """Deterministic algorithms without TF32, and put back how it was: the next test gets the same process."""
+    """Use deterministic algorithms without TF32, and restore the settings for the next test."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
     matmul.allow_tf32 = cudnn.allow_tf32 = cudnn.benchmark = False
@@ -87,7 +87,7 @@ def reproducible() -> Iterator[None]:
 
 
 class OnDevice(Training):
-    """Trains as a plan says; losses stay on the device, so that the host runs ahead."""
+    """Trains by a plan. Losses stay on the device, so that the host runs ahead."""
 
     def __init__(self, rank: int, plan: Plan) -> None:
         self.scaler = torch.amp.GradScaler("cuda", enabled=plan.amp == "float16")
@@ -133,7 +133,7 @@ def train(rank: int, world_size: int, plan: Plan) -> Outcome:
         torch.cuda.synchronize()
         mutex = training.state.mutex if isinstance(training.state, CrossoverState) else None
         if mutex is not None:
-            mutex.release()  # nobody waits for a job that waits
+            mutex.release()  # the siblings must not wait while this job waits for them
         if plan.meeting:
             meet(plan, "warm")  # every process of every sibling
         if mutex is not None:
@@ -144,7 +144,7 @@ def train(rank: int, world_size: int, plan: Plan) -> Outcome:
         torch.cuda.synchronize()
         outcome = Outcome(
             [float(loss) for loss in losses],
-            # Others have rank 0's buffers in the end: ours travel behind the gradients.
+            # In the end the other ranks have rank 0's buffers, which follow the gradients.
             digest(training.weights() if rank == 0 else [*training.model.parameters()]),
             torch.cuda.max_memory_allocated() - before_bytes,
             training.state.stats() if mutex is not None else {},
@@ -192,7 +192,7 @@ def test_losses_equal_those_without_our_hook(plan: Plan, world_size: int, backen
 def test_siblings_train_as_if_alone(hook: str, backend: str, tmp_path: Path) -> None:
     plans = [Plan(hook, seed) for seed in (0, 1)]
     alone = [run(each, backend=backend) for each in plans]
-    # The group is the job's own already when the rank's leaks are counted.
+    # Set here, so that each rank has its group before the harness counts leaks.
     environment = {**DETERMINISTIC, "CROSSOVER_GROUP": new_group()}
     meeting = {"meeting": str(tmp_path), "processes": 4}
     jobs = [
@@ -208,7 +208,7 @@ def test_siblings_train_as_if_alone(hook: str, backend: str, tmp_path: Path) -> 
             assert stats["leases_expired"] == 0
             assert stats["device"].startswith("GPU-")
             assert stats["turns"] >= plans[0].steps
-    # How often somebody had to wait depends on the machine; never would mean that nothing was shared.
+    # How often a job waits depends on the machine. If none ever does, nothing was shared.
     assert sum(outcome.stats["handovers"] for job in together for outcome in job) > 0
 
 
@@ -222,7 +222,7 @@ def test_device_memory_is_that_of_plain_ddp_plus_a_bucket_and_does_not_grow(hook
 
 
 def pinned_bytes(rank: int, world_size: int) -> int:
-    """Return what stays pinned when a large bucket, as is DDP's first one, was followed by small ones."""
+    """Return the bytes that stay pinned when DDP's large first bucket is followed by small ones."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     torch._C._host_emptyCache()
     before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
@@ -233,12 +233,12 @@ def pinned_bytes(rank: int, world_size: int) -> int:
 
 
 @pytest.mark.defect("strangers-15")
-def test_pinned_memory_of_the_first_iteration_is_given_back() -> None:
+def test_pinned_memory_of_the_first_iteration_is_released() -> None:
     assert max(run_ranks(pinned_bytes, 2, timeout_s=TIMEOUT_S)) < 4 * WIDE * WIDE
 
 
-def told_of_a_dead_peer(rank: int, world_size: int) -> list[str]:
-    """Rank 1 is killed in its third step; return what rank 0 is told, twice."""
+def errors_of_a_dead_peer(rank: int, world_size: int) -> list[str]:
+    """Kill rank 1 in its third step. Return the errors of two backwards of rank 0."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     split = group, reduce_scatter_all_gather_hook
     training = Training(lambda *_: split, rank, device="cuda", process_group=group).run(2)
@@ -247,11 +247,11 @@ def told_of_a_dead_peer(rank: int, world_size: int) -> list[str]:
     return [error_of(training.backward) for _ in range(2)]
 
 
-def test_where_the_host_waits_for_nccl_a_dead_peer_is_an_error_after_the_groups_timeout() -> None:
+def test_a_dead_nccl_peer_raises_after_the_groups_timeout_if_the_host_waits() -> None:
     environment = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_DIST_USE_NCCL2": "0"}
     deaths = {1: signal.SIGKILL}
-    told, _ = run_ranks(
-        told_of_a_dead_peer, 2, backend="nccl", environment=environment, deaths=deaths
+    errors, _ = run_ranks(
+        errors_of_a_dead_peer, 2, backend="nccl", environment=environment, deaths=deaths
     )
-    assert told[0] == told[1]
-    assert "of bucket 0 failed: " in told[0]
+    assert errors[0] == errors[1]
+    assert "of bucket 0 failed: " in errors[0]

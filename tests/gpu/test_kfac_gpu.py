@@ -1,7 +1,7 @@
-"""K-FAC on a GPU: preconditioned gradients are those of an independent float64 computation on the CPU.
+"""K-FAC on a GPU: preconditioned gradients are those of an independent computation on the CPU.
 
-Ranks share the GPU where there are not as many. Nothing here waits for the device between backward and reading the
-gradients, so that what is not ordered is seen.
+The oracle computes in float64. Ranks share a GPU if there are fewer GPUs. Nothing waits for the
+device between backward and reading the gradients, so that missing orders on the device show.
 """
 
 import pytest
@@ -35,7 +35,7 @@ class OnDevice(Called):
         )
 
     def backward(self, parts: int = 1) -> float:
-        """Do not wait for the device, as whoever reads the loss does."""
+        """Return no loss, since reading it would wait for the device."""
         self.optimizer.zero_grad()
         self.scaler.scale(self.loss()).backward()
         self.scaler.unscale_(self.optimizer)
@@ -48,7 +48,10 @@ class OnDevice(Called):
 
 
 def errors(rank: int, world_size: int, name: str) -> list[float]:
-    """Train some steps, and resume; return the greatest relative error of a layer's gradient in each."""
+    """Train some steps, resume, and train more.
+
+    Return the greatest relative error of a layer's gradient in each step.
+    """
     with reproducible():
         training, settings = OnDevice(rank, name), CASES[name].settings
         oracle = Oracle(settings, training.rate_of, training.kfac.owners)

@@ -1,4 +1,4 @@
-"""The busy kernel in Triton. A module of its own: it cannot even be imported where Triton is missing."""
+"""The busy kernel in Triton. It has its own module, since it cannot be imported without Triton."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Plans run in real ranks: losses and gradients are those of the model that was not cut."""
+"""Plans in real ranks: losses and gradients are those of the model that was not cut."""
 
 import dataclasses
 import itertools
@@ -69,7 +69,7 @@ def plan_of(
 
 
 def one_by_one(staged: StagedChain) -> Orders:
-    """Let each micro-batch go all the way before the next one begins."""
+    """Let each micro-batch finish all stages before the next one begins."""
     orders: dict[int, list[Action]] = {}
     for micro in range(M):
         forward = [Action(stage, FORWARD, micro) for stage in range(len(staged.stages))]
@@ -79,7 +79,8 @@ def one_by_one(staged: StagedChain) -> Orders:
     return orders
 
 
-# The first layer of each stage, the one behind its last, and its devices; the number of ranks, and the order.
+# For each stage: its first layer, the one behind its last, its devices. Then the number of ranks,
+# and the order.
 PLANS: dict[str, Any] = {
     "data parallel": ([(0, 9, 1, 0)], 2),
     "interleaved": ([(0, 2, 0), (2, 4, 1), (4, 7, 0), (7, 9, 1)], 2, "interleaved"),
@@ -87,8 +88,8 @@ PLANS: dict[str, Any] = {
     "three and one": ([(0, 5, 0, 1, 2), (5, 9, 3)], 4),
     "one and three": ([(0, 3, 3), (3, 9, 2, 1, 0)], 4),
     "an idle rank, a stage without parameters": ([(0, 3, 0), (3, 4, 1, 2), (4, 9, 0)], 4),
-    # The first stage computes nothing for the second replica before it has the first one's last gradient: a replica
-    # that is done keeps back no gradient that another one needs.
+    # The first stage computes nothing for the second replica before it has received the last
+    # gradient of the first one. A replica that has finished must not delay that gradient.
     "done before another replica": ([(0, 5, 0), (5, 9, 1, 2)], 3, "one by one"),
 }
 TWO_STAGES = [(0, 4, 0), (4, 9, 1)]
@@ -97,7 +98,10 @@ TWO_STAGES = [(0, 4, 0), (4, 9, 1)]
 def train(
     rank: int, world_size: int, document: Any, turns: bool = False, updates: bool = True
 ) -> dict[str, Any]:
-    """Train by the plan beside the whole model, of which without ``updates`` gradients add up; return counts."""
+    """Train by the plan, and compare with the whole model. Return the mutex's stats.
+
+    Without ``updates`` gradients accumulate.
+    """
     plan, whole = Plan.from_json(document), nn.Sequential(*chain())
     mutex = GPUMutex(device=f"device{rank}") if turns else None
     runner = Runner(plan, chain(), nn.functional.cross_entropy, mutex=mutex)
@@ -190,9 +194,7 @@ def test_two_jobs_in_bands_have_the_losses_that_they_have_alone() -> None:
     bands = len(next(iter(plan.bands().values())))
     for results in run_jobs(jobs):
         (turns,) = {stats["turns"] for stats in results}
-        assert STEPS * bands <= turns < 2 * STEPS * bands, (
-            "one for each band, and some left to the other"
-        )
+        assert STEPS * bands <= turns < 2 * STEPS * bands, "one for each band, and some skipped"
         assert {stats["disabled_because"] for stats in results} == {None}
 
 
@@ -218,7 +220,7 @@ def refusals(rank: int, world_size: int, document: Any) -> None:
         Runner(plan, chain(), loss_fn).step(*batch(0, 9))
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_wrong_plans_layers_and_batches_are_refused() -> None:
     run_ranks(refusals, 2, args=[plan_of(TWO_STAGES, 2).to_json()])
 
 
@@ -232,7 +234,7 @@ def another_size(rank: int, world_size: int, document: Any) -> str:
 
 
 def test_micro_batches_of_another_size_are_refused() -> None:
-    """The first stage finds it; its rank ends, which is an error for the others and no hang."""
+    """The first stage finds the error. When its rank ends the others fail, and do not hang."""
     document = plan_of(TWO_STAGES, 2).to_json()
     assert run_ranks(another_size, 2, args=[document], deaths={0: signal.SIGKILL})[1]
 

@@ -1,4 +1,4 @@
-"""Tests of the recipes, which import each other from their own directory: pytest's `pythonpath` has it."""
+"""Tests of the recipes. Their directory is in pytest's `pythonpath`, so they can be imported."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the ranks of all foreign loops share: the document's blocks, a small training, and a watch on each run."""
+"""Shared by the foreign loops: the document's blocks, a small training, and a record of a run."""
 
 import contextlib
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def diffs(heading: str) -> list[str]:
 
 
 def shown(source: str, names: dict[str, Any]) -> None:
-    """Run a block of the document where a reader would paste it."""
+    """Execute a block of the document with these names."""
     exec(compile(source, "docs/loops.md", "exec"), names)
 
 
@@ -36,7 +36,7 @@ def network() -> nn.Sequential:
 
 
 def batches(size: int = 4) -> DataLoader[Any]:
-    """32 samples: of batches of 4, each of two ranks has four."""
+    """Return 32 samples: with batches of 4, each of two ranks has four."""
     data = TensorDataset(torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(0)))
     return DataLoader(data, batch_size=size)
 
@@ -65,15 +65,15 @@ def evaluate(model: nn.Module) -> None:
 
 @dataclass
 class Run:
-    """What was seen of a training."""
+    """A record of a training."""
 
     weights: list[torch.Tensor] = field(default_factory=list)
     turns: int = 0
+    # Whether all mutexes were closed at the end.
     has_left: bool = False
-    """Whether all mutexes were closed at its end."""
     state: DecoupledState | None = None
+    # For each forward, whether the model was in training mode, and whether it ran inside a turn.
     forwards: list[tuple[bool, bool]] = field(default_factory=list)
-    """Of each whether it was in training, and whether it was inside a turn."""
 
     def inside_turns(self, *, training: bool) -> list[bool]:
         return [holding for trains, holding in self.forwards if trains == training]
@@ -89,7 +89,7 @@ class Run:
         return int(self.state.stats()["steps_deferred"])
 
     def assert_like(self, other: "Run", **tolerance: float) -> None:
-        """Weights are the same, bit for bit if nothing else is said."""
+        """Assert that weights are the same, by default bit for bit."""
         assert self.weights
         torch.testing.assert_close(
             self.weights, other.weights, **(tolerance or {"rtol": 0, "atol": 0})
@@ -98,11 +98,13 @@ class Run:
 
 @contextlib.contextmanager
 def watched(model: nn.Module, run: Run | None = None) -> Iterator[Run]:
-    """Watch a block in which a model is trained; print its digest, which ranks must share."""
-    run, former, found = run or Run(), [*_mutexes.values()], list[GPUMutex]()
+    """Record a block in which a model is trained. Print its digest, which ranks compare."""
+    run = run or Run()
+    former = [*_mutexes.values()]
+    found = list[GPUMutex]()
 
     def mutexes() -> list[GPUMutex]:
-        """Return those of this run, also if their process group is gone."""
+        """Return the mutexes of this run, including those of destroyed process groups."""
         found.extend(mutex for mutex in _mutexes.values() if mutex not in [*former, *found])
         return found
 

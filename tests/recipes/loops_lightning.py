@@ -32,7 +32,7 @@ class Module(pytorch_lightning.LightningModule):  # type: ignore[misc]
 
 
 class Clipping(Module):
-    """What docs/loops.md advises for clipping with a decoupled state."""
+    """Clips as docs/loops.md advises with a decoupled state."""
 
     run: Run
 
@@ -72,7 +72,7 @@ def lightning() -> None:
     hooked.assert_like(plain)
     assert hooked.turns == 8
     assert sum(hooked.inside_turns(training=True)) == 7  # all but the first
-    # The first two are before training; then nobody pauses, and siblings wait a lease.
+    # The first two are before training. Later ones are inside a turn, since nothing pauses it.
     assert hooked.inside_turns(training=False) == [False] * 2 + [True] * 8
 
     pausing = train(documents.after(callback))
@@ -89,7 +89,7 @@ def lightning() -> None:
     by_lightning.assert_like(clipped)
     assert by_lightning.deferred == 0
     by_state = train(views, Clipping(), decoupled=True, gradient_clip_val=0.01)
-    by_state.assert_like(clipped, rtol=1e-6, atol=1e-8)  # the norm is summed in another order
+    by_state.assert_like(clipped, rtol=1e-6, atol=1e-8)  # the norm has another order of additions
     assert by_state.deferred > 0
 
 
@@ -107,7 +107,7 @@ def train(
 
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Let Lightning register its hook on the CPU, by its own code, which looks for a GPU first."""
+    """Make Lightning register its hook on the CPU. Its code does that only on a GPU."""
     register = DDPStrategy._register_ddp_hooks
 
     def registered(self: Any) -> None:

@@ -1,4 +1,7 @@
-"""Loops that are killed in the middle of an epoch, or go on: the diffs of docs/loops.md; see loops_worker.py."""
+"""Loops that are killed in the middle of an epoch, and resumed, with the diffs of docs/loops.md.
+
+See loops_worker.py.
+"""
 
 import argparse
 import os
@@ -36,14 +39,17 @@ KILLED_IN = STEPS + 2
 
 @dataclass
 class Job:
-    """A training: "plain" without the hook, "whole", "killed" in its second epoch, or that one "resumed"."""
+    """A training.
+
+    It is "plain", without the hook, or "whole", or "killed" in its second epoch, or "resumed".
+    """
 
     name: str
     directory: Path
     losses: list[float] = field(default_factory=list)
 
     def loss(self, output: torch.Tensor) -> torch.Tensor:
-        """Note the loss, and kill this process when that of step `KILLED_IN` is known to all."""
+        """Record the loss. Kill this process after step `KILLED_IN`, when both ranks are there."""
         loss = square(output)
         self.losses.append(loss.item())
         if self.name == "killed" and len(self.losses) == KILLED_IN:
@@ -57,7 +63,7 @@ class Job:
         return self.name == "resumed"
 
     def run(self, heading: str, names: dict[str, Any]) -> None:
-        """Run what the document's diff under a heading leads to, or starts from."""
+        """Execute the document's diff under a heading: its result, or if "plain" its begin."""
         (diff,) = diffs(heading)
         own = {"resume": self.resume, "path": self.directory, "first_epoch": int(self.resume)}
         shown(
@@ -142,7 +148,7 @@ def timm(job: Job) -> None:
 
 
 def run_timm(job: Job, diff: str) -> Run:
-    """Train with ``--opt muon`` in timm's own task, saved and resumed by timm's own functions."""
+    """Train with ``--opt muon`` in timm's task. Timm's functions save and resume it."""
     from timm.models import VisionTransformer, resume_checkpoint
     from timm.optim import create_optimizer_v2
     from timm.scheduler import create_scheduler_v2
@@ -244,7 +250,7 @@ OWN_GROUP = ("accelerate",)  # made by the loop itself
 
 
 def run(loop: str, phase: str, directory: Path) -> None:
-    """Train in a phase; write the losses of each job, by its name, to DIRECTORY/PHASE-RANK.pt."""
+    """Train the jobs of a phase. Write their losses, by name, to DIRECTORY/PHASE-RANK.pt."""
     if loop not in OWN_GROUP and not dist.is_initialized():
         dist.init_process_group("gloo")
     losses = {}

@@ -2,8 +2,9 @@
 
     loops_worker.py LOOP PHASE DIRECTORY
 
-LOOP is the name of a function below, which runs it without and with the document's lines and says what its runs must
-have in common, or of one in `loops_resumed`, which has the phases "killed" and "resumed", or of both.
+LOOP is the name of a function below, which runs the loop without and with the document's lines, and
+compares the runs. Or it is the name of a function in `loops_resumed`, which has the phases "killed"
+and "resumed". Or it is the name of both.
 """
 
 import functools
@@ -61,7 +62,7 @@ def accelerate() -> None:
     source = documents.before(diff)
     plain = train(source)
     takes_turns(train(documents.after(diff)), plain)
-    # The document warns of it: without a state it could not even run.
+    # The document warns of this: the hook is not run. Without a state it would fail.
     train(source, comm_hook=decoupled_hook).assert_like(plain)
     hooking = source.replace("for epoch", "hook(model, optimizer.optimizer)\nfor epoch")
     decoupled = train(hooking, gradient_as_bucket_view=True)
@@ -110,7 +111,7 @@ def lightning() -> None:
 
 
 class _Compiled(nn.Module):
-    """A module of somebody's own: the compiler leaves torch's own containers alone where nobody else calls them."""
+    """A user's module. The compiler skips torch's own containers if they are called directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +122,7 @@ class _Compiled(nn.Module):
 
 
 def compiled() -> None:
-    """With the quickest back end that splits the graph as the default one does."""
+    """Compile with a fast back end that splits the graph like the default one."""
     from torch._dynamo.utils import counters
 
     dist.init_process_group("gloo")
@@ -145,7 +146,7 @@ def compiled() -> None:
 
 
 def timm() -> None:
-    """The line behind timm's own ``prepare_distributed``, in a loop of timm's parts."""
+    """Run the line after timm's ``prepare_distributed``, in a loop of timm's functions."""
     dist.init_process_group("gloo")
     job = loops_resumed.Job("", Path.cwd())
     plain, hooked, pausing = (

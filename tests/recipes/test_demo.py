@@ -1,4 +1,4 @@
-"""The demo: its figures from made-up logs, and all of it in earnest, with few steps and small images."""
+"""The demo: its figures from made-up logs, and a complete run with few steps and small images."""
 
 import json
 import math
@@ -27,7 +27,7 @@ SMALL = ("--image-size", "16", "--batch-size", "32")
 
 
 def log(begin_s: float = 10.0) -> list[Any]:
-    """The log of a rank whose steps take one second each."""
+    """Return the log of a rank whose steps take one second each."""
     steps = [
         {
             "event": "step",
@@ -47,7 +47,7 @@ def outcome(begin_s: float, end_s: float) -> Outcome:
 
 
 def summary(crossover_s: float, unmanaged_s: float = 20.0) -> dict[str, Any]:
-    """Two jobs of 10 s each: computation 0.8 of the time, the wire busy for as long."""
+    """Return the figures of two jobs of 10 s each, with C and M of 0.8 of the time."""
     alone = {"a": outcome(0, 10), "b": outcome(20, 30)}
     together = {
         UNMANAGED: {"a": outcome(50, 50 + unmanaged_s), "b": outcome(50.5, 49 + unmanaged_s)},
@@ -65,7 +65,7 @@ def test_outcome_leaves_out_start_up_and_evaluation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("second", "digest", "said"),
+    ("second", "digest", "found"),
     [
         ((2.0, float("nan")), "d", []),
         ((2.0, 1.0), "d", ["job a, rank 1: other losses from step 1 on"]),
@@ -79,11 +79,11 @@ def test_outcome_leaves_out_start_up_and_evaluation() -> None:
     ],
 )
 def test_differences_name_job_rank_and_step(
-    second: tuple[float, ...], digest: str, said: list[str]
+    second: tuple[float, ...], digest: str, found: list[str]
 ) -> None:
     expected = Outcome(0, 1, [(2.0, 1.0), (2.0, float("nan"))], ["d", "d"], 0.9)
     got = Outcome(0, 1, [(2.0, 1.0), second], ["d", digest], 0.9)
-    assert differences({"a": expected}, {"a": got}) == said
+    assert differences({"a": expected}, {"a": got}) == found
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_verdict_follows_the_figures(crossover_s: float, unmanaged_s: float, mea
     assert "bit for bit" in sentence
 
 
-def test_differing_losses_are_the_verdict_and_stand_in_the_table() -> None:
+def test_different_losses_are_shown_in_verdict_and_table() -> None:
     figures = summary(16.0)
     figures["variants"][CROSSOVER]["differences"] = ["job a, rank 0: other losses from step 3 on"]
     figures |= {"identical": False, "dropped_packets": 0, "load_before": 2.5}
@@ -128,8 +128,8 @@ def test_differing_losses_are_the_verdict_and_stand_in_the_table() -> None:
 
 
 @pytest.mark.usefixtures("forked_lab")
-def test_all_of_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On an emulated network where there can be one."""
+def test_the_whole_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With an emulated network if this machine can have one."""
     is_shaped = lab.why_not_shaped() is None
     options = ["--ratio", "0.5"] if is_shaped else ["--unshaped"]
     with mock.patch.object(demo, "CALIBRATION_STEPS", 5):
@@ -149,7 +149,7 @@ def test_all_of_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_failing_job_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.object(lab.Cluster, "run", side_effect=lab.JobFailedError("my own words")):
         assert demo.main(["--out", str(tmp_path), "--unshaped", "--steps", "5"]) == 1
-    said = capsys.readouterr().out
-    assert "my own words" in said
-    assert "No network is emulated: --unshaped was given." in said
-    assert "no speed-up" in said
+    shown = capsys.readouterr().out
+    assert "my own words" in shown
+    assert "No network is emulated: --unshaped was given." in shown
+    assert "no speed-up" in shown

@@ -1,4 +1,4 @@
-"""Commands in the README and in docs/ name what is there; those that can be made short run.
+"""Commands in the README and in docs/ name existing scripts and options. Short ones are run.
 
 A command is an indented line that begins with one of `PROGRAMS`.
 """
@@ -34,7 +34,7 @@ PROGRAMS = (
     "pip",
 )
 TINY = "--steps 2 --image-size 32 --batch-size 4 --model-option 'channels=(8,8,16,16)'"
-# By the beginning of the command, what makes it short; of two arguments the last one wins.
+# Arguments that shorten a command, by its beginning. They override earlier ones.
 SHORTER = {
     "crossover-ddp status": "",
     f"torchrun --nproc-per-node 2 {TRAIN} --model timm:resnet18 --hook crossover": TINY,
@@ -60,13 +60,19 @@ SHORT = sorted(each for each in FOUND if each.startswith(tuple(SHORTER)))
 
 
 def test_commands_are_found() -> None:
-    text = "text\n\n    make it\n    python a.py \\\n        --b 1   # why\n    X=1 torchrun c.py\n    | a | table |\n"
+    text = (
+        "text\n\n    make it\n    python a.py \\\n        --b 1   # why\n"
+        "    X=1 torchrun c.py\n    | a | table |\n"
+    )
     assert list(commands(text)) == ["make it", "python a.py --b 1", "X=1 torchrun c.py"]
     assert [key for key in SHORTER if not any(command.startswith(key) for command in FOUND)] == []
 
 
 def missing(command: str) -> str | None:
-    """Say what a command names that is not there: a script, a module of ours, a sub-command, a claim, a target."""
+    """Return a name in a command that does not exist, if any.
+
+    It may be a script, a module of this project, a sub-command, a claim or a target.
+    """
     words = [word for word in shlex.split(command) if "=" not in word or word.startswith("-")]
     program, *rest = words
     if program == "python":
@@ -93,7 +99,7 @@ def missing(command: str) -> str | None:
     return None
 
 
-def test_commands_name_what_is_there() -> None:
+def test_commands_name_existing_scripts_and_options() -> None:
     gone = ["make nothing", "python recipes/no.py", "crossover-ddp no", "python -m tests.no"]
     assert all(map(missing, [*gone, f"torchrun {TRAIN} --hook no"]))
     assert {command: found for command in sorted(FOUND) if (found := missing(command))} == {}
@@ -113,26 +119,10 @@ def test_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.timeout(120)
 def test_a_job_under_torchrun_is_measured_and_ended(capfd: pytest.CaptureFixture[str]) -> None:
-    script = [
-        str(RECIPES / "train.py"),
-        "--preset",
-        "tiny",
-        "--hook",
-        "decoupled",
-        "--optimizer",
-        "sgd",
-    ]
-    endless = ["--steps", "1000001", "--threads", "1", "--eval-every", "0"]
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        *script,
-        *endless,
-    ]
-    code = cli.main(["advise", "--json", "--steps", "17", "--", *launch])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    script = [str(RECIPES / "train.py"), "--preset", "tiny", "--hook", "decoupled"]
+    endless = ["--steps", "1000001", "--threads", "1", "--eval-every", "0", "--optimizer", "sgd"]
+    code = cli.main(["advise", "--json", "--steps", "17", "--", *launch, *script, *endless])
     out, err = capfd.readouterr()
     assert code == 0, err
     found = json.loads(out)["figures"]

@@ -1,4 +1,4 @@
-"""The emulated cluster: nodes, links, jobs; what fails is said, and nothing is left behind."""
+"""The emulated cluster: nodes, links and jobs, error messages, and nothing left behind."""
 
 import json
 import os
@@ -42,14 +42,16 @@ SHOW_ENVIRONMENT = """
 import json, os
 prefixes = ("CROSSOVER_", "MASTER_", "GLOO_", "OMP_", "RANK", "WORLD_", "LOCAL_")
 names = [n for n in os.environ if n.startswith(prefixes)]
-print(json.dumps({**{n: os.environ[n] for n in names}, "cores": sorted(os.sched_getaffinity(0)),
-                  "net": os.stat("/proc/self/ns/net").st_ino, "session": os.getsid(0) == os.getpid()}))
+cores, namespace = sorted(os.sched_getaffinity(0)), os.stat("/proc/self/ns/net").st_ino
+own = {"cores": cores, "net": namespace, "session": os.getsid(0) == os.getpid()}
+print(json.dumps({**{n: os.environ[n] for n in names}, **own}))
 """
 # Every rank sends zeros to the next one.
 RING = """
 import sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
-rank, world, found = dist.get_rank(), dist.get_world_size(), torch.ones(int(sys.argv[1]), dtype=torch.uint8)
+rank, world = dist.get_rank(), dist.get_world_size()
+found = torch.ones(int(sys.argv[1]), dtype=torch.uint8)
 began = time.monotonic()
 sending = dist.isend(torch.zeros_like(found), (rank + 1) % world)
 dist.recv(found, (rank - 1) % world)
@@ -59,13 +61,14 @@ dist.barrier()
 dist.destroy_process_group()
 print(int((found == 0).sum()), taken_s)
 """
-# Says that it is ready, with a child that has left its session and does not mind SIGTERM.
+# Writes a file when it is ready. It has a child in another session, and both ignore SIGTERM.
 STUBBORN = """
 import os, pathlib, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen(["sleep", "300"], start_new_session=True)
 path = pathlib.Path(sys.argv[1], os.environ["RANK"])
-path.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}"); path.with_suffix(".new").rename(path)
+path.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
+path.with_suffix(".new").rename(path)
 time.sleep(300)
 """
 
@@ -85,7 +88,9 @@ def python(script: str, *arguments: object) -> list[str]:
     ("on_links", "per_node", "pin"),
     [pytest.param(True, 2, "core", marks=NEEDS_ROOT), (False, 1, "core"), (False, 2, "none")],
 )
-def test_ranks_find_their_place(on_links: bool, per_node: int, pin: Any, tmp_path: Path) -> None:
+def test_ranks_have_the_variables_and_cores_of_their_node(
+    on_links: bool, per_node: int, pin: Any, tmp_path: Path
+) -> None:
     jobs = [
         Job("a", python(SHOW_ENVIRONMENT)),
         Job("b", python(SHOW_ENVIRONMENT), {"OMP_NUM_THREADS": "2"}),
@@ -115,13 +120,13 @@ def test_ranks_find_their_place(on_links: bool, per_node: int, pin: Any, tmp_pat
     assert seen["a", 0]["MASTER_PORT"] == seen["a", 1]["MASTER_PORT"] != seen["b", 0]["MASTER_PORT"]
     assert (seen["a", 0]["OMP_NUM_THREADS"], seen["b", 0]["OMP_NUM_THREADS"]) == ("1", "2")
     assert len({v["net"] for v in seen.values()}) == (2 if on_links else 1)
-    told = json.loads((tmp_path / RUN_FILE).read_text())
-    assert (told["nodes"], told["ranks_per_node"]) == (2, per_node)
+    record = json.loads((tmp_path / RUN_FILE).read_text())
+    assert (record["nodes"], record["ranks_per_node"]) == (2, per_node)
 
 
 @needs_root
 @pytest.mark.usefixtures("forked_lab")
-def test_nodes_reach_the_next_at_a_rate_that_can_change_and_bytes_are_counted(
+def test_links_obey_a_changed_rate_and_count_bytes(
     tmp_path: Path,
 ) -> None:
     size_bytes = 20_000_000  # 32 s at 5 Mbit/s
@@ -147,13 +152,13 @@ def test_nodes_reach_the_next_at_a_rate_that_can_change_and_bytes_are_counted(
 def test_goodput_is_the_rate() -> None:
     with Cluster(rate_mbit=200) as cluster:
         figures = lab.measure(cluster, duration_s=0.4)
-    # The machine may be busy with other things: low is no failure of the link, high is.
+    # On a busy machine the goodput may be low. Only a high one is a failure of the link.
     assert 0.85 < figures["goodput_per_rate"] < 1.02
     assert figures["latency_ms"] < 50
     assert figures["dropped_packets"] == 0
 
 
-def test_a_link_is_measured_in_a_time_that_grows_with_the_message() -> None:
+def test_the_timeout_of_a_link_measurement_grows_with_the_message() -> None:
     with mock.patch.object(Cluster, "run", side_effect=LabError) as run, pytest.raises(LabError):
         lab.measure(Cluster(), duration_s=60.0)
     assert run.call_args.args[1] > 8 * 60.0
@@ -169,7 +174,7 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_failing_rank_speaks_also_if_its_peer_ends_first_and_the_others_are_ended(
+def test_the_error_of_a_failing_rank_is_shown_even_if_its_peer_ends_first(
     tmp_path: Path,
 ) -> None:
     jobs = [Job("bad", python(FAILING)), Job("good", ["sleep", "300"])]
@@ -193,21 +198,16 @@ def test_a_run_that_takes_too_long_is_ended_with_all_its_children(tmp_path: Path
             cluster.run([Job("slow", python(STUBBORN, tmp_path))], 1, out=tmp_path / "out")
         rank, child = map(int, (tmp_path / "0").read_text().split())
         assert gone(rank)
-        assert not gone(child)  # it left the session: only the mark finds it, at the end
+        assert not gone(child)  # it has left the session, and is found by its mark at the end
     assert eventually(lambda: gone(child))
 
 
 def start_lab(tmp_path: Path, *, on_links: bool) -> "subprocess.Popen[str]":
     """Start the command line with two stubborn ranks, and return when both are ready."""
     command = f"a: python -c '{STUBBORN}' {tmp_path}"
-    words = [
-        "run",
-        "--out",
-        str(tmp_path / "out"),
-        "--job",
-        command,
-        *([] if on_links else ["--unshaped"]),
-    ]
+    words = ["run", "--out", str(tmp_path / "out"), "--job", command]
+    if not on_links:
+        words.append("--unshaped")
     process = subprocess.Popen(
         [sys.executable, str(RECIPES / "lab"), *words],
         stderr=subprocess.PIPE,
@@ -230,7 +230,7 @@ def test_interrupted_labs_clean_up(tmp_path: Path) -> None:
     process = start_lab(tmp_path, on_links=_REASON is None)
     assert bool(namespaces_of(process.pid)) == (_REASON is None)
     process.send_signal(signal.SIGTERM)
-    for _ in range(10):  # impatient users press it again and again
+    for _ in range(10):  # an impatient user presses Ctrl-C repeatedly
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
@@ -241,20 +241,20 @@ def test_interrupted_labs_clean_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["command", "next lab"])
-def test_what_a_killed_lab_leaves_is_cleaned(how: str, tmp_path: Path, capsys: Any) -> None:
+def test_the_remains_of_a_killed_lab_are_removed(how: str, tmp_path: Path, capsys: Any) -> None:
     on_links = _REASON is None and how == "command"
     process = start_lab(tmp_path, on_links=on_links)
     process.kill()
     process.communicate(timeout=60)
     ranks, children = pids(tmp_path)[0::2], pids(tmp_path)[1::2]
-    assert eventually(lambda: all(gone(rank) for rank in ranks))  # they die with the lab
+    assert eventually(lambda: all(gone(rank) for rank in ranks)), "they die with the lab"
     assert not any(gone(child) for child in children)
     assert bool(namespaces_of(process.pid)) == on_links
     if how == "command":
         assert command.main(["clean"]) == 0
-        said = capsys.readouterr().out
-        assert said.count("removed process") >= 2
-        assert ("removed namespace" in said) == on_links
+        shown = capsys.readouterr().out
+        assert shown.count("removed process") >= 2
+        assert ("removed namespace" in shown) == on_links
     else:
         with Cluster(shaped=False):
             pass
@@ -263,7 +263,7 @@ def test_what_a_killed_lab_leaves_is_cleaned(how: str, tmp_path: Path, capsys: A
 
 
 @needs_root
-def test_cleaning_spares_running_labs_and_what_is_not_a_labs() -> None:
+def test_cleaning_spares_running_labs_and_foreign_namespaces() -> None:
     foreign = f"crossover-labour-{os.getpid()}"
     subprocess.run(["ip", "netns", "add", foreign], check=True, timeout=60)
     try:
@@ -284,14 +284,14 @@ def test_only_living_labs_namespaces_are_known_by_name() -> None:
         LabId.parse(str(own)) == LabId.parse(f"{own}-node3") == LabId.parse(f"{own}-switch") == own
     )
     later = replace(own, start_ticks=own.start_ticks + 1)
-    assert not later.alive()  # its number has been given again
-    assert replace(later, pid_namespace=1).alive()  # as far as can be seen from here
+    assert not later.alive()  # a later process with the same id
+    assert replace(later, pid_namespace=1).alive()  # not visible from here
     assert LabId.parse("crossover-lab-1-2-3-4-node0x") is None
     with pytest.raises(ValueError, match="expected a lab's namespace, got name='default'"):
         network.delete_namespace("default")
 
 
-def test_without_root_it_is_said_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_the_error_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_has_network_admin", lambda: False)
     with (
         pytest.raises(
@@ -305,26 +305,12 @@ def test_without_root_it_is_said_what_would_help(monkeypatch: pytest.MonkeyPatch
 
 def test_the_command_takes_ranks_per_node_and_a_single_node_is_not_shaped(tmp_path: Path) -> None:
     job = "a: bash -c 'echo $RANK'"
-    words = [
-        "run",
-        "--nodes",
-        "1",
-        "--ranks-per-node",
-        "3",
-        "--out",
-        str(tmp_path),
-        "--json",
-        "--job",
-        job,
-    ]
-    assert command.main(words) == 0
-    assert [path.read_text() for path in sorted((tmp_path / "a").glob("*.log"))] == [
-        "0\n",
-        "1\n",
-        "2\n",
-    ]
-    told = json.loads((tmp_path / RUN_FILE).read_text())
-    assert (told["nodes"], told["rate_mbit"], told["sent_bytes"]) == (1, None, [0])
+    words = ["run", "--nodes", "1", "--ranks-per-node", "3", "--out", str(tmp_path)]
+    assert command.main([*words, "--json", "--job", job]) == 0
+    logs = [path.read_text() for path in sorted((tmp_path / "a").glob("*.log"))]
+    assert logs == ["0\n", "1\n", "2\n"]
+    record = json.loads((tmp_path / RUN_FILE).read_text())
+    assert (record["nodes"], record["rate_mbit"], record["sent_bytes"]) == (1, None, [0])
 
 
 @pytest.mark.parametrize(
@@ -354,7 +340,7 @@ def test_an_unshaped_cluster_has_no_rate_and_refuses_jobs_that_it_cannot_run(
     with Cluster(shaped=False) as cluster:
         assert cluster.rate_mbit is None
         assert cluster.sent_bytes() == [0, 0]
-        with pytest.raises(LabError, match="has no links and so cannot have a rate"):
+        with pytest.raises(LabError, match="has no links, so it has no rate"):
             cluster.set_rate(100)
         with pytest.raises(ValueError, match="expected a shaped cluster"):
             lab.measure(cluster)
@@ -366,7 +352,7 @@ def test_an_unshaped_cluster_has_no_rate_and_refuses_jobs_that_it_cannot_run(
 
 @pytest.fixture
 def noted() -> Iterator[list[int]]:
-    """Handlers of the three signals that note them and raise, as Ctrl-C does."""
+    """Install handlers of the three signals that record them and raise, as Ctrl-C does."""
     numbers: list[int] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -379,10 +365,10 @@ def noted() -> Iterator[list[int]]:
         signal.signal(number, each)
 
 
-def test_each_signal_that_came_has_its_effect_behind_the_outer_block(noted: list[int]) -> None:
+def test_each_held_back_signal_is_delivered_after_the_outer_block(noted: list[int]) -> None:
     before = [signal.getsignal(number) for number in ENDINGS]
     ended = threading.Event()
-    # The kernel gives a signal for the process to the main thread if that does not mask it, else to this one.
+    # If the main thread masks a signal the kernel delivers it to this thread.
     other = threading.Thread(target=ended.wait)
     other.start()
     with pytest.raises(InterruptedError), undisturbed():

@@ -1,4 +1,4 @@
-"""What a run says, worked out from made-up step logs and spans: shares of devices, hand-overs, figures, the picture."""
+"""Figures of made-up step logs and spans: shares of devices, hand-overs, studies, the picture."""
 
 import json
 import shlex
@@ -27,7 +27,7 @@ def span(job: str, kind: str, begin_s: float, end_s: float, *, rank: int = 0) ->
 
 
 def siblings(turns: int = 10) -> list[TimelineSpan]:
-    """Two jobs that alternate: 1 s of computation, 0.5 s of exchange, then waiting for the other's end."""
+    """Two jobs that alternate: 1 s of computation, 0.5 s of exchange, 0.5 s of waiting."""
     parts = {"compute": (0.0, 0.999), "exchange": (0.999, 1.5), "wait": (1.5, 2.0)}
     spans = [
         span("ab"[turn % 2], kind, turn + begin_s, turn + end_s, rank=rank)
@@ -59,7 +59,7 @@ def test_bound_of_two_equal_jobs(
     assert bound([(busy_s, step_s, wire_s)] * 2) == pytest.approx(expected)
 
 
-def test_rate_makes_the_wire_take_the_share_of_the_computation_asked_for() -> None:
+def test_rate_for_gives_the_wanted_ratio_of_wire_to_compute() -> None:
     assert rate_for(0.5, compute_s=0.2, wire_bytes=1e6) == pytest.approx(80)
 
 
@@ -77,7 +77,7 @@ def test_rate_makes_the_wire_take_the_share_of_the_computation_asked_for() -> No
         (lambda: draw([], Path("x.svg")), "expected spans, got none"),
     ],
 )
-def test_what_cannot_be_worked_out_is_refused(made: Callable[[], object], message: str) -> None:
+def test_wrong_figures_are_refused(made: Callable[[], object], message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         made()
 
@@ -115,7 +115,7 @@ def test_beside_a_sibling_computation_comes_from_spans_and_wire_bytes_are_unknow
     assert figures.handover.median_s == pytest.approx(0.001)
 
 
-def test_a_run_says_how_busy_links_and_devices_were_and_is_drawn(tmp_path: Path) -> None:
+def test_a_run_reports_the_use_of_links_and_devices_and_is_drawn(tmp_path: Path) -> None:
     record = {"nodes": 2, "rate_mbit": 200.0, "mtu": 9000, "devices": ["device0"], "dropped": 0}
     record |= {
         "jobs": {"a": {}, "b": {}},
@@ -132,13 +132,14 @@ def test_a_run_says_how_busy_links_and_devices_were_and_is_drawn(tmp_path: Path)
     assert lab.draw_run(run).read_bytes().startswith(b"\x89PNG")
 
 
-# Writes what train.py would, up to where it is killed.
+# Writes a log as train.py, killed within a record.
 STEPS = """
 import json, os
 path = os.path.join(os.environ["CROSSOVER_LAB_DIR"], "rank" + os.environ["RANK"] + ".jsonl")
 counted = dict(event="step", core_busy_s=0.5, wire_bytes=0)
 with open(path, "w") as log:
-    log.writelines(json.dumps(dict(counted, step=i, begin_s=i, end_s=i + 1)) + chr(10) for i in range(9))
+    for i in range(9):
+        log.write(json.dumps(dict(counted, step=i, begin_s=i, end_s=i + 1)) + chr(10))
     log.write("{")
 """
 
@@ -160,7 +161,7 @@ def test_command_line_from_job_to_result(
     assert "expected a job as 'name: command'" in capsys.readouterr().err
 
 
-def test_rates_are_read() -> None:
+def test_rates_are_parsed() -> None:
     for text, mbit in (("200mbit", 200), ("1gbit", 1000), ("2.5", 2.5), ("500 Kbit", 0.5)):
         assert command.parse_rate(text) == mbit
     for text in ("", "fast", "200 mbyte", "-5mbit"):
@@ -189,14 +190,14 @@ def test_shares_are_of_the_time_in_which_all_jobs_were_active() -> None:
 
 
 def test_a_long_run_without_siblings_is_quick() -> None:
-    """Quadratic work in it would take minutes, and the test's time limit is one."""
+    """Quadratic work would take minutes, and the time limit of a test is one."""
     alone = [each for each in siblings(10_000) if each.job == "a"]
     assert handovers_s([span("b", "compute", 0.0, 0.5), *alone], "a") == []
 
 
-def test_names_and_shares_are_written_in_the_picture_of_the_middle(tmp_path: Path) -> None:
+def test_the_picture_has_names_and_shares_of_the_middle(tmp_path: Path) -> None:
     path = draw(siblings(10), tmp_path / "deep" / "x.svg", title="title")
-    # matplotlib draws glyphs, and says which in comments
+    # Matplotlib draws glyphs, and writes the texts in comments.
     written = "".join(path.read_text().split("<!--")[1:])
     names = ("device0", "device1", "job a", "job b", "title", "waits for its turn")
     assert all(f" {each}" in written for each in (*names, "busy 100%", "idle 0%"))
@@ -214,7 +215,7 @@ def test_a_lone_job_takes_the_mean_of_its_steps() -> None:
 
 
 def test_siblings_are_timed_while_both_train() -> None:
-    """One begins later and ends later; in between they make three steps in two seconds."""
+    """One begins later and ends later. In between they make three steps in two seconds."""
     first, second = steps([1.0] * 10), steps([2.0] * 10, 2.5)
     assert batch_s([first, second], PLAIN) == pytest.approx(2 / 3)
     with pytest.raises(ValueError, match="expected jobs that train at the same time"):
@@ -248,7 +249,7 @@ def test_ratios_are_of_one_repeat_and_over_the_best_of_the_plain_ways() -> None:
 
 @pytest.mark.parametrize("name", CLAIMS)
 def test_every_claim_has_a_row_and_its_ways_can_be_started(name: str) -> None:
-    """C, N, M and bytes are of its first way, whose job must therefore have the counters for itself."""
+    """C, N, M and bytes are those of its first way, which must therefore have one job."""
     claim = CLAIMS[name]
     runs = [{way: Trained(2.0, 1.0, 1e6, {}) for way in claim.ways}]
     row = summarize(claim, runs, rate_mbit=8.0, compute_s=1.0)
@@ -266,7 +267,7 @@ def test_every_claim_has_a_row_and_its_ways_can_be_started(name: str) -> None:
         )
 
 
-def test_a_claim_that_needs_a_checkout_says_so(
+def test_a_claim_that_needs_a_checkout_is_refused_without_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert peer.HOOKS is HOOKS

@@ -1,7 +1,7 @@
 """Other people's training loops with the lines that docs/loops.md shows, in two ranks on gloo.
 
-A worker runs each loop without and with the lines; it must end, and leave nothing behind. Of loops that save it goes on
-until it is killed in the middle of an epoch, and another worker resumes that.
+A worker runs each loop without and with the lines. It must end, and leave nothing behind. Loops
+that save checkpoints are killed in the middle of an epoch, and another worker resumes them.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ WORKER = Path(__file__).with_name("loops_worker.py")
 TIMEOUT_S = 150.0
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
-    "ACCELERATE_USE_CPU": "true",  # as `accelerate launch --cpu` sets it
+    "ACCELERATE_USE_CPU": "true",  # set by `accelerate launch --cpu`
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -45,7 +45,7 @@ def work(loop: str, phase: str, directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_with_the_documents_lines_trains_and_goes_on(loop: str, tmp_path: Path) -> None:
+def test_a_loop_with_the_documents_lines_trains_and_resumes(loop: str, tmp_path: Path) -> None:
     if any(importlib.util.find_spec(package) is None for package in LOOPS[loop]):
         pytest.skip(f"needs {LOOPS[loop]}: pip install '.[loops]'")
     saves = loop in ("accelerate", "lightning", "timm", "imagenet", "distributed_checkpoint")

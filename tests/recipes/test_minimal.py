@@ -1,4 +1,4 @@
-"""The recipes that people copy: short, complete, and with the losses of plain DDP."""
+"""The minimal recipes, which users copy: their losses are those of plain DDP."""
 
 import re
 import uuid
@@ -19,7 +19,7 @@ def losses(output: str) -> list[str]:
 
 
 def train(name: str, *args: str, environment: dict[str, str] | None = None) -> str:
-    """Return what two ranks have printed, of whom one says the losses."""
+    """Run a recipe in two ranks. Return their output: one of them prints the losses."""
     with spawn_script(
         RECIPES / f"minimal_{name}.py", 2, args=args, environment=environment, forked=True
     ) as ranks:
@@ -33,16 +33,17 @@ def plain() -> list[str]:
     return found
 
 
-def test_a_compressed_job_learns_in_a_quarter_of_the_bytes(plain: list[str]) -> None:
+def test_a_compressed_job_learns_with_a_quarter_of_the_bytes(plain: list[str]) -> None:
     printed = train("compressed")
     loss, (rate,) = losses(printed)[0], re.findall(r"rate ([0-9.]+)", printed)
     assert loss != plain[0]
-    # Of one batch, at a high learning rate: by rounding alone it differs by a quarter; without learning it is 2.3.
+    # The loss of one batch at a high learning rate differs by a quarter through rounding alone.
+    # Without learning it is 2.3.
     assert float(loss) < 0.5
     assert 0.25 < float(rate) < 0.27
 
 
-def test_they_import_public_names_only() -> None:
+def test_minimal_recipes_import_only_public_names() -> None:
     for path in RECIPES.glob("minimal_*.py"):
         assert not re.search(r"(from|import) +(crossover_ddp\._|_[a-z]|lab)", path.read_text()), (
             path
@@ -65,13 +66,13 @@ def test_siblings_have_the_losses_of_plain_ddp(plain: list[str]) -> None:
 def test_decoupled_has_the_losses_of_plain_ddp(plain: list[str]) -> None:
     output = train("decoupled")
     assert losses(output) == plain
-    assert "looked at" not in output, "a loop that looks at nothing is not warned"
+    assert "looked at" not in output, "this loop reads no gradients, so it is not warned"
 
 
-# Of one batch; plain SGD's was 0.033, and 2.3 before training. How often elastic replicas meet depends on their pace:
-# 0.007 to 0.30 in a dozen runs. K-FAC's was 1e-5.
+# Limits of the loss of one batch. It was 2.3 before training, 0.033 with plain SGD, 1e-5 with
+# K-FAC. With elastic averaging it depends on the replicas' pace: 0.007 to 0.30 in a dozen runs.
 @pytest.mark.parametrize(
-    ("name", "arguments", "limit", "said"),
+    ("name", "arguments", "limit", "shown"),
     [
         ("averaging", [], 0.2, ""),
         ("averaging", ["--elastic"], 1.0, ""),
@@ -79,13 +80,13 @@ def test_decoupled_has_the_losses_of_plain_ddp(plain: list[str]) -> None:
         ("pipeline", ["--max-replicas", "1"], 1.0, "micro-batches"),
     ],
 )
-def test_it_learns(name: str, arguments: list[str], limit: float, said: str) -> None:
+def test_a_minimal_recipe_learns(name: str, arguments: list[str], limit: float, shown: str) -> None:
     printed = train(name, *arguments)
-    assert said in printed
+    assert shown in printed
     assert float(losses(printed)[-1]) < limit
 
 
-def test_muon_has_the_losses_of_plain_ddp_and_saves_what_torch_loads(tmp_path: Path) -> None:
+def test_muon_has_the_losses_of_plain_ddp_and_saves_a_checkpoint_for_torch(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     output = train("muon", "--checkpoint", str(path))
     assert losses(output) == losses(train("muon", environment=PLAIN))

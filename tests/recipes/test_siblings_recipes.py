@@ -1,6 +1,7 @@
-"""Recipes for several jobs: an Optuna study, two steps of a Slurm allocation, a pod. What they start is one group.
+"""Recipes for several jobs: an Optuna study, two steps of a Slurm allocation, a pod.
 
-Stand-ins take the place of torchrun, and of Slurm, which is not here: of Slurm's options only `--output` is acted on.
+The jobs of each are one group. Stand-ins replace torchrun and Slurm. The stand-in of Slurm ignores
+all options but `--output`.
 """
 
 import os
@@ -23,12 +24,13 @@ ROOT = RECIPES.parent
 SLURM, POD = (RECIPES / f"siblings_{name}" for name in ("slurm.sh", "pod.yaml"))
 WHY_NOT = why_no_container("users")
 STAND_INS = {
-    # Notes how it was started, and that it came to its end; the loss is the learning rate.
+    # Writes its arguments to a file. The loss is the learning rate.
     "torchrun": f"""#!{sys.executable}
 import os, pathlib, sys, time
 lr = sys.argv[sys.argv.index("--lr") + 1]
 note = pathlib.Path(os.environ["NOTES"], f"{{lr}} on {{os.environ.get('NODE', '0')}}")
-note.write_text(" ".join([os.environ["CROSSOVER_GROUP"], os.environ.get("PET_MASTER_PORT", ""), *sys.argv[1:]]))
+own = [os.environ["CROSSOVER_GROUP"], os.environ.get("PET_MASTER_PORT", "")]
+note.write_text(" ".join([*own, *sys.argv[1:]]))
 for epoch in range(3):
     print(f"epoch {{epoch}}: loss {{lr}}", flush=True)
     time.sleep(999 if lr in os.environ.get("WAITING", "").split() else 0)
@@ -66,19 +68,22 @@ class Place:
         self.environment = {**kept, **own, "PYTHONPATH": str(ROOT)}
 
     def run(self, *words: str, code: int = 0, **more: str) -> None:
-        """Run a command, which ends with this code."""
+        """Run a command, and assert its exit code."""
         done = subprocess.run(
             words, env={**self.environment, **more}, cwd=self.directory, timeout=240, check=False
         )
         assert done.returncode == code
 
     def notes(self) -> list[str]:
-        """Return how each torchrun was started: its group, its port and its words."""
+        """Return the group, the port and the arguments of each torchrun."""
         return [each.read_text() for each in sorted((self.directory / "notes").iterdir())]
 
 
 def study(place: Place, *words: str, **more: str) -> list[tuple[str, str, float | None]]:
-    """Run the recipe, here: to import Optuna takes a while; return of each trial its end, learning rate and value."""
+    """Run the recipe in this process, since importing Optuna takes a while.
+
+    Return the state, the learning rate and the value of each trial.
+    """
     optuna = pytest.importorskip("optuna", reason="optuna is not installed: pip install optuna")
     import siblings_optuna
 
@@ -88,7 +93,7 @@ def study(place: Place, *words: str, **more: str) -> list[tuple[str, str, float 
         mock.patch.dict(os.environ, {**place.environment, **more}, clear=True),
         mock.patch.object(sys, "argv", given),
     ):
-        patch.chdir(place.directory)  # where the study is by default
+        patch.chdir(place.directory)  # the default storage is in the working directory
         siblings_optuna.main()
     found = optuna.load_study(
         study_name="siblings", storage=f"sqlite:///{place.directory}/siblings.db"
@@ -96,7 +101,7 @@ def study(place: Place, *words: str, **more: str) -> list[tuple[str, str, float 
     return [(trial.state.name, str(trial.params["lr"]), trial.value) for trial in found.trials]
 
 
-def test_a_study_prunes_and_goes_on(tmp_path: Path) -> None:
+def test_a_study_prunes_trials_and_can_be_continued(tmp_path: Path) -> None:
     words, place = ("--trials", "9", "--at-once", "1"), Place(tmp_path / "first", "torchrun")
     trials = study(place, *words)
     complete = {lr: value for state, lr, value in trials if state == "COMPLETE"}
@@ -104,13 +109,13 @@ def test_a_study_prunes_and_goes_on(tmp_path: Path) -> None:
     pruned = [lr for state, lr, _ in trials if state == "PRUNED"]
     assert pruned
     assert {note.split()[0] for note in place.notes()} == {os.environ["CROSSOVER_GROUP"]}
-    assert len(study(place, "--trials", "1")) == 10, "the same line goes on with the study"
-    # The same trials, but those that are pruned would go on for ever.
+    assert len(study(place, "--trials", "1")) == 10, "the same command continues the study"
+    # The same trials, but jobs that are not ended when they are pruned run forever.
     again = study(Place(tmp_path / "again", "torchrun"), *words, WAITING=" ".join(pruned))
     assert [state for state, *_ in again] == [state for state, *_ in trials]
 
 
-def test_a_trial_that_fails_ends_alone_and_siblings_have_a_group(tmp_path: Path) -> None:
+def test_a_failed_trial_does_not_end_the_study_and_siblings_have_a_group(tmp_path: Path) -> None:
     place = Place(tmp_path, "torchrun")
     del place.environment["CROSSOVER_GROUP"]
     ((_, lr, _),) = study(place, "--trials", "1", "--at-once", "1")
@@ -123,7 +128,7 @@ def test_a_trial_that_fails_ends_alone_and_siblings_have_a_group(tmp_path: Path)
     assert all(group.startswith("study-") for group in groups)
 
 
-def test_steps_of_an_allocation_are_one_group_and_one_that_fails_ends_no_other(
+def test_steps_of_an_allocation_are_one_group_and_a_failed_one_ends_no_other(
     tmp_path: Path,
 ) -> None:
     place = Place(tmp_path, *STAND_INS)
@@ -132,8 +137,8 @@ def test_steps_of_an_allocation_are_one_group_and_one_that_fails_ends_no_other(
     place.run("bash", str(SLURM), "train.py", "--name", "two words", code=3, **given)
     one, its_other_node, other, _ = place.notes()
     assert one == its_other_node
-    words = "slurm-77  --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-id 77-{0} --rdzv-endpoint "
-    words += "machine0:{1} train.py --name two words --lr {2}"
+    words = "slurm-77  --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-id 77-{0} "
+    words += "--rdzv-endpoint machine0:{1} train.py --name two words --lr {2}"
     assert [other, one] == [words.format(1, 29501, 0.1), words.format(2, 29502, 0.05)]
     for number in (1, 2):
         assert "epoch 2: loss" in (tmp_path / f"siblings-77-{number}.log").read_text()
@@ -186,9 +191,8 @@ def test_a_pod_that_is_deleted_ends_its_jobs(container: dict[str, Any], tmp_path
     try:
         assert eventually(lambda: len(list((tmp_path / "notes").iterdir())) == 2)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        (first,) = (
-            children.read_text().split()
-        )  # process 1 there, which has no default action for a signal
+        # It is process 1 in its namespace, for which signals have no default action.
+        (first,) = children.read_text().split()
         os.kill(int(first), signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
     finally:

@@ -1,4 +1,4 @@
-"""The training recipe, run as it is run in earnest, and its parts: models, data, schedule, meter, arguments."""
+"""The training recipe in real ranks, and its parts: models, data, schedule, meter, arguments."""
 
 import argparse
 import json
@@ -25,22 +25,12 @@ from tests.harness import run_ranks
 from tests.harness.groups import free_port
 
 WORLD = 2
-# BatchNorm, so that buffers are broadcast; several buckets; dropout, so that random state matters.
+# BatchNorm has buffers to broadcast, and dropout depends on the random state. Several buckets.
 CONVNET = [
     *("--model", "timm:resnet18", "--model-option", "channels=(8,8,16,16)"),
     *("--model-option", "drop_rate=0.1", "--bucket-cap-mb", "0.02"),
-    *(
-        "--image-size",
-        "32",
-        "--channels",
-        "1",
-        "--batch-size",
-        "8",
-        "--lr",
-        "0.05",
-        "--eval-every",
-        "0",
-    ),
+    *("--image-size", "32", "--channels", "1", "--batch-size", "8"),
+    *("--lr", "0.05", "--eval-every", "0"),
 ]
 GPT = [
     *("--model", "gpt", "--model-option", "dim=32", "--vocabulary", "512", "--context", "32"),
@@ -52,7 +42,7 @@ Record = dict[str, Any]
 
 
 def call_main(rank: int, world_size: int, arguments: Sequence[str]) -> None:
-    """Run the script's own main in a rank of the harness, which has torch and timm imported already."""
+    """Run the script's main in a rank of the harness, where torch and timm are imported already."""
     sys.argv[0] = "train.py"
     train.main(arguments)
 
@@ -103,7 +93,7 @@ def test_log_has_a_start_each_step_an_evaluation_and_an_end(reference: list[list
         assert times == sorted(times)
         assert all(each["cpu_s"] > 0 for each in steps)
         assert {**evaluation, "at_s": 0} == {**reference[0][-2], "at_s": 0}
-        right = evaluation["accuracy"] * 360  # of all test images, each once
+        right = evaluation["accuracy"] * 360  # each of the 360 test images counts once
         assert (evaluation["event"], right) == ("eval", pytest.approx(round(right)))
         assert (end["event"], end["steps"]) == ("end", 10)
     assert losses(reference[0]) != losses(reference[1]), "ranks see different images"
@@ -115,24 +105,17 @@ RESUMED = {
     "muon": [*SMALL_GPT, "--hook", "muon", "--optimizer", "muon", "--steps", "10"],
     "local_sgd": [
         *CONVNET,
-        "--hook",
-        "local_sgd",
-        "--delay",
-        "1",
-        "--fragments",
-        "4",
-        "--steps",
-        "10",
+        *("--hook", "local_sgd", "--delay", "1", "--fragments", "4", "--steps", "10"),
     ],
     "adamw": [*SMALL_GPT, "--context", "128", "--batch-size", "50", "--epochs", "2"],
 }
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_job_goes_on_from_its_checkpoint(
+def test_a_job_resumes_from_its_checkpoint(
     name: str, reference: list[list[Record]], tmp_path: Path
 ) -> None:
-    """One with epochs is stopped in its second; a checkpoint of replicas is one of their averages."""
+    """A job with epochs is stopped in its second. A checkpoint of replicas has their average."""
     arguments = RESUMED[name]
     stopped = ["--hook", "decoupled", "--checkpoint-every", "3"] if name == "decoupled" else []
     whole = train_ranks(arguments, tmp_path / "whole")
@@ -149,7 +132,7 @@ def test_a_job_goes_on_from_its_checkpoint(
     assert [*tmp_path.glob("checkpoint*")] == [tmp_path / "checkpoint"]
 
 
-def test_losses_fall_also_in_parts_of_batches_and_in_half_precision(tmp_path: Path) -> None:
+def test_losses_fall_with_accumulation_and_in_half_precision(tmp_path: Path) -> None:
     short = [*GPT, "--steps", "8", "--warmup-steps", "1"]
     whole = train_ranks(short, tmp_path / "whole")
     parts = train_ranks([*short, "--batch-size", "4", "--accumulate", "2"], tmp_path / "parts")
@@ -163,7 +146,7 @@ def test_losses_fall_also_in_parts_of_batches_and_in_half_precision(tmp_path: Pa
 
 
 def test_image_folder_trains_and_does_not_depend_on_workers(tmp_path: Path) -> None:
-    """With the first zeros, ones and twos in PNG files, one fourth of them for validation."""
+    """The images are the first zeros, ones and twos, as PNG files. A quarter is for validation."""
     digits = load_digits()
     chosen = [index for index in range(len(digits.target)) if digits.target[index] < 3][:80]
     for number, index in enumerate(chosen):
@@ -190,7 +173,7 @@ def test_models_are_found_by_name_and_learn_the_image_size(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(_models.PRESETS))
-def test_presets_have_the_size_they_promise(name: str, process_group: dist.ProcessGroup) -> None:
+def test_presets_have_the_documented_sizes(name: str, process_group: dist.ProcessGroup) -> None:
     preset = _models.PRESETS[name]
     data = _data.load_data(preset)
     inputs, targets = map(torch.stack, zip(*(data.train[index] for index in range(2)), strict=True))
@@ -218,7 +201,7 @@ def bucket_sizes(model, inputs, targets, cap_mb: float) -> list[int]:
     return sizes
 
 
-def test_gpt_shares_its_embedding_with_its_head_and_looks_only_back() -> None:
+def test_the_gpt_is_causal_and_shares_its_embedding_with_its_head() -> None:
     model = _models.TinyGPT(vocabulary=11, context=6, dim=8, depth=1, heads=2)
     assert sum(parameter.numel() == 11 * 8 for parameter in model.parameters()) == 1
     tokens = torch.arange(6)[None]
@@ -251,7 +234,7 @@ def test_bad_arguments_are_named(arguments: list[str], message: str, capsys: Any
     assert message in capsys.readouterr().err
 
 
-def test_what_cannot_be_trained_is_refused_with_a_hint() -> None:
+def test_unknown_models_and_wrong_sizes_are_refused_with_a_hint() -> None:
     with pytest.raises(
         ValueError, match=r"expected the name .* or torchvision.*'resnet81'.*mean .*resnet18"
     ):

@@ -18,7 +18,7 @@ from crossover_ddp._tuning.model import (
     EXACT,
     BucketTimes,
     CodecCost,
-    Link,
+    LinkModel,
     Workload,
     all_reduce_step_s,
     coded_step_s,
@@ -42,9 +42,9 @@ POINTS = st.tuples(st.integers(1, 10**8), st.floats(0, 1))
 def test_a_link_is_fitted_to_what_was_measured_and_never_pays_back(
     points: list[tuple[float, float]],
 ) -> None:
-    link = Link.fitted(points)
+    link = LinkModel.fitted(points)
     assert min(link.alpha_s, link.beta_s) >= 0
-    link = Link.fitted((size, 0.002 + 1e-8 * size) for size, _ in points)
+    link = LinkModel.fitted((size, 0.002 + 1e-8 * size) for size, _ in points)
     assert (link.alpha_s, link.beta_s) == (
         pytest.approx(0.002, rel=1e-3),
         pytest.approx(1e-8, rel=1e-3),
@@ -57,9 +57,9 @@ SPARSE = CodecCost(0.02, 0.6e-9, 0.8e-9)
 COSTS = (EXACT, HALF, INT8, SPARSE)
 
 
-def link(mbit: float) -> Link:
+def link(mbit: float) -> LinkModel:
     """Return a link of two ranks: half of the bytes in each direction and half."""
-    return Link(0.0, 8 / (mbit * 1e6) / 2)
+    return LinkModel(0.0, 8 / (mbit * 1e6) / 2)
 
 
 @given(

@@ -22,7 +22,7 @@ from crossover_ddp import (
     crossover_wrapper,
 )
 from crossover_ddp._averaging.late import Schedule
-from crossover_ddp._tuning.model import AveragingPlan, Link, plan_averaging
+from crossover_ddp._tuning.model import AveragingPlan, LinkModel, plan_averaging
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 from crossover_ddp.errors import CrossoverError
 from tests.harness.training import hooked
@@ -279,7 +279,7 @@ def test_other_loops_go_on(loop: Callable[[Any, torch.Tensor], object], static_g
 def test_a_plan_hides_the_wire(
     compute_s: float, size_bytes: float, alpha_s: float, beta_s: float
 ) -> None:
-    link = Link(alpha_s, beta_s)
+    link = LinkModel(alpha_s, beta_s)
     if 2 * link.half_s(size_bytes) > 1000 * compute_s:
         return
     plan = plan_averaging(compute_s, size_bytes, link)
@@ -290,10 +290,10 @@ def test_a_plan_hides_the_wire(
 
 
 def test_a_plan_takes_the_shortest_interval_if_there_is_one() -> None:
-    plan = plan_averaging(1.0, 3e6, Link(0.0, 0.5e-6))
+    plan = plan_averaging(1.0, 3e6, LinkModel(0.0, 0.5e-6))
     assert plan == AveragingPlan(4, 1, 4, 1.0, 1.0, 3.0)
-    assert plan_averaging(1.0, 0.5e6, Link(0.0, 0.5e-6)).sync_every == 2
+    assert plan_averaging(1.0, 0.5e6, LinkModel(0.0, 0.5e-6)).sync_every == 2
     # A start-up time as long as a step: everything at once.
-    assert plan_averaging(1.0, 1e6, Link(1.0, 0.5e-6)).fragments == 1
+    assert plan_averaging(1.0, 1e6, LinkModel(1.0, 0.5e-6)).fragments == 1
     with pytest.raises(ValueError, match="within 4096 steps"):
-        plan_averaging(1e-3, 1e9, Link(0.0, 1e-6))
+        plan_averaging(1e-3, 1e9, LinkModel(0.0, 1e-6))

@@ -1,4 +1,4 @@
-"""`crossover-ddp advise`: what it makes of figures, what it measures and refuses, that nothing of a run is left."""
+"""`crossover-ddp advise`: predictions from figures, measurements, refusals, no processes left."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp import cli
 from crossover_ddp.cli import advise as cli_advise
 from crossover_ddp.cli import step_meter
-from crossover_ddp.cli.advise import DECOUPLED, WAYS, Figures, figures, verdict
+from crossover_ddp.cli.advise import DECOUPLED, METHODS, Figures, figures, verdict
 from tests.harness import in_ranks
 from tests.harness.waiting import eventually, gone
 
@@ -42,24 +42,18 @@ def of(compute_s: float, exposed_s: float, wire_s: float) -> Figures:
             [1.5, 1.286, 1.5, 1.5],
             "crossover (two sibling jobs): 1.46× expected, 1.50× at best",
         ),
-        (
-            of(1.0, 2.0, 2.5),
-            [1.2, 1.2, 1.895, 3.0],
-            "crossover (two sibling jobs): 1.16×",
-        ),  # the wire limits
+        # The wire limits.
+        (of(1.0, 2.0, 2.5), [1.2, 1.2, 1.895, 3.0], "crossover (two sibling jobs): 1.16×"),
         (of(0.2, 2.0, 2.2), [1.0, 1.0, 1.886, 3.445], "a codec, Int8(): 3.10× expected"),
         (of(1.0, 1.3, 2.2), [1.045, 1.045, 1.605, 2.3], "a codec, Int8(): 2.07×"),
-        (
-            of(1.0, 0.2, 1.8),
-            [1.0, 1.0, 1.0, 1.2],
-            "a codec, Int8(): 1.08×",
-        ),  # M beyond C + N is noise
+        # M beyond C + N is noise.
+        (of(1.0, 0.2, 1.8), [1.0, 1.0, 1.0, 1.2], "a codec, Int8(): 1.08×"),
     ],
 )
 def test_bounds_and_verdict_follow_from_c_n_and_m(
     found: Figures, bounds: list[float], what: str
 ) -> None:
-    assert [way.bound(found) for way in WAYS] == pytest.approx(bounds, rel=1e-3)
+    assert [each.bound(found) for each in METHODS] == pytest.approx(bounds, rel=1e-3)
     assert DECOUPLED.expected(found) == pytest.approx(0.93 * bounds[1], rel=1e-3)
     assert verdict(found).startswith(what)
     shown = cli_advise._report(found)
@@ -69,8 +63,8 @@ def test_bounds_and_verdict_follow_from_c_n_and_m(
     assert "(60% backward)" in cli_advise._report(found._replace(backward_share=0.6))
 
 
-def test_the_rows_of_the_document_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """M/C and the bounds, at best, of siblings, decoupled training, fp16 and Int8."""
+def test_the_table_has_the_rows_of_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are M/C, and the bounds of siblings, decoupled training, fp16 and Int8."""
     text = (ROOT / "docs" / "choosing.md").read_text()
     written = re.findall(r"^\| ([\d.]+)" + r" \| ([\d.]+)" * 4 + r" \|", text, re.MULTILINE)
     assert len(written) == 7
@@ -128,14 +122,14 @@ LINK, NO_MODEL = (
         (f"-- true {'x' * 200_000}", 1, "Argument list too long"),
     ],
 )
-def test_models_are_built_and_what_cannot_be_advised_on_says_why(
+def test_models_are_built_by_name_and_wrong_arguments_are_refused(
     words: str, code: int, what: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for library in ("timm", "torchvision") if ":resnet" in words else ():
         pytest.importorskip(library, reason="torchvision and timm are in the extra 'recipes'")
     try:
         found = cli.main(["advise", *words.split()])
-    except SystemExit as error:  # of wrong usage
+    except SystemExit as error:  # wrong usage
         found = error.code
     assert (found, what in "".join(capfd.readouterr())) == (code, True)
 
@@ -159,7 +153,7 @@ def record(directory: Path, *ranks: list[dict[str, Any]]) -> Path:
     return directory
 
 
-def test_the_slowest_rank_computes_c_and_waits_are_nobodys(tmp_path: Path) -> None:
+def test_the_slowest_rank_gives_c_and_waits_for_peers_do_not_count(tmp_path: Path) -> None:
     early = [block(False, 2.0), block(True, 2.7, met_s=0.5, wire_s=1.2)]
     late = [block(False, 2.0), block(True, 2.7, met_s=0.1, wire_s=1.1)]
     assert figures(record(tmp_path, early, late)) == pytest.approx(
@@ -178,7 +172,7 @@ def test_the_slowest_rank_computes_c_and_waits_are_nobodys(tmp_path: Path) -> No
 
 
 def watched(directory: Path) -> type[DistributedDataParallel]:
-    """Return a class that is measured, so that other tests have DDP as it is."""
+    """Return a subclass of DDP that is measured. DDP itself stays as it is for other tests."""
     step_meter._HERE = str(directory)
     kind = type("Watched", (DistributedDataParallel,), {})
     step_meter._watch(kind)
@@ -198,19 +192,22 @@ def recorded(directory: Path) -> list[dict[str, Any]]:
 def test_a_measured_job_trains_as_plain_ddp(
     tmp_path: Path, rank: int, count: int, chained: bool
 ) -> None:
-    """Also two models, whose buckets DDP waits for at the end of each one's backward; steps are the first one's."""
+    """Also with two models: DDP waits for the buckets of each one at the end of its backward.
+
+    Steps are those of the first model.
+    """
     sums = []
     for kind in (watched(tmp_path), DistributedDataParallel):
         torch.manual_seed(1)
         nets = [nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]) for _ in range(count)]
         models = [kind(net, bucket_cap_mb=0.0005) for net in nets]
         if kind is not DistributedDataParallel:
-            models[0].register_comm_hook(None, lambda state, bucket: None)  # left out
+            models[0].register_comm_hook(None, lambda state, bucket: None)  # is not run
         parameters = [parameter for net in nets for parameter in net.parameters()]
         optimizer = torch.optim.SGD(parameters, lr=0.01)
         for step in range(STEPS):
             inputs = torch.full((2, 8), rank + step / STEPS)
-            if chained and step:  # one backward, in which the other model's buckets travel first
+            if chained and step:  # one backward, in which the other model's buckets are sent first
                 models[1](models[0](inputs)).square().mean().backward()
             else:
                 for model in models:
@@ -219,9 +216,8 @@ def test_a_measured_job_trains_as_plain_ddp(
             optimizer.zero_grad()
         sums.append(sum(parameter.detach().double().sum().item() for parameter in parameters))
         if count == 2:
-            assert b"_Meter" not in pickle.dumps(
-                vars(models[1])["_comm_hooks"]
-            )  # as a saved model has it
+            # A saved model must not contain the meter.
+            assert b"_Meter" not in pickle.dumps(vars(models[1])["_comm_hooks"])
     assert sums[0] == sums[1]
     blocks = recorded(tmp_path)
     assert [each["apart"] for each in blocks] == [False, True, False, True]
@@ -234,8 +230,8 @@ def test_a_measured_job_trains_as_plain_ddp(
 
 
 @in_ranks(2, timeout_s=30.0)
-def test_a_model_is_measured_that_trains_after_another(tmp_path: Path, rank: int) -> None:
-    """The first one stops in a block in which buckets are held back."""
+def test_a_model_that_trains_after_another_is_measured(tmp_path: Path, rank: int) -> None:
+    """The first one stops within a block in which buckets are held back."""
     kind = watched(tmp_path)
     first_steps = step_meter.WARM_UP_STEPS + step_meter.BLOCK_STEPS + 2
     for width, steps in ((8, first_steps), (4, step_meter._PATIENCE + STEPS)):
@@ -247,7 +243,7 @@ def test_a_model_is_measured_that_trains_after_another(tmp_path: Path, rank: int
 
 
 class Takes(torch.autograd.Function):
-    """Computes for a second, and backward for three."""
+    """Advances a clock: forward takes a second, backward three."""
 
     now_s = 0.0
 
@@ -263,10 +259,10 @@ class Takes(torch.autograd.Function):
 
 
 @in_ranks(2, timeout_s=30.0)
-def test_the_share_of_backward_is_measured_also_where_gradients_are_accumulated(
+def test_the_share_of_backward_is_measured_with_accumulated_gradients(
     tmp_path: Path, rank: int
 ) -> None:
-    """Only the last backward can hide communication; a forward that does not train is not its begin."""
+    """Only the last backward can hide communication. A forward that does not train is ignored."""
     model = watched(tmp_path)(nn.Linear(4, 4))
     with mock.patch.object(step_meter, "_now_s", lambda device: Takes.now_s):
         for _ in range(STEPS):
@@ -297,7 +293,7 @@ class MixedPrecision:
         return output
 
 
-def test_ddps_own_hook_stays_and_the_scripts_is_known_but_left_out() -> None:
+def test_ddps_own_hook_runs_and_that_of_the_script_is_only_listed() -> None:
     step_meter._watch(MixedPrecision)
     model = MixedPrecision()
     model.register_comm_hook("own", "the script's")
@@ -306,7 +302,7 @@ def test_ddps_own_hook_stays_and_the_scripts_is_known_but_left_out() -> None:
 
 
 @pytest.mark.parametrize("measured", [False, True])
-def test_a_command_that_fails_shows_its_last_words(
+def test_the_last_lines_of_a_failed_command_are_shown(
     measured: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = "import sys; print('all is well'); sys.exit('no such data set')"
@@ -315,12 +311,12 @@ def test_a_command_that_fails_shows_its_last_words(
         here = "os.environ['PYTHONPATH'].split(':')[0]"
         script = f"import os; open({here} + '/rank-0.jsonl', 'w').write({blocks!r}); {script}"
     assert cli.main(["advise", "--", sys.executable, "-c", script]) == (not measured)
-    said = capfd.readouterr().err
-    assert "the command ended with 1" in said
-    assert "    no such data set" in said
+    errors = capfd.readouterr().err
+    assert "the command ended with 1" in errors
+    assert "    no such data set" in errors
 
 
-def test_a_sitecustomize_of_the_users_own_is_run_too(tmp_path: Path) -> None:
+def test_the_users_own_sitecustomize_still_runs(tmp_path: Path) -> None:
     (own := tmp_path / "own").mkdir()
     (own / "sitecustomize.py").write_text("import sys; sys.own = 1")
     path = cli_advise.measuring(tmp_path / "meter")["PYTHONPATH"]
@@ -332,7 +328,7 @@ def test_a_sitecustomize_of_the_users_own_is_run_too(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("1 _Finder\n", "")
 
 
-# Its child has left the session, as torchrun's workers have; neither minds SIGTERM.
+# Its child has left the session, as torchrun's workers do. Both ignore SIGTERM.
 STUBBORN = "trap '' TERM; setsid sleep 99 & echo $! >$0; sleep 99; sleep 99"
 IMPATIENT = """
 from crossover_ddp.cli import advise, main
@@ -342,7 +338,7 @@ raise SystemExit(main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_job_too(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_ends_the_measured_job(number: signal.Signals, tmp_path: Path) -> None:
     noted = tmp_path / "pid"
     process = subprocess.Popen(
         [sys.executable, "-c", IMPATIENT, "advise", "--", "bash", "-c", STUBBORN, str(noted)],

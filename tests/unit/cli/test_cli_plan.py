@@ -1,4 +1,4 @@
-"""``crossover-ddp plan``: what it prints, writes, draws and refuses."""
+"""``crossover-ddp plan``: its output, its files, and refused arguments."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,9 @@ def plan(files: Path, model: str, *more: str) -> int:
     )
 
 
-def test_text_csv_and_plan(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_printed_saved_and_exported(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     profile = str(files / "profile.json")
     assert plan(files, profile, "--save", str(files / "plan.json")) == 0
     assert "4 micro-batches" in capsys.readouterr().out
@@ -84,7 +86,7 @@ def test_a_transformer_is_a_chain_as_documented() -> None:
         ("profile.json", ["--max-stages", "9"], 1, "expected at least as many layers as stages"),
     ],
 )
-def test_what_cannot_be_planned_is_said(
+def test_wrong_models_and_clusters_are_refused_with_a_message(
     model: str,
     more: list[str],
     code: int,

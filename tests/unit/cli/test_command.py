@@ -1,4 +1,4 @@
-"""How ``crossover-ddp`` behaves as a command."""
+"""``crossover-ddp`` as a command: usage, help, closed streams."""
 
 import os
 import subprocess
@@ -16,9 +16,7 @@ COMMANDS = ("status", "doctor", "run", "timeline", "advise", "plan")
 @pytest.mark.parametrize(
     "words", [[], ["nonsense"], ["run", "--at-once", "0"], ["plan"], ["advise", "--steps", "3"]]
 )
-def test_wrong_usage_says_what_was_expected(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_shows_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(words)
     assert "usage: crossover-ddp" in capsys.readouterr().err
@@ -42,8 +40,8 @@ def test_help_starts_without_torch() -> None:
     assert done.stdout.count("exit codes:") >= len(COMMANDS)
 
 
-def test_a_reader_that_was_never_there_is_no_error() -> None:
-    """What a pipe's buffer can hold is written at the end, and not when Python exits."""
+def test_a_closed_pipe_at_standard_output_is_no_error() -> None:
+    """Output that fits in the buffer of a pipe is flushed before Python exits."""
     theirs, ours = os.pipe()
     os.close(theirs)
     command = [sys.executable, "-m", "crossover_ddp.cli", "doctor"]
@@ -56,8 +54,8 @@ def test_a_reader_that_was_never_there_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_where_nobody_reads_a_job_runs_all_the_same(closed: str, tmp_path: Path) -> None:
-    """What was closed must not become the next file that is opened."""
+def test_closed_standard_streams_do_not_disturb_a_command(closed: str, tmp_path: Path) -> None:
+    """The next file that is opened must not get the descriptor of a closed stream."""
     command = f"{sys.executable} -m crossover_ddp.cli run --logs {tmp_path} -- 'echo done' {closed}"
     for line, code in {
         command: 0,
@@ -78,6 +76,8 @@ def test_where_nobody_reads_a_job_runs_all_the_same(closed: str, tmp_path: Path)
         ("advise --seconds 3 --startup 1 --verbose", 3),
     ],
 )
-def test_what_has_gone_is_told(line: str, gone: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_removed_options_are_reported(
+    line: str, gone: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.parse(line.split()).command == line.split()[0]
     assert capsys.readouterr().err.count("does nothing any more") == gone

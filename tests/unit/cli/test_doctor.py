@@ -1,4 +1,4 @@
-"""`crossover-ddp doctor` on this machine, and on machines that are not as they should be."""
+"""`crossover-ddp doctor` on this machine, and on machines with simulated problems."""
 
 import argparse
 import importlib.metadata
@@ -24,7 +24,7 @@ NO_TORCH = importlib.metadata.PackageNotFoundError("torch")
 
 @pytest.fixture
 def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Make this machine one that needs no mending; return how to change it."""
+    """Hide this machine's own problems, and return the patch for further changes."""
     for name in (*os.environ,):
         if name.startswith(("CROSSOVER_", "GLOO_", "CUDA_")):
             monkeypatch.delenv(name)
@@ -42,20 +42,20 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def found(patch: pytest.MonkeyPatch, base: Path, capsys: pytest.CaptureFixture[str]) -> Found:
-    """Return the exit code and what is printed."""
+    """Return a function that runs the command, and returns its exit code and its output."""
     return lambda: (doctor.run(argparse.Namespace(), base=str(base)), capsys.readouterr().out)
 
 
 def with_result(
     module: object, name: str, result: Any
 ) -> Callable[[pytest.MonkeyPatch, Path], None]:
-    """Let a function return that, or raise it."""
+    """Make a function return this result, or raise it."""
     how = {"side_effect" if isinstance(result, Exception) else "return_value": result}
     return lambda patch, base: patch.setattr(module, name, MagicMock(**how))
 
 
 def beside_other_namespaces(patch: pytest.MonkeyPatch, _: Path) -> None:
-    """Show a network interface of which this mount of /sys says nothing: it is up."""
+    """Add a network interface that is not in this mount of /sys. It counts as up."""
     patch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "nosuch0")])
     patch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
 
@@ -76,7 +76,7 @@ def read_only(patch: pytest.MonkeyPatch, base: Path) -> None:
 def with_gpu(
     driver: str, mps: bool = False, **variables: str
 ) -> Callable[[pytest.MonkeyPatch, Path], None]:
-    """Put a driver's program onto the path that does what it is told."""
+    """Put a fake nvidia-smi on the path. ``driver`` is its shell script."""
 
     def change(patch: pytest.MonkeyPatch, base: Path) -> None:
         (program := base.parent / "nvidia-smi").write_text(f"#!/bin/sh\n{driver}\n")
@@ -94,15 +94,15 @@ def with_gpu(
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "told"),
+    ("change", "code", "shown"),
     [
         *(
             (
                 lambda patch, base, name=name, value=value: patch.setenv(name, value),
                 code,
-                f"→ {mend}",
+                f"→ {remedy}",
             )
-            for name, value, code, mend in (
+            for name, value, code, remedy in (
                 ("CROSSOVER_GROUP", "a/b", 1, "1-64 letters"),
                 ("CROSSOVER_GRUOP", "a", 0, "unset CROSSOVER_GRUOP"),
                 ("CROSSOVER_DISABLE", "1", 0, "unset CROSSOVER_DISABLE"),
@@ -110,11 +110,8 @@ def with_gpu(
                 ("GLOO_SOCKET_IFNAME", "lo,nosuch0", 1, "export GLOO_SOCKET_IFNAME="),
             )
         ),
-        (
-            lambda patch, base: patch.setenv("CROSSOVER_RUN_JOB", "7"),
-            0,
-            "nothing to fix",
-        ),  # run's own
+        # `crossover-ddp run` sets it.
+        (lambda patch, base: patch.setenv("CROSSOVER_RUN_JOB", "7"), 0, "nothing to fix"),
         (with_result(importlib.metadata, "version", "2.9.1+cu128"), 1, "pip install 'torch>=2.11'"),
         (with_result(importlib.metadata, "version", NO_TORCH), 1, "pip install 'torch>=2.11'"),
         (with_result(resource, "getrlimit", (1024, 4096)), 0, "ulimit -n 4096"),
@@ -124,7 +121,7 @@ def with_gpu(
         (lambda patch, base: home(base).touch(), 1, "to be a directory of this user"),
         (beside_other_namespaces, 0, WELL[1]),
         (at_host("localhost"), 0, ""),  # one machine will do
-        # Addresses and names of documentation: nobody has them.
+        # Addresses and names that are reserved for documentation.
         (at_host("192.0.2.1"), 1, "host name 192.0.2.1 resolves to no address"),
         (
             at_host("no-such-host.invalid"),
@@ -159,43 +156,41 @@ def with_gpu(
         ),
     ],
 )
-def test_what_is_amiss_is_named_with_a_remedy(
+def test_each_problem_is_shown_with_a_remedy(
     change: Callable[..., Any],
     code: int,
-    told: str,
+    shown: str,
     found: Found,
     patch: pytest.MonkeyPatch,
     base: Path,
 ) -> None:
     change(patch, base)
-    got, said = found()
-    assert (got, told in said) == (code, True)
-    assert said.startswith("problem") == (code == 1)
+    got, output = found()
+    assert (got, shown in output) == (code, True)
+    assert output.startswith("problem") == (code == 1)
 
 
-def test_what_dead_jobs_have_left_is_removed_by_the_line_that_is_shown(
-    base: Path, found: Found
-) -> None:
+def test_the_shown_command_removes_the_files_of_dead_jobs(base: Path, found: Found) -> None:
     assert found() == WELL
     sibling = join_at(base, job=2)
     sibling.draw_turn()
     assert found() == WELL
     sibling.forget()
-    for code, what in (0, "note"), (1, "not a file of turns"):
-        got, told = found()
-        assert (got, what in told) == (code, True)
-        assert os.system(re.findall("→ (.*)", told)[0]) == 0
+    for code, finding in (0, "note"), (1, "not a file of turns"):
+        got, output = found()
+        assert (got, finding in output) == (code, True)
+        assert os.system(re.findall("→ (.*)", output)[0]) == 0
         assert found() == WELL
         (home(base) / "shopping list").touch()
 
 
-def test_jobs_that_are_faster_side_by_side_are_named(base: Path, found: Found) -> None:
+def test_jobs_that_are_faster_side_by_side_are_shown(base: Path, found: Found) -> None:
     segment = join_at(base, job=10)
     segment.publish(mode=Mode.SIDE_BY_SIDE, turns_s=0.0107, side_s=0.01, pairs=2)
-    code, told = found()
-    assert (code, told.split()[0]) == (0, "note")
-    assert "job a computes side by side: its turns were 7 % slower" in told
-    assert "more loader workers" in told
+    code, output = found()
+    assert (code, output.split()[0]) == (0, "note")
+    assert "job a computes side by side: its turns were 7 % slower" in output
+    assert "more loader workers" in output
     segment.publish(side_s=0.0)
     assert found() == WELL
     segment.leave()

@@ -1,4 +1,4 @@
-"""`crossover-ddp run` with real processes: ends, signals, queues, logs, and that nothing is left behind."""
+"""`crossover-ddp run` with real processes: ends, signals, queues, logs, and no processes left."""
 
 import contextlib
 import io
@@ -30,17 +30,17 @@ def until(path: Path) -> str:
 
 
 class Run:
-    """One run under way, its logs in a directory of its own; none of its processes outlives the test."""
+    """A run under way, with its logs in its own directory. `close` ends all its processes."""
 
     def __init__(self, here: Path, begin: str, *words: str, **variables: str) -> None:
         (here / "up").mkdir(exist_ok=True)
         self.here = here
-        goes_on = "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+        become_the_command = "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
         self._process = subprocess.Popen(
             [
                 sys.executable,
                 "-c",
-                f"import ctypes, os, signal, sys; {begin}; {goes_on}",
+                f"import ctypes, os, signal, sys; {begin}; {become_the_command}",
                 *COMMAND,
                 *words,
             ],
@@ -57,19 +57,20 @@ class Run:
         assert eventually(lambda: len([*(self.here / "up").iterdir()]) == jobs)
         return self
 
-    def tell(self, number: int) -> "Run":
+    def signalled(self, number: int) -> "Run":
         self._process.send_signal(number)
         return self
 
     def code(self) -> int:
-        """Wait for the end; nothing may be left."""
+        """Wait for the end, and return the exit code. No process of a job may be left."""
         _, self.shown = self._process.communicate(timeout=60)
         assert self.processes() == []
         return self._process.returncode
 
     def processes(self) -> list[int]:
         """Return the processes of the run's jobs."""
-        mark, found = f"CROSSOVER_RUN_JOB={self.pid}-".encode(), []
+        mark = f"CROSSOVER_RUN_JOB={self.pid}-".encode()
+        found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 if mark in path.read_bytes():
@@ -91,7 +92,7 @@ Runs = Callable[..., Run]
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Runs]:
-    """Start jobs, each a text for bash, in a process that has become what ``begin`` says."""
+    """Start jobs, each a script for bash, by a process that first executes ``begin``."""
     begun: list[Run] = []
 
     def starting(*jobs: str, options: str = "", begin: str = "pass", **variables: str) -> Run:
@@ -107,13 +108,13 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
 @pytest.mark.parametrize(
     ("job", "code"), [("true", 0), ("kill -KILL $$", 137), ("exec nosuch", 127)]
 )
-def test_the_exit_code_is_the_jobs_although_the_caller_ignores_sigchld(
+def test_the_exit_code_is_that_of_the_job_even_if_the_caller_ignores_sigchld(
     job: str, code: int, runs: Runs
 ) -> None:
     assert runs(job, "true", begin="signal.signal(signal.SIGCHLD, signal.SIG_IGN)").code() == code
 
 
-def test_the_first_job_that_fails_gives_the_code_a_log_that_is_gone_none(
+def test_the_first_failed_job_gives_the_exit_code_and_a_log_may_be_missing(
     runs: Runs, tmp_path: Path
 ) -> None:
     failed, done = tmp_path / "failed", tmp_path / "done"
@@ -135,66 +136,68 @@ def test_no_more_than_k_run_at_once_and_the_next_starts_when_one_ends(
     assert (max(depths), len(depths)) == (2, 10)
 
 
-def test_what_a_job_leaves_running_is_ended(runs: Runs) -> None:
-    """One child in the job's group, one in a session of its own, as torchrun's ranks are, one that hears nothing."""
-    deaf = 'setsid bash -c \'trap "" TERM; ' + UP + "; sleep 1000'"
-    run = runs(f"{deaf} & {FOREVER} & setsid {FOREVER} & sleep 0.2; exit 0").up()
-    assert eventually(lambda: len(run.processes()) == 1), "the deaf one"
-    status, began_s = Path(f"/proc/{run.tell(signal.SIGINT).pid}/status"), time.monotonic()
-    # Of two signals that wait the process would hear one.
+def test_processes_that_a_job_leaves_running_are_ended(runs: Runs) -> None:
+    """One in the job's group, one in its own session, as torchrun's ranks, one ignores SIGTERM."""
+    stubborn = 'setsid bash -c \'trap "" TERM; ' + UP + "; sleep 1000'"
+    run = runs(f"{stubborn} & {FOREVER} & setsid {FOREVER} & sleep 0.2; exit 0").up()
+    assert eventually(lambda: len(run.processes()) == 1), "the stubborn one"
+    began_s = time.monotonic()
+    status = Path(f"/proc/{run.signalled(signal.SIGINT).pid}/status")
+    # Two equal signals that are pending would be delivered as one.
     assert eventually(lambda: not int(status.read_text().split("ShdPnd:")[1].split()[0], 16))
-    assert run.tell(signal.SIGINT).code() == 128 + signal.SIGINT
-    assert time.monotonic() - began_s < 25, "that is what the grace would take"
+    assert run.signalled(signal.SIGINT).code() == 128 + signal.SIGINT
+    assert time.monotonic() - began_s < 25, "the grace would take longer"
 
 
-def test_a_killed_runner_takes_its_jobs_along(runs: Runs) -> None:
+def test_the_jobs_of_a_killed_runner_are_ended(runs: Runs) -> None:
     run = runs(f"{UP}; exec {FOREVER}").up()
     assert run.processes()
-    run.tell(signal.SIGKILL)
+    run.signalled(signal.SIGKILL)
     assert eventually(lambda: not run.processes())
 
 
 @pytest.mark.parametrize("trouble", ["its log is a directory", "too long an argument"])
-def test_a_job_that_cannot_start_fails_alone(trouble: str, runs: Runs, tmp_path: Path) -> None:
+def test_a_job_that_cannot_start_does_not_end_the_others(
+    trouble: str, runs: Runs, tmp_path: Path
+) -> None:
     (logs := tmp_path / "crossover-run").mkdir()
     if "log" in trouble:
         (logs / "2.log").mkdir()
     (tmp_path / "sweep.txt").write_text(f"true {'x' * 200_000 if 'long' in trouble else ''}\n")
-    job = f"{UP}; {until(tmp_path / 'told')}; echo done"
+    job = f"{UP}; {until(tmp_path / 'continue')}; echo done"
     run = runs(job, options="--commands sweep.txt").up()
-    (tmp_path / "told").write_text("goes on")
+    (tmp_path / "continue").write_text("now")
     assert run.code() == 126
     assert run.log(1) == "done\n"
     assert "\n2 ended with 126, not started: " in run.shown
 
 
-def test_orphans_are_reaped_as_by_process_1(runs: Runs, tmp_path: Path) -> None:
-    orphan, told = tmp_path / "orphan", tmp_path / "told"
-    leaves = f"(bash -c 'echo $$ >{orphan}' &); {until(orphan)}; {UP}; {until(told)}; exit 5"
-    run = runs(
-        leaves, begin="ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)"
-    ).up()  # PR_SET_CHILD_SUBREAPER
+def test_orphans_of_jobs_are_reaped(runs: Runs, tmp_path: Path) -> None:
+    orphan, end = tmp_path / "orphan", tmp_path / "end"
+    leaves = f"(bash -c 'echo $$ >{orphan}' &); {until(orphan)}; {UP}; {until(end)}; exit 5"
+    become_subreaper = "ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)"  # PR_SET_CHILD_SUBREAPER
+    run = runs(leaves, begin=become_subreaper).up()
     assert eventually(lambda: state(int(orphan.read_text())) == "X")
-    told.write_text("goes on")
+    end.write_text("now")
     assert run.code() == 5, "no job's code is reaped"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_jobs_hear_signals_and_most_end_the_run(
+def test_jobs_receive_signals_and_all_but_sigusr1_end_the_run(
     number: signal.Signals, runs: Runs, tmp_path: Path
 ) -> None:
-    hears = f"trap 'echo heard; exit 0' {number.name}; {UP}; while :; do sleep 0.02; done"
-    run = runs(hears, hears, f"touch {tmp_path}/started").up(2).tell(number)
+    waits = f"trap 'echo received; exit 0' {number.name}; {UP}; while :; do sleep 0.02; done"
+    run = runs(waits, waits, f"touch {tmp_path}/started").up(2).signalled(number)
     ends = number != signal.SIGUSR1
     assert run.code() == (128 + number if ends else 0)
-    assert [run.log(job).count("heard") for job in (1, 2)] == [1, 1]
+    assert [run.log(job).count("received") for job in (1, 2)] == [1, 1]
     assert (tmp_path / "started").exists() != ends
 
 
-def test_jobs_have_the_signals_that_the_runner_waits_for(runs: Runs) -> None:
+def test_jobs_do_not_inherit_the_blocked_signals_of_the_runner(runs: Runs) -> None:
     run = runs("grep -E 'SigBlk|SigIgn' /proc/self/status")
     assert run.code() == 0
-    of_threads = 0b11 << 31  # two signals are the C library's own, which blocks them for moments
+    of_threads = 0b11 << 31  # signals of the C library, which blocks them now and then
     masks = [int(mask, 16) & ~of_threads for mask in re.findall(r"Sig\w+:\s+(\w+)", run.log(1))]
     assert len(masks) == 2
     assert {*masks} <= {0, 1 << signal.SIGPIPE - 1}, "Python ignores SIGPIPE"
@@ -203,8 +206,8 @@ def test_jobs_have_the_signals_that_the_runner_waits_for(runs: Runs) -> None:
 def test_an_ignored_hang_up_stays_ignored(runs: Runs, tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        run = runs(f"{UP}; {until(tmp_path / 'told')}; sleep 0.2").up().tell(signal.SIGHUP)
-        (tmp_path / "told").write_text("goes on")
+        run = runs(f"{UP}; {until(tmp_path / 'end')}; sleep 0.2").up().signalled(signal.SIGHUP)
+        (tmp_path / "end").write_text("now")
         assert run.code() == 0
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -216,7 +219,7 @@ def variables(run: Run, jobs: int, name: str) -> list[str]:
     return [each[1] if each else "" for each in found]
 
 
-def test_siblings_have_one_group_and_ports_of_their_own(
+def test_siblings_have_one_group_and_different_ports(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("CROSSOVER_GROUP", "MASTER_PORT"):
@@ -233,8 +236,8 @@ def test_siblings_have_one_group_and_ports_of_their_own(
     assert variables(runs("env; : --nnodes 2", "env"), 1, "MASTER_PORT") == ["29500"]
 
 
-def test_commands_of_files_have_variables_of_their_own(runs: Runs, tmp_path: Path) -> None:
-    """A port that is chosen at the start is no common one, and a program may have an equals sign in its path."""
+def test_commands_in_a_file_set_their_own_variables(runs: Runs, tmp_path: Path) -> None:
+    """Ports that are chosen at the start never clash. A program may have "=" in its path."""
     (program := tmp_path / "lr=1").write_text(
         "#!/bin/sh\necho LR=$LR\necho CROSSOVER_TIMELINE=$CROSSOVER_TIMELINE"
     )
@@ -251,7 +254,7 @@ def test_commands_of_files_have_variables_of_their_own(runs: Runs, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "message"),
     [
         (["--", "a | b"], "without shell syntax, got '|'"),
         (["--", 'a "$HOME"'], "without shell syntax, got '$'"),
@@ -268,14 +271,14 @@ def test_commands_of_files_have_variables_of_their_own(runs: Runs, tmp_path: Pat
         (["--", ""], "got none"),
     ],
 )
-def test_nothing_is_started_if_anything_is_wrong(
-    words: list[str], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_wrong_usage_starts_no_job(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     touch = [*words, "--", f"touch {tmp_path}/started"] if words[-1:] not in ([], [""]) else words
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
         assert cli.main(["run", *touch]) == 2
-    assert what in said.getvalue()
+    assert message in errors.getvalue()
     assert not (tmp_path / "started").exists()
 
 
@@ -293,5 +296,5 @@ def test_nothing_is_started_if_anything_is_wrong(
         ("\n a \\\n  --b 'c\n' \\\n # d\n", ["a", "--b", "c\n"]),
     ],
 )
-def test_a_comment_begins_where_a_word_does(text: str, words: list[str]) -> None:
+def test_a_comment_begins_at_the_begin_of_a_word(text: str, words: list[str]) -> None:
     assert cli_run.command_words(text) == words

@@ -1,4 +1,4 @@
-"""`crossover-ddp status` on jobs that really take turns, and that nothing notices it."""
+"""`crossover-ddp status` on jobs that take turns."""
 
 import argparse
 import json
@@ -60,7 +60,7 @@ Run = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return the exit code and what is printed of the jobs below the test's directory."""
+    """Run the command on the jobs in the test's directory. Return its exit code and output."""
 
     def running(*, prometheus: bool = False) -> tuple[int, str]:
         words = argparse.Namespace(json=False, prometheus=prometheus)
@@ -69,21 +69,19 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     return running
 
 
-def test_what_a_trial_has_found_is_shown(join: Join, run: Run) -> None:
+def test_the_result_of_a_trial_is_shown(join: Join, run: Run) -> None:
     segment = join()
-    for changes, told in (
+    for changes, shown in (
         ({"mode": Mode.TRYING_TURNS}, "between turns, trial"),
         ({"mode": Mode.SIDE_BY_SIDE}, "side by side "),
         ({"turns_s": 0.0107, "side_s": 0.01, "pairs": 2}, "side by side: turns were 7 % slower"),
         ({"side_s": 0.0}, "side by side "),
     ):
         segment.publish(**changes)
-        assert told in run()[1]
+        assert shown in run()[1]
 
 
-def test_how_a_job_computes_is_told_on_its_lead_ranks_device_and_on_others(
-    join: Join, run: Run
-) -> None:
+def test_the_mode_of_a_job_is_shown_on_all_its_devices(join: Join, run: Run) -> None:
     lead = join(job=3)
     join(job=3, device="dev1")
     lead.publish(mode=Mode.SIDE_BY_SIDE)
@@ -93,14 +91,14 @@ def test_how_a_job_computes_is_told_on_its_lead_ranks_device_and_on_others(
 
 
 def scraped(text: str) -> dict[tuple[str, str, str], float]:
-    """Return what Prometheus' own parser makes of a page: by figure, device and job."""
+    """Parse a page with Prometheus' own parser. Return the figures by name, device and job."""
     samples = [
         sample for family in text_string_to_metric_families(text) for sample in family.samples
     ]
     return {(s.name, s.labels["device"], s.labels["job"]): s.value for s in samples}
 
 
-def test_prometheus_reads_who_computes_and_who_is_gone(join: Join, run: Run) -> None:
+def test_prometheus_parses_the_figures_of_living_and_dead_jobs(join: Join, run: Run) -> None:
     device = 'card "0" \\ of node'
     waiting = join(device=device)
     holder = join(job=2)
@@ -134,9 +132,9 @@ def test_prometheus_reads_who_computes_and_who_is_gone(join: Join, run: Run) -> 
     assert own == {**figures, "lease_seconds": pytest.approx(lease_s)}
 
 
-def test_no_jobs_and_files_that_are_none_change_the_exit_code(tmp_path: Path, run: Run) -> None:
-    code, told = run()
-    assert (code, "no jobs take turns here" in told, [*tmp_path.iterdir()]) == (1, True, [])
+def test_the_exit_code_reports_missing_jobs_and_malformed_files(tmp_path: Path, run: Run) -> None:
+    code, output = run()
+    assert (code, "no jobs take turns here" in output, [*tmp_path.iterdir()]) == (1, True, [])
     segment = join_at(tmp_path)
     assert run()[0] == 0
     os.truncate(segment.path, 5)

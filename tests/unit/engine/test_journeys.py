@@ -75,7 +75,7 @@ def test_all_orders_of_a_journey_two_wakers_and_two_errors() -> None:
         assert (ends[0] is None) == (order[:first].count("go on") == 2), order
 
 
-def test_a_station_keeps_no_job_alive_and_takes_none_after_its_end() -> None:
+def test_a_station_keeps_no_job_alive_and_refuses_jobs_after_stop() -> None:
     station, done = Station("crossover-test"), threading.Event()
     kept = weakref.WeakMethod(done.set)
     station.put(done.set)
@@ -88,7 +88,7 @@ def test_a_station_keeps_no_job_alive_and_takes_none_after_its_end() -> None:
         station.put(lambda: None)
 
 
-def test_a_fork_is_refused_although_the_lock_was_held_when_it_was_made() -> None:
+def test_a_station_refuses_jobs_in_a_fork_made_while_its_lock_was_held() -> None:
     station = Station("crossover-test")
     with station._lock:  # as another thread might
         if not (child := os.fork()):

@@ -1,4 +1,4 @@
-"""Planning of pipelines: parts against oracles, properties of steps, and what is refused."""
+"""Planning of pipelines: parts against oracles, properties of steps, refused arguments."""
 
 import itertools
 import math
@@ -50,7 +50,7 @@ SEEDS = st.integers(0, 10**6)
 def random_instance(
     dice: random.Random, *, layers: int, devices: int, memory: bool = False
 ) -> tuple[Profile, Cluster]:
-    """Return a chain and a cluster with costs of one magnitude; with ``memory`` some stages do not fit."""
+    """Return a chain and a cluster with similar costs. With ``memory`` some stages do not fit."""
     costs = ((0.5, 2), (1, 4), (0, 2), (0, 3), (0, 2))
     made = [
         LayerProfile(f"l{k}", *[dice.uniform(*each) for each in costs], frozen_bytes=k % 3)
@@ -69,7 +69,10 @@ def random_instance(
 def exhaustive_bottleneck(
     profile: Profile, cluster: Cluster, order: Sequence[int], microbatches: int, count: int
 ) -> float:
-    """Return the least bottleneck of ``count`` stages on runs of ``order``, slow and simple; infinite if none fits."""
+    """Return the least bottleneck of ``count`` stages on runs of ``order``. Infinite if none fits.
+
+    It tries all possibilities.
+    """
     best = math.inf
     for cuts in itertools.combinations(range(1, len(profile)), count - 1):
         layers = [*itertools.pairwise([0, *cuts, len(profile)])]
@@ -82,8 +85,9 @@ def exhaustive_bottleneck(
 
 
 def _bottleneck(chain: StagedChain) -> float:
-    """Return the longest time of a stage, or of what leaves it through one port, as the simulator knows them."""
-    worst, micros = 0.0, range(chain.microbatches)
+    """Return the longest time of a stage, or of its transfers through one port."""
+    worst = 0.0
+    micros = range(chain.microbatches)
     for k, stage in enumerate(chain.stages):
         share = math.ceil(len(micros) / len(stage.devices))
         if chain.limit(k) < min(len(chain.stages) - k, share):
@@ -119,7 +123,7 @@ def chain_of(profile: Profile, cluster: Cluster, microbatches: int, **options: A
 
 
 def random_chain(seed: int, split: bool = False) -> StagedChain:
-    """Return random stages with random replicas, some of which do not have room for all micro-batches."""
+    """Return random stages with random replicas. Some have no memory for all micro-batches."""
     dice = random.Random(seed)
     sizes = {"layers": dice.randint(2, 6), "devices": dice.randint(2, 5)}
     profile, cluster = random_instance(dice, **sizes, memory=True)
@@ -172,7 +176,7 @@ def test_balanced_cuts_have_the_least_largest_run() -> None:
     assert [max(sum(times[a:b]) for a, b in each) for each in cuts.values()] == [31, 17, 14, 9, 9]
 
 
-def test_known_orders_take_the_known_times() -> None:
+def test_known_orders_take_the_times_of_their_formulas() -> None:
     profile, chain = even(8), chain_of(even(4), flat(4), 6)
     fill, step = simulate(chain, gpipe(chain)), simulate(chain, one_forward_one_backward(chain))
     assert fill.step_s == step.step_s == (6 + 4 - 1) * 3.0
@@ -188,16 +192,14 @@ def test_known_orders_take_the_known_times() -> None:
 
 
 def test_transfers_through_one_card_follow_each_other() -> None:
-    """Two devices of one node send to two others: with cards of their own at once, else one after the other."""
+    """Two devices of one node send to two others: at once if each has a card, else one by one."""
     profile = Profile((LayerProfile("a", 1.0, 1.0, 10.0, 0), LayerProfile("b", 1.0, 1.0, 0, 0)))
     stages = [Stage(0, 1, (0, 1)), Stage(1, 2, (2, 3))]
     own = StagedChain(profile, flat(4), stages, 2)
     shared = StagedChain(profile, flat(4, nodes=("x", "x", "y", "y")), stages, 2)
     steps = [list_schedule(chain, [2, 2]) for chain in (own, shared)]
-    assert [step and step.step_s for step in steps] == [
-        24,
-        34,
-    ]  # 1 + 10 + 1 + 1 + 10 + 1; one waits for 10 s
+    # 1 + 10 + 1 + 1 + 10 + 1. With a shared card one transfer waits for 10 s.
+    assert [step and step.step_s for step in steps] == [24, 34]
 
 
 def test_exchange_begins_before_the_last_backward_ends() -> None:
@@ -272,8 +274,8 @@ def test_bands_hold_each_action_once_and_need_no_later_band(seed: int) -> None:
         assert all(number[need] <= number[Action(stage, kind, micro)] for need in needs)
 
 
-def test_each_band_is_a_turn_and_the_first_step_leaves_some(make: Make) -> None:
-    """As many as the job's number says."""
+def test_each_band_is_a_turn_and_the_first_step_skips_some(make: Make) -> None:
+    """The number of skipped turns depends on the job's number."""
     mutex, count = make(), 8
 
     def step() -> list[bool]:
@@ -293,7 +295,7 @@ def test_each_band_is_a_turn_and_the_first_step_leaves_some(make: Make) -> None:
         raise RuntimeError("broken")
     assert not mutex.holding
     mutex.close()
-    assert step() == [False] * count, "without turns a step goes on"
+    assert step() == [False] * count, "without turns a step still runs"
 
 
 COSTS = st.sampled_from((0.0, 1.0))
@@ -312,7 +314,7 @@ def test_bands_are_orders_where_layers_take_no_time(
         assert [action for band in cut[device] for action in band] == actions
 
 
-def test_orders_are_shorter_than_the_known_one_and_not_far_from_what_no_order_beats() -> None:
+def test_orders_are_shorter_than_1f1b_and_near_the_lower_bound() -> None:
     over_known, over_bound = [], []
     for seed in range(INSTANCES):
         dice = random.Random(seed)
@@ -329,7 +331,7 @@ def test_orders_are_shorter_than_the_known_one_and_not_far_from_what_no_order_be
 
 
 @pytest.mark.parametrize("seed", range(6 if IN_CAMPAIGN else 2))
-def test_a_plan_is_no_longer_than_what_a_baseline_can_run(seed: int) -> None:
+def test_a_plan_is_no_longer_than_the_baselines_that_can_run(seed: int) -> None:
     dice = random.Random(seed)
     profile, cluster = random_instance(dice, layers=8, devices=4)
     for split in (False, True):
@@ -345,7 +347,7 @@ def test_a_plan_is_no_longer_than_what_a_baseline_can_run(seed: int) -> None:
 
 
 def test_a_split_backward_is_tried_where_it_can_run() -> None:
-    """A plan with replicas never has one: DDP knows whole backwards only."""
+    """A plan with replicas never has one, since DDP supports only whole backwards."""
     whole, split = (
         plan_pipeline(even(8), flat(4), microbatches=8, max_replicas=1, split=s)
         for s in (False, True)
@@ -360,7 +362,7 @@ def test_a_split_backward_is_tried_where_it_can_run() -> None:
     assert not replicated.split or all(len(stage.devices) == 1 for stage in replicated.stages)
 
 
-def test_plans_near_the_best_of_all_device_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_near_the_best_over_all_device_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     ratios, most = [], 5 if IN_CAMPAIGN else 4
     for seed in range(100 if IN_CAMPAIGN else 4):
         dice = random.Random(seed)
@@ -377,7 +379,7 @@ def test_plans_near_the_best_of_all_device_orders(monkeypatch: pytest.MonkeyPatc
     assert max(ratios) <= 1.10
 
 
-def test_slow_devices_get_less_and_useless_ones_and_missing_links_nothing() -> None:
+def test_slow_devices_get_fewer_layers_and_missing_links_are_not_used() -> None:
     plan = plan_pipeline(even(8), flat(2, speed=(3.0, 1.0)), microbatches=8, max_replicas=1)
     assert {stage.devices[0]: stage.stop - stage.start for stage in plan.stages} == {0: 6, 1: 2}
     alone = plan_pipeline(even(2, size=1e9), flat(2), microbatches=2, max_replicas=1)
@@ -412,7 +414,7 @@ def test_a_plan_is_saved_printed_and_exported(tmp_path: Path) -> None:
         Runner(plan, [nn.Linear(2, 2)] * 4, nn.functional.cross_entropy)
 
 
-def test_a_profile_is_measured_and_leaves_layers_and_random_numbers_alone(tmp_path: Path) -> None:
+def test_measuring_a_profile_leaves_layers_and_random_numbers_alone(tmp_path: Path) -> None:
     """Frozen parameters and buffers are measured apart."""
     rest = [nn.BatchNorm1d(4), nn.Dropout(0.5)]
     layers = nn.Sequential(
@@ -466,7 +468,7 @@ class Two(nn.Module):
         ),
     ],
 )
-def test_what_is_no_chain_is_refused(layers: Any, message: str) -> None:
+def test_layers_that_are_no_chain_are_refused(layers: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         Profile.measure(layers, torch.zeros(2, 4))
 
@@ -487,7 +489,7 @@ GOOD = {"devices": 2, "bandwidth_gbit": [[0, 1], [1, 0]]}
         ({"devices": 3}, "expected names of 2 devices, got 3"),
         (
             {"devices": 3, "bandwidth_gbit": [[0, 1, 0], [1, 0, 0], [0, 5, 0]]},
-            r"the links of \['2'\]",
+            r"between \['2'\] and the others",
         ),
         ({"latency_us": -1}, "expected latency_s >= 0"),
         ({"devices": [{"name": "a"}, {"name": "a"}]}, "expected devices with different names"),
@@ -512,8 +514,10 @@ def test_bad_clusters_are_refused(wrong: Any, message: str) -> None:
 
 def test_a_cluster_is_read_and_written(tmp_path: Path) -> None:
     document = {
-        "devices": [{"name": "a", "node": "x", "memory_gib": 2}, {"name": "b", "node": "x", "speed": 0.5},
-                    {"node": "y"}],
+        "devices": [
+            {"name": "a", "node": "x", "memory_gib": 2},
+            {"name": "b", "node": "x", "speed": 0.5}, {"node": "y"},
+        ],
         "bandwidth_gbit": 8, "latency_us": 10, "cards_gbit": {"x": 4},
     }  # fmt: skip
     cluster = Cluster.from_json(document)
@@ -568,7 +572,7 @@ def test_frozen_parameters_take_memory_once() -> None:
         plan_pipeline(Profile(tuple(layers)), flat(1, memory_bytes=(45.0,)), microbatches=2)
 
 
-def test_a_module_that_is_used_twice_is_two_layers() -> None:
+def test_a_module_that_is_used_twice_counts_as_two_layers() -> None:
     act = nn.ReLU()
     model = nn.Sequential(nn.Linear(3, 4), act, nn.Linear(4, 4), act, nn.Linear(4, 2))
     assert len(Profile.measure(model, torch.ones(2, 3), repeats=1).layers) == 5

@@ -16,7 +16,7 @@ CARD, INSTANCE = (uuid.UUID(int=number) for number in (1, 2))
 
 @pytest.fixture
 def library() -> Any:
-    """A ``libcuda`` of an instance of a card; with C's types it is the fake device's."""
+    """A ``libcuda`` with one MIG instance of a card. The fake device has one with C's types."""
 
     def naming(name: uuid.UUID) -> Any:
         def call(found: Any, device: int) -> int:
@@ -31,7 +31,7 @@ def library() -> Any:
     return made
 
 
-def test_failures_and_an_older_driver_are_told(library: Any) -> None:
+def test_driver_errors_and_missing_calls_are_raised(library: Any) -> None:
     driver = CudaDriver(library)
     with pytest.raises(
         RuntimeError, match="cuThreadExchangeStreamCaptureMode failed: CUresult 801"
@@ -44,7 +44,7 @@ def test_failures_and_an_older_driver_are_told(library: Any) -> None:
         driver.ignore_other_threads_captures()
 
 
-def test_names_are_those_of_nvidia_smi_else_of_torch(
+def test_a_gpu_has_its_name_from_nvidia_smi_or_else_from_torch(
     library: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver, device = CudaDriver(library), torch.device("cuda", 1)

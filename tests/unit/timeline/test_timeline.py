@@ -1,4 +1,4 @@
-"""The recorder of spans: what is in the file, that it never disturbs the job; and the command that merges files."""
+"""The recorder of spans: its files, and its failures; and the command that merges files."""
 
 import json
 import os
@@ -21,7 +21,7 @@ SPAN = ("compute", 0.0, 1.0)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return a file's events, as a viewer takes it although its end is missing."""
+    """Return a file's events. A viewer also accepts the missing end of the array."""
     found: list[dict[str, Any]] = json.loads(path.read_text().removesuffix(",\n") + "]")
     return found
 
@@ -31,7 +31,7 @@ def _spans(path: Path) -> list[dict[str, Any]]:
 
 
 def recorded(directory: Path, *spans: tuple[str, float, float], **whose: Any) -> Path:
-    """Record spans, each a kind and two times; return the file."""
+    """Record spans, each a kind and two times. Return the file."""
     timeline = Timeline(directory, **{"rank": 0, "device": "d", "job": "a", **whose})
     for span in spans:
         timeline.span(*span)
@@ -39,7 +39,7 @@ def recorded(directory: Path, *spans: tuple[str, float, float], **whose: Any) ->
     return timeline.path
 
 
-def test_header_then_spans(tmp_path: Path) -> None:
+def test_a_recording_is_a_header_and_spans(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "deep" / "er", rank=3, device="node0/device0", job="5ca1ab1e")
     timeline.span("compute", 1.0, 2.5)
     timeline.span("reduce_scatter", 2.0, 2.25, bucket=1, bytes=4096, dtype="float32")
@@ -74,7 +74,7 @@ def test_spans_of_a_lane_never_overlap(tmp_path: Path) -> None:
     assert all(times == sorted(times) for times in lanes.values())
 
 
-def test_devices_are_processes_and_no_lane_is_two_ranks(tmp_path: Path) -> None:
+def test_a_device_is_a_process_and_each_rank_has_its_own_lane(tmp_path: Path) -> None:
     whose = [("a", 0, "d0"), ("a", 1, "d1"), ("b", 0, "d0"), ("b", 1, "d0")]
     first, second, third, fourth = found = [
         _spans(recorded(tmp_path, SPAN, job=job, rank=rank, device=device))[0]
@@ -84,7 +84,7 @@ def test_devices_are_processes_and_no_lane_is_two_ranks(tmp_path: Path) -> None:
     assert len({each["tid"] for each in found}) == 4
 
 
-def test_it_is_written_a_second_after_the_last_time_and_at_the_end(tmp_path: Path) -> None:
+def test_spans_are_written_once_a_second_and_at_close(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path, rank=0, device="d")
     now_s = time.monotonic()
     timeline.span("compute", now_s, now_s + record._FLUSH_S / 2)
@@ -95,10 +95,12 @@ def test_it_is_written_a_second_after_the_last_time_and_at_the_end(tmp_path: Pat
     for _ in range(2):
         timeline.close()
         timeline.span("compute", now_s, now_s + 2 * record._FLUSH_S)
-    assert len(_spans(timeline.path)) == 3, "what comes after the end is dropped"
+    assert len(_spans(timeline.path)) == 3, "spans after close() are dropped"
 
 
-def test_a_script_may_change_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_may_change_its_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "else").mkdir()
     monkeypatch.chdir(tmp_path)
     timeline = record.Timeline("runs", rank=0, device="dev0")
@@ -108,15 +110,15 @@ def test_a_script_may_change_its_directory(tmp_path: Path, monkeypatch: pytest.M
     assert len(_spans(timeline.path)) == 1
 
 
-def test_every_recorder_has_a_file_and_a_header_of_its_own(tmp_path: Path) -> None:
-    """As with two states in one process, or a process that has the number of one long gone."""
+def test_every_timeline_has_its_own_file(tmp_path: Path) -> None:
+    """There may be two states in one process, or an earlier process with the same id."""
     kinds, name = [f"kind{place}" for place in range(3)], f"rank0-{os.getpid()}"
     paths = [recorded(tmp_path, (kind, 0, 1)) for kind in kinds]
     assert [path.name for path in paths] == [f"{name}.json", f"{name}-2.json", f"{name}-3.json"]
     assert [[span["cat"] for span in _spans(path)] for path in paths] == [[kind] for kind in kinds]
 
 
-def test_threads_lose_and_mix_nothing(tmp_path: Path) -> None:
+def test_spans_of_all_threads_are_written_in_order(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path, rank=0, device="d")
 
     def record(thread: int) -> None:
@@ -132,7 +134,7 @@ def test_threads_lose_and_mix_nothing(tmp_path: Path) -> None:
 
 
 def script(directory: Path, *lines: str) -> str:
-    """Run a script that makes a timeline there, with lines of its own; return what it says."""
+    """Run a script that makes a timeline, then executes the lines. Return its errors."""
     made = (
         "from crossover_ddp._timeline.record import Timeline; import os, resource as r, signal, sys"
     )
@@ -141,24 +143,26 @@ def script(directory: Path, *lines: str) -> str:
     return subprocess.run(words, check=True, timeout=60, capture_output=True, text=True).stderr
 
 
-def test_who_forgets_to_close_loses_nothing_and_a_forked_child_repeats_nothing(
+def test_spans_are_written_at_exit_without_close_and_not_again_by_a_fork(
     tmp_path: Path,
 ) -> None:
     script(
         tmp_path,
         "timeline.span('compute', 0, 1)",
-        "timeline._lock.acquire(); timeline._write_lock.acquire(); child = os.fork()",  # as another thread might
+        # Another thread may hold the locks at the fork.
+        "timeline._lock.acquire(); timeline._write_lock.acquire(); child = os.fork()",
         "if not child: signal.alarm(20); sys.exit()",
-        "timeline._lock.release(); timeline._write_lock.release(); sys.exit(os.waitpid(child, 0)[1])",
+        "timeline._lock.release(); timeline._write_lock.release()",
+        "sys.exit(os.waitpid(child, 0)[1])",
     )
     (path,) = tmp_path.iterdir()
     assert [span["cat"] for span in _spans(path)] == ["compute"]
 
 
-def test_a_disk_that_is_full_for_a_moment_costs_the_rest_of_the_recording_alone(
+def test_a_full_disk_ends_the_recording_with_one_warning(
     tmp_path: Path,
 ) -> None:
-    told = script(
+    errors = script(
         tmp_path,
         "def write(): timeline.span('compute', 0, 1); timeline.flush()",
         "write(); soft, hard = r.getrlimit(r.RLIMIT_FSIZE)",
@@ -167,17 +171,17 @@ def test_a_disk_that_is_full_for_a_moment_costs_the_rest_of_the_recording_alone(
     )
     (path,) = tmp_path.iterdir()
     assert [event["ph"] for event in events(path)].count("X") == 1
-    assert told.count("no timeline is recorded") == 1
+    assert errors.count("no timeline is recorded") == 1
 
 
-def test_unwritable_directory_costs_one_warning(tmp_path: Path) -> None:
+def test_an_unwritable_directory_causes_one_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with heard() as told:
+    with heard() as warnings:
         recorded(tmp_path / "file" / "below", SPAN)
-    assert ["no timeline is recorded" in each for each in told] == [True]
+    assert ["no timeline is recorded" in each for each in warnings] == [True]
 
 
-def test_recordings_of_all_jobs_become_one_trace(
+def test_recordings_of_all_jobs_are_merged_into_one_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = [
@@ -196,7 +200,9 @@ def test_recordings_of_all_jobs_become_one_trace(
     assert events == [event for path in paths for event in _lines(path)]
 
 
-def test_what_is_no_recording_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_no_recordings_are_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = ["timeline", str(tmp_path), "-o", str(tmp_path / "trace.json")]
     assert cli.main(words) == 1, "nothing there"
     recorded(tmp_path, SPAN)
@@ -207,9 +213,9 @@ def test_what_is_no_recording_is_named(tmp_path: Path, capfd: pytest.CaptureFixt
     (tmp_path / "rank0-3.json").touch()
     (tmp_path / "rank0-4.json").symlink_to("gone")
     assert cli.main(words) == 1
-    told = capfd.readouterr()
-    assert "rank0-1.json: expected a recording, got" in told.err
-    assert "gone" in told.err
-    assert "rank0-2.json: expected a recording of version 3, got 9" in told.err
-    assert "1 jobs, 2 recordings, 1 spans" in told.out
+    shown = capfd.readouterr()
+    assert "rank0-1.json: expected a recording, got" in shown.err
+    assert "gone" in shown.err
+    assert "rank0-2.json: expected a recording of version 3, got 9" in shown.err
+    assert "1 jobs, 2 recordings, 1 spans" in shown.out
     assert cli.main(["timeline", str(tmp_path / "none")]) == 2
