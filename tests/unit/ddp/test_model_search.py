@@ -99,9 +99,9 @@ def test_all_objects_are_searched_once_a_model(
     options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no model is kept alive."""
-    known, everywhere = ddp_checks._PLACES
+    known, everywhere = ddp_checks._SEARCHES
     searched = mock.Mock(side_effect=everywhere)
-    monkeypatch.setattr(ddp_checks, "_PLACES", (known, searched))
+    monkeypatch.setattr(ddp_checks, "_SEARCHES", (known, searched))
     for expected in (1, 2):
         model = hooked(network(10 + expected), SPLIT, bucket_cap_mb=0.005, **options)
         for _ in range(4):
@@ -162,7 +162,7 @@ def test_a_model_of_a_destroyed_group_does_not_speak_for_its_successor() -> None
 
 @pytest.mark.usefixtures("set_aside_again")
 def test_a_hidden_model_is_told_once_and_trains_on() -> None:
-    ddp_checks._tell_hidden.cache_clear()
+    ddp_checks._warn_hidden.cache_clear()
     model = hooked(network(12), SPLIT, bucket_cap_mb=0.005)
     gc.freeze()
     try:
