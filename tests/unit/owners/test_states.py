@@ -60,7 +60,7 @@ def test_a_step_needs_an_exchange(way: str, message: str) -> None:
     training = Training(way)
     training.optimizer.step()  # no gradients: nothing to do, as ever
     if way == "muon":
-        with refuses("got none yet"):
+        with refuses("there is no norm yet"):
             training.state.grad_norm()
     training.run(1)
     with training.model.no_sync():
@@ -237,7 +237,7 @@ def test_a_closed_state_gives_muon_back() -> None:
     with refuses("has another already"):
         MuonState(training.optimizer)
     training.state.close()
-    with refuses(r"got a backward\(\) after close"):
+    with refuses("this MuonState is closed"):
         training.backward()
     training.drop()
     assert "zero_grad" not in vars(training.optimizer)
