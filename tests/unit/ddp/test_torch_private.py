@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from crossover_ddp._ddp import torch_private
 
 PACKAGE = Path(crossover_ddp.__file__).parent
 HOLDER = "_ddp/torch_private.py"
-# Of Python's standard library: named tuples, os, sys, threading.
+# Private names of Python's standard library: named tuples, os, sys, threading.
 PYTHONS = {"_asdict", "_exit", "_fields", "_getframe", "_is_owned", "_make", "_replace"}
 # Where private names of torch stand outside of their module today. This shrinks.
 ELSEWHERE = {
@@ -40,12 +41,12 @@ ELSEWHERE = {
 
 
 def is_private(name: str) -> bool:
-    """Tell private names; ``torch._foreach_add_`` and its like are torch's usual way to batch."""
+    """Return whether a name is private. ``torch._foreach_add_`` and its like count as public."""
     return name.startswith("_") and not name.startswith(("__", "_foreach_"))
 
 
 def used(tree: ast.AST) -> Iterator[str]:
-    """Yield private names that are attributes of an object, imported from torch, or asked for by name."""
+    """Yield names of attributes, names imported from torch, and constants given to getattr."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr
@@ -108,7 +109,7 @@ def test_the_installed_torch_has_the_names_of_tensors_and_optimizers() -> None:
         tensor.add_(1)
     assert torch_private.version_of(tensor) == 0
     assert torch_private.profiler_is_on() is False
-    source = inspect.getsource(inspect.getmodule(_apply_optimizer_in_backward))  # type: ignore[arg-type]
+    source = inspect.getsource(sys.modules[_apply_optimizer_in_backward.__module__])
     assert torch_private.IN_BACKWARD_OPTIMIZERS in source
     optimizer = torch.optim.SGD([nn.Parameter(tensor)], lr=0.1)
     assert all(hasattr(optimizer, name) for name in torch_private.STEP_HOOKS)
