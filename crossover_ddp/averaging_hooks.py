@@ -35,7 +35,7 @@ from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.observe import StepRecord, before_next_step
 from crossover_ddp._engine.states import Agreement, HookState
-from crossover_ddp._owners.kept import tensors_in
+from crossover_ddp._owners.owned_state import tensors_in
 from crossover_ddp._system import environment
 from crossover_ddp._tuning.link_probe import recorded_by_all
 from crossover_ddp._tuning.model import AveragingPlan, plan_averaging

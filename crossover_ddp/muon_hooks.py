@@ -1,21 +1,26 @@
 """Muon on the gradient's own buckets: register `muon_hook` with ``ddp_model.register_comm_hook``.
 
-Our design: under DDP every rank repeats Muon's Newton-Schulz of every matrix. Here each matrix has an owner. The
-reduce-scatter brings it the summed gradient, it keeps the momentum and computes the direction, once for all ranks, and
-the all-gather brings the direction to everybody, in bfloat16, as torch computes it: 0.75 of the bytes of an all-reduce
-of float32 gradients. ``muon.step()`` stays torch's own. Muon: Keller Jordan, https://kellerjordan.github.io/posts/muon/
+Our design: under DDP every rank repeats Muon's Newton-Schulz of every matrix. Here each matrix has
+an owner. The reduce-scatter sends the owner the summed gradient. The owner keeps the momentum and
+computes the direction, once for all ranks. The all-gather sends the direction to all ranks in
+bfloat16, as torch computes it: 0.75 of the bytes of an all-reduce of float32 gradients.
+``muon.step()`` stays torch's own. Muon: Keller Jordan, https://kellerjordan.github.io/posts/muon/
 
-[Note: Muon's packing] On the way there a rank's part holds the gradients of its matrices, on the way back their
-directions in bfloat16, two bytes a number whatever the bucket's numbers take, each with the squared norm of its
-gradient behind it, eight raw bytes; both ways its share of what passes through.
+[Note: Muon's packing] In the buffer to the owners, a rank's part holds the gradients of its
+matrices. In the buffer that returns, it holds their directions in bfloat16, two bytes a number
+whatever the bucket's dtype is. Behind each direction lies the squared norm of its gradient, eight
+raw bytes. Both buffers hold the rank's share of the elements that pass through, see [Note:
+packing].
 
-[Note: momentum and skipped steps] A backward pass computes the new momentum beside the old one. ``muon.step()`` makes
-it the momentum by exchanging the two; a step that is skipped leaves the old one as it was. Their memory is that of
-two matrices for each matrix owned, instead of one for each matrix of the model.
+[Note: momentum and skipped steps] A backward pass computes the new momentum beside the old one.
+``muon.step()`` makes it the momentum by exchanging the two. A step that is skipped leaves the old
+one as it was. The two take the memory of two matrices for each owned matrix, instead of one for
+each matrix of the model.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
+import enum
 import functools
 import logging
 import math
@@ -37,7 +42,6 @@ from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.states import Agreement
 from crossover_ddp._owners.assignment import assign
-from crossover_ddp._owners.kept import Kept, Owning
 from crossover_ddp._owners.muon import (
     MOMENTUM,
     Settings,
@@ -58,6 +62,7 @@ from crossover_ddp._owners.optimizer import (
     intercept,
     stripped,
 )
+from crossover_ddp._owners.owned_state import OwnedState, Owning
 from crossover_ddp._owners.packing import Item, Packing, Place, packing
 
 from .errors import UnsupportedConfigurationError
@@ -68,97 +73,120 @@ __all__ = ["MuonState", "muon_hook", "muon_parameters"]
 logger = logging.getLogger(__name__)
 
 _NORM_BYTES: Final = 8
-_SKIPPED_STEPS_TO_WARN: Final = 3
+_SKIPPED_STEPS_TO_WARN: Final = 3  # in a row
+
+
+class _Phase(enum.Enum):
+    """The phases of a MuonState. `_enter` alone changes them."""
+
+    # Before the first backward(). After muon.step(), muon.zero_grad() or a load of Muon's state.
+    IDLE = enum.auto()
+    # From a backward pass's first bucket to its last. An exception in between leaves it here.
+    IN_BACKWARD = enum.auto()
+    # After backward(): directions wait for muon.step().
+    STEP_DUE = enum.auto()
+    # After close(), to the end.
+    CLOSED = enum.auto()
 
 
 class _Round:
-    """One backward pass: by matrix the settings that it began with, and what comes of it.
+    """One backward pass and its results.
 
-    ``directions``: of all matrices that had a gradient, bfloat16, equal on all ranks. ``squared_norms``: of their mean
-    gradients, before the loss's scale, float64 without dimension. ``travelled``: memory that other streams may use
-    until the next backward pass. ``seal``: the matrices as backward has left them.
+    Args:
+        settings: by matrix, the settings at the beginning of the pass.
+        scale: the loss's scale.
     """
 
     def __init__(self, settings: dict[Tensor, Settings], scale: float) -> None:
-        self.settings, self.scale = settings, scale
+        self.settings = settings
+        self.scale = scale
+        # By matrix that had a gradient: bfloat16, equal on all ranks.
         self.directions: dict[Tensor, Tensor] = {}
+        # By matrix, of the mean gradient without the loss's scale: float64 without dimension.
         self.squared_norms: dict[Tensor, Tensor] = {}
+        # Buffers that other streams may use until the next backward pass.
         self.travelled: list[Tensor] = []
+        # The matrices at the end of backward.
         self.seal: Seal | None = None
 
     @property
     def can_step(self) -> bool:
-        """Whether there are directions, and the mean gradients were finite. The host waits for a device."""
+        """Whether there are directions of finite mean gradients. The host waits for a device."""
         return bool(self.directions) and math.isfinite(float(self.grad_norm))
 
     @property
     def grad_norm(self) -> Tensor:
-        """The norm over all matrices; summed in one order whatever buckets they came in."""
+        """The norm over all matrices. It is summed in one order, whatever their buckets are."""
         squares = [
             self.squared_norms[matrix] for matrix in self.settings if matrix in self.squared_norms
         ]
-        return (
-            torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
-        )
+        if not squares:
+            return torch.zeros((), dtype=torch.float64)
+        return torch.stack(squares).sum().sqrt()
 
 
 class _Packed(NamedTuple):
-    """What travels in a bucket's place.
-
-    ``matrices``: each with where its gradient is in ``flat``, the bucket's buffer, and its place in what travels.
-    ``back``: what returns.
-    """
+    """The contents of one bucket, and the buffers that travel instead of it."""
 
     round_: _Round
     plan: Packing
+    # Each matrix, the span of its gradient in `flat`, and its place in the buffers that travel.
     matrices: Sequence[tuple[Tensor, Span, Place]]
-    flat: Tensor
-    back: Tensor
+    flat: Tensor  # the bucket's buffer
+    back: Tensor  # the buffer that returns from the owners
 
 
 def _norm_in(sent: Tensor) -> Tensor:
-    """Return the eight bytes of the squared norm, as they travel behind a direction."""
+    """View the eight bytes of the squared norm that travel behind a direction."""
     return sent[-(_NORM_BYTES // sent.itemsize) :]
 
 
 class MuonState(Owning):
-    """State of `muon_hook`: each matrix of a ``torch.optim.Muon`` is orthogonalised once, on its owner.
+    """State of `muon_hook`: orthogonalise each matrix of a ``torch.optim.Muon`` on its owner only.
 
-    The training loop stays as it is: ``backward()``, then ``muon.step()`` and the step of the optimizer that has the
-    other parameters. ``muon.step()`` applies the direction that came with the exchange, with the learning rate, weight
-    decay and ``adjust_lr_fn`` of its own moment; ``momentum``, ``nesterov`` and the settings of Newton-Schulz are those
-    of ``backward()``. Parameters equal those of plain DDP and ``torch.optim.Muon`` to the last bit with one or two
-    ranks, and with more up to the order in which gradients are added.
+    The training loop stays as it is: ``backward()``, then ``muon.step()`` and the step of the
+    optimizer with the other parameters. ``muon.step()`` applies the direction that the exchange has
+    sent, with its present learning rate, weight decay and ``adjust_lr_fn``. ``momentum``,
+    ``nesterov`` and the settings of Newton-Schulz are those of ``backward()``. Parameters equal
+    those of plain DDP and ``torch.optim.Muon`` to the last bit with one or two ranks. With more
+    they are equal up to the order in which gradients are added.
 
-    After ``backward()`` the gradients of Muon's matrices are zero on all ranks, or NaN if the mean was not finite, so
-    that a GradScaler skips the step everywhere. The other parameters' gradients are the mean over the ranks. Clipping
-    therefore sees the others only; Muon's directions do not depend on the size of a gradient. `grad_norm` tells the
-    norm of what the matrices had.
+    After ``backward()`` the gradients of Muon's matrices are zero on all ranks, or NaN if the mean
+    was not finite, so that a GradScaler skips the step everywhere. The other parameters' gradients
+    are the mean over the ranks. Clipping therefore sees the others only. Muon's directions do not
+    depend on the size of a gradient. `grad_norm` returns the norm of the matrices' mean gradients.
 
-    The momentum of a matrix is on its owner only. Call `consolidate` on all ranks before ``muon.state_dict()``, which
-    then is torch's own format, and can be loaded with and without this hook, with any number of ranks.
+    The momentum of a matrix is on its owner only. Call `consolidate` on all ranks before
+    ``muon.state_dict()``. The state dict then has torch's own format, and can be loaded with and
+    without this hook, with any number of ranks.
 
-    A step that is not taken changes nothing: after a mean that is not finite the next ``backward()`` goes on; after
-    others call ``muon.zero_grad()``. Otherwise a second exchange without ``muon.step()`` is an error. Accumulate in
-    ``no_sync()``.
+    A step that is not taken changes nothing. After a mean that is not finite the next
+    ``backward()`` is allowed; after any other call ``muon.zero_grad()``. Otherwise a second
+    exchange without ``muon.step()`` is an error. Accumulate in ``no_sync()``.
 
     Args:
-        muon: the optimizer; its matrices must be the DDP model's. Parameters of other optimizers need no mention.
-        process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
-        mutex: take turns with sibling jobs; Newton-Schulz is compute inside the turn. Default: no turns.
-        loss_scale: what the loss was multiplied by before ``backward()``, such as ``scaler.get_scale``: a power of two,
-            or a function that returns one. Default 1.
-        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps, and every thousand.
+        muon: the optimizer. Its matrices must be the DDP model's. Parameters of other optimizers
+            need no mention.
+        process_group: the ranks of the job; must be the group of the DDP model. Default: the
+            default group.
+        mutex: take turns with sibling jobs; Newton-Schulz is compute inside the turn. Default: no
+            turns.
+        loss_scale: the factor of the loss before ``backward()``, a power of two, or a function that
+            returns it, such as ``scaler.get_scale``. Default 1.
+        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps,
+            and after every thousandth. Default True.
 
     Attributes:
         owners: rank of each matrix that is not empty, in the order of ``muon.param_groups``.
-        loads: cost of each rank's Newton-Schulz in a step, in FLOP: 20·m²·n + 10·m³ a matrix, m the smaller side.
+        loads: cost of each rank's Newton-Schulz in a step, in FLOP: 20·m²·n + 10·m³ a matrix, m the
+            smaller side.
         newton_schulz_calls: number of directions that this rank has computed so far.
         is_disabled: whether ``CROSSOVER_DISABLE=1`` was set when the state was made.
 
-    On failure: ``TypeError`` for another optimizer, ``ValueError`` for a loss scale that is no power of two;
-    ``UnsupportedConfigurationError``, here, from ``backward()`` or from ``muon.step()``, for what cannot work, with
-    what to change; ``ExchangeError`` from ``backward()`` when a peer dies (NCCL: `reduce_scatter_all_gather_hook`).
+    On failure: ``TypeError`` for another optimizer, ``ValueError`` for a loss scale that is no
+    power of two. ``UnsupportedConfigurationError`` with a remedy for a configuration that cannot
+    work, from the constructor, ``backward()`` or ``muon.step()``. ``ExchangeError`` from
+    ``backward()`` when a peer dies (NCCL: `reduce_scatter_all_gather_hook`).
 
     **Collective**: all ranks make the state, of Muons that are built alike, and register the hook.
     ``CROSSOVER_DISABLE=1``, set before, makes the hook a plain all-reduce, and leaves Muon alone.
@@ -187,137 +215,153 @@ class MuonState(Owning):
         self.mutex = mutex
         self.agreement = Agreement()
         group = resolve_group(process_group)
-        self._rank, self._world_size = group.rank(), group.size()
-        self._loss_scale = loss_scale if callable(loss_scale) else lambda: loss_scale
-        costs: dict[Tensor, int] = {
-            matrix: newton_schulz_flop(matrix.shape, each["ns_steps"])
-            if matrix.requires_grad
-            else 0
-            for each in muon.param_groups
-            for matrix in each["params"]
-            if matrix.numel()
-        }
+        self._rank = group.rank()
+        self._world_size = group.size()
+        self._loss_scale = loss_scale
+        costs: dict[Tensor, int] = {}
+        for each in muon.param_groups:
+            for matrix in each["params"]:
+                if matrix.numel():
+                    flop = newton_schulz_flop(matrix.shape, each["ns_steps"])
+                    costs[matrix] = flop if matrix.requires_grad else 0
         self._assignment = assign([*costs.values()], group.size())
-        self.owners, self.loads = self._assignment.owners, self._assignment.loads
+        self.owners = self._assignment.owners
+        self.loads = self._assignment.loads
         self._owner_of = dict(zip(costs, self.owners, strict=True))
         # The new momentum of owned matrices, beside the old one until the step.
         self._next: dict[Tensor, Tensor] = {}
-        self._is_checked = self._is_closed = False
-        self._ddp: Callable[[], DistributedDataParallel | None] = lambda: (
-            None
-        )  # while it has matrices that are trained
+        # Whether the matrices were found to be the model's. Done in the first backward.
+        self._is_checked = False
+        # Returns the model if it has trained matrices of Muon, and was found.
+        self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
+        self._phase = _Phase.IDLE
+        # The latest backward pass that has begun; None before, and where one was refused.
         self._round: _Round | None = None
-        self._waiting: _Round | None = None
-        self._latest: _Round | None = None
         self.newton_schulz_calls = 0
         self._skipped = 0  # steps in a row
         self.is_disabled = self.agreement.disabled
         if self.is_disabled:
             return
         owner_of = {id(matrix): owner for matrix, owner in self._owner_of.items()}
-        kept = self._kept = Kept([muon], owner_of, group.rank(), self._loaded)
-        step = functools.partial(self._step, kept)
+        owned_state = OwnedState([muon], owner_of, group.rank(), self._loaded)
+        self._owned_state = owned_state
+        step = functools.partial(self._step, owned_state)
         self._hooks = intercept(muon, on_step=step, on_zero_grad=self._forget)
-        self._hooks.enter_context(kept.hooks)
+        self._hooks.enter_context(owned_state.hooks)
         logger.info("%s", self)
 
-    # --- for users -------------------------------------------------------------------------------------------
+    # --- for users ---
 
     def grad_norm(self) -> torch.Tensor:
-        """Return the 2-norm of the matrices' mean gradients in the last backward pass, without the loss's scale.
+        """Return the 2-norm of the matrices' mean gradients in the last backward pass.
 
-        With the norm n of the other parameters' gradients, such as ``clip_grad_norm_`` returns, that of the model is
-        ``math.hypot(state.grad_norm(), n)``. float64, the same on all ranks. Not collective.
+        It is without the loss's scale, float64, the same on all ranks. With the norm n of the other
+        parameters' gradients, such as ``clip_grad_norm_`` returns, the norm of the whole model's
+        gradients is ``math.hypot(state.grad_norm(), n)``. Not collective.
 
         Raises ``UnsupportedConfigurationError`` before the first exchange.
         """
-        if self._latest is None:
+        if self._round is None or self._phase is _Phase.IN_BACKWARD:
             raise UnsupportedConfigurationError(
-                "expected a backward() with muon_hook before grad_norm(), got none yet; with CROSSOVER_DISABLE=1 the "
-                "gradients are in p.grad"
+                "there is no norm yet: grad_norm() needs a backward() with muon_hook before it; "
+                "with CROSSOVER_DISABLE=1 the gradients are in p.grad"
             )
-        return self._latest.grad_norm
+        return self._round.grad_norm
 
     def memory_usage(self) -> dict[str, int]:
-        """Return the bytes that this rank keeps: "momentum", "next_momentum", "buffers". Not collective."""
+        """Return the bytes that this rank keeps. Not collective.
+
+        Returns:
+            "momentum", "next_momentum" and "buffers".
+        """
+        travelled: Sequence[Tensor] = ()
+        if self._round is not None and self._phase is not _Phase.IN_BACKWARD:
+            travelled = self._round.travelled
         return {
-            "momentum": 0 if self._kept is None else self._kept.nbytes,
+            "momentum": 0 if self._owned_state is None else self._owned_state.nbytes,
             "next_momentum": sum(each.nbytes for each in self._next.values()),
-            "buffers": 0
-            if self._latest is None
-            else sum(each.nbytes for each in self._latest.travelled),
+            "buffers": sum(each.nbytes for each in travelled),
         }
 
     def close(self) -> None:
-        """Give Muon back as torch made it. Later exchanges fail. Not collective, but after `consolidate` on all ranks.
+        """Restore Muon as torch made it. Later exchanges fail.
 
-        Raises ``UnsupportedConfigurationError`` if Muon would be left with a part of its momentum.
+        Not collective, but call `consolidate` on all ranks before it. Raises
+        ``UnsupportedConfigurationError`` if Muon would be left with a part of its momentum.
         """
-        if self._kept is not None:
-            self._kept.check_whole()
-            self._is_closed = True
+        if self._owned_state is not None:
+            self._owned_state.check_whole()
+            self._enter(_Phase.CLOSED)
             self._hooks.close()
 
     def __repr__(self) -> str:
         own_count = sum(owner == self._rank for owner in self.owners)
         return (
-            f"MuonState({len(self.owners)} matrices, {own_count} of them on rank {self._rank} of {self._world_size}, "
-            f"the busiest rank has {self._assignment.busiest_share:.0%} of the cost)"
+            f"MuonState({len(self.owners)} matrices, {own_count} of them on rank {self._rank} of "
+            f"{self._world_size}, the busiest rank has {self._assignment.busiest_share:.0%} of the "
+            "cost)"
         )
 
-    # --- the hook --------------------------------------------------------------------------------------------
+    # --- the hook ---
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
-        """Return what all ranks must have in common."""
-        names = (*settings_of(self.muon.param_groups[0]), "lr", "weight_decay", "adjust_lr_fn")
-        settings = [
-            {
-                name: v.tolist() if isinstance(v, Tensor) else v
-                for name, v in each.items()
-                if name in names
-            }
-            for each in self.muon.param_groups
-        ]
+        """Return the settings that must be the same on all ranks."""
+        names = {*settings_of(self.muon.param_groups[0]), "lr", "weight_decay", "adjust_lr_fn"}
+        settings = []
+        for group in self.muon.param_groups:
+            found = {name: value for name, value in group.items() if name in names}
+            for name, value in found.items():
+                if isinstance(value, Tensor):
+                    found[name] = value.tolist()
+            settings.append(found)
         return {
             "matrices": [tuple(matrix.shape) for matrix in self._owner_of],
             "settings": settings,
         }
 
+    def _enter(self, phase: _Phase) -> None:
+        if self._phase is not _Phase.CLOSED:
+            self._phase = phase
+
     def _take(
         self, exchange: Exchange, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
-        """Start the exchange of ``bucket``. Raises what makes it impossible."""
+        """Start the exchange of ``bucket``. Raises if it is refused."""
         try:
             way = functools.partial(self._way, bucket)
             return exchange.carry(bucket, way, turn=self.mutex, state=self).future
         finally:
-            if bucket.is_last():
-                ended, self._round = self._round, None
-                if ended is not None:
-                    ended.seal = Seal(ended.settings)
-                    self._waiting = self._latest = ended
+            if bucket.is_last() and self._phase is _Phase.IN_BACKWARD:
+                assert self._round is not None
+                self._round.seal = Seal(self._round.settings)
+                self._enter(_Phase.STEP_DUE)
 
     def _way(
         self, grad_bucket: dist.GradBucket, bucket: Bucket, link: Link, turn: JourneyTurn
     ) -> Coroutine[Any, Any, None]:
-        """Make a bucket's journey; on the hook's thread, in the order of buckets."""
-        if self._is_closed:
+        """Make a bucket's journey. Called on the hook's thread, in the order of buckets."""
+        if self._phase is _Phase.CLOSED:
             raise UnsupportedConfigurationError(
-                "expected a MuonState that is not closed, got a backward() after close(); wrap the model again"
+                "this MuonState is closed, so backward() cannot exchange gradients with it; wrap "
+                "the model in DistributedDataParallel again"
             )
-        if self._round is None or bucket.index == 0:
+        if self._phase is _Phase.IN_BACKWARD and bucket.index == 0:
+            # The backward pass before this one has ended with an exception.
+            self._enter(_Phase.IDLE)
             self._round = None
-            self._round = self._begin(grad_bucket)
+        if self._phase is not _Phase.IN_BACKWARD:
+            self._begin(grad_bucket)
+        assert self._round is not None
         packed = self._pack(grad_bucket, bucket.flat, self._round)
         return self._travel(packed, bucket, link, turn)
 
     async def _travel(self, packed: _Packed, bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
-        """Bring each matrix to its owner whole, and its direction back to all."""
+        """Send each whole gradient to its owner, and the owner's direction to all ranks."""
         await bucket.computed()
         plan, flat = packed.plan, packed.flat
         moves = [(span, place.there) for _, span, place in packed.matrices]
         moves += [(span, place.there) for span, place in plan.passing]
-        # The bucket itself travels if it lies so, as a large matrix alone does.
+        # The bucket's own buffer travels if its layout is that of the plan, as with one matrix.
         there = (
             flat if all(span == place for span, place in moves) else flat.new_empty(sum(plan.there))
         )
@@ -333,22 +377,28 @@ class MuonState(Owning):
         self._unload(packed)
         await turn.acquire()
 
-    def _begin(self, bucket: dist.GradBucket) -> _Round:
-        waiting = self._waiting
-        if waiting is not None and waiting.can_step:
+    def _begin(self, bucket: dist.GradBucket) -> None:
+        """Begin a backward pass, unless that is refused."""
+        is_step_due = self._phase is _Phase.STEP_DUE
+        if is_step_due and self._round is not None and self._round.can_step:
             raise UnsupportedConfigurationError(
-                "expected muon.step() between two exchanges, got a second backward() without it; accumulate gradients "
-                "in model.no_sync(), or drop them by muon.zero_grad() if the step is to be skipped"
+                "expected muon.step() between two exchanges, got a second backward() without it; "
+                "accumulate gradients in model.no_sync(), or drop them by muon.zero_grad() if the "
+                "step is to be skipped"
             )
         if not self._is_checked:
             self._check_model(bucket)
             self._is_checked = True
-        if (model := self._ddp()) is not None:
+        model = self._ddp()
+        if model is not None:
             check_not_joined(
                 model, "an owner without data takes no step, and so updates no momentum"
             )
-        self._waiting = self._latest = None
-        return _Round(self._settings(), _power_of_two(self._loss_scale()))
+        self._enter(_Phase.IDLE)
+        self._round = None
+        scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
+        self._round = _Round(self._settings(), _power_of_two(scale))
+        self._enter(_Phase.IN_BACKWARD)
 
     def _pack(self, grad_bucket: dist.GradBucket, flat: Tensor, round_: _Round) -> _Packed:
         contents = [(p, span) for p, _, span in contents_of(grad_bucket, flat)]
@@ -360,26 +410,23 @@ class MuonState(Owning):
             numel = direction_numel(matrix.numel(), flat.itemsize) + norm_numel
             items.append(Item(self._owner_of[matrix], matrix.numel(), numel))
         plan = packing(self._world_size, tuple(items), passing)
-        back = flat.new_empty(
-            sum(plan.back)
-        )  # of the hook's stream, as `muon.step` is, which reads it
+        # Allocated on the hook's stream, since `muon.step` reads it there.
+        back = flat.new_empty(sum(plan.back))
         round_.travelled.append(back)
         matrices = [(*each, place) for each, place in zip(owned, plan.items, strict=True)]
         return _Packed(round_, plan, matrices, flat, back)
 
-    # On the owner, between the halves.
-
     def _orthogonalise(self, packed: _Packed, there: Tensor) -> None:
-        round_, back = packed.round_, packed.back
-        # With one rank, and on NCCL, this runs inside of backward(), which may have been called under autocast.
+        """Compute the directions of this rank's matrices, between the halves of the exchange."""
+        round_ = packed.round_
+        back = packed.back
+        # With one rank, and on NCCL, this runs inside of backward(), perhaps under autocast.
         with torch.autocast(there.device.type, enabled=False):
             for matrix, _, place in packed.matrices:
                 if place.owner != self._rank:
                     continue
-                gradient, sent = (
-                    matrix_view(part_of(there, place.there), matrix),
-                    part_of(back, place.back),
-                )
+                gradient = matrix_view(part_of(there, place.there), matrix)
+                sent = part_of(back, place.back)
                 if round_.scale != 1.0:
                     gradient.mul_(1.0 / round_.scale)
                 norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
@@ -400,28 +447,30 @@ class MuonState(Owning):
             if place.owner == self._rank:
                 part_of(back, place.back).copy_(part_of(there, place.there))
 
-    # Wherever the bucket's way ends.
-
     def _unload(self, packed: _Packed) -> None:
-        """Keep the directions for the step; of the matrices' gradients only leave whether they were finite."""
-        round_, back = packed.round_, packed.back
+        """Keep the directions for the step. Fill the matrices' gradients with zero or NaN."""
+        round_ = packed.round_
+        back = packed.back
         for matrix, span, place in packed.matrices:
             received = part_of(back, place.back)
             square = _norm_in(received).clone().view(torch.float64)[0]
             round_.directions[matrix] = direction_view(received, matrix.shape)
             round_.squared_norms[matrix] = square
-            # 0, or NaN if anything was not finite: a GradScaler then skips the step on all ranks, and asks no device.
+            # NaN if a gradient was not finite, so that a GradScaler skips the step on all ranks.
+            # The host does not wait for a device here.
             part_of(packed.flat, span).fill_((square * 0).to(packed.flat.dtype))
         for span, place in packed.plan.passing:
             part_of(packed.flat, span).copy_(part_of(back, place.back))
 
-    # --- muon.step() and its relatives -----------------------------------------------------------------------
+    # --- muon.step(), muon.zero_grad() and loads of Muon's state ---
 
-    def _step(self, kept: Kept, original: Callable[[], Any]) -> Any:
-        """Call torch's step, which finds no gradients; then apply the directions."""
-        if self._is_closed or (self._waiting is None and kept.only_makes_state(self.muon)):
+    def _step(self, owned_state: OwnedState, original: Callable[[], Any]) -> Any:
+        """Call torch's step without gradients, and then apply the directions."""
+        if self._phase is _Phase.CLOSED:
             return original()
-        round_, self._waiting = self._waiting, None
+        round_ = self._take_round()
+        if round_ is None and owned_state.only_makes_state(self.muon):
+            return original()
         gradients = {
             matrix: matrix.grad for matrix, _ in self._in_groups() if matrix.grad is not None
         }
@@ -442,14 +491,22 @@ class MuonState(Owning):
         for matrix in gradients:
             if self._owner_of[matrix] == self._rank:
                 state = self.muon.state[matrix]
-                old, state[MOMENTUM] = state.get(MOMENTUM), self._next.pop(matrix)
+                old = state.get(MOMENTUM)
+                state[MOMENTUM] = self._next.pop(matrix)
                 if old is not None:
                     self._next[matrix] = old
         if gradients:
             self._skipped = 0
-            if kept.is_whole:
-                kept.stepped()
+            if owned_state.is_whole:
+                owned_state.stepped()
         return result
+
+    def _take_round(self) -> _Round | None:
+        """Return the backward pass whose directions wait for muon.step(). They no longer do."""
+        if self._phase is not _Phase.STEP_DUE:
+            return None
+        self._enter(_Phase.IDLE)
+        return self._round
 
     def _check(self, round_: _Round | None, matrices: Iterable[Tensor]) -> None:
         check_unhooked(self.muon)
@@ -458,14 +515,16 @@ class MuonState(Owning):
         ]
         if round_ is None or missing:
             raise UnsupportedConfigurationError(
-                f"expected a backward() with muon_hook between two steps, got {len(missing)} matrices with a gradient "
-                f"of which no direction has come, the first of shape {tuple(missing[0].shape)}; call muon.step() once "
-                "after each exchange, outside of no_sync(), with all of Muon's matrices in the model"
+                f"expected a backward() with muon_hook between two steps, got {len(missing)} "
+                "matrices with a gradient but without a direction, the first of shape "
+                f"{tuple(missing[0].shape)}; call muon.step() once after each exchange, outside of "
+                "no_sync(), with all of Muon's matrices in the model"
             )
         if round_.settings != self._settings():
             raise UnsupportedConfigurationError(
-                "expected momentum, nesterov and the settings of Newton-Schulz as they were in backward(), where the "
-                "owners computed with them, got others in muon.step(); change them before backward()"
+                "expected momentum, nesterov and the settings of Newton-Schulz as they were in "
+                "backward(), where the owners computed with them, got others in muon.step(); "
+                "change them before backward()"
             )
 
     def _in_groups(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
@@ -475,7 +534,7 @@ class MuonState(Owning):
                     yield matrix, group
 
     def _settings(self) -> dict[Tensor, Settings]:
-        """Return those of each matrix at this moment."""
+        """Return the present settings of each matrix."""
         return {matrix: settings_of(group) for matrix, group in self._in_groups()}
 
     def _check_model(self, bucket: dist.GradBucket) -> None:
@@ -484,40 +543,43 @@ class MuonState(Owning):
         foreign = [each for each in self._owner_of if each.requires_grad and id(each) not in known]
         if model is not None and foreign:
             raise UnsupportedConfigurationError(
-                f"expected the matrices of one DDP model in Muon, got {len(foreign)} that the model with this hook "
-                f"does not have, one of shape {tuple(foreign[0].shape)}; make a Muon and a MuonState for each model"
+                f"expected the matrices of one DDP model in Muon, got {len(foreign)} that the "
+                "model with this hook does not have, one of shape "
+                f"{tuple(foreign[0].shape)}; make a Muon and a MuonState for each model"
             )
         if model is not None and any(each.requires_grad for each in self._owner_of):
             self._ddp = weakref.ref(model)
 
     def _forget(self) -> None:
-        """The user drops the gradients: the step is skipped, unless something else has taken it."""
-        dropped, self._waiting = self._waiting, None
+        """Called when user code drops the gradients: it skips the step, or took it elsewhere."""
+        dropped = self._take_round()
         if dropped is None or not dropped.can_step:
             return
         if dropped.seal is not None and dropped.seal.is_broken:
             raise UnsupportedConfigurationError(
-                "expected muon.step() after backward(), got matrices that were written without it, and gradients that "
-                "were dropped (by another optimizer, a SAM step on exchanged gradients, or p -= lr * p.grad): with "
-                "muon_hook the gradients of Muon's matrices are zero, and muon.step() alone applies their directions. "
-                "To train with another optimizer wrap the model again with another hook; for SAM keep the first pass "
-                "in model.no_sync()"
+                "expected muon.step() after backward(), got matrices that were written without it, "
+                "and gradients that were dropped (by another optimizer, a SAM step on exchanged "
+                "gradients, or p -= lr * p.grad): with muon_hook the gradients of Muon's matrices "
+                "are zero, and muon.step() alone applies their directions. To train with another "
+                "optimizer wrap the model again with another hook; for SAM keep the first pass in "
+                "model.no_sync()"
             )
         self._skipped += 1
         if self._skipped == _SKIPPED_STEPS_TO_WARN:
             logger.warning(
-                "%d steps of Muon in a row were skipped: with muon_hook the gradients of its matrices are zero after "
-                "backward(), and muon.step() alone trains them",
+                "%d steps of Muon in a row were skipped: with muon_hook the gradients of its "
+                "matrices are zero after backward(), and muon.step() alone trains them",
                 self._skipped,
             )
 
     def _loaded(self) -> None:
-        self._waiting = None
+        """Called after a state dict was loaded into Muon."""
+        self._take_round()
         self._next.clear()
 
 
 def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over the ranks, and bring the directions of Muon's matrices to all of them.
+    """Average the bucket over the ranks, and send the directions of Muon's matrices to all of them.
 
     Args:
         state: made once per model, on all ranks; see `MuonState`.
@@ -526,7 +588,8 @@ def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future
     Returns:
         A Future of the bucket's own buffer, with zeros for Muon's matrices.
 
-    On failure: as `reduce_scatter_all_gather_hook`; see also `MuonState`. Nothing leaves the hook.
+    On failure: as `reduce_scatter_all_gather_hook`; see also `MuonState`. The hook itself raises
+    nothing.
 
     **Collective**: DDP calls it on all ranks in the same order.
     """
@@ -539,17 +602,19 @@ def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future
 def muon_parameters(
     model: nn.Module, *, head: nn.Module | None = None
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split the parameters of ``model`` as torch's page on Muon says: matrices of hidden layers, and all others.
+    """Split the parameters of ``model`` into matrices of hidden layers and all others.
 
-    Embeddings, whatever is tied to them, and the head are no hidden layers. Matrices that a module keeps as parameters
-    of its own, such as embeddings of positions, are taken for hidden ones.
+    The split follows torch's page on Muon. Embeddings, modules tied to them, and the head are not
+    hidden layers. Matrices that a module has as parameters of its own, such as embeddings of
+    positions, count as hidden.
 
     Args:
         model: the module that is trained.
         head: the module that makes the outputs. Default: the last one that has a matrix.
 
     Returns:
-        What is for ``torch.optim.Muon``, and what is for another optimizer, each in the model's order.
+        The parameters for ``torch.optim.Muon`` and those for another optimizer, each in the model's
+        order.
 
     Example::
 
@@ -559,38 +624,39 @@ def muon_parameters(
     having = [m for m in model.modules() if any(p.ndim == 2 for p in m.parameters(recurse=False))]
     apart: list[nn.Module] = [m for m in having if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     apart += [head] if head is not None else having[-1:]
-    kept = {id(p) for module in apart for p in module.parameters()}
+    excluded = {id(p) for module in apart for p in module.parameters()}
     parameters = [*model.parameters()]
-    matrices = [p for p in parameters if p.ndim == 2 and id(p) not in kept]
+    matrices = [p for p in parameters if p.ndim == 2 and id(p) not in excluded]
     hidden = {id(p) for p in matrices}
     return matrices, [p for p in parameters if id(p) not in hidden]
 
 
 def _power_of_two(scale: float) -> float:
-    """Return ``scale`` if no rounding can come from it; raise ``ValueError`` otherwise."""
+    """Return ``scale`` if it cannot cause a rounding. Raise ``ValueError`` otherwise."""
     if not (0 < scale < math.inf and math.frexp(scale)[0] == 0.5):
         raise ValueError(
-            f"expected a loss_scale that is a power of two, got loss_scale={scale}; another one rounds gradients, and "
-            "so turns directions: GradScaler's init_scale, growth_factor and backoff_factor must be powers of two"
+            f"expected a loss_scale that is a power of two, got loss_scale={scale}; another one "
+            "rounds gradients, and so turns directions: GradScaler's init_scale, growth_factor and "
+            "backoff_factor must be powers of two"
         )
     return float(scale)
 
 
 def _check_optimizer(muon: object) -> None:
-    """Refuse what is not torch's Muon, whose step is known, or has a state already."""
+    """Refuse an optimizer other than torch's Muon, or with another step, or that has a state."""
     if not isinstance(muon, Muon):
         raise TypeError(
-            f"expected a torch.optim.Muon, got muon={type(muon).__name__}; give the matrices to torch.optim.Muon and "
-            "the other parameters to another optimizer, which needs no state"
+            f"expected a torch.optim.Muon, got muon={type(muon).__name__}; give the matrices to "
+            "torch.optim.Muon and the other parameters to another optimizer, which needs no state"
         )
     if stripped(type(muon).step, SPANS) is not stripped(Muon.step, SPANS):
         raise TypeError(
-            f"expected torch.optim.Muon's own step, got muon={type(muon).__name__}, which has another; pass a "
-            "torch.optim.Muon"
+            f"expected torch.optim.Muon's own step, got muon={type(muon).__name__}, which has "
+            "another; pass a torch.optim.Muon"
         )
     if any(parameter.is_complex() for group in muon.param_groups for parameter in group["params"]):
         raise UnsupportedConfigurationError(
-            "expected real matrices, got complex ones, which torch.optim.Muon does not support; give them to another "
-            "optimizer"
+            "expected real matrices, got complex ones, which torch.optim.Muon does not support; "
+            "give them to another optimizer"
         )
     check_not_intercepted(muon)

@@ -1,1 +1,1 @@
-"""What is known of torch's DistributedDataParallel: what it hands to a hook, the model behind that, and its group."""
+"""DDP as a hook sees it: checks, a bucket's contents, its model, the end of its process group."""

@@ -1,13 +1,17 @@
-"""Checks of what DDP hands to a hook: what cannot work is refused with an error that says why.
+"""Checks of the bucket, the model and the process group that DDP gives to a hook.
+
+A configuration that cannot work is refused with an error that gives the reason and the remedy.
 
 [Note: finding the model]
-A bucket does not know its model, and DDP tells a hook nothing of itself. But every object refers to its class, so
-Python's collector, asked who refers to `DistributedDataParallel` or a class below it, returns all models. That takes
-some tens of milliseconds for a million objects, and is done once for each model: `_known_models` remembers it.
+A bucket has no reference to its model, and DDP passes nothing about the model to a hook. But every
+object refers to its class. So Python's garbage collector, asked for the referrers of
+`DistributedDataParallel` and its subclasses, returns all models. The search takes some tens of
+milliseconds for a million objects. It runs once for each model, which `_known_models` remembers.
 
-Whoever asks the collector may get what another thread is just making, and CPython's ``tuple(generator)`` raises
-`SystemError` if somebody else has its unfinished tuple in hand. Only a tuple *of these classes* could be met here, and
-even that is dropped before any other thread runs: asking and sorting out are one call of C code.
+The collector may return objects that another thread is still building, and CPython's
+``tuple(generator)`` raises `SystemError` if another thread holds a reference to its unfinished
+tuple. The search can only meet tuples *of these classes*. It drops even those before any other
+thread runs: asking the collector and filtering its answer are one call of C code.
 """
 
 import functools
@@ -25,6 +29,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
+from . import torch_private
+
 logger = logging.getLogger(__name__)
 
 PYTHON_REDUCER: Final = (
@@ -32,20 +38,22 @@ PYTHON_REDUCER: Final = (
     "set torch._dynamo.config.optimize_ddp to another value than 'python_reducer'"
 )
 HIDDEN: Final = (
-    "expected the DDP model of these gradients among all objects that Python's collector knows, got none; "
-    "call gc.freeze() after the first backward(), not before"
+    "cannot find the DDP model that owns these gradients: gc.freeze() was called before the first "
+    "backward(), which hides the model from Python's garbage collector; call gc.freeze() after the "
+    "first backward()"
 )
 CAPTURED: Final = (
-    "expected backward outside of a CUDA graph, got a hook that is called while a graph is captured: a replay would "
-    "exchange nothing and take no turn, for no hook runs then; capture forward and backward of the model's parts "
-    "instead (torch.cuda.make_graphed_callables before DDP, or torch.compile(mode='reduce-overhead'))"
+    "expected backward outside of a CUDA graph, got a hook that is called while a graph is "
+    "captured: a replay calls no hook, so it would exchange nothing and take no turn; capture "
+    "forward and backward of the model's parts instead (torch.cuda.make_graphed_callables before "
+    "DDP, or torch.compile(mode='reduce-overhead'))"
 )
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return ``process_group``, or the default group for None, or say why it cannot be used."""
+    """Return ``process_group``, or the default group for None. Raises if it cannot be used."""
     group = dist.group.WORLD if process_group is None else process_group
     if group is None:
         raise UnsupportedConfigurationError(
@@ -54,8 +62,8 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         )
     if not isinstance(group, dist.ProcessGroup):
         raise UnsupportedConfigurationError(
-            f"expected a process group that this process belongs to, got process_group={group!r}; "
-            "pass the group that DDP was given"
+            "expected a process group that this process belongs to, got "
+            f"process_group={group!r}; pass the group that DDP was given"
         )
     return group
 
@@ -68,7 +76,7 @@ def check_keys(
     *,
     has_more: bool = False,
 ) -> None:
-    """Refuse another dictionary than one with the keys ``needed``; it may have others, too, if it ``has_more``."""
+    """Refuse a dictionary without the keys ``needed``, and other keys unless it ``has_more``."""
     if {*given} != needed and not (has_more and needed <= {*given}):
         raise ValueError(f"expected {expected}, got keys {sorted(given)}; {remedy}")
 
@@ -82,23 +90,29 @@ def check_rank(to: int | None, group: dist.ProcessGroup) -> None:
 
 
 def check_turn(ranks: Sequence[int] | None, process_group: dist.ProcessGroup) -> None:
-    """Raise unless a mutex's ranks (None: any) are those of the group: whoever else takes its turns waits for ours.
+    """Refuse a mutex whose ranks are not those of the process group.
 
-    They are ranks of the default group, none for a mutex of this process alone.
+    Another process that takes turns with the mutex would wait for ours.
+
+    Args:
+        ranks: the mutex's ranks in the default group; empty for a mutex of this process alone, and
+            None if any will do.
+        process_group: of the model.
     """
     if ranks is None:
         return
-    own, theirs = sorted(dist.get_process_group_ranks(process_group)), sorted(ranks)
+    own = sorted(dist.get_process_group_ranks(process_group))
+    theirs = sorted(ranks)
     if own != theirs and (theirs or len(own) > 1):
         raise UnsupportedConfigurationError(
             f"expected a mutex of the ranks {own}, which train this model, got one of "
-            f"{theirs or 'this process alone'}: a turn belongs to all its ranks; leave mutex= out, or make it with "
-            "GPUMutex(process_group=…) of the model's group"
+            f"{theirs or 'this process alone'}: a turn belongs to all its ranks; leave mutex= out, "
+            "or make it with GPUMutex(process_group=…) of the model's group"
         )
 
 
 def flat_gradients(bucket: dist.GradBucket) -> torch.Tensor:
-    """Return the bucket's flat dense buffer, or say why there is none."""
+    """Return the bucket's flat dense buffer. Raises if the hooks cannot exchange it."""
     buffer = bucket.buffer()
     if buffer.layout != torch.strided:
         raise UnsupportedConfigurationError(
@@ -108,108 +122,117 @@ def flat_gradients(bucket: dist.GradBucket) -> torch.Tensor:
     if buffer.dtype not in _DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise UnsupportedConfigurationError(
-            f"expected gradients of {known}, got bucket {bucket.index()} with dtype={buffer.dtype}; "
-            "convert the parameters"
+            f"expected gradients of {known}, got bucket {bucket.index()} with "
+            f"dtype={buffer.dtype}; convert the parameters"
         )
     return buffer
 
 
 def wants_buffers_broadcast(model: DistributedDataParallel) -> bool:
-    """Tell whether the model was told to broadcast rank 0's buffers before a forward."""
-    wanted = getattr(model, "forward_sync_buffers", None)  # torch 2.14
+    """Return whether user code asked DDP to broadcast rank 0's buffers before a forward."""
+    wanted = getattr(model, torch_private.FORWARD_SYNC_BUFFERS, None)
     return bool(model.broadcast_buffers if wanted is None else wanted)
 
 
 def check_copyable(model: DistributedDataParallel) -> None:
-    """Refuse a model whose gradients can neither stay in DDP's buckets nor be copied out of them later."""
-    named = named_parameters_of(model.module)
-    reason = "complex parameters" if any(p is not None and p.is_complex() for _, p in named) else ""
+    """Refuse a model whose gradients can neither stay in DDP's buckets nor be copied out later."""
+    reason = ""
+    for _, parameter in named_parameters_of(model.module):
+        if parameter is not None and parameter.is_complex():
+            reason = "complex parameters"
     if model.find_unused_parameters or reason:
         raise UnsupportedConfigurationError(
-            "expected gradients that are views of DDP's buckets, got gradient_as_bucket_view=False and "
-            f"{reason or 'find_unused_parameters=True'}; build the model with "
+            "expected gradients that are views of DDP's buckets, got gradient_as_bucket_view=False "
+            f"and {reason or 'find_unused_parameters=True'}; build the model with "
             "DistributedDataParallel(..., gradient_as_bucket_view=True)"
         )
 
 
 def is_joined(model: DistributedDataParallel) -> bool:
-    """Tell whether a model is inside of Join."""
-    config = getattr(model, "_join_config", None)
+    """Return whether a model is inside of Join."""
+    config = getattr(model, torch_private.JOIN_CONFIG, None)
     return config is not None and config.enable
 
 
 def check_not_joined(model: DistributedDataParallel, why: str) -> None:
-    """Refuse Join, in whose shadow passes a rank neither steps nor runs forward; ``why`` that is needed."""
+    """Refuse a model inside of Join, where a rank without data runs neither forward nor step().
+
+    ``why``: the reason why all ranks must take each step.
+    """
     if is_joined(model):
         raise UnsupportedConfigurationError(
-            f"expected as many steps on all ranks, got a model inside of Join: {why}; give all ranks as many batches "
-            "(DistributedSampler does)"
+            f"expected as many steps on all ranks, got a model inside of Join: {why}; give all "
+            "ranks as many batches (DistributedSampler does)"
         )
 
 
 def check_forward(model: DistributedDataParallel, why: str) -> None:
-    """Refuse a model whose own forward nobody calls; ``why`` that is needed."""
+    """Refuse a model whose own forward is never called; ``why``: the reason why it must be."""
     if isinstance(model.module, torch.nn.ParameterList):
         raise UnsupportedConfigurationError(
-            f"expected DistributedDataParallel, got replicate(), which never calls forward of the DDP model inside: "
-            f"{why}; wrap the model in DistributedDataParallel"
+            "expected DistributedDataParallel, got replicate(), which never calls forward of the "
+            f"DDP model inside: {why}; wrap the model in DistributedDataParallel"
         )
 
 
 def check_optimized(model: DistributedDataParallel, optimizers: Sequence[Any]) -> None:
-    """Refuse to leave out optimizers of parameters that are trained."""
-    groups = [group for each in optimizers for group in each.param_groups]
-    known = {
-        id(p) for group in groups for p in list.__iter__(group["params"])
-    }  # past the guards of groups
+    """Refuse ``optimizers`` that leave out a trained parameter of the model."""
+    known = set[int]()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            # The list's own iterator passes by the guards of a decoupled model's groups.
+            known.update(id(parameter) for parameter in list.__iter__(group["params"]))
     trained = [p for _, p in named_parameters_of(model.module) if p is not None and p.requires_grad]
     unknown = [p for p in trained if id(p) not in known]
     if unknown:
         names = names_of(unknown, model.module)
         raise UnsupportedConfigurationError(
-            f"expected the optimizers of all trained parameters, got none of {len(unknown)} of them ({names}); pass "
-            "optimizer=, all of the model's, or optimizer=() to leave them out"
+            f"expected the optimizers of all trained parameters, got none of {len(unknown)} of "
+            f"them ({names}); pass optimizer=, all of the model's, or optimizer=() to leave them "
+            "out"
         )
 
 
 def check_exchanged_group(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> None:
-    """Refuse a model whose process group was replaced by one of other ranks than the hook's."""
-    got, hooks = _ranks(model), dist.get_process_group_ranks(process_group)
-    if sorted(got) != sorted(hooks):
+    """Refuse a model whose process group was replaced by one with other ranks than the hook's."""
+    got = _ranks(model)
+    expected = dist.get_process_group_ranks(process_group)
+    if sorted(got) != sorted(expected):
         raise UnsupportedConfigurationError(
-            f"expected the process group with which the hook was registered, of ranks {hooks}, got a model whose group "
-            f"is now of ranks {got} (DDP._update_process_group): the hook's states, and what ranks owe each other, "
-            "belong to the former one; wrap the module in DistributedDataParallel again, with the new group and a new "
-            "state"
+            f"expected the process group with which the hook was registered, of ranks {expected}, "
+            f"got a model whose group is now of ranks {got} (DDP._update_process_group): states "
+            "and unfinished exchanges belong to the former group; wrap the module in "
+            "DistributedDataParallel again, with the new group and a new state"
         )
 
 
 def check_group(
     bucket: dist.GradBucket, process_group: dist.ProcessGroup
 ) -> DistributedDataParallel | None:
-    """Refuse a hook whose process group has other ranks than that of the DDP model behind ``bucket``.
+    """Refuse a hook whose process group has other ranks than the DDP model behind ``bucket``.
 
-    Otherwise it would silently average over the wrong ranks. Returns the model, or None if ``gc.freeze()`` has hidden
-    it.
+    Such a hook would average over the wrong ranks without an error. Returns the model, or None if
+    ``gc.freeze()`` has hidden it.
     """
-    got = dist.get_process_group_ranks(process_group)
+    expected = dist.get_process_group_ranks(process_group)
     models: list[DistributedDataParallel] = []
-    for look in _PLACES:
-        models = _holders(bucket, look())
+    for search in _SEARCHES:
+        models = _holders(bucket, search())
         for model in models:
-            if sorted(_ranks(model)) == sorted(got):
+            if sorted(_ranks(model)) == sorted(expected):
                 return model
     if not models:
-        _tell_hidden()
+        _warn_hidden()
         return None
     raise UnsupportedConfigurationError(
-        f"expected the process group that DDP was given, of ranks {_ranks(models[-1])}, got a process_group of "
-        f"ranks {got}; pass process_group=model.process_group to the hook's state"
+        f"expected the process group that DDP was given, of ranks {_ranks(models[-1])}, got a "
+        f"process_group of ranks {expected}; pass process_group=model.process_group to the hook's "
+        "state"
     )
 
 
 def _ranks(model: DistributedDataParallel) -> list[int]:
-    """Return the ranks of a model's group; none if the group is destroyed, as after an elastic restart."""
+    """Return the ranks of a model's group; none if it is destroyed, as after an elastic restart."""
     try:
         return dist.get_process_group_ranks(model.process_group)
     except (KeyError, ValueError, RuntimeError):
@@ -217,42 +240,42 @@ def _ranks(model: DistributedDataParallel) -> list[int]:
 
 
 @functools.cache
-def _tell_hidden() -> None:
+def _warn_hidden() -> None:
     logger.warning(
-        "the hook's process group is not compared with the model's, which is not among the objects that Python's "
-        "collector knows; call gc.freeze() after the first backward(), not before"
+        "the hook's process group is not compared with the model's, which is hidden from Python's "
+        "garbage collector; call gc.freeze() after the first backward(), not before"
     )
 
 
 def unknown_to_ddp(model: DistributedDataParallel) -> list[str]:
-    """Return the names of parameters that require gradients, but did not when the model was wrapped."""
-    if not hasattr(model.reducer, "_get_zeros_like_grad_buckets"):
+    """Return the names of parameters whose requires_grad was set after the model was wrapped."""
+    list_buckets = getattr(model.reducer, torch_private.ZERO_BUCKETS, None)
+    if list_buckets is None:
         return []
-    known = {
-        id(each)
-        for bucket in model.reducer._get_zeros_like_grad_buckets()
-        for each in bucket.parameters()
-    }
-    ignored = getattr(model, "parameters_to_ignore", ())
-    return [
-        name
-        for name, each in named_parameters_of(model.module)
-        if each is not None and each.requires_grad and id(each) not in known and name not in ignored
-    ]
+    known = {id(each) for bucket in list_buckets() for each in bucket.parameters()}
+    ignored = getattr(model, torch_private.IGNORED_NAMES, ())
+    unknown = []
+    for name, parameter in named_parameters_of(model.module):
+        if parameter is None or not parameter.requires_grad:
+            continue
+        if id(parameter) not in known and name not in ignored:
+            unknown.append(name)
+    return unknown
 
 
-# --- the model: see [Note: finding the model] ----------------------------------------------------------------------
+# --- the model: see [Note: finding the model] ---
 
 
 def model_of(bucket: dist.GradBucket, *, state: object = None) -> DistributedDataParallel | None:
     """Return the DDP model whose gradients ``bucket`` holds; None if ``gc.freeze()`` has hidden it.
 
-    ``state``: that the model's hook was registered with, or that its wrappers pass on as ``hook_state``, as far as is
-    known. It tells models apart that wrap one module, such as an old one that is not collected yet.
+    Several models may wrap one module, as when training begins again and the old model is not
+    collected yet. Then ``state`` distinguishes them: the state that the model's hook was registered
+    with, or one that a wrapper of hooks has as its ``hook_state``.
     """
     found: DistributedDataParallel | None = None
-    for look in _PLACES:
-        for model in _holders(bucket, look()):
+    for search in _SEARCHES:
+        for model in _holders(bucket, search()):
             if state is None or _is_hooked(model, state):
                 return model
             found = model
@@ -260,7 +283,7 @@ def model_of(bucket: dist.GradBucket, *, state: object = None) -> DistributedDat
 
 
 def needed_model_of(bucket: dist.GradBucket, *, state: object) -> DistributedDataParallel:
-    """Return the DDP model of a hook that needs it, see `model_of`; raises if ``gc.freeze()`` has hidden it."""
+    """Return what `model_of` does; raise if ``gc.freeze()`` has hidden the model."""
     model = model_of(bucket, state=state)
     if model is None:
         raise UnsupportedConfigurationError(HIDDEN)
@@ -268,37 +291,41 @@ def needed_model_of(bucket: dist.GradBucket, *, state: object) -> DistributedDat
 
 
 def registered_model(state: object) -> DistributedDataParallel:
-    """Return the DDP model whose hook has ``state``; raises if there is none, or if ``gc.freeze()`` has hidden it."""
-    found = (model for look in _PLACES for model in look() if _is_hooked(model, state))
-    if (model := next(found, None)) is None:
+    """Return the DDP model whose hook has ``state``. Raises if there is none, or it is hidden."""
+    found = (model for search in _SEARCHES for model in search() if _is_hooked(model, state))
+    model = next(found, None)
+    if model is None:
         raise UnsupportedConfigurationError(
-            f"expected a DDP model whose hook has this {type(state).__name__}, got none; call "
-            "model.register_comm_hook(state, hook) before, and gc.freeze() after the first backward()"
+            f"no DDP model has a hook with this {type(state).__name__}; call "
+            "model.register_comm_hook(state, hook) first, and gc.freeze() only after the first "
+            "backward()"
         )
     check_forward(model, "its parameters have no names")
     return model
 
 
 class OnlyModel:
-    """The one DDP model that a hook's state serves; what the state keeps is of this model's buckets."""
+    """The one DDP model that a hook's state serves. The state keeps tensors of its buckets."""
 
     def __init__(self) -> None:
+        # By parameter. The name is "" as long as gc.freeze() hides the model.
         self.names: Any = WeakTensorKeyDictionary()
-        """By parameter; "" as long as ``gc.freeze()`` hides the model."""
+        # A weak reference, called. None before the first bucket.
         self.model: Callable[[], DistributedDataParallel | None] = lambda: None
 
     def enter(self, bucket: dist.GradBucket, state: object) -> DistributedDataParallel | None:
-        """Return the model behind ``bucket`` if the state has not seen it before; refuse a second one."""
+        """Return the model behind ``bucket`` the first time; refuse a bucket of a second model."""
         parameters = bucket.parameters()
         if parameters[0] in self.names:
             return None
         model = model_of(bucket, state=state)
         if self._is_another(model):
-            gc.collect()  # the former one may wait for nothing else
+            # The former model may be garbage that only waits for a collection.
+            gc.collect()
         if self._is_another(model):
             raise UnsupportedConfigurationError(
-                f"expected one model for each state, got a second one with the same {type(state).__name__}; make a "
-                "state for each model"
+                f"expected one model for each state, got a second one with the same "
+                f"{type(state).__name__}; make a state for each model"
             )
         for parameter in parameters:
             self.names[parameter] = ""
@@ -317,20 +344,20 @@ def _holders(
 ) -> list[DistributedDataParallel]:
     """Return those of ``models`` that have the bucket's parameters, and remember them."""
     parameter = bucket.parameters()[0]
-    # No network: a constructor or a copy that has failed half-way.
-    networks = ((model, vars(model).get("_modules", {}).get("module")) for model in models)
-    found = [
-        model
-        for model, network in networks
-        if network is not None
-        and any(parameter is other for _, other in named_parameters_of(network))
-    ]
+    found = []
+    for model in models:
+        # Where a constructor or a copy of the model has failed half-way, there is no network.
+        network = vars(model).get(torch_private.SUBMODULES, {}).get("module")
+        if network is None:
+            continue
+        if any(parameter is other for _, other in named_parameters_of(network)):
+            found.append(model)
     _known_models.update(found)
     return found
 
 
 def _is_hooked(model: DistributedDataParallel, state: object) -> bool:
-    for _, registered in getattr(model, "_comm_hooks", ()):
+    for _, registered in getattr(model, torch_private.COMM_HOOKS, ()):
         each = registered
         while each is not None and each is not state:
             each = getattr(each, "hook_state", None)
@@ -342,38 +369,46 @@ def _is_hooked(model: DistributedDataParallel, state: object) -> bool:
 _known_models: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
 
 
+def _remembered_models() -> list[DistributedDataParallel]:
+    return list(_known_models)
+
+
 def _all_models() -> list[DistributedDataParallel]:
     classes: list[type] = [DistributedDataParallel]
     for each in classes:
         classes += type.__subclasses__(each)
-    everybody = itertools.chain.from_iterable(itertools.starmap(gc.get_referrers, [classes]))
+    referrers = itertools.chain.from_iterable(itertools.starmap(gc.get_referrers, [classes]))
     collects = gc.isenabled()
-    gc.disable()  # or the lists that are made here set off a collection, and its finalizers let other threads run
+    # The lists that are made below could set off a collection, whose finalizers let other threads
+    # run.
+    gc.disable()
     try:
-        # Nothing but C until the list is made, and nothing but the list is left of it afterwards.
-        return list(_of_types(frozenset(classes), *itertools.tee(everybody)))
+        # Only C code runs until the list is made, and only the list is left of it afterwards.
+        return list(_of_types(frozenset(classes), *itertools.tee(referrers)))
     finally:
         if collects:
             gc.enable()
 
 
 def _of_types(types: frozenset[type], objects: Iterator[Any], same: Iterator[Any]) -> Iterator[Any]:
-    """Select by type, not with isinstance: that would run the ``__class__`` property of lazy objects."""
+    """Select by type. `isinstance` would run the ``__class__`` property of lazy objects."""
     return itertools.compress(objects, map(types.__contains__, map(type, same)))
 
 
-_PLACES: tuple[Callable[[], list[DistributedDataParallel]], ...] = (
-    lambda: list(_known_models),
+# Where to search for a model, the cheap place first.
+_SEARCHES: tuple[Callable[[], list[DistributedDataParallel]], ...] = (
+    _remembered_models,
     _all_models,
 )
 
 
 def named_parameters_of(network: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield the parameters as they are: looking at a model must not make a decoupled one update itself."""
+    """Yield parameters without setting off the pending update of a decoupled model."""
     for prefix, module in network.named_modules():
-        own = module._parameters
-        # Not a dictionary: of a scripted module, which has no guards.
-        for name, parameter in dict.items(own) if isinstance(own, dict) else own.items():
+        own = torch_private.own_parameters(module)
+        # A scripted module has no dictionary here, and no guards.
+        items = dict.items(own) if isinstance(own, dict) else own.items()
+        for name, parameter in items:
             yield f"{prefix}.{name}" if prefix else name, parameter
 
 
@@ -381,8 +416,6 @@ def names_of(parameters: list[torch.Tensor], network: torch.nn.Module) -> str:
     """Name the first few of ``parameters`` as ``network`` does, for a message."""
     names = {id(p): name for name, p in named_parameters_of(network)}
     known = [names[id(p)] for p in parameters if id(p) in names]
-    return (
-        ", ".join(known[:3]) + (", ..." if len(known) > 3 else "")
-        if known
-        else "not of the model either"
-    )
+    if not known:
+        return "not of the model either"
+    return ", ".join(known[:3]) + (", ..." if len(known) > 3 else "")

@@ -1,4 +1,4 @@
-"""What dynamo must not trace: functions of ours that it is kept out of, and hooks without Python of ours."""
+"""Keeps dynamo out of functions of this package, and makes module hooks that it need not trace."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,10 @@ def uncompiled(function: Function) -> Function:
 
 
 class OwnHook(functools.partial[None]):
-    """A hook of a module, for this module only: a copy gets one that does nothing. No Python of ours calls it."""
+    """A hook of one module, which a copy of the module does not get: the copy's hook does nothing.
+
+    A partial, so that calling the hook runs no Python code of this package.
+    """
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return OwnHook, (_nothing,)

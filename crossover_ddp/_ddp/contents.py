@@ -1,4 +1,4 @@
-"""What is where in a bucket of DDP."""
+"""Where the gradients of a DDP bucket lie in its flat buffer."""
 
 from typing import NamedTuple
 
@@ -12,72 +12,74 @@ from .layout import Span
 
 
 class Content(NamedTuple):
-    """One parameter in a bucket: its gradient, and where that is in the flat buffer."""
+    """One parameter in a bucket."""
 
     parameter: Tensor
     gradient: Tensor
-    span: Span
+    span: Span  # of the gradient in the flat buffer
 
 
 class Run(NamedTuple):
-    """Elements of a parameter, from ``begin`` on, and where they travel."""
+    """Consecutive elements of a parameter that travel together."""
 
     parameter: Tensor
-    begin: int
-    span: Span
+    begin: int  # the first element
+    span: Span  # of the elements in the buffer that travels
 
 
 def part_of(flat: Tensor, span: Span) -> Tensor:
-    """Return the elements of a span, not a copy."""
+    """Return a view of the elements of a span."""
     return flat[span.start : span.stop]
 
 
 def contents_of(bucket: dist.GradBucket, buffer: Tensor) -> list[Content]:
-    """List the parameters of a bucket; raise if ``buffer`` is not made of their gradients one after the other."""
-    contents, start = [], 0
+    """List the parameters of a bucket, whose gradients follow each other in ``buffer``.
+
+    Raises if ``buffer`` has another length than these gradients.
+    """
+    contents = []
+    start = 0
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        # DDP shows complex gradients as pairs of real numbers.
-        stop = start + parameter.numel() * (
-            2 if parameter.is_complex() and not buffer.is_complex() else 1
-        )
-        span = Span(start, stop)
-        contents.append(
-            Content(parameter, _as_parameter(parameter, gradient, buffer[start:stop]), span)
-        )
+        stop = start + parameter.numel()
+        if parameter.is_complex() and not buffer.is_complex():
+            stop += parameter.numel()  # DDP shows complex gradients as pairs of real numbers
+        ordered = _as_parameter(parameter, gradient, buffer[start:stop])
+        contents.append(Content(parameter, ordered, Span(start, stop)))
         start = stop
     if start != buffer.numel():
         raise UnsupportedConfigurationError(
-            f"expected a bucket of {start} elements, got {buffer.numel()}; this torch lays out its buckets in a way "
-            "that this hook does not know"
+            f"expected a bucket of {start} elements, got {buffer.numel()}: this version of torch "
+            "lays out its buckets in a way that this hook does not know; use another version of "
+            "torch, or plain DDP"
         )
     return contents
 
 
 def _as_parameter(parameter: Tensor, gradient: Tensor, part: Tensor) -> Tensor:
-    """Return the gradient as DDP lays it out in its part of the buffer: in the memory order of the parameter.
+    """Return the gradient in the memory order of the parameter, as DDP lays it out in the buffer.
 
-    ``bucket.gradients()`` has the parameter's shape, but takes any order for the contiguous one.
+    ``bucket.gradients()`` has the parameter's shape, but reads the elements in contiguous order
+    whatever the parameter's own order is.
     """
-    return (
-        gradient
-        if parameter.is_contiguous() or parameter.is_complex()
-        else view_of(part, parameter)
-    )
+    if parameter.is_contiguous() or parameter.is_complex():
+        return gradient
+    return view_of(part, parameter)
 
 
 def view_of(part: Tensor, parameter: Tensor) -> Tensor:
-    """Return what stands in a part of a flat buffer as DDP lays out the gradient of ``parameter``."""
+    """View a part of a flat buffer as DDP lays out the gradient of ``parameter`` in it."""
     return part.as_strided(parameter.shape, _strides_in_bucket(parameter))
 
 
 def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
     if parameter.is_contiguous() or is_dense(parameter):
         return parameter.stride()
-    return torch.empty(parameter.shape, device="meta").stride()  # DDP takes the contiguous order
+    # The parameter has gaps or overlaps: DDP takes the contiguous order.
+    return torch.empty(parameter.shape, device="meta").stride()
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Tell whether elements lie one behind the other, in any order, without gaps or overlaps."""
+    """Return whether the elements fill their memory, in any order, without gaps or overlaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

@@ -1,22 +1,26 @@
-"""Do all ranks have the same parameters? Our design.
+"""Compares the parameters of all ranks, in some steps. Our design.
 
-[Note: digests] In a model's steps 1, 2, 4, 8, … and in every thousandth each rank sums the bits of its parameters. The
-ranks' sums travel behind the last bucket of the step after it, some bytes each: one number for parameters that are
-trained, one for frozen ones. A rank that does not know the parameters, or is not to compare them, sends 0, and then
-nothing is compared: so all ranks send as often, whatever each of them knows.
+[Note: digests] In a model's steps 1, 2, 4, 8, … and in every thousandth each rank sums the bits of
+its parameters. The ranks' sums travel behind the last bucket of the next step, some bytes each: one
+number for trained parameters, one for frozen ones. A rank that does not know its model, or that is
+not to compare, sends 0, and then nothing is compared. So all ranks send equally often, whatever
+each of them knows.
 
-[Note: moments] Parameters may differ on purpose while gradients travel: SAM perturbs them by a gradient of each rank's
-own, adversarial weight perturbation and noise do the same, and all put them back before ``step()``, or in it. So ranks
-sum at several moments: when the last bucket is handed out, and when an optimizer's ``step()`` begins and ends. Only a
-difference at all of them is an error. Where no optimizer has stepped (a GradScaler skips, a script updates by hand) the
-next steps may tell more; from then on the beginning of forward is a moment as well.
+[Note: moments] Parameters may differ on purpose while gradients travel. SAM perturbs them by a
+gradient of each rank's own; adversarial weight perturbation and weight noise do the same. All put
+the parameters back before ``step()``, or in it. So ranks sum at several moments, see `Moment`, and
+only a difference at all of them is an error. Where no optimizer has stepped (a GradScaler skips, a
+script updates by hand), the next steps are compared as well, and from then on the beginning of
+forward is a moment.
 
-With owners the end of ``step()`` is none: it brings the owners' values to all ranks, whatever these had.
+With owners the end of ``step()`` is no moment: the step sends the owners' values to all ranks,
+whatever these had before.
 
-Frozen parameters that differ are a warning: DDP does not train them, and adapters that are merged and taken out again
-leave a rounding error.
+Frozen parameters that differ are a warning only. DDP does not train them, and adapters that are
+merged and taken out again leave a rounding error.
 """
 
+import enum
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -30,21 +34,34 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp._system import environment
 from crossover_ddp.errors import ReplicasDifferError
 
+from . import torch_private
 from .checks import is_joined, model_of, named_parameters_of, unknown_to_ddp
 from .compiled import OwnHook, uncompiled
 
 logger = logging.getLogger(__name__)
 
 COMPARED_EVERY: Final = 1000
-_NAMED: Final = 3
-_STEPS_WITHOUT_OPTIMIZER: Final = 3
-_KINDS: Final = 2  # of digests: of parameters that are trained, of frozen ones
-Tell = Callable[[Any], list[Any]]
-"""Sends an object to all ranks; returns by rank what the ranks have sent."""
+_NAMED: Final = 3  # parameters that an error names
+_STEPS_WITHOUT_OPTIMIZER: Final = 3  # compared before a difference counts without step()
+_KINDS: Final = 2  # of digests: of trained parameters and of frozen ones
+# Sends an object to all ranks, and returns the objects of all ranks.
+GatherObjects = Callable[[Any], list[Any]]
+
+
+class Moment(enum.IntEnum):
+    """When parameters are summed, in the order of preference for an error's list of names.
+
+    The moments lie between the last bucket of the compared step and that of the next one.
+    """
+
+    STEP_BEGINS = 0  # an optimizer's step() begins, the first time
+    STEP_ENDS = 1  # an optimizer's step() ends, the last time
+    FORWARD_BEGINS = 2  # the first forward begins; only where no optimizer has stepped before
+    IN_BACKWARD = 3  # the hook has the last bucket
 
 
 def is_compared(step: int) -> bool:
-    """Tell whether parameters are compared in a step, see [Note: digests]."""
+    """Return whether parameters are compared in a step, see [Note: digests]."""
     return step & (step - 1) == 0 or step % COMPARED_EVERY == 0
 
 
@@ -57,14 +74,15 @@ class Sums(NamedTuple):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor], device: torch.device) -> "Sums":
+        """Sum the bits of ``parameters``, given by name. The sums are on ``device``."""
         values = [fingerprint(each).to(device) for each in parameters.values()]
         trained = [each.requires_grad for each in parameters.values()]
         return cls([*parameters], trained, torch.stack(values))
 
     def digests(self) -> Tensor:
-        """Return one number for parameters that are trained, and one for frozen ones; neither is 0."""
+        """Return one number for trained parameters and one for frozen ones. Neither is 0."""
         device = self.values.device
-        # Odd factors, so that a value that moves from one parameter to another shows.
+        # Odd factors, so that values that change places change the digest.
         factors = torch.arange(1, 2 * len(self.values), 2, device=device)
         trained = torch.tensor(self.is_trained, device=device)
         both = torch.stack([(self.values * factors * mask).sum() for mask in (trained, ~trained)])
@@ -72,12 +90,15 @@ class Sums(NamedTuple):
 
 
 class Digests:
-    """Of one model, after so many ``steps``, see [Note: digests]."""
+    """The comparisons of one model, see [Note: digests]."""
 
     def __init__(self) -> None:
+        # Steps that the model has taken so far.
         self.steps = 0
-        self.comparison: Comparison | None = None  # of a step whose sums are still to be sent
-        # Of a model that `gc.freeze` hides None; it is searched for once.
+        # A comparison whose sums are still to be sent.
+        self.comparison: Comparison | None = None
+        # None before the search for the model, which happens once. Returns None if the model has
+        # gone, or if gc.freeze() hides it.
         self._ddp: Callable[[], DistributedDataParallel | None] | None = None
         self._has_warned = False
 
@@ -88,21 +109,26 @@ class Digests:
         state: object,
         begin: Callable[..., Any],
         at_each_step: Callable[..., Any],
-    ) -> Callable[[Tell], None] | None:
-        """Send the sums of the step before, if that was compared, and sum in this one, if it is.
+    ) -> Callable[[GatherObjects], None] | None:
+        """Send the sums of the previous step if it was compared. Begin to sum if this one is.
 
         Call it in the hook of the last bucket, where there is a ``comparison`` or `is_compared`.
 
-        ``state``: says whether parameters are compared, or the environment does. ``begin``: see `Exchange.begin`.
-        ``at_each_step``: see that in ``_engine/buckets.py``.
+        Args:
+            bucket: the last bucket of a step.
+            group: the ranks that are compared.
+            state: the hook's state. Its ``compare_replicas`` decides whether parameters are
+                compared; where it has none, ``CROSSOVER_COMPARE_REPLICAS`` does.
+            begin: see `Exchange.begin`.
+            at_each_step: see that in ``_engine/buckets.py``.
 
         Returns:
-            A function that looks at the digests that were sent, and raises a difference on all ranks, or None. It must
-            be called on all ranks of ``group``.
+            None if nothing was sent, else a function that examines the ranks' digests and raises a
+            difference on all ranks. All ranks of ``group`` must call it.
         """
-        look = (
-            None if self.comparison is None else self._send(self.comparison, bucket, group, begin)
-        )
+        look = None
+        if self.comparison is not None:
+            look = self._send(self.comparison, bucket, group, begin)
         self.comparison = None
         if is_compared(self.steps):
             model = self._compared_model(bucket, state)
@@ -115,74 +141,78 @@ class Digests:
         bucket: dist.GradBucket,
         group: dist.ProcessGroup,
         begin: Callable[..., Any],
-    ) -> Callable[[Tell], None]:
-        moments = comparison.moments
-        numel, device = len(moments) * _KINDS, bucket.buffer().device
-        table = torch.zeros(group.size(), len(moments), _KINDS, dtype=torch.int64, device=device)
-        for place, sums in enumerate(moments):
-            if sums is not None:
-                table[group.rank(), place] = sums.digests()
-        flat, layout = table.flatten(), [numel] * group.size()
+    ) -> Callable[[GatherObjects], None]:
+        sums_at = dict(comparison.sums_at)
+        table = torch.zeros(
+            group.size(), len(Moment), _KINDS, dtype=torch.int64, device=bucket.buffer().device
+        )
+        for moment, sums in sums_at.items():
+            table[group.rank(), moment] = sums.digests()
+        flat = table.flatten()
+        layout = [len(Moment) * _KINDS] * group.size()
         name = f"the digests of step {comparison.step}"
         trip = begin(lambda link: link.all_gather(flat, layout), flat, name, deferred=True)
 
-        def look(tell: Tell) -> None:  # keeps no group
+        def look(gather_objects: GatherObjects) -> None:  # must not keep the group alive
             trip.wait()
             found = _Found(flat.view(table.shape).tolist())
             if not comparison.is_settled_by(found):
                 if self.comparison is not None:
                     self.comparison.end()
                 self.comparison = comparison
-                comparison.go_on()
+                comparison.sum_again()
                 return
             comparison.end()
             if found.differs:
-                self._report(comparison.step, moments[found.at], tell)
+                self._report(comparison.step, sums_at.get(found.first), gather_objects)
 
         return look
 
     def _compared_model(
         self, bucket: dist.GradBucket, state: object
     ) -> DistributedDataParallel | None:
-        """Return the model; None if it is not known, or not to be compared."""
-        if (wanted := getattr(state, "compare_replicas", None)) is None:
+        """Return the model; None if it was not found, or is not to be compared."""
+        wanted = getattr(state, "compare_replicas", None)
+        if wanted is None:
             wanted = environment.is_set(environment.COMPARE_REPLICAS, default="1")
         if self._ddp is None:
             found = model_of(bucket, state=state)
             self._ddp = (lambda: None) if found is None else weakref.ref(found)
         return self._ddp() if wanted else None
 
-    def _report(self, step: int, sums: Sums | None, tell: Tell) -> None:
-        """Raise a difference on all ranks, or warn if it is of frozen parameters alone. **Collective**."""
+    def _report(self, step: int, sums: Sums | None, gather_objects: GatherObjects) -> None:
+        """Raise on all ranks, or warn if only frozen parameters differ. **Collective**.
+
+        ``sums``: this rank's, of the first moment at which all ranks have summed.
+        """
         model = None if self._ddp is None else self._ddp()
         unknown = unknown_to_ddp(model) if model is not None else ()
-        if sums is None:
-            raise AssertionError("a moment at which all ranks have summed")
+        assert sums is not None
         values = dict(zip(sums.names, sums.values.tolist(), strict=True))
         trained = dict(zip(sums.names, sums.is_trained, strict=True))
-        differing = _differing(tell((values, trained, unknown)))
+        differing = _differing(gather_objects((values, trained, unknown)))
         if any(each.is_trained for each in differing):
             _raise(step, [each for each in differing if each.is_trained])
         if differing and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "frozen parameters differ between ranks since step %d at the latest: %s. DDP does not send them, and "
-                "training goes on with each rank's own; if adapters were merged into them and taken out again, restore "
-                "them from a copy",
+                "frozen parameters differ between ranks since step %d at the latest: %s. DDP does "
+                "not send them, and training continues with each rank's own; if adapters were "
+                "merged into them and taken out again, restore them from a copy",
                 step,
                 _listed([each.name for each in differing]),
             )
 
 
 class Comparison:
-    """Sums of one step's parameters at the moments at which ranks may agree, see [Note: moments].
+    """The sums of one step's parameters at several moments, see [Note: moments].
 
-    Made in the hook of the step's last bucket; the other moments are those up to the last bucket of the next step.
+    Made in the hook of the step's last bucket.
 
     Args:
-        step: that is compared.
-        model: whose parameters are summed; None: this rank sums nothing.
-        device: of the sums.
+        step: the step that is compared.
+        model: the model whose parameters are summed. None: this rank sums nothing.
+        device: where the sums are.
         at_each_step: see that in ``_engine/buckets.py``.
     """
 
@@ -196,95 +226,107 @@ class Comparison:
         self.step = step
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._device = device
-        self._step_begins: Sums | None = None  # the first one
-        self._step_ends: Sums | None = None  # the latest one
-        self._forward_begins: Sums | None = None  # the first one; only if a step is not enough
-        self._in_backward: Sums | None = None
-        self._exchanges = 0  # behind which the sums were sent
+        # A moment is missing where this rank has not summed.
+        self.sums_at: dict[Moment, Sums] = {}
+        # How often ranks have compared their sums: once a step, until they are settled.
+        self._times_compared = 0
+        # Functions that remove the hooks of this comparison.
         self._leave: list[Callable[[], object]] = []
         if model is not None:
             self._model = weakref.ref(model)
-            self._in_backward = self._now()
+            self._sum(Moment.IN_BACKWARD)
             parameters = [each for _, each in named_parameters_of(model.module) if each is not None]
             self._leave.append(
                 at_each_step(parameters, begins=self._on_step_begin, ends=self._on_step_end)
             )
 
-    @property
-    def moments(self) -> tuple[Sums | None, ...]:
-        """The sums by moment."""
-        return self._step_begins, self._step_ends, self._forward_begins, self._in_backward
-
-    def go_on(self) -> None:
-        """Sum once more, up to the last bucket of the next step, and also where forward begins."""
-        self._step_begins = self._step_ends = self._forward_begins = self._in_backward = None
+    def sum_again(self) -> None:
+        """Sum up to the last bucket of the next step as well, also where forward begins."""
+        self.sums_at.clear()
         model = self._model()
-        if model is not None and self._exchanges == 1:
+        if model is not None and self._times_compared == 1:
             before = OwnHook(uncompiled(self._on_forward))
             self._leave.append(model.register_forward_pre_hook(before, prepend=True).remove)
 
     def is_settled_by(self, found: "_Found") -> bool:
-        """Tell whether ranks know enough, once in each step."""
-        self._exchanges += 1
-        return not found.differs or found.has_step or self._exchanges == _STEPS_WITHOUT_OPTIMIZER
+        """Return whether this comparison is conclusive. Call it once per exchange of sums."""
+        self._times_compared += 1
+        has_lasted = self._times_compared == _STEPS_WITHOUT_OPTIMIZER
+        return not found.differs or found.has_step or has_lasted
 
     def end(self) -> None:
-        """Sum no more."""
+        """Stop summing."""
         for leave in self._leave:
             leave()
 
     def _on_step_begin(self) -> None:
-        self._step_begins = self._step_begins or self._now()
+        if Moment.STEP_BEGINS not in self.sums_at:
+            self._sum(Moment.STEP_BEGINS)
 
     def _on_step_end(self) -> None:
-        self._step_ends = self._now()
+        self._sum(Moment.STEP_ENDS)
 
     def _on_forward(self, *_: Any) -> None:
-        if torch.is_grad_enabled():
-            self._forward_begins = self._forward_begins or self._now()
+        if torch.is_grad_enabled() and Moment.FORWARD_BEGINS not in self.sums_at:
+            self._sum(Moment.FORWARD_BEGINS)
 
-    def _now(self) -> Sums | None:
+    def _sum(self, moment: Moment) -> None:
+        """Sum the parameters as they are now, if they are to be compared at all."""
+        self.sums_at.pop(moment, None)
         parameters = _compared(self._model())
-        return Sums.of(parameters, self._device) if parameters else None
+        if parameters:
+            self.sums_at[moment] = Sums.of(parameters, self._device)
 
 
 class _Found:
-    """What ranks have sent: by rank, moment and kind a digest, or 0."""
+    """The digests of all ranks, compared.
+
+    Args:
+        table: by rank, moment and kind of parameters a digest, or 0 where the rank has not summed.
+    """
 
     def __init__(self, table: list[list[list[int]]]) -> None:
         by_moment = [*zip(*table, strict=True)]
-        known = [all(0 not in digests for digests in each) for each in by_moment]
-        compared = [each for each, is_known in zip(by_moment, known, strict=True) if is_known]
-        self.has_step = known[0] or known[1]
-        """Whether all ranks have summed around a step of an optimizer."""
-        self.differs = bool(compared) and any(
-            all(len({digests[kind] for digests in each}) > 1 for each in compared)
-            for kind in range(_KINDS)
-        )
-        """Whether parameters of one kind differ at all moments that all ranks know."""
-        self.at = known.index(True) if compared else -1
-        """The first moment that all ranks know."""
+        # Moments at which all ranks have summed.
+        known = [
+            moment for moment in Moment if all(0 not in digests for digests in by_moment[moment])
+        ]
+        # Whether all ranks have summed around a step of an optimizer.
+        self.has_step = Moment.STEP_BEGINS in known or Moment.STEP_ENDS in known
+        # Whether parameters of one kind differ at all known moments.
+        self.differs = False
+        for kind in range(_KINDS):
+            different = [
+                len({digests[kind] for digests in by_moment[moment]}) > 1 for moment in known
+            ]
+            if known and all(different):
+                self.differs = True
+        # The moment whose sums a report compares by name. Only used where parameters differ.
+        self.first = known[0] if known else Moment.STEP_BEGINS
 
 
 class _Difference(NamedTuple):
-    name: str
+    name: str  # of a parameter
     is_trained: bool
     is_unknown_to_ddp: bool
-    ranks: list[list[int]]  # those that have the same
+    ranks: list[list[int]]  # the ranks of each list have the same bits
 
 
 def _differing(
-    everyone: list[tuple[dict[str, int], dict[str, bool], Sequence[str]]],
+    by_rank: list[tuple[dict[str, int], dict[str, bool], Sequence[str]]],
 ) -> list[_Difference]:
-    """Return the parameters whose sums of bits differ."""
+    """Return the parameters whose sums of bits differ.
+
+    ``by_rank``: sums, whether trained, names that DDP does not know; see `Digests._report`.
+    """
     found = []
-    for name in dict.fromkeys(name for sums, _, _ in everyone for name in sums):
+    for name in dict.fromkeys(name for sums, _, _ in by_rank for name in sums):
         ranks: dict[object, list[int]] = {}
-        for rank, (sums, _, _) in enumerate(everyone):
+        for rank, (sums, _, _) in enumerate(by_rank):
             ranks.setdefault(sums.get(name), []).append(rank)
         if len(ranks) > 1:
-            is_trained = any(trained.get(name, True) for _, trained, _ in everyone)
-            is_unknown = any(name in unknown for _, _, unknown in everyone)
+            is_trained = any(trained.get(name, True) for _, trained, _ in by_rank)
+            is_unknown = any(name in unknown for _, _, unknown in by_rank)
             found.append(_Difference(name, is_trained, is_unknown, [*ranks.values()]))
     return found
 
@@ -292,19 +334,21 @@ def _differing(
 def _raise(step: int, differing: Sequence[_Difference]) -> None:
     """Raise on all ranks, with the names of the parameters that differ."""
     first = differing[0]
+    names = _listed([each.name for each in differing])
     text = (
-        f"expected the same parameters on all ranks, got {_listed([each.name for each in differing])} that differ in "
-        f"step {step}, {first.name} between ranks {' and '.join(map(str, first.ranks))}; "
+        f"expected the same parameters on all ranks, got {names} that differ in step {step}, "
+        f"{first.name} between ranks {' and '.join(map(str, first.ranks))}; "
     )
     unknown = [each.name for each in differing if each.is_unknown_to_ddp]
     if unknown:
         raise ReplicasDifferError(
-            f"{text}DDP does not average the gradients of {_listed(unknown)}, whose requires_grad was set after the "
-            "model was wrapped: wrap the model in DistributedDataParallel again, from a checkpoint in which ranks agree"
+            f"{text}DDP does not average the gradients of {_listed(unknown)}, whose requires_grad "
+            "was set after the model was wrapped: wrap the model in DistributedDataParallel again, "
+            "from a checkpoint in which ranks agree"
         )
     raise ReplicasDifferError(
-        f"{text}change and load parameters on all ranks alike, or, if they are meant to differ, pass "
-        "compare_replicas=False (CROSSOVER_COMPARE_REPLICAS=0 for a hook without a state)"
+        f"{text}change and load parameters on all ranks alike, or, if they are meant to differ, "
+        "pass compare_replicas=False (CROSSOVER_COMPARE_REPLICAS=0 for a hook without a state)"
     )
 
 
@@ -314,22 +358,20 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _compared(model: DistributedDataParallel | None) -> dict[str, Tensor]:
-    """Return what must be the same on all ranks now, by name; empty if that is not known."""
+    """Return the parameters that must be equal on all ranks now; empty to compare none."""
     if model is None or is_joined(model):
         return {}
-    ignored = getattr(model, "parameters_to_ignore", ())
+    ignored = getattr(model, torch_private.IGNORED_NAMES, ())
     found = {name: each for name, each in named_parameters_of(model.module) if each is not None}
-    if any(
-        hasattr(each, "_in_backward_optimizers") for each in found.values()
-    ):  # may be about to change
-        return {}
+    if any(hasattr(each, torch_private.IN_BACKWARD_OPTIMIZERS) for each in found.values()):
+        return {}  # an optimizer inside of backward may be about to change them
     return {name: each for name, each in found.items() if name not in ignored}
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Sum the bits of ``tensor``: the same in any order of additions, and for values that are no numbers."""
+    """Sum the bits of ``tensor`` as integers: in any order the same, and equal for equal NaNs."""
     values = tensor.detach()
-    if hasattr(values, "to_local"):  # a DTensor's part that is here
+    if hasattr(values, "to_local"):  # the part of a DTensor that is on this rank
         values = values.to_local()
     values = torch.view_as_real(values) if values.is_complex() else values
     flat = values.reshape(-1)

@@ -1,4 +1,4 @@
-"""How a flat buffer is cut into consecutive parts, one per rank. Pure: no tensors, no processes."""
+"""Cuts a flat buffer into consecutive parts, one per rank. Pure: no tensors, no processes."""
 
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -19,13 +19,16 @@ class Span(NamedTuple):
 
 @cache
 def equal_lengths(numel: int, parts: int, multiple: int = 1) -> tuple[int, ...]:
-    """Return the elements of each part if all are equal, and multiples; the last one has what is left over, too."""
+    """Return the length of each part, in elements.
+
+    All parts are equal, and multiples of ``multiple``; the remainder is added to the last one.
+    """
     share = numel // parts // multiple * multiple
     return (*(share,) * (parts - 1), numel - share * (parts - 1))
 
 
 @lru_cache(maxsize=256)
 def spans_of(lengths: tuple[int, ...]) -> tuple[Span, ...]:
-    """Return where each part is, in the order of ranks."""
-    stops = list(accumulate(lengths))
+    """Return the span of each part, in the order of ranks."""
+    stops = accumulate(lengths)
     return tuple([Span(stop - length, stop) for length, stop in zip(lengths, stops, strict=True)])

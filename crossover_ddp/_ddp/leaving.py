@@ -1,18 +1,21 @@
-"""The ranks of a job leave its default process group together, and leave nothing of it in the job's store.
+"""The ranks of a job leave its default process group together, and remove its keys from the store.
 
-[Note: the life before] A process may destroy its default group and make another one. Torch gives the store's keys of
-both lives the same names: the addresses of gloo's ranks, NCCL's id. The store often outlives the group: torchrun has
-it, or rank 0, for as long as a DDP model of the former life exists. A rank that begins a life before its peers do then
-reads an address of the life before, and connects to a rank that has closed. Milliseconds decide, and some pass while
-our threads end. So all ranks wait for each other in ``destroy_process_group``, rank 0 removes the group's keys, and
-then they return.
+[Note: the life before] A process may destroy its default group and make another one. Torch gives
+the store's keys of both lives the same names: the addresses of gloo's ranks, NCCL's id. The store
+often outlives the group: torchrun holds it, or rank 0, as long as a DDP model of the former life
+exists. A rank that begins a life before its peers do then reads an address of the life before, and
+connects to a rank that has closed. The difference is milliseconds, and our threads take some of
+them to end. So all ranks wait for each other in ``destroy_process_group``, rank 0 removes the
+group's keys, and then they return.
 
-Rank 0's store ends a moment later where no model keeps it. A rank that connects to it in this moment loses its next
-group, so the other ranks give rank 0 a lead: they return when its store has ended, or after `_LEAD_S`.
+Rank 0's store ends a moment later where no model keeps it. A rank that connects to it in this
+moment loses its next group, so the other ranks give rank 0 a lead: they return when its store has
+ended, or after `_LEAD_S`.
 
-A rank that has waited for `_TOGETHER_S` leaves by itself. Then no key is removed, since the ranks that have left may be
-making their next group. A rank that leaves because of an exception (``finally: destroy_process_group()``) waits for no
-other, which may be blocked in a collective until this one has gone. Our design.
+A rank that has waited for `_TOGETHER_S` leaves alone. Then rank 0 removes no key, since the ranks
+that have left may be making their next group. A rank that leaves because of an exception
+(``finally: destroy_process_group()``) waits for no other. Another may be blocked in a collective
+until this rank has gone. Our design.
 """
 
 import contextlib
@@ -26,57 +29,67 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
 
 from crossover_ddp._system.stores import innermost
 
-_TOGETHER_S: Final = 10.0
-_ANSWER_S: Final = 1.0  # after that: the store's process is stopped
-_LEAD_S: Final = 0.3
-_SHORTEST_LOOK_S: Final = 5e-4
-_LONGEST_LOOK_S: Final = 2e-2
-_LEAVING: Final = "crossover-leaving/"
-_WAITS, _READ = f"{_LEAVING}waits/", f"{_LEAVING}read/"  # and a rank
-_FREE: Final = f"{_LEAVING}free"
-_YES, _GONE = "yes", "gone"
+from .torch_private import process_group_store
 
+_TOGETHER_S: Final = 10.0  # how long a rank waits for the others
+_ANSWER_S: Final = 1.0  # without an answer for so long, the store's process is stopped
+_LEAD_S: Final = 0.3
+# The polling interval of the store begins short and doubles.
+_SHORTEST_POLL_S: Final = 5e-4
+_LONGEST_POLL_S: Final = 2e-2
+# Keys of the store. Behind those of _WAITS and _READ stands a rank.
+_LEAVING: Final = "crossover-leaving/"
+_WAITS: Final = (
+    f"{_LEAVING}waits/"  # _YES while the rank waits for rank 0, _GONE if it has given up
+)
+_READ: Final = f"{_LEAVING}read/"  # the rank has read _FREE, and asks the store nothing more
+_FREE: Final = f"{_LEAVING}free"  # set by rank 0: the others return when the store has ended
+_YES: Final = "yes"
+_GONE: Final = "gone"
+
+# Stores whose ranks leave together already.
 _known: "weakref.WeakSet[dist.Store]" = weakref.WeakSet()
 
 
 def leave_together(group: dist.ProcessGroup) -> None:
-    """Let the ranks leave together when ``group`` is destroyed, after everything that is registered later.
+    """Let the ranks leave together when ``group`` is destroyed.
 
-    Does nothing for a group that is not the default one, and with a store that cannot list its keys. May be called
-    again. **Collective**, but it waits for no other rank.
+    They do so after every finalizer of the store that is registered later. Does nothing for a group
+    that is not the default one, and with a store that cannot list its keys. May be called twice.
+
+    **Collective**, but it waits for no other rank.
     """
-    store = _get_process_group_store(group)
+    store = process_group_store(group)
     if store in _known or group is not dist.group.WORLD or group.size() == 1:
         return
     if not isinstance(innermost(store), dist.TCPStore) or not hasattr(store, "list_keys"):
         return
     _known.add(store)
-    own = (
-        store.clone()
-    )  # a connection that user code cannot block. It does not keep rank 0's server alive.
-    if group.rank() == 0:  # all ranks have made this group, so they have left the life before
+    # A connection of our own, which user code cannot block. It does not keep rank 0's server alive.
+    own = store.clone()
+    if group.rank() == 0:
+        # All ranks have made this group, so they have left the life before.
         _remove(own, _LEAVING)
-    # Not at exit: a process that ends does not make another group.
+    # Not at exit: a process that ends makes no other group.
     weakref.finalize(store, _leave, own, group.rank(), group.size(), os.getpid()).atexit = False
 
 
 def _leave(store: dist.Store, rank: int, size: int, pid: int) -> None:
     if os.getpid() != pid or sys.exc_info()[0] is not None:
         return
-    # On a thread, since a call of the store has no bound while the process that serves it is stopped.
+    # On a thread, since a call of the store blocks while the process that serves it is stopped.
     thread = threading.Thread(
-        target=_part, args=(store, rank, size), name="crossover-leave", daemon=True
+        target=_take_part, args=(store, rank, size), name="crossover-leave", daemon=True
     )
-    with contextlib.suppress(RuntimeError):  # no more threads
+    with contextlib.suppress(RuntimeError):  # the process cannot start another thread
         thread.start()
         thread.join(_TOGETHER_S + 2 * _ANSWER_S)
 
 
-def _part(store: dist.Store, rank: int, size: int) -> None:
+def _take_part(store: dist.Store, rank: int, size: int) -> None:
     with contextlib.suppress(RuntimeError, OSError):  # the store's process has ended
         if rank:
             _wait_for_rank_0(store, rank)
@@ -89,34 +102,43 @@ def _wait_for_rank_0(store: dist.Store, rank: int) -> None:
     assert isinstance(server, dist.TCPStore)
     with socket.create_connection((server.host, server.port), _ANSWER_S) as connection:
         store.set(f"{_WAITS}{rank}", _YES)
-        if _come(store, [_FREE], _TOGETHER_S):
+        if _wait_until_set(store, [_FREE], _TOGETHER_S):
             store.set(f"{_READ}{rank}", _YES)
             connection.settimeout(_LEAD_S)
-            connection.recv(1)  # the store sends nothing here: this ends when the store does
+            # The store sends nothing on this connection, so the call returns when the store ends.
+            connection.recv(1)
         else:
             store.set(f"{_WAITS}{rank}", _GONE)
 
 
 def _free_others(store: dist.Store, others: Sequence[int]) -> None:
-    """Remove the group's keys if all other ranks wait, and let those that wait return."""
-    _come(store, [f"{_WAITS}{rank}" for rank in others], _TOGETHER_S)
+    """Remove the group's keys if all other ranks wait. Let the ranks that wait return."""
+    _wait_until_set(store, [f"{_WAITS}{rank}" for rank in others], _TOGETHER_S)
     come = [rank for rank in others if store.check([f"{_WAITS}{rank}"])]
     waiting = [rank for rank in come if store.get(f"{_WAITS}{rank}") == _YES.encode()]
     are_all = len(waiting) == len(others)
     if are_all:
         _remove(store)
     store.set(_FREE, _YES)
-    # The store may end with this rank. A rank that asks it then prints a traceback.
-    if waiting and _come(store, [f"{_READ}{rank}" for rank in waiting], _ANSWER_S) and are_all:
+    # The store may end with this rank. A rank that asks it afterwards prints a traceback.
+    if (
+        waiting
+        and _wait_until_set(store, [f"{_READ}{rank}" for rank in waiting], _ANSWER_S)
+        and are_all
+    ):
         _remove(store, _LEAVING)
 
 
-def _come(store: dist.Store, keys: Sequence[str], timeout_s: float) -> bool:
-    """Wait for the keys, and return whether they have come. A ``store.wait`` in vain prints a traceback."""
-    deadline_s, look_s = time.monotonic() + timeout_s, _SHORTEST_LOOK_S
+def _wait_until_set(store: dist.Store, keys: Sequence[str], timeout_s: float) -> bool:
+    """Wait until all keys are set, and return whether they are.
+
+    Polls, because ``store.wait`` prints a traceback where its timeout passes.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    interval_s = _SHORTEST_POLL_S
     while not (found := store.check([*keys])) and time.monotonic() < deadline_s:
-        time.sleep(look_s)
-        look_s = min(2 * look_s, _LONGEST_LOOK_S)
+        time.sleep(interval_s)
+        interval_s = min(2 * interval_s, _LONGEST_POLL_S)
     return found
 
 

@@ -39,7 +39,6 @@ from crossover_ddp._engine.buckets import Bucket, JourneyTurn, Turn
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.assignment import assign
-from crossover_ddp._owners.kept import Kept, tensors_in
 from crossover_ddp._owners.optimizer import (
     Group,
     PartialOptimizer,
@@ -48,6 +47,7 @@ from crossover_ddp._owners.optimizer import (
     check_unhooked,
     copy_on,
 )
+from crossover_ddp._owners.owned_state import OwnedState, tensors_in
 from crossover_ddp._owners.packing import Item, Packing, packing
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
@@ -126,7 +126,7 @@ class Owners:
         self.ranks = assign(costs, self.size).owners
         self.owner_of = {id(p): owner for p, owner in zip(parameters, self.ranks, strict=True)}
         self.number_of = {id(p): n for n in range(len(optimizers)) for p in pending.parameters(n)}
-        self.kept = Kept(optimizers, self.owner_of, self.rank)
+        self.owned_state = OwnedState(optimizers, self.owner_of, self.rank)
         self._partials = partials
         # What all ranks must have in common; groups may be added later.
         shapes = [[tuple(p.shape) for p in pending.parameters(n)] for n in range(len(optimizers))]
@@ -145,7 +145,7 @@ class Owners:
         """Return bytes: "state" of the optimizers, "buffers" of what is under way."""
         under_way = _owned([*self._pending.shares, *dict.fromkeys(self._pending.stale.values())])
         return {
-            "state": self.kept.nbytes,
+            "state": self.owned_state.nbytes,
             "buffers": sum(share.packed.nbytes for share in under_way),
         }
 
@@ -284,7 +284,7 @@ class Owners:
             has_gradients = any(
                 parameter.grad is not None for parameter in pending.parameters(number)
             )
-            if has_gradients and not self.kept.only_makes_state(partial.optimizer):
+            if has_gradients and not self.owned_state.only_makes_state(partial.optimizer):
                 raise UnsupportedConfigurationError(
                     "expected a backward() with decoupled_hook before each step(), got gradients that were not "
                     "exchanged, or whose step was taken; call step() once after each exchange, outside of no_sync()"
@@ -307,7 +307,7 @@ class Owners:
 
     def _check_foreign(self) -> None:
         """Refuse what somebody else keeps in the optimizers for parameters of other ranks, as a Lookahead does."""
-        for number, partial in enumerate(() if self.kept.is_whole else self._partials):
+        for number, partial in enumerate(() if self.owned_state.is_whole else self._partials):
             for parameter in self._pending.parameters(number):
                 owner, kept = (
                     self.owner_of.get(id(parameter)),
@@ -339,8 +339,8 @@ class Owners:
                     raise
                 for _, gradient in own:
                     withhold(gradient)
-        if self.kept.is_whole:
-            self.kept.stepped()
+        if self.owned_state.is_whole:
+            self.owned_state.stepped()
         self._skipped = 0
         # Forward needs first what backward has made last.
         for share in reversed(shares):

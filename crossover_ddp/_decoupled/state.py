@@ -48,7 +48,6 @@ from crossover_ddp._engine.journeys import nothing
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.observe import step_begins
 from crossover_ddp._engine.states import Agreement
-from crossover_ddp._owners.kept import Owning
 from crossover_ddp._owners.optimizer import (
     PartialOptimizer,
     check_not_intercepted,
@@ -58,6 +57,7 @@ from crossover_ddp._owners.optimizer import (
     intercept,
     is_watched,
 )
+from crossover_ddp._owners.owned_state import Owning
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
 
@@ -215,8 +215,8 @@ class DecoupledState(Owning):
         if owners is not None:
             group = resolve_group(process_group)
             self._owners = Owners(self._partials, group, self._pending, self._take_turn)
-            self._kept = self._owners.kept
-            self._hooks.enter_context(self._kept.hooks)
+            self._owned_state = self._owners.owned_state
+            self._hooks.enter_context(self._owned_state.hooks)
         self._trial = Trial() if kfac is None and owners is None and defer == "auto" else None
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._exchange: Exchange | None = None
@@ -425,8 +425,8 @@ class DecoupledState(Owning):
         """
         if self._closed:
             return
-        if self._kept is not None:
-            self._kept.check_whole()
+        if self._owned_state is not None:
+            self._owned_state.check_whole()
         self._closed, pending = True, self._pending
         try:
             self.flush()

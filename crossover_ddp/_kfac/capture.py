@@ -51,7 +51,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from crossover_ddp._ddp.compiled import OwnHook, uncompiled
-from crossover_ddp._owners.kept import tensors_in
+from crossover_ddp._owners.owned_state import tensors_in
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .factors import BatchFactor, Columns, WeightSharing, input_columns, multiplied, output_columns

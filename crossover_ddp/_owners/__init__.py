@@ -1,1 +1,4 @@
-"""What has an owner: who it is, where it travels, what its owner keeps. Shared by K-FAC, Muon and `owners="layers"`."""
+"""Owners of parameters: their choice, the buffers to and from them, the state that they keep.
+
+Shared by K-FAC, Muon and `owners="layers"`.
+"""

@@ -1,8 +1,9 @@
-"""torch's Muon in two halves, what an owner computes of a matrix and what all ranks do with it; how directions travel.
+"""torch's Muon in two halves: an owner computes a matrix's direction, and all ranks apply it.
 
-[Note: torch's own arithmetic] Both halves call the functions that ``torch.optim.Muon`` is made of, in its order, so
-that results are equal to the last bit whatever torch does in them. They are private to torch: `check_torch` compares
-both halves with a whole step, once a process, and refuses a torch in which they are not the same.
+[Note: torch's own arithmetic] Both halves call the functions that ``torch.optim.Muon`` is made of,
+in the same order, so that results are equal to the last bit whatever torch computes in them. These
+functions are private to torch. So `check_torch` compares both halves with a whole step, once in
+each process, and refuses a version of torch in which the results differ.
 """
 
 import functools
@@ -13,29 +14,28 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.optim import Muon
-from torch.optim import _muon as torch_muon
 
+from crossover_ddp._ddp import torch_private
 from crossover_ddp.errors import UnsupportedConfigurationError
 
+# Key of the momentum in the state that torch's Muon keeps of a parameter.
 MOMENTUM: Final = "momentum_buffer"
-"""Key of the momentum in what torch's Muon keeps of a parameter."""
 
 Settings = Mapping[str, Any]
 
 
 def settings_of(group: Mapping[str, Any]) -> Settings:
-    """Return what of a parameter group enters a direction, at this moment."""
+    """Return a parameter group's present settings that a direction depends on."""
     return {name: group[name] for name in ("momentum", "nesterov", *_ns_names())}
 
 
 @functools.cache
 def _ns_names() -> tuple[str, ...]:
-    """Name the settings of torch's Newton-Schulz, which differ between versions of torch."""
-    try:
-        names = list(inspect.signature(torch_muon._zeropower_via_newtonschulz).parameters)
-    except AttributeError:
-        raise _unknown_torch("has no torch.optim._muon._zeropower_via_newtonschulz") from None
-    return tuple(names[1:])
+    """Return the names of Newton-Schulz's settings, which differ between versions of torch."""
+    if torch_private.newton_schulz is None or torch_private.adjusted_lr is None:
+        raise _unknown_torch("lacks functions that torch.optim.Muon was made of")
+    names = list(inspect.signature(torch_private.newton_schulz).parameters)
+    return tuple(names[1:])  # the first one is the matrix
 
 
 def direction_of(
@@ -44,29 +44,28 @@ def direction_of(
     """Return the direction of a matrix, bfloat16, as torch's Muon computes it.
 
     Args:
-        gradient: mean over the ranks, of the matrix's shape and order in memory.
-        momentum: before the step; not changed.
-        new_momentum: filled with the momentum after the step; may be ``momentum`` itself.
-        settings: of the matrix's group.
+        gradient: the mean over the ranks, in the matrix's shape and memory order.
+        momentum: the momentum before the step. It is not changed.
+        new_momentum: filled with the momentum after the step. It may be ``momentum`` itself.
+        settings: those of the matrix's group.
     """
     torch.lerp(momentum, gradient, 1 - settings["momentum"], out=new_momentum)
-    update = (
-        gradient.lerp(new_momentum, settings["momentum"]) if settings["nesterov"] else new_momentum
-    )
-    if update is new_momentum and update.dtype == torch.bfloat16:
-        update = (
-            update.clone()
-        )  # torch before 2.15 normalises its argument in place (pytorch#194664)
-    return torch_muon._zeropower_via_newtonschulz(
-        update, **{name: settings[name] for name in _ns_names()}
-    )
+    update = new_momentum
+    if settings["nesterov"]:
+        update = gradient.lerp(new_momentum, settings["momentum"])
+    elif update.dtype == torch.bfloat16:
+        # Before torch 2.15 Newton-Schulz normalises its argument in place (pytorch#194664).
+        update = update.clone()
+    assert torch_private.newton_schulz is not None  # or `_ns_names` has raised
+    return torch_private.newton_schulz(update, **{name: settings[name] for name in _ns_names()})
 
 
 def take_step(parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
-    """Update ``parameter`` as torch's Muon does, with the group's learning rate and weight decay of this moment."""
-    # A tensor stays one, as in torch: it rounds in its own type.
+    """Update ``parameter`` as torch's Muon does, with the group's present settings."""
+    # A tensor stays a tensor, as in torch, because it rounds in its own dtype.
     lr: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
-    adjusted_lr = torch_muon._adjust_lr(lr, group["adjust_lr_fn"], parameter.shape)
+    assert torch_private.adjusted_lr is not None  # or `check_torch` has raised
+    adjusted_lr = torch_private.adjusted_lr(lr, group["adjust_lr_fn"], parameter.shape)
     parameter.mul_(1 - lr * group["weight_decay"])
     parameter.add_(direction, alpha=-adjusted_lr)
 
@@ -74,11 +73,11 @@ def take_step(parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> No
 def newton_schulz_flop(shape: Sequence[int], steps: int = 5) -> int:
     """Return the floating-point operations of one Newton-Schulz of a matrix.
 
-    With m <= n its sides, a step multiplies X·Xᵀ (2·m²·n), G·G (2·m³) and G·X (2·m²·n); five steps cost
-    20·m²·n + 10·m³.
+    With m <= n its sides, a step multiplies X·Xᵀ (2·m²·n), G·G (2·m³) and G·X (2·m²·n). Five steps
+    cost 20·m²·n + 10·m³.
 
     Args:
-        shape: rows and columns.
+        shape: rows and columns of the matrix.
         steps: ``ns_steps`` of the parameter group.
     """
     small, large = sorted(shape)
@@ -86,16 +85,16 @@ def newton_schulz_flop(shape: Sequence[int], steps: int = 5) -> int:
 
 
 def direction_numel(numel: int, itemsize: int) -> int:
-    """Return how many elements, of ``itemsize`` bytes, a direction of ``numel`` numbers takes; the last one in part."""
+    """Return how many elements of ``itemsize`` bytes hold a direction of ``numel`` numbers."""
     return -(-numel * torch.bfloat16.itemsize // itemsize)
 
 
 def direction_view(flat: Tensor, shape: torch.Size) -> Tensor:
-    """Return the direction in ``flat`` in the order in memory that torch's has, so that sums take the same way.
+    """View ``flat`` as a direction in the memory order of torch's own, for the same roundings.
 
     Args:
-        flat: as many elements as `direction_numel` says, or more.
-        shape: of the matrix.
+        flat: at least `direction_numel` elements.
+        shape: the shape of the matrix.
     """
     rows, columns = shape
     flat = flat.view(torch.bfloat16)[: rows * columns]
@@ -103,7 +102,7 @@ def direction_view(flat: Tensor, shape: torch.Size) -> Tensor:
 
 
 def matrix_view(flat: Tensor, like: Tensor) -> Tensor:
-    """Return the gradient in ``flat`` as a matrix of the shape of ``like`` and, unless that has gaps, its strides."""
+    """View ``flat`` as a matrix with the shape of ``like``, and with its strides if it is dense."""
     if not like.is_contiguous() and like.T.is_contiguous():
         return flat.view(like.shape[1], like.shape[0]).T
     return flat.view(like.shape)
@@ -111,16 +110,21 @@ def matrix_view(flat: Tensor, like: Tensor) -> Tensor:
 
 @functools.cache
 def check_torch() -> None:
-    """Refuse a torch whose Muon is not made of our two halves. Takes about a millisecond, once a process."""
+    """Refuse a torch whose Muon computes another step than our two halves.
+
+    Takes about a millisecond, once in each process.
+    """
     generator = torch.Generator().manual_seed(0)
     for shape in ((5, 3), (3, 5)):
         start, *gradients = (
             torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
             for _ in range(3)
         )
-        whole, halves = start.clone().requires_grad_(), start.clone()
+        whole = start.clone().requires_grad_()
+        halves = start.clone()
         muon = Muon([whole], lr=0.3, weight_decay=0.2, momentum=0.9)
-        momentum, new_momentum = torch.zeros_like(halves), torch.zeros_like(halves)
+        momentum = torch.zeros_like(halves)
+        new_momentum = torch.zeros_like(halves)
         group = muon.param_groups[0]
         for gradient in gradients:
             whole.grad = gradient.clone()
@@ -132,11 +136,11 @@ def check_torch() -> None:
         if direction.dtype != torch.bfloat16 or not torch.equal(whole, halves):
             raise _unknown_torch("computes another step than its parts do")
         if not torch.equal(momentum, muon.state[whole][MOMENTUM]):
-            raise _unknown_torch("keeps another momentum")
+            raise _unknown_torch("stores another momentum")
 
 
-def _unknown_torch(what: str) -> UnsupportedConfigurationError:
+def _unknown_torch(difference: str) -> UnsupportedConfigurationError:
     return UnsupportedConfigurationError(
-        f"expected a torch.optim.Muon as of torch 2.11 to 2.15, got torch {torch.__version__}, which {what}; "
-        "use plain DDP, or one of these versions"
+        "expected a torch.optim.Muon as of torch 2.11 to 2.15, got torch "
+        f"{torch.__version__}, which {difference}; use plain DDP, or one of these versions"
     )

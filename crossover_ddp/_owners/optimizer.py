@@ -1,35 +1,40 @@
-"""An ordinary optimizer whose calls we take, and whose step is taken in parts: some parameters now and others later.
+"""Intercepts an optimizer's methods, and takes its step in parts, some parameters at a time.
 
-[Note: one step in several parts] A torch optimizer goes through its ``param_groups`` and skips what has no
-gradient. So a part of a step is a whole call of ``step()`` on groups that hold only some parameters, with the
-hyper-parameters of the moment when the user called ``step()``. What the optimizer keeps per parameter stays where
-it is, and so does its state dict. What it keeps per group, or of itself (a count of steps), is written by a dry step:
-at ``step()`` the optimizer runs once on groups without parameters, so that groups are counted that have no gradient,
-too. Parts run on copies of the groups, whose writes are dropped.
+[Note: one step in several parts] A torch optimizer goes through its ``param_groups`` and skips
+parameters without a gradient. So a part of a step is a whole call of ``step()`` on groups that hold
+only some parameters, with the hyper-parameters of the moment when the user called ``step()``. State
+that the optimizer keeps per parameter stays in place, and so does its state dict. State that it
+keeps per group or for itself, such as a count of steps, is updated by a dry step: at ``step()`` the
+optimizer runs once on groups without parameters, which also counts groups without a gradient. Parts
+run on copies of the groups, whose changes are dropped.
 
-Both run on a shadow: an object of the optimizer's class with its attributes and other groups. So a thread that brings
-parameters up to date shows no part's groups to a scheduler. Somebody else's function around ``step`` expects whole
-steps, and is bound to the optimizer itself: where one is, none is taken in parts.
+Both run on a shadow: an object of the optimizer's class with its attributes and other groups. So a
+scheduler never sees the groups of a part that another thread runs. A function that user code has
+put around ``step`` expects whole steps, and is bound to the optimizer itself. Where there is one,
+no step is taken in parts.
 
-Optimizers that mix parameters (a global norm, a line search) are found by trying two tiny ones, see `check_separable`.
+Optimizers that mix parameters (a global norm, a line search) are detected by a trial on two tiny
+parameters, see `check_separable`.
 
-[Note: state of an optimizer] Momentum that is restarted (``optimizer.state.clear()``) or scaled between two steps is
-meant for the steps after that. A pending update belongs to the step before. So the dictionary in ``optimizer.state``
-reports each access by user code, and what is pending is applied first.
+[Note: state of an optimizer] User code that restarts momentum (``optimizer.state.clear()``) or
+scales it between two steps means the steps after that. A pending update belongs to the step before.
+So the dictionary in ``optimizer.state`` reports each access by user code, and pending updates are
+applied first.
 
-[Note: groups] Code that goes through ``group["params"]`` (GradScaler, clipping, weight clamping, a Lookahead around the
-optimizer) reads parameters or gradients. The list in the group reports it; hyper-parameters are read as ever, by
-schedulers in every step.
+[Note: groups] Code that goes through ``group["params"]`` (GradScaler, clipping, weight clamping, a
+Lookahead around the optimizer) reads parameters or gradients, and the list in the group reports it.
+Schedulers, which read hyper-parameters in every step, are not reported.
 
-[Note: changes that no counter sees] A tensor counts its in-place changes, but a change through ``.data`` is not
-counted. Three cheaper or dearer checks find such a change:
+[Note: changes that no counter sees] A tensor's version counter counts in-place changes, but not
+those through ``.data``. Three checks of different cost detect such a change:
 
 * An exchange of storages (``p.data = average``) moves the tensor's memory.
-* `Sample` compares the bits of a few elements of each tensor. Reading them costs microseconds, so it is done in every
-  step. An average that is swapped in for an evaluation differs in nearly all elements. A clamp that changes a few
-  elements may go unnoticed.
-* `Seal` with ``bits=True`` compares a checksum of all bits. That reads the whole tensor, so only the first steps do it,
-  and all of them with ``CROSSOVER_CHECK=1``. Code that writes gradients or parameters mostly does so in every step.
+* `Sample` compares the bits of a few elements of each tensor. Reading them takes microseconds, so
+  it is done in every step. An average that is swapped in for an evaluation differs in nearly all
+  elements. A clamp that changes a few elements may be missed.
+* `Seal` with ``bits=True`` compares a checksum of all bits. That reads the whole tensor, so only
+  the first steps do it, or all of them with ``CROSSOVER_CHECK=1``. Code that writes gradients or
+  parameters mostly does so in every step.
 """
 
 import contextlib
@@ -41,8 +46,8 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as optimizer_module
 
+from crossover_ddp._ddp import torch_private
 from crossover_ddp._ddp.compiled import OwnHook, uncompiled
 from crossover_ddp._ddp.contents import is_dense
 from crossover_ddp._ddp.digests import fingerprint
@@ -51,58 +56,65 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 Group = dict[str, Any]
 
+# Modules of torch that wrap Optimizer.step: in spans for a profiler, and in a count of steps.
 SPANS: Final = "torch.optim.optimizer"
 _SCHEDULERS: Final = "torch.optim.lr_scheduler"
 _MISSING: Final = object()
 _TRIED_STEPS: Final = 2
-_MARK: Final = "_crossover_ddp_state"
-_OURS: Final = ("step", "zero_grad", "__getstate__")
-_SAMPLED: Final = 8
+_MARK: Final = "_crossover_ddp_state"  # attribute of an optimizer that is intercepted
+_OURS: Final = ("step", "zero_grad", "__getstate__")  # methods that are intercepted
+_SAMPLED: Final = 8  # elements of a tensor
+# Integers of as many bytes as an element has.
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Update(NamedTuple):
-    """One parameter and the gradient that is to be applied to it."""
+    """One parameter and the gradient to be applied to it."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor
 
 
 class StepPlan(NamedTuple):
-    """What ``step()`` would have used when it was called: hyper-parameters, whose they are, and its attributes."""
+    """The optimizer's settings at the moment when ``step()`` was called."""
 
-    groups: list[Group]
-    group_of: dict[int, int]
-    attributes: dict[str, Any]
+    groups: list[Group]  # hyper-parameters
+    group_of: dict[int, int]  # index of a parameter's group, by the parameter's id
+    attributes: dict[str, Any]  # of the optimizer
 
 
 class PartialOptimizer:
-    """Apply the step of ``optimizer``, which treats each parameter by itself, to some parameters at a time.
+    """Takes the step of an optimizer for some parameters at a time.
 
-    ``is_own``: whether its step is that of its class, but for what torch itself puts around it.
+    Args:
+        optimizer: one that treats each parameter separately, see `check_separable`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        # With torch's spans for a profiler, and without: a part of a step has no step hooks, see `is_watched`, and a
-        # scheduler counts whole steps.
+        # A part of a step runs no step hooks, see `is_watched`, and a scheduler counts whole steps.
+        # The first of these functions has torch's spans for a profiler.
         self._spanned_step = stripped(optimizer.step, _SCHEDULERS)
         self._bare_step = stripped(optimizer.step, _SCHEDULERS, SPANS)
+        # Whether user code has left the step as its class defines it.
         self.is_own = self._bare_step is stripped(type(optimizer).step, SPANS)
 
     def take_whole(self) -> None:
-        """Take the step as it is, without torch's spans and hooks."""
+        """Take the whole step, without torch's spans and hooks."""
         self._bare_step(self.optimizer)
 
     def plan(self) -> StepPlan:
-        """Note the hyper-parameters of this moment, and count the step, see [Note: one step in several parts]."""
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler wants to see
+        """Copy the present hyper-parameters and count the step.
+
+        See [Note: one step in several parts].
+        """
+        setattr(self.optimizer, torch_private.STEP_WAS_CALLED, True)
         groups = self.optimizer.param_groups
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         plan = StepPlan(
             [_hyper_parameters(group) for group in groups], group_of, {**vars(self.optimizer)}
         )
-        # What a step changes in groups, and of the optimizer itself.
+        # The dry step, for its changes in groups and in the optimizer itself.
         empty = [{**group, "params": []} for group in groups]
         after = self._run(self._bare_step, empty, plan.attributes)
         for group, counted in zip(groups, empty, strict=True):
@@ -111,7 +123,7 @@ class PartialOptimizer:
         return plan
 
     def apply(self, plan: StepPlan, updates: Iterable[Update]) -> None:
-        """Update these parameters as ``plan`` says; their ``.grad`` is left as it was."""
+        """Update these parameters with the settings of ``plan``. Their ``.grad`` is restored."""
         used: dict[int, Group] = {}
         kept = []
         for parameter, gradient in updates:
@@ -122,8 +134,8 @@ class PartialOptimizer:
             kept.append((parameter, parameter.grad, gradient))
         if not kept:
             return
-        # A profiler gets its span for each part, at a cost that is not paid where there is none.
-        step = self._spanned_step if torch.autograd._profiler_enabled() else self._bare_step
+        # A profiler sees a span for each part. Spans cost time, so they are left out without one.
+        step = self._spanned_step if torch_private.profiler_is_on() else self._bare_step
         try:
             for parameter, _, gradient in kept:
                 parameter.grad = gradient
@@ -135,7 +147,7 @@ class PartialOptimizer:
     def _run(
         self, step: Callable[..., Any], groups: list[Group], attributes: dict[str, Any]
     ) -> dict[str, Any]:
-        """Take a step with other groups; return the attributes that the optimizer has then."""
+        """Take a step with other groups. Return the attributes of the shadow after it."""
         shadow: Optimizer = object.__new__(type(self.optimizer))
         shadow.__dict__.update(attributes, param_groups=groups)
         step(shadow)
@@ -143,67 +155,82 @@ class PartialOptimizer:
 
 
 def check_separable(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose step is not the sum of its parts; its own state is not touched."""
+    """Refuse an optimizer whose step is not the sum of its parts. Its own state is not changed."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"expected a torch.optim.Optimizer, got optimizer={name}; pass the optimizer object"
         )
-    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    if inner or "param_groups" not in vars(optimizer):
-        wrapped = f" ({type(inner[0]).__name__})" if inner else ""
-        remedy = (
-            f"pass the optimizer that it wraps{wrapped}, and go on to call the wrapper's step()"
-        )
-        if name == "ZeroRedundancyOptimizer":
-            remedy = f"give all parameters to the one inside{wrapped}, and use owners='layers', which divides its state"
-        raise UnsupportedConfigurationError(
-            f"expected an optimizer with param_groups of its own, got {name}, which wraps another; {remedy}"
-        )
-    # All of torch's own treat each parameter by itself, but two.
-    is_torchs = (
-        type(optimizer).__module__.startswith("torch.optim.") and PartialOptimizer(optimizer).is_own
-    )
-    if is_torchs and not isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
-        return
+    _check_not_wrapping(optimizer, name)
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    mixes_parameters = isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam))
+    if is_torchs and PartialOptimizer(optimizer).is_own and not mixes_parameters:
+        return  # all other optimizers of torch treat each parameter separately
     try:
-        whole, parts = _tried(optimizer, in_parts=False), _tried(optimizer, in_parts=True)
+        whole = _tried(optimizer, in_parts=False)
+        parts = _tried(optimizer, in_parts=True)
     except Exception as error:
         raise UnsupportedConfigurationError(
-            f"expected an optimizer that treats each parameter by itself and needs no closure, got {name}, "
-            f"which failed on one parameter at a time ({type(error).__name__}: {error}); use another optimizer or hook"
+            "expected an optimizer that treats each parameter by itself and needs no closure, got "
+            f"{name}, which failed on one parameter at a time ({type(error).__name__}: {error}); "
+            "use another optimizer or hook"
         ) from error
-    found = [
-        f"whose param_groups[{index}][{key!r}] becomes {group.get(key)!r} in a step and {counted.get(key)!r} in one "
-        "without gradients; use another optimizer or hook"
-        for index, (group, counted) in enumerate(
-            zip(whole.param_groups, parts.param_groups, strict=True)
-        )
-        for key in sorted(({*group} | {*counted}) - {"params"})
-        if not _same(group.get(key), counted.get(key))
-    ]
-    if not all(_same(a, b) for a, b in zip(_parameters(whole), _parameters(parts), strict=True)):
-        found.append(
-            "whose update of one parameter depends on the others (a global norm, randomness); switch that off or use "
-            "another hook"
-        )
-    if found:
+    difference = _difference(whole, parts)
+    if difference is not None:
         raise UnsupportedConfigurationError(
-            f"expected an optimizer that treats each parameter by itself, got {name}, {found[0]}"
+            f"expected an optimizer that treats each parameter by itself, got {name}, {difference}"
         )
+
+
+def _check_not_wrapping(optimizer: Optimizer, name: str) -> None:
+    """Refuse an optimizer that forwards to another one."""
+    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    if not inner and "param_groups" in vars(optimizer):
+        return
+    wrapped = f" ({type(inner[0]).__name__})" if inner else ""
+    remedy = f"pass the optimizer that it wraps{wrapped}, and continue to call the wrapper's step()"
+    if name == "ZeroRedundancyOptimizer":
+        remedy = (
+            f"give all parameters to the one inside{wrapped}, and use owners='layers', which "
+            "divides its state"
+        )
+    raise UnsupportedConfigurationError(
+        f"expected an optimizer with param_groups of its own, got {name}, which wraps another; "
+        f"{remedy}"
+    )
+
+
+def _difference(whole: Optimizer, parts: Optimizer) -> str | None:
+    """Compare two copies of an optimizer that were tried. Return a difference and the remedy."""
+    for index, group in enumerate(whole.param_groups):
+        counted = parts.param_groups[index]
+        for key in sorted({*group, *counted} - {"params"}):
+            if not _same(group.get(key), counted.get(key)):
+                return (
+                    f"whose param_groups[{index}][{key!r}] becomes {group.get(key)!r} in a step "
+                    f"and {counted.get(key)!r} in one without gradients; use another optimizer or "
+                    "hook"
+                )
+    for one, other in zip(_parameters(whole), _parameters(parts), strict=True):
+        if not _same(one, other):
+            return (
+                "whose update of one parameter depends on the others (a global norm, randomness); "
+                "switch that off or use another hook"
+            )
+    return None
 
 
 def _take_over(after: dict[str, Any], before: dict[str, Any], target: dict[str, Any]) -> None:
-    """Write into ``target`` what a step has changed in other keys than those of parameters."""
+    """Write into ``target`` the changes of a step, except in parameters and groups."""
     for key, value in after.items():
         if key not in ("params", "param_groups") and before.get(key, _MISSING) is not value:
             target[key] = value
 
 
 def stripped(step: Callable[..., Any], *modules: str) -> Callable[..., Any]:
-    """Strip from ``step`` what these modules of torch put around it."""
+    """Return ``step`` without the functions that these modules of torch have wrapped around it."""
     function: Any = getattr(step, "__func__", step)
-    # By its code: functools.wraps copies names and marks.
+    # Recognized by their code, since functools.wraps copies names and attributes.
     while getattr(getattr(function, "__code__", None), "co_name", None) == "wrapper":
         if function.__globals__.get("__name__") not in modules:
             break
@@ -212,17 +239,19 @@ def stripped(step: Callable[..., Any], *modules: str) -> Callable[..., Any]:
 
 
 def _tried(optimizer: Optimizer, *, in_parts: bool) -> Optimizer:
-    """Take some steps with a copy of ``optimizer`` on tiny parameters; return it.
+    """Take some steps with a copy of ``optimizer`` on tiny parameters, and return the copy.
 
-    Parts come in the order opposite to that of a step: what is drawn for each parameter then shows.
+    Parts are taken in the reverse order of a step, so that random numbers drawn for each parameter
+    make a difference.
     """
     groups = []
     for group in optimizer.param_groups:
         trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-        tiny = [p.new_empty((2,) * p.dim()) for p in (trained[0], trained[-1])] if trained else []
-        groups.append(
-            (group, [_ramp(p, 0.5 + place).requires_grad_() for place, p in enumerate(tiny)])
-        )
+        stand_ins = []
+        for place, parameter in enumerate((trained[0], trained[-1]) if trained else ()):
+            small = parameter.new_empty((2,) * parameter.dim())
+            stand_ins.append(_ramp(small, 0.5 + place).requires_grad_())
+        groups.append((group, stand_ins))
     copy = copy_on(optimizer, groups)
     tiny = _parameters(copy)
     partial = PartialOptimizer(copy)
@@ -245,13 +274,16 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def copy_on(optimizer: Optimizer, groups: Iterable[tuple[Group, list[torch.Tensor]]]) -> Optimizer:
-    """Return a copy of ``optimizer`` without state, for each of some of its groups with other parameters."""
+    """Return a copy of ``optimizer`` without state.
+
+    ``groups``: groups of the optimizer, each with the parameters that the copy has instead.
+    """
     copy: Optimizer = object.__new__(type(optimizer))
     copy.__dict__.update(vars(optimizer))
     for name in _OURS:
         copy.__dict__.pop(name, None)
-    copy._optimizer_step_pre_hooks = OrderedDict()
-    copy._optimizer_step_post_hooks = OrderedDict()
+    for name in torch_private.STEP_HOOKS:
+        setattr(copy, name, OrderedDict())
     copy.state = defaultdict(dict)
     copy.param_groups = [
         {**_hyper_parameters(group), "params": parameters} for group, parameters in groups
@@ -260,13 +292,13 @@ def copy_on(optimizer: Optimizer, groups: Iterable[tuple[Group, list[torch.Tenso
 
 
 def _ramp(like: torch.Tensor, start: float) -> torch.Tensor:
-    """Return numbers from ``start`` on, one more each, of the shape and type of ``like``: beyond any limit of norms."""
+    """Return ``start``, ``start`` + 1, … like ``like``. Their norms are beyond any limit."""
     steps = torch.arange(like.numel(), dtype=torch.float32, device=like.device)
     return (steps + start).to(like.dtype).reshape(like.shape)
 
 
 def _hyper_parameters(group: Group) -> Group:
-    # A learning rate may be a tensor that a scheduler changes in place.
+    # Tensors are cloned: a learning rate may be one that a scheduler changes in place.
     return {
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
@@ -281,7 +313,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class GuardedList(list[torch.Tensor]):
-    """The parameters of a group; says when somebody goes through them. Copies of it are plain lists."""
+    """The parameters of a group. Reports when user code reads them. Copies are plain lists."""
 
     def __init__(self, parameters: list[torch.Tensor], look: Callable[[], None]) -> None:
         super().__init__(parameters)
@@ -302,11 +334,12 @@ class GuardedList(list[torch.Tensor]):
     def __add__(self, other: Any) -> Any:
         return self.copy() + other
 
-    def __radd__(self, other: Any) -> Any:  # list.__add__ would read around ``__iter__``
+    def __radd__(self, other: Any) -> Any:
+        # list.__add__ would read the parameters without ``__iter__``.
         return other + self.copy()
 
     def copy(self) -> list[torch.Tensor]:
-        """Make a plain list."""
+        """Return a plain list."""
         return [*self]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -314,7 +347,7 @@ class GuardedList(list[torch.Tensor]):
 
 
 def _reported(name: str) -> Any:
-    """Return the method of that name of a dictionary's, which first calls ``look``."""
+    """Return the dictionary's method of that name, with a call of ``look`` before it."""
     original = getattr(defaultdict, name)
 
     @functools.wraps(original)
@@ -326,7 +359,7 @@ def _reported(name: str) -> Any:
 
 
 class GuardedState(defaultdict[torch.Tensor, dict[str, Any]]):
-    """The state of an optimizer; reports each access by user code. Copies of it are plain dictionaries."""
+    """An optimizer's state. Reports each access by user code. Copies are plain dictionaries."""
 
     def __init__(
         self, entries: Mapping[torch.Tensor, dict[str, Any]], look: Callable[[], None]
@@ -354,7 +387,7 @@ class GuardedState(defaultdict[torch.Tensor, dict[str, Any]]):
     clear = _reported("clear")
 
     def copy(self) -> Any:
-        """Make a plain dictionary."""
+        """Return a plain dictionary."""
         return defaultdict(dict, self.items())
 
     __copy__ = copy
@@ -364,30 +397,32 @@ class GuardedState(defaultdict[torch.Tensor, dict[str, Any]]):
 
 
 def check_not_intercepted(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that has a state already."""
+    """Refuse an optimizer that another state intercepts already."""
     if getattr(optimizer, _MARK, None) is not None:
         raise UnsupportedConfigurationError(
-            "expected an optimizer without a DecoupledState or MuonState, got one that has another already; make one "
-            "optimizer for each model, or close() the other state"
+            "expected an optimizer without a DecoupledState or MuonState, got one that has another "
+            "already; make one optimizer for each model, or close() the other state"
         )
 
 
 def is_watched(optimizer: Optimizer) -> bool:
-    """Tell whether user code has registered hooks that expect a whole step."""
+    """Return whether user code has registered hooks that expect a whole step."""
     found: list[Any] = []
-    for when in ("pre", "post"):
-        found += getattr(optimizer_module, f"_global_optimizer_{when}_hooks", {}).values()
-        found += getattr(optimizer, f"_optimizer_step_{when}_hooks", {}).values()
+    for name in torch_private.GLOBAL_STEP_HOOKS:
+        found += getattr(torch_private.optimizer_module, name, {}).values()
+    for name in torch_private.STEP_HOOKS:
+        found += getattr(optimizer, name, {}).values()
     return not all([isinstance(hook, OwnHook) for hook in found])
 
 
 def check_unhooked(optimizer: Optimizer) -> None:
-    """Refuse hooks of a step that owners take."""
+    """Refuse step hooks of an optimizer whose parameters have owners."""
     if is_watched(optimizer):
         raise UnsupportedConfigurationError(
-            "expected no step hooks where parameters have owners, got some (register_step_pre_hook, "
-            "register_step_post_hook, a profiler's): parameters are not updated when torch calls them; remove them "
-            "and act after step(), or use a DecoupledState with owners=None"
+            "expected no step hooks where parameters have owners, got some "
+            "(register_step_pre_hook, register_step_post_hook, a profiler's): parameters are not "
+            "updated when torch calls them; remove them and act after step(), or use a "
+            "DecoupledState with owners=None"
         )
 
 
@@ -401,20 +436,23 @@ def intercept(
     flush: Callable[[], None] = nothing,
     unwatched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> contextlib.ExitStack:
-    """Have ours called in the place of the optimizer's own methods; close what is returned to end it.
+    """Override the optimizer's methods on the instance. Closing the returned stack restores them.
 
     Args:
-        optimizer: without a state of ours.
-        on_step: called in the place of ``step`` with the original one, after a closure.
+        optimizer: one that is not intercepted yet.
+        on_step: called instead of ``step``, with the original one, after a closure.
         on_zero_grad: called after ``zero_grad``.
-        on_look: called before user code goes through the parameters in the groups.
-        on_state: called before user code reads or writes ``optimizer.state``, see [Note: state of an optimizer].
-        flush: called before somebody needs everything up to date.
+        on_look: called before user code goes through the parameters in the groups. Default: these
+            are not guarded.
+        on_state: called before user code reads or writes ``optimizer.state``, see
+            [Note: state of an optimizer]. Default: it is not guarded.
+        flush: called where user code needs parameters and state to be up to date.
         unwatched: entered where this thread goes through parameters without reading values.
     """
     stack = contextlib.ExitStack()
     own = {name: vars(optimizer).get(name) for name in _OURS}
-    original_step, original_zero_grad = optimizer.step, optimizer.zero_grad
+    original_step = optimizer.step
+    original_zero_grad = optimizer.zero_grad
     original_getstate = optimizer.__getstate__
 
     @functools.wraps(original_step)
@@ -422,7 +460,8 @@ def intercept(
     def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if closure is None:
             return on_step(original_step)
-        with torch.enable_grad():  # as torch's optimizers do: once, before they look at gradients
+        # As torch's optimizers do: the closure runs once, before the step reads gradients.
+        with torch.enable_grad():
             loss = closure()
         on_step(original_step)
         return loss
@@ -437,11 +476,11 @@ def intercept(
         on_zero_grad()
 
     def getstate() -> Any:
-        """A copy or a pickle takes momentum before it goes through the groups."""
+        """Called for a copy or a pickle, which reads momentum before it goes through the groups."""
         flush()
         return original_getstate()
 
-    # Methods, since learning-rate schedulers wrap ``optimizer.step.__func__``.
+    # Bound methods, since learning-rate schedulers wrap ``optimizer.step.__func__``.
     ours: dict[str, Any] = {
         "step": types.MethodType(step, optimizer),
         "zero_grad": types.MethodType(zero_grad, optimizer),
@@ -458,7 +497,7 @@ def intercept(
         if type(optimizer.state) is GuardedState:
             optimizer.state = optimizer.state.copy()
         for name, value in own.items():
-            # A scheduler may have wrapped ours meanwhile; ours hands everything on by now.
+            # A scheduler may have wrapped our method meanwhile. Then it stays, and only forwards.
             if vars(optimizer).get(name) is ours[name]:
                 del vars(optimizer)[name]
                 vars(optimizer).update({} if value is None else {name: value})
@@ -477,40 +516,40 @@ def intercept(
 
 
 def guard_groups(optimizer: Optimizer, look: Callable[[], None]) -> None:
-    """Guard the lists of parameters in all groups; there may be new groups."""
+    """Guard the lists of parameters in all groups. Call it again where there may be new groups."""
     for group in optimizer.param_groups:
         if type(group["params"]) is not GuardedList:
             group["params"] = GuardedList(group["params"], look)
 
 
 def guard_state(optimizer: Optimizer, look: Callable[[], None]) -> None:
-    """Guard the optimizer's state; it may have been replaced since the last call."""
+    """Guard the optimizer's state. Call it again where the state may have been replaced."""
     if type(optimizer.state) is not GuardedState:
         optimizer.state = GuardedState(optimizer.state, look)
 
 
-# --- tensors that user code is not to write ------------------------------------------------------------------------
+# --- tensors that user code must not write ---
 
 
 class Seal:
-    """Tensors as they are now: their version counters, and where they begin in memory.
+    """A snapshot of version counters and addresses, to detect writes by user code.
 
     Args:
-        tensors: that only this package may write from now on.
-        bits: also note a checksum of their bits, see [Note: changes that no counter sees].
+        tensors: tensors that only this package may write from now on.
+        bits: also take a checksum of their bits, see [Note: changes that no counter sees].
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, bits: bool = False) -> None:
-        self._noted = [
-            (each, each._version, each.data_ptr(), fingerprint(each) if bits else None)
-            for each in tensors
-        ]
+        self._noted = []
+        for each in tensors:
+            checksum = fingerprint(each) if bits else None
+            self._noted.append((each, torch_private.version_of(each), each.data_ptr(), checksum))
 
     @property
     def is_broken(self) -> bool:
         """Whether one of the tensors was written since."""
         for tensor, version, begin, _ in self._noted:
-            if tensor._version != version or tensor.data_ptr() != begin:
+            if torch_private.version_of(tensor) != version or tensor.data_ptr() != begin:
                 return True
         return any(
             [
@@ -521,13 +560,14 @@ class Seal:
 
 
 class Sample:
-    """The bits of a few elements of each tensor, see [Note: changes that no counter sees].
+    """A snapshot of a few elements of each tensor, see [Note: changes that no counter sees].
 
     On a device, `differs` makes the host wait.
 
     Args:
-        tensors: of one device.
-        views: of the elements that are looked at, by the tensor's id; filled here, so that later samples are cheaper.
+        tensors: tensors of one device.
+        views: views of the sampled elements, by the tensor's id. A cache, filled here, which makes
+            later samples cheaper.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], views: dict[int, torch.Tensor]) -> None:
@@ -535,7 +575,7 @@ class Sample:
         self._noted = self._read()
 
     def differs(self) -> bool:
-        """Tell whether one of the elements has other bits than it had."""
+        """Return whether one of the elements has changed."""
         return any(
             [
                 not torch.equal(now, then)
@@ -551,7 +591,7 @@ class Sample:
 
 
 def _sampled(tensor: torch.Tensor, views: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-    """Return a view of some elements, spread over the tensor, as integers; none of a tensor that has gaps."""
+    """Return a view of some elements, spread over the tensor, as integers; none if it has gaps."""
     known = views.get(id(tensor))
     if known is not None and known.data_ptr() == tensor.data_ptr():
         return [known]

@@ -1,7 +1,8 @@
-"""Where owned things lie in the buffers that travel for one bucket. Pure: no tensors, no processes.
+"""Lays owned things out in the two buffers that travel for one bucket. Pure: no tensors.
 
-[Note: packing] A rank's part holds, both ways, what it owns. Behind that lies so much of what passes through that the
-parts, both ways together, become as equal as they can be.
+[Note: packing] One buffer goes to the owners and is summed, the other one returns from them. A
+rank's part of each begins with the things that it owns. Behind them lie elements of the bucket that
+pass through unchanged, and make the parts, both ways together, as equal as possible.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,15 +14,15 @@ from crossover_ddp._ddp.layout import Span, spans_of
 
 
 class Item(NamedTuple):
-    """Something with an owner: how many elements of it go there, and how many come back."""
+    """A thing with an owner."""
 
     owner: int
-    there: int
-    back: int
+    there: int  # elements that go to the owner
+    back: int  # elements that return from it
 
 
 class Place(NamedTuple):
-    """Where something of ``owner`` lies in both buffers."""
+    """Where a thing of ``owner`` lies in both buffers."""
 
     owner: int
     there: Span
@@ -29,49 +30,55 @@ class Place(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """The contents of both buffers, see [Note: packing].
+    """The contents of both buffers, see [Note: packing]."""
 
-    Args:
-        there: parts of the buffer that is summed.
-        back: parts of the buffer that returns.
-        items: places, in the order of the items.
-        passing: what passes through: where it is in the bucket, and its place.
-    """
-
+    # By rank, the length of its part of the buffer that is summed.
     there: tuple[int, ...]
+    # By rank, the length of its part of the buffer that returns.
     back: tuple[int, ...]
+    # The places of the items, in their order.
     items: tuple[Place, ...]
+    # The elements that pass through: their span in the bucket, and their place.
     passing: tuple[tuple[Span, Place], ...]
 
 
 @lru_cache(maxsize=1024)
 def packing(world_size: int, items: tuple[Item, ...], passing: tuple[Span, ...] = ()) -> Packing:
-    """Lay both buffers out; the same on all ranks, since it depends on the arguments only.
+    """Lay both buffers out. The result is equal on all ranks: it depends on the arguments only.
 
     Args:
         world_size: number of parts.
-        items: what has an owner.
-        passing: spans of the bucket that pass through, in order; they are cut where parts end.
+        items: the things with owners.
+        passing: spans of the bucket that pass through, in order. They are cut where parts end.
     """
-    there, back = [0] * world_size, [0] * world_size
+    there = [0] * world_size
+    back = [0] * world_size
     offsets = _stack(items, there, back)
     both = [(out + home) // 2 for out, home in zip(there, back, strict=True)]
     cut = list(cut_up(passing, fill_up(both, sum(span.numel for span in passing))))
-    all_items = (*items, *(Item(owner, span.numel, span.numel) for span, owner in cut))
-    offsets += _stack(all_items[len(items) :], there, back)
-    lengths = tuple(there), tuple(back)
-    parts = [spans_of(each) for each in lengths]
+    pieces = [Item(owner, span.numel, span.numel) for span, owner in cut]
+    offsets += _stack(pieces, there, back)
+
+    parts_there = spans_of(tuple(there))
+    parts_back = spans_of(tuple(back))
     places = []
-    for (owner, numel_there, numel_back), (out, home) in zip(all_items, offsets, strict=True):
-        a, b = parts[0][owner].start + out, parts[1][owner].start + home
-        places.append(Place(owner, Span(a, a + numel_there), Span(b, b + numel_back)))
+    for item, (out, home) in zip((*items, *pieces), offsets, strict=True):
+        start_there = parts_there[item.owner].start + out
+        start_back = parts_back[item.owner].start + home
+        span_there = Span(start_there, start_there + item.there)
+        span_back = Span(start_back, start_back + item.back)
+        places.append(Place(item.owner, span_there, span_back))
     spans = [span for span, _ in cut]
     passed = zip(spans, places[len(items) :], strict=True)
-    return Packing(*lengths, tuple(places[: len(items)]), tuple(passed))
+    return Packing(tuple(there), tuple(back), tuple(places[: len(items)]), tuple(passed))
 
 
 def _stack(items: Sequence[Item], there: list[int], back: list[int]) -> list[tuple[int, int]]:
-    """Put each item behind what its owner's parts hold, which grow by it; return where it begins in them."""
+    """Append each item to its owner's parts, whose lengths so far are ``there`` and ``back``.
+
+    Returns:
+        For each item where it begins in the two parts. The lengths grow by the items.
+    """
     offsets = []
     for owner, numel_there, numel_back in items:
         offsets.append((there[owner], back[owner]))
@@ -81,7 +88,17 @@ def _stack(items: Sequence[Item], there: list[int], back: list[int]) -> list[tup
 
 
 def fill_up(filled: Sequence[int], numel: int) -> tuple[int, ...]:
-    """Share ``numel`` elements out so that the fullest part is as small as it can be; the emptiest gets most."""
+    """Divide ``numel`` elements so that the fullest part becomes as small as possible.
+
+    Args:
+        filled: length of each part so far.
+        numel: elements to be added.
+
+    Returns:
+        How many elements each part gets.
+    """
+    # Fill the emptiest parts up to a common level, as water fills vessels: find how many parts
+    # the water reaches, and its level.
     order = sorted(range(len(filled)), key=lambda rank: (filled[rank], rank))
     for count in range(1, len(order) + 1):
         lowest = order[:count]
@@ -90,20 +107,21 @@ def fill_up(filled: Sequence[int], numel: int) -> tuple[int, ...]:
             break
     shares = [0] * len(filled)
     for place, rank in enumerate(sorted(lowest)):
-        # The last ones get the odd elements, as in `equal_lengths`.
+        # The remainder goes to the last parts, as in `equal_lengths`.
         shares[rank] = level - filled[rank] + (place >= count - over)
     return tuple(shares)
 
 
 def cut_up(passing: Sequence[Span], shares: Sequence[int]) -> Iterator[tuple[Span, int]]:
-    """Hand out the spans, each to a rank, in their order: rank 0's share first.
+    """Cut the spans into pieces and yield each with its rank, rank 0's pieces first.
 
     Args:
         passing: spans of the bucket, in order.
         shares: elements that each rank gets.
     """
     borders = list(accumulate(shares))
-    done, rank = 0, 0
+    done = 0
+    rank = 0
     for span in _merged(passing):
         start = span.start
         while start < span.stop:

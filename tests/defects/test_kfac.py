@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from crossover_ddp import DecoupledState, KFACState, decoupled_hook, kfac_hook
-from crossover_ddp._owners.kept import tensors_in
+from crossover_ddp._owners.owned_state import tensors_in
 from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import in_ranks, networks
 from tests.harness.oracles import heard

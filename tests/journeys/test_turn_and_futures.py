@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.optim import _muon as torch_muon
 from torch.optim import sgd as torch_sgd
 
 from crossover_ddp import CrossoverState, ExchangeError, crossover_wrapper
+from crossover_ddp._ddp import torch_private
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import in_ranks
 from tests.harness.networks import mlp
@@ -56,7 +56,7 @@ def test_the_turn_goes_before_anybody_hears_of_the_last_bucket(
 # What owners compute, by the way of the hook.
 WORK: dict[str, tuple[Any, str]] = {
     "kfac": (torch.linalg, "cholesky_ex"),
-    "muon": (torch_muon, "_zeropower_via_newtonschulz"),
+    "muon": (torch_private, "newton_schulz"),
     "owned": (torch_sgd, "sgd"),
 }
 

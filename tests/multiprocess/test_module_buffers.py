@@ -1,7 +1,8 @@
-"""Buffers travel behind the gradients: DDP broadcasts nothing in forward, on all ranks or on none."""
+"""Buffers travel behind the gradients on all ranks or on none, and equal those of plain DDP."""
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import crossover_ddp as ddp
 from crossover_ddp._engine.exchange import Exchange
 from tests.harness import in_ranks
+from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.training import WIDTH, Training, batch, decoupled, optimizers_of
 
 STEPS = 5
@@ -41,7 +43,7 @@ def training_of(hook: str | None, rank: int) -> Training:
 @pytest.mark.torch_version
 @in_ranks(2)
 def test_ddp_broadcasts_only_before_the_first_step(rank: int) -> None:
-    """That buffers are those of plain DDP: tests/conformance."""
+    """tests/conformance compares the buffers with those of plain DDP."""
     for hook in HOOKS:
         with broadcasts() as noted:
             training = training_of(hook, rank).run(STEPS)
@@ -56,11 +58,11 @@ def test_ddp_broadcasts_only_before_the_first_step(rank: int) -> None:
 def test_an_average_that_is_swapped_in_keeps_its_buffers(
     rank: int, options: dict[str, Any]
 ) -> float:
-    """Parameters and buffers go in through ``.data``, which counts no version, and DDP's forward evaluates."""
+    """Averaging writes through ``.data``, which counts no version, and evaluates with DDP."""
     torch.manual_seed(3)
     module = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8))
     training = Training(decoupled(**options), rank, module=module)
-    for _ in range(14):  # deferred and not deferred, in turns
+    for _ in range(14):  # steps are deferred and not deferred, in turns
         training.step()
         for parameter in module.parameters():
             parameter.data.copy_(parameter.data)
@@ -78,7 +80,7 @@ def test_an_average_that_is_swapped_in_keeps_its_buffers(
 def test_statistics_are_those_of_plain_ddp_whatever_comes_between_steps(
     rank: int, kept: bool
 ) -> None:
-    """Two passes through one graph, of which DDP exchanges the first gradients only, or one through each of two."""
+    """Two backward passes: through one graph, or through one each. DDP exchanges the first one."""
     found = []
     for hook in ("decoupled", "split", None):
         training = training_of(hook, rank)
@@ -86,11 +88,10 @@ def test_statistics_are_those_of_plain_ddp_whatever_comes_between_steps(
             losses = [training.loss(0)]
             losses += losses if kept else [training.loss(1)]
             for loss in losses:
-                loss.backward(
-                    retain_graph=kept
-                )  # autograd has saved the statistics, and looks at them
+                # Autograd has saved the statistics, and compares their versions.
+                loss.backward(retain_graph=kept)
                 if hook == "decoupled":
-                    training.state.flush()  # before gradients are changed
+                    training.state.flush()  # user code is about to change gradients
             training.drop()
             training.step()
         training.model.eval()(batch(0, 0))
@@ -101,7 +102,7 @@ def test_statistics_are_those_of_plain_ddp_whatever_comes_between_steps(
 
 
 class Flagged(nn.Module):
-    """A curriculum, or a switch of quantization-aware training, in a buffer that scripts write between steps."""
+    """A model with a flag in a buffer that scripts write between steps, as a curriculum does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,38 +136,46 @@ def reset(module: Any, step: int) -> None:
 
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-WRITES = (filled, filled_data, replaced, swapped_storage, reset)
-WHO: dict[str, Callable[[int], bool]] = {
-    "rank 0": lambda rank: rank == 0,
-    "rank 1": bool,
-    "all": lambda rank: True,
-}
+# A function that writes a buffer, and the ranks that call it.
+Write = tuple[Callable[[Any, int], None], Sequence[int]]
+RANKS = ([0], [1], [0, 1])
+WRITES: list[Write] = [
+    (write, ranks)
+    for write in (filled, filled_data, replaced, swapped_storage, reset)
+    for ranks in RANKS
+]
+CYCLE = 9  # steps
+WRITTEN_STEPS = (1, 4, 5, 8)  # of each cycle
 
 
 @pytest.mark.torch_version
-@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("write", [None, *(WRITES if IN_CAMPAIGN else ())])
 @pytest.mark.parametrize(
     "hook", ["split", "crossover", "int8", "decoupled", "owned", "kfac", "muon", "wrapped"]
 )
 @in_ranks(2)
 def test_a_buffer_written_between_two_steps_is_that_of_plain_ddp(
-    rank: int, hook: str, who: str
+    rank: int, hook: str, write: Write | None
 ) -> None:
-    """Of rank 0 the next forward of all ranks has it; that of another rank is overwritten before."""
-    for write in WRITES:
-        plain, ours = (
-            trained_while_written(hook, rank, write, WHO[who](rank), ours) for ours in (False, True)
-        )
-        assert plain[0] == ours[0], write
-        assert all(map(torch.equal, plain[1], ours[1])), (
-            f"{write}: buffers or parameters at the end"
-        )
+    """All ranks have rank 0's value in the next forward, whatever another rank has written.
+
+    One training makes each kind of write on each choice of ranks. In the campaign each is also made
+    by itself, several times.
+    """
+    writes = WRITES if write is None else [write] * len(WRITTEN_STEPS)
+    plain = trained_while_written(hook, rank, writes, ours=False)
+    ours = trained_while_written(hook, rank, writes, ours=True)
+    for step, (wanted, found) in enumerate(zip(plain, ours, strict=True)):
+        assert wanted == found, f"step {step}"
 
 
 def trained_while_written(
-    hook: str, rank: int, write: Callable[[Any, int], None], writes: bool, ours: bool
-) -> tuple[list[float], list[torch.Tensor]]:
-    """Return losses and final values, of plain DDP unless ``ours``, or of a hook that leaves buffers to DDP."""
+    hook: str, rank: int, writes: Sequence[Write], *, ours: bool
+) -> list[list[float]]:
+    """Return each step's loss and buffers, and at the end all parameters and buffers.
+
+    Buffers travel with the hook if ``ours``; else they stay with DDP, if possible without the hook.
+    """
     is_exact = hook not in ("int8", "kfac")
     Exchange.of(None).leaves_buffers_to_ddp = not ours
     torch.manual_seed(3)
@@ -174,28 +183,42 @@ def trained_while_written(
     training = Training(
         hook if ours or not is_exact else None, rank, module=Flagged(), optimizers=optimizers
     )
-    losses = []
-    for step in range(9):
-        if step in (1, 4, 5, 8) and writes:
-            write(training.model.module, step)
-        if step == 6:
+    module: Any = training.model.module
+    found: list[list[float]] = []
+    left = iter(writes)
+    for step in itertools.count():
+        in_cycle = step % CYCLE
+        if in_cycle in WRITTEN_STEPS:
+            write, ranks = next(left, (None, ()))
+            if write is None:
+                break
+            if rank in ranks:
+                write(module, step)
+        losses = []
+        if in_cycle == 6:
             with torch.no_grad():
-                training.model.eval()(batch(rank, 99))
+                losses.append(training.model.eval()(batch(rank, 99)).sum().item())
             training.model.train()
-        if step == 7 and hook not in ("kfac", "muon"):
+        if in_cycle == 7 and hook not in ("kfac", "muon"):
             with training.model.no_sync():
                 losses.append(training.backward(50))
         loss = training.loss()
-        # DDP broadcasts in this forward, and so not in the one after backward. Before torch 2.14 autograd refuses that
-        # backward behind plain DDP as well: the broadcast has written to BatchNorm's saved running statistics.
-        if step == 3 and TORCH >= (2, 14):
+        losses.append(loss.item())
+        found.append([*losses, *values_of(module.buffers())])
+        # DDP broadcasts in this forward, and so not in the one after backward. Before torch 2.14
+        # autograd refuses that backward behind plain DDP as well: the broadcast has written to
+        # BatchNorm's saved running statistics.
+        if in_cycle == 3 and TORCH >= (2, 14):
             with torch.no_grad():
                 training.model(batch(rank, 98))
         loss.backward()
         training.update()
-        losses.append(loss.item())
     training.close()
-    return losses, training.weights()
+    return [*found, values_of(training.weights())]
+
+
+def values_of(tensors: Any) -> list[float]:
+    return [value for each in tensors for value in each.double().flatten().tolist()]
 
 
 @pytest.mark.parametrize("evaluates", [0, 1])
@@ -204,7 +227,7 @@ def trained_while_written(
 def test_an_evaluation_through_ddp_on_one_rank_alone_is_that_of_plain_ddp(
     rank: int, hook: str, evaluates: int
 ) -> None:
-    """An old habit: the broadcast of that rank's forward meets the next one of the others."""
+    """An old habit: the broadcast of that rank's forward meets the others' next broadcast."""
     found = []
     for way in (None, hook):
         training = training_of(way, rank)
@@ -236,7 +259,7 @@ def test_a_forward_that_goes_past_ddps_hooks_is_that_of_plain_ddp(rank: int, hoo
 
 
 @in_ranks(2)
-def test_a_buffer_hook_of_the_users_is_called_as_ever(rank: int) -> None:
+def test_a_users_buffer_hook_is_called_in_each_step(rank: int) -> None:
     calls: list[int] = []
     training = training_of("crossover", rank)
     training.model._register_buffer_comm_hook(

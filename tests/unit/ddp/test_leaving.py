@@ -1,4 +1,4 @@
-"""How ranks leave the default process group together: their parts on one store, each on a thread."""
+"""Ranks leave the default process group together: each on a thread, with one store."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ def server() -> dist.TCPStore:
 
 @pytest.fixture
 def stores(server: dist.TCPStore) -> list[dist.Store]:
-    """One for each rank, as its group has it."""
+    """One store for each rank, as its group has it."""
     found = [dist.PrefixStore("default_pg/0/", server).clone() for _ in range(SIZE)]
     found[0].set(OF_GROUP, "an address")
     server.set("a user's", "value")
@@ -37,11 +37,11 @@ def ranks() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def test_the_groups_keys_have_gone_when_any_rank_returns(
+def test_the_groups_keys_are_removed_before_any_rank_returns(
     server: dist.TCPStore, stores: list[dist.Store], ranks: ThreadPoolExecutor
 ) -> None:
     def leaves(rank: int) -> list[str]:
-        leaving._part(stores[rank], rank, SIZE)
+        leaving._take_part(stores[rank], rank, SIZE)
         return stores[rank].list_keys()
 
     found = [*ranks.map(leaves, range(SIZE))]
@@ -51,7 +51,7 @@ def test_the_groups_keys_have_gone_when_any_rank_returns(
 
 def test_a_store_that_ends_with_rank_0_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     def leaves(rank: int) -> None:
-        leaving._part(clones.pop(rank), rank, SIZE)
+        leaving._take_part(clones.pop(rank), rank, SIZE)
         if not rank:
             servers.clear()
 
@@ -66,18 +66,15 @@ def test_a_store_that_ends_with_rank_0_prints_nothing(capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_no_key_goes_once_a_rank_has_left_by_itself(
+def test_no_key_is_removed_once_a_rank_has_left_by_itself(
     late: int, stores: list[dist.Store], ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have put there what its next group needs."""
+    """That rank may have written the keys of its next group."""
     with monkeypatch.context() as impatient:
         impatient.setattr(leaving, "_TOGETHER_S", 0.1)
-        [
-            *ranks.map(
-                lambda rank: rank != late and leaving._part(stores[rank], rank, SIZE), range(SIZE)
-            )
-        ]
-    leaving._part(stores[late], late, SIZE)
+        on_time = [rank for rank in range(SIZE) if rank != late]
+        [*ranks.map(lambda rank: leaving._take_part(stores[rank], rank, SIZE), on_time)]
+    leaving._take_part(stores[late], late, SIZE)
     assert OF_GROUP in stores[0].list_keys()
 
 
@@ -86,9 +83,11 @@ def test_no_rank_returns_before_rank_0_in_a_later_life_either(
 ) -> None:
     for _ in range(2):
         leaving._remove(stores[0], leaving._LEAVING)
-        others = [ranks.submit(leaving._part, stores[rank], rank, SIZE) for rank in range(1, SIZE)]
+        others = [
+            ranks.submit(leaving._take_part, stores[rank], rank, SIZE) for rank in range(1, SIZE)
+        ]
         assert not wait(others, 3 * leaving._LEAD_S, FIRST_COMPLETED).done
-        leaving._part(stores[0], 0, SIZE)
+        leaving._take_part(stores[0], 0, SIZE)
         assert not wait(others, 60.0).not_done
 
 

@@ -1,4 +1,4 @@
-"""The DDP model behind a bucket is found, once, without touching what others are making."""
+"""The DDP model behind a bucket is found, once, without touching unfinished objects."""
 
 import copy
 import gc
@@ -27,18 +27,18 @@ pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_versio
 
 
 class Watched(DistributedDataParallel):
-    """As users derive from DDP."""
+    """A subclass of DDP, as users write them."""
 
 
 class Lazy:
-    """An object that refers to the class, and has something to say when it is asked for its own."""
+    """An object that refers to DDP's class, and fails if its own class is asked for."""
 
     def __init__(self) -> None:
         self.refers_to = DistributedDataParallel
 
     @property
     def __class__(self) -> Any:
-        raise AssertionError("somebody has looked at a lazy object")
+        raise AssertionError("the search has asked a lazy object for its class")
 
 
 def network(layers: int = 3) -> nn.Module:
@@ -80,7 +80,7 @@ def test_a_scripted_model_is_found() -> None:
 
 
 def test_models_that_wrap_one_module_are_told_apart_by_their_states() -> None:
-    """As when training begins anew, and the old model waits for the collector, or is kept."""
+    """As when training begins again while the old model is kept, or not collected yet."""
     module, seen = network(), []
 
     def hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -95,13 +95,13 @@ def test_models_that_wrap_one_module_are_told_apart_by_their_states() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_all_objects_are_searched_once_a_model(
+def test_all_objects_are_searched_once_for_each_model(
     options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no model is kept alive."""
-    known, everywhere = ddp_checks._PLACES
+    """The search keeps no model alive."""
+    known, everywhere = ddp_checks._SEARCHES
     searched = mock.Mock(side_effect=everywhere)
-    monkeypatch.setattr(ddp_checks, "_PLACES", (known, searched))
+    monkeypatch.setattr(ddp_checks, "_SEARCHES", (known, searched))
     for expected in (1, 2):
         model = hooked(network(10 + expected), SPLIT, bucket_cap_mb=0.005, **options)
         for _ in range(4):
@@ -114,7 +114,7 @@ def test_all_objects_are_searched_once_a_model(
 
 
 def test_no_tuple_in_the_making_is_touched() -> None:
-    """CPython cannot finish ``tuple(generator)`` while somebody else has the unfinished tuple in hand."""
+    """CPython cannot finish ``tuple(generator)`` while something else refers to the tuple."""
     model = DistributedDataParallel(network(40))
     parameters = list(model.parameters())
     classes = [DistributedDataParallel, Watched] * 500
@@ -123,7 +123,7 @@ def test_no_tuple_in_the_making_is_touched() -> None:
     def make(things: list[Any]) -> int:
         made = 0
         while not over.is_set():
-            tuple(each for each in things)  # a SystemError if it was touched
+            tuple(each for each in things)  # raises SystemError if the search has touched it
             made += 1
         return made
 
@@ -135,9 +135,8 @@ def test_no_tuple_in_the_making_is_touched() -> None:
     counts = [threads.submit(make, each) for each in sources]
     threshold, interval = gc.get_threshold(), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    gc.callbacks.append(
-        let_others_run
-    )  # as a finalizer may, in a collection that the search itself sets off
+    # As a finalizer may, in a collection that the search itself sets off.
+    gc.callbacks.append(let_others_run)
     gc.set_threshold(1)
     try:
         for _ in range(60):
@@ -151,7 +150,7 @@ def test_no_tuple_in_the_making_is_touched() -> None:
     assert all(each.result() > 10 for each in counts)
 
 
-def test_a_model_of_a_destroyed_group_does_not_speak_for_its_successor() -> None:
+def test_a_model_of_a_destroyed_group_is_not_taken_for_its_successor() -> None:
     module = network()
     old_group = dist.new_group([0])
     old = DistributedDataParallel(module, process_group=old_group)
@@ -161,14 +160,14 @@ def test_a_model_of_a_destroyed_group_does_not_speak_for_its_successor() -> None
 
 
 @pytest.mark.usefixtures("set_aside_again")
-def test_a_hidden_model_is_told_once_and_trains_on() -> None:
-    ddp_checks._tell_hidden.cache_clear()
+def test_a_hidden_model_is_warned_about_once_and_trains() -> None:
+    ddp_checks._warn_hidden.cache_clear()
     model = hooked(network(12), SPLIT, bucket_cap_mb=0.005)
     gc.freeze()
     try:
-        with heard() as told:
+        with heard() as messages:
             for _ in range(3):
                 step(model)
     finally:
         gc.unfreeze()
-    assert ["gc.freeze()" in text for text in told] == [True]
+    assert ["gc.freeze()" in text for text in messages] == [True]

@@ -1,4 +1,4 @@
-"""A step in several parts is the step: every optimizer, its groups, schedulers, state; and who is refused."""
+"""A step in several parts equals the whole step, and optimizers where it would not are refused."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
@@ -69,7 +69,7 @@ def gradients_of(step: int) -> list[torch.Tensor]:
 def trained(
     make: Make, parts: Sequence[Sequence[int]] | None = None
 ) -> tuple[list[nn.Parameter], Optimizer]:
-    """Take whole steps, or each in ``parts``, which list parameters by number."""
+    """Take three steps: whole ones, or each in ``parts``, lists of parameters by number."""
     parameters = parameters_of()
     optimizer = make(parameters)
     partial = PartialOptimizer(optimizer)
@@ -106,7 +106,7 @@ def test_an_optimizer_is_accepted_left_as_it_was_and_its_steps_in_parts_are_the_
 
 
 class SumsPerGroup(torch.optim.SGD):
-    """Keeps in its group what depends on all its parameters, without using it."""
+    """Stores in its group a sum over all parameters, without using it."""
 
     def step(self, closure: Any = None) -> Any:
         for group in [each for each in self.param_groups if each.get("sums", True)]:
@@ -115,7 +115,7 @@ class SumsPerGroup(torch.optim.SGD):
 
 
 class Wrapper(Optimizer):
-    """Hands everything on to another one, as Accelerate's does."""
+    """Forwards to another optimizer, as Accelerate's does."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner, self.state = inner, inner.state
@@ -160,13 +160,13 @@ def test_an_optimizer_that_mixes_parameters_or_draws_for_each_is_refused(name: s
 
 
 def test_every_group_is_tried() -> None:
-    """What tells groups apart may be how they are updated."""
+    """Groups may differ in the way they are updated."""
     groups = [{"params": parameters_of(), "sums": number == 3} for number in range(5)]
     with pytest.raises(UnsupportedConfigurationError, match=r"param_groups\[3\]\['total'\]"):
         check_separable(SumsPerGroup(groups, lr=0.1))
 
 
-def test_what_is_no_optimizer_is_refused() -> None:
+def test_an_object_that_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got optimizer=list"):
         check_separable([])  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Owners by `DecoupledState` and by `MuonState` in a job of one rank: refusals, skipped steps, ends."""
+"""Owners in a job of one rank, by `DecoupledState` and `MuonState`: refusals, skipped steps."""
 
 import functools
 import math
@@ -54,13 +54,17 @@ def test_a_loss_scale_that_rounds_is_refused(scale: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "message"), [("muon", r"backward\(\) with muon_hook between"), ("owned", r"outside of no_sync\(\)")]
-)  # fmt: skip
+    ("way", "message"),
+    [
+        ("muon", r"backward\(\) with muon_hook between"),
+        ("owned", r"outside of no_sync\(\)"),
+    ],
+)
 def test_a_step_needs_an_exchange(way: str, message: str) -> None:
     training = Training(way)
-    training.optimizer.step()  # no gradients: nothing to do, as ever
+    training.optimizer.step()  # there are no gradients, so it does nothing, as with plain DDP
     if way == "muon":
-        with refuses("got none yet"):
+        with refuses("there is no norm yet"):
             training.state.grad_norm()
     training.run(1)
     with training.model.no_sync():
@@ -95,7 +99,7 @@ def test_a_skipped_step_changes_nothing_and_a_forgotten_one_is_an_error(
         assert same(ours, plain), number
 
 
-# What is done after a backward pass with Muon and SGD.
+# Mistakes after a backward pass with Muon and SGD: the hook, the mistake, the message.
 MISUSES: dict[str, tuple[str, Callable[[Training], object], str]] = {
     "clipping": (
         "owned",
@@ -148,7 +152,7 @@ def test_gradients_that_are_dropped_after_some_optimizers_have_stepped_are_refus
     training.state.checkpoint()
 
 
-class Talkative(SGD):
+class Collective(SGD):
     """An optimizer with a collective of its own, as public distributed Muons have one."""
 
     def step(self, closure: Any = None) -> Any:
@@ -159,7 +163,7 @@ class Talkative(SGD):
 
 
 class Square(SGD):
-    """Works on square matrices only, as those are that every optimizer is tried on."""
+    """Works on square matrices only, such as those of the trial of optimizers."""
 
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
@@ -168,7 +172,7 @@ class Square(SGD):
 
 
 class ScheduleFree(SGD):
-    """Exchanges all parameters before and after evaluations, by what it keeps of each."""
+    """Replaces all parameters before and after evaluations, by its state of each."""
 
     eval = train = SGD.step
 
@@ -177,7 +181,7 @@ class ScheduleFree(SGD):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Talkative, "Talkative.*allreduce"),
+        (Collective, "Collective.*allreduce"),
         (Square, r"Square, which failed on one of shape \(4, 6\)"),
         (ScheduleFree, r"ScheduleFree.*eval\(\)"),
     ],
@@ -193,8 +197,8 @@ def test_an_optimizer_that_cannot_run_on_one_parameter_is_refused(
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_hooks_of_muons_step_are_refused(everywhere: bool, kind: str) -> None:
     training = Training("muon").run(1)
-    place = optimizer_module if everywhere else training.optimizer
-    register = getattr(place, f"register_{'optimizer_' * everywhere}step_{kind}_hook")
+    target = optimizer_module if everywhere else training.optimizer
+    register = getattr(target, f"register_{'optimizer_' * everywhere}step_{kind}_hook")
     handle = register(lambda *_: None)
     training.backward()
     with refuses("expected no step hooks"):
@@ -237,7 +241,7 @@ def test_a_closed_state_gives_muon_back() -> None:
     with refuses("has another already"):
         MuonState(training.optimizer)
     training.state.close()
-    with refuses(r"got a backward\(\) after close"):
+    with refuses("this MuonState is closed"):
         training.backward()
     training.drop()
     assert "zero_grad" not in vars(training.optimizer)

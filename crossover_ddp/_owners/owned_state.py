@@ -1,0 +1,210 @@
+"""Optimizer state that only owners keep: removed on other ranks, gathered before it is saved."""
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, is_dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.serialization import default_restore_location
+
+from crossover_ddp._ddp.checks import check_rank, resolve_group
+from crossover_ddp._ddp.groups import let_collectives_go, told_by_all
+from crossover_ddp._engine.journeys import nothing
+from crossover_ddp._engine.states import HookState
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+_EXCHANGED_BYTES: Final = 64 * 2**20
+"""Bytes that a rank sends in one exchange: each rank has memory for them from all ranks."""
+
+
+class OwnedState:
+    """The optimizers' state of parameters that have owners. Each rank keeps that of its own ones.
+
+    Args:
+        optimizers: the optimizers of the parameters.
+        owner_of: the owner of each parameter that has one, by the parameter's id.
+        rank: this rank.
+        loaded: called after a state dict was loaded into one of the optimizers.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        owner_of: Mapping[int, int],
+        rank: int,
+        loaded: Callable[[], None] = nothing,
+    ) -> None:
+        # Parameters that have owners, in the same order on all ranks.
+        self._parameters = [
+            (optimizer, parameter, owner_of[id(parameter)])
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in owner_of
+        ]
+        self._rank = rank
+        self._on_load = loaded
+        # Whether this rank has the state of all parameters that have one.
+        self.is_whole = True
+        self._remove_foreign()
+        # Hooks on the optimizers' state dicts. Closing the stack removes them.
+        self.hooks = ExitStack()
+        for each in optimizers:
+            before_save = each.register_state_dict_pre_hook(lambda _: self.check_whole())
+            after_load = each.register_load_state_dict_post_hook(lambda _: self._adopt())
+            self.hooks.callback(before_save.remove)
+            self.hooks.callback(after_load.remove)
+
+    def stepped(self) -> None:
+        """Drop state that was consolidated before the step. Call it after a step if `is_whole`."""
+        self.is_whole = all(owner == self._rank for _, _, owner in self._parameters)
+        self._remove_foreign()
+
+    def _adopt(self) -> None:
+        """Take over state that was loaded into an optimizer."""
+        self.is_whole = True
+        self._remove_foreign()
+        self._on_load()
+
+    def _remove_foreign(self) -> None:
+        """Remove the state of other ranks' parameters."""
+        for optimizer, parameter, owner in self._parameters:
+            if owner != self._rank and optimizer.state.pop(parameter, None):
+                self.is_whole = False
+
+    def only_makes_state(self, optimizer: Optimizer) -> bool:
+        """Return whether a step is an optimizer's first, with gradients of zero.
+
+        Torch's distributed checkpoints take such a step to make the optimizer's state.
+        """
+        gradients = [each.grad for owning, each, _ in self._parameters if owning is optimizer]
+        zeros = [not gradient.any() for gradient in gradients if gradient is not None]
+        return not optimizer.state and bool(zeros) and all(zeros)
+
+    def check_whole(self) -> None:
+        """Refuse to save a part of the state."""
+        if not self.is_whole:
+            raise UnsupportedConfigurationError(
+                "this rank has the optimizer's state of its own parameters only, and state_dict() "
+                "or state.close() needs all of it; call state.consolidate() or checkpoint() on all "
+                "ranks after the last step, and then state_dict() on the ranks that have the state"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the optimizers keep on this rank for parameters that have owners."""
+        states = [optimizer.state.get(each, {}) for optimizer, each, _ in self._parameters]
+        return sum(tensor.nbytes for tensor in tensors_in(states))
+
+    @torch.no_grad()
+    def consolidate(self, group: dist.ProcessGroup, to: int | None) -> None:
+        """Send each parameter's state from its owner to the others, where rank ``to`` keeps it.
+
+        For None all ranks keep it. The number of exchanges depends on the bytes that an owner has,
+        not on the number of parameters: each rank packs as many states as `_EXCHANGED_BYTES` holds.
+
+        **Collective**: all ranks, between two steps.
+        """
+        check_rank(to, group)
+        if group.size() == 1 or not self._parameters:
+            return
+        keeps = to in (None, self._rank)
+        unsent = [
+            place for place, (*_, owner) in enumerate(self._parameters) if owner == self._rank
+        ]
+        is_complete = False
+        while not is_complete:
+            packed, unsent = self._pack(unsent)
+            received = told_by_all(group, (packed, bool(unsent)))
+            is_complete = not any(has_more for _, has_more in received)
+            for rank, (states, _) in enumerate(received):
+                if keeps and rank != self._rank:
+                    self._unpack(states)
+        self.is_whole = self.is_whole or keeps
+        let_collectives_go(group)  # these may be a job's last
+
+    def _pack(self, places: Sequence[int]) -> tuple[dict[int, bytes], list[int]]:
+        """Save the states of some of these parameters, at least of one.
+
+        Returns:
+            The saved states by place, and the places that are left for the next exchange.
+        """
+        packed: dict[int, bytes] = {}
+        nbytes = 0
+        for count, place in enumerate(places):
+            if nbytes >= _EXCHANGED_BYTES:
+                return packed, [*places[count:]]
+            optimizer, parameter, _ = self._parameters[place]
+            state = optimizer.state.get(parameter)
+            if state:
+                packed[place] = _saved(state)
+                nbytes += len(packed[place])
+        return packed, []
+
+    def _unpack(self, packed: Mapping[int, bytes]) -> None:
+        for place, saved in packed.items():
+            optimizer, parameter, _ = self._parameters[place]
+            optimizer.state[parameter] = _loaded(saved, parameter.device)
+
+
+class Owning(HookState):
+    """A hook's state with optimizers whose state of a parameter only its owner may keep."""
+
+    # None where each rank keeps all of it.
+    _owned_state: OwnedState | None = None
+
+    def consolidate(self, to: int | None = None) -> None:
+        """Gather the owners' optimizer state on all ranks, where it stays until the next step.
+
+        Does nothing where each rank keeps all of it.
+
+        Args:
+            to: the rank of the group that keeps all of it. Default: all ranks do.
+
+        On failure: ``ValueError`` if there is no such rank; ``ExchangeError`` when a peer has died.
+
+        **Collective**: all ranks, between two steps.
+        """
+        self._finish()
+        if self._owned_state is not None:
+            self._owned_state.consolidate(resolve_group(self.process_group), to)
+
+    def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
+        self.consolidate(to)
+
+    def _finish(self) -> None:
+        """Complete pending updates. Subclasses that defer updates override this."""
+
+
+def _saved(state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def _loaded(saved: bytes, device: torch.device) -> Any:
+    """Return the state that was saved. Tensors of another rank's device are put on ``device``."""
+
+    def restored(storage: Any, location: str) -> Any:
+        return default_restore_location(storage, location if location == "cpu" else str(device))
+
+    # An optimizer may keep objects of any kind. The bytes come from a rank of this job.
+    return torch.load(io.BytesIO(saved), restored, weights_only=False)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors in nested mappings, lists, tuples and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in([getattr(value, field.name, None) for field in fields(value)])
