@@ -149,7 +149,7 @@ def test_two_mutexes_of_one_process_never_wait_for_each_other() -> None:
     """The second one is refused, with the cure, until the first one is closed; another group is another matter."""
     group = new_group()
     first, elsewhere = GPUMutex(group, device="dev0"), GPUMutex(f"{group}-b", device="dev0")
-    with pytest.raises(TurnError, match=r"expected one GPUMutex of a process.*mutex=.*close\(\)"):
+    with pytest.raises(TurnError, match=r"this process already has a GPUMutex.*mutex=.*close\(\)"):
         GPUMutex(group, device="dev0").close()
     first.close()
     GPUMutex(group, device="dev0").close()
@@ -172,7 +172,7 @@ def test_a_hook_beside_a_mutex_of_the_user_s_says_how_to_share_it(
 @pytest.fixture
 def two_jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GPUMutex, GPUMutex]]:
     """Two jobs on one device, as if each had a process of its own; the first one holds its turn."""
-    monkeypatch.setattr(joining, "_places", Nowhere())
+    monkeypatch.setattr(joining, "_claims", Nowhere())
     group = new_group()
     holder, waiting = (GPUMutex(group, device="dev0", lease=SOON_S) for _ in range(2))
     holder.acquire()

@@ -91,11 +91,11 @@ SPOILERS: dict[str, tuple[str, Any, str]] = {
         _fails(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
         "got No space left on device; make room there",
     ),
-    "broken store": (f"{WING}.channel.TurnChannel._met", _fails(RuntimeError("refused")), ""),
+    "broken store": (f"{WING}.channel.TurnChannel._meet", _fails(RuntimeError("refused")), ""),
     "late rank": (
         f"{WING}.channel.TurnChannel.gather",
         _late,
-        "expected all 2 ranks to join within",
+        "not all 2 ranks joined within",
     ),
 }
 
@@ -139,14 +139,14 @@ def test_a_job_whose_rank_cannot_join_trains_without_turns(
 def test_a_rank_without_a_thread_for_its_turns_tells_its_peers(rank: int) -> None:
     """They would wait for its grants for half the group's timeout."""
     device = f"device{rank}"
-    message = "expected a thread for turns, got: can't start new thread; raise ulimit -u"
+    message = "cannot start the thread for turns: can't start new thread; raise ulimit -u"
     for is_lead in (True, False):
         dist.barrier()
         if (rank == 0) == is_lead:
             with pytest.MonkeyPatch.context() as patch, pytest.raises(TurnError, match=message):
                 patch.setattr(Turns, "__init__", _fails(RuntimeError("can't start new thread")))
                 GPUMutex(device=device)
-            assert joining._places == set()
+            assert joining._claims == set()
         else:
             mutex = GPUMutex(device=device)
             channel = membership_of(mutex).channel

@@ -42,7 +42,7 @@ def several_jobs_in_this_process() -> Iterator[None]:
     with (
         pytest.MonkeyPatch.context() as patch
     ):  # the fixture would undo a test's own patches too late
-        patch.setattr(joining, "_places", Nowhere())
+        patch.setattr(joining, "_claims", Nowhere())
         yield
 
 

@@ -396,12 +396,12 @@ def test_who_leaves_waits_for_the_device_and_who_cannot_say_so_ends_its_turns(
     closing.result(SOON_S)
     assert second.stats()["siblings"] == 1
     over = end_a_turn(first)
-    error = SegmentError("expected the segment to stay, got it removed under way")
+    error = SegmentError("the file was removed while jobs were running")
     monkeypatch.setattr(
         membership_of(first).segment, "publish_returned", mock.Mock(side_effect=error)
     )
     over.set()
-    assert eventually(lambda: "removed under way" in str(first.disabled_because))
+    assert eventually(lambda: "removed while" in str(first.disabled_because))
 
 
 def test_the_choice_of_an_order_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
