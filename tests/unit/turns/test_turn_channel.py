@@ -63,9 +63,7 @@ def test_an_ended_store_and_a_silent_lead_rank_are_told(
         patch.setattr(turn_channel, "group_timeout_s", lambda group: 0.4)
         _, other = make(store)
     other.listen(lambda: None)
-    with pytest.raises(
-        TurnError, match="the job's lead rank drew no turn within 0 s"
-    ):
+    with pytest.raises(TurnError, match="the job's lead rank drew no turn within 0 s"):
         receive(other)
     _, other = make(store)
     other.listen(lambda: None)
