@@ -1,11 +1,12 @@
 """The GPU mutex: jobs that share devices take turns on them.
 
-A turn belongs to a job, all its ranks; every device sees the same order of turns; see [Note: turn order] in
-`crossover_ddp._turns.rules`. `CrossoverState` and the other hooks use a mutex by themselves; this class is for code
-that takes turns without a hook, and for giving the turn away during evaluation and checkpoints.
+A turn belongs to a job, that is, to all its ranks, and every device sees the same order of turns;
+see [Note: turn order] in `crossover_ddp._turns.rules`. `CrossoverState` and the states of the other
+hooks use a mutex of their own. This class is for code that takes turns without a hook, and for
+giving the turn away during evaluation and checkpoints.
 
-What a turn is made of is in `crossover_ddp._turns.turns`. The mutex joins and leaves, and keeps every failure of turns
-away from the job.
+The mutex joins and leaves, and keeps every failure of turns away from the job. Turns themselves are
+in `crossover_ddp._turns.turns`.
 """
 
 import contextlib
@@ -29,36 +30,38 @@ from crossover_ddp.errors import CrossoverError, TurnError
 
 logger = logging.getLogger(__name__)
 
-_HOOK_JOIN_TIMEOUT_S = 60.0  # the ranks come from the same exchange
+_HOOK_JOIN_TIMEOUT_S = 60.0  # the ranks of a hook come from the same exchange
 
 
 class GPUMutex:
     """Take turns on a device with sibling jobs: the jobs of one user that name the same group.
 
-    The mutex is advisory and never stands in a job's way: it passes over a sibling that dies at once, and a sibling
-    that is stopped after its lease. If turns fail on this rank, for any reason, the rank trains on without them, with
-    one warning. The results of training do not depend on the mutex.
+    The mutex is advisory and never blocks a job for ever: a rank passes over a sibling that dies at
+    once, and over a stopped one after its lease. If turns fail on this rank, for any reason,
+    the rank trains on without them, with one warning. The results of training do not depend on the
+    mutex.
 
     Args:
         name: group of siblings; default ``CROSSOVER_GROUP``, else ``default``.
-        device: what is shared: a ``torch.device``, a GPU's index, or any text that names a device on the whole
-            cluster. Default: the current GPU if this process uses one, else the CPU, whose name
-            is ``CROSSOVER_DEVICE`` or made from the machine's boot id.
-        process_group: the job; default the default group, or this process alone where there is none.
-        lease: seconds that siblings wait for a turn of this job that does not end, or a ``timedelta``. Default
-            four of the job's long recent turns (three outliers do not count), at least 5 s and at most 60 s. However
-            long siblings' leases are, a rank waits in one `acquire` for at most a quarter of its own group's timeout.
-        trial: for training. The siblings try, if all of them agree, whether they are faster side by side, and take no
-            turns then; and a rank that computes nothing in its turn (it waits for data, sleeps) lets the next job
-            begin. Hooks' own mutexes do so, ``CROSSOVER_TRIAL=0`` forbids it. Default: a turn lasts until it is
-            given back.
+        device: the shared device: a ``torch.device``, a GPU's index, or any text that names a
+            device on the whole cluster. Default: the current GPU if this process uses one, else the
+            CPU, whose name is ``CROSSOVER_DEVICE`` or made from the machine's boot id.
+        process_group: the job; default the default group, or this process alone if there is none.
+        lease: seconds that siblings wait for a turn of this job that does not end, or a
+            ``timedelta``. Default four times the job's typical long turn (the fourth longest of the
+            last 16), at least 5 s and at most 60 s. However long siblings' leases are, a rank
+            waits in one `acquire` for at most a quarter of its own group's timeout.
+        trial: for training. If all siblings set it, they try whether they are faster side by side,
+            and if so take no turns; and a rank that computes nothing in its turn (it waits for
+            data, or sleeps) lets the next job begin. Hooks set it for their own mutexes, and
+            ``CROSSOVER_TRIAL=0`` forbids it. Default False: a turn lasts until it is given back.
 
-    On failure: `SegmentError` for a foreign or malformed segment, `TurnError` for a second mutex of the process in the
-    group, on every rank alike; nothing is held then. A hook that makes its own mutex trains on without turns instead,
-    with one warning.
+    On failure: `SegmentError` for a foreign or malformed segment, `TurnError` for a second mutex of
+    the process in the group, on every rank alike; nothing is held afterwards. A hook that makes its
+    own mutex trains on without turns instead, with one warning.
 
-    **Collective**: the constructor and `acquire` must be called by all ranks of the job, none a thousand turns ahead of
-    another; nothing else.
+    **Collective**: all ranks of the job must call the constructor and `acquire`, and no rank may be
+    a thousand turns ahead of another one. Nothing else is collective.
 
     Example::
 
@@ -92,11 +95,10 @@ class GPUMutex:
     def for_hook(
         cls, device: torch.device | None, process_group: ProcessGroup, trial: bool
     ) -> "GPUMutex":
-        """Return the mutex of a hook's own: where the job cannot join it takes no turns, with one warning.
+        """Make a hook's own mutex. If the job cannot join, it takes no turns, with one warning.
 
-        Raises wrong arguments only (a bad ``CROSSOVER_GROUP``): the user has not asked for a mutex, so it must not stop
-        the job.
-        **Collective.**
+        Raises only errors of wrong arguments (a bad ``CROSSOVER_GROUP``): the user has not asked
+        for a mutex, so it must not stop the job. **Collective.**
         """
         mutex = cls.__new__(cls)
         try:
@@ -105,15 +107,18 @@ class GPUMutex:
             if isinstance(error.reason, ValueError | TypeError):
                 raise error.reason from error.__cause__
             mutex.disabled_because = f"{type(error.reason).__name__}: {error.reason}"
-            logger.log(  # if all ranks know the reason, rank 0 alone warns
-                logging.INFO if error.agreed and process_group.rank() else logging.WARNING,
-                "cannot take turns in group %r: %s. This job trains on without them: same results, no crossover",
+            # If all ranks know the reason, rank 0 alone warns.
+            level = logging.INFO if error.agreed and process_group.rank() else logging.WARNING
+            logger.log(
+                level,
+                "cannot take turns in group %r: %s. This job trains on without them: same results, "
+                "no crossover",
                 mutex.name,
                 error.reason,
             )
         return mutex
 
-    # --- joining and leaving -------------------------------------------------------------------------------
+    # --- joining and leaving --------------------------------------------------------------------
 
     def _join(
         self,
@@ -128,42 +133,49 @@ class GPUMutex:
         # Without a default group this process is the job.
         group = (process_group or dist.group.WORLD) if dist.is_initialized() else None
         self.ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
-        """The job, as ranks of the default group; empty where there was no group: this process alone."""
+        """The job, as ranks of the default group; empty for this process alone."""
         self.job = 0
         self.device = ""
         self.closed = False
-        """Whether `close` was called, whether or not turns had failed before."""
-        self.disabled_because = (
-            "CROSSOVER_DISABLE is set" if environment.is_set(environment.DISABLE) else None
-        )
+        """Whether `close` was called, even if turns had failed before."""
+        self.disabled_because: str | None = None
+        """Why this rank takes no turns; None while it takes turns."""
         self._lease = Lease(lease_s)
         self._patience = Patience(patience_limit_s(group))
         self._counters = Counters()
-        self._turns: Turns | None = None  # None before joining and after leaving
+        # None before joining, and once this rank takes no turns any more.
+        self._turns: Turns | None = None
+        # Leaves when the mutex is closed or collected.
         self._finalizer: weakref.finalize[..., GPUMutex] | None = None
-        if self.disabled_because is not None:
+        if environment.is_set(environment.DISABLE):
+            self.disabled_because = "CROSSOVER_DISABLE is set"
             return
         trial = trial and environment.is_set(environment.TRIAL, default="1")
-        lease_s = self._lease.seconds
         membership = join(
-            self.name, device, group, lease_s=lease_s, trial=trial, timeout_s=timeout_s
+            self.name,
+            device,
+            group,
+            lease_s=self._lease.seconds,
+            trial=trial,
+            timeout_s=timeout_s,
         )
-        self.job, self.device = membership.job, membership.segment.device
-        mutex = weakref.ref(self)  # or its own thread would keep the mutex alive
+        self.job = membership.job
+        self.device = membership.segment.device
+        # A weak reference, or the thread of turns would keep the mutex alive.
+        mutex = weakref.ref(self)
 
         def failed(error: Exception) -> None:
-            if (living := mutex()) is not None:
+            living = mutex()
+            if living is not None:
                 living._give_up(error)
 
         try:
             self._turns = Turns(
                 membership, self._lease, self._patience, self._counters, trial, failed
             )
-        except (
-            RuntimeError
-        ) as error:  # peers, which have joined, hear at once that no grants will come
-            leave(membership)
-            problem = TurnError(f"expected a thread for turns, got: {error}; raise ulimit -u")
+        except RuntimeError as error:
+            leave(membership)  # peers, which have joined, are informed that no grants will come
+            problem = TurnError(f"cannot start the thread for turns: {error}; raise ulimit -u")
             raise NotJoinedError(problem, agreed=False) from error
         self._finalizer = weakref.finalize(self, self._turns.close)
         logger.info(
@@ -171,26 +183,31 @@ class GPUMutex:
         )
 
     def close(self) -> None:
-        """Leave for good: siblings no longer wait for this job. Not collective; may be called twice.
+        """Leave the siblings, which no longer wait for this job. It takes no turns afterwards.
 
-        A turn that another thread waits for ends at once, without the turn.
+        Not collective; may be called twice. If another thread waits in `acquire`, that returns at
+        once, without a turn.
         """
         self.closed = True
         if self._turns is not None:
-            self._turns, self.disabled_because = None, "closed"
+            self._disable("closed")
         if self._finalizer is not None:
             self._finalizer()
 
     def _give_up(self, error: Exception) -> None:
-        """Train on without turns, which have failed."""
+        """Train on without turns after an error."""
         if self._turns is None:
             return
-        self._turns, self.disabled_because = None, f"{type(error).__name__}: {error}"
+        self._disable(f"{type(error).__name__}: {error}")
         logger.warning(
             "turns on %s failed (%s); this job trains on without them: same results, no crossover",
             self.device,
             self.disabled_because,
         )
+
+    def _disable(self, reason: str) -> None:
+        self._turns = None
+        self.disabled_because = reason
 
     def __enter__(self) -> "GPUMutex":
         self.acquire()
@@ -203,7 +220,7 @@ class GPUMutex:
         state = self.disabled_because or ("holds a turn" if self.holding else "between turns")
         return f"GPUMutex(name={self.name!r}, device={self.device or None!r}, {state})"
 
-    # --- turns ---------------------------------------------------------------------------------------------
+    # --- turns ----------------------------------------------------------------------------------
 
     @property
     def holding(self) -> bool:
@@ -215,16 +232,17 @@ class GPUMutex:
     def shared(self) -> bool:
         """Whether a sibling was on this rank's device when the last turn began.
 
-        While it is False `acquire` does not wait.
+        While it is False, `acquire` does not wait.
         """
         turns = self._turns
         return turns is not None and turns.shared
 
     @property
     def awaits_device(self) -> bool:
-        """Whether a caller should wait for the device before `acquire`: where that waits, or both ways are timed.
+        """Whether the caller should wait for the device before `acquire`.
 
-        A host that runs ahead of its device would count steps of one way that the device does in the other.
+        It should if `acquire` waits for siblings, and during a trial: a host that runs ahead of its
+        device would time a step in one mode that the device computes in the other.
         """
         return self.shared or (
             self._turns is not None and self._counters.mode is Mode.TRYING_SIDE_BY_SIDE
@@ -232,15 +250,21 @@ class GPUMutex:
 
     @property
     def mode(self) -> str:
-        """How this rank computes beside its siblings: "untried" (in turns), "turns", "side by side", "trying …"."""
+        """How this rank computes beside its siblings.
+
+        One of "untried" (in turns, before the first trial), "trying turns", "trying side by side",
+        "turns" and "side by side".
+        """
         return self._counters.mode.name.lower().replace("_", " ")
 
     def request(self) -> None:
-        """Draw the turn of the next `acquire` before it is needed, so that its number travels meanwhile.
+        """Draw the turn of the next `acquire` ahead of it, so that its number travels meanwhile.
 
-        Optional, once for an `acquire`, and like it called by all ranks. Never blocks, never raises.
+        Optional, at most once before each `acquire`. All ranks must call it, or none. Never blocks,
+        never raises.
         """
-        if (turns := self._turns) is not None:
+        turns = self._turns
+        if turns is not None:
             turns.request()
 
     def acquire(
@@ -250,48 +274,58 @@ class GPUMutex:
         ahead: bool = False,
         streams: Sequence[torch.cuda.Stream] = (),
     ) -> bool:
-        """Block until this job's turn has come on this device: siblings' kernels are done then.
+        """Block until this job's turn has come on this device, and siblings' kernels are done.
 
-        Siblings that die are passed over at once, others after their lease; without siblings it does not wait. If
-        turns fail the job goes on without them. Inside a turn a job of one rank goes on at once, one of several ranks
-        gives it back first.
+        A sibling that dies is passed over at once, any other one after its lease. Without siblings
+        it does not wait. If turns fail, it returns and the job trains on without them. Inside a
+        turn, a job of one rank stays in it; a job of several ranks first gives it back.
 
         Args:
-            blocking: with False do nothing if this would wait for a sibling. Call it again, with True, then.
-            ahead: without effect, as ``streams``; both go with the next version.
-            streams: without effect.
+            blocking: if False, do nothing where this would wait for a sibling; call it again with
+                True to wait. Default True.
+            ahead: has no effect, like ``streams``; the next version removes both.
+            streams: has no effect.
 
-        Returns whether it is done: False only where it would have waited.
+        Returns:
+            True, or False where ``blocking`` is False and it would have waited.
 
-        On failure: `UnsupportedConfigurationError` while the current stream captures a CUDA graph, whose replays
-            would take no turn; nothing has changed then. Raises nothing else.
+        On failure: `UnsupportedConfigurationError` while the current stream captures a CUDA graph,
+            whose replays would take no turn; nothing has changed then. Raises nothing else.
+
+        **Collective.**
         """
         if ahead or streams:
-            words = "acquire(ahead=…, streams=…) has no effect: the host waits, and alone nobody does; leave it out"
-            warnings.warn(words, FutureWarning, stacklevel=2)
+            warnings.warn(
+                "acquire(ahead=…, streams=…) has no effect, since the host waits for siblings; "
+                "leave both out",
+                FutureWarning,
+                stacklevel=2,
+            )
         turns = self._turns
         return turns is None or turns.acquire(blocking=blocking)
 
     def release(self, *, streams: Sequence[torch.cuda.Stream] = ()) -> None:
-        """Give the turn back once the current stream has finished what it has queued; on a CPU at once.
+        """Give the turn back: on a CPU at once, on a GPU behind the current stream's queued work.
 
         Never blocks; does nothing outside a turn. Not collective.
 
         Args:
-            streams: further streams of the GPU whose kernels belong to the turn and are not awaited by the current
-                stream; default the current one alone.
+            streams: further streams of the GPU whose kernels belong to the turn, and for which the
+                current stream does not wait; default none.
 
         On failure: as `acquire`.
         """
-        if (turns := self._turns) is not None:
+        turns = self._turns
+        if turns is not None:
             turns.release(streams)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Give the turn away while the body runs: evaluation, a checkpoint, anything long that is not training.
+        """Give the turn away while the body runs: evaluation, a checkpoint, other long work.
 
-        Not collective: one rank alone may pause. A job of one rank takes its turn back at the end; one of several
-        ranks takes it with the end of its next exchange, since a turn belongs to all its ranks or to none.
+        Not collective: one rank alone may pause. At the end a job of one rank takes its turn back.
+        A job of several ranks takes its next turn at the end of its next exchange, since a turn
+        belongs to all its ranks or to none.
         """
         held = self.holding
         self.release()
@@ -302,13 +336,14 @@ class GPUMutex:
             if held and turns is not None and not turns.has_peers:
                 self.acquire()
 
-    # --- figures -------------------------------------------------------------------------------------------
+    # --- figures --------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return counters of this rank: turns, seconds held and waited, hand-over latencies, siblings.
+        """Return this rank's figures: turns, seconds held and waited, hand-overs, siblings.
 
-        "turns_pay" is the verdict of the last trial, None without one.
-        A hand-over lasts from a sibling's release to the begin of the turn here, if this rank waited for it; seconds.
+        "turns_pay" is the verdict of the last trial, None before the first one. A hand-over lasts
+        from a sibling's release to the begin of this rank's turn, in seconds; it is counted if this
+        rank waited for the sibling.
         """
         turns = self._turns
         return {
@@ -325,7 +360,7 @@ class GPUMutex:
         }
 
     def _count_siblings(self) -> int | None:
-        """Return how many other jobs are on the device; None if that cannot be seen."""
+        """Return how many other jobs are on the device; None if the segment cannot be read."""
         turns = self._turns
         try:
             return turns.count_siblings() if turns is not None else 0

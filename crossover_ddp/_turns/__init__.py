@@ -1,7 +1,12 @@
-"""Turns on a device: one job computes, its siblings exchange; see docs/turns.md.
+"""Turns on a device: one job computes while its siblings exchange gradients; see docs/turns.md.
 
-`rules` decides, without a clock or I/O, and is what the exhaustive model runs. `turns` is one rank's thread; it reads
-and writes a `segment` of shared memory, files and doorbells that a fork must not keep, hears of its job's turns through
-the `channel`, and on a GPU ends turns by the `device_order`. `joining` makes all of them, on all ranks or on none.
-`view` looks from outside.
+Each module has one part:
+
+- `rules` decides, without a clock or I/O; the exhaustive model runs the same functions
+- `segment` holds what processes of one machine share: slots, the log of turns, and bells
+- `channel` carries turns between the ranks of one job
+- `device_order` finds out when a GPU has finished a turn
+- `joining` makes these three, on all ranks of a job or on none
+- `turns` is one rank's thread, which draws turns, waits for them and gives them back
+- `view` shows the turns of all jobs, from outside
 """

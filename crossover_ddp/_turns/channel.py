@@ -1,23 +1,26 @@
-"""How the ranks of a job agree on turns: through the key-value store that made their process group.
+"""How the ranks of a job agree on turns: through the key-value store of their process group.
 
 [Note: grants through the store]
-Every job has such a store, and all its ranks reach it, whatever the backend of the gradients is and whatever the
-host's name resolves to. The lead rank writes a grant without waiting, under one key for all. Each other rank
-has a thread that asks for a grant as soon as the rank wants a turn; the store answers when it is there. So a grant
-travels while the last bucket is still being gathered, and needs no place in the order of the job's collectives. The
-first of the other ranks removes grants of long ago, or the lead rank if that one has left. Other stores than torch's
-``TCPStore`` poll, or keep every key for ever. With these, rank 0 opens a ``TCPStore`` beside the group's store.
+Every job has such a store, and all its ranks can reach it, whatever the backend of the gradients is
+and whatever address the host's name resolves to. The lead rank writes a grant without waiting,
+under one key for all ranks. Each other rank has a thread that asks for a grant as soon as the rank
+wants a turn, and the store answers once the grant is there. So a grant travels while the last
+bucket is still being gathered, and needs no place in the order of the job's collectives. The first
+of the other ranks removes old grants, or the lead rank if that one has left. Stores other than
+torch's ``TCPStore`` poll, or keep every key for ever. Beside such a store, rank 0 opens a
+``TCPStore``.
 
 [Note: one life of a store]
-A store may outlive the group: after ``destroy_process_group``, or when torchrun starts ranks again, the next life finds
-the keys of the one before. So rank 0 draws a number for each channel, which names the keys, and hands it to the rank
-that asks for it under a number of *its* own. Whoever is answered knows that rank 0 is there; a question of an earlier
-life is answered, too, and nobody reads that.
+A store may outlive the group: after ``destroy_process_group``, or when torchrun restarts ranks, the
+next life finds the keys of the previous one. So rank 0 draws a number for each channel, which is
+part of the keys, and hands it to each rank that asks for it. A rank asks under a number of *its*
+own, so an answer proves that rank 0 is alive. Rank 0 may also answer a question of an earlier life;
+no rank reads that answer.
 
 [Note: one verdict]
-All ranks must know whether they agreed, or some would wait for turns that others do not take. So each round ends
-with one ``compare_set`` of the store: a rank that has all answers, or has waited long enough, proposes a verdict, and
-the first proposal counts for all. Our design.
+All ranks must know whether they agreed, or some would wait for turns that others do not take. So
+each round ends with one ``compare_set`` of the store: a rank that has all answers, or has waited
+long enough, proposes a verdict, and the first proposal counts for all. Our design.
 """
 
 import contextlib
@@ -32,6 +35,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from enum import IntEnum, auto
 from typing import Any
 
 import torch.distributed as dist
@@ -44,27 +48,29 @@ from .rules import Grant, Mode
 
 UNKNOWN_TIMEOUT_S = 600.0  # the shorter one of torch's defaults (NCCL 10 minutes, gloo 30)
 _PATIENCE_SHARE = 0.25
-_KEPT = 1024  # grants; a rank that is so many turns behind has left, or will not catch up
-_LOOK = 64  # turns between two looks of the lead rank at whether grants are removed
+_KEPT = 1024  # grants; a rank that is this far behind has left, or will not catch up
+_CHECK_EVERY = 64  # turns after which the lead rank checks whether old grants are removed
 _END_TIMEOUT_S = 1.0
 _ALL, _NOT_ALL = "all", "not all"
-_END = Grant(0, ())
+_END = Grant(0, ())  # sent by the lead rank: no further grant will come
 _MEETING = "crossover-turns-meeting"
-_MEETING_LOOK_S = 0.01
+_MEETING_INTERVAL_S = 0.01
 _SERVER_KEY = "server"
 _LOOPBACK = "127.0.0.1"
-# Kept as long as the group's store, which goes with the group: other ranks may use the server after rank 0 has closed.
+# A server is kept as long as the group's store, which is destroyed with the group: other ranks may
+# use the server after rank 0 has closed its channel.
 _servers: "weakref.WeakKeyDictionary[dist.Store, dist.TCPStore]" = weakref.WeakKeyDictionary()
 
 
 def group_timeout_s(group: dist.ProcessGroup | None) -> float:
-    """Return how long collectives wait: the shortest timeout of a group's backends, `UNKNOWN_TIMEOUT_S` without any.
+    """Return how long a group's collectives wait: the shortest timeout of its backends, in seconds.
 
-    Torch has no public way to ask for it, so the options of the backends are read.
+    `UNKNOWN_TIMEOUT_S` if no backend has one. Torch has no public function for it, so the options
+    of the backends are read.
     """
     found: list[float] = []
     for device in getattr(group, "_device_types", ()):
-        # A device type without a backend, or a group that is not torch's.
+        # A device type may have no backend, and the group may not be torch's.
         with contextlib.suppress(AttributeError, RuntimeError):
             backend: Any = group._get_backend(device)  # type: ignore[union-attr]
             backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -73,13 +79,25 @@ def group_timeout_s(group: dist.ProcessGroup | None) -> float:
 
 
 def patience_limit_s(group: dist.ProcessGroup | None) -> float:
-    """Return how long a rank of the job may wait for siblings in one `acquire`: its peers wait in their collective.
+    """Return how many seconds a rank of the job may wait for siblings in one `acquire`.
 
-    A quarter of the group's timeout; infinite for a job of one process.
+    A quarter of the group's timeout, since the rank's peers wait for it in their next collective.
+    Infinite for a job of one process.
     """
-    return (
-        math.inf if group is None or group.size() == 1 else _PATIENCE_SHARE * group_timeout_s(group)
-    )
+    if group is None or group.size() == 1:
+        return math.inf
+    return _PATIENCE_SHARE * group_timeout_s(group)
+
+
+class _Phase(IntEnum):
+    """Where a channel is. It only goes forward; only `TurnChannel._enter` changes it."""
+
+    OPEN = auto()
+    """Entered by the constructor: ranks agree, and grants travel."""
+    ENDED = auto()
+    """Entered by `TurnChannel.interrupt`: no further grant is received, for the reason given."""
+    CLOSED = auto()
+    """Entered by `TurnChannel.close`: the store is let go of."""
 
 
 class TurnChannel:
@@ -95,39 +113,49 @@ class TurnChannel:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
-        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
         self.timeout_s = timeout_s
+        # The rank that sends grants; set before any grant is sent or received.
         self.lead = 0
-        """The rank that sends grants; set before any is sent or received."""
         self._grant_timeout_s = group_timeout_s(group) / 2
         self._pid = os.getpid()
-        self._gathered = self._sent = self._received = self._taken = 0
+        self._phase = _Phase.OPEN
+        # Why no further grant will come; set when `_phase` leaves OPEN.
+        self._end_reason = ""
+        # How many agreements were made, and how many grants were sent, have arrived, and were
+        # returned by `receive`.
+        self._gathered = 0
+        self._sent = 0
+        self._arrived = 0
+        self._received = 0
+        # For the listener: True asks for a grant, False ends it.
         self._asks: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._grants: queue.SimpleQueue[Grant | None] = (
-            queue.SimpleQueue()
-        )  # None: no more will come
-        self._ended = ""  # why
+        # Grants that have arrived, in order; None behind the last one.
+        self._grants: queue.SimpleQueue[Grant | None] = queue.SimpleQueue()
         self._listener: threading.Thread | None = None
+        # None in a job of one rank, and once the channel is closed.
         self._store = self._connect(group) if group is not None and self.size > 1 else None
 
     def _connect(self, group: dist.ProcessGroup) -> dist.Store:
         try:
             shared = _get_process_group_store(group)
             is_served = isinstance(innermost(shared), dist.TCPStore)
-            own = shared.clone() if is_served else shared  # whose waiting blocks no other caller
-            name = f"crossover-turns-{self._met(dist.PrefixStore(_MEETING, own))}"
+            # A clone, since a wait on a store blocks its other users.
+            own = shared.clone() if is_served else shared
+            name = f"crossover-turns-{self._meet(dist.PrefixStore(_MEETING, own))}"
             if not is_served:
-                own = self._beside(dist.PrefixStore(name, own), shared)
+                own = self._open_tcp_store(dist.PrefixStore(name, own), shared)
             own.set_timeout(datetime.timedelta(seconds=self.timeout_s))
         except (RuntimeError, KeyError, OSError) as error:
             raise TurnError(
-                f"expected a store that all ranks of the job reach, got {type(error).__name__}: {error}; "
-                "turns need the store that init_process_group was given"
+                f"the ranks cannot meet in the job's store ({type(error).__name__}: {error}); "
+                "turns need the store that init_process_group() was given"
             ) from error
         return dist.PrefixStore(name, own)
 
-    def _met(self, store: dist.Store) -> str:
-        """Return rank 0's number for this channel, the same on all ranks; see [Note: one life of a store]."""
+    def _meet(self, store: dist.Store) -> str:
+        """Return rank 0's number for this channel; see [Note: one life of a store]."""
         own = secrets.token_hex(8)
         if self.rank:
             store.set(f"asks/{self.rank}", own)
@@ -136,14 +164,14 @@ class TurnChannel:
             store.delete_key(own)
             store.set(f"{number}/{self.rank}", "heard")
             return number
-        asked: dict[int, bytes] = {}
+        answered: dict[int, bytes] = {}
         missing = set(range(1, self.size))
         deadline_s = time.monotonic() + self.timeout_s
         while missing:
             for rank in sorted(missing):
                 question = store.get(f"asks/{rank}") if store.check([f"asks/{rank}"]) else None
-                if question is not None and question != asked.get(rank):
-                    asked[rank] = question
+                if question is not None and question != answered.get(rank):
+                    answered[rank] = question
                     store.set(question.decode(), own)
                 if store.check([f"{own}/{rank}"]):
                     store.delete_key(f"{own}/{rank}")
@@ -152,16 +180,18 @@ class TurnChannel:
                 raise RuntimeError(
                     f"ranks {sorted(missing)} did not come within {self.timeout_s:.0f} s"
                 )
-            time.sleep(_MEETING_LOOK_S if missing else 0.0)
+            time.sleep(_MEETING_INTERVAL_S if missing else 0.0)
         return own
 
-    def _beside(self, life: dist.Store, shared: dist.Store) -> dist.Store:
-        """Return a ``TCPStore`` beside another kind of store; see [Note: grants through the store]."""
+    def _open_tcp_store(self, life: dist.Store, shared: dist.Store) -> dist.Store:
+        """Return a ``TCPStore`` to use in place of ``shared``, a store of another kind.
+
+        See [Note: grants through the store]. ``life`` is ``shared`` with the keys of this channel.
+        """
         if self.rank == 0:
             if shared not in _servers:
-                _servers[shared] = dist.TCPStore(
-                    _LOOPBACK, 0, is_master=True, wait_for_workers=False
-                )
+                server = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+                _servers[shared] = server
             life.set(_SERVER_KEY, f"{socket.gethostname()} {_servers[shared].port}")
         timeout = datetime.timedelta(seconds=self.timeout_s)
         life.wait([_SERVER_KEY], timeout)
@@ -169,18 +199,18 @@ class TurnChannel:
         address = _LOOPBACK if host == socket.gethostname() else host
         return dist.TCPStore(address, int(port), is_master=False, timeout=timeout)
 
-    # --- agreeing --------------------------------------------------------------------------------------------
+    # --- agreeing -------------------------------------------------------------------------------
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the ``value`` of every rank, by rank; JSON must be able to hold it. Collective.
+        """Return the ``value`` of every rank, by rank. JSON must be able to hold it. Collective.
 
         Raises `TurnError` on all ranks if one does not answer in time; see [Note: one verdict].
         """
         if self.size == 1:
             return [value]
         store = self._connected()
-        number = self._gathered = self._gathered + 1
-        keys = [f"gather/{number}/{rank}" for rank in range(self.size)]
+        self._gathered += 1
+        keys = [f"gather/{self._gathered}/{rank}" for rank in range(self.size)]
         try:
             store.set(keys[self.rank], json.dumps(value))
             proposal = _ALL
@@ -188,60 +218,65 @@ class TurnChannel:
                 store.wait(keys, datetime.timedelta(seconds=self.timeout_s))
             except RuntimeError:
                 proposal = _NOT_ALL
-            verdict = store.compare_set(f"verdict/{number}", "", proposal).decode()
+            verdict = store.compare_set(f"verdict/{self._gathered}", "", proposal).decode()
             answers = store.multi_get(keys) if verdict == _ALL else []
         except RuntimeError as error:
             raise TurnError(f"the job's store failed ({error}); turns need it") from error
         if not answers:
             raise TurnError(
-                f"expected all {self.size} ranks to join within {self.timeout_s:.0f} s, got some that did not; "
-                "make sure that all ranks register the same hook"
+                f"not all {self.size} ranks joined within {self.timeout_s:.0f} s; make sure that "
+                "all ranks register the same hook"
             )
         return [json.loads(answer) for answer in answers]
 
     def _connected(self) -> dist.Store:
         if self._store is None:
-            raise TurnError("expected a channel that is open, got one that was closed")
+            raise TurnError("the channel of turns was closed")
         return self._store
 
-    # --- grants ----------------------------------------------------------------------------------------------
+    # --- grants ---------------------------------------------------------------------------------
 
     def send(self, grant: Grant) -> None:
-        """Lead rank: send ``grant`` to all, itself included, without waiting for them."""
+        """On the lead rank: send ``grant`` to all ranks, itself included, without waiting."""
         if self.size > 1:
-            store, old = self._connected(), self._sent - _KEPT - _LOOK
+            store = self._connected()
             store.set(f"grant/{self._sent}", json.dumps(grant))
-            # Seldom, since it waits for the store's answer: the rank that removes grants may have left.
-            if not self._sent % _LOOK and old > 0 and store.check([f"grant/{old - 1}"]):
-                for number in range(old - _LOOK, old):
+            # The rank that removes grants may have left. Checking that waits for the store's
+            # answer, so it is done seldom.
+            old = self._sent - _KEPT - _CHECK_EVERY
+            if not self._sent % _CHECK_EVERY and old > 0 and store.check([f"grant/{old - 1}"]):
+                for number in range(old - _CHECK_EVERY, old):
                     store.delete_key(f"grant/{number}")
         self._sent += 1
         self._arrive(grant)
 
     def _arrive(self, grant: Grant) -> None:
         self._grants.put(grant)
-        self._received += 1
+        self._arrived += 1
 
     def listen(self, on_grant: Callable[[], None]) -> None:
-        """Other ranks: begin to ask for grants, and call ``on_grant`` when one has arrived."""
-        store = self._connected().clone()  # whose waiting blocks no other caller
-        store.set_timeout(
-            datetime.timedelta(seconds=2 * self._grant_timeout_s)
-        )  # `receive` gives up before
-        work = store, on_grant
+        """On other ranks: start the thread that asks for grants.
+
+        Args:
+            on_grant: called on that thread when a grant has arrived.
+        """
+        # A clone, since a wait on a store blocks its other users. Its timeout is longer than that
+        # of `receive`, which therefore gives up first.
+        store = self._connected().clone()
+        store.set_timeout(datetime.timedelta(seconds=2 * self._grant_timeout_s))
         self._listener = threading.Thread(
-            target=self._listen, args=work, name="crossover-turns", daemon=True
+            target=self._listen, args=(store, on_grant), name="crossover-turns", daemon=True
         )
         self._listener.start()
 
     def ask(self) -> None:
-        """Other ranks: let the next grant come; once for each `receive` there, before it. Never blocks."""
+        """On other ranks: ask for the next grant, once before each `receive`. Never blocks."""
         self._asks.put(True)
 
     @property
     def arrived(self) -> bool:
-        """Whether a grant is there that `receive` has not returned."""
-        return self._taken < self._received
+        """Whether a grant has arrived that `receive` has not returned."""
+        return self._received < self._arrived
 
     def receive(self) -> Grant:
         """Return the next grant; raises `TurnError` after half the process group's timeout."""
@@ -249,55 +284,67 @@ class TurnChannel:
             grant = self._grants.get(timeout=self._grant_timeout_s)
         except queue.Empty:
             raise TurnError(
-                f"expected the job's next turn from its lead rank within {self._grant_timeout_s:.0f} s, got none; "
-                "it is stopped, or does not train"
+                f"the job's lead rank drew no turn within {self._grant_timeout_s:.0f} s: it is "
+                "stopped, or does not train"
             ) from None
         if grant is None:
-            raise TurnError(self._ended)
-        self._taken += 1
+            raise TurnError(self._end_reason)
+        self._received += 1
         return grant
 
+    # --- ending ---------------------------------------------------------------------------------
+
+    def _enter(self, phase: _Phase, reason: str) -> None:
+        """Go forward to a phase. The first reason is kept.
+
+        It takes no lock, since a signal handler or Python's collector may run `interrupt`. If a
+        late ENDED thereby replaces CLOSED, a second `close` runs, which does nothing new.
+        """
+        if phase > self._phase:
+            self._end_reason = self._end_reason or reason
+            self._phase = phase
+
     def interrupt(self, reason: str = "the channel of turns was closed") -> None:
-        """End the `receive` of another thread, behind the grants that have arrived."""
-        self._ended = self._ended or reason
+        """End the `receive` of another thread, after the grants that have arrived."""
+        self._enter(_Phase.ENDED, reason)
         self._grants.put(None)
 
     def close(self, *, end_grants: bool = False) -> None:
-        """Leave. Not collective; may be called again, and in a fork, where it does nothing.
+        """Leave the job's other ranks. Not collective; may be called again.
+
+        In a forked child it does nothing.
 
         Args:
-            end_grants: for the lead rank: send all others, behind the grants sent so far, that no more will come.
+            end_grants: on the lead rank: also announce to all other ranks, after the grants sent so
+                far, that no further one will come; default False.
         """
-        if os.getpid() != self._pid or self._store is None:
+        if os.getpid() != self._pid or self._phase is _Phase.CLOSED:
             return
-        if end_grants:
+        if end_grants and self.size > 1:
             with contextlib.suppress(RuntimeError):
                 self.send(_END)
         self.interrupt()
+        self._enter(_Phase.CLOSED, self._end_reason)
         self._asks.put(False)
-        # It waits for nothing but a grant that the lead rank is about to send, or its last word.
+        # The listener only waits for a grant that the lead rank is about to send, or for the end.
         if self._listener is not None and self._listener is not threading.current_thread():
             self._listener.join(_END_TIMEOUT_S)
         self._store = None
 
     def _listen(self, store: dist.Store, on_grant: Callable[[], None]) -> None:
-        """Ask for grants one after the other, so that they have arrived when they are needed."""
+        """Ask for one grant after the other, so that they have arrived when they are needed."""
+        removes_grants = self.rank == (0 if self.lead else 1)  # the first rank that listens
         try:
-            while self._asks.get() and not self._ended:
-                turn, after, mode, steps = json.loads(store.get(f"grant/{self._received}"))
+            while self._asks.get() and self._phase is _Phase.OPEN:
+                turn, after, mode, steps = json.loads(store.get(f"grant/{self._arrived}"))
                 if turn == _END.turn:
                     return self.interrupt("the job's lead rank takes no more turns")
-                self._arrive(
-                    Grant(turn, tuple((job, last) for job, last in after), Mode(mode), steps)
-                )
+                turns_before = tuple((job, last) for job, last in after)
+                self._arrive(Grant(turn, turns_before, Mode(mode), steps))
                 on_grant()
-                if self._received > _KEPT and self.rank == (
-                    0 if self.lead else 1
-                ):  # the first listener
-                    store.delete_key(f"grant/{self._received - _KEPT - 1}")
-        except (
-            Exception
-        ) as error:  # the store's process has ended, mostly with the job; `receive` raises it
-            self.interrupt(
-                f"the job's store failed ({type(error).__name__}: {error}); turns need it"
-            )
+                if removes_grants and self._arrived > _KEPT:
+                    store.delete_key(f"grant/{self._arrived - _KEPT - 1}")
+        except Exception as error:
+            # Mostly the process that serves the store has ended, with the job. `receive` raises it.
+            problem = f"{type(error).__name__}: {error}"
+            self.interrupt(f"the job's store failed ({problem}); turns need it")

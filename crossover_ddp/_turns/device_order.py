@@ -1,8 +1,9 @@
-"""The end of a turn on the device itself, whose kernels run on when the host has given the turn back. Our design.
+"""The end of a turn on the device, whose kernels may still run when the host gives the turn back.
 
-An event is recorded behind the turn's kernels. The turns' own thread waits for it, and then publishes the turn as given
-back: no stream, and no other process, waits for the device. A process may die before its kernels are done, and nobody
-can take back a wait that a stream has been given.
+An event is recorded behind the turn's kernels. The thread of turns waits for it, and only then
+publishes the turn as given back, so no stream and no other process waits for the device. A wait
+queued on a stream would be dangerous: a process may die before its kernels are done, and such a
+wait cannot be cancelled. Our design.
 """
 
 import logging
@@ -20,10 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 def order_on(device: torch.device) -> "DeviceOrder | None":
-    """Return the order on a device, as this process numbers it; None for a CPU, which is done when the host is."""
+    """Return the order on a device of this process.
+
+    None for a CPU, which has finished a turn when the host has.
+    """
     if os.environ.get(environment.DEVICE_ORDER, "") not in ("", "host"):
-        words = f"{environment.DEVICE_ORDER} has no effect any more: turns are ordered on the host; unset it"
-        warnings.warn(words, FutureWarning, stacklevel=2)
+        warnings.warn(
+            f"{environment.DEVICE_ORDER} no longer has an effect: turns are ordered on the host; "
+            "unset it",
+            FutureWarning,
+            stacklevel=2,
+        )
     return DeviceOrder(device) if device.type == "cuda" else None
 
 
@@ -32,23 +40,29 @@ class DeviceOrder:
 
     def __init__(self, gpu: torch.device) -> None:
         self._gpu = gpu
+        # Joins several streams at the end of a turn; made when it is first needed.
         self._end_stream: torch.cuda.Stream | None = None
-        self._computing: Sequence[torch.cuda.Stream] = ()  # what the last turn ended on
+        # The streams on which the last turn ended.
+        self._computing: Sequence[torch.cuda.Stream] = ()
 
     def check_usable(self) -> None:
-        """Raise ``UnsupportedConfigurationError`` while the current stream captures a CUDA graph."""
+        """Raise `UnsupportedConfigurationError` while the current stream captures a CUDA graph."""
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedConfigurationError(
-                "expected turns to begin and end outside of a CUDA graph, got a stream that is capturing: a replay "
-                "would take no turn; acquire before replay() and release after it"
+                "expected turns to begin and end outside of a CUDA graph, got a stream that is "
+                "capturing: a replay would take no turn; acquire before replay() and release after "
+                "it"
             )
 
     def streams(self) -> Sequence[torch.cuda.Stream]:
-        """Return the streams on which a turn that begins now may compute: the current and the default one."""
+        """Return the streams on which a turn that begins now may compute.
+
+        They are the current and the default stream.
+        """
         return torch.cuda.current_stream(self._gpu), torch.cuda.default_stream(self._gpu)
 
     def mark(self, streams: Sequence[torch.cuda.Stream] = ()) -> torch.cuda.Event:
-        """Mark the end of a turn behind what the current stream, and ``streams``, have queued."""
+        """Mark the end of a turn behind all work queued on the current stream and ``streams``."""
         stream = torch.cuda.current_stream(self._gpu)
         self._computing = (stream, *streams)
         if streams:
@@ -61,27 +75,29 @@ class DeviceOrder:
         return end
 
     def wait(self, end: torch.cuda.Event) -> None:
-        """Block until the device has reached ``end``. On a thread of the package's own."""
+        """Block until the device has reached ``end``. Call it on a thread of this package."""
         torch.cuda.set_device(self._gpu)
         adopt_thread()
         try:
             end.synchronize()
-        except (
-            RuntimeError
-        ) as error:  # nothing of a broken context runs any more; training will see it too
+        except RuntimeError as error:
+            # A broken CUDA context runs no kernel any more. Training meets the same error.
             logger.debug("a turn on %s ended with an error of the device: %s", self._gpu, error)
 
     def is_done(self, streams: Sequence[torch.cuda.Stream]) -> bool:
-        """Say whether the device has done all that a turn has given it; ``streams``: what the turn began on.
+        """Return whether the device has finished all work of a turn, so far as it was queued.
 
-        Who computes may have another stream than who took the turn: asked is what the last turn ended on, too. On a
-        thread of the package's own.
+        The streams on which the last turn ended count as well: user code may compute on another
+        stream than the one that took the turn. Call it on a thread of this package.
+
+        Args:
+            streams: the streams on which the turn began.
         """
         torch.cuda.set_device(self._gpu)
         adopt_thread()
         for stream in (*streams, *self._computing):
             with torch.cuda.stream(stream):
-                # To ask a stream that captures a graph would break the capture.
+                # Querying a stream that captures a graph would break the capture.
                 if torch.cuda.is_current_stream_capturing() or not stream.query():
                     return False
         return True

@@ -1,10 +1,10 @@
-"""How all ranks of a job join the siblings, or none of them does. Our design.
+"""How a job joins its siblings: on all ranks, or on none. Our design.
 
 [Note: leads]
-The machine with the smallest number among a job's machines is its *lead* machine; its log has the order of the job's
-turns on all its devices, and the job's first rank there, the *lead rank*, draws them. Jobs with one lead machine are in
-one order, whatever devices they use. Jobs with different ones are in none: they ignore each other where they meet, and
-say so.
+The machine with the smallest number among a job's machines is its *lead* machine. Its log holds
+the order of the job's turns on all its devices. The job's first rank there, the *lead rank*, draws
+them. Jobs with the same lead machine are in one order, whatever devices they use. Jobs with
+different lead machines are in no common order: they ignore each other where they meet, and warn.
 """
 
 import contextlib
@@ -28,16 +28,22 @@ from .segment import TurnSegment
 
 logger = logging.getLogger(__name__)
 
+# Errors that keep their class on other ranks. All others become `SegmentError` there.
 _ERRORS: dict[str, type[Exception]] = {
     each.__name__: each for each in (TurnError, ValueError, TypeError)
 }
-_places: set[tuple[int, str, str]] = set()
-"""Where this process takes turns: its PID, as a fork is another process; group; device."""
+# Where this process takes turns: (pid, group, device). A fork is another process.
+_claims: set[tuple[int, str, str]] = set()
 _claiming = threading.Lock()
 
 
 class NotJoinedError(CrossoverError):
-    """The job takes no turns, by ``reason``, and holds nothing. ``agreed``: all ranks have it, and one may warn."""
+    """The job has not joined its siblings, and holds nothing.
+
+    Args:
+        reason: the error of a rank.
+        agreed: whether all ranks have the same reason, so that one warning is enough.
+    """
 
     def __init__(self, reason: Exception, *, agreed: bool) -> None:
         super().__init__(str(reason))
@@ -46,14 +52,15 @@ class NotJoinedError(CrossoverError):
 
 
 class Membership(NamedTuple):
-    """A rank's place in its job and among the siblings."""
+    """A rank's connections to its job and to the job's siblings."""
 
+    # A random number, the same on all ranks of the job.
     job: int
-    """Number of the job, the same on all its ranks."""
+    # Whether this is the job's lead rank.
     is_lead: bool
     segment: TurnSegment
+    # None on a CPU.
     order: DeviceOrder | None
-    """None on a CPU."""
     channel: TurnChannel
 
 
@@ -66,33 +73,44 @@ def join(
     trial: bool,
     timeout_s: float | None,
 ) -> Membership:
-    """Take a place in the group ``name`` for every rank of the job, by arguments as `GPUMutex` has them.
+    """Join the siblings of group ``name`` with all ranks of the job.
 
-    ``timeout_s``: how long the ranks may be apart; None: as long as their collectives may take.
+    Args:
+        name: the siblings' group, as in `GPUMutex`.
+        device: the shared device, as in `GPUMutex`.
+        group: the job; None for this process alone.
+        lease_s: how many seconds siblings wait for a turn of the job.
+        trial: whether the job takes part in trials of turns.
+        timeout_s: how many seconds later than the first rank the last one may come; None: as many
+            as their collectives may take.
 
-    On failure: `NotJoinedError`; nothing is held then. **Collective.**
+    On failure: `NotJoinedError`; the job holds nothing afterwards.
+
+    **Collective.**
     """
     try:
-        with contextlib.ExitStack() as taken:
+        with contextlib.ExitStack() as undo:
             limit_s = group_timeout_s(group)
             channel = TurnChannel(
                 group, limit_s if timeout_s is None else min(timeout_s, limit_s / 4)
             )
-            taken.callback(channel.close)
-            machine, problem = 0, ""
+            undo.callback(channel.close)
+            machine = 0
+            problem = ""
             try:
                 torch_device, device_name = named_device(device)
-                _claim(name, device_name, taken)
+                _claim(name, device_name, undo)
                 segment = TurnSegment(name, device_name)
-                taken.callback(segment.leave)
+                undo.callback(segment.leave)
                 segment.reserve()
                 order = order_on(torch_device)
                 machine = segment.machine
-            except Exception as error:  # all ranks learn of it: either all take turns or none
+            except Exception as error:  # sent to all ranks, so that none of them takes turns
                 problem = f"{type(error).__name__}: {error}"
             everyone = _agree(channel, (machine, secrets.randbits(62) | 1, problem))
-            machines = [found for found, _, _ in everyone]
-            lead = channel.lead = machines.index(min(machines))  # see [Note: leads]
+            machines = [number for number, _, _ in everyone]
+            lead = machines.index(min(machines))  # see [Note: leads]
+            channel.lead = lead
             job = int(everyone[lead][1])
             try:
                 member = Member(
@@ -104,11 +122,12 @@ def join(
                     trial=trial,
                 )
                 segment.join(member)
-                _look_for_other_leads(segment, machines[lead])
+                _warn_of_other_leads(segment, machines[lead])
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
-            _agree(channel, (problem,))  # every slot is there before the first turn is drawn
-            taken.pop_all()
+            # Every rank has shown its slot before the first turn is drawn.
+            _agree(channel, (problem,))
+            undo.pop_all()
             return Membership(job, channel.rank == lead, segment, order, channel)
     except NotJoinedError:
         raise
@@ -116,36 +135,43 @@ def join(
         raise NotJoinedError(error, agreed=False) from error
 
 
-def _claim(name: str, device: str, taken: contextlib.ExitStack) -> None:
-    """Take the process's one place in the group on the device: two would wait for each other, a lease each time."""
-    place = (os.getpid(), name, device)
+def _claim(name: str, device: str, undo: contextlib.ExitStack) -> None:
+    """Refuse a second mutex of this process in the same group on the same device.
+
+    The two would wait for each other, a lease each time.
+    """
+    claim = (os.getpid(), name, device)
     with _claiming:
-        if place in _places:
+        if claim in _claims:
             raise TurnError(
-                f"expected one GPUMutex of a process for group {name!r} on {device}, got a second one; give "
-                "the first one to all states (mutex=…; a hook's own is state.mutex), or close() it before"
+                f"this process already has a GPUMutex for group {name!r} on {device}; pass that "
+                "one to all states (mutex=…; a hook's own is state.mutex), or close() it first"
             )
-        _places.add(place)
-    taken.callback(_places.discard, place)
+        _claims.add(claim)
+    undo.callback(_claims.discard, claim)
 
 
 def _agree(channel: TurnChannel, answer: tuple[Any, ...]) -> list[Any]:
-    """Return all ranks' answers, each of which ends with its problem; raise the first problem on all ranks."""
+    """Return all ranks' answers. An answer ends with the rank's problem, "" for none.
+
+    Raises the first problem on all ranks.
+    """
     everyone = channel.gather(answer)
     for rank, (*_, problem) in enumerate(everyone):
         if problem:
-            kind, _, what = str(problem).partition(": ")
-            reason = _ERRORS.get(kind, SegmentError)(f"rank {rank} cannot take turns: {what}")
+            kind, _, message = str(problem).partition(": ")
+            reason = _ERRORS.get(kind, SegmentError)(f"rank {rank} cannot take turns: {message}")
             raise NotJoinedError(reason, agreed=True)
     return everyone
 
 
-def _look_for_other_leads(segment: TurnSegment, lead: int) -> None:
-    if others := [each for each in segment.members() if each.lead != lead]:
+def _warn_of_other_leads(segment: TurnSegment, lead: int) -> None:
+    others = [each for each in segment.members() if each.lead != lead]
+    if others:
         logger.warning(
-            "on %s this job and another one (process %d) are in no common order, since they share some machines "
-            "only, and not the one that orders their turns: both compute at the same time; give both the same "
-            "machines and /dev/shm, or name different groups with %s",
+            "on %s this job and another one (process %d) are in no common order, so both compute "
+            "at the same time: they share some machines, but not the one that orders their turns; "
+            "give both the same machines and /dev/shm, or name different groups with %s",
             segment.device,
             others[0].pid,
             environment.GROUP,
@@ -153,7 +179,7 @@ def _look_for_other_leads(segment: TurnSegment, lead: int) -> None:
 
 
 def leave(membership: Membership) -> None:
-    """Give up what `join` has taken."""
-    _places.discard((os.getpid(), membership.segment.group, membership.segment.device))
+    """Give up everything that `join` has taken. Not collective; may be called again."""
+    _claims.discard((os.getpid(), membership.segment.group, membership.segment.device))
     membership.segment.leave()
     membership.channel.close(end_grants=membership.is_lead)

@@ -1,43 +1,50 @@
-"""Turns as pure decisions: which siblings a rank waits for, for how long, and whether the jobs take turns at all.
+"""Pure decisions about turns: whom a rank waits for, for how long, and whether jobs take turns.
 
 [Note: turn order]
-All devices that a set of jobs share see one and the same sequence of turns, and a turn belongs to a job, not to a
-process. The machine with the smallest number of a job's machines is its *lead* machine, the same for all jobs on the
-machines, whatever devices they use. Only the job's *lead rank*, its first one there, draws a turn number, by appending
-one record to the machine's log: the position of the record *is* the number, so the kernel's append is the only arbiter.
-The number travels to the job's other ranks together with the last turn of every other live job before it (a `Grant`). A
-rank may start turn n when, on its own device, every live slot of the other jobs has given back the turns named in the
-grant.
+All devices that a set of jobs share see one and the same sequence of turns, and a turn belongs to a
+job, not to a process. The machine with the smallest number of a job's machines is its *lead*
+machine; jobs on the same machines have the same lead machine, whatever devices they use. Only the
+job's *lead rank*, its first rank on that machine, draws a turn number. It appends one record to the
+machine's log, and the position of the record *is* the number, so the kernel's append is the only
+arbiter. The number travels to the job's other ranks in a `Grant`, together with the last turn that
+every other live job has drawn before it. A rank may start turn n when, on its own device, every
+live slot of the other jobs has given back the turns that the grant names.
 
-Why nothing can deadlock: a rank that waits for turn n waits only for turns below n, each of which waits only for turns
-below itself, and no rank holds a turn while it waits for another one. A collective that a rank enters inside its turn
-depends on its own job's ranks alone, and those wait only for turns below n. Deaths remove slots from the wait; a
-stopped job costs its siblings one lease. `tests/unit/turns/test_turn_model.py` explores every interleaving of two and
-three jobs on two or three devices with these functions.
+Why nothing can deadlock: a rank that waits for turn n waits only for turns below n, each of which
+waits only for turns below itself, and no rank holds a turn while it waits for another one. A
+collective that a rank enters inside its turn depends only on ranks of its own job, and those wait
+only for turns below n. Deaths remove slots from the wait; a stopped job costs its siblings one
+lease. `tests/unit/turns/test_turn_model.py` explores every interleaving of two and three jobs on
+two or three devices with these functions.
 
 [Note: one lease a job]
-A rank that has waited for a whole lease passes the job over, slot by slot, as long as a slot shows the same last turns
-started and given back: its owner has begun no later turn, or the slot would show that. When an owner goes on, the rank
-waits for it again. Passing over a slot removes a wait and adds none, so it cannot make a deadlock.
+A rank that has waited for a whole lease passes the job over. It passes a slot over for as long as
+the slot shows the same last turns started and given back: its owner cannot have begun a later turn,
+or the slot would show it. When the owner moves again, the rank waits for it again. Passing over a
+slot removes a wait and adds none, so it cannot make a deadlock.
 
 [Note: alone on a device]
-A rank that sees no sibling on its device need not know its turn's number to begin: nobody is there to be waited for. It
-begins at once, and publishes the number when that is known; siblings that have joined meanwhile wait for it. One that
-joins at this very moment may compute beside the turn.
+A rank that sees no sibling on its device has no turn to wait for, so it begins without knowing its
+turn's number. It publishes the number as soon as it is known, and siblings that have joined in the
+meantime wait for it. A sibling that joins at this very moment may compute beside the turn.
 
 [Note: trial of turns]
-Siblings take turns for some steps and train side by side for some, in alternation, and keep what was faster. Nobody
-conducts that: what is tried, and the verdict, are *words* in the log of turns, whose order all lead ranks of the
-siblings share, and what a record means for a job follows from the records before it. Any lead rank that draws a turn
-may write the word that is due; a word that is written twice does no harm. So whoever has written words may die, stop or
-leave. A turn that is tried side by side waits for nobody, and siblings' later turns wait for it as for every other. To
-wait less cannot make a deadlock, so ranks need not change at the same moment.
+Siblings take turns for some steps and train side by side for some, in alternation, and keep the
+faster way. There is no coordinator: both the way that is tried and the verdict are *words* in the
+log of turns. All lead ranks of the siblings read that log in the same order, and the meaning of a
+record for a job follows from the records before it. Any lead rank that draws a turn may write the
+word that is due, and a word that is written twice does no harm. So any writer of words may die,
+stop or leave. A turn that is drawn side by side does not wait, but siblings' later turns wait for
+it as for every other. Waiting less cannot make a deadlock, so ranks need not change their mode at
+the same moment.
 
-A block lasts until every job has drawn `BLOCK` turns in it. Each lead rank publishes the medians of its own steps over
-all blocks of a kind in its slot, and who sees the votes of all jobs decides: early where the difference is plain. Jobs
-that share no device with the own one, even through others, have a trial of their own.
+A block lasts until every job has drawn `BLOCK` turns in it. Each lead rank publishes in its slot
+the medians of its own steps over all blocks of a kind. Any lead rank that sees the votes of all
+jobs decides, and decides early where the difference is plain. Jobs that are not connected to this
+one by shared devices have a trial of their own.
 
-No clock and no I/O here: the bytes of the log, what slots show, and the time are arguments. Our design.
+This module has no clock and does no I/O: the bytes of the log, the contents of slots and the time
+are arguments. Our design.
 """
 
 import heapq
@@ -56,39 +63,47 @@ _LEASE_TURNS = 4.0
 _RECENT_TURNS = 16
 _OUTLIERS = 3
 BLOCK: Final = 5
-"""Steps of each job in a row of one kind, first side by side: turns may cost more than they can gain."""
+"""Steps of each job in a block of a trial. Side by side is tried first: turns may cost more than
+they can gain."""
 UNCOUNTED: Final = 1
-"""The first of them still ends the former kind."""
+"""Steps at the begin of a block that are not measured: the first one still ends the other way."""
 WARM_UP: Final = 16
-"""Steps of each job before the trial: the first ones compile and measure."""
+"""Steps of each job before the first trial: the first steps compile and benchmark."""
 REST: Final = 200
-"""Steps of each job from one trial to the next, where siblings come and go."""
+"""Steps of each job between two trials where siblings come and go."""
 REPEAT: Final = 4000
-"""Steps of each job from one trial to the next."""
+"""Steps of each job between two trials where siblings stay the same."""
 SIDE_STEPS: Final = 8
-"""Steps for one turn of a job that stays side by side: drawing one costs each rank a quarter of a millisecond."""
+"""Steps for which a job that stays side by side draws one turn. Drawing a turn costs each rank a
+quarter of a millisecond."""
 _LONGEST_BLOCK: Final = 8
-"""A block ends after so many times its turns, too: somebody is stopped, or does not train."""
+"""A block also ends after this many times its turns, in case a job is stopped or does not train."""
 
 
 class Word(IntEnum):
-    """A record of the log that is no turn; the record behind it names the slot of who has written it."""
+    """A record of the log that is not a turn. The record behind it names the slot of its writer."""
 
     TRY = 253
+    """Begins a trial."""
     SIDE_BY_SIDE = 254
+    """Ends a trial: siblings compute side by side from here on."""
     TAKE_TURNS = 255
+    """Ends a trial, or calls it off: siblings take turns from here on."""
 
 
 class Mode(IntEnum):
     """How a job computes beside its siblings."""
 
     UNTRIED = 0
-    """In turns."""
+    """In turns, until the first trial begins."""
     TRYING_TURNS = 1
+    """In turns, in every second block of a trial."""
     TRYING_SIDE_BY_SIDE = 2
+    """Side by side, in the first block of a trial and in every second block after it."""
     TURNS = 3
-    """In turns, which have paid."""
+    """In turns, after a trial in which turns were faster (`Word.TAKE_TURNS`)."""
     SIDE_BY_SIDE = 4
+    """Side by side, after a trial in which that was faster (`Word.SIDE_BY_SIDE`)."""
 
     @property
     def waits(self) -> bool:
@@ -97,10 +112,10 @@ class Mode(IntEnum):
 
 
 class Vote(NamedTuple):
-    """What a job has measured in a trial: the seconds of a step."""
+    """A job's measurement in a trial: its seconds per step, in turns and side by side."""
 
     pairs: int = 0
-    """Of how many blocks of each kind."""
+    """How many blocks of each kind were measured."""
     turns_s: float = 0.0
     side_s: float = 0.0
 
@@ -109,74 +124,100 @@ class Grant(NamedTuple):
     """One turn of a job, as its lead rank sends it to the job's other ranks."""
 
     turn: int
+    # (job, turn): the turns that the other live jobs must have given back on a device before this
+    # turn starts there. Empty for a turn that does not wait.
     after: tuple[tuple[int, int], ...]
-    """(job, turn): the turns that the other live jobs must have given back on a device before this turn starts."""
+    # How the turn is computed.
     mode: Mode = Mode.UNTRIED
-    """A turn that does not wait has nothing in ``after``."""
+    # How many times the job may `acquire` with this grant. Only the first of them takes the turn:
+    # the others do not wait for siblings, and siblings do not wait for them.
     steps: int = 1
-    """So many times the job may `acquire` with it; after the first one it waits for nobody, and nobody waits for it."""
 
 
 Process = tuple[int, int]
-"""A slot, and the incarnation of its owner in it."""
+"""A process that has joined: its slot, and the incarnation of the slot's owner."""
 
 
 class Member(NamedTuple):
-    """One local process of one job, as its slot in shared memory shows it; numbers of turns are 0 before the first."""
+    """One local process of one job, as its slot in shared memory shows it.
+
+    Numbers of turns are 0 before the first turn. `segment` defines where each field is stored.
+    """
 
     slot: int = 0
     job: int = 0
+    # Random, so that two owners of one slot differ.
     incarnation: int = 0
-    joined_at: int = 0  # length of the log when it joined
-    started: int = 0  # last turn started
-    returned: int = 0  # last turn given back
+    # Length of the log when the process joined: earlier records of the slot are an earlier owner's.
+    joined_at: int = 0
+    # The last turn started, and the last turn given back.
+    started: int = 0
+    returned: int = 0
+    # How long siblings wait for a turn of this process before they pass it over.
     lease_s: float = 0.0
-    device: int = 0  # digest of the device's name
-    trial: bool = True  # whether the job takes part in trials
-    tried: int = 0  # the trial, by its first record, of the vote that follows
-    pairs: int = 0  # 0 while the vote is being written
+    # Digest of the device's name.
+    device: int = 0
+    # Whether the job takes part in trials.
+    trial: bool = True
+    # The job's vote: the trial that it is of, by its first record, and the measurement. `pairs` is
+    # 0 while the others are being written.
+    tried: int = 0
+    pairs: int = 0
     turns_s: float = 0.0
     side_s: float = 0.0
-    lead: int = 0  # the job's lead machine: the one whose log has its turns
-    returned_at_ns: int = 0  # CLOCK_MONOTONIC of this machine
-    queued: int = 0  # last turn waited for
-    turns: int = 0  # how many were given back; for people to see, as all that follows
-    mode: int = 0  # of the job's lead rank
+    # The job's lead machine: the one whose log holds its turns.
+    lead: int = 0
+    # When `returned` was published: CLOCK_MONOTONIC of this machine.
+    returned_at_ns: int = 0
+    # The last turn that the process waited for.
+    queued: int = 0
+
+    # No decision depends on the fields from here on: `crossover-ddp status` shows them.
+    # How many turns were given back.
+    turns: int = 0
+    # The `Mode` that the job's lead rank last drew a turn in.
+    mode: int = 0
     rank: int = 0
     world_size: int = 0
     pid: int = 0
-    device_name: bytes = b""  # perhaps cut
+    # The begin of the device's name.
+    device_name: bytes = b""
 
     @property
     def process(self) -> Process:
-        """Return whose slot it is."""
+        """The process that owns the slot."""
         return self.slot, self.incarnation
 
     @property
     def vote(self) -> Vote:
-        """Return what the job has measured in the trial `tried`."""
+        """The job's measurement in the trial `tried`."""
         return Vote(self.pairs, self.turns_s, self.side_s)
 
 
 class Blocker(NamedTuple):
-    """A member that has not yet given back the turn that must come first."""
+    """A member that has not yet given back ``turn``, which must be over first."""
 
     member: Member
     turn: int
 
 
 class TurnLog:
-    """The lead machine's log, which ``trial`` reads, too: record k (from 1) is the slot that drew turn k, or a word."""
+    """Reads the lead machine's log and passes its records to ``trial``.
+
+    Record k (from 1) is the number of the slot that drew turn k, or a word, or a word's writer.
+    """
 
     def __init__(self, trial: "Trial") -> None:
         self._trial = trial
-        self._last_turn: dict[int, int] = {}
+        # How many records have been read.
         self.read_numel = 0
-        """How many records have been read."""
-        self._word = 0  # whose second record is still to come
+        # By slot.
+        self._last_turn: dict[int, int] = {}
+        # A word whose second record, the writer's slot, is still to come; 0 for none.
+        self._word = 0
 
     def read(self, records: bytes) -> None:
-        """Take in the records that follow those read so far."""
+        """Read the records that follow those read so far."""
         for number, record in enumerate(records, start=self.read_numel + 1):
             if self._word:
                 self._trial.word(number, Word(self._word), record)
@@ -189,9 +230,10 @@ class TurnLog:
         self.read_numel += len(records)
 
     def grant(self, turn: int, own_job: int, members: Iterable[Member]) -> Grant:
-        """Return the grant of ``turn``; all records before it must have been read.
+        """Return the grant of ``turn``. All records before it must have been read.
 
-        Records from before a slot's present owner joined belong to an earlier owner and are ignored.
+        Records from before a slot's present owner joined belong to an earlier owner and are
+        ignored.
         """
         mode = self._trial.mode
         after: dict[int, int] = {}
@@ -203,7 +245,7 @@ class TurnLog:
 
 
 def blockers(grant: Grant, own_job: int, members: Iterable[Member]) -> list[Blocker]:
-    """Return the members for which ``grant`` must still wait on this device, the lowest turn first."""
+    """Return the members that ``grant`` still waits for on this device, lowest turn first."""
     needed = dict(grant.after)
     waiting = [
         Blocker(member, needed[member.job])
@@ -214,12 +256,12 @@ def blockers(grant: Grant, own_job: int, members: Iterable[Member]) -> list[Bloc
 
 
 class Lost(NamedTuple):
-    """A job for which a rank no longer waits."""
+    """A turn of a job that a rank no longer waits for."""
 
     job: int
     turn: int
+    # Less than the lease if the rank's own limit ended the wait.
     waited_s: float
-    """Less than the lease where the rank's own limit has ended the wait."""
     lease_s: float
 
 
@@ -232,39 +274,46 @@ def _progress(member: Member) -> Progress:
 
 
 class Patience:
-    """How long a rank waits for a job that neither gives its turn back nor dies: a lease; see [Note: one lease a job].
+    """Decides when a rank stops waiting for a job that neither gives its turn back nor dies.
 
-    The lease of a job's turn runs from the moment when the waiting rank sees it at the front, on the waiting
-    rank's own clock; no clock is shared. Of several leases of a job's members on the device the longest counts.
+    It waits for one lease, see [Note: one lease a job]. The lease runs from the moment at which the
+    waiting rank sees the job's turn at the front, on the waiting rank's own clock; clocks of
+    different processes are not compared. If the job's members on the device have different leases,
+    the longest one counts.
 
     Args:
-        limit_s: the longest time of one wait, whatever leases the siblings have published.
-        passed: from `passed` of another `Patience`, to go on where it ended.
+        limit_s: the longest time of one wait, in seconds, whatever leases siblings have published;
+            default none.
+        passed: `passed` of another `Patience`, to continue from; default empty.
     """
 
     def __init__(
         self, limit_s: float = math.inf, passed: frozenset[Progress] = frozenset()
     ) -> None:
         self.limit_s = limit_s
+        # The members that the rank does not wait for, each with the turns that its slot showed.
         self.passed = passed
-        """What members for which the rank does not wait have shown."""
+        # The turns that the present wait has given up.
         self.lost: list[Lost] = []
-        """The jobs on which the present wait has given up."""
+        # How often this rank has given up waiting for a job.
         self.expired_count = 0
-        """How often this rank has given up waiting for a job."""
+        # The (job, turn) that the present wait has to outlast first, and since when.
         self._front: tuple[int, int] | None = None
         self._front_since_s = 0.0
+        # When the present wait began; None between waits.
         self._since_s: float | None = None
 
     def remaining(
         self, waiting: Sequence[Blocker], members: Sequence[Member], now_s: float
     ) -> float | None:
-        """Return the seconds left before the rank passes the job at the front over; None when it waits for nobody.
+        """Return the seconds until the rank passes over the job at the front.
+
+        None if it need not wait.
 
         Args:
             waiting: from `blockers`, the lowest turn first.
-            members: all that are on the device at the same moment.
-            now_s: the waiting rank's monotonic clock.
+            members: all members on the device, read at the same moment.
+            now_s: the waiting rank's monotonic clock, in seconds.
         """
         if self._since_s is None:
             self._since_s = now_s
@@ -272,7 +321,8 @@ class Patience:
             job, turn = lasting[0].member.job, lasting[0].turn
             lease_s = max(each.member.lease_s for each in lasting if each.member.job == job)
             if self._front != (job, turn):
-                self._front, self._front_since_s = (job, turn), now_s
+                self._front = job, turn
+                self._front_since_s = now_s
             ends_s = min(self._front_since_s + lease_s, self._since_s + self.limit_s)
             if (left_s := ends_s - now_s) > 0:
                 return left_s
@@ -285,22 +335,25 @@ class Patience:
     def _lose(self, lost: Lost, members: Sequence[Member]) -> None:
         self.lost.append(lost)
         self.expired_count += 1
+        # All slots of the job, so that each further slot does not cost another lease.
         still = [each for each in members if each.job == lost.job or _progress(each) in self.passed]
         self.passed = frozenset(map(_progress, still))
 
     def started(self) -> None:
-        """End the present wait; the next one begins with no front, the full limit and no losses."""
-        self._front = self._since_s = None
+        """End the present wait. The next one begins with the full limit and without losses."""
+        self._front = None
+        self._since_s = None
         self.lost = []
 
 
 class Lease:
-    """How long siblings are asked to wait for a turn of the own job that does not end.
+    """How long siblings are asked to wait for a turn of this job that does not end.
 
-    It is what the user gave. Without that it is four times the fourth longest of the 16 recent turns, but at least 5 s
-    and at most 60 s. The three longest of them do not count: an evaluation inside a turn, or a turn in which a rank of
-    the job waited for a stopped sibling while the others waited for that rank, says nothing about the turns to come.
-    So stops that cost the job a lease do not make the job's own lease longer, nor in turn its siblings' leases.
+    A lease that the user gave is used as it is. The default is four times the fourth longest of the
+    16 recent turns, but at least 5 s and at most 60 s. The three longest turns do not count: they
+    may contain an evaluation, or a rank of the job may have waited for a stopped sibling while the
+    others waited for that rank, and such turns do not predict the next ones. So a stop that costs
+    the job a lease does not make the job's own lease longer, nor in turn its siblings' leases.
     """
 
     def __init__(self, given_s: float | None = None) -> None:
@@ -309,57 +362,73 @@ class Lease:
         self._recent_s: deque[float] = deque(maxlen=_RECENT_TURNS)
 
     def note(self, turn_s: float) -> bool:
-        """Take in a turn's length; return whether the lease has changed."""
+        """Record the length of a turn. Return whether the lease has changed."""
         self._recent_s.append(turn_s)
         before_s = self.seconds
         if not self._given:
-            typical_s = [0.0, *heapq.nlargest(_OUTLIERS + 1, self._recent_s)[_OUTLIERS:]][-1]
+            longest_s = heapq.nlargest(_OUTLIERS + 1, self._recent_s)
+            typical_s = longest_s[_OUTLIERS] if len(longest_s) > _OUTLIERS else 0.0
             self.seconds = min(max(_LEASE_TURNS * typical_s, DEFAULT_LEASE_S), LONGEST_LEASE_S)
         return self.seconds != before_s
 
 
-# --- do turns pay? ---------------------------------------------------------------------------------------------------
+# --- the trial: do turns pay? ------------------------------------------------------------------
 
 
 def siblings_of(job: int, members: Iterable[Member]) -> frozenset[int]:
-    """Return the jobs that share a device with ``job``, or with one that does; itself included."""
-    devices = defaultdict[int, set[int]](set)
+    """Return the jobs that share a device with ``job``, directly or through other jobs.
+
+    ``job`` itself is included.
+    """
+    devices_of = defaultdict[int, set[int]](set)
     for member in members:
-        devices[member.job].add(member.device)
-    found, new = frozenset[int](), frozenset({job})
+        devices_of[member.job].add(member.device)
+    found = frozenset[int]()
+    new = frozenset({job})
     while new:
         found |= new
-        seen = set[int]().union(*(devices[each] for each in found if each in devices))
-        new = frozenset(each for each, its in devices.items() if its & seen) - found
+        shared = set[int]().union(*(devices_of[each] for each in found if each in devices_of))
+        new = frozenset(each for each, devices in devices_of.items() if devices & shared) - found
     return found
 
 
 class Trial:
-    """What a lead rank of ``job`` knows of the trial of its job and the siblings."""
+    """Follows the trial of a job and its siblings, on the job's lead rank.
+
+    See [Note: trial of turns].
+    """
 
     def __init__(self, job: int) -> None:
-        self.begun_at = 0
-        """The record that began the last trial; 0 before the first."""
-        self.vote = Vote()
-        """The job's own measurement in that trial."""
         self._job = job
-        self._verdict: Word | None = None
+        # The record that began the last trial; 0 before the first trial.
+        self.begun_at = 0
+        # The job's own measurement in that trial.
+        self.vote = Vote()
+        # Whether a trial is running. Only `word` changes it, with the verdict.
         self._running = False
-        self._jobs = frozenset[int]()  # that take part
+        # The last verdict; None before the first one.
+        self._verdict: Word | None = None
+        # The jobs that take part in the last trial.
+        self._jobs = frozenset[int]()
+        # The present block of the trial, from 0, and how many turns each job has drawn in it.
         self._block = 0
-        self._drawn = Counter[int]()  # by job, in the present block
-        self._members: Mapping[int, Member] = {}  # by slot
+        self._drawn = Counter[int]()
+        # All members, by slot, and the jobs among them that are siblings, this job included.
+        self._members: Mapping[int, Member] = {}
         self._siblings = frozenset({job})
-        self._settled = self._since = (
-            0  # steps of siblings since one came or went, and since the last word
-        )
-        self._draws_s: list[float] = []  # when the job drew its turns in the block that it is in
-        self._drawn_in = 0  # that block
-        self._times_s: tuple[list[float], list[float]] = [], []  # side by side, in turns
+        # Steps of all siblings since a sibling joined or left.
+        self._settled = 0
+        # Steps of all siblings since the last word.
+        self._since = 0
+        # When the job drew its turns in the block that it is measuring, and which block that is.
+        self._draws_s: list[float] = []
+        self._drawn_in = 0
+        # Seconds per step of each measured block: side by side, in turns.
+        self._times_s: tuple[list[float], list[float]] = [], []
 
     @property
     def mode(self) -> Mode:
-        """How the job computes in the turn that it draws now."""
+        """How the job computes in a turn that it draws now."""
         if self._running:
             return Mode.TRYING_TURNS if self._block % 2 else Mode.TRYING_SIDE_BY_SIDE
         if self._verdict is None:
@@ -368,27 +437,31 @@ class Trial:
 
     @property
     def steps(self) -> int:
-        """For how many steps a sibling draws one turn."""
+        """For how many steps a job draws one turn."""
         return SIDE_STEPS if self.mode is Mode.SIDE_BY_SIDE else 1
 
-    # --- what the log says -----------------------------------------------------------------------------------
+    # --- reading the log ------------------------------------------------------------------------
 
     def look(self, members: Sequence[Member]) -> None:
-        """Take in who is there, on all devices. Call it before `TurnLog.read`, whose records are understood by it."""
-        before, self._members = self._siblings, {each.slot: each for each in members}
+        """Note the members on all devices.
+
+        Call it before `TurnLog.read`, whose records are interpreted by them.
+        """
+        before = self._siblings
+        self._members = {each.slot: each for each in members}
         self._siblings = siblings_of(self._job, members)
         if self._siblings != before:
             self._settled = 0
 
     def _job_of(self, slot: int, record: int) -> int | None:
-        """Return the job of a sibling that has written a record; None for others, and for those that have left."""
+        """Return the sibling job that wrote a record; None if it has left, or is no sibling."""
         member = self._members.get(slot)
         if member is None or member.joined_at >= record or member.job not in self._siblings:
             return None
         return member.job
 
     def turn(self, record: int, slot: int) -> None:
-        """Take in a record that draws a turn."""
+        """Process a record that draws a turn."""
         job = self._job_of(slot, record)
         if job is None:
             return
@@ -403,60 +476,74 @@ class Trial:
             self._drawn.clear()
 
     def word(self, record: int, word: Word, slot: int) -> None:
-        """Take in a word, which begins at ``record``."""
-        too_early = (
-            self._running and self._block <= min(PLAIN) and self._all_try
-        )  # it is of the trial before
+        """Process a word, which begins at ``record``."""
+        # No trial can end in its first blocks, so an earlier verdict is of the trial before.
+        too_early = self._running and self._block <= min(PLAIN) and self._all_try
         if self._job_of(slot, record) is None or (too_early and word is not Word.TRY):
             return
-        self._running, self._since = word is Word.TRY, 0
-        if self._running:
-            self.begun_at, self.vote, self._jobs, self._block = record, Vote(), self._siblings, 0
-            self._drawn.clear()
-            self._times_s, self._draws_s, self._drawn_in = ([], []), [], 0
-        else:
+        self._since = 0
+        self._running = word is Word.TRY
+        if not self._running:
             self._verdict = word
+            return
+        self.begun_at = record
+        self.vote = Vote()
+        self._jobs = self._siblings
+        self._block = 0
+        self._drawn.clear()
+        self._times_s = [], []
+        self._draws_s = []
+        self._drawn_in = 0
 
-    # --- what the job measures -------------------------------------------------------------------------------
+    # --- measuring ------------------------------------------------------------------------------
 
     def drew(self, now_s: float) -> bool:
-        """Note that the job draws a turn, once a step while something is tried; return whether there is a new vote."""
+        """Note that the job draws a turn, which it does once a step during a trial.
+
+        Return whether `vote` has changed.
+        """
         if not self._running:
             return False
         voted = False
         if self._drawn_in != self._block:
-            counted_s = self._draws_s[UNCOUNTED:]
-            if len(counted_s) > 1:
-                step_s = (counted_s[-1] - counted_s[0]) / (len(counted_s) - 1)
-                self._times_s[self._drawn_in % 2].append(step_s)
-            self._draws_s, self._drawn_in = [], self._block
-            done = min(map(len, self._times_s))
-            if voted := done > self.vote.pairs:
-                # Of two the one without an evaluation in it.
+            self._measure_block()
+            self._draws_s = []
+            self._drawn_in = self._block
+            pairs = min(map(len, self._times_s))
+            voted = pairs > self.vote.pairs
+            if voted:
+                # The low median: of two values the one without an evaluation in it.
                 side_s, turns_s = map(statistics.median_low, self._times_s)
-                self.vote = Vote(done, turns_s, side_s)
+                self.vote = Vote(pairs, turns_s, side_s)
         self._draws_s.append(now_s)
         return voted
 
-    # --- what is due -----------------------------------------------------------------------------------------
+    def _measure_block(self) -> None:
+        """Add the mean time of a step in the block `_drawn_in`, which is over."""
+        counted_s = self._draws_s[UNCOUNTED:]
+        if len(counted_s) > 1:
+            step_s = (counted_s[-1] - counted_s[0]) / (len(counted_s) - 1)
+            self._times_s[self._drawn_in % 2].append(step_s)
+
+    # --- deciding -------------------------------------------------------------------------------
 
     @property
     def _all_try(self) -> bool:
         return all(each.trial for each in self._members.values() if each.job in self._siblings)
 
     def due(self) -> Word | None:
-        """Return the word that the job, which has drawn a turn, is to write; None for none."""
-        jobs, count = self._siblings, len(self._siblings)
+        """Return the word that the job is to write after drawing a turn; None for none."""
+        jobs = self._siblings
         if not self._all_try:
             return Word.TAKE_TURNS if self._running or not self.mode.waits else None
         if self._running and jobs == self._jobs:
             return self._due_verdict()
-        if count == 1 or self._settled < WARM_UP * count:
+        if len(jobs) == 1 or self._settled < WARM_UP * len(jobs):
             return None
-        rested = self._running or not self.begun_at or self._since >= REST * count
-        return (
-            Word.TRY if (jobs != self._jobs and rested) or self._since >= REPEAT * count else None
-        )
+        rested = self._running or not self.begun_at or self._since >= REST * len(jobs)
+        if (jobs != self._jobs and rested) or self._since >= REPEAT * len(jobs):
+            return Word.TRY
+        return None
 
     def _due_verdict(self) -> Word | None:
         votes = {
@@ -471,14 +558,19 @@ class Trial:
 
 
 def verdict(votes: Sequence[Vote], standing: Word | None, *, last: bool = False) -> Word | None:
-    """Return what is faster, by the geometric mean over jobs; None as long as that is not plain, unless it is ``last``.
+    """Return the faster way, by the geometric mean over jobs; None while it is not plain.
 
-    ``standing``: the verdict before; None for turns.
+    Args:
+        votes: one of each job.
+        standing: the verdict of the trial before; None if there was none, which means turns.
+        last: decide now, even if the difference is small.
     """
     if not votes:
         return Word.TAKE_TURNS if last else None
     gain = statistics.fmean(math.log(each.turns_s / each.side_s) for each in votes)
-    pairs = min(each.pairs for each in votes)
+    pairs = LAST_PAIR if last else min(each.pairs for each in votes)
     needed = -HYSTERESIS if standing is Word.SIDE_BY_SIDE else HYSTERESIS
-    faster = is_faster(gain, LAST_PAIR if last else pairs, needed)
-    return None if faster is None else Word.SIDE_BY_SIDE if faster else Word.TAKE_TURNS
+    side_is_faster = is_faster(gain, pairs, needed)
+    if side_is_faster is None:
+        return None
+    return Word.SIDE_BY_SIDE if side_is_faster else Word.TAKE_TURNS

@@ -1,20 +1,24 @@
-"""One rank's turns: what the mutex's callers ask for, and the one thread that draws, waits and publishes. Our design.
+"""One rank's turns: the calls of its users, and the thread that draws, waits and publishes.
 
 [Note: one draw for each acquire]
-The lead rank draws turns, and the job's other ranks take their numbers in the same order. Where a process trains two
-models, one's exchange may end before or after the other's compute, differently on each rank. So neither the number of
-turns drawn nor which of them a rank is in may depend on whether it is inside a turn at that moment: in a job of
-several ranks every `acquire` draws one, and a rank that is still inside a turn gives that back first. If it kept both,
-it would stay before a sibling that its own peers, already behind that sibling, wait for: a deadlock. A job that stays
-side by side draws one turn for several `acquire` (`Grant.steps`), the same ones on all ranks: so the next turn is asked
-for once it is known for how many the last one was. Those behind the first have no number, and siblings do not see them.
+The lead rank draws turns, and the job's other ranks receive their numbers in the same order. If a
+process trains two models, the exchange of one may end before or after the compute of the other,
+differently on each rank. So neither the number of turns drawn, nor the turn that a rank is in, may
+depend on whether it is inside a turn at that moment. In a job of several ranks every `acquire`
+therefore draws one, and a rank that is still inside a turn first gives that back. If it kept both,
+it would hold a turn that a sibling waits for, while its own peers already wait behind that sibling:
+a deadlock. A job that stays side by side draws one turn for several `acquire` (`Grant.steps`), the
+same ones on all ranks. Therefore a rank asks for the next turn only once it knows how many
+`acquire` the last one covers. All but the first of them have no number, and siblings do not see
+them.
 
 [Note: a turn is for computing]
-A rank that waits for data, writes a checkpoint or sleeps inside its turn does not use the device. That shows in the
-processor time of the process, and on a GPU also in the streams on which the turn began and the last one ended, which
-have done all that they were given. Once both have stood still for longer than a hand-over lasts while a sibling queues,
-the thread publishes the turn as given back, on this rank alone. When the rank computes again it does so beside the
-sibling: it never waits inside its turn. That takes waits away and adds none, so ranks need not do it alike.
+A rank that waits for data, writes a checkpoint or sleeps inside its turn does not use the device.
+The processor time of the process shows that. On a GPU so do the streams on which the turn began and
+the last turn ended: all their work is done. If both have stood still for longer than a hand-over
+lasts, and a sibling queues, the thread *lends* the turn: it publishes the turn as given back, on
+this rank alone. When the rank computes again, it does so beside the sibling; it never waits inside
+its turn. That removes waits and adds none, so ranks need not do it alike. Our design.
 """
 
 import contextlib
@@ -28,7 +32,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from enum import Enum, IntEnum, auto
+from typing import Any, Final
 
 import torch
 
@@ -41,33 +46,40 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
 _FAILED_TIMEOUT_S = 1.0
 _LATENCIES_KEPT = 100
-_LOOK_S, _LONGEST_LOOK_S = 0.005, 0.08
-_IDLE_LOOKS = 2
-_IDLE = 0.1  # part of the time in which a process that computes nothing may run
+_CHECK_S, _LONGEST_CHECK_S = 0.005, 0.08
+_IDLE_CHECKS = 2
+_IDLE_SHARE = 0.1  # a process that computes nothing may run for this part of the time
+_NO_NUMBER: Final = 0
+"""The number of a turn that has none: a later `acquire` of the same grant."""
 
 
 class Counters:
-    """What one rank has seen of its turns; lives on when they have ended."""
+    """Figures of one rank's turns. They outlive the turns themselves."""
 
     def __init__(self) -> None:
+        # The number of the last turn, as far as it is known; 0 before the first turn.
         self.turn = 0
-        """The number of the last turn, as far as it is known; 0 before the first."""
         self.count = 0
         self.held_s = 0.0
         self.waited_s = 0.0
+        # The mode of the last grant that has arrived.
         self.mode = Mode.UNTRIED
-        """How the last turn was to be computed, as far as it is known."""
         self._hand_overs_s: deque[float] = deque(maxlen=_LATENCIES_KEPT)
 
     def hand_over(self, since_s: float, given_back_ns: int) -> None:
-        """Count a turn for which this rank has waited ``since_s``, and which a sibling gave back at that moment."""
+        """Count the hand-over of a turn from a sibling to this rank, which has just begun it.
+
+        Args:
+            since_s: when this rank began to wait.
+            given_back_ns: when the sibling gave its turn back.
+        """
         now_ns = time.monotonic_ns()
-        # A sibling's clock may be another one: containers have time namespaces.
+        # A sibling's clock may be another one, since containers can have their own time namespace.
         if since_s * 1e9 < given_back_ns <= now_ns:
             self._hand_overs_s.append((now_ns - given_back_ns) / 1e9)
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures, as in `GPUMutex.stats`; hand-overs are the last hundred."""
+        """Return the figures for `GPUMutex.stats`, with the last hundred hand-overs."""
         latencies = sorted(self._hand_overs_s)
         return {
             "turn": self.turn,
@@ -81,51 +93,105 @@ class Counters:
         }
 
 
-class Looks:
-    """How long the process has computed nothing while a turn lasted."""
+class IdleDetector:
+    """Detects that the process has computed nothing for a while, by its processor time."""
 
     def __init__(self) -> None:
-        self._idle = self._ran = 0
-        self._last_s, self._last_cpu_s = time.monotonic(), time.process_time()
+        # How many checks in a row have found the process idle, or running.
+        self._idle_count = 0
+        self._running_count = 0
+        self._last_s = time.monotonic()
+        self._last_cpu_s = time.process_time()
 
     @property
     def interval_s(self) -> float:
-        """Time until the next look. Each takes Python's lock from training, so who computes is seldom looked at."""
-        return min(_LONGEST_LOOK_S, _LOOK_S * 2.0 ** max(0, self._ran - 1))
+        """Seconds until the next check. Each check takes the GIL, so a busy process has few."""
+        return min(_LONGEST_CHECK_S, _CHECK_S * 2.0 ** max(0, self._running_count - 1))
 
     def is_idle(self) -> bool:
-        """Look once more."""
-        now_s, cpu_s = time.monotonic(), time.process_time()
-        ran = cpu_s - self._last_cpu_s > _IDLE * (now_s - self._last_s)
-        self._idle = 0 if ran else self._idle + 1
-        self._ran = self._ran + 1 if ran else 0
-        self._last_s, self._last_cpu_s = now_s, cpu_s
-        return self._idle >= _IDLE_LOOKS
+        """Check once more. Return whether the last checks in a row have found the process idle."""
+        now_s = time.monotonic()
+        cpu_s = time.process_time()
+        if cpu_s - self._last_cpu_s > _IDLE_SHARE * (now_s - self._last_s):
+            self._running_count += 1
+            self._idle_count = 0
+        else:
+            self._running_count = 0
+            self._idle_count += 1
+        self._last_s = now_s
+        self._last_cpu_s = cpu_s
+        return self._idle_count >= _IDLE_CHECKS
+
+
+class _TurnPhase(IntEnum):
+    """Where a turn is. A turn only goes forward; only `_Turn.enter` changes its phase."""
+
+    WANTED = auto()
+    """Entered by `Turns.acquire`, which waits for the turn, or begins it at once."""
+    ABANDONED = auto()
+    """Entered when the wait was interrupted (Ctrl-C). The thread still takes the turn, without a
+    wait for siblings, and gives it back."""
+    HELD = auto()
+    """Entered by `Turns._begin`: the rank is inside, and siblings wait."""
+    LENT = auto()
+    """Entered by `Turns._lend_if_wanted`: the rank is inside, but siblings do not wait."""
+    RETURNED = auto()
+    """Entered by `Turns._end`, once the device has done the turn's work."""
 
 
 class _Turn:
-    """A turn that is wanted, or has begun. It is published as given back once it is over and its number is known."""
+    """One turn of this rank: of one `acquire`, up to the end of its work on the device.
+
+    It is published as given back once it is lent or over, and its number is known.
+    """
 
     def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        # The streams on which the turn may compute, see `DeviceOrder.streams`.
         self.streams = streams
+        self.phase = _TurnPhase.WANTED
+        # None until it is known; `_NO_NUMBER` if the turn has none.
         self.number: int | None = None
-        """None as long as it is not known, 0 if it has none."""
         self.began_s = 0.0
+        # Set when the wait is over: the turn has begun, or never will.
         self.awaited = threading.Event()
-        """Set when it has begun, or never will."""
-        self.given_up = False
-        self.returned = False
-        """Whether it was given back, perhaps before it was over."""
-        self.looks: Looks | None = None
+        # Made by the thread when it first checks the turn.
+        self.idle_detector: IdleDetector | None = None
+
+    def enter(self, phase: _TurnPhase) -> None:
+        """Go forward to a phase, unless the turn is further already. Under the lock of `Turns`."""
+        self.phase = max(self.phase, phase)
+
+    @property
+    def is_given_back(self) -> bool:
+        """Whether siblings no longer wait for the turn, if its number is known."""
+        return self.phase >= _TurnPhase.LENT
+
+
+class Phase(Enum):
+    """Where a rank's turns are. Only `Turns._enter` changes it."""
+
+    TAKING_TURNS = auto()
+    """Entered by the constructor, after the rank has joined its siblings."""
+    CLOSING = auto()
+    """Entered by `Turns.close`. Calls do nothing; the thread ends its wait, finishes the work that
+    was queued before, and leaves."""
+    LEFT = auto()
+    """Entered by `Turns._leave`: after `Turns.close`, or after an error. Calls do nothing."""
 
 
 class Turns:
     """Take the turns of one rank on its device, one after the other. Thread-safe.
 
-    If anything fails the thread leaves the siblings, and every call does nothing from then on; so it is in a fork.
+    If anything fails, the thread leaves the siblings, and every call does nothing from then on.
+    Calls in a forked child do nothing either.
 
     Args:
-        lends: whether a turn ends early while the process computes nothing, see [Note: a turn is for computing].
+        membership: of this rank, from `joining.join`.
+        lease: how long siblings wait for a turn of this job.
+        patience: how long this rank waits for a turn of a sibling.
+        counters: where figures are counted.
+        lends: whether a turn ends early while the process computes nothing, see
+            [Note: a turn is for computing].
         on_failure: called with the error, on the thread. It must not raise.
     """
 
@@ -140,38 +206,51 @@ class Turns:
     ) -> None:
         self.membership = membership
         self.counters = counters
-        self._segment, self._order, self._channel = (
-            membership.segment,
-            membership.order,
-            membership.channel,
-        )
+        # Whether the last turn was to wait for siblings, and there was one when it began.
         self.shared = True
-        """Whether a sibling was on the device when the last turn began, and the turn was to wait for it."""
-        self._lease, self._patience, self._on_failure = lease, patience, on_failure
+        self._segment = membership.segment
+        self._order = membership.order
+        self._channel = membership.channel
+        self._lease = lease
+        self._patience = patience
+        self._on_failure = on_failure
         self._lends = lends
-        self._current: _Turn | None = None
-        # Held for moments only: the current turn, numbers and ends, who waits. A signal's handler may come in one.
-        self._lock = threading.RLock()
-        self._more = 0  # for how many further `acquire` the last grant is
-        self._wanted: set[_Turn] = set()
-        self._ended = False
-        self._closing = False
         self._pid = os.getpid()
-        # What follows is the thread's own.
+        self._phase = Phase.TAKING_TURNS
+
+        # Guards the fields of this paragraph and the phases and numbers of turns. It is held for
+        # moments only, and reentrant, since a signal handler may run in one.
+        self._lock = threading.RLock()
+        # The turn that the rank is inside.
+        self._current: _Turn | None = None
+        # The turns that threads wait for.
+        self._wanted: set[_Turn] = set()
+        # How many further `acquire` the last grant covers.
+        self._steps_left = 0
+
+        # Only the thread uses the fields of this paragraph. An `acquire` *claims* one grant, and
+        # `request` may do so ahead of it.
         self._trial = Trial(membership.job)
         self._log = TurnLog(self._trial)
-        self._requested = 0  # claimed for an `acquire` that is still to come
-        self._unknown = 0  # claimed, and it is not known with which grant: for the first of them one was asked for
-        self._grants: deque[Grant] = deque()  # of those claimed that are known
-        self._unnumbered: deque[_Turn] = deque()  # turns begun whose grants have not come
+        # Claims of `request` whose `acquire` is still to come.
+        self._requested = 0
+        # Claims without a grant. While there are any, one grant is being asked for.
+        self._outstanding = 0
+        # The grants of claims, in order, that no turn has taken yet.
+        self._grants: deque[Grant] = deque()
+        # Turns that have begun, or are over, without a grant.
+        self._unnumbered: deque[_Turn] = deque()
+        # The warnings that were given, by whether this rank's own limit ended the wait.
         self._warned_of: set[bool] = set()
+
+        # Work for the thread; None ends it. `SimpleQueue.put` is safe in a signal handler.
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="crossover-turn", daemon=True)
         if not membership.is_lead:
-            self._channel.listen(self._grant_came)
+            self._channel.listen(self._on_grant)
         self._thread.start()
 
-    # --- for callers ---------------------------------------------------------------------------------------
+    # --- for callers ----------------------------------------------------------------------------
 
     @property
     def holding(self) -> bool:
@@ -190,159 +269,190 @@ class Turns:
     def request(self) -> None:
         """Draw the turn of the next `acquire`, if that would wait for it."""
         if self.counters.mode.waits:
-            self._put(self._request)
+            self._enqueue(self._request)
 
     def acquire(self, *, blocking: bool = True) -> bool:
         """Begin the job's next turn when it has come; as `GPUMutex.acquire`."""
-        if not self._is_here():
+        if not self._is_active():
             return True
-        order, inside = self._order, self._current
+        inside = self._current
         streams: Sequence[torch.cuda.Stream] = ()
-        if order is not None:
+        if self._order is not None:
             if inside is None or self.has_peers:
-                order.check_usable()
-            streams = order.streams()
-        if (
-            inside is not None and not self.has_peers
-        ):  # siblings wait for this rank: it must not wait for them
-            self._put(self._pass_request, inside)
+                self._order.check_usable()
+            streams = self._order.streams()
+        if inside is not None and not self.has_peers:
+            # Siblings may wait for this turn, so this rank must not wait for them: it stays inside.
+            self._enqueue(self._take_requested_number, inside)
             return True
         try:
             shared = self.counters.mode.waits and self.count_siblings() > 0
-        except Exception as error:  # promise 3: giving up on turns costs speed, never the job
+        except Exception as error:  # failing turns cost speed, never the job
             self._fail(error)
             return True
         if shared and not blocking:
             return False
-        if inside is not None:  # see [Note: one draw for each acquire]
-            self.release(inside.streams)  # another thread's stream may take the next turn
-        self.shared, turn = shared, _Turn(streams)
+        if inside is not None:
+            # See [Note: one draw for each acquire]. The turn ends behind its own streams, since
+            # another thread, on another stream, may take the next one.
+            self.release(inside.streams)
+        self.shared = shared
+        turn = _Turn(streams)
         if shared:
             self._wait(turn)
-            return True
-        # See [Note: alone on a device] in `rules`; side by side nobody is waited for, either.
-        self._begin(turn)
-        if self._takes_more():
-            turn.number = 0
         else:
-            self._put(self._number, turn)
+            self._begin_without_number(turn)
         return True
+
+    def _begin_without_number(self, turn: _Turn) -> None:
+        """Begin a turn that waits for no sibling, and let the thread find out its number.
+
+        See [Note: alone on a device] in `rules`. A turn side by side does not wait either.
+        """
+        self._begin(turn)
+        if self._use_grant_again():
+            turn.number = _NO_NUMBER
+        else:
+            self._enqueue(self._claim_number, turn)
 
     def _wait(self, turn: _Turn) -> None:
         with self._lock:
-            if self._ended:
+            if self._phase is not Phase.TAKING_TURNS:
                 return
             self._wanted.add(turn)
-        self._put(self._take, turn)
+        self._enqueue(self._take, turn)
         try:
             turn.awaited.wait()
-        except BaseException:  # Ctrl-C: siblings need not wait for a turn that nobody uses
-            turn.given_up = True
+        except BaseException:  # Ctrl-C: siblings need not wait for a turn that is not used
+            with self._lock:
+                turn.enter(_TurnPhase.ABANDONED)
             self._segment.bells.ring_own()
-            self._put(self._give_up, turn)
+            self._enqueue(self._release_abandoned, turn)
             raise
 
-    def _give_up(self, turn: _Turn) -> None:
+    def _release_abandoned(self, turn: _Turn) -> None:
         if turn is self._current:
             self.release()
 
     def release(self, streams: Sequence[torch.cuda.Stream] = ()) -> None:
         """Give the turn back, if the rank is inside one; as `GPUMutex.release`."""
-        if not self._is_here() or not self.holding:
+        if not self._is_active() or not self.holding:
             return
         if self._order is not None:
             self._order.check_usable()
-        if (turn := self._take_current()) is None:
+        turn = self._take_current()
+        if turn is None:
             return
         try:
             end = self._mark(streams)
             if end is None:
                 self._end(turn)
             else:
-                self._put(self._end, turn, end)
+                self._enqueue(self._end, turn, end)
         except Exception as error:
             self._fail(error)
 
     def close(self) -> None:
-        """Leave the siblings, once the device has done the last turn, or after 10 s. May be called again."""
+        """Leave the siblings, once the device has done the last turn, or after 10 s.
+
+        May be called again, on any thread.
+        """
         if os.getpid() != self._pid:
             return
-        self._closing = True
+        self._enter(Phase.CLOSING)
         with contextlib.suppress(Exception):
             self._segment.bells.ring_own()
             self._channel.interrupt()
         self._jobs.put(None)
-        # Python's collector may close a mutex inside of `no_fork`, a signal's handler inside of the lock: without them
-        # the thread cannot end.
+        # Python's collector may close a mutex while this thread has `no_fork`, and a signal handler
+        # while it has the lock. The thread of turns needs both to end, so it is not waited for.
         is_inside = no_fork._is_owned() or self._lock._is_owned()  # type: ignore[attr-defined]
         if threading.current_thread() is not self._thread and not is_inside:
             self._thread.join(_CLOSE_TIMEOUT_S)
-            if self._thread.is_alive():  # the device does not come to the end
+            if self._thread.is_alive():  # the device does not finish the turn
                 self._leave()
 
-    def _is_here(self) -> bool:
-        return not self._ended and os.getpid() == self._pid
+    # --- the phase ------------------------------------------------------------------------------
 
-    def _put(self, job: Callable[..., None], *arguments: Any) -> None:
-        if self._is_here():
-            self._jobs.put(functools.partial(job, *arguments))
+    def _enter(self, phase: Phase) -> None:
+        """Change the phase.
 
-    def _fail(self, error: Exception) -> None:
-        """Let the thread leave the siblings because of what has failed on another one."""
-        self._put(_raise, error)
-        self._thread.join(_FAILED_TIMEOUT_S)
+        It takes no lock, since `close` may run in a signal handler or in Python's collector. If
+        `close` thereby replaces LEFT with CLOSING, the difference matters to `_leave` alone, which
+        may be called twice.
+        """
+        if self._phase is not Phase.LEFT:
+            self._phase = phase
 
-    # --- the thread ----------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while (job := self._next_job()) is not None:
-                job()
-                del job
-        except Exception as error:
-            if not self._closing:
-                self._on_failure(error)
-        self._leave()
-
-    def _next_job(self) -> Callable[[], None] | None:
-        while True:
-            turn = self._current
-            if turn is None or not (self._lends and self.shared and turn.number) or turn.returned:
-                return self._jobs.get()
-            turn.looks = turn.looks or Looks()
-            try:
-                return self._jobs.get(timeout=turn.looks.interval_s)
-            except queue.Empty:
-                if turn.looks.is_idle():
-                    self._lend_if_wanted(turn)
-
-    def _lend_if_wanted(self, turn: _Turn) -> None:
-        """See [Note: a turn is for computing]."""
-        members = self._segment.members()
-        wanted = any(
-            each.job != self.membership.job and each.queued > each.started for each in members
-        )
-        if wanted and (self._order is None or self._order.is_done(turn.streams)):
-            self._give_back(turn)
+    def _is_active(self) -> bool:
+        return self._phase is Phase.TAKING_TURNS and os.getpid() == self._pid
 
     def _leave(self) -> None:
         with self._lock:
-            if self._ended:
+            if self._phase is Phase.LEFT:
                 return
-            self._ended = True
+            self._enter(Phase.LEFT)
             self._current = None
         leave(self.membership)
         for turn in self._wanted:
             turn.awaited.set()
 
+    def _fail(self, error: Exception) -> None:
+        """Let the thread leave the siblings, because of an error on another thread."""
+        self._enqueue(_raise, error)
+        self._thread.join(_FAILED_TIMEOUT_S)
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _enqueue(self, job: Callable[..., None], *arguments: Any) -> None:
+        if self._is_active():
+            self._jobs.put(functools.partial(job, *arguments))
+
+    def _run(self) -> None:
+        try:
+            while (job := self._next_job()) is not None:
+                job()
+                del job  # it holds a turn with its streams
+        except Exception as error:
+            if self._phase is Phase.TAKING_TURNS:
+                self._on_failure(error)
+        self._leave()
+
+    def _next_job(self) -> Callable[[], None] | None:
+        """Return the next job. While there is none, lend the turn if the rank computes nothing."""
+        while True:
+            turn = self._current
+            if turn is None or turn.is_given_back or not self._may_lend(turn):
+                return self._jobs.get()
+            turn.idle_detector = turn.idle_detector or IdleDetector()
+            try:
+                return self._jobs.get(timeout=turn.idle_detector.interval_s)
+            except queue.Empty:
+                if turn.idle_detector.is_idle():
+                    self._lend_if_wanted(turn)
+
+    def _may_lend(self, turn: _Turn) -> bool:
+        return self._lends and self.shared and bool(turn.number)
+
+    def _lend_if_wanted(self, turn: _Turn) -> None:
+        """Lend a turn if a sibling queues; see [Note: a turn is for computing]."""
+        own_job = self.membership.job
+        members = self._segment.members()
+        wanted = any(each.job != own_job and each.queued > each.started for each in members)
+        if wanted and (self._order is None or self._order.is_done(turn.streams)):
+            self._give_back(turn, _TurnPhase.LENT)
+
+    # --- the begin and the end of a turn --------------------------------------------------------
+
     def _begin(self, turn: _Turn) -> None:
         turn.began_s = time.monotonic()
         with self._lock:
             before = self._current
-            if not self._ended:
+            if self._phase is Phase.TAKING_TURNS:
+                turn.enter(_TurnPhase.HELD)
                 self._current = turn
-        if before is not None:  # of another thread, which has acquired at the same moment
-            self._put(self._end, before, self._mark(before.streams))
+        if before is not None:  # another thread has acquired at the same moment
+            self._enqueue(self._end, before, self._mark(before.streams))
         self.counters.count += 1
 
     def _take_current(self) -> _Turn | None:
@@ -354,93 +464,143 @@ class Turns:
         return self._order.mark(streams) if self._order is not None else None
 
     def _end(self, turn: _Turn, end: torch.cuda.Event | None = None) -> None:
-        """End a turn when the device has reached ``end``: its length is the device's, too."""
+        """Give a turn back once the device has reached ``end``, which its length includes."""
         if end is not None and self._order is not None:
             self._order.wait(end)
         self.counters.held_s += time.monotonic() - turn.began_s
-        self._give_back(turn)
+        self._give_back(turn, _TurnPhase.RETURNED)
 
-    def _give_back(self, turn: _Turn) -> None:
-        """Publish a turn that is over, or lent, as given back; with `_give_number`, if that comes later."""
+    def _give_back(self, turn: _Turn, phase: _TurnPhase) -> None:
+        """Publish a turn as given back, unless it is lent already.
+
+        If its number is not known yet, `_give_number` publishes it.
+        """
         with self._lock:
-            if turn.returned:
+            was_given_back = turn.is_given_back
+            turn.enter(phase)
+            if was_given_back:
                 return
-            turn.returned = True
             if self._lease.note(time.monotonic() - turn.began_s):
                 self._segment.publish(lease_s=self._lease.seconds)
             if turn.number is not None:
                 self._publish_returned(turn.number)
 
     def _give_number(self, turn: _Turn, number: int) -> None:
+        """Note and publish the number of a turn: as given back if it is, else as started."""
         self.counters.turn = number or self.counters.turn
         with self._lock:
             turn.number = number
-            if turn.returned:
+            if turn.is_given_back:
                 self._publish_returned(number)
-            elif number:
+            elif number != _NO_NUMBER:
                 self._segment.publish(started=number)
 
     def _publish_returned(self, number: int) -> None:
-        if number:
-            self._segment.publish_returned(number)
-        else:
+        if number == _NO_NUMBER:
             self._segment.count_turn()
+        else:
+            self._segment.publish_returned(number)
 
-    # --- drawing -------------------------------------------------------------------------------------------
+    # --- claims and grants ----------------------------------------------------------------------
 
     def _request(self) -> None:
-        self._claim_next()
+        self._claim()
         self._requested += 1
 
-    def _claim(self) -> None:
-        if not self._requested:
-            self._request()
-        self._requested -= 1
+    def _claim_for_acquire(self) -> None:
+        """Claim a grant, unless `request` has claimed one."""
+        if self._requested:
+            self._requested -= 1
+        else:
+            self._claim()
 
-    def _claim_next(self) -> None:
-        """Claim a grant for one more `acquire`: one that is there already, or a new one."""
-        self._hear()
-        if self._takes_more():
-            self._grants.append(Grant(0, (), self.counters.mode))
+    def _claim(self) -> None:
+        """Claim one more grant: the last one once more, if it covers this step, or a new one."""
+        self._receive_grants()
+        if self._use_grant_again():
+            self._grants.append(Grant(_NO_NUMBER, (), self.counters.mode))
             return
-        self._unknown += 1
-        if self._unknown == 1:
+        self._outstanding += 1
+        if self._outstanding == 1:
             self._draw()
 
-    def _takes_more(self) -> bool:
-        """Use the last grant once more, if it is for more."""
+    def _use_grant_again(self) -> bool:
+        """Use the last grant for one more step, if it covers more steps."""
         with self._lock:
-            takes = self._more > 0
-            self._more -= takes
-        return takes
+            if not self._steps_left:
+                return False
+            self._steps_left -= 1
+            return True
 
-    def _hear(self, *, wait: bool = False) -> None:
-        """Take in the grant that was asked for, if it has come, and ask for the next one that is claimed."""
-        while self._unknown and (wait or self._channel.arrived):
-            wait, grant = False, self._channel.receive()
+    def _receive_grants(self, *, wait: bool = False) -> None:
+        """Receive the grant that was asked for, if it has arrived, and ask for the next one.
+
+        Args:
+            wait: block until the first one arrives; default False.
+        """
+        while self._outstanding and (wait or self._channel.arrived):
+            wait = False
+            grant = self._channel.receive()
             self.counters.mode = grant.mode
+            # It serves as many outstanding claims as it covers. The first one has its number.
+            covered = min(grant.steps, self._outstanding)
             self._grants.append(grant)
-            same = min(grant.steps, self._unknown) - 1
-            self._grants.extend([Grant(0, (), grant.mode)] * same)
-            self._unknown -= same + 1
+            self._grants.extend([Grant(_NO_NUMBER, (), grant.mode)] * (covered - 1))
+            self._outstanding -= covered
             with self._lock:
-                self._more += grant.steps - same - 1
-            if self._unknown:
+                self._steps_left += grant.steps - covered
+            if self._outstanding:
                 self._draw()
 
+    def _next_grant(self) -> Grant:
+        if not self._grants:
+            self._receive_grants(wait=True)
+        return self._grants.popleft()
+
+    def _claim_number(self, turn: _Turn) -> None:
+        """Claim a grant for a turn that has begun already."""
+        self._claim_for_acquire()
+        self._unnumbered.append(turn)
+        self._number_turns()
+
+    def _on_grant(self) -> None:
+        """Called by the channel's thread when a grant has arrived."""
+        if self._unnumbered or self._outstanding > 1:
+            self._enqueue(self._number_turns)
+
+    def _number_turns(self, *, wait: bool = False) -> None:
+        """Give turns that have begun the numbers that have arrived; with ``wait``, all of them."""
+        self._receive_grants()
+        while self._unnumbered and (wait or self._grants):
+            self._give_number(self._unnumbered.popleft(), self._next_grant().turn)
+
+    def _take_requested_number(self, inside: _Turn) -> None:
+        """Give the present turn, which continues, the number that was requested meanwhile.
+
+        Only in a job of one rank.
+        """
+        if self._requested:
+            self._requested -= 1
+            self._give_number(inside, self._next_grant().turn)
+
+    # --- drawing, on the lead rank --------------------------------------------------------------
+
     def _draw(self) -> None:
-        """Append, look, read, in this order: the model finds overlaps in others. Other ranks ask for the grant."""
+        """Draw a turn and send its grant. Other ranks ask for the grant instead.
+
+        The lead rank appends to the log, then looks at the members, then reads the log. In other
+        orders the model finds turns that overlap.
+        """
         if not self.membership.is_lead:
             return self._channel.ask()
         mode_before = self._trial.mode
-        if (
-            not self._log.read_numel
-        ):  # a log of days is read for seconds, and siblings wait for who has drawn
+        if not self._log.read_numel:
+            # Reading a log of days takes seconds, and siblings wait for a rank that has drawn.
             self._look_and_read(self._segment.drawn())
         turn = self._segment.draw_turn()
         members = self._look_and_read(turn - 1)
         self._channel.send(self._log.grant(turn, self.membership.job, members))
-        self._try(mode_before)
+        self._follow_trial(mode_before)
 
     def _look_and_read(self, last: int) -> Sequence[Member]:
         members = self._segment.members(in_order=True)
@@ -448,15 +608,15 @@ class Turns:
         self._log.read(self._segment.read_log(self._log.read_numel, last))
         return members
 
-    def _try(self, mode_before: Mode) -> None:
-        """Do the job's part in the trial; see [Note: trial of turns] in `rules`."""
+    def _follow_trial(self, mode_before: Mode) -> None:
+        """Publish this job's part in the trial; see [Note: trial of turns] in `rules`."""
         trial, publish = self._trial, self._segment.publish
         if trial.mode is not mode_before:
             publish(mode=trial.mode)
             if trial.mode in (Mode.TURNS, Mode.SIDE_BY_SIDE) and trial.vote.pairs:
                 logger.info(
-                    "turns on %s: a step takes %.4f s in turns and %.4f s side by side with %d sibling(s); from now on "
-                    "%s",
+                    "turns on %s: a step takes %.4f s in turns and %.4f s side by side with "
+                    "%d sibling(s); from now on %s",
                     self._segment.device,
                     trial.vote.turns_s,
                     trial.vote.side_s,
@@ -464,55 +624,36 @@ class Turns:
                     "in turns" if trial.mode.waits else "side by side",
                 )
         if trial.drew(time.monotonic()):
-            publish(
-                pairs=0, tried=trial.begun_at, turns_s=trial.vote.turns_s, side_s=trial.vote.side_s
-            )
+            # Siblings ignore a vote of no pairs, so they never read half of one.
+            publish(pairs=0, tried=trial.begun_at)
+            publish(turns_s=trial.vote.turns_s, side_s=trial.vote.side_s)
             publish(pairs=trial.vote.pairs)
-        if (word := trial.due()) is not None:
+        word = trial.due()
+        if word is not None:
             self._segment.write_word(word)
 
-    def _number(self, turn: _Turn) -> None:
-        self._claim()
-        self._unnumbered.append(turn)
-        self._number_begun()
-
-    def _grant_came(self) -> None:
-        if self._unnumbered or self._unknown > 1:
-            self._put(self._number_begun)
-
-    def _number_begun(self, *, wait: bool = False) -> None:
-        self._hear()
-        while self._unnumbered and (wait or self._grants):
-            self._give_number(self._unnumbered.popleft(), self._grant().turn)
-
-    def _pass_request(self, inside: _Turn) -> None:
-        """Let a turn that goes on have the number that was drawn meanwhile; of a job of one rank."""
-        if self._requested:
-            self._requested -= 1
-            self._give_number(inside, self._grant().turn)
-
-    def _grant(self) -> Grant:
-        if not self._grants:
-            self._hear(wait=True)
-        return self._grants.popleft()
-
-    # --- waiting -------------------------------------------------------------------------------------------
+    # --- waiting --------------------------------------------------------------------------------
 
     def _take(self, turn: _Turn) -> None:
-        """Begin the next turn when siblings' earlier ones are over."""
-        # What another thread has acquired meanwhile; see [Note: one draw for each acquire].
-        if (before := self._take_current()) is not None:
+        """Begin the next turn when siblings' earlier turns are over."""
+        # Another thread may have acquired meanwhile; see [Note: one draw for each acquire].
+        before = self._take_current()
+        if before is not None:
             self._end(before, self._mark(before.streams))
         since_s = time.monotonic()
-        self._claim()
-        self._number_begun(wait=True)
-        grant = self._grant()
-        last, seen = dict(grant.after), self._until_free(grant, turn)
-        past = (each for each in seen if last.get(each.job, math.inf) <= each.returned)
-        self.counters.hand_over(since_s, max((each.returned_at_ns for each in past), default=0))
+        self._claim_for_acquire()
+        self._number_turns(wait=True)
+        grant = self._next_grant()
+        members = self._wait_for_siblings(grant, turn)
+        if members:
+            # The last of the turns that this one has waited for has been handed over.
+            last = dict(grant.after)
+            over = [each for each in members if last.get(each.job, math.inf) <= each.returned]
+            given_back_ns = max((each.returned_at_ns for each in over), default=0)
+            self.counters.hand_over(since_s, given_back_ns)
         self.counters.waited_s += time.monotonic() - since_s
         self._patience.started()
-        if self._closing:
+        if self._phase is not Phase.TAKING_TURNS:
             return
         self._give_number(turn, grant.turn)
         self._begin(turn)
@@ -520,32 +661,48 @@ class Turns:
             self._wanted.discard(turn)
         turn.awaited.set()
 
-    def _until_free(self, grant: Grant, turn: _Turn) -> Sequence[Member]:
-        """Block until no sibling's turn comes before ``grant``; return who is there then, nobody without a wait."""
-        segment, waited, members = self._segment, False, list[Member]()
-        while not (self._closing or turn.given_up):
+    def _wait_for_siblings(self, grant: Grant, turn: _Turn) -> Sequence[Member]:
+        """Block until no sibling's turn comes before ``grant``.
+
+        Return the members on the device at that moment; none if there was nothing to wait for.
+        """
+        segment = self._segment
+        waited = False
+        while self._phase is Phase.TAKING_TURNS and turn.phase is not _TurnPhase.ABANDONED:
             members = segment.members()
             waiting = blockers(grant, self.membership.job, members)
             left_s = self._patience.remaining(waiting, members, time.monotonic())
             self._warn_of_lost_patience()
             if left_s is None:
-                break
+                return members if waited else ()
             if not waited:
                 segment.publish(queued=grant.turn)
-            waited = True
+                waited = True
             segment.bells.wait([blocker.member.process for blocker in waiting], left_s)
-        return members if waited else ()
+        return ()
 
     def _warn_of_lost_patience(self) -> None:
         for lost in self._patience.lost:
-            kept, limit = "longer than", ""
-            if at_limit := lost.waited_s < lost.lease_s:
-                kept = f"{lost.waited_s:.1f} s, which is less than"
-                limit = ", but siblings may cost this job a quarter of its process group's timeout at most"
-            if at_limit not in self._warned_of:
-                self._warned_of.add(at_limit)
-                words = "a sibling on %s kept its turn for %s its lease of %.1f s%s; going on beside it (said once)"
-                logger.warning(words, self._segment.device, kept, lost.lease_s, limit)
+            own_limit = lost.waited_s < lost.lease_s
+            if own_limit in self._warned_of:
+                continue
+            self._warned_of.add(own_limit)
+            if own_limit:
+                logger.warning(
+                    "a sibling on %s kept its turn for %.1f s, which is less than its lease of "
+                    "%.1f s, but siblings may delay this job by at most a quarter of its process "
+                    "group's timeout; this rank computes beside the sibling (warned once)",
+                    self._segment.device,
+                    lost.waited_s,
+                    lost.lease_s,
+                )
+            else:
+                logger.warning(
+                    "a sibling on %s kept its turn for longer than its lease of %.1f s; this rank "
+                    "computes beside it (warned once)",
+                    self._segment.device,
+                    lost.lease_s,
+                )
 
 
 def _raise(error: Exception) -> None:

@@ -103,8 +103,8 @@ SABOTAGES: dict[str, tuple[Any, str, Any]] = {
         lambda _: None,
     ),  # a turn given back wakes nobody
     "leftovers": (
-        turn_segment.TurnSegment,
-        "_remove_if_unused",
+        turn_segment,
+        "remove_if_unused",
         lambda _: None,
     ),  # nobody removes files
     "early_ends": (

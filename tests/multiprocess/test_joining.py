@@ -1,4 +1,4 @@
-"""Jobs of several ranks that take turns or cannot join their siblings, on all ranks alike; a process is one job."""
+"""Jobs of several ranks that join their siblings on all ranks, or on none; a process is one job."""
 
 import datetime
 import errno
@@ -28,7 +28,7 @@ from crossover_ddp._turns.turns import Turns
 from crossover_ddp.errors import SegmentError, TurnError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import Job, in_ranks, inside, run_jobs
-from tests.harness.groups import files_of, new_group
+from tests.harness.groups import files_of, join_over, new_group
 from tests.harness.oracles import heard
 from tests.harness.training import WIDTH, Training, same
 from tests.unit.turns.mutexes import membership_of
@@ -43,7 +43,7 @@ def _group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def training_of(seed: int, rank: int, hooked: bool, group: Any = None) -> Training:
-    """Return a model with BatchNorm and its hook; without turns with the split, which adds alike."""
+    """Return a model with BatchNorm and its hook: with turns, or the split, which adds alike."""
     torch.manual_seed(seed)
     layers = (nn.Linear(WIDTH, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
     return Training(
@@ -61,19 +61,20 @@ def training_of(seed: int, rank: int, hooked: bool, group: Any = None) -> Traini
 
 def _fails(error: Exception) -> Callable[..., None]:
     def failing(*_: Any, **__: Any) -> None:
-        raise type(error)(*error.args)  # a new one: its traceback keeps alive what it passes
+        # A new error each time, since its traceback keeps the frames alive that it passes.
+        raise type(error)(*error.args)
 
     return failing
 
 
 def _late(*arguments: Any, gather: Callable[..., Any] = TurnChannel.gather) -> Any:
-    """Answer when the others have given up: the verdict is theirs."""
+    """Answer after the other ranks have given up, so that the verdict is theirs."""
     time.sleep(1.5)
     return gather(*arguments)
 
 
 WING = "crossover_ddp._turns"
-# What rank 1 finds in a place, and what its job says then.
+# For each problem: the attribute that rank 1 finds replaced, its value, and the job's message.
 SPOILERS: dict[str, tuple[str, Any, str]] = {
     "missing": (
         f"{WING}.segment.TurnSegment.__init__.__kwdefaults__",
@@ -85,17 +86,17 @@ SPOILERS: dict[str, tuple[str, Any, str]] = {
         lambda fd, start, length, *kind: length > 1 and lock_slots(fd, start, length, *kind),
         "expected a free slot",
     ),
-    # Ranks of one machine share the file: the one that comes too late finds no room for its slot.
+    # Ranks of one machine share the file: the rank that comes too late finds no room for its slot.
     "full": (
         f"{WING}.segment.os.posix_fallocate",
         _fails(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
         "got No space left on device; make room there",
     ),
-    "broken store": (f"{WING}.channel.TurnChannel._met", _fails(RuntimeError("refused")), ""),
+    "broken store": (f"{WING}.channel.TurnChannel._meet", _fails(RuntimeError("refused")), ""),
     "late rank": (
         f"{WING}.channel.TurnChannel.gather",
         _late,
-        "expected all 2 ranks to join within",
+        "not all 2 ranks joined within",
     ),
 }
 
@@ -108,8 +109,9 @@ SPOILERS: dict[str, tuple[str, Any, str]] = {
 def test_a_job_whose_rank_cannot_join_trains_without_turns(
     rank: int, world_size: int, spoil: str
 ) -> None:
-    """One rank says why; where the store fails nobody can tell the others, and each says what it found, in time."""
-    (place, found, cause), is_alone = SPOILERS[spoil], spoil in ("broken store", "late rank")
+    """One rank warns of the reason. If ranks cannot exchange it, each warns of its own, in time."""
+    place, found, cause = SPOILERS[spoil]
+    is_alone = spoil in ("broken store", "late rank")
     plain = training_of(1, rank, hooked=False)
     losses = [plain.step() for _ in range(STEPS)]
     with pytest.MonkeyPatch.context() as patch, heard() as warnings:
@@ -126,27 +128,27 @@ def test_a_job_whose_rank_cannot_join_trains_without_turns(
         training.close()
     assert stats["turns"] == 0
     assert cause in stats["disabled_because"]
-    said: list[Any] = [None] * world_size
-    dist.all_gather_object(said, warnings)
+    of_ranks: list[Any] = [None] * world_size
+    dist.all_gather_object(of_ranks, warnings)
     if not is_alone:
-        ((message,),) = filter(None, said)
+        ((message,),) = filter(None, of_ranks)
         assert cause in message and "trains on without" in message
     elif spoil == "broken store":
-        assert [len(each) for each in said] == [1, 1]
+        assert [len(each) for each in of_ranks] == [1, 1]
 
 
 @in_ranks(2)
-def test_a_rank_without_a_thread_for_its_turns_tells_its_peers(rank: int) -> None:
-    """They would wait for its grants for half the group's timeout."""
+def test_a_lead_rank_that_cannot_start_its_thread_ends_its_peers_turns(rank: int) -> None:
+    """Else they would wait for its grants for half the group's timeout."""
     device = f"device{rank}"
-    message = "expected a thread for turns, got: can't start new thread; raise ulimit -u"
+    message = "cannot start the thread for turns: can't start new thread; raise ulimit -u"
     for is_lead in (True, False):
         dist.barrier()
         if (rank == 0) == is_lead:
             with pytest.MonkeyPatch.context() as patch, pytest.raises(TurnError, match=message):
                 patch.setattr(Turns, "__init__", _fails(RuntimeError("can't start new thread")))
                 GPUMutex(device=device)
-            assert joining._places == set()
+            assert joining._claims == set()
         else:
             mutex = GPUMutex(device=device)
             channel = membership_of(mutex).channel
@@ -162,10 +164,8 @@ def test_a_rank_without_a_thread_for_its_turns_tells_its_peers(rank: int) -> Non
 def _alternate(
     rank: int, hooked: bool, groups: Sequence[Any], together: bool
 ) -> tuple[list[Training], list[float]]:
-    trainings, losses = (
-        [training_of(seed, rank, hooked, group) for seed, group in enumerate(groups, 1)],
-        [],
-    )
+    trainings = [training_of(seed, rank, hooked, group) for seed, group in enumerate(groups, 1)]
+    losses = []
     for _ in range(2 * STEPS):
         if together:
             loss = torch.stack([training.loss() for training in trainings]).sum()
@@ -190,7 +190,7 @@ def _are_one_job(rank: int, world_size: int, ranks: Sequence[int], together: boo
         stats = hooked[0].state.stats()
         assert stats["disabled_because"] is None
         assert stats["leases_expired"] == 0
-        assert stats["siblings"] in (0, 1), "its own models are none"
+        assert stats["siblings"] in (0, 1), "the job's own models are not siblings"
         assert stats["turns"] >= 2 * STEPS - 1
         for training in hooked:
             training.close()
@@ -201,28 +201,29 @@ def _are_one_job(rank: int, world_size: int, ranks: Sequence[int], together: boo
     ("world_size", "ranks", "together"), [(2, (0, 1), True), (4, (0, 2), False)], ids=str
 )
 def test_models_on_several_groups_are_one_job(world_size: int, ranks: Any, together: bool) -> None:
-    """Beside a sibling of the same kind: nobody waits a lease for itself."""
+    """No job waits a lease for itself. It has a sibling of the same kind."""
     own = DEVICES[:world_size]
     jobs = [
         Job(_are_one_job, world_size, (ranks, together), environment=own, name=name)
         for name in "ab"
     ]
     for job in run_jobs(jobs, timeout_s=90.0):
-        said = [message for warnings in job for message in warnings]
-        assert len(said) == (len(ranks) < world_size), said
-        assert all(f"{len(ranks)} of the job's {world_size} ranks" in message for message in said)
+        messages = [message for warnings in job for message in warnings]
+        assert len(messages) == (len(ranks) < world_size), messages
+        assert all(f"{len(ranks)} of the job's {world_size} ranks" in each for each in messages)
 
 
 @in_ranks(2, environment=DEVICES[:2])
-def test_the_wrapper_around_a_hook_of_a_partial_group_is_that_hook(rank: int) -> None:
-    group, found = dist.new_group([1]), []
+def test_the_wrapper_on_a_part_of_the_ranks_has_the_wrapped_hooks_result(rank: int) -> None:
+    group = dist.new_group([1])
+    found = []
     state = CrossoverState(group, hook_state=group)
     hooks = (
         (group, default_hooks.allreduce_hook),
         (state, crossover_wrapper(default_hooks.allreduce_hook)),
     )
-    for way in hooks if rank else ():
-        training = Training(lambda *_, way=way: way, rank, process_group=group)
+    for hook in hooks if rank else ():
+        training = Training(lambda *_, hook=hook: hook, rank, process_group=group)
         training.backward()
         found.append(
             [float(p.grad.sum()) for p in training.model.parameters() if p.grad is not None]
@@ -231,8 +232,8 @@ def test_the_wrapper_around_a_hook_of_a_partial_group_is_that_hook(rank: int) ->
 
 
 @in_ranks(2, environment=DEVICES[:2])
-def test_all_ranks_join_anew_after_one_had_failed_before_it_was_closed(rank: int) -> None:
-    """They would wait for each other for half an hour if only those whose mutex had been well did."""
+def test_all_ranks_of_a_closed_state_join_again_after_turns_had_failed_on_one(rank: int) -> None:
+    """If only the ranks without a failure joined again, they would wait for half an hour."""
     stats = []
     for _ in range(2):
         state = Training("crossover", rank).run(3).state
@@ -245,12 +246,15 @@ def test_all_ranks_join_anew_after_one_had_failed_before_it_was_closed(rank: int
     assert stats[1]["turns"] == 3
 
 
-LEASE_S = 100.0  # longer than any test: a turn that overlaps another one was not forgiven
+LEASE_S = 100.0  # longer than any test, so that no lease excuses turns that overlap
 TIMEOUT_S = 60.0
 
 
 def take_turns(mutex: GPUMutex, count: int, group: dist.ProcessGroup | None = None) -> float:
-    """Take turns with a collective inside, as DDP's broadcast of buffers is; return the longest wait for one."""
+    """Take turns with a collective inside, like DDP's broadcast of buffers.
+
+    Return the longest wait for a turn.
+    """
     longest_s = 0.0
     for _ in range(count):
         begin_s = time.monotonic()
@@ -265,12 +269,12 @@ def take_turns(mutex: GPUMutex, count: int, group: dist.ProcessGroup | None = No
 def test_a_job_that_stays_side_by_side_draws_one_turn_for_several_steps(
     rank: int,
 ) -> tuple[int, int]:
-    """The same ones on all ranks, whoever asks early and whenever it hears of the verdict."""
+    """All ranks draw the same ones, even if one requests early or receives the verdict late."""
     mutex = GPUMutex(device=f"dev{rank}", trial=True)
     segment = membership_of(mutex).segment
 
-    def go_on(steps: int, turns: int, word: Word | None = None) -> None:
-        """Take so many steps behind a word, for which so many turns are drawn."""
+    def run_steps(steps: int, turns: int, word: Word | None = None) -> None:
+        """Write a word and run some steps. Check that ``turns`` turns are drawn for them."""
         if rank == 0 and word is not None:
             segment.write_word(word)
         dist.barrier()
@@ -289,17 +293,16 @@ def test_a_job_that_stays_side_by_side_draws_one_turn_for_several_steps(
         dist.barrier()
         assert found == (expected, expected)
 
-    go_on(4, 4)
-    go_on(20 * SIDE_STEPS + 1, 21, Word.SIDE_BY_SIDE)
+    run_steps(4, 4)
+    run_steps(20 * SIDE_STEPS + 1, 21, Word.SIDE_BY_SIDE)
     assert mutex.mode == "side by side"
-    go_on(SIDE_STEPS - 1 + 3, 3, Word.TAKE_TURNS)
+    run_steps(SIDE_STEPS - 1 + 3, 3, Word.TAKE_TURNS)
     assert mutex.mode == "turns"
-    sibling = TurnSegment(
-        os.environ["CROSSOVER_GROUP"], f"dev{rank}"
-    )  # for which all numbers must be known
+    # Beside a sibling, all numbers must be known.
+    sibling = TurnSegment(os.environ["CROSSOVER_GROUP"], f"dev{rank}")
     sibling.join(Member(job=9, lead=sibling.machine, rank=rank, world_size=2, lease_s=1.0))
     dist.barrier()
-    go_on(10, 10)
+    run_steps(10, 10)
     assert mutex.shared
     sibling.leave()
     found = mutex.stats()
@@ -309,7 +312,9 @@ def test_a_job_that_stays_side_by_side_draws_one_turn_for_several_steps(
 
 
 @in_ranks(2)
-def test_a_siblings_lease_never_outlasts_the_own_groups_timeout(rank: int) -> None:
+def test_a_rank_waits_a_quarter_of_its_groups_timeout_whatever_the_siblings_lease(
+    rank: int,
+) -> None:
     """Rank 1's sibling never gives its turn back, and has published a lease of an hour."""
     with heard() as warnings:
         own = dist.new_group(timeout=datetime.timedelta(seconds=12))
@@ -331,8 +336,8 @@ def test_a_siblings_lease_never_outlasts_the_own_groups_timeout(rank: int) -> No
 
 
 @in_ranks(2)
-def test_ranks_that_cannot_join_all_raise(rank: int) -> str:
-    """What others have put there stays, the rest goes."""
+def test_all_ranks_raise_if_one_cannot_join(rank: int) -> str:
+    """The malformed file stays, and the job's own files are removed."""
     group = f"{os.environ['CROSSOVER_GROUP']}-broken"
     segment = TurnSegment(group, "dev1")
     segment.forget()
@@ -354,7 +359,7 @@ def test_ranks_that_cannot_join_all_raise(rank: int) -> str:
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @in_ranks(2)
-def test_a_job_whose_turns_break_on_one_device_goes_on_without(rank: int, bad_rank: int) -> None:
+def test_a_job_whose_turns_fail_on_one_device_trains_on_without(rank: int, bad_rank: int) -> None:
     with heard() as warnings:
         mutex = GPUMutex(device=f"dev{rank}", lease=LEASE_S)
         take_turns(mutex, 5)
@@ -366,3 +371,24 @@ def test_a_job_whose_turns_break_on_one_device_goes_on_without(rank: int, bad_ra
     assert longest_s < LEASE_S / 2
     assert len(warnings) <= 1
     assert rank != bad_rank or "trains on without" in warnings[0]
+
+
+@pytest.mark.defect("turns-5", "strangers-21")
+# Gloo itself finds addresses of the life before in the store. With lazy initialization it connects
+# only with the first collective.
+@in_ranks(2, environment={"TORCH_GLOO_LAZY_INIT": "1"})
+def test_a_group_made_again_on_the_same_store_is_one_job_on_all_ranks(rank: int) -> list[str]:
+    """No rank takes an answer of an earlier life, although rank 0 comes last and answers last."""
+    store = None
+    jobs = []
+    for _ in range(3):
+        store = join_over(rank, 2, store)
+        time.sleep(0.0 if rank else 0.3)
+        mutex = GPUMutex(device=f"dev{rank}")
+        jobs.append(mutex.stats()["job"])
+        for _ in range(2):
+            with mutex:
+                assert mutex.holding
+        mutex.close()
+    assert len(set(jobs)) == 3
+    return jobs

@@ -1,6 +1,7 @@
-"""What the tests of turns share: mutexes that are closed at the end, threads to wait in, and segments that are joined.
+"""Helpers of the tests of turns: mutexes closed at the end, threads to wait in, joined segments.
 
-Two segments of one process are as those of two: locks and bells belong to open files; `forget` is what a death is.
+Two segments of one process behave like those of two processes, since locks and bells belong to open
+files. `TurnSegment.forget` is like a death.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness.groups import files_of, new_group
 
 DEVICE = "dev0"
-LEASE_S = 300.0  # longer than any test: a turn that overlaps another one was not forgiven
+LEASE_S = 300.0  # longer than any test, so that no lease excuses turns that overlap
 SOON_S = 60.0  # far less than the lease, and enough on a busy machine
 
 Make = Callable[..., GPUMutex]
@@ -31,18 +32,17 @@ Join = Callable[..., TurnSegment]
 
 
 class Nowhere(set[Any]):
-    """Remembers no place of this process, as if each mutex were in a process of its own."""
+    """Remembers no claim of this process, as if each mutex were in a process of its own."""
 
-    def add(self, place: object) -> None:
+    def add(self, claim: object) -> None:
         pass
 
 
 @pytest.fixture(autouse=True)
 def several_jobs_in_this_process() -> Iterator[None]:
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # the fixture would undo a test's own patches too late
-        patch.setattr(joining, "_places", Nowhere())
+    # Not by the `monkeypatch` fixture, which would undo a test's own patches too late.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joining, "_claims", Nowhere())
         yield
 
 
@@ -53,7 +53,7 @@ def group() -> str:
 
 @pytest.fixture
 def make(group: str) -> Iterator[Make]:
-    """Make mutexes of one group on one device, unless told otherwise; all are closed at the end."""
+    """Make mutexes, by default of one group on one device; all are closed at the end."""
     made: list[GPUMutex] = []
 
     def making(name: str | None = group, **arguments: Any) -> GPUMutex:
@@ -72,7 +72,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def membership_of(mutex: GPUMutex) -> Membership:
-    """Look behind a mutex that takes turns."""
+    """Return the membership of a mutex that takes turns."""
     assert mutex._turns is not None
     return mutex._turns.membership
 
@@ -86,7 +86,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def acquire_in(threads: ThreadPoolExecutor, mutex: GPUMutex) -> "Future[float]":
-    """Acquire in a thread; the result is when that was done."""
+    """Acquire in a thread. The result is the time at which that returned."""
 
     def acquiring() -> float:
         mutex.acquire()
@@ -103,7 +103,7 @@ def blocks(future: "Future[float]") -> bool:
 
 @contextlib.contextmanager
 def held_up(threads: ThreadPoolExecutor, mutex: GPUMutex) -> "Iterator[Future[float]]":
-    """Acquire in a thread, which waits until the block's end and no longer."""
+    """Acquire in a thread. Check that it waits until the end of the block, and no longer."""
     waiting = acquire_in(threads, mutex)
     assert blocks(waiting)
     yield waiting
@@ -145,7 +145,7 @@ def files(base: Path) -> list[str]:
 
 
 def state(base: Path) -> list[tuple[object, ...]]:
-    """Return all that a change of any file would change."""
+    """Return the status of all files, so that a change of any file is seen."""
     return [
         (
             path,
