@@ -64,10 +64,10 @@ _TIMED_OUT: Final = (
 
 
 class _Checked(NamedTuple):
-    """The model of a bucket, None if it is not known, and its process group, which was compared with the hook's."""
+    """A bucket that was checked, by weak references."""
 
-    model: Callable[[], DistributedDataParallel | None]
-    group: Callable[[], dist.ProcessGroup | None]
+    model: Callable[[], DistributedDataParallel | None]  # None: not known
+    group: Callable[[], dist.ProcessGroup | None]  # the model's, which is the hook's
 
     @classmethod
     def of(cls, model: DistributedDataParallel | None) -> "_Checked":
@@ -109,7 +109,7 @@ class Exchange:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None) -> "Exchange":
-        """Return the one of a group, None for the default one, which lives as long as that. Not collective."""
+        """Return the exchange of a group, or of the default group. It lives as long as the group. Not collective."""
         group = dist.group.WORLD if process_group is None else process_group
         with cls._registry_lock:
             if group is None or group not in cls._of_group:
@@ -127,13 +127,17 @@ class Exchange:
         link: Link | None = None,
         meter: Meter | None = None,
     ) -> Trip:
-        """Begin a journey of ``tensor``, which belongs to no bucket; ``way`` makes it of its link.
+        """Start a journey of a tensor that belongs to no bucket.
 
-        ``tensor``: says the device; what the journey writes of it may be let go of. ``name``: of what travels, in
-        errors. ``deferred``: other ranks may need it although this one ends. ``link``: of an earlier journey, whose
-        messages these belong to; None draws one. ``meter``: counts what travels, and waits.
+        Args:
+            way: returns the coroutine, given the link.
+            tensor: on the device of the journey; kept alive until the journey ends.
+            name: of the tensor, for errors.
+            deferred: the program goes on without it. Other ranks may need it although this rank ends.
+            link: of an earlier journey that this one continues. Default: the next one of the network.
+            meter: counts traffic and waits.
 
-        **Collective**: all ranks begin the same journeys in the same order.
+        **Collective**: all ranks start the same journeys in the same order.
         """
         self._check_process()
         network = self.network(tensor.device)
@@ -225,12 +229,12 @@ class Exchange:
         return self.carry(grad_bucket, journey, turn=turn, state=state, leaves_buffers=True).future
 
     def answer(self, grad_bucket: dist.GradBucket, carry: "Carry", state: object) -> GradientFuture:
-        """Return what ``carry`` does in a hook; behind a step's last bucket parameters are compared. **Collective**."""
+        """Call ``carry`` for a bucket. Behind a step's last bucket parameters are compared. **Collective**."""
         entered = self._entered
         try:
             future = carry(self)
         except Exception:
-            if self._entered == entered:  # refused before it was carried: ranks count alike
+            if self._entered == entered:  # refused before a journey was started: ranks count alike
                 self._enter(grad_bucket).refuse(grad_bucket)
                 self.network(grad_bucket.buffer().device).link()
             raise
@@ -238,6 +242,7 @@ class Exchange:
         return future
 
     def compare(self, grad_bucket: dist.GradBucket, state: object) -> None:
+        """Compare the ranks' parameters in steps 1, 2, 4, 8, … and every thousandth, behind the last bucket."""
         group = self._group()
         if self.size == 1 or group is None or not grad_bucket.is_last():
             return
@@ -252,7 +257,7 @@ class Exchange:
                 look()
 
     def meter_of(self, state: object) -> Meter:
-        """Return what counts for a hook with or without a state; rank 0 says once what its first steps did."""
+        """Return the meter of a hook with or without a state. Rank 0 logs once what its first steps did."""
         meter = state.meter if isinstance(state, HookState) else self.meter
         if meter.steps == _TOLD_AFTER and not meter.is_logged:
             meter.is_logged = True
@@ -264,7 +269,7 @@ class Exchange:
         return meter
 
     def _model_of(self, last: dist.GradBucket) -> BehindBuckets:
-        """Return the model of a last bucket, into which DDP may have put other parameters just now."""
+        """Return the record of the model of a last bucket. DDP may just have rebuilt it with other parameters."""
         parameters = last.parameters()
         if (found := self._models.get(parameters[0])) is None:
             known = (self._models[each] for each in parameters if each in self._models)
@@ -285,7 +290,7 @@ class Exchange:
         return backward
 
     def _bucket(self, grad_bucket: dist.GradBucket, link: Link, backward: Backward) -> Bucket:
-        """Return the bucket; raise what makes its exchange impossible."""
+        """Make the journey's bucket, or raise its refusal."""
         flat = grad_bucket.buffer()
         self.check(grad_bucket)
         backward.ready.append((flat.nbytes, time.monotonic()))
@@ -293,14 +298,14 @@ class Exchange:
         return Bucket(grad_bucket, self.equal_layout(flat), backward, place, link)
 
     def check(self, grad_bucket: dist.GradBucket) -> None:
-        """Refuse a bucket that the group cannot exchange."""
+        """Raise ``UnsupportedConfigurationError`` for a bucket that the group cannot exchange."""
         group = self._group()
         if group is None:
             return
         parameter = grad_bucket.parameters()[0]
         checked = self._checked.get(parameter)
         if checked is None:
-            flat_gradients(grad_bucket)  # its parameters do not change their kind
+            flat_gradients(grad_bucket)  # once: parameters do not change their kind
             model = check_group(grad_bucket, group)
         else:
             model = checked.model()
@@ -330,7 +335,7 @@ class Exchange:
             self._ended(trip, failure)
 
     def _send_buffers(self, grad_bucket: dist.GradBucket, state: object, meter: Meter) -> None:
-        """Let rank 0's buffers travel behind the last bucket, see [Note: buffers behind the gradients]."""
+        """Send rank 0's buffers behind the last bucket, see [Note: buffers behind the gradients]."""
         device, sources = grad_bucket.buffer().device, self._model_of(grad_bucket).buffers
         if not self.sends_messages(device):
             return
@@ -358,16 +363,16 @@ class Exchange:
             ).wait
 
     def equal_layout(self, flat: Tensor) -> Layout:
-        """Return who owns which part of a tensor of this size, dtype and device if parts are equal."""
+        """Return the layout of equal shards for a tensor of this size, dtype and device."""
         network = self.network(flat.device)
         return equal_lengths(
             flat.numel(), self.size, max(1, network.alignment_bytes // flat.itemsize)
         )
 
     def gather_numbers(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-        """Return every rank's numbers by rank, as many on all, once all have asked; over the network of ``device``.
+        """Return each rank's numbers, as many on all ranks. Blocks until all ranks have called.
 
-        **Collective**.
+        **Collective**, over the network of ``device``.
         """
         flat = torch.zeros(self.size, len(numbers), dtype=torch.float64, device=device)
         flat[self.rank] = torch.tensor(numbers, dtype=flat.dtype)
@@ -375,7 +380,7 @@ class Exchange:
         return flat.tolist()
 
     def gather(self, flat: Tensor, layout: Layout, name: str) -> None:
-        """Copy each rank's part of ``flat`` to all, and wait for it. **Collective**."""
+        """Copy each rank's shard of ``flat`` to all ranks, and wait for it. **Collective**."""
         self.begin(lambda link: link.all_gather(flat, layout), flat, name).wait()
 
     def _check_process(self) -> None:
@@ -398,11 +403,11 @@ class Exchange:
         return {device.type for device in self._networks}
 
     def sends_messages(self, device: torch.device) -> bool:
-        """Tell whether ranks exchange messages, not collectives, for tensors on ``device``."""
+        """Whether tensors on ``device`` travel by messages (gloo), not by a backend's collectives."""
         return self._backends.get(device.type) == "gloo"
 
     def network(self, device: torch.device) -> Network:
-        """Return what carries the tensors of ``device``; made when it is first asked for, on all ranks alike."""
+        """Return the network of ``device``. The first call makes it, at the same point on all ranks."""
         if (found := self._networks.get(device)) is None:
             if (group := self._group()) is None:
                 raise ExchangeError(_DESTROYED)
@@ -435,15 +440,19 @@ class Exchange:
             trip.end(self.fail(trip.name, lost))
 
     def fail(self, name: str, cause: BaseException) -> CrossoverError:
-        """End all exchange of the group, as other ranks hear, too, since ``name`` will not travel, see [Note: failed].
+        """Fail every journey of the group and close its connections, so that peers fail as well.
 
-        Returns the group's failure: an earlier one, or what is made of ``cause``; ours says its own remedy.
+        See [Note: failed].
+
+        Args:
+            name: of the tensor whose journey failed.
+            cause: the error.
+
+        Returns the group's failure: an earlier one, or ``cause`` if it is one of our errors, or an
+        ``ExchangeError`` that names both.
         """
-        hint = (
-            _TIMED_OUT
-            if "timed out" in str(cause).lower() or "timeout" in str(cause).lower()
-            else ""
-        )
+        lower = str(cause).lower()
+        hint = _TIMED_OUT if "timed out" in lower or "timeout" in lower else ""
         text = (
             f"rank {self.rank} of {self.size}: the exchange of {name} failed: {cause}{hint}; no later exchange on this "
             "process group can succeed, restart the job"
@@ -463,15 +472,15 @@ class Exchange:
         return failure
 
     def close(self) -> None:
-        """End the threads, after what is under way. Later journeys fail. May be called again."""
+        """Stop the threads when journeys under way have ended. Later journeys fail. May be called again."""
         self._leave_group()
         self._end()
 
     def _end(self) -> None:
-        """The group, the interpreter, or who uses this exchange ends.
+        """Shut down: the process group, the interpreter or the owner of this exchange is going away.
 
-        A rank may leave while others still need what it has to send. A thread that gloo lets go while the interpreter
-        is torn down would take the process with it, so the threads must be gone before.
+        Peers may still need data from this rank, so it waits for deferred journeys. A thread that returns from gloo
+        while the interpreter is torn down would crash the process, so the threads must end before.
         """
         if os.getpid() != self._pid:
             return
@@ -479,16 +488,15 @@ class Exchange:
             self._timeline.flush()
         end_s = time.monotonic() + _NEEDED_BY_OTHERS_S
         for trip in list(self._under_way):
-            if trip.deferred and (
-                not isinstance(trip, Bucket) or trip.backward.is_whole
-            ):  # else nobody waits for it
+            # No rank waits for the buckets of a backward pass that has not ended.
+            is_needed = not isinstance(trip, Bucket) or trip.backward.is_whole
+            if trip.deferred and is_needed:
                 trip.block(max(0.0, end_s - time.monotonic()))
         if not self._close_networks(_END_S):
-            self.fail(
-                "what was under way", RuntimeError("the process group was destroyed meanwhile")
-            )
+            cause = RuntimeError("the process group was destroyed meanwhile")
+            self.fail("a tensor under way", cause)
             self._close_networks(_END_S)
-        with self._lock:  # what has arrived may still be used
+        with self._lock:  # data that has arrived stays usable
             self._failure = self._failure or ExchangeError(_DESTROYED)
 
     def _close_networks(self, timeout_s: float) -> bool:
@@ -520,20 +528,20 @@ def answered(
     plain: Callable[[Any, dist.GradBucket], GradientFuture] = allreduce_hook,
     refused: Callable[[], None] | None = None,
 ) -> GradientFuture:
-    """Do what every hook does before it carries ``bucket``, and return what ``carry`` does.
+    """Check a hook's arguments, and run it for ``bucket``. Returns the Future for DDP.
 
-    What that raises is raised by ``backward()`` instead. Only where torch's python reducer calls the hook the error
-    leaves it, for nobody else would hear of it.
+    Errors are re-raised by ``backward()``. The exception is torch's Python reducer, where nothing would report
+    them: there they propagate.
 
     Args:
-        state: a `HookState`; what its ``said(bucket)`` returns the ranks must have in common.
+        state: a `HookState`, whose ``said(bucket)`` all ranks must have in common, or a process group.
         bucket: DDP's.
-        kind: of the hook's states; others, such as another hook's, are refused. None: ``state`` is the process group.
-        remedy: what to do with those instead.
-        carry: begins the exchange.
-        compares: whether ``compare_replicas`` of the state holds from this bucket on, see `Exchange.answer`.
-        plain: answers instead with ``CROSSOVER_DISABLE=1``.
-        refused: called first if anything raises.
+        kind: the class of the hook's states; another hook's state is refused. None: ``state`` is the process group.
+        remedy: for that refusal: how to write it instead.
+        carry: starts the journey of the bucket.
+        compares: whether the parameters of ranks are compared behind the last bucket, see `Exchange.compare`.
+        plain: the hook to run instead with ``CROSSOVER_DISABLE=1``.
+        refused: called before an error is handed to ``backward()``.
     """
     if isinstance(bucket, tuple):
         raise UnsupportedConfigurationError(PYTHON_REDUCER)
