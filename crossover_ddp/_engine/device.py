@@ -1,25 +1,25 @@
-"""Work on a CUDA device, and a backend's own collectives.
+"""CUDA devices of journeys, and networks for their tensors.
 
-[Note: the side stream] All that journeys issue on a device, they issue on one stream of ours. It follows the stream of
-whoever starts a journey, and whoever waits for a journey has his stream follow it. `Trip` makes it current around
-each piece of the way, so that memory which a journey allocates belongs to it, too.
+[Note: the side stream] Journeys issue all their work on a device on one stream of ours. It follows the stream of the
+thread that starts a journey, and the stream of a thread that waits for a journey follows it. `Trip` makes it current
+around each segment, so that memory allocated by a journey belongs to it as well.
 
 [Note: who waits for the compute stream] Where the host drives journeys (gloo), one of our threads waits for the compute
 stream before a journey begins. If the side stream waited instead, the copies of an earlier journey, enqueued behind
-that, would wait for gradients that are not theirs. Where the device drives them (NCCL), the side stream waits.
+that, would wait for gradients of another bucket. Where the device drives them (NCCL), the side stream waits.
 
-[Note: one order] Ranks that issue a backend's own collectives in different orders wait for each other for ever. So all
-are issued by the thread that starts the journey, among the model's own: nothing there is awaited.
+[Note: one order] Ranks that issue a backend's own collectives in different orders deadlock. So all collectives are
+issued on the thread that starts the journey, among the model's own. Journeys do not suspend there.
 
-[Note: staging] A collective copies what it sends to pinned memory, on a stream for copies down, which follows the side
-stream. A thread sleeps until the copy is there, and hands it to the network. What arrives is copied back on a stream
-for copies up, which the side stream follows; PCIe carries both directions at once.
+[Note: staging] A collective copies its input to pinned memory, on a stream for copies down, which follows the side
+stream. A thread sleeps until the copy has ended, and hands it to the network. Received data is copied back on a stream
+for copies up, which the side stream follows. PCIe carries both directions at once.
 
-No memory waits for an event of ours. Pinned memory is simply dropped: torch lends it again only after the copies that
-read or fill it, and gloo holds what it uses. Device memory that is copied into is free of earlier kernels: the copy
-down followed the side stream, and the thread has waited for it; so it does even if there is nothing to copy.
-What a journey was begun with may be let go of by whoever began it without waiting: a journey that nobody has waited for
-has the stream that it was begun on follow when it goes, before what it holds does.
+Memory needs no further events. Pinned memory is simply dropped: torch reuses it only after the copies that read or fill
+it, and gloo holds a reference to memory in use. Device memory that is copied into is free of earlier kernels: the copy
+down followed the side stream, and the thread has waited for it, even where there is nothing to copy. The program may
+drop a tensor of a journey without waiting. Such a journey makes the stream that it was started on follow when it is
+deleted, before its tensors are.
 """
 
 import copy
@@ -37,20 +37,24 @@ from crossover_ddp._system.cuda_driver import adopt_thread
 from .journeys import Begin, GradientFuture, Place, Station, at_once, living, stop_all
 from .links import Alone, Gloo, Halfway, Layout, Link, LinkAround, nothing_halfway, parts
 
-Pair = tuple[Tensor, Tensor]  # where to, where from
-# Torch 2.14 gave them new names, and warns of the old ones.
+Pair = tuple[Tensor, Tensor]  # destination, source
+# Torch 2.14 renamed them, and warns about the old names.
 _REDUCE_SCATTER: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ALL_GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Device(Place):
-    """A CUDA device whose number is known, see [Note: the side stream].
+    """A CUDA device with an index, see [Note: the side stream].
 
-    ``by_host``: whether the host drives journeys, see [Note: who waits for the compute stream].
+    Args:
+        device: a CUDA device.
+        by_host: whether the host drives journeys, see [Note: who waits for the compute stream].
     """
 
     def __init__(self, device: torch.device, *, by_host: bool) -> None:
-        self.device, self.stream, self._by_host = device, torch.cuda.Stream(device), by_host
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._by_host = by_host
         self._following = Station("crossover-follow", self.adopt_thread)
 
     def follow(self) -> Begin:
@@ -70,11 +74,10 @@ class Device(Place):
         current = torch.cuda.current_stream(self.device)
 
         def order(follow: Callable[[], None]) -> None:
-            # The device, too: a thread of the user's own goes back to number 0, see `adopt_thread`.
+            # The device as well: a thread of user code goes back to device 0, see `adopt_thread`.
             with torch.cuda.device(self.device), torch.cuda.stream(current):
-                if (
-                    not torch.cuda.is_current_stream_capturing()
-                ):  # an event of no capture would break it
+                # An event from outside of a CUDA graph's capture would break it.
+                if not torch.cuda.is_current_stream_capturing():
                     follow()
 
         return order
@@ -94,9 +97,9 @@ class Device(Place):
         return GradientFuture(devices=[self.device])
 
     def adopt_thread(self) -> None:
-        """Choose the device, too.
+        """Also make this the thread's current device.
 
-        A new thread's device is number 0, and leaving a stream's ``with`` block goes back to it: each rank would make
+        A new thread's device is number 0, and leaving a stream's ``with`` block returns to it: each rank would create
         a context there, half a gigabyte.
         """
         super().adopt_thread()
@@ -108,15 +111,15 @@ class Device(Place):
 
 
 def sleeping_event() -> torch.cuda.Event:
-    """Make an event whose waiter sleeps instead of spinning on a core."""
+    """Return an event whose waiters sleep instead of spinning on a core."""
     return torch.cuda.Event(blocking=True)
 
 
 class Native(Alone):
-    """A backend's own collectives, NCCL's and its like: a network, and copies of it as links, see [Note: one order].
+    """A backend's own collectives, such as NCCL's, see [Note: one order]. Its links are copies of the network.
 
-    On a device all goes to the stream that is current, which `Trip` has chosen. The group is held weakly. Bytes are
-    those of an exchange around a ring.
+    On a device all work goes to the current stream, which `Trip` has chosen. The group is held weakly. Bytes are
+    counted as for a ring.
     """
 
     in_program_order = True
@@ -127,14 +130,16 @@ class Native(Alone):
     def __init__(self, group: dist.ProcessGroup, place: Place) -> None:
         super().__init__(place)
         self._group = weakref.ref(group)
-        self.rank, self.size = group.rank(), group.size()
+        self.rank = group.rank()
+        self.size = group.size()
 
     def link(self) -> Link:
         return copy.copy(self)
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """Send an equal front in one collective, each longer part's rest by itself."""
-        group, (front, rest) = living(self._group), self._front_and_rest(flat, layout)
+        """Send equal shards in one collective, and the rest of a longer shard by itself."""
+        group = living(self._group)
+        front, rest = self._front_and_rest(flat, layout)
         flat.div_(self.size)
         self._sent_bytes += (sum(layout) - layout[self.rank]) * flat.itemsize
         if front.numel():
@@ -148,7 +153,8 @@ class Native(Alone):
         return parts(flat, layout)[self.rank]
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        group, (front, rest) = living(self._group), self._front_and_rest(flat, layout)
+        group = living(self._group)
+        front, rest = self._front_and_rest(flat, layout)
         self._sent_bytes += (sum(layout) - layout[(self.rank + 1) % self.size]) * flat.itemsize
         if front.numel():
             _wait(_ALL_GATHER(front, front.chunk(self.size)[self.rank], group=group, async_op=True))
@@ -167,7 +173,7 @@ class Native(Alone):
     def _front_and_rest(
         self, flat: Tensor, layout: Layout
     ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-        """Return what is cut equally, but for the last rank's rest; or nothing, and all parts that are not empty."""
+        """Return the part that is cut equally and the last rank's rest; or nothing, and all parts with elements."""
         share = layout[0]
         if all(length == share for length in layout[:-1]) and layout[-1] >= share:
             front, last = flat[: share * self.size], flat[share * self.size :]
@@ -178,30 +184,32 @@ class Native(Alone):
 
 
 def _wait(work: Any) -> None:
-    """Have the current stream (on a CPU this thread) wait for a ``dist.Work``."""
+    """Make the current stream (on a CPU this thread) wait for a ``dist.Work``."""
     work.wait()
 
 
 class Staged(Gloo):
-    """A network by messages, for the tensors of a device, which are divided there."""
+    """A network over gloo for tensors of a device, see [Note: staging]."""
 
-    divides = False
+    divides = False  # the device has divided them
 
     def __init__(self, group: dist.ProcessGroup, place: Device) -> None:
         super().__init__(group, place)
-        self.device, self._copying = place, Station("crossover-copy", place.adopt_thread)
-        self._down, self._up = torch.cuda.Stream(place.device), torch.cuda.Stream(place.device)
+        self.device = place
+        self._copying = Station("crossover-copy", place.adopt_thread)
+        self._down = torch.cuda.Stream(place.device)
+        self._up = torch.cuda.Stream(place.device)
 
     def link(self) -> Link:
         return _StagedLink(self, super().link())
 
     def close(self, timeout_s: float) -> bool:
-        """End the threads, in the order in which journeys come by."""
+        """Stop the threads in the order in which journeys pass through them."""
         closed = [self.place.close(timeout_s), stop_all([self._copying], timeout_s)]
         return all([*closed, super().close(timeout_s)])
 
     async def down(self, pairs: Sequence[Pair]) -> None:
-        """Copy to the host, and go on when all is there."""
+        """Copy to the host, and resume when the copies have ended."""
         self._down.wait_stream(self.device.stream)
         with torch.cuda.stream(self._down):
             for host, device in pairs:
@@ -211,7 +219,7 @@ class Staged(Gloo):
         there.synchronize()
 
     def up(self, pairs: Sequence[Pair]) -> None:
-        """Begin to copy to the device, before what the journey issues from now on."""
+        """Start copies to the device. Later work of the journey is ordered behind them."""
         with torch.cuda.stream(self._up):
             for device, host in pairs:
                 device.copy_(host, non_blocking=True)
@@ -219,15 +227,20 @@ class Staged(Gloo):
 
 
 class _StagedLink(LinkAround):
-    """One journey's collectives; owners compute on the thread of the host's link: to launch kernels takes time, too."""
+    """The collectives of one journey.
+
+    Owners compute on the thread of the host's link: launching kernels takes time as well.
+    """
 
     def __init__(self, net: Staged, link: Link) -> None:
         super().__init__(link)
         self._net = net
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        own, host = parts(flat, layout)[self.rank], await self._addend(flat)
-        self._net.up([(own, await self._link.reduce_scatter(host, layout))])
+        own = parts(flat, layout)[self.rank]
+        host = await self._addend(flat)
+        own_host = await self._link.reduce_scatter(host, layout)
+        self._net.up([(own, own_host)])
         return own
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:

@@ -1,10 +1,10 @@
-"""What the states of all hooks have in common: ranks agree on arguments, steps are counted, jobs are saved. Our design.
+"""The base of all hook states: compared settings, statistics, checkpoints. Our design.
 
-[Note: checkpoints] A checkpoint first brings together, in place, what ranks keep apart: replicas are averaged, owners'
-parts of an optimizer's state come to all, residuals become the same on all ranks. Then one rank's dictionary is the
-job's, for any number of ranks, and so are the files of a loop that saves in its own way (``model.state_dict()``, on
-rank 0 alone), if it calls ``checkpoint()`` on all ranks before. The job itself goes on from what was brought together:
-so a resumed one walks with it, to the last bit.
+[Note: checkpoints] A checkpoint first gathers sharded state, in place: replicas are averaged, owners' parts of the
+optimizer state are copied to all ranks, residuals are made equal on all ranks. Then one rank's dictionary holds the
+whole job, for any number of ranks. So do the files of a loop that saves in its own way (``model.state_dict()`` on
+rank 0 alone), if it calls ``checkpoint()`` on all ranks before. The running job continues from the gathered state as
+well, so that a resumed job produces bitwise identical results.
 """
 
 import contextlib
@@ -38,12 +38,12 @@ _PATIENCE_S: Final = 10.0
 
 
 class Agreement:
-    """A comparison of what the ranks of a process group say, at the first bucket and after each load or drain.
+    """Compares the settings of all ranks, at the first bucket and after each load or drain.
 
-    torch's own collective carries it, so that a rank with ``CROSSOVER_DISABLE=1`` takes part, too.
+    It uses torch's own collectives, so that a rank with ``CROSSOVER_DISABLE=1`` takes part as well.
     """
 
-    made = False
+    made = False  # whether the settings have been compared
 
     def __init__(self) -> None:
         self.disabled = environment.is_set(environment.DISABLE)
@@ -53,7 +53,7 @@ class Agreement:
         self.made = False
 
     def make(self, group: dist.ProcessGroup, said: Callable[[], Mapping[str, object]]) -> None:
-        """`compare` what ``said`` returns, which is not called with ``CROSSOVER_DISABLE=1``. **Collective**."""
+        """Compare what ``said()`` returns; it is not called with ``CROSSOVER_DISABLE=1``. **Collective**."""
         if group.size() > 1:
             compare(
                 group,
@@ -63,23 +63,22 @@ class Agreement:
 
 
 class HookState:
-    """A state of one of our hooks, whose job can be saved and resumed; with ``mutex``, which may be None.
-
-    ``optimizer``: what the state was made with; None if it knows none. ``_block``: at whose end ranks differ again.
-    """
+    """The state of one of our hooks, whose job can be saved and resumed. It has a ``mutex``, which may be None."""
 
     process_group: dist.ProcessGroup | None
     agreement: Agreement
+    # The optimizers that the state was made with; None: it knows none.
     optimizer: Optimizers = None
+    # The call, such as "averaged()", whose block is entered. At its end ranks differ again.
     _block: str | None = None
 
     @functools.cached_property
     def meter(self) -> Meter:
-        """What the engine has counted."""
+        """Traffic counters."""
         return Meter()
 
     def stats(self) -> dict[str, Any]:
-        """Return what all states tell, see docs/troubleshooting.md. Not collective."""
+        """Return statistics, by the keys of docs/troubleshooting.md. Not collective."""
         return self._told()
 
     def _told(self, **said: Any) -> dict[str, Any]:
@@ -92,27 +91,29 @@ class HookState:
             yield
 
     def checkpoint(self, optimizer: Optimizers = None, *, to: int | None = None) -> dict[str, Any]:
-        """Bring together what ranks keep apart, and return what the job needs to go on; see `restore`.
+        """Gather sharded state, and return all that the job needs to resume; see `restore`.
 
-        Until the next step model and optimizers are whole on all ranks (the optimizers on rank ``to`` only), whoever
-        saves them. What it changes: replicas are averaged, with the optimizers' state of as many numbers as a
-        parameter has; the step after it travels without a codec. A resumed job walks with this one from here on, to the
-        last bit. (K-FAC with a codec: only after ``drain()`` and a step; else its residuals are lost, with a warning.)
+        Until the next step model and optimizers are whole on all ranks (the optimizers on rank ``to``
+        only), so that any code can save them. Side effects: replicas are averaged, and so is optimizer
+        state that has as many numbers as its parameter; the step after the checkpoint travels without a
+        codec. From here on a resumed job produces bitwise identical results. (K-FAC with a codec: only
+        after ``drain()`` and a step; else its residuals are lost, with a warning.)
 
         Args:
-            optimizer: those of the model, one or a sequence. Default: what the state was made with; ``()``: none.
-            to: the rank of the group that is given the checkpoint, the others an empty dictionary. Default: all ranks
-                are, so that any can save it, and each has memory for all of the optimizers' state.
+            optimizer: the optimizers of the model, one or a sequence. Default: those that the state was made with;
+                ``()``: none.
+            to: the rank of the group that receives the checkpoint; the others receive an empty dictionary. Default:
+                all ranks receive it, so that any can save it, and each needs memory for the whole optimizer state.
 
         Returns:
             "model": ``ddp.module.state_dict()``; "optimizer": the optimizer's state dict, or a list of them for a
-            sequence, as plain DDP loads them; "hook": what `state_dict` returns. Tensors are those that are trained:
+            sequence, as plain DDP loads them; "hook": the state's `state_dict`. The tensors are those of the training:
             save or copy them before the next step.
 
-        On failure: ``UnsupportedConfigurationError`` if the hook is not registered, if parameters are trained whose
-        optimizer the state does not know, inside of ``averaged()``, or on all ranks if they call with other arguments
-        or what is averaged is not finite. ``ValueError`` if there is no rank ``to``. Some ranks alone are warned after
-        ten seconds, and refused by ``ExchangeError`` after the group's timeout; on NCCL torch's watchdog ends the
+        On failure: ``UnsupportedConfigurationError`` if the hook is not registered, if the state does not know the
+        optimizer of a trained parameter, inside of ``averaged()``, and on all ranks if their arguments differ or an
+        average is not finite. ``ValueError`` if there is no rank ``to``. If only some ranks call it, they log a warning
+        after ten seconds and raise ``ExchangeError`` after the group's timeout; on NCCL torch's watchdog ends the
         process then.
 
         **Collective**: all ranks, between two steps.
@@ -133,7 +134,7 @@ class HookState:
             check_optimized(model, optimizers)
         check_rank(to, group)
         if group.size() > 1:
-            with _telling_who_waits():
+            with _warning_of_missing_ranks():
                 compare(
                     group,
                     {"call": "checkpoint()", "to": to, "number of optimizers": len(optimizers)},
@@ -149,12 +150,12 @@ class HookState:
         return {"model": model.module.state_dict(), "optimizer": saved, "hook": kept}
 
     def restore(self, checkpoint: Mapping[str, Any], optimizer: Optimizers = None) -> None:
-        """Load model, optimizers and state from what `checkpoint` returned, before the first ``backward()``.
+        """Load model, optimizers and state from a `checkpoint`, before the first ``backward()``.
 
-        Also from a checkpoint of plain DDP or of another number of ranks.
+        The checkpoint may be of another number of ranks, or of plain DDP.
 
         Args:
-            checkpoint: "hook" may be missing, or None: then the state begins anew.
+            checkpoint: its "hook" may be missing or None. Then the state starts afresh.
             optimizer: as for `checkpoint`.
 
         On failure: ``ValueError`` for another dictionary, or another number of optimizers;
@@ -190,52 +191,54 @@ class HookState:
         self.agreement.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the state keeps beside model and optimizers: nothing."""
+        """Return the state's own data, beside model and optimizers. This one has none."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was called."""
+        """Load the result of `state_dict`."""
         if state:
             raise ValueError(
-                f"expected an empty state dict, got keys {sorted(state)}; pass what state_dict() of a "
-                f"{type(self).__name__} returned"
+                f"expected an empty state dict, got keys {sorted(state)}; pass the result of "
+                f"state_dict() of a {type(self).__name__}"
             )
 
     def close(self) -> None:
-        """End what the state holds outside of the model's memory: nothing; later steps go on as before.
+        """Release resources outside of the model's memory. This state has none, and later steps are as before.
 
-        Not collective; may be called twice, as that of every state.
+        Not collective. May be called twice, as ``close()`` of every state.
         """
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Stay behind when a model is copied or pickled, as its hook does: it acts for one model, in one process."""
+        """Pickle as None: a state belongs to one model in one process, and DDP drops the hook as well."""
         logger.warning(
-            "a copied or pickled model has no hook, and None in the place of its %s: make a new state for it; to go on "
-            "where this one is, use checkpoint() and restore()",
+            "a copied or pickled model has no hook, and its %s was replaced by None; make a new state for the "
+            "copy, and use checkpoint() and restore() to continue from this one",
             type(self).__name__,
         )
         return type(None), ()
 
     def _check_outside(self, call: str) -> None:
-        """Refuse ``call`` inside of ``_block``: the job would not go on from the values that it brings together."""
+        """Refuse ``call`` inside of ``_block``: the job would not continue from the values that it gathers."""
         if self._block is not None:
-            text = "where the model holds a mean that the block's end takes away; call it before or after, on all ranks"
             raise UnsupportedConfigurationError(
-                f"expected {call} outside of {self._block}, got it inside, {text}"
+                f"{call} was called inside of {self._block}, where the model holds a mean only until the block ends; "
+                "call it before or after the block, on all ranks"
             )
 
     def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
-        """Make whole what ranks keep apart, for rank ``to`` or for all, see [Note: checkpoints]. **Collective**.
+        """Gather sharded state on rank ``to``, or on all ranks, see [Note: checkpoints]. **Collective**.
 
-        ``optimizers``: that are saved with the model.
+        Args:
+            optimizers: those that are saved with the model.
+            to: a rank of the group; None: all.
         """
 
     def _kept_by_hook(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the state itself. **Collective**."""
+        """Return the state's own part of a checkpoint. **Collective**."""
         return self.state_dict()
 
 
-# --- what is told ---
+# --- statistics ---------------------------------------------------------------------------------
 
 
 def told(
@@ -246,9 +249,14 @@ def told(
     coded: Mapping[str, Any] | None = None,
     not_deferred: str | None = "gradients are whole when backward() ends",
 ) -> dict[str, Any]:
-    """Return what all states tell, by the keys of docs/troubleshooting.md.
+    """Return the statistics that all states have, by the keys of docs/troubleshooting.md.
 
-    ``coded``: with a codec, what `Compression.stats` returns. ``not_deferred``: why steps are not; None: they are.
+    Args:
+        meter: traffic counters.
+        mutex: None: no turns.
+        codec: None: gradients travel exactly.
+        coded: `Compression.stats`, with a codec.
+        not_deferred: why steps are not deferred; None: they are.
     """
     turns = {} if mutex is None else mutex.stats()
     hidden_s = max(0.0, meter.under_way_s - meter.exposed_s)
@@ -277,13 +285,17 @@ def _without_turns(turns: Mapping[str, Any]) -> str | None:
 
 
 def counted(state: HookState) -> dict[str, Any]:
-    """Return what a state tells of this process: of a resumed job some states count earlier steps, but no bytes."""
+    """Return `HookState.stats` with the steps of this process alone.
+
+    In a resumed job some states count the steps of earlier processes as well, but not their bytes.
+    """
     return {**state.stats(), "steps": state.meter.steps}
 
 
 def line(stats: Mapping[str, Any]) -> str:
-    """Return what a hook did in a line, such as "deferred 98 of 100 steps; waited 3.0 ms a step; 12.4 MB a step"."""
-    steps, said = stats["steps"] or 1, []
+    """Format statistics, such as "deferred 98 of 100 steps; waited 3.0 ms a step; 12.4 MB a step"."""
+    steps = stats["steps"] or 1
+    said = []
 
     def why(key: str) -> str:
         return f" ({stats[key]})" if stats[key] else ""
@@ -303,25 +315,27 @@ def line(stats: Mapping[str, Any]) -> str:
     return "; ".join([*said, f"{stats['bytes_sent'] / steps / 1e6:.3g} MB a step"])
 
 
-# --- checkpoints ---
+# --- checkpoints --------------------------------------------------------------------------------
 
 
 def _sequence(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+    if value is None:
+        return ()
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 @contextlib.contextmanager
-def _telling_who_waits() -> Iterator[None]:
-    """Warn a rank that waits for the others for long."""
+def _warning_of_missing_ranks() -> Iterator[None]:
+    """Warn if the other ranks do not call within ten seconds."""
     text = (
-        "checkpoint() has waited for other ranks for %g seconds, and needs them: call it on all ranks, not inside of "
-        "`if rank == 0:`; to=0 gives it to one"
+        "checkpoint() has waited %g seconds for the other ranks: call it on all ranks, not inside of "
+        "`if rank == 0:`; with to=0 rank 0 alone receives the checkpoint"
     )
-    told = threading.Timer(_PATIENCE_S, logger.warning, [text, _PATIENCE_S])
-    told.daemon = True
-    told.start()
+    warning = threading.Timer(_PATIENCE_S, logger.warning, [text, _PATIENCE_S])
+    warning.daemon = True
+    warning.start()
     try:
         yield
     finally:
-        told.cancel()
-        told.join()
+        warning.cancel()
+        warning.join()
