@@ -1,9 +1,17 @@
-"""K-FAC on the gradient's own buckets: register `kfac_hook` with ``ddp_model.register_comm_hook``.
+"""K-FAC inside the gradient exchange: register `kfac_hook` with ``ddp_model.register_comm_hook``.
 
-Our design: the bucket is cut by layer owner, the factors of its layers go to the same owner, as a journey of their own
-just before it (where no solver is made, behind the gradients of this step and the next ones), the owner inverts them
-and preconditions its layers, and the all-gather that the gradient needs anyway brings the preconditioned gradient to
-everybody. Placement after SPD-KFAC (arXiv 2107.06533), local factors after DP-KFAC (arXiv 2206.15143).
+    model.register_comm_hook(KFACState(model, optimizer), kfac_hook)
+
+After ``backward()`` every ``p.grad`` of a Linear or Conv2d layer is the K-FAC direction, and
+``optimizer.step()`` applies it as it applies any gradient. The module begins with `precondition`,
+the coroutine that carries one bucket. The state, `KFACState`, and the hook, `kfac_hook`, follow.
+
+Each layer has one owner, the rank that keeps its factors. The bucket's reduce-scatter brings the
+layer's gradient to the owner, which preconditions it. The all-gather that the gradient needs anyway
+brings the direction to all ranks. The factors travel in a journey of their own, in
+``_kfac/factor_traffic.py``: just before the bucket in steps that make solvers, else behind the
+gradients of this step and the next ones. Our design. Placement after SPD-KFAC (arXiv 2107.06533),
+local factors after DP-KFAC (arXiv 2206.15143).
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -11,7 +19,7 @@ everybody. Placement after SPD-KFAC (arXiv 2107.06533), local factors after DP-K
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -23,15 +31,17 @@ from crossover_ddp._compression.codec import CodecChoice, in_words
 from crossover_ddp._compression.compression import Compression
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._ddp.groups import told_by_all
-from crossover_ddp._engine.buckets import Bucket, Turn
+from crossover_ddp._engine.buckets import Bucket, JourneyTurn, Turn
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.journeys import nothing
+from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.states import Agreement, HookState
 from crossover_ddp._kfac import settings
+from crossover_ddp._kfac.curvature import OwnedLayer
 from crossover_ddp._kfac.factors import WeightSharing
-from crossover_ddp._kfac.journeys import Hyper, Hypers
 from crossover_ddp._kfac.layers import find_layers, group_of, unwrapped
 from crossover_ddp._kfac.preconditioner import Preconditioner, learning_rates, listed
+from crossover_ddp._kfac.step import Hyperparameter, Hyperparameters, PackedBucket, Step
 
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex
@@ -41,55 +51,151 @@ __all__ = ["KFACState", "kfac_hook"]
 logger = logging.getLogger(__name__)
 
 
-class KFACState(HookState):
-    """State of `kfac_hook`: gradients leave the exchange preconditioned, at the wire traffic of SGD.
+async def precondition(
+    packed: PackedBucket,
+    step: Step,
+    bucket: Bucket,
+    link: Link,
+    turn: JourneyTurn,
+    *,
+    solvers_in_turn: bool,
+) -> None:
+    """Carry one bucket: average each layer at its owner, precondition it, gather directions.
 
-    The training loop stays as it is: after ``backward()`` every ``p.grad`` of a Linear or Conv2d layer holds the
-    K-FAC direction, for whatever ``optimizer.step()`` makes of it; other parameters hold the plain mean. A step that
-    updates the factors adds one reduction of their triangles to the traffic, in this step or behind the next ones; a
-    layer with more than half of a bucket, which all ranks precondition together, adds its solver when it is new.
+    If a peer dies, the timeout passes or the process group ends, the ``await`` under way raises.
+    That ends all journeys of the group, and ``backward()`` raises the error. Nothing is undone
+    here.
+
+    [Note: who waits for whom] A solver is made of the running means. It waits for the factors that
+    were sent before it, and these wait for those sent before them, because a running mean depends
+    on the order. No direction is written before the scale of the KL clip is known, and the scale
+    depends on the owners' work on all buckets of the step. A layer whose weight and bias come in
+    two buckets travels with the last of them. The journey of the other bucket ends when the layer
+    is written. These waits form no circle: factors wait for buckets of former steps only, owners'
+    work for factors, the scale for owners' work, buckets for the scale and for later buckets.
+    """
+    # The step's compute is launched: a sibling may have the device, unless owners make solvers for
+    # this step, which takes long on the device as well.
+    if not solvers_in_turn:
+        turn.release()
+    await bucket.computed()
+    # `packed.flat` holds the bucket's gradients, sorted by rank. Each rank sends every other rank
+    # its part. Afterwards this rank's part is the mean over the ranks: of the layers that it owns,
+    # of its rows of spread layers, and of its share of the parameters that are not preconditioned.
+    await link.reduce_scatter(packed.flat, packed.layout)
+    if not solvers_in_turn:
+        turn.request()
+
+    # An inversion may take long, so it runs where it delays no other bucket's reduction.
+    await link.compute()
+    for layer in packed.layers:
+        if layer.needs_solver(step.now):
+            # Solvers are made of the running means: wait for all factors sent before this bucket.
+            await packed.factors_added
+        if (term := packed.precondition(layer, step.now)) is not None:
+            step.kl_terms[layer.owned.index] = term
+    step.all_preconditioned.count_down()
+    if bucket.last:
+        # The KL clip's scale needs this rank's terms of all buckets: wait for their journeys.
+        await step.all_preconditioned
+        if bucket.deferred:
+            # Gathers of deferred buckets begin when all are summed, so the scale travels ahead of
+            # them. Otherwise it travels behind the last gather (below), which would have to wait
+            # for the slowest owner.
+            await step.agree_on_scale(link)
+
+    # A deferred bucket waits until all buckets are summed: the next forward needs the last one
+    # first. If the training thread has dropped the bucket meanwhile, there is nothing to gather.
+    if not bucket.deferred or await bucket.summed():
+        if solvers_in_turn:
+            turn.release()
+            turn.request()
+        # Each owner sends its directions to all ranks.
+        await link.all_gather(packed.flat, packed.layout)
+        # A spread layer whose solver is new sends that to all ranks as well.
+        await packed.share_solvers(link, renew=step.now.inverts)
+        if bucket.last and not bucket.deferred:
+            await step.agree_on_scale(link)
+        # All other buckets wait here for the last one, which computes the scale.
+        await step.scale_known
+        # If a layer has one part in this bucket and the rest in a later one, the later bucket's
+        # journey writes both.
+        for layer_written in packed.completed_later:
+            await layer_written
+        # If a bucket of the step was refused, `backward()` raises: leave the gradients as they are.
+        if not step.is_refused:
+            packed.unpack(step.scale)
+    packed.free[packed.number] = packed.flat
+    # Late factors leave when the gradients of all buckets are written.
+    step.all_written.count_down()
+    await turn.acquire()  # before DDP's Future completes: the optimizer follows
+
+
+class KFACState(HookState):
+    """State of `kfac_hook`: the exchange preconditions gradients at the wire traffic of SGD.
+
+    The training loop stays as it is. After ``backward()`` every ``p.grad`` of a Linear or Conv2d
+    layer holds the K-FAC direction, for any optimizer's ``step()``. Other parameters hold the plain
+    mean. A step that updates the factors adds one reduction of their triangles to the traffic, in
+    this step or behind the next ones. A layer with more than half of a bucket is preconditioned by
+    all ranks together. It adds its solver to the traffic when that is new.
 
     Args:
-        model: the model, wrapped by DDP or not. Loss: the mean over the local mini-batch.
-        optimizer: whose learning rates enter the KL clip, or a sequence of several. They must hold the parameters of
-            all layers that are treated. Needed unless ``kl_clip`` is None.
-        damping: γ, added to the factors' product. Default 0.001.
-        factor_decay: weight of the old factors in the running mean, new = decay * old + (1 - decay) * batch.
-        kl_clip: κ: all preconditioned gradients V are scaled by min(1, √(κ / Σ lr² V·∇)); None leaves them.
-        factor_update_steps: factors are taken in every n-th step.
-        inv_update_steps: new solvers are made of them in every n-th step.
-        solver: "inverse" (Cholesky of each damped factor) or "eigen" (damping in the product's eigenbasis).
-        pi: share the damping out between both factors by their traces; "inverse" only.
-        weight_sharing: "expand" or "reduce" (Eschenhagen et al., arXiv 2311.00636) for layers applied at many
-            positions of a sample, or "kfac-pytorch", which has that package's scale and start of the factors.
-        factors: "global" averages the factors over the ranks; "local" (DP-KFAC) takes the owner's own: no traffic.
-        loss_scale: what the loss was multiplied by before ``backward()``, such as ``scaler.get_scale``.
-        accumulated: with several ``backward()`` per step, whether each loss is its share of the step's ("mean"), such
-            as a mean divided by their number, or a mean of its own ("sum").
-        skip: list of names of modules, or patterns of names, that shall pass through. Each must match a module.
-        max_factor_dim: a layer with more inputs or outputs than this passes through, with a warning. A solver costs
-            time with the cube and memory with the square: 14 s of one CPU core and 256 MiB a factor at 8192.
-        process_group: the ranks of the job; must be the group of the DDP model. Default: that of ``model`` if it is
-            wrapped already, else the default group.
-        mutex: take turns with sibling jobs; making solvers is compute inside the turn. Default: no turns.
-        codec: compresses gradients on their way to owners, and directions on their way back, with error feedback; one
-            for both, or a pair. Factors and all else travel exact. Such as ``crossover_ddp.codecs.Int8()``. No layer is
-            spread then, and the first two steps travel exact. Default: none.
-        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps, and every thousand.
+        model: the model, wrapped by DDP or not. Its loss must be the mean over the local
+            mini-batch.
+        optimizer: the optimizer, or a sequence of several, whose learning rates enter the KL clip.
+            They must hold the parameters of all layers that K-FAC treats. Needed unless ``kl_clip``
+            is None.
+        damping: γ, added to the product of the factors. Default 0.001.
+        factor_decay: weight of the old factors in the running mean, new = decay * old + (1 - decay)
+            * batch. Default 0.95.
+        kl_clip: κ: all preconditioned gradients V are scaled by min(1, √(κ / Σ lr² V·∇)). Default
+            0.001. None leaves them.
+        factor_update_steps: factors are taken in every n-th step. Default 1.
+        inv_update_steps: new solvers are made of the factors in every n-th step. Default 10.
+        solver: "inverse" (default: Cholesky of each damped factor) or "eigen" (damping in the
+            eigenbasis of the product).
+        pi: divide the damping between both factors by their traces; "inverse" only. Default True.
+        weight_sharing: "expand" (default) or "reduce" (Eschenhagen et al., arXiv 2311.00636) for
+            layers applied at many positions of a sample, or "kfac-pytorch", which has that
+            package's scale and start of the factors.
+        factors: "global" (default) averages the factors over the ranks. "local" (DP-KFAC) uses the
+            owner's own factors, without traffic.
+        loss_scale: the number that the loss was multiplied by before ``backward()``, or a function
+            that returns it, such as ``scaler.get_scale``. Default 1.
+        accumulated: with several ``backward()`` per step: "mean" (default) if each loss is its
+            share of the step's loss, such as a mean divided by their number, "sum" if each is a
+            mean of its own.
+        skip: names of modules, or patterns of names, that pass through. Each must match a module.
+        max_factor_dim: a layer with more inputs or outputs than this passes through, with a
+            warning. A solver's time grows with the cube and its memory with the square: 14 s of one
+            CPU core and 256 MiB a factor at 8192, the default.
+        process_group: the ranks of the job; must be the group of the DDP model. Default: the group
+            of ``model`` if it is wrapped already, else the default group.
+        mutex: take turns with sibling jobs. Making solvers is compute inside the turn. Default: no
+            turns.
+        codec: compresses gradients on their way to owners, and directions on their way back, with
+            error feedback: one for both, or a pair, such as ``crossover_ddp.codecs.Int8()``.
+            Factors and all else travel exact. With a codec no layer is spread, and the first two
+            steps travel exact. Default: none.
+        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps,
+            and every thousand. Default True.
 
-    `DecoupledState` takes a KFACState, too: ``DecoupledState(optimizer, kfac=KFACState(model, optimizer))``. Then the
-    preconditioned gradient arrives, and is applied, while the next forward runs.
+    `DecoupledState` takes a KFACState as well: ``DecoupledState(optimizer, kfac=KFACState(model,
+    optimizer))``. The preconditioned gradient then arrives, and is applied, during the next
+    forward.
 
-    ``damping``, ``factor_decay``, ``kl_clip``, ``factor_update_steps`` and ``inv_update_steps`` may be functions of the
-    step's number, equal on all ranks. Owners, and which layers are spread, follow from ``inv_update_steps`` of step 0.
+    ``damping``, ``factor_decay``, ``kl_clip``, ``factor_update_steps`` and ``inv_update_steps`` may
+    be functions of the step's number, equal on all ranks. Owners, and the choice of spread layers,
+    follow from ``inv_update_steps`` of step 0.
 
-    On failure: ``ValueError`` for arguments; ``UnsupportedConfigurationError``, here or from the first ``backward()``,
-    for models that cannot work; ``ExchangeError`` from ``backward()`` when a peer dies (on NCCL see
-    `reduce_scatter_all_gather_hook`). A factor that cannot be inverted is damped further, one that is not finite is
-    dropped; `report` counts both.
+    On failure: ``ValueError`` for arguments. ``UnsupportedConfigurationError``, here or from the
+    first ``backward()``, for models that cannot work. ``ExchangeError`` from ``backward()`` when a
+    peer dies (on NCCL see `reduce_scatter_all_gather_hook`). A factor that cannot be inverted is
+    damped further, and one that is not finite is dropped; `report` counts both.
 
-    **Collective**: all ranks make the state, of the same model with the same arguments, and register the hook.
-    ``CROSSOVER_DISABLE=1`` makes the hook a plain all-reduce.
+    **Collective**: all ranks make the state, of the same model with the same arguments, and
+    register the hook. ``CROSSOVER_DISABLE=1`` makes the hook a plain all-reduce.
 
     Example::
 
@@ -101,9 +207,9 @@ class KFACState(HookState):
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
-        damping: Hyper = 0.001,
-        factor_decay: Hyper = 0.95,
-        kl_clip: Hyper | None = 0.001,
+        damping: Hyperparameter = 0.001,
+        factor_decay: Hyperparameter = 0.95,
+        kl_clip: Hyperparameter | None = 0.001,
         factor_update_steps: int | Callable[[int], int] = 1,
         inv_update_steps: int | Callable[[int], int] = 10,
         solver: Literal["inverse", "eigen"] = "inverse",
@@ -119,16 +225,17 @@ class KFACState(HookState):
         codec: CodecChoice | None = None,
         compare_replicas: bool = True,
     ) -> None:
-        hypers = Hypers(damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps)
-        first = hypers.at(0)  # says what is wrong with them
+        hyperparameters = Hyperparameters(
+            damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps
+        )
+        first = hyperparameters.at(0)  # raises for values out of range
         choices: dict[str, str] = {
             "solver": solver,
             "weight_sharing": weight_sharing,
             "factors": factors,
+            "accumulated": accumulated,
         }
-        choices["accumulated"] = accumulated
         settings.check_choices(choices)
-        arguments = {**dict(zip(hypers._fields, first, strict=False)), **choices, "pi": pi}
         if not isinstance(max_factor_dim, int) or max_factor_dim < 1:
             raise ValueError(
                 "expected a whole number of rows, 1 or more, got "
@@ -136,8 +243,8 @@ class KFACState(HookState):
             )
         if not listed(optimizer) and kl_clip is not None:
             raise ValueError(
-                f"expected the optimizer, whose learning rates enter the KL clip, got optimizer={optimizer}; pass it, "
-                "or kl_clip=None"
+                "expected the optimizer, whose learning rates enter the KL clip, got "
+                f"optimizer={optimizer}; pass it, or kl_clip=None"
             )
         self.process_group = group_of(model) if process_group is None else process_group
         self.optimizer = optimizer
@@ -148,44 +255,47 @@ class KFACState(HookState):
         group = resolve_group(self.process_group)
         layers, self.passing = find_layers(model, skip, max_factor_dim)
         settings.check_parameters(layers, model)
-        # No codec for rows of a layer; in the eigenbasis nobody has measured a gain.
+        # A codec cannot encode the rows of a spread layer. In the eigenbasis no gain was measured.
         spread_steps = first.inverse_steps if codec is None and solver == "inverse" else None
         costs = settings.layer_costs(model, layers, group.size(), spread_steps)
-        costs = settings.agree(costs, layers, group, arguments)
+        # Without the last two fields, which are derived from the others.
+        values_at_first_step = dict(zip(hyperparameters._fields, first, strict=False))
+        costs = settings.agree(costs, layers, group, {**values_at_first_step, **choices, "pi": pi})
         settings.check_any(layers, self.passing)
         if kl_clip is not None:
-            learning_rates(optimizer, layers)  # says what is wrong with them
+            learning_rates(optimizer, layers)  # raises if parameters are missing
         if group.rank() == 0:
             settings.warn_of_large(self.passing)
             settings.warn_of_adaptive(optimizer, layers)
-        self._flush: Callable[[], None] = nothing  # alone nothing is under way between steps
+        # Waits for the journeys that a DecoupledState has under way between two steps. Without one
+        # there are none.
+        self._flush: Callable[[], None] = nothing
         self._is_deferred = False
         self._preconditioner = Preconditioner(
             model=weakref.ref(unwrapped(model)),
             treated=layers,
             costs=costs,
-            hypers=hypers,
+            hyperparameters=hyperparameters,
             group=group,
             solver=solver,
             pi=pi,
             sharing=weight_sharing,
             accumulated=accumulated,
             local=factors == "local",
-            keeps_turn=mutex is not None,
             loss_scale=loss_scale if callable(loss_scale) else lambda: float(loss_scale),
             rates=lambda: learning_rates(self.optimizer, layers),
         )
-        scale = self._preconditioner.loss_scale
-        self._compression = (
-            None if codec is None else Compression(codec, scale, self, has_work=True)
-        )
+        self._compression = None
+        if codec is not None:
+            scale = self._preconditioner.loss_scale
+            self._compression = Compression(codec, scale, self, has_work=True)
         logger.info("%s", self)
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
-        """Return what all ranks must have in common when training begins or goes on."""
+        """Return the settings that must be equal on all ranks when training begins or resumes."""
         return {"codec": in_words(self.codec), "steps of KFACState": self._preconditioner.steps}
 
-    # --- for users -------------------------------------------------------------------------------------------
+    # --- for users --------------------------------------------------------------------------------
 
     @property
     def steps(self) -> int:
@@ -198,89 +308,106 @@ class KFACState(HookState):
         return {each.layer.name: each.owner for each in self._preconditioner.layers}
 
     def report(self) -> str:
-        """Describe the layers, their owners, the owners' loads, and what passes through. Not collective."""
-        owned, lines = self._preconditioner, [repr(self)]
-        for each in owned.layers:
-            cost, own = each.cost, each.curvature
-            lines.append(
-                f"{cost.name}: A {cost.a_dim}, G {cost.g_dim}"
-                + (f", {cost.groups} groups" if cost.groups > 1 else "")
-                + f", rank {each.owner}, {1e3 * cost.step_s(owned.inverse_steps):.3g} ms"
-                + (", spread over all ranks" if each.solver is not None else "")
-            )
-            if own is not None:
-                counts = {"times damped further": own.strained, "batches dropped": own.dropped}
-                lines[-1] += "".join(f", {count} {what}" for what, count in counts.items() if count)
+        """Describe layers, owners, their loads, and the parameters that pass through.
+
+        Not collective.
+        """
+        owned = self._preconditioner
+        lines = [repr(self)]
+        lines += [self._described(each) for each in owned.layers]
         for rank in range(owned.world_size):
-            load_s = sum(
-                e.cost.step_s(owned.inverse_steps) for e in owned.layers if e.owner == rank
-            )
+            costs = [each.cost for each in owned.layers if each.owner == rank]
+            load_s = sum(cost.step_s(owned.inverse_steps) for cost in costs)
             lines.append(f"rank {rank} works for {1e3 * load_s:.3g} ms a step")
         lines += [f"{name} passes through: {reason}" for name, reason in self.passing.items()]
         return "\n  ".join(lines)
 
+    def _described(self, owned: OwnedLayer) -> str:
+        """Return the line of `report` for one layer."""
+        cost = owned.cost
+        step_s = cost.step_s(self._preconditioner.inverse_steps)
+        line = f"{cost.name}: A {cost.a_dim}, G {cost.g_dim}"
+        if cost.groups > 1:
+            line += f", {cost.groups} groups"
+        line += f", rank {owned.owner}, {1e3 * step_s:.3g} ms"
+        if owned.solver is not None:
+            line += ", spread over all ranks"
+        if owned.curvature is not None:
+            if owned.curvature.strained:
+                line += f", {owned.curvature.strained} times damped further"
+            if owned.curvature.dropped:
+                line += f", {owned.curvature.dropped} batches dropped"
+        return line
+
     def memory_usage(self) -> dict[str, int]:
-        """Return the bytes that this rank keeps: "factors", "solvers", "buffers". Not collective."""
+        """Return the bytes of this rank's "factors", "solvers" and "buffers". Not collective."""
         owned = self._preconditioner
-        own = owned.own.values()
-        others = [
-            each.solver
-            for each in owned.layers
-            if each.curvature is None and each.solver is not None
-        ]
-        return {
-            "factors": sum(each.factor_bytes() for each in own),
-            "solvers": sum(each.solver_bytes() for each in own)
-            + sum(each.nbytes for each in others),
-            "buffers": owned.traffic.nbytes + sum(flat.nbytes for flat in owned.free.values()),
-        }
+        factors = solvers = 0
+        for layer in owned.layers:
+            if layer.curvature is not None:
+                factors += layer.curvature.factor_bytes()
+                solvers += layer.curvature.solver_bytes()
+            elif layer.solver is not None:
+                solvers += layer.solver.nbytes
+        buffers = owned.traffic.nbytes + sum(flat.nbytes for flat in owned.free.values())
+        return {"factors": factors, "solvers": solvers, "buffers": buffers}
 
     def stats(self) -> dict[str, Any]:
-        """Return what all states tell, and what went wrong with this rank's layers: "strained" and "dropped".
+        """Return the statistics of all states, and two counts of this rank's layers.
 
-        "strained": factors that were damped further because they could not be inverted. "dropped": batches that changed
-        nothing, including those of a layer without a gradient.
+        "strained" counts factors that were damped further because they could not be inverted.
+        "dropped" counts batches that changed nothing, including those of a layer without a
+        gradient.
 
-        Part of a `DecoupledState`, what travels is counted there. Not collective. See docs/troubleshooting.md.
+        If this state is part of a `DecoupledState`, that one counts the traffic. Not collective.
+        See docs/troubleshooting.md.
         """
         own = self._preconditioner.own.values()
-        found = {
+        coded = None if self._compression is None else self._compression.stats()
+        return {
+            **self._told(codec=self.codec, coded=coded),
             "strained": sum(each.strained for each in own),
             "dropped": sum(each.dropped for each in own),
         }
-        coded = None if self._compression is None else self._compression.stats()
-        return {**self._told(codec=self.codec, coded=coded), **found}
 
     def drain(self) -> None:
-        """Let the next step travel exact, residuals included; see `CompressedState.drain`. **Collective**."""
+        """Send the next step exact, with all residuals. **Collective**.
+
+        See `CompressedState.drain`.
+        """
         if self._compression is not None:
             self._compression.drain()
 
     def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
-        coded, group = self._compression, self._preconditioner.group
+        coded = self._compression
+        group = self._preconditioner.group
         if coded is not None and all(told_by_all(group, coded.is_drained)):
-            coded.load({}, None)  # the next steps travel exact, as a resumed job's
+            # The next steps travel exact, as a resumed job's do.
+            coded.load({}, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of the step, and of all layers factors, solvers and counts, on the host.
+        """Return the step's number, and all layers' factors, solvers and counts, on the host.
 
-        The same on all ranks, so that any rank can save it, and any number of ranks resume from it. A codec's residuals
-        are not in it: call `drain` before the last step, or they are lost, with a warning.
+        It is the same on all ranks, so that any rank can save it and any number of ranks can resume
+        from it. It does not contain a codec's residuals: call `drain` before the last step, or they
+        are lost, with a warning.
 
-        **Collective**: all ranks must call it, between two steps. On failure: ``ExchangeError``, if one does not
-        after the process group's timeout, and if factors on their way are lost.
+        **Collective**: all ranks must call it, between two steps. On failure: ``ExchangeError`` if
+        a rank does not call it within the process group's timeout, or if factors under way are
+        lost.
         """
         self._flush()
         if self._compression is not None and not self._compression.is_drained:
             logger.warning(
-                "a codec's residuals are not saved; call drain() before the step before state_dict()"
+                "a codec's residuals are not saved; call drain() before the step before "
+                "state_dict()"
             )
         owned = self._preconditioner
         owned.traffic.settle()
         own = {name: each.state_dict() for name, each in owned.own.items()}
-        states = {
-            name: state for each in told_by_all(owned.group, own) for name, state in each.items()
-        }
+        states: dict[str, Any] = {}
+        for of_rank in told_by_all(owned.group, own):
+            states.update(of_rank)
         return {
             "steps": self.steps,
             "solver": owned.solver,
@@ -290,37 +417,20 @@ class KFACState(HookState):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was called. Not collective, but all ranks must.
+        """Resume where `state_dict` was called. Not collective, but all ranks must call it.
 
-        With as many ranks as then each layer keeps its owner, so that sums are rounded as before; with others each
-        rank takes what it owns now.
+        With the same number of ranks each layer keeps its owner, so that sums are rounded as
+        before. With another number each rank takes the layers that it owns now.
 
         Raises ``ValueError`` if the state is of another model, or of another ``solver``.
         """
         self._flush()
         owned = self._preconditioner
-        if "layers" not in state:
-            raise ValueError(
-                f"expected the state dict of a KFACState, got keys {sorted(state)}; pass what its state_dict() "
-                "returned, or checkpoint() with kfac_hook"
-            )
-        expected, got = list(self.owners), list(state["layers"])
-        if sorted(expected) != sorted(got) or state["solver"] != owned.solver:
-            raise ValueError(
-                f"expected the state of layers {expected} with solver={owned.solver!r}, got {got} with "
-                f"solver={state['solver']!r}; make the model and KFACState as they were when it was saved"
-            )
-        for layer in owned.treated:  # on all ranks alike, before anything is changed
-            shape, saved = layer.shape, state["layers"][layer.name]
-            for factor, dim in ((saved["a"], shape.a_dim), (saved["g"], shape.g_dim)):
-                if factor is not None and (*factor.shape,) != (shape.groups, dim, dim):
-                    raise ValueError(
-                        f"expected a factor of shape {(shape.groups, dim, dim)} for layer {layer.name!r}, got "
-                        f"{(*factor.shape,)}; load the state of the same model"
-                    )
-        same = state["world_size"] == owned.world_size
+        self._check_loadable(state)
+        has_same_ranks = state["world_size"] == owned.world_size
+        owners = state["owners"] if has_same_ranks else [*self.owners.values()]
         owned.close()
-        owned.begin(state["owners"] if same else [*self.owners.values()], state["steps"])
+        owned.begin(owners, state["steps"])
         for each in owned.layers:
             saved = state["layers"][each.layer.name]
             is_spread = each.cost.spread and saved.get("root") is not None
@@ -332,10 +442,37 @@ class KFACState(HookState):
             self._compression.load({}, None)
         self.agreement.forget()
 
-    def close(self) -> None:
-        """Take the hooks off the model's modules; later steps precondition with what is known.
+    def _check_loadable(self, state: dict[str, Any]) -> None:
+        """Raise ``ValueError`` for a state that does not fit, on all ranks alike."""
+        owned = self._preconditioner
+        if "layers" not in state:
+            raise ValueError(
+                f"expected the state dict of a KFACState, got keys {sorted(state)}; pass the "
+                "result of its state_dict(), or checkpoint() with kfac_hook"
+            )
+        expected = list(self.owners)
+        got = list(state["layers"])
+        if sorted(expected) != sorted(got) or state["solver"] != owned.solver:
+            raise ValueError(
+                f"expected the state of layers {expected} with solver={owned.solver!r}, got {got} "
+                f"with solver={state['solver']!r}; make the model and KFACState as they were when "
+                "it was saved"
+            )
+        for layer in owned.treated:
+            shape = layer.shape
+            saved = state["layers"][layer.name]
+            for factor, dim in ((saved["a"], shape.a_dim), (saved["g"], shape.g_dim)):
+                if factor is not None and (*factor.shape,) != (shape.groups, dim, dim):
+                    raise ValueError(
+                        f"expected a factor of shape {(shape.groups, dim, dim)} for layer "
+                        f"{layer.name!r}, got {(*factor.shape,)}; load the state of the same model"
+                    )
 
-        Not collective, but all ranks must, between the same two steps: later steps send no factors.
+    def close(self) -> None:
+        """Remove the hooks from the model's modules. Later steps use the solvers that exist.
+
+        Not collective, but all ranks must call it between the same two steps: later steps send no
+        factors.
         """
         self._flush()
         self._preconditioner.close()
@@ -343,31 +480,34 @@ class KFACState(HookState):
     def __repr__(self) -> str:
         owned = self._preconditioner
         return (
-            f"KFACState({len(owned.layers)} layers, {len(owned.own)} of them on rank {owned.rank} of "
-            f"{owned.world_size}, solver={owned.solver!r}, {owned.hypers})"
+            f"KFACState({len(owned.layers)} layers, {len(owned.own)} of them on rank {owned.rank} "
+            f"of {owned.world_size}, solver={owned.solver!r}, {owned.hyperparameters})"
         )
 
-    # --- for the hook ----------------------------------------------------------------------------------------
+    # --- for the hooks ----------------------------------------------------------------------------
 
     def defer(self, state: Any) -> None:
-        """Become part of ``state``, a `DecoupledState`, whose ``flush`` ends what is under way."""
+        """Become part of ``state``, a `DecoupledState`, whose ``flush`` ends journeys under way."""
         if self.mutex is not state.mutex:
             raise ValueError(
-                f"expected one mutex, got mutex={state.mutex!r} and a KFACState with mutex={self.mutex!r}; pass it to "
-                "both"
+                f"expected one mutex, got mutex={state.mutex!r} and a KFACState with "
+                f"mutex={self.mutex!r}; pass it to both"
             )
-        if (group := resolve_group(self.process_group)) is not resolve_group(state.process_group):
+        group = resolve_group(self.process_group)
+        if group is not resolve_group(state.process_group):
             raise ValueError(
-                f"expected one process group, got a KFACState of another, of {group.size()} ranks; pass process_group= "
-                "to both states"
+                f"expected one process group, got a KFACState of another, of {group.size()} ranks; "
+                "pass process_group= to both states"
             )
         if self._is_deferred or self.codec is not None:
+            found = "that is part of another" if self._is_deferred else "with a codec"
             raise UnsupportedConfigurationError(
                 "expected a new KFACState without a codec for each DecoupledState, got one "
-                f"{'that is part of another' if self._is_deferred else 'with a codec'}; make a KFACState(model, "
-                "optimizer) for it"
+                f"{found}; make a KFACState(model, optimizer) for it"
             )
-        self._flush, self._is_deferred, self.agreement = state.flush, True, state.agreement
+        self._flush = state.flush
+        self._is_deferred = True
+        self.agreement = state.agreement
 
     def exchange(
         self,
@@ -379,33 +519,54 @@ class KFACState(HookState):
         hands_back: bool = False,
         before: Callable[[], object] = nothing,
     ) -> Bucket:
-        """Start the exchange of ``bucket``, for the hooks, as `Exchange.carry`. Raises what makes it impossible.
+        """Start the exchange of ``bucket``, for the hooks, as `Exchange.carry` does.
 
-        ``before`` is called when what another backward pass has left is ended; it may refuse the bucket.
+        ``before`` is called after an unfinished backward pass was ended. It may raise.
+
+        Raises the error that refuses the bucket.
         """
-        pack = functools.cache(
-            lambda: self._preconditioner.pack(bucket)
-        )  # when all else has been checked
-        way = functools.partial(self._preconditioner.way, pack)
-        self._preconditioner.enter(bucket, exchange.meter_of(state))
-        coded = (
-            None if self._compression is None else self._compression.around(bucket, exchange, pack)
-        )
+        preconditioner = self._preconditioner
+
+        # The codec or else the journey calls this first, when all other checks have passed. It
+        # packs the bucket once.
+        @functools.cache
+        def pack() -> PackedBucket:
+            return preconditioner.pack(bucket)
+
+        def way(
+            under_way: Bucket, link: Link, journey_turn: JourneyTurn
+        ) -> Coroutine[Any, Any, None]:
+            packed = pack()
+            # Nothing below raises, so a bucket that a step expects does travel.
+            step = preconditioner.expect(under_way, packed)
+            return precondition(
+                packed,
+                step,
+                under_way,
+                link,
+                journey_turn,
+                solvers_in_turn=step.now.inverts and self.mutex is not None,
+            )
+
+        preconditioner.enter(bucket, exchange.meter_of(state))
+        coded = None
+        if self._compression is not None:
+            coded = self._compression.around(bucket, exchange, pack)
         try:
             before()
             taken = exchange.carry(
                 bucket, way, turn=turn, state=state, around=coded, hands_back=hands_back
             )
         except Exception:
-            self._preconditioner.refuse(bucket)
+            preconditioner.refuse(bucket)
             raise
         if bucket.is_last():
-            self._preconditioner.end()
+            preconditioner.end()
         return taken
 
 
 def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over the ranks and precondition it on the way, layer by layer on the layers' owners.
+    """Average the bucket over the ranks and precondition each of its layers on the layer's owner.
 
     Args:
         state: made once per model, on all ranks; see `KFACState`.
@@ -414,7 +575,7 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
     Returns:
         A Future of the bucket's own buffer. With a KL clip all Futures of a step complete together.
 
-    On failure: as `reduce_scatter_all_gather_hook`; see also `KFACState`. Nothing leaves the hook.
+    On failure: as `reduce_scatter_all_gather_hook`; see also `KFACState`. No error leaves the hook.
 
     **Collective**: DDP calls it on all ranks in the same order.
     """
@@ -422,8 +583,9 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
     def carry(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
         if state._is_deferred:
             raise UnsupportedConfigurationError(
-                "expected decoupled_hook for a KFACState that is part of a DecoupledState, got kfac_hook; register "
-                "DecoupledState(optimizer, kfac=...) with decoupled_hook, or make another KFACState"
+                "expected decoupled_hook for a KFACState that is part of a DecoupledState, got "
+                "kfac_hook; register DecoupledState(optimizer, kfac=...) with decoupled_hook, or "
+                "make another KFACState"
             )
         turn = cast(Turn | None, state.mutex)
         return state.exchange(exchange, bucket, state=state, turn=turn).future
@@ -432,7 +594,7 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
         state,
         bucket,
         KFACState,
-        "K-FAC needs its gradients whole before optimizer.step(), so it cannot be combined with another state: pass "
-        "mutex= to share the device",
+        "K-FAC needs its gradients whole before optimizer.step(), so it cannot be combined with "
+        "another state: pass mutex= to share the device",
         carry,
     )

@@ -1,6 +1,7 @@
-"""What the owner of a layer keeps of it: the running factors, and the solver made of them.
+"""The state of a layer on its owner: the running factors, and the solver made of them.
 
-Only the owner has them, so that their memory, and the work of making solvers, is divided by the number of ranks.
+Only the owner has them. So their memory, and the work of making solvers, is divided among the
+ranks.
 """
 
 import math
@@ -17,34 +18,33 @@ from .placement import LayerCost
 from .spread import SpreadSolver
 
 _PI_RANGE: Final = (1e-8, 1e8)
+# How often a factor that cannot be solved is damped further, before its diagonal alone is solved.
 _RETRIES: Final = 8
 
 
 class Solver:
-    """What turns a layer's gradient into its K-FAC step, made of its two factors.
+    """Turns a layer's gradient into its K-FAC direction. Made of the layer's two factors."""
 
-    Attributes:
-        strained: how many times a factor (of one group) had to be damped further than asked; 0 after a checkpoint.
-    """
-
+    # How many times a factor (of one group) had to be damped further than asked. 0 after a
+    # checkpoint.
     strained: int
 
     @classmethod
     def compute(cls, a: Tensor, g: Tensor, damping: float, *, pi: bool) -> "Solver":
-        """Prepare to precondition, by finite factors.
+        """Make a solver of finite factors, [groups, a, a] and [groups, g, g].
 
-        The factors are left as they are, [groups, a, a] and [groups, g, g]; of them only the lower triangle may be
-        read. ``pi`` divides the damping between them by their size. One that cannot be solved is damped tenfold, again
-        and again, at last taken for its diagonal; see `strained`.
+        The factors are not changed. Only their lower triangles may be read. ``pi`` divides the
+        damping between them by their size. A factor that cannot be solved is damped ten times more,
+        several times, and finally replaced by its diagonal; see `strained`.
         """
         raise NotImplementedError
 
     def precondition(self, matrix: Tensor) -> Tensor:
-        """Return V for the gradients [groups, g, a], in the factors' dtype; not in place."""
+        """Return V for the gradients [groups, g, a], in the factors' dtype. Not in place."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint has to hold, and makes the solver again; the tensors themselves, not copies."""
+        """Return the tensors that a checkpoint holds, by argument of the class. Not copies."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
 
@@ -52,7 +52,8 @@ class Solver:
 class DampedInverse(Solver):
     """V = (G + √γ/π I)⁻¹ ∇ (A + √γ π I)⁻¹ by Cholesky.
 
-    π = √((tr A / a) / (tr G / g)) per group, 1 where a trace is zero (Martens and Grosse, section 6.3), or 1.
+    π = √((tr A / a) / (tr G / g)) per group, 1 where a trace is zero (Martens and Grosse, section
+    6.3), or 1.
     """
 
     a_inverse: Tensor
@@ -73,10 +74,10 @@ class DampedInverse(Solver):
 
 @dataclass(frozen=True)
 class Eigenbasis(Solver):
-    """V = Q_G [(Q_Gᵀ ∇ Q_A) / (d_G d_Aᵀ + γ)] Q_Aᵀ, with negative eigenvalues taken for zero.
+    """V = Q_G [(Q_Gᵀ ∇ Q_A) / (d_G d_Aᵀ + γ)] Q_Aᵀ, with negative eigenvalues set to zero.
 
-    Damps the whole Fisher block exactly (George et al., arXiv 1806.03884), so there is nothing to divide between
-    the factors: ``pi`` has no effect.
+    The damping applies to the whole Fisher block (George et al., arXiv 1806.03884). It is not
+    divided between the factors, so ``pi`` has no effect.
     """
 
     a_values: Tensor
@@ -106,57 +107,64 @@ SOLVERS: Final[dict[str, type[Solver]]] = {"inverse": DampedInverse, "eigen": Ei
 
 @dataclass(eq=False)
 class Curvature:
-    """The second-order state of one layer on its owner.
-
-    Args:
-        kind: how the factors are inverted.
-        pi: whether the damping is shared out between both factors by their traces.
-        start: whether the running mean begins with the first batch or with the identity.
-
-    Attributes:
-        solver: what preconditions; None before the first.
-        strained: how many times a factor had to be damped further before it could be inverted.
-    """
+    """The second-order state of one layer on its owner."""
 
     shape: LayerShape
+    # How the factors are inverted.
     kind: type[Solver]
+    # Whether the damping is divided between both factors by their traces.
     pi: bool
+    # Whether the running means begin with the first batch or with the identity.
     start: Literal["batch", "identity"]
+    # None before the first solver.
     solver: Solver | None = None
+    # How many times a factor had to be damped further before it could be inverted.
     strained: int = 0
+    # The running factors. None before the first finite batch.
     _a: Tensor | None = None
     _g: Tensor | None = None
+    # The solver as all ranks have it, if the layer is spread and the solver is of the right kind.
     _spread: SpreadSolver | None = None
+    # On a device a tensor, so that the host need not wait for it.
     _dropped: Tensor | int = 0
 
     @property
     def dropped(self) -> int:
-        """How many batches had factors that were not finite, or none at all; they changed nothing."""
+        """How many batches changed nothing: their factors were missing or not finite."""
         return int(self._dropped)
 
     def add(self, a: BatchFactor, g: BatchFactor, decay: float) -> None:
-        """Take the factors of one batch into the running means, unless one of them is not finite."""
+        """Add the factors of one batch to the running means, unless one of them is not finite."""
         usable = is_finite(a) & is_finite(g)
         self._dropped = self._dropped + ~usable
         if self._a is None or self._g is None or not usable.is_cuda:
             if not bool(usable):
                 return
         else:
-            # The host must not wait for the device: the old mean is its own mean with itself.
+            # The host must not wait for the device, so a batch that is not usable is replaced by
+            # the old mean, whose mean with itself is the same.
             a = torch.where(usable, multiplied(a), self._a)
             g = torch.where(usable, multiplied(g), self._g)
         self._a = update_running(self._a, a, decay, start=self.start)
         self._g = update_running(self._g, g, decay, start=self.start)
 
     def invert(self, damping: float) -> None:
-        """Make a new solver of the running factors; the former one serves on without any, or if they are not finite."""
+        """Make a new solver of the running factors.
+
+        The former solver stays if there are no factors, or if they are not finite.
+        """
         if self._a is None or self._g is None or not is_finite(self._a) & is_finite(self._g):
             return
-        self.solver, self._spread = self.kind.compute(self._a, self._g, damping, pi=self.pi), None
+        self.solver = self.kind.compute(self._a, self._g, damping, pi=self.pi)
+        self._spread = None
         self.strained += self.solver.strained
 
     def spread(self, root: Tensor | None = None) -> SpreadSolver | None:
-        """Return the solver as all ranks get it if the layer is spread; None if there is none yet, or another kind."""
+        """Return the solver in the form that all ranks receive if the layer is spread.
+
+        ``root`` is the root of the smaller inverse, from a checkpoint. None: compute it. Returns
+        None if there is no solver yet, or one of another kind.
+        """
         if self._spread is None and isinstance(self.solver, DampedInverse):
             self._spread = SpreadSolver.of(
                 self.solver.a_inverse, self.solver.g_inverse, self.shape, root
@@ -185,80 +193,81 @@ class Curvature:
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Take back what :meth:`state_dict` gave."""
-        factors = state["a"], state["g"]
-        self._a, self._g = (
-            None if factor is None else factor.to(device, copy=True) for factor in factors
-        )
-        self.solver, self._spread = None, None
+        """Restore the result of `state_dict`."""
+        self._a = None if state["a"] is None else state["a"].to(device, copy=True)
+        self._g = None if state["g"] is None else state["g"].to(device, copy=True)
+        self.solver = None
+        self._spread = None
         if state["solver"] is not None:
             kind: type[Any] = self.kind
-            self.solver = kind(
-                **{name: each.to(device, copy=True) for name, each in state["solver"].items()}
-            )
-            if (
-                root := state.get("root")
-            ) is not None:  # as all ranks had it, if the layer was spread
+            tensors = state["solver"].items()
+            self.solver = kind(**{name: each.to(device, copy=True) for name, each in tensors})
+            # The root that all ranks had, if the layer was spread: another one may be rounded
+            # otherwise.
+            root = state.get("root")
+            if root is not None:
                 self.spread(root.to(device, copy=True))
-        self.strained, self._dropped = state["strained"], state["dropped"]
+        self.strained = state["strained"]
+        self._dropped = state["dropped"]
 
 
 @dataclass(eq=False)
 class OwnedLayer:
-    """A layer, and what this rank has of it.
+    """A layer that K-FAC treats, and this rank's part of it."""
 
-    Args:
-        index: in the order of layers.
-        curvature: if this rank is the owner.
-        solver: of a spread layer, which all ranks have; None before the first, and after factors that were no numbers.
-    """
-
+    # In the order of layers.
     index: int
     layer: Layer
     cost: LayerCost
     owner: int
+    # None unless this rank is the owner.
     curvature: Curvature | None
+    # On all ranks if the layer is spread. None before the first solver, and after NaN factors.
     solver: SpreadSolver | None = None
 
 
 def _mean_diagonal(factor: Tensor) -> Tensor:
-    # float64: the trace of a large, finite factor may not fit into its own dtype.
+    # In float64: the trace of a large, finite factor may overflow its own dtype.
     return factor.diagonal(dim1=-2, dim2=-1).double().mean(-1)
 
 
 def _balance(a: Tensor, g: Tensor) -> Tensor:
     """Return π of each group, [groups]."""
-    of_a, of_g = _mean_diagonal(a), _mean_diagonal(g)
+    of_a = _mean_diagonal(a)
+    of_g = _mean_diagonal(g)
     pi = (of_a / of_g).sqrt().clamp(*_PI_RANGE)
     return torch.where((of_a > 0) & (of_g > 0), pi, 1.0)
 
 
 Solved = tuple[Tensor, ...]
+"""An inverse, or eigenvalues and eigenvectors, of each group: [groups, ...] each."""
 
 
 def _solved(
     factor: Tensor, damping: Tensor, attempt: Callable[[Tensor], Solved]
 ) -> tuple[Solved, int]:
-    """Let ``attempt`` solve factor + damping; damp the groups for which it gives something not finite further.
+    """Call ``attempt`` with factor + damping · I. Damp groups that it cannot solve further.
 
-    At last their diagonals alone are solved. Returns what was returned, [groups, ...] each, and how many times a group
-    was damped further.
+    A group is not solved if the result is not finite. After all retries its diagonal alone is
+    solved.
+
+    Returns the result of ``attempt``, and how many times a group was damped further.
     """
-    solved, strained = attempt(_plus_identity(factor, damping)), 0
+    solved = attempt(_plus_identity(factor, damping))
+    strained = 0
     failed = _failed(solved)
     # Below this, damping is lost in the rounding of the factor.
-    rounding = torch.finfo(factor.dtype).eps * _mean_diagonal(factor).clamp(
-        min=torch.finfo(factor.dtype).tiny
-    )
+    limits = torch.finfo(factor.dtype)
+    rounding = limits.eps * _mean_diagonal(factor).clamp(min=limits.tiny)
     for retry in range(_RETRIES + 1):
         if not bool(failed.any()):
             break
         strained += int(failed.sum())
         damping = torch.where(failed, torch.maximum(10 * damping, rounding), damping)
         stronger = _plus_identity(factor[failed], damping[failed])
-        again = attempt(
-            stronger if retry < _RETRIES else torch.diag_embed(_positive_diagonal(stronger))
-        )
+        if retry == _RETRIES:
+            stronger = torch.diag_embed(_positive_diagonal(stronger))
+        again = attempt(stronger)
         for whole, part in zip(solved, again, strict=True):
             whole[failed] = part
         failed = _failed(solved)
@@ -277,7 +286,8 @@ def _plus_identity(factor: Tensor, amount: Tensor) -> Tensor:
 
 def _inverse(factor: Tensor) -> Solved:
     triangle, info = torch.linalg.cholesky_ex(factor)
-    # Half a triangle, or one with a zero on its diagonal, would make the inversion of all groups raise.
+    # An incomplete triangle, or a zero on its diagonal, would make the inversion of all groups
+    # raise.
     triangle[(info != 0) | (triangle.diagonal(dim1=-2, dim2=-1) == 0).any(-1)] = math.nan
     return (torch.cholesky_inverse(triangle),)
 
@@ -286,7 +296,7 @@ def _eigen(factor: Tensor) -> Solved:
     try:
         values, vectors = torch.linalg.eigh(factor)
     except torch.linalg.LinAlgError:
-        # One group is enough to fail all: find out which.
+        # One group is enough to make all fail: solve them one by one to find it.
         if factor.shape[0] > 1:
             each = [_eigen(group) for group in factor.split(1)]
             return tuple([torch.cat(parts) for parts in zip(*each, strict=True)])
@@ -295,6 +305,6 @@ def _eigen(factor: Tensor) -> Solved:
 
 
 def _positive_diagonal(factor: Tensor) -> Tensor:
-    # Neither this nor its inverse overflows.
+    # Clamped so that neither the diagonal nor its inverse overflows.
     limits = torch.finfo(factor.dtype)
     return factor.diagonal(dim1=-2, dim2=-1).clamp(limits.tiny * 4, limits.max / 4)

@@ -1,27 +1,31 @@
 """K-FAC's factors on their way to the layers' owners: with the gradients' buckets, or behind them.
 
-Always as journeys of their own; only the moment differs. In steps that make solvers the factors of a bucket's layers
-leave with it, just before its gradients.
+Factors always travel in journeys of their own. Only the moment differs. In steps that make solvers
+the factors of a bucket's layers leave just before its gradients.
 
-[Note: late factors] The running factors matter when solvers are made of them, and in most steps none are. In such
-steps the factors wait until the step's gradients are gathered, and then leave in groups, one behind the gradients
-of each following step, while the ranks compute. All of them have left before the next step that takes factors or makes
-solvers begins its exchange, so the running means are the same as if they had come at once. kfac-pytorch lets factors
-trail, too; the groups are our design.
+[Note: late factors] The running factors matter only when solvers are made of them, and most steps
+make none. In such steps the factors wait until the step's gradients are gathered. Then they leave
+in groups, one behind the gradients of each following step, while the ranks compute. All of them
+have left before the next step that takes factors or makes solvers begins its exchange, so the
+running means are the same as if they had travelled at once. kfac-pytorch lets factors trail as
+well; the groups are our design.
 
-[Note: forms of a factor] A rank sends the triangle of a factor, or the columns that it is made of, whichever is less,
-or nothing if it has none. So the ranks first tell the owners how much will come, also of late factors when the journey
-begins: in one order on all ranks, see [Note: who waits where] in `_engine.links`. Where collectives are issued in the
-program's order the host would have to wait for that, and all ranks send triangles. Behind a triangle stands whether
-there is one. An owner's own factors that meet no others stay as they are.
+[Note: forms of a factor] A rank sends the triangle of a factor or the columns that it is made of,
+whichever is shorter, or nothing if it has none. So the ranks first send the owners the form of each
+factor. They do so when the journey begins, also for late factors: in one order on all ranks, see
+[Note: who waits where] in `_engine.links`. Where collectives are issued in the program's order, the
+host would have to wait for the forms, so all ranks send triangles. One more number behind a
+triangle is 1 if the rank has the factor. An owner that receives no other rank's factor uses its own
+as it is.
 
-All ranks send the same groups in the same order. They are added to the running means in that order, too.
+All ranks send the same groups in the same order. The owners add them to the running means in that
+order.
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -45,15 +49,24 @@ from .factors import (
     unpack_triangle,
 )
 
+# The form of a factor: one of these, or else the number of its columns.
 _NONE: Final = 0
-_TRIANGLE: Final = -1  # else the number of columns
+_TRIANGLE: Final = -1
+
+
+class Contribution(NamedTuple):
+    """One rank's factor as it travels, see [Note: forms of a factor]."""
+
+    form: int
+    flat: Tensor
 
 
 class Factor(NamedTuple):
-    """A or G of one layer, [groups, dim, dim], or its columns; None: this rank has none."""
+    """A or G of one layer in one step, as this rank has captured it."""
 
     of: OwnedLayer
     dim: int
+    # [groups, dim, dim], or its columns. None: this rank has none.
     value: BatchFactor | None = None
 
     @property
@@ -62,7 +75,7 @@ class Factor(NamedTuple):
 
     @property
     def triangle_numel(self) -> int:
-        """Elements of its triangle, and whether there is one."""
+        """Elements of the triangle, and the number behind it."""
         return triangle_numel(self.groups, self.dim) + 1
 
     @property
@@ -76,7 +89,7 @@ class Factor(NamedTuple):
         return self.value.width if isinstance(self.value, Columns) else _TRIANGLE
 
     def numel(self, form: int) -> int:
-        """Return the elements that a factor of this size takes."""
+        """Return the elements that this factor takes in a form, its own or another rank's."""
         return self.triangle_numel if form == _TRIANGLE else self.groups * self.dim * form
 
     def pack(self, form: int, out: Tensor) -> None:
@@ -87,30 +100,36 @@ class Factor(NamedTuple):
         elif isinstance(self.value, Columns):
             out.view(self.value.source.shape).copy_(self.value.source)
 
-    def mean(self, shares: Sequence[tuple[int, Tensor]], like: Tensor) -> BatchFactor:
-        """Return the mean of the ranks' ``shares``, each its form and itself; not a number if there is none."""
-        if not shares:
+    def mean(self, contributions: Sequence[Contribution], like: Tensor) -> BatchFactor:
+        """Average the ranks' contributions. NaN if there are none."""
+        if not contributions:
             return like.new_full((self.groups, self.dim, self.dim), math.nan)
         columns = [
-            flat.view(self.groups, self.dim, form) for form, flat in shares if form != _TRIANGLE
+            each.flat.view(self.groups, self.dim, each.form)
+            for each in contributions
+            if each.form != _TRIANGLE
         ]
-        if len(columns) == len(shares):
-            return Columns(torch.cat(columns, dim=2) * math.sqrt(1 / len(shares)))
-        total, triangle = like.new_zeros(self.triangle_numel), like.new_empty(self.triangle_numel)
-        for form, flat in shares:
-            if form != _TRIANGLE:
-                _pack_triangle(
-                    multiplied(Columns(flat.view(self.groups, self.dim, form))), triangle
-                )
-            total += flat if form == _TRIANGLE else triangle
+        if len(columns) == len(contributions):
+            return Columns(torch.cat(columns, dim=2) * math.sqrt(1 / len(contributions)))
+        total = like.new_zeros(self.triangle_numel)
+        triangle = like.new_empty(self.triangle_numel)
+        for form, flat in contributions:
+            if form == _TRIANGLE:
+                total += flat
+            else:
+                source = flat.view(self.groups, self.dim, form)
+                _pack_triangle(multiplied(Columns(source)), triangle)
+                total += triangle
+        # The number behind the triangles has counted the ranks that have the factor.
         return unpack_triangle(total[:-1], self.groups, self.dim).div_(total[-1])
 
     def alone(self, like: Tensor) -> BatchFactor:
-        """Return the mean of this rank's share alone."""
+        """Return the mean of this rank's contribution alone."""
         if self.value is None:
             return self.mean((), like)
         value = multiplied(self.value)
-        if value.is_cuda:  # as in `FactorMessages.travel`
+        if value.is_cuda:
+            # The host drops it before the device has read it, as in `FactorMessages.travel`.
             value.record_stream(torch.cuda.current_stream(value.device))
         return value.to(like.dtype)
 
@@ -121,71 +140,96 @@ def _pack_triangle(value: Tensor, out: Tensor) -> None:
 
 
 class FactorMessages:
-    """The factors of some layers on their way to the owners, packed.
+    """The factors of some layers, packed for their way to the owners.
 
     Args:
         factors: the same in the same order on all ranks.
-        like: of their device and dtype.
-        tells: whether ranks first tell the owners what comes, see [Note: forms of a factor].
+        rank: this rank.
+        size: number of ranks.
+        like: a tensor of the factors' device and of the dtype in which they travel.
+        sends_forms: whether ranks first send the owners the forms, see [Note: forms of a factor].
     """
 
     def __init__(
-        self, factors: Sequence[Factor], rank: int, size: int, like: Tensor, *, tells: bool
+        self, factors: Sequence[Factor], rank: int, size: int, like: Tensor, *, sends_forms: bool
     ) -> None:
-        self._rank, self._size, self._tells = rank, size, tells
-        self._by_owner = [
-            [each for each in factors if each.of.owner == owner] for owner in range(size)
-        ]
+        self._rank = rank
+        self._size = size
+        self._sends_forms = sends_forms
+        # By rank: the factors that it owns, and the forms in which this rank sends them.
+        self._by_owner: list[list[Factor]] = [[] for _ in range(size)]
+        for factor in factors:
+            self._by_owner[factor.of.owner].append(factor)
         self._forms = [
-            [f.form() if tells else _TRIANGLE for f in of_owner] for of_owner in self._by_owner
+            [factor.form() if sends_forms else _TRIANGLE for factor in of_owner]
+            for of_owner in self._by_owner
         ]
-        numels = [_numels(*of_owner) for of_owner in zip(self._by_owner, self._forms, strict=True)]
-        self._to = [sum(of_owner) for of_owner in numels]
-        self._flat = like.new_empty(sum(self._to))
-        places = iter(self._flat.split([numel for of_owner in numels for numel in of_owner]))
-        for of_owner in zip(self._by_owner, self._forms, strict=True):
-            for factor, form in zip(*of_owner, strict=True):
-                factor.pack(form, next(places))
+        by_owner = list(zip(self._by_owner, self._forms, strict=True))
+        # By rank: the number of elements that this rank sends.
+        self._layout = [sum(_numels(of_owner, forms)) for of_owner, forms in by_owner]
+        self._flat = like.new_empty(sum(self._layout))
+        for (of_owner, forms), part in zip(by_owner, parts(self._flat, self._layout), strict=True):
+            outs = part.split(_numels(of_owner, forms))
+            for factor, form, out in zip(of_owner, forms, outs, strict=True):
+                factor.pack(form, out)
 
     async def travel(self, link: Link, after: Gate | None) -> Iterator[tuple[Factor, BatchFactor]]:
-        """Have all factors go to their owners; return the own ones and their means.
+        """Send all factors to their owners. Return this rank's own factors and their means.
 
-        ``after``: opened before they leave, unless collectives are issued in the program's order.
+        The factors leave when ``after`` is open, unless collectives are issued in the program's
+        order.
         """
-        if self._flat.is_cuda:  # the host lets go of it before the device has read it
+        if self._flat.is_cuda:
+            # The host drops the tensor before the device has read it.
             self._flat.record_stream(torch.cuda.current_stream(self._flat.device))
-        own, forms = self._by_owner[self._rank], [self._forms[self._rank]] * self._size
-        if self._tells:
-            forms = await self._told(link)
+        own = self._by_owner[self._rank]
+        forms = [self._forms[self._rank]] * self._size
+        if self._sends_forms:
+            # First the forms, so that each owner knows how much it will receive.
+            forms = await self._exchange_forms(link)
+            # Late factors wait here for the gradients in front of them.
             if after is not None:
                 await after
         numels = [_numels(own, of_rank) for of_rank in forms]
-        of = [sum(of_rank) for of_rank in numels]
-        incoming = self._flat.new_empty(sum(of))
-        await link.all_to_all(self._flat, self._to, incoming, of)
-        arrived = parts(incoming, of)
-        arrived[self._rank] = parts(self._flat, self._to)[self._rank]
-        by_rank = [
-            list(zip(*each, strict=True))
-            for each in zip(forms, map(torch.split, arrived, numels), strict=True)
-        ]
-        return (
-            (factor, factor.mean([share for share in shares if share[0] != _NONE], self._flat))
-            for factor, *shares in zip(own, *by_rank, strict=True)
-        )
+        layout = [sum(of_rank) for of_rank in numels]
+        incoming = self._flat.new_empty(sum(layout))
+        # Each rank sends every owner its factors. If a peer is lost, this raises, and so does the
+        # next backward().
+        await link.all_to_all(self._flat, self._layout, incoming, layout)
+        arrived = parts(incoming, layout)
+        # The link leaves this rank's own part to the caller.
+        arrived[self._rank] = parts(self._flat, self._layout)[self._rank]
+        flats = [part.split(of_rank) for part, of_rank in zip(arrived, numels, strict=True)]
+        return self._means(forms, flats)
 
-    async def _told(self, link: Link) -> list[list[int]]:
-        """Return the forms of all ranks' factors of the own layers."""
-        device, count = self._flat.device, len(self._forms[self._rank])
-        there = torch.tensor(
+    def _means(
+        self, forms: Sequence[Sequence[int]], flats: Sequence[Sequence[Tensor]]
+    ) -> Iterator[tuple[Factor, BatchFactor]]:
+        """Yield each of this rank's own factors with its mean, one at a time to save memory.
+
+        ``forms`` and ``flats`` are indexed by rank, then by factor.
+        """
+        for index, factor in enumerate(self._by_owner[self._rank]):
+            contributions = [
+                Contribution(of_rank[index], flat[index])
+                for of_rank, flat in zip(forms, flats, strict=True)
+                if of_rank[index] != _NONE
+            ]
+            yield factor, factor.mean(contributions, self._flat)
+
+    async def _exchange_forms(self, link: Link) -> list[list[int]]:
+        """Return, by rank, the forms in which this rank's own factors come from it."""
+        device = self._flat.device
+        count = len(self._forms[self._rank])
+        outgoing = torch.tensor(
             [form for of_owner in self._forms for form in of_owner], dtype=torch.int32
         )
-        back = torch.empty(self._size * count, dtype=torch.int32, device=device)
-        to = [len(of_owner) for of_owner in self._forms]
-        await link.all_to_all(there.to(device), to, back, [count] * self._size)
-        forms: list[list[int]] = (
-            back.view(self._size, count).tolist() if count else [[]] * self._size
-        )
+        incoming = torch.empty(self._size * count, dtype=torch.int32, device=device)
+        layout = [len(of_owner) for of_owner in self._forms]
+        await link.all_to_all(outgoing.to(device), layout, incoming, [count] * self._size)
+        forms: list[list[int]] = [[] for _ in range(self._size)]
+        if count:
+            forms = incoming.view(self._size, count).tolist()
         forms[self._rank] = self._forms[self._rank]
         return forms
 
@@ -194,29 +238,30 @@ def _numels(factors: Sequence[Factor], forms: Sequence[int]) -> list[int]:
     return [factor.numel(form) for factor, form in zip(factors, forms, strict=True)]
 
 
+def _alone(factors: Iterable[Factor], like: Tensor) -> Iterator[tuple[Factor, BatchFactor]]:
+    """Yield each factor with its mean where no other rank contributes to it."""
+    for factor in factors:
+        yield factor, factor.alone(like)
+
+
 @dataclass(eq=False)
 class FactorTraffic:
-    """Decides for each step when its factors travel; the same on all ranks.
+    """Decides for each step when its factors travel. All ranks decide alike."""
 
-    Args:
-        layers: of the model, in the order of the capture's; their curvatures take the factors.
-        local: whether owners take their own factors, and none travels.
-
-    Attributes:
-        meter: counts what travels.
-        late: groups that leave behind gradients of later steps.
-        arrived: opened when all factors that have left so far are in the running means.
-    """
-
+    # The model's layers, in the order of the capture's. Their curvatures receive the factors.
     layers: Sequence[OwnedLayer]
     capture: FactorCapture
     group: dist.ProcessGroup
+    # Owners use their own factors: none travel.
     local: bool
 
     def __post_init__(self) -> None:
+        # Counts the traffic. Set by each backward pass.
         self.meter: Meter | None = None
+        # Groups of factors that leave behind the gradients of later steps.
         self.late: list[list[Factor]] = []
         self._late_decay = 0.0
+        # Opened when all factors that were sent so far are in the running means.
         self.arrived = Gate()
         self.arrived.open()
         self._newest: Trip | None = None
@@ -228,30 +273,39 @@ class FactorTraffic:
         return self.group.size() > 1 and not self.local and on_host
 
     def taken(self, layer: OwnedLayer) -> list[Factor]:
-        """Take a layer's factors of this step: A and G, or nothing where this rank needs none."""
+        """Take a layer's factors of this step: A and G, or nothing if this rank needs none."""
         if self.local and layer.curvature is None:
             return []
-        shape, (a, g) = layer.layer.shape, self.capture.take(layer.index)
+        shape = layer.layer.shape
+        a, g = self.capture.take(layer.index)
         return [Factor(layer, shape.a_dim, a), Factor(layer, shape.g_dim, g)]
 
     def hold(self, taken: Sequence[Sequence[Factor]], groups: int, decay: float) -> None:
-        """Keep a step's factors, by layer, which leave in so many groups at most, see [Note: late factors]."""
+        """Keep a step's factors, by layer, in at most ``groups`` groups.
+
+        See [Note: late factors].
+        """
         sizes = [sum(factor.triangle_numel for factor in of_layer) for of_layer in taken]
-        groups_of = in_equal_groups(sizes, groups)
-        self.late = [[factor for place in group for factor in taken[place]] for group in groups_of]
+        self.late = []
+        for layers in in_equal_groups(sizes, groups):
+            self.late.append([factor for layer in layers for factor in taken[layer]])
         self._late_decay = decay
 
     def leave(self, after: Gate | None = None, *, all_groups: bool = False) -> None:
-        """Send the next group of late factors, or all that are left, ``after`` a gate was opened."""
+        """Send the next group of late factors, or all that are left, when ``after`` is open."""
         while self.late:
             self.send(self.late.pop(0), self._late_decay, after)
             if not all_groups:
                 return
 
     def settle(self) -> None:
-        """Send what is left, and wait until all has arrived. Collective. Raises what made it impossible."""
+        """Send all late factors, and wait until all factors have arrived. **Collective**.
+
+        Raises the error that has ended the journeys of the group.
+        """
         self.leave(all_groups=True)
-        newest, self._newest = self._newest, None
+        newest = self._newest
+        self._newest = None
         if newest is not None:
             newest.wait()
 
@@ -261,42 +315,60 @@ class FactorTraffic:
 
     @torch.no_grad()
     def send(self, factors: Sequence[Factor], decay: float, after: Gate | None = None) -> None:
-        """Begin to add what was `taken` to the running means of the owners, of which ``decay`` remains.
+        """Begin the journey of factors that were `taken`, to the running means of their owners.
 
-        They leave ``after`` a gate was opened, and are added when those have been which left before.
+        They leave when ``after`` is open. They are added after the factors that were sent before
+        them. ``decay`` is the weight of the old mean.
         """
-        exchange, weight = Exchange.of(self.group), self.layers[0].layer.weight
+        exchange = Exchange.of(self.group)
+        weight = self.layers[0].layer.weight
         like = weight.new_empty(0, dtype=torch.promote_types(weight.dtype, torch.float32))
-        messages = None  # if no other rank has a share in them
+        # None if no other rank contributes to these factors.
+        messages = None
         if exchange.size > 1 and not self.local:
-            tells = exchange.sends_messages(like.device)
-            messages = FactorMessages(factors, exchange.rank, exchange.size, like, tells=tells)
-        former, self.arrived = self.arrived, Gate()
-        here = self.arrived
+            sends_forms = exchange.sends_messages(like.device)
+            messages = FactorMessages(
+                factors, exchange.rank, exchange.size, like, sends_forms=sends_forms
+            )
+        former = self.arrived
+        arrived = Gate()
+        self.arrived = arrived
 
         async def bring(link: Link) -> None:
-            alone = ((each, each.alone(like)) for each in factors)
-            means = alone if messages is None else await messages.travel(link, after)
+            # The factors go to their owners. Each rank receives the other ranks' factors of its
+            # layers.
+            means = (
+                _alone(factors, like) if messages is None else await messages.travel(link, after)
+            )
 
+            # Products of columns take long, so they run where they delay no other journey's
+            # reduction.
             await link.compute()
+            # A running mean depends on the order: wait for the factors that were sent before these.
             await former
             with torch.autocast(like.device.type, enabled=False):
-                for (factor, a), (_, g) in zip(means, means, strict=True):  # as `taken` has them
+                for factor, a in means:
+                    # `taken` lists G of a layer behind its A.
+                    _, g = next(means)
                     if factor.of.curvature is not None:
                         factor.of.curvature.add(a, g, decay)
-            here.open()
+            # Solvers may be made of these factors now.
+            arrived.open()
 
         self._newest = exchange.begin(bring, like, "factors of K-FAC", meter=self.meter)
 
 
 def in_equal_groups(sizes: Sequence[int], count: int) -> Iterator[list[int]]:
-    """Cut into at most ``count`` consecutive groups of about the same sum; none is empty."""
+    """Cut into at most ``count`` consecutive groups of about the same sum. None is empty.
+
+    Yields the indices in each group.
+    """
     total = max(1, sum(sizes))
     ends = list(itertools.accumulate(sizes))
 
-    def group(place: int) -> int:
-        """Return in which ``count``-th of the whole the middle of this one lies."""
-        return min(count - 1, int((ends[place] - sizes[place] / 2) * count / total))
+    def group(index: int) -> int:
+        """Return which ``count``-th of the whole holds the middle of this size."""
+        return min(count - 1, int((ends[index] - sizes[index] / 2) * count / total))
 
-    for _, places in itertools.groupby(range(len(sizes)), key=group):
-        yield list(places)
+    for _, indices in itertools.groupby(range(len(sizes)), key=group):
+        yield list(indices)

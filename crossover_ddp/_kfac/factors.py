@@ -1,13 +1,14 @@
-"""The maths of K-FAC for one layer: factors, their running mean, and the preconditioned gradient. Pure tensors.
+"""The maths of K-FAC for one layer: factors, their running mean, the gradient as a matrix.
 
-[Note: what the factors are] For a layer with inputs a (a column of ones appended where there is a bias) and output
-gradients g, K-FAC takes the Fisher matrix to be a Kronecker product of A = E[a aᵀ] and G = E[g gᵀ], g being the
-gradient of one sample's own loss (Martens and Grosse, arXiv 1503.05671; convolutions: Grosse and Martens, arXiv
-1602.01407). What autograd hands us is the gradient of a *mean* over the N samples of this rank, so a sample's own is
-N times that. N is of what the model was called with: in a layer samples may lie elsewhere, where sequences come first,
-in windows of a picture, in an expert that sees some of them. A layer that is applied at S positions of a sample
-(pixels, tokens) leaves a choice, named by `WeightSharing` ("expand" and "reduce": Eschenhagen et al., arXiv
-2311.00636):
+[Note: definition of the factors] For a layer with inputs a (a column of ones appended if there is a
+bias) and output gradients g, K-FAC approximates the Fisher matrix by a Kronecker product of A = E[a
+aᵀ] and G = E[g gᵀ]. There g is the gradient of one sample's own loss (Martens and Grosse, arXiv
+1503.05671; convolutions: Grosse and Martens, arXiv 1602.01407). Autograd computes the gradient of a
+*mean* over the N samples of this rank, so a sample's own gradient is N times that. N is the number
+of samples that the model was called with. A layer's first dimension may be another one: sequences
+may come first, windows of a picture may be samples, and an expert sees only some samples. A layer
+that is applied at S positions of a sample (pixels, tokens) leaves a choice, named by
+`WeightSharing` ("expand" and "reduce": Eschenhagen et al., arXiv 2311.00636):
 
 ============== ====================================== ========================================
                A                                      G
@@ -18,14 +19,17 @@ kfac-pytorch   Linear: as expand                      Linear: 1/(N S) Σₙ Σ�
                Conv2d: as expand, divided by S²       Conv2d: 1/(N S³) Σₙ Σₛ g gᵀ
 ============== ====================================== ========================================
 
-The last row has the constants of the public package of that name, whose users have tuned their damping to them.
-A convolution of several groups is as many layers side by side: every factor here is [groups, d, d].
+The last row has the constants of the public package of that name: its users have tuned their
+damping to them. A convolution of several groups is a row of layers side by side: every factor is
+[groups, d, d].
 
-[Note: columns] What is summed up lies in columns, [groups, features, count], since that is how an unfolded picture lies
-in memory: a factor is C Cᵀ of its scaled columns. Where there are few of them they are smaller than the factor.
+[Note: columns] A factor is C Cᵀ of its scaled columns, [groups, features, count]. Columns rather
+than rows, because an unfolded picture lies so in memory. If there are few columns, they are smaller
+than the factor.
 
-[Note: copies before products] A product may be rounded otherwise where its operands lie otherwise in memory. Where
-gradients lie depends on the buckets, which a resumed run has anew, so what is multiplied is copied first.
+[Note: copies before products] The rounding of a product may depend on where its operands lie in
+memory. Gradients lie in the buckets, which are different after a resume. So operands are copied
+first.
 """
 
 import math
@@ -41,27 +45,26 @@ from .layers import LayerShape
 
 WeightSharing = Literal["expand", "reduce", "kfac-pytorch"]
 
-# Of a strip this wide only what is right of the diagonal is multiplied: five eighths of the work at four strips.
+# Width of the strips in which C Cᵀ is computed: each only from the diagonal to the right. Four
+# strips take five eighths of the work.
 _GRAM_STRIP: Final = 256
-# Unfolded inputs at a time, in numbers: 64 MiB of float32.
+# How many unfolded inputs are in memory at a time: 64 MiB of float32.
 _CHUNK_NUMEL: Final = 1 << 24
-# Diagonal blocks of a packed triangle. The order of elements depends on it: ranks must have the same.
+# Diagonal blocks of a packed triangle. The order of elements depends on it, so it must be equal on
+# all ranks.
 _PACK_BLOCK: Final = 128
 
 
 class Columns(NamedTuple):
-    """Columns C that a factor is made of: ``scale`` · C Cᵀ, see [Note: what the factors are].
+    """Columns C of a factor, which is ``scale`` · C Cᵀ, see [Note: definition of the factors]."""
 
-    Args:
-        source: [groups, features, count], or what `_windows_of` returns, which is unfolded when it is needed.
-        scale: of the factor.
-        with_ones: whether a one is appended to each column.
-        groups: of a source that is to be unfolded.
-    """
-
+    # [groups, features, count], or the result of `_windows_of`, which is unfolded when it is
+    # needed.
     source: Tensor
     scale: float = 1.0
+    # Whether a one is appended to each column.
     with_ones: bool = False
+    # The groups of a source that is not unfolded.
     groups: int = 1
 
     @property
@@ -70,11 +73,11 @@ class Columns(NamedTuple):
         return sizes[2] if len(sizes) == 3 else sizes[1:4].numel()
 
     def kept(self) -> "Columns":
-        """Return a copy: what they are made of may be changed in place."""
+        """Return a copy, for a source that may be changed in place."""
         return self._replace(source=_unfolded(self.source, self.groups).clone())
 
     def scaled(self) -> "Columns":
-        """Return columns whose C Cᵀ is the factor."""
+        """Return columns C with C Cᵀ equal to the factor."""
         columns = _unfolded(self.source, self.groups)
         if self.with_ones:
             columns = torch.cat(
@@ -83,7 +86,7 @@ class Columns(NamedTuple):
         return Columns(columns * math.sqrt(self.scale))
 
     def factor(self) -> Tensor:
-        """Return the factor: exactly symmetric, without gradient; finite without any column, too."""
+        """Return the factor, exactly symmetric, without gradient. Without columns it is finite."""
         with torch.no_grad(), torch.autocast(self.source.device.type, enabled=False):
             factor, *others = (self._multiplied(chunk) for chunk in self._chunks())
             for other in others:
@@ -106,7 +109,9 @@ class Columns(NamedTuple):
         groups, features, count = columns.shape
         factor = columns.new_empty(groups, features + 1, features + 1)
         factor[:, :-1, :-1] = gram
-        factor[:, :-1, -1] = factor[:, -1, :-1] = columns.sum(-1)
+        sums = columns.sum(-1)
+        factor[:, :-1, -1] = sums
+        factor[:, -1, :-1] = sums
         factor[:, -1, -1] = count
         return factor
 
@@ -114,9 +119,9 @@ class Columns(NamedTuple):
 def input_columns(
     module: nn.Module, shape: LayerShape, input: Tensor, sharing: WeightSharing
 ) -> Columns:
-    """Return what A of one call of ``module`` is made of, whose parameters are not read.
+    """Return the columns of A for one call of ``module``, whose parameters are not read.
 
-    ``input`` is what it was called with, of any dtype: [..., features], or [N, C, H, W] or [C, H, W].
+    ``input`` is the argument of the call, of any dtype: [..., features], [N, C, H, W] or [C, H, W].
     """
     with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
         x = at_least_float32(input)
@@ -128,12 +133,14 @@ def input_columns(
             scale = 1 / (samples if sharing == "reduce" else samples * positions)
             return Columns(rows.T.unsqueeze(0), scale, shape.has_bias)
         windows = _windows_of(module, x if x.dim() == 4 else x.unsqueeze(0))
-        samples, positions = max(1, windows.shape[1]), windows.shape[2] * windows.shape[3]
+        samples = max(1, windows.shape[1])
+        positions = windows.shape[2] * windows.shape[3]
         if sharing == "reduce":
             means = windows.mean(dim=(2, 3)).permute(0, 2, 3, 1)
             columns = means.reshape(shape.groups, shape.a_dim - shape.has_bias, windows.shape[1])
             return Columns(columns, 1 / samples, shape.has_bias)
-        scale = 1 / (samples * positions * (positions**2 if sharing == "kfac-pytorch" else 1))
+        divisor = positions**2 if sharing == "kfac-pytorch" else 1
+        scale = 1 / (samples * positions * divisor)
         return Columns(windows, scale, shape.has_bias, shape.groups)
 
 
@@ -144,18 +151,20 @@ def output_columns(
     sharing: WeightSharing,
     model_samples: int | None = None,
 ) -> Columns:
-    """Return what G of one call of ``module`` is made of.
+    """Return the columns of G for one call of ``module``.
 
-    ``grad_output`` is the gradient of the loss, a mean over samples, with respect to what the module returned. There
-    are ``model_samples`` of them, if it has a dimension of samples; None: as many as the first dimension says.
+    ``grad_output`` is the gradient of the loss, a mean over samples, with respect to the output of
+    the call. ``model_samples`` is the number of samples, if the output has a dimension for them.
+    None: it is the first dimension.
     """
     with torch.no_grad(), torch.autocast(grad_output.device.type, enabled=False):
         g = at_least_float32(grad_output)
         if g.dim() < (4 if isinstance(module, nn.Conv2d) else 2):
             model_samples = None
         if isinstance(module, nn.Conv2d):
-            # Channels last, as a Linear layer has its features.
-            g = (g if g.dim() == 4 else g.unsqueeze(0)).permute(0, 2, 3, 1)
+            # Channels last, like the features of a Linear layer.
+            pictures = g if g.dim() == 4 else g.unsqueeze(0)
+            g = pictures.permute(0, 2, 3, 1)
         samples, positions = _counts(g)
         if sharing == "reduce" and g.dim() > 2:
             g = g.flatten(1, -2).sum(1)
@@ -167,12 +176,12 @@ def output_columns(
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Return a number format in which sums of squares are safe."""
+    """Return ``x`` in a dtype whose range is enough for sums of squares."""
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _counts(x: Tensor) -> tuple[int, int]:
-    """Return samples N and positions S of [N, ..., d], 1 each where there is no such dimension or it is empty."""
+    """Return samples N and positions S of [N, ..., d]: 1 if there is none, or it is empty."""
     samples = x.shape[0] if x.dim() > 1 else 1
     return max(1, samples), max(1, math.prod(x.shape[1:-1]))
 
@@ -188,9 +197,12 @@ def _unfolded(windows: Tensor, groups: int) -> Tensor:
 
 
 def _windows_of(module: nn.Conv2d, x: Tensor) -> Tensor:
-    """View [N, C, H, W] as what the kernel meets: [C, N, H_out, W_out, kernel rows, kernel columns]."""
-    # Channels first, so that unfolded numbers are copied in runs as long as a row of the picture, whatever the
-    # memory format was. Quicker than F.unfold, whose result has to be transposed.
+    """View [N, C, H, W] as the kernel's windows.
+
+    They are [C, N, H_out, W_out, kernel rows, kernel columns].
+    """
+    # Channels first, so that unfolding copies runs as long as a row of the picture, in any memory
+    # format. Faster than F.unfold, whose result has to be transposed.
     x = x.transpose(0, 1).contiguous()
     if module.padding_mode == "zeros":
         x = F.pad(x, _zero_padding(module))
@@ -204,14 +216,18 @@ def _windows_of(module: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def _zero_padding(module: nn.Conv2d) -> list[int]:
-    """Return left, right, top, bottom, as ``F.pad`` wants them."""
+    """Return left, right, top, bottom: the order of ``F.pad``."""
     padding = module.padding
     if not isinstance(padding, str):
         return [padding[1], padding[1], padding[0], padding[0]]
     if padding == "valid":
         return [0, 0, 0, 0]
-    totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-    return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+    # "same": the second side has one more if the total is odd.
+    sides = []
+    for dim in (1, 0):
+        total = module.dilation[dim] * (module.kernel_size[dim] - 1)
+        sides += [total // 2, total - total // 2]
+    return sides
 
 
 def factor_of(columns: Tensor) -> Tensor:
@@ -222,7 +238,8 @@ def factor_of(columns: Tensor) -> Tensor:
         for low in range(0, size, _GRAM_STRIP):
             high = min(low + _GRAM_STRIP, size)
             strip = columns[:, low:high] @ columns[:, low:].mT
-            block, beside = strip[..., : high - low], strip[..., high - low :]
+            block = strip[..., : high - low]
+            beside = strip[..., high - low :]
             gram[:, low:high, low:high] = (block + block.mT) / 2
             gram[:, low:high, high:] = beside
             gram[:, high:, low:high] = beside.mT
@@ -230,7 +247,7 @@ def factor_of(columns: Tensor) -> Tensor:
 
 
 BatchFactor = Tensor | Columns
-"""The factor of one mini-batch, [groups, d, d], or its columns, as `Columns.scaled` returns them."""
+"""The factor of one mini-batch, [groups, d, d], or its columns, the result of `Columns.scaled`."""
 
 
 def multiplied(batch: BatchFactor) -> Tensor:
@@ -238,47 +255,50 @@ def multiplied(batch: BatchFactor) -> Tensor:
 
 
 def is_finite(batch: BatchFactor) -> Tensor:
-    """Tell whether a factor is finite, as a tensor of no dimensions; of columns without multiplying them out."""
+    """Return whether a factor is finite, as a tensor without dimensions."""
     if isinstance(batch, Columns):
-        # No element of C Cᵀ is greater than the sum of all squares.
+        # Without the product: no element of C Cᵀ is greater than the sum of all squares.
         return torch.isfinite(torch.linalg.vector_norm(batch.source) ** 2)
     return torch.isfinite(batch).all()
 
 
 @lru_cache(maxsize=256)
 def _triangle_of_block(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return where the upper triangle of a [size, size] block is, by rows and columns."""
+    """Return the rows and the columns of the upper triangle of a [size, size] block."""
     rows, columns = torch.triu_indices(size, size)
-    # Made on the host: complete when it is there, whichever stream uses it.
+    # Copied from the host, and so complete for any stream that uses it.
     return rows.to(device), columns.to(device)
 
 
 def triangle_numel(groups: int, dim: int) -> int:
-    """Return the numbers in the packed triangles of [groups, dim, dim]."""
+    """Return the number of elements in the packed triangles of [groups, dim, dim]."""
     return groups * dim * (dim + 1) // 2
 
 
 def _strips(flat: Tensor, groups: int, size: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """Yield of each strip of rows, [low, high), where its triangle on the diagonal is packed, and what is right of it.
+    """Yield each strip of rows of a packed triangle, as (low, high, triangle, beside).
 
-    The order of elements depends on ``groups`` and ``size`` alone.
+    The strip has the rows [low, high). ``triangle`` and ``beside`` are views of ``flat``: the
+    packed triangle on the diagonal, and the block to the right of it. The order of elements depends
+    on ``groups`` and ``size`` alone.
     """
-    packed, start = flat.view(groups, -1), 0
+    packed = flat.view(groups, -1)
+    begin = 0
     for low in range(0, size, _PACK_BLOCK):
         high = min(low + _PACK_BLOCK, size)
-        width, beside = high - low, size - high
-        middle = start + triangle_numel(1, width)
-        start, begin = middle + width * beside, start
-        yield (
-            low,
-            high,
-            packed[:, begin:middle],
-            packed[:, middle:start].view(groups, width, beside),
-        )
+        width = high - low
+        beside = size - high
+        middle = begin + triangle_numel(1, width)
+        end = middle + width * beside
+        yield low, high, packed[:, begin:middle], packed[:, middle:end].view(groups, width, beside)
+        begin = end
 
 
 def pack_triangle(factor: Tensor, out: Tensor) -> None:
-    """Write the upper triangles of ``factor``, [groups, d, d], to ``out``, flat, of any dtype, without gaps."""
+    """Write the upper triangles of ``factor``, [groups, d, d], to ``out``.
+
+    ``out`` is flat, of any dtype. It is filled without gaps.
+    """
     groups, size, _ = factor.shape
     for low, high, triangle, beside in _strips(out, groups, size):
         rows, columns = _triangle_of_block(high - low, factor.device)
@@ -287,7 +307,7 @@ def pack_triangle(factor: Tensor, out: Tensor) -> None:
 
 
 def unpack_triangle(flat: Tensor, groups: int, size: int) -> Tensor:
-    """Return the symmetric [groups, d, d] that `pack_triangle` wrote to ``flat``, as a copy in its dtype."""
+    """Return the [groups, d, d] that `pack_triangle` wrote to ``flat``, as a copy in its dtype."""
     factor = flat.new_empty(groups, size, size)
     for low, high, triangle, beside in _strips(flat, groups, size):
         rows, columns = _triangle_of_block(high - low, flat.device)
@@ -302,12 +322,12 @@ def unpack_triangle(flat: Tensor, groups: int, size: int) -> Tensor:
 def update_running(
     running: Tensor | None, batch: BatchFactor, decay: float, *, start: Literal["batch", "identity"]
 ) -> Tensor:
-    """Take a mini-batch's factor into the running mean: new = decay * old + (1 - decay) * batch.
+    """Add a mini-batch's factor to the running mean: new = decay * old + (1 - decay) * batch.
 
-    So 0.95 forgets slowly; some code bases call the other weight the decay. Damping never gets into it. Neither is
-    ``batch`` looked at: one that is not finite makes the mean so, for good. ``running`` is updated in place. The first
-    mean is the batch itself (not a copy: hand over a tensor of your own), or, as kfac-pytorch has it, with "identity"
-    decay * identity + (1 - decay) * batch.
+    So a decay of 0.95 forgets slowly; some code bases call the other weight the decay. The mean is
+    not damped. Values are not checked: a batch that is not finite makes the mean permanently so.
+    ``running`` is updated in place. The first mean is the batch itself, not a copy of it. With
+    "identity" it is decay * identity + (1 - decay) * batch, as in kfac-pytorch.
     """
     if running is not None and isinstance(batch, Columns):
         with torch.no_grad(), torch.autocast(running.device.type, enabled=False):
@@ -326,9 +346,9 @@ def update_running(
 def gradient_matrix(
     shape: LayerShape, weight_grad: Tensor, bias_grad: Tensor | None = None
 ) -> Tensor:
-    """Return the gradients of a layer as [groups, g_dim, a_dim], the bias in the last column; a copy or a view.
+    """Return the gradients of a layer as [groups, g_dim, a_dim], the bias in the last column.
 
-    Columns are in the order of A's rows. The dtype stays as it is.
+    The columns have the order of A's rows. The result has the gradients' dtype. It may be a view.
     """
     matrix = weight_grad.reshape(shape.groups, shape.g_dim, -1)
     if bias_grad is None:
@@ -337,7 +357,7 @@ def gradient_matrix(
 
 
 def split_gradient(matrix: Tensor, weight_out: Tensor, bias_out: Tensor | None = None) -> None:
-    """Write [groups, g_dim, a_dim] back to the shapes, memory formats and dtypes of weight and bias."""
+    """Write [groups, g_dim, a_dim] to weight and bias, of any memory format and dtype."""
     if bias_out is not None:
         bias_out.copy_(matrix[..., -1].reshape(bias_out.shape))
         matrix = matrix[..., :-1]

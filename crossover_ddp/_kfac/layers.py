@@ -1,4 +1,4 @@
-"""Which layers of a model K-FAC can treat, and why each other parameter passes through as a plain gradient."""
+"""Finds the layers of a model that K-FAC can treat, and why other parameters pass through."""
 
 import functools
 from collections.abc import Collection, Iterator, Sequence
@@ -15,30 +15,27 @@ TOO_LARGE: Final = "above max_factor_dim"
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What of a layer decides the size of its factors.
+    """The properties of a layer that decide the size of its factors."""
 
-    Args:
-        groups: layers side by side; above 1 only for grouped convolutions.
-        a_dim: input features per group, and the column of ones if there is a bias.
-        g_dim: outputs per group.
-        has_bias: whether there is a bias that is trained.
-        transposed: whether the weight is [inputs, outputs].
-    """
-
+    # Layers side by side. Above 1 only for grouped convolutions.
     groups: int
+    # Input features per group, and the column of ones if there is a bias.
     a_dim: int
+    # Outputs per group.
     g_dim: int
+    # Whether there is a bias that is trained.
     has_bias: bool
+    # Whether the weight is [inputs, outputs].
     transposed: bool = False
 
 
 def layer_shape(module: nn.Module) -> LayerShape | None:
-    """Describe an ``nn.Linear`` or ``nn.Conv2d`` whose weight is trained; None for every other module.
+    """Return the shape of an ``nn.Linear`` or ``nn.Conv2d`` whose weight is trained, else None.
 
-    ``Conv1D`` of the package transformers, as in GPT-2, is a Linear layer whose weight is transposed. Subclasses count
-    as long as they compute what the class computes. None also for a lazy, quantized, pruned or parametrized one (its
-    weight is not what the optimizer updates), and for the projection in ``nn.MultiheadAttention``, whose weight is
-    read without calling the module.
+    ``Conv1D`` of the package transformers, as in GPT-2, is a Linear layer with a transposed weight.
+    A subclass counts if it computes the same as the class. None also for a lazy, quantized, pruned
+    or parametrized layer, since the optimizer does not update its weight itself, and for the
+    projection in ``nn.MultiheadAttention``, whose weight is read without a call of the module.
     """
     if not _computes_as_known(module) or not _trained(module, "weight"):
         return None
@@ -53,6 +50,7 @@ def layer_shape(module: nn.Module) -> LayerShape | None:
 
 
 def _computes_as_known(module: nn.Module) -> bool:
+    """Return whether a module computes the same as its class among Linear, Conv2d, Conv1D."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return False
     known = _known_class(module)
@@ -68,47 +66,46 @@ def _known_class(module: nn.Module) -> type[nn.Module] | None:
     for known in type(module).__mro__:
         if known in (nn.Linear, nn.Conv2d):
             return known
-        # Not imported here: whoever has such a module has done so.
+        # Compared by name: importing it would require the package.
         if known.__name__ == "Conv1D" and known.__module__ == "transformers.pytorch_utils":
             return known
     return None
 
 
 def _trained(module: nn.Module, name: str) -> bool:
-    # Exactly a Parameter: subclasses of it are lazy, quantized or sharded.
+    # Not a subclass of Parameter: those are lazy, quantized or sharded.
     parameter = getattr(module, name, None)
     return type(parameter) is nn.Parameter and parameter.requires_grad
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer that K-FAC treats, and its parameters.
+    """A layer that K-FAC treats, and its parameters."""
 
-    Args:
-        name: of its first module in the model, without the prefixes of DDP and ``torch.compile``.
-        modules: all modules that share these parameters, usually one.
-        shape: of its factors.
-        weight: as the modules have it.
-        bias: None where it has none or a frozen one.
-    """
-
+    # The name of its first module in the model, without the prefixes of DDP and torch.compile.
     name: str
+    # All modules that share these parameters, usually one.
     modules: tuple[nn.Module, ...]
     shape: LayerShape
     weight: nn.Parameter
+    # None if it has none or a frozen one.
     bias: nn.Parameter | None
 
     @functools.cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The weight, and the bias if there is one, by their names in the model."""
-        found = {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
-        return {f"{self.name}.{name}" if self.name else name: each for name, each in found.items()}
+        prefix = f"{self.name}." if self.name else ""
+        found = {f"{prefix}weight": self.weight}
+        if self.bias is not None:
+            found[f"{prefix}bias"] = self.bias
+        return found
 
 
 class _Use(NamedTuple):
-    """A module that has a parameter, and under which name."""
+    """A module that has a parameter."""
 
     module: nn.Module
+    # The parameter's name in the module, and in the model.
     attribute: str
     name: str
 
@@ -120,7 +117,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the process group that DDP was given; None if ``model`` is not wrapped yet, or it is the default."""
+    """Return the process group of a DDP model. None: the default one, or no DDP model."""
     for each in _wrapped(model):
         if isinstance(each, nn.parallel.DistributedDataParallel):
             group: dist.ProcessGroup = each.process_group
@@ -142,18 +139,20 @@ def _wrapped(model: nn.Module) -> Iterator[nn.Module]:
 def find_layers(
     model: nn.Module, skip: Sequence[str] = (), max_dim: int | None = None
 ) -> tuple[list[Layer], dict[str, str]]:
-    """List the layers that K-FAC can treat, and why each other parameter passes through as it is.
+    """List the layers that K-FAC can treat, and the reason why each other parameter passes through.
 
-    Modules of equal shape that share all their parameters are one layer. A weight that is shared with anything
-    else (an embedding) passes through.
+    Modules of equal shape that share all their parameters are one layer. A weight that is shared
+    with another kind of module (an embedding) passes through.
 
     Args:
         model: plain, or wrapped by DDP or ``torch.compile``.
-        skip: names of modules not to treat: a name with all below it, or a pattern as of the shell. Each must match.
-        max_dim: of a factor; a layer with a larger one is not treated.
+        skip: modules that pass through: names, which include all modules below, or shell patterns.
+            Each must match a module.
+        max_dim: a layer with a larger factor passes through. None: no limit.
 
-    Returns: the layers in the order of registration, the same on all ranks of the same model; and reasons by name
-    of parameter.
+    Returns:
+        The layers in the order of registration, the same on all ranks, and the reasons by name of
+        the parameter.
     """
     root = unwrapped(model)
     names: dict[nn.Module, list[str]] = {}
@@ -162,17 +161,21 @@ def find_layers(
     if isinstance(skip, str):
         raise TypeError(f"expected a list of names, got skip={skip!r}; pass skip=[{skip!r}]")
     for pattern in skip:
-        if not any(_named(name, [pattern]) for of in names.values() for name in of):
+        if not any(_named(name, [pattern]) for of_module in names.values() for name in of_module):
             raise ValueError(
-                f"expected skip to name modules, got {pattern!r}, which matches none; names are those of "
-                "model.named_modules() without the 'module.' of DDP"
+                f"expected skip to name modules, got {pattern!r}, which matches none; names are "
+                "those of model.named_modules() without the 'module.' of DDP"
             )
     uses: dict[nn.Parameter, list[_Use]] = {}
     for module, (name, *_) in names.items():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             full = f"{name}.{attribute}" if name else attribute
             uses.setdefault(parameter, []).append(_Use(module, attribute, full))
-    skipped = {module for module, of in names.items() if any(_named(name, skip) for name in of)}
+    skipped = {
+        module
+        for module, of_module in names.items()
+        if any(_named(name, skip) for name in of_module)
+    }
     layers: dict[nn.Parameter, Layer] = {}
     reasons: dict[nn.Module, str] = {}
     for module, (name, *_) in names.items():
@@ -200,12 +203,13 @@ def _layer_of(
     skipped: Collection[nn.Module],
     max_dim: int | None,
 ) -> Layer | str:
-    """Return the layer that ``module`` belongs to, or why it is none."""
+    """Return the layer that ``module`` belongs to, or the reason why it passes through."""
     shape = layer_shape(module)
     if shape is None:
         frozen = isinstance(module, nn.Linear | nn.Conv2d) and not module.weight.requires_grad
         return "beside a frozen weight" if frozen else "not Linear or Conv2d"
-    weight, bias = module.weight, module.bias if shape.has_bias else None
+    weight = module.weight
+    bias = module.bias if shape.has_bias else None
     assert isinstance(weight, nn.Parameter) and (bias is None or isinstance(bias, nn.Parameter))
     sharers = {use.module: use for use in uses[weight]}
     if any(sharer in skipped for sharer in sharers):
@@ -214,22 +218,23 @@ def _layer_of(
         same = use.attribute == "weight" and layer_shape(use.module) == shape
         if not same or (bias is not None and use.module.bias is not bias):
             return "shared"
-    if bias is not None and {(use.module, use.attribute) for use in uses[bias]} != {
-        (m, "bias") for m in sharers
-    }:
-        return "shared"
+    if bias is not None:
+        uses_of_bias = {(use.module, use.attribute) for use in uses[bias]}
+        if uses_of_bias != {(sharer, "bias") for sharer in sharers}:
+            return "shared"
     for factor, dim in (("A", shape.a_dim), ("G", shape.g_dim)):
         if max_dim is not None and dim > max_dim:
             return f"{factor} of {dim} rows, {TOO_LARGE}={max_dim}"
     return Layer(name, tuple(sharers), shape, weight, bias)
 
 
-def _reason(parameter: nn.Parameter, of: list[_Use], reasons: dict[nn.Module, str]) -> str:
+def _reason(parameter: nn.Parameter, uses: list[_Use], reasons: dict[nn.Module, str]) -> str:
+    """Return the reason why a parameter passes through, from the reasons of its modules."""
     if not parameter.requires_grad:
         return "frozen"
-    why = {reasons.get(use.module, "shared") for use in of}
+    why = {reasons.get(use.module, "shared") for use in uses}
     if "named in skip" in why:
         return "named in skip"
-    if len(of) > 1:
-        return f"shared with {of[1].name}"
+    if len(uses) > 1:
+        return f"shared with {uses[1].name}"
     return "beside a shared parameter" if why == {"shared"} else why.pop()

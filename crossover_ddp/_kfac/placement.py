@@ -1,8 +1,9 @@
-"""Who owns which layer, which layers are spread, what travels as columns. Pure: no tensors, processes or clock.
+"""Chooses owners of layers, spread layers, and factors that travel as columns.
 
-A and G are the factors of a layer: a_dim × a_dim of its inputs, g_dim × g_dim of its outputs' gradients. Of a factor
-of d × d the upper triangle travels, d·(d+1)/2 values. The cost of one half of an exchange of m bytes is α + β·m.
-Every decision follows from its arguments alone, so ranks with the same costs come to the same plan. Our design.
+A and G are the factors of a layer: a_dim × a_dim of its inputs, g_dim × g_dim of its outputs'
+gradients. The upper triangle of a factor travels, d·(d+1)/2 values. One half of an exchange of m
+bytes costs α + β·m. Every decision follows from its arguments alone, so ranks with the same costs
+make the same plan. Pure: no tensors, processes or clock. Our design.
 """
 
 from collections.abc import Sequence
@@ -10,28 +11,31 @@ from typing import Final, NamedTuple
 
 from crossover_ddp._owners.assignment import assign
 
-# Of one core: what counts is from which size on the cube dominates, some 130 rows.
+# The time of one core. Their ratio matters: the cubic term dominates from some 130 rows on.
 _CUBIC_S: Final = 2.5e-11
 _INVERSION_S: Final = 5e-5
-_WIRE_S_PER_BYTE: Final = 8e-9  # of 1 Gbit/s
-# Below that, messages and starts of products cost more than what is saved.
+_WIRE_S_PER_BYTE: Final = 8e-9  # 1 Gbit/s
+# For smaller layers, messages and starts of products cost more than spreading saves.
 _LEAST_SPREAD_NUMEL: Final = 64 * 1024
 
 
 class LayerCost(NamedTuple):
-    """One layer, as far as its costs go, all of them typical ones, so that the same job has the same owners every time.
+    """The sizes of one layer that decide its costs.
 
-    ``groups``: how many pairs of factors it has: 1, or the groups of a convolution. ``a_dim``, ``g_dim``: sizes of each
-    of them. ``gradient_bytes``: of its weight and bias. ``bucket``: the number of the bucket in which it is expected.
-    ``spread``: whether all ranks precondition a part of it.
+    The costs are typical ones, not measured: so the same job has the same owners in each run.
     """
 
     name: str
+    # How many pairs of factors it has: 1, or the groups of a convolution.
     groups: int
+    # The size of each A and of each G.
     a_dim: int
     g_dim: int
+    # The weight's and the bias's.
     gradient_bytes: int
+    # The index of the bucket in which its gradient is expected.
     bucket: int = 0
+    # Whether all ranks precondition a part of it.
     spread: bool = False
 
     @property
@@ -42,12 +46,14 @@ class LayerCost(NamedTuple):
         )
 
     def step_s(self, inverse_steps: int) -> float:
-        """Return the mean seconds of its owner in a step: the inversion's share, both products, the gradient's way.
+        """Return its owner's mean seconds in a step, if a solver serves ``inverse_steps``.
 
-        A product is taken to cost as much per multiplication as the inversion does, the wire what is typical. Of a
-        layer that is spread only the inversion is its owner's alone.
+        They are the inversion's share, both products, and the gradient on the wire. A
+        multiplication in a product is assumed to cost as much as one in the inversion, and the wire
+        to be typical.
         """
         if self.spread:
+            # The owner shares everything else with the other ranks.
             return self.inverse_s / inverse_steps
         products = self.groups * self.a_dim * self.g_dim * (self.a_dim + self.g_dim)
         wire_s = 2 * self.gradient_bytes * _WIRE_S_PER_BYTE
@@ -55,9 +61,10 @@ class LayerCost(NamedTuple):
 
 
 def place(layers: Sequence[LayerCost], world_size: int, inverse_steps: int) -> tuple[int, ...]:
-    """Give each layer an owner by its seconds, see `assign`; of equal ones the first by name, then place, comes first.
+    """Return an owner for each layer, so that all ranks take about the same time, see `assign`.
 
-    The rarer inversions are, the more counts what every step costs.
+    Layers of equal cost are assigned in the order of their names, then of their positions. The
+    rarer inversions are, the more the costs of every step count.
     """
     return assign(
         [layer.step_s(inverse_steps) for layer in layers],
@@ -68,13 +75,15 @@ def place(layers: Sequence[LayerCost], world_size: int, inverse_steps: int) -> t
 
 
 def spreads(layer: LayerCost, world_size: int, inverse_steps: int) -> bool:
-    """Say whether a layer that has most of its bucket is worth to be spread, see [Note: spread layers] in ``spread``.
+    """Return whether spreading saves time, for a layer that dominates its bucket.
 
-    With s <= l its factors' sizes and β the wire's seconds per byte, a step of a layer that goes to its owner and back
-    costs, on a ring, 8·s·l·β/W more than an even cut in both halves. Spreading multiplies s·l·(2s + l/W) instead of
-    s·l·(s + l) numbers one after the other. New solvers cost their broadcast.
+    See [Note: spread layers] in ``spread``. Let s <= l be the sizes of the layer's factors and β
+    the wire's seconds per byte. On a ring the way to the owner and back costs 8·s·l·β/W more than
+    an even cut in both halves. Spreading does s·l·(2s + l/W) multiplications one after the other
+    instead of s·l·(s + l). New solvers cost their broadcast.
     """
-    small, large = sorted((layer.a_dim, layer.g_dim))
+    small = min(layer.a_dim, layer.g_dim)
+    large = max(layer.a_dim, layer.g_dim)
     numel = small * large
     if layer.groups != 1 or world_size == 1 or numel < _LEAST_SPREAD_NUMEL:
         return False
@@ -85,20 +94,23 @@ def spreads(layer: LayerCost, world_size: int, inverse_steps: int) -> bool:
 
 
 def expected_buckets(sizes_bytes: Sequence[int], cap_bytes: int, first_cap_bytes: int) -> list[int]:
-    """Return each parameter's bucket, as DDP fills them: the last parameters first, until one has its cap, or more."""
-    found, bucket, filled = [], 0, 0
+    """Return each parameter's bucket. DDP fills them in reverse order, up to the cap or beyond."""
+    found = []
+    bucket = 0
+    filled = 0
     for size in reversed(sizes_bytes):
         found.append(bucket)
         filled += size
         if filled >= (cap_bytes if bucket else first_cap_bytes):
-            bucket, filled = bucket + 1, 0
+            bucket += 1
+            filled = 0
     return found[::-1]
 
 
 def most_columns(dim: int, world_size: int) -> int:
-    """Return up to how many columns of a factor a rank sends in the place of its triangle; 0: none.
+    """Return up to how many columns of a factor a rank sends instead of the triangle.
 
-    The columns of W ranks come together at the owner, which multiplies them: never more numbers than the d·(d+1)/2 of a
-    triangle. Alone nothing travels.
+    The columns of W ranks come together at the owner: at most as many numbers as the d·(d+1)/2 of
+    one triangle. 0 with one rank, where nothing travels.
     """
     return dim // (2 * world_size) if world_size > 1 else 0

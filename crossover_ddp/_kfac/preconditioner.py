@@ -1,7 +1,7 @@
-"""K-FAC on the hook's thread: what this rank owns, what each bucket sends, what steps need before and after."""
+"""K-FAC on the hook's thread: prepares each step, and packs each bucket."""
 
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from crossover_ddp._ddp.contents import Content, contents_of
 from crossover_ddp._ddp.layout import Span
-from crossover_ddp._engine.buckets import Bucket, JourneyTurn
+from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.journeys import Gate
-from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.observe import Meter
 from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -23,17 +22,29 @@ from .capture import FactorCapture, WaitingDirections
 from .curvature import SOLVERS, Curvature, OwnedLayer
 from .factor_traffic import FactorTraffic
 from .factors import WeightSharing
-from .journeys import HyperNow, Hypers, Packed, Rows, Step, Whole, precondition
 from .layers import Layer
 from .placement import LayerCost, place
+from .step import (
+    Hyperparameters,
+    PackedBucket,
+    SpreadLayer,
+    Step,
+    StepHyperparameters,
+    WholeLayer,
+)
 
-_MOST_GROUPS: Final = 16  # of late factors; each costs messages
+# The most groups in which the late factors of a step leave. Each group costs messages.
+_MAX_LATE_GROUPS: Final = 16
 
 
 def learning_rates(
     optimizer: Optimizer | Sequence[Optimizer] | None, layers: Sequence[Layer]
 ) -> dict[int, float]:
-    """Return those of this moment, by the parameters' ids; refuse optimizers that do not hold all of the layers."""
+    """Return the present learning rates by the parameters' ids.
+
+    Raises ``UnsupportedConfigurationError`` if the optimizers do not hold all parameters of the
+    layers.
+    """
     groups = [group for each in listed(optimizer) for group in each.param_groups]
     rates = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
     missing = [
@@ -41,75 +52,75 @@ def learning_rates(
     ]
     if missing:
         raise UnsupportedConfigurationError(
-            f"expected an optimizer that holds all parameters of K-FAC's layers, got none for {', '.join(missing[:3])} "
-            f"({len(missing)} in all), whose learning rates the KL clip needs; pass the optimizer that updates them, "
-            "several as a sequence, or name the layers in skip=, or pass kl_clip=None"
+            "expected an optimizer that holds all parameters of K-FAC's layers, got none for "
+            f"{', '.join(missing[:3])} ({len(missing)} in all), whose learning rates the KL clip "
+            "needs; pass the optimizer that updates them, several as a sequence, or name the "
+            "layers in skip=, or pass kl_clip=None"
         )
     return rates
 
 
 def listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """Return the optimizers of one, of several or of none."""
+    """Return a list of the optimizers: of one, of several or of none."""
     found: list[Any] = [optimizer] if hasattr(optimizer, "param_groups") else [*(optimizer or ())]
     for each in found:
         if not hasattr(each, "param_groups"):
             raise ValueError(
-                f"expected an optimizer or a sequence of them, got optimizer={type(each).__name__}; pass "
-                "torch.optim.Optimizer objects"
+                "expected an optimizer or a sequence of them, got "
+                f"optimizer={type(each).__name__}; pass torch.optim.Optimizer objects"
             )
     return found
 
 
 @dataclass(eq=False, kw_only=True)
 class Preconditioner:
-    """Packs each bucket, counts steps, and has the layers that this rank owns.
+    """Packs each bucket, counts steps, and holds the layers that this rank owns."""
 
-    Args:
-        model: weakly, since DDP holds the state where no collector sees it; without what wraps it.
-        treated, costs: in one order.
-        local: whether factors do not travel.
-        keeps_turn: whether making solvers is compute inside the job's turn.
-
-    Attributes:
-        inverse_steps: how often solvers are made at the beginning.
-        layers: what this rank has of each.
-        free: by bucket, what has travelled in its place.
-    """
-
+    # The model inside of DDP and torch.compile. A weak reference, because DDP holds the state where
+    # Python's collector does not see it.
     model: weakref.ref[nn.Module]
+    # The layers that K-FAC treats, and their costs in the same order.
     treated: Sequence[Layer]
     costs: Sequence[LayerCost]
-    hypers: Hypers
+    hyperparameters: Hyperparameters
     group: dist.ProcessGroup
     solver: Literal["inverse", "eigen"]
+    # Divide the damping between both factors by their traces.
     pi: bool
     sharing: WeightSharing
     accumulated: Literal["mean", "sum"]
+    # Owners use their own factors: none travel.
     local: bool
-    keeps_turn: bool
     loss_scale: Callable[[], float]
+    # Returns the learning rates by the parameters' ids.
     rates: Callable[[], dict[int, float]]
 
     def __post_init__(self) -> None:
-        self.rank, self.world_size = self.group.rank(), self.group.size()
-        self.inverse_steps = self.hypers.at(0).inverse_steps
+        self.rank = self.group.rank()
+        self.world_size = self.group.size()
+        # How often solvers are made in step 0. Owners are chosen by it.
+        self.inverse_steps = self.hyperparameters.at(0).inverse_steps
         self._waiting = WaitingDirections(self.treated)
-        layers = enumerate(self.treated)
-        self._layer_of = {
-            id(each): index for index, layer in layers for each in layer.parameters.values()
-        }
+        # Index of the layer by the ids of its parameters.
+        self._layer_of: dict[int, int] = {}
+        for index, layer in enumerate(self.treated):
+            for parameter in layer.parameters.values():
+                self._layer_of[id(parameter)] = index
         self.begin(place(self.costs, self.world_size, self.inverse_steps))
 
     def begin(self, owners: Sequence[int], steps: int = 0) -> None:
-        """Have the layers of which this rank is among ``owners``, with nothing known, after so many steps."""
+        """Begin after ``steps`` steps, without factors or solvers.
+
+        ``owners`` has the owner of each layer.
+        """
+        # Backward passes whose gradients were exchanged.
         self.steps = steps
+        # This rank's part of each layer.
+        self.layers: list[OwnedLayer] = []
         of_layers = zip(self.treated, self.costs, owners, strict=True)
-        self.layers = [
-            OwnedLayer(
-                index, layer, cost, owner, self.curvature(layer) if owner == self.rank else None
-            )
-            for index, (layer, cost, owner) in enumerate(of_layers)
-        ]
+        for index, (layer, cost, owner) in enumerate(of_layers):
+            curvature = self.curvature(layer) if owner == self.rank else None
+            self.layers.append(OwnedLayer(index, layer, cost, owner, curvature))
         model = self.model()
         assert model is not None
         self.capture = FactorCapture(
@@ -122,61 +133,77 @@ class Preconditioner:
             ranks=1 if self.local else self.world_size,
         )
         self.traffic = FactorTraffic(self.layers, self.capture, self.group, self.local)
+        # By index of a bucket: the tensor that travelled for it in the last step, to be used again.
         self.free: dict[int, Tensor] = {}
+        # The backward pass under way. None before its first bucket is packed.
         self._step: Step | None = None
-        self._is_refused = self._closed = False
-        self._known: set[int] = set()  # the model's parameters
+        # A bucket of the backward pass under way was refused, perhaps before `_step` was made.
+        self._has_refused = False
+        self._is_closed = False
+        # Ids of the model's parameters, as far as buckets were checked.
+        self._known: set[int] = set()
         self._prepare_step()
 
     def curvature(self, layer: Layer) -> Curvature:
-        """Make what an owner of a layer has, with nothing known yet."""
+        """Return the state of a layer on its owner, without factors or a solver."""
         start: Any = "identity" if self.sharing == "kfac-pytorch" else "batch"
         return Curvature(layer.shape, SOLVERS[self.solver], self.pi, start)
 
     @property
     def own(self) -> dict[str, Curvature]:
-        """What this rank owns, by name of layer."""
+        """The curvatures of the layers that this rank owns, by name of the layer."""
         return {
             each.layer.name: each.curvature for each in self.layers if each.curvature is not None
         }
 
     def close(self) -> None:
         """Take no factors and make no solvers from now on."""
-        self._closed = True
+        self._is_closed = True
         self.traffic.late.clear()
         self.capture.close()
 
-    # --- a step ----------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     def _prepare_step(self, after: Gate | None = None) -> None:
-        """Capture what the next step needs; send what it builds on ``after`` the former one's gradients."""
+        """Prepare the next step: switch the capture on or off, and send late factors.
+
+        The factors leave when ``after``, the gate of the last step's gradients, is open.
+        """
+        # Raised by the next backward pass, if there is one.
         self._error: Exception | None = None
         try:
             now = self._now()
-        except Exception as error:  # of a function that knows no further step; there may be none
-            self._error, self.capture.active = error, False
+        except Exception as error:
+            # A schedule may end with the last step.
+            self._error = error
+            self.capture.active = False
             return
         self.capture.active = now.takes_factors and not environment.is_set(environment.DISABLE)
+        # The next step's factors and solvers build on all factors taken so far.
         self.traffic.leave(after, all_groups=now.takes_factors or now.inverts)
 
-    def _now(self) -> HyperNow:
-        now = self.hypers.at(self.steps)
-        return now._replace(takes_factors=False, inverts=False) if self._closed else now
+    def _now(self) -> StepHyperparameters:
+        now = self.hyperparameters.at(self.steps)
+        if self._is_closed:
+            return now._replace(takes_factors=False, inverts=False)
+        return now
 
     @torch.no_grad()
     def enter(self, bucket: dist.GradBucket, meter: Meter) -> None:
-        """Prepare the exchange of a backward pass, if one begins with ``bucket``; ``meter`` counts its factors."""
+        """Prepare a backward pass if ``bucket`` is its first one. ``meter`` counts its factors."""
         if bucket.index():
             return
         self.traffic.meter = meter
         if self._step is not None:
-            self._step.refuse()  # of a pass that did not end
-        self._step, self._is_refused = None, False
+            # The last backward pass ended before its last bucket.
+            self._step.refuse()
+        self._step = None
+        self._has_refused = False
         self.capture.begin_exchange()
 
     def refuse(self, bucket: dist.GradBucket) -> None:
-        """Note that ``bucket`` is not exchanged: nobody waits for it."""
-        self._is_refused = True
+        """Note that ``bucket`` is not exchanged, so that no journey waits for it."""
+        self._has_refused = True
         if self._step is not None:
             self._step.refuse()
         if bucket.is_last():
@@ -186,15 +213,16 @@ class Preconditioner:
 
     def end(self) -> None:
         """Count a step whose last bucket is under way, or refused, and prepare the next one."""
-        ended, self._step, after = self._step, None, None
+        ended = self._step
+        after = None
+        self._step = None
         if ended is not None:
-            after = ended.written
-            self._waiting.wait({self._layer_of[parameter] for parameter in ended.waiting})
-            if ended.taken:
-                self.traffic.hold(
-                    ended.taken, min(ended.now.factor_steps, _MOST_GROUPS), ended.now.decay
-                )
-        self._is_refused = False
+            after = ended.all_written
+            self._waiting.wait({self._layer_of[parameter] for parameter in ended.gradients})
+            if ended.late_factors:
+                groups = min(ended.now.factor_steps, _MAX_LATE_GROUPS)
+                self.traffic.hold(ended.late_factors, groups, ended.now.decay)
+        self._has_refused = False
         self.steps += 1
         self.capture.begin_step()
         self._prepare_step(after)
@@ -205,37 +233,36 @@ class Preconditioner:
         now = self._now()
         rates = {} if now.kl_clip is None else self.rates()
         step = Step(now, rates, self.loss_scale(), device)
-        if self._is_refused:
+        if self._has_refused:
             step.refuse()
         return step
 
-    # --- a bucket --------------------------------------------------------------------------------------------
+    # --- a bucket ---------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def pack(self, bucket: dist.GradBucket) -> Packed:
-        """Pack what travels in the bucket's place, and send the factors of its layers. Raises what refuses it."""
-        # Its own version counter: the user's changes show in the gradients', ours do not.
+    def pack(self, bucket: dist.GradBucket) -> PackedBucket:
+        """Pack the tensor that travels for ``bucket``, and send the factors of its layers.
+
+        Raises the error that refuses the bucket.
+        """
+        # `.data` has a version counter of its own. So in the gradients' counters user code's writes
+        # show and ours do not.
         buffer = bucket.buffer().data
         if self._step is None:
             self._step = self._begin(buffer.device)
-        step, traffic = self._step, self.traffic
+        step = self._step
         contents = [
             each._replace(gradient=each.gradient.data) for each in contents_of(bucket, buffer)
         ]
         self._check_known(bucket, contents)
-        self._waiting.check(
-            [self._layer_of[id(p)] for p, *_ in contents if id(p) in self._layer_of]
-        )
-        layers, passing, elsewhere = self._completed(step, contents)
+        ids = [id(parameter) for parameter, *_ in contents]
+        self._waiting.check([self._layer_of[each] for each in ids if each in self._layer_of])
+        layers, passing, completed_later = self._sorted(step, contents)
         if bucket.is_last() and not step.is_refused:
-            self._check_whole(step)
+            self._check_complete(step)
         if step.now.takes_factors and layers:
-            taken = [traffic.taken(layer.owned) for layer in layers]
-            if traffic.can_trail and not step.now.inverts:
-                step.taken += taken
-            else:
-                traffic.send([factor for of_layer in taken for factor in of_layer], step.now.decay)
-        return Packed(
+            self._send_factors(step, layers)
+        return PackedBucket(
             bucket.index(),
             buffer,
             contents,
@@ -244,83 +271,93 @@ class Preconditioner:
             rank=self.rank,
             size=self.world_size,
             free=self.free,
-            factors=traffic.arrived,
-            elsewhere=elsewhere,
+            factors_added=self.traffic.arrived,
+            completed_later=completed_later,
         )
 
-    def way(
-        self, pack: Callable[[], Packed], bucket: Bucket, link: Link, turn: JourneyTurn
-    ) -> Coroutine[Any, Any, None]:
-        """Return the journey of what ``pack`` returns; nothing else raises any more."""
-        packed, step = pack(), self._step
+    def _send_factors(self, step: Step, layers: Sequence[WholeLayer | SpreadLayer]) -> None:
+        """Take the layers' factors. Send them now or later, see [Note: late factors]."""
+        factors = [self.traffic.taken(layer.owned) for layer in layers]
+        if self.traffic.can_trail and not step.now.inverts:
+            step.late_factors += factors
+        else:
+            self.traffic.send([each for of_layer in factors for each in of_layer], step.now.decay)
+
+    def expect(self, bucket: Bucket, packed: PackedBucket) -> Step:
+        """Count a packed bucket whose journey is about to begin. Return its step."""
+        step = self._step
         assert step is not None
-        step.worked.expect()
-        step.written.expect()
+        step.all_preconditioned.expect_one_more()
+        step.all_written.expect_one_more()
         if bucket.last:
             step.end()
         bucket.tensor = packed.flat
-        return precondition(
-            packed,
-            step,
-            bucket,
-            link,
-            turn,
-            solvers_in_turn=step.now.inverts and self.keeps_turn,
-        )
+        return step
 
-    def _completed(
+    def _sorted(
         self, step: Step, contents: Sequence[Content]
-    ) -> tuple[list[Whole | Rows], tuple[Span, ...], list[Gate]]:
-        """Return the layers that this bucket completes, what passes through, and gates of layers in a later one."""
-        complete, passing, begun = [], [], set()
+    ) -> tuple[list[WholeLayer | SpreadLayer], tuple[Span, ...], list[Gate]]:
+        """Sort a bucket's contents.
+
+        Returns the layers that the bucket completes, the spans that pass through, and gates of the
+        layers that a later bucket completes.
+        """
+        complete = []
+        passing = []
+        incomplete = set()
         for parameter, gradient, span in contents:
             index = self._layer_of.get(id(parameter))
             if index is None:
                 passing.append(span)
                 continue
-            step.waiting[id(parameter)] = gradient
-            begun.add(index)
-            if all(id(each) in step.waiting for each in self.treated[index].parameters.values()):
+            step.gradients[id(parameter)] = gradient
+            incomplete.add(index)
+            parameters = self.treated[index].parameters.values()
+            if all(id(each) in step.gradients for each in parameters):
                 complete.append(self._bucket_layer(step, self.layers[index]))
-                begun.remove(index)
-        waits = (
-            () if step.is_refused else sorted(begun)
-        )  # a refused step writes nothing, and opens no gate
-        return complete, tuple(passing), [step.whole.setdefault(index, Gate()) for index in waits]
+                incomplete.remove(index)
+        gates = []
+        # A refused step writes nothing, so these gates would never open.
+        if not step.is_refused:
+            gates = [step.layer_written.setdefault(index, Gate()) for index in sorted(incomplete)]
+        return complete, tuple(passing), gates
 
-    def _bucket_layer(self, step: Step, owned: OwnedLayer) -> Whole | Rows:
-        parts = owned.layer.parameters.values()
-        weight, *bias = [step.waiting[id(each)] for each in parts]
-        lr, *of_bias = [
-            step.rates.get(id(each), 0.0) for each in parts
-        ]  # without a clip they are not read
+    def _bucket_layer(self, step: Step, owned: OwnedLayer) -> WholeLayer | SpreadLayer:
+        parameters = owned.layer.parameters.values()
+        weight, *bias = [step.gradients[id(each)] for each in parameters]
+        # Without a clip there are no rates, and they are not read.
+        lr, *of_bias = [step.rates.get(id(each), 0.0) for each in parameters]
         bias_lr = of_bias[0] if of_bias else lr
-        # A bias of another rate has no part of its own in the rows' share of the clip's sum.
-        kind = Whole if step.now.inverts or owned.solver is None or bias_lr != lr else Rows
+        # A row holds weights and a bias, so its term of the clip's sum allows for one rate only.
+        is_whole = step.now.inverts or owned.solver is None or bias_lr != lr
+        kind = WholeLayer if is_whole else SpreadLayer
         gradients = [weight.mT if owned.layer.shape.transposed else weight, *bias]
-        return kind(owned, gradients, lr, bias_lr, step.whole.get(owned.index))
+        return kind(owned, gradients, lr, bias_lr, step.layer_written.get(owned.index))
 
     def _check_known(self, bucket: dist.GradBucket, contents: Sequence[Content]) -> None:
         given = {id(content.parameter) for content in contents}
         if bucket.index() or given <= self._known:
             return
-        network = self.model()
-        self._known = {*map(id, () if network is None else network.parameters())}
+        model = self.model()
+        self._known = set() if model is None else {id(each) for each in model.parameters()}
         if not given <= self._known:
             raise UnsupportedConfigurationError(
-                "expected the hook on the model that KFACState was made of, got a bucket with other parameters; "
-                "make a KFACState for each model"
+                "this KFACState was made for another model: a bucket holds parameters that its "
+                "model does not have; make a KFACState for each model"
             )
 
-    def _check_whole(self, step: Step) -> None:
-        """Refuse a layer of which only a part has come: neither a plain gradient nor a direction would be exchanged."""
+    def _check_complete(self, step: Step) -> None:
+        """Refuse a layer with a part that DDP has not delivered by the end of the backward pass.
+
+        The parts that came would be exchanged neither as plain gradients nor as a direction.
+        """
         for layer in self.treated:
             missing = [
-                name for name, each in layer.parameters.items() if id(each) not in step.waiting
+                name for name, each in layer.parameters.items() if id(each) not in step.gradients
             ]
             if 0 < len(missing) < len(layer.parameters):
                 raise UnsupportedConfigurationError(
-                    f"expected gradients of all parameters of K-FAC's layers, got none of {missing[0]}, which was "
-                    "frozen since the KFACState was made, or which DDP ignores; make the KFACState after that, or name "
-                    "the layer in skip="
+                    "expected gradients of all parameters of K-FAC's layers, got none of "
+                    f"{missing[0]}, which was frozen since the KFACState was made, or which DDP "
+                    "ignores; make the KFACState after that, or name the layer in skip="
                 )

@@ -1,4 +1,4 @@
-"""K-FAC's arguments: what is refused, and what the ranks agree upon before the first step."""
+"""Checks K-FAC's arguments and the model, and compares them between ranks before the first step."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -40,69 +40,69 @@ def check_choices(given: Mapping[str, str]) -> None:
 
 
 def check_parameters(layers: Sequence[Layer], model: nn.Module) -> None:
-    """Refuse models that are not whole on one device, and parameters whose range is too small."""
+    """Refuse models that are not whole on one device, and parameters of float16."""
     sharded = [
         name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")
     ]
     if sharded:
         raise UnsupportedConfigurationError(
-            f"expected whole parameters, got {sharded[0]} sharded over ranks (DTensor); K-FAC works with data "
-            "parallelism only: use DistributedDataParallel without tensor or model parallelism"
+            f"expected whole parameters, got {sharded[0]} sharded over ranks (DTensor); K-FAC "
+            "works with data parallelism only: use DistributedDataParallel without tensor or "
+            "model parallelism"
         )
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         raise UnsupportedConfigurationError(
-            f"expected a model on one device, got parameters on {sorted(map(str, devices))}; K-FAC works with data "
-            "parallelism only: keep each replica on one device"
+            f"expected a model on one device, got parameters on {sorted(map(str, devices))}; K-FAC "
+            "works with data parallelism only: keep each replica on one device"
         )
     for layer in layers:
         if layer.weight.dtype == torch.float16:
             raise UnsupportedConfigurationError(
-                f"expected parameters of float32, float64 or bfloat16, got {layer.name}.weight of float16, whose range "
-                "is too small for preconditioned gradients; keep the parameters in float32 and use autocast, or skip it"
+                f"expected parameters of float32, float64 or bfloat16, got {layer.name}.weight of "
+                "float16, whose range is too small for preconditioned gradients; keep the "
+                "parameters in float32 and use autocast, or skip it"
             )
 
 
 def check_any(layers: Sequence[Layer], passing: Mapping[str, str]) -> None:
-    """Refuse a model of which K-FAC would treat nothing."""
+    """Refuse a model without a layer that K-FAC treats."""
     if not layers:
         found = "; ".join(f"{name}: {reason}" for name, reason in list(passing.items())[:3])
         raise UnsupportedConfigurationError(
-            f"expected a model with a layer that K-FAC treats, got none of {len(passing)} parameters ({found}); "
-            "Linear and Conv2d layers count unless they are frozen, shared, skipped or too large: see skip= and "
-            "max_factor_dim=, or train without kfac_hook"
+            f"expected a model with a layer that K-FAC treats, got none of {len(passing)} "
+            f"parameters ({found}); Linear and Conv2d layers count unless they are frozen, shared, "
+            "skipped or too large: see skip= and max_factor_dim=, or train without kfac_hook"
         )
 
 
 def layer_costs(
     model: nn.Module, layers: Sequence[Layer], world_size: int, inverse_steps: int | None
 ) -> list[LayerCost]:
-    """Return the costs of all layers, the buckets in which they are expected, and which of them had best be spread.
+    """Return the costs of all layers, with their expected buckets and the choice of spread layers.
 
-    A layer may be spread that has more than half of a bucket: of a full one, not of the one it comes in, so that a
-    resumed run, whose first buckets are others, rounds as before. With ``inverse_steps`` of None nothing is spread.
+    A layer may be spread if it has more than half of a full bucket. The bucket that it comes in
+    does not count: a resumed run has other first buckets, and must round as before. If
+    ``inverse_steps`` is None no layer is spread.
     """
     cap = int(getattr(model, "bucket_bytes_cap", _DEFAULT_BUCKET_BYTES))
-    by_default = getattr(model, "bucket_bytes_cap_default", True)
-    first = (
-        min(cap, getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", _FIRST_BUCKET_BYTES))
-        if by_default
-        else cap
-    )
+    first = cap
+    if getattr(model, "bucket_bytes_cap_default", True):
+        first = min(cap, getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", _FIRST_BUCKET_BYTES))
     trained = [each for each in unwrapped(model).parameters() if each.requires_grad]
     numbers = expected_buckets([each.nbytes for each in trained], cap, first)
     bucket_of = {id(each): number for each, number in zip(trained, numbers, strict=True)}
     full = min(cap, sum(each.nbytes for each in trained))
     found = []
     for layer in layers:
+        shape = layer.shape
         gradient_bytes = sum(each.nbytes for each in layer.parameters.values())
-        groups, a_dim, g_dim = layer.shape.groups, layer.shape.a_dim, layer.shape.g_dim
         bucket = bucket_of[id(layer.weight)]
-        cost = LayerCost(layer.name, groups, a_dim, g_dim, gradient_bytes, bucket)
+        cost = LayerCost(layer.name, shape.groups, shape.a_dim, shape.g_dim, gradient_bytes, bucket)
         spread = (
             2 * cost.gradient_bytes > full
             and inverse_steps is not None
-            # 16-bit numbers are too coarse for a gradient that is multiplied on its way.
+            # 16-bit numbers are too coarse for T ∇, which is summed on the way.
             and layer.weight.itemsize >= 4
             and spreads(cost, world_size, inverse_steps)
         )
@@ -116,9 +116,10 @@ def agree(
     group: dist.ProcessGroup,
     arguments: Mapping[str, object],
 ) -> list[LayerCost]:
-    """Return the layers' ``costs``, the same on all ranks; raise on all ranks if layers or arguments differ.
+    """Return the layers' ``costs``, equal on all ranks. **Collective**.
 
-    No layer is spread if the ranks would round its last product differently. Collective.
+    No layer is spread if the ranks would round its last product differently. Raises
+    ``UnsupportedConfigurationError``, on all ranks, if layers or arguments differ.
     """
     device = layers[0].weight.device if layers else torch.device("cpu")
     spread = [layer.shape for layer, each in zip(layers, costs, strict=True) if each.spread]
@@ -130,20 +131,21 @@ def agree(
     if len(set(told_by_all(group, rounded))) > 1:
         if group.rank() == 0:
             logger.warning(
-                "layers that dominate their bucket go to one rank as a whole, which costs time: the ranks round "
-                "products differently; give all the same processor, torch and number of threads"
+                "layers that dominate their bucket go to one rank as a whole, which costs time: "
+                "the ranks round products differently; give all the same processor, torch and "
+                "number of threads"
             )
         return [each._replace(spread=False) for each in costs]
     return costs
 
 
 def warn_of_large(passing: Mapping[str, str]) -> None:
-    """Name the parameters whose layers are too large, in one warning."""
+    """Warn, once, of the parameters whose layers are too large."""
     large = [name for name, reason in passing.items() if TOO_LARGE in reason]
     if large:
         logger.warning(
-            "%s of %d in all pass through as plain gradients: %s. Raise max_factor_dim to treat them, or name them in "
-            "skip=",
+            "%s of %d in all pass through as plain gradients: %s. Raise max_factor_dim to treat "
+            "them, or name them in skip=",
             ", ".join(large[:4]),
             len(large),
             passing[large[0]],
@@ -153,7 +155,7 @@ def warn_of_large(passing: Mapping[str, str]) -> None:
 def warn_of_adaptive(
     optimizer: Optimizer | Sequence[Optimizer] | None, layers: Sequence[Layer]
 ) -> None:
-    """Name the optimizers of the layers' parameters that divide by the size of gradients, in one warning."""
+    """Warn, once, of optimizers of the layers' parameters that divide gradients by their size."""
     weights = {id(layer.weight) for layer in layers}
     dividing = [
         each for each in listed(optimizer) if any(_divides(kind) for kind in type(each).__mro__)
@@ -166,8 +168,9 @@ def warn_of_adaptive(
     }
     if found:
         logger.warning(
-            "%s divides each gradient by a running mean of its size, which undoes K-FAC's preconditioning; "
-            "use SGD for the layers that K-FAC treats, with the learning rate of a second-order step",
+            "%s divides each gradient by a running mean of its size, which undoes K-FAC's "
+            "preconditioning; use SGD for the layers that K-FAC treats, with the learning rate of "
+            "a second-order step",
             ", ".join(sorted(found)),
         )
 

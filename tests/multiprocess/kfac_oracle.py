@@ -1,4 +1,4 @@
-"""K-FAC in float64, written down from the definition: one process, the data of all ranks, dense linear algebra."""
+"""K-FAC in float64, from the definition: one process with all ranks' data, dense linear algebra."""
 
 import copy
 from collections import defaultdict
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @dataclass
 class Settings:
-    """Of one run; the names are KFACState's."""
+    """The settings of one run. The names are those of KFACState's arguments."""
 
     solver: str = "inverse"
     damping: float = 0.03
@@ -31,17 +31,18 @@ class Oracle:
     """Computes the preconditioned gradients of all parameters, step by step."""
 
     settings: Settings
-    lr: float | Callable[[str], float]  # of all parameters, or of the one of a name
-    owners: Mapping[str, int] = field(
-        default_factory=dict
-    )  # by layer name, for ``factors="local"``
+    # The learning rate, or a function that returns it by parameter name.
+    lr: float | Callable[[str], float]
+    # By layer name, for ``factors="local"``.
+    owners: Mapping[str, int] = field(default_factory=dict)
+    # A and G of each layer: the running means, and those that the present solver is made of.
     running: dict[str, list[Tensor]] = field(default_factory=dict)
     frozen: dict[str, list[Tensor]] = field(default_factory=dict)
     steps: int = 0
     least_scale: float = 1.0
 
     def step_of_runs(self, ranks: "Sequence[RankRun]") -> dict[str, Tensor]:
-        """Return the gradients by parameter name, from what every rank has computed."""
+        """Return the preconditioned gradients by parameter name, from all ranks' runs."""
         names, layers = ranks[0].gradients, ranks[0].layers
         mean = {name: torch.stack([run.gradients[name] for run in ranks]).mean(0) for name in names}
         is_local, sharing = self.settings.factors == "local", self.settings.weight_sharing
@@ -58,7 +59,10 @@ class Oracle:
         factors: Mapping[str, Sequence[tuple[Tensor, Tensor]]],
         layers: Mapping[str, nn.Module],
     ) -> dict[str, Tensor]:
-        """Return the gradients by parameter name, of their mean and the ranks' own factors A and G by layer name."""
+        """Return the preconditioned gradients by parameter name.
+
+        ``mean`` has the mean gradients, ``factors`` the ranks' own A and G by layer name.
+        """
         if self.steps % self.settings.factor_update_steps == 0:
             for name, pairs in factors.items():
                 if pairs:
@@ -87,7 +91,8 @@ class Oracle:
     ) -> dict[str, Tensor]:
         found, total = {}, 0.0
         for name, module in layers.items():
-            if name not in self.frozen:  # nobody has called it yet
+            if name not in self.frozen:
+                # No rank has called it yet.
                 continue
             has_bias = f"{name}.bias" in mean
             matrix = as_matrix(module, mean[f"{name}.weight"], mean.get(f"{name}.bias"))
@@ -108,10 +113,10 @@ class Oracle:
 def direction(
     solver: str, matrix: Tensor, a: Tensor, g: Tensor, damping: float, *, pi: bool = True
 ) -> Tensor:
-    """Precondition group by group, over the flattened matrix where that is what the method says.
+    """Precondition group by group.
 
-    "eigen" solves (G kron A + γ I) vec(V) = vec(∇), "inverse" (G + √γ/π I) kron (A + √γ π I) vec(V) = vec(∇), with
-    rows of ∇ one after the other.
+    "eigen" solves (G kron A + γ I) vec(V) = vec(∇), "inverse" (G + √γ/π I) kron (A + √γ π I) vec(V)
+    = vec(∇), with rows of ∇ one after the other in vec(∇).
     """
     directions = []
     for gradient, a_, g_ in zip(matrix, a, g, strict=True):
@@ -131,7 +136,10 @@ def cross_entropy(targets: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def errors_beside(oracle: Oracle, training: Any, steps: int, world_size: int) -> Iterator[float]:
-    """Train with `kfac_training.Training`; iterate over the relative errors of the steps, as rank 0 expects them."""
+    """Train with a `kfac_training.Training`. Yield the relative error of each step's gradients.
+
+    Rank 0 computes the expected gradients for all ranks.
+    """
     plain: nn.Module = training.model.module
     for _ in range(steps):
         batches = [training.data(rank, training.steps) for rank in range(world_size)]
@@ -153,7 +161,10 @@ def errors_beside(oracle: Oracle, training: Any, steps: int, world_size: int) ->
 
 
 def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return the greatest error of a layer; of a bias alone it says little: one before a BatchNorm has no gradient."""
+    """Return the largest relative error of a layer.
+
+    A bias does not count as a layer of its own: before a BatchNorm its gradient is zero.
+    """
     assert found.keys() == expected.keys()
     errors, scales = defaultdict[str, float](float), defaultdict[str, float](float)
     for name, wanted in expected.items():
@@ -164,7 +175,7 @@ def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 
 class RankRun:
-    """One rank's forward and backward, with every layer's inputs and output gradients by call."""
+    """One rank's forward and backward, with each layer's inputs and output gradients by call."""
 
     def __init__(
         self, model: nn.Module, inputs: Tensor, loss_of: Callable[[Tensor], Tensor]
@@ -220,11 +231,12 @@ def factors_of_rows(a: Tensor, g: Tensor, sharing: str) -> tuple[Tensor, Tensor]
 
 
 def input_rows(module: nn.Module, x: Tensor) -> Tensor:
-    """Return what the layer multiplies its weights with: [samples, positions, groups, features]."""
+    """Return the inputs of the layer's product: [samples, positions, groups, features]."""
     if isinstance(module, nn.Conv2d):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         padded = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
-        columns = F.unfold(padded, module.kernel_size, module.dilation, 0, module.stride)  # type: ignore[arg-type]
+        size, dilation, stride = module.kernel_size, module.dilation, module.stride
+        columns = F.unfold(padded, size, dilation, 0, stride)  # type: ignore[arg-type]
         rows = columns.mT.unflatten(-1, (module.groups, -1))
     else:
         rows = x.reshape(len(x), -1, 1, x.shape[-1])

@@ -26,9 +26,20 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 class Training(training.Training):
-    """Train ``network`` with K-FAC, every rank on data of its own; ``options``: of KFACState, which is `kfac`.
+    """Trains ``network`` with K-FAC, every rank on data of its own.
 
-    ``data``: inputs and targets by rank and step; ``decoupled``: directions are applied in the next forward.
+    Args:
+        rank: this rank.
+        network: the model. Default: five layers.
+        data: returns inputs and targets by rank and step.
+        ddp: arguments of DistributedDataParallel.
+        optimizers: makes the optimizers of a model. Default: one.
+        decoupled: with `decoupled_hook`, which applies directions in the next forward.
+        device: of the model and its inputs.
+        options: arguments of KFACState.
+
+    Attributes:
+        kfac: the KFACState.
     """
 
     def __init__(
@@ -48,9 +59,8 @@ class Training(training.Training):
             self.kfac = KFACState(model, several, **options)
             if not decoupled:
                 return self.kfac, kfac_hook
-            return DecoupledState(
-                *optimizers, self.kfac.process_group, kfac=self.kfac
-            ), decoupled_hook
+            state = DecoupledState(*optimizers, self.kfac.process_group, kfac=self.kfac)
+            return state, decoupled_hook
 
         super().__init__(
             way,
@@ -60,7 +70,8 @@ class Training(training.Training):
             optimizers=optimizers,
             **({"bucket_cap_mb": 0.0004, "gradient_as_bucket_view": False} | (ddp or {})),
         )
-        self.data, self.device = data, device
+        self.data = data
+        self.device = device
 
     def loss(self, part: int = 0, parts: int = 1) -> Tensor:
         inputs, targets = (
@@ -69,7 +80,7 @@ class Training(training.Training):
         return F.cross_entropy(self.model(inputs), targets) / parts
 
     def backward(self, parts: int = 1) -> float:
-        """Accumulate over ``parts`` of the batch; return the mean loss."""
+        """Accumulate over ``parts`` of the batch. Return the mean loss."""
         self.model.zero_grad()
         total = 0.0
         for part in range(parts):
@@ -80,7 +91,7 @@ class Training(training.Training):
         return total
 
     def trained(self, steps: int) -> list[dict[str, Tensor]]:
-        """Train; return the gradients of each step."""
+        """Train some steps. Return the gradients of each."""
         found = []
         for _ in range(steps):
             self.backward()
@@ -89,12 +100,12 @@ class Training(training.Training):
         return found
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return copies by the names that the model has without DDP."""
+        """Return copies of the gradients, by the parameters' names in the model without DDP."""
         named = self.model.module.named_parameters()
         return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
     def parameters(self) -> Tensor:
-        """Return all in one."""
+        """Return all parameters in one tensor."""
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
     def spread(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""K-FAC in real ranks: an independent computation's directions, owners, factors behind later gradients, a codec."""
+"""K-FAC in real ranks, compared with an independent computation."""
 
 import contextlib
 import copy
@@ -15,12 +15,14 @@ import tqdm
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
+from crossover_ddp import KFACState
 from crossover_ddp._kfac import settings as kfac_settings
 from crossover_ddp._kfac.curvature import DampedInverse, Eigenbasis
 from crossover_ddp._kfac.factor_traffic import FactorTraffic
 from crossover_ddp._owners.owned_state import tensors_in
 from crossover_ddp.codecs import Int8
-from tests.harness import in_ranks, run_ranks
+from crossover_ddp.errors import UnsupportedConfigurationError
+from tests.harness import in_ranks, networks, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.oracles import heard
 from tests.harness.turn import RecordingTurn
@@ -33,7 +35,10 @@ from tests.multiprocess.kfac_training import LR, OUTPUTS, WIDTH, Training, mlp, 
 TINY_MB, ONE_MB = 0.0015, 25.0
 TALL = (WIDTH, 300, 230, OUTPUTS)
 STEPS = 4
-EXACT, FINE, COARSE = 1e-4, 1e-3, 0.05  # float32, its 16 first bits, and bfloat16 against float64
+# Relative errors against float64: of float32, of a float32 that travelled in 16 bits, of bfloat16.
+EXACT = 1e-4
+FINE = 1e-3
+COARSE = 0.05
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -72,24 +77,24 @@ class Everything(nn.Module):
 
 
 class Branches(nn.Module):
-    """Calls its second layer where its first input is positive."""
+    """Calls its second layer only if the first input is positive."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.second, self.head = (
-            nn.Linear(WIDTH, 30),
-            nn.Linear(30, 30),
-            nn.Linear(30, OUTPUTS),
-        )
+        self.first = nn.Linear(WIDTH, 30)
+        self.second = nn.Linear(30, 30)
+        self.head = nn.Linear(30, OUTPUTS)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))
-        return self.head(torch.tanh(self.second(hidden)) if x[0, 0] > 0 else hidden)  # type: ignore[no-any-return]
+        if x[0, 0] > 0:
+            hidden = torch.tanh(self.second(hidden))
+        return self.head(hidden)  # type: ignore[no-any-return]
 
 
 class Mixed(nn.Module):
-    """A layer of float64 before one of float32 that all ranks precondition together."""
+    """A layer of float64, then a layer of float32 that all ranks precondition together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +108,10 @@ class Mixed(nn.Module):
 
 
 def uneven(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return few samples and many, whose factors travel as columns and as triangles; rank 0 alone has both layers."""
+    """Return few samples or many: factors travel as columns or as triangles.
+
+    Only rank 0 calls both layers of `Branches`.
+    """
     samples = [(3, 3), (3, 20), (40, 6), (30, 30)][step][rank]
     generator = torch.Generator().manual_seed(100 * step + rank)
     inputs = torch.randn(samples, WIDTH, generator=generator)
@@ -120,10 +128,14 @@ def plain() -> nn.Module:
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    tqdm.tqdm.monitor_interval = (
-        0  # torch.compile shows its progress by it; no thread shall be left behind
-    )
+    # torch.compile shows a progress bar, whose thread would stay.
+    tqdm.tqdm.monitor_interval = 0
     return torch.compile(model, backend="aot_eager")  # type: ignore[return-value]
+
+
+def everything_channels_last() -> nn.Module:
+    network: Any = Everything()
+    return network.to(memory_format=torch.channels_last)  # type: ignore[no-any-return]
 
 
 def channels_last(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -135,21 +147,26 @@ def channels_last(rank: int, step: int) -> tuple[Tensor, Tensor]:
 class Case:
     settings: Settings = field(default_factory=Settings)
     network: Callable[[], nn.Module] = Everything
-    data: Callable[[int, int], tuple[Tensor, Tensor]] = batch  # of a rank and a step
-    cap_mb: float = TINY_MB  # of DDP's buckets
+    # Returns inputs and targets by rank and step.
+    data: Callable[[int, int], tuple[Tensor, Tensor]] = batch
+    # The size of DDP's buckets.
+    cap_mb: float = TINY_MB
     ddp: Mapping[str, Any] = field(default_factory=dict)
-    worlds: tuple[int, ...] = (2,)  # if not in the campaign
-    wrap: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model  # makes what is called
+    # Numbers of ranks, outside of the campaign.
+    worlds: tuple[int, ...] = (2,)
+    # Returns the callable that a step calls instead of the DDP model.
+    wrap: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model
     codec: Any = None
-    rates: tuple[float, float] = (
-        LR,
-        LR,
-    )  # of weights and of biases; two optimizers, if they differ
-    spread: str = ""  # the name of a layer that is
-    tolerance: float = EXACT  # of the greatest error of a layer, relative to its greatest element
+    # Learning rates of weights and of biases. If they differ, each has an optimizer of its own.
+    rates: tuple[float, float] = (LR, LR)
+    # The name of the layer that is spread, if any.
+    spread: str = ""
+    # The largest error of a layer, relative to its largest element.
+    tolerance: float = EXACT
 
 
 def dominated(*hidden: int, settings: Mapping[str, Any] | None = None, **options: Any) -> Case:
+    """Return a case with a layer that fills most of its bucket, and is spread."""
     seldom = {"factor_update_steps": 2, "inv_update_steps": 3, "kl_clip": 1e-4, **(settings or {})}
     options = {"data": kfac_training.batch, "cap_mb": 0.1, "spread": "2", **options}
     options.setdefault("network", lambda: mlp(WIDTH, *hidden, OUTPUTS))
@@ -160,7 +177,7 @@ SEVERAL = (1, 2, 4)
 CASES: dict[str, Case] = {
     "inverse": Case(worlds=SEVERAL),
     "channels last, one bucket": Case(
-        network=lambda: Everything().to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+        network=everything_channels_last,
         data=channels_last,
         cap_mb=ONE_MB,
     ),
@@ -170,7 +187,7 @@ CASES: dict[str, Case] = {
     "reduce": Case(Settings(weight_sharing="reduce")),
     # The first two steps travel exact.
     "identity codec": Case(codec=Identity(), worlds=(2, 3)),
-    # With a scale for each element: those of a block have errors that solvers of more ranks' means make larger.
+    # With a scale for each element. The errors of a scale for each block would grow in the solvers.
     "int8 codec": Case(Settings(kl_clip=None), codec=Int8(1), tolerance=FINE),
     "rates": Case(rates=(LR, 30 * LR)),
     "uneven": Case(network=Branches, data=uneven, ddp={"find_unused_parameters": True}),
@@ -230,14 +247,12 @@ def test_gradients_are_those_of_an_independent_computation(
     oracle = Oracle(case.settings, training.rate_of, training.kfac.owners)
     assert max(errors_beside(oracle, training, STEPS, world_size)) < case.tolerance
     assert training.spread() == [case.spread] * bool(case.spread)
-    assert (oracle.least_scale < 1) == (case.settings.kl_clip is not None), (
-        "the clip is to be seen at work"
-    )
+    assert (oracle.least_scale < 1) == (case.settings.kl_clip is not None), "the clip must act"
     training.close()
     return digest([training.parameters()])
 
 
-# Of rank 1; rank 0 has one part.
+# The micro-batches of rank 1. Rank 0 has one.
 PARTS = {"3+3+2": (3, 3, 2), "8+0": (8, 0), "0+1+7": (0, 1, 7)}
 
 
@@ -247,15 +262,13 @@ def factors_of_parts(
     data: Callable[[int, int], tuple[Tensor, Tensor]],
     **options: Any,
 ) -> list[Tensor]:
-    """Accumulate one step over parts of so many samples, weighted by them; return all factors and directions."""
+    """Accumulate one step over micro-batches of these sizes. Return all directions and factors."""
     training = Training(rank, data=data, factor_decay=0.0, **options)
     parts = [each.split(list(sizes)) for each in training.data(rank, 0)]
     for number, (inputs, targets) in enumerate(zip(*parts, strict=True)):
         with contextlib.nullcontext() if number == len(sizes) - 1 else training.model.no_sync():
-            (
-                F.cross_entropy(training.model(inputs), targets, reduction="sum")
-                / kfac_training.SAMPLES
-            ).backward()
+            total = F.cross_entropy(training.model(inputs), targets, reduction="sum")
+            (total / kfac_training.SAMPLES).backward()
     found = [*training.gradients().values()]
     training.update()
     layers = training.kfac.state_dict()["layers"]
@@ -267,7 +280,7 @@ def factors_of_parts(
     ("parts", "decoupled"), [*((each, False) for each in PARTS), ("3+3+2", True)]
 )
 @in_ranks(2)
-def test_ranks_with_different_micro_batches_have_the_factors_of_one_batch_each(
+def test_factors_do_not_depend_on_how_a_rank_cuts_its_batch_into_micro_batches(
     rank: int, parts: str, decoupled: bool
 ) -> None:
     size = kfac_training.SAMPLES
@@ -279,7 +292,7 @@ def test_ranks_with_different_micro_batches_have_the_factors_of_one_batch_each(
 
 
 @in_ranks(2)
-def test_a_rank_whose_whole_step_is_empty_leaves_the_factors_to_the_others(rank: int) -> None:
+def test_a_rank_whose_whole_step_is_empty_does_not_change_the_factors(rank: int) -> None:
     def empty(rank: int, step: int) -> tuple[Tensor, Tensor]:
         inputs, targets = kfac_training.batch(0, step)
         return (inputs[:0], targets[:0]) if rank else (inputs, targets)
@@ -292,17 +305,19 @@ def test_a_rank_whose_whole_step_is_empty_leaves_the_factors_to_the_others(rank:
 
 
 @in_ranks(2)
-def test_nothing_is_spread_in_an_eigenbasis_or_by_ranks_that_round_differently(rank: int) -> None:
+def test_no_layer_is_spread_in_an_eigenbasis_or_if_ranks_round_differently(rank: int) -> None:
     tall = functools.partial(Training, rank, ddp={"bucket_cap_mb": ONE_MB}, inv_update_steps=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kfac_settings, "rounding", lambda shapes, device: f"of rank {rank}")
+        patch.setattr(kfac_settings, "rounding", lambda shapes, device: f"digest of rank {rank}")
         trainings = [tall(mlp(*TALL))]
     trainings.append(tall(mlp(*TALL), solver="eigen"))
     assert [each.run(2).spread() for each in trainings] == [[], []]
 
 
-# Solvers are last made at step 4, of the factors of step 4; the next are due at steps 8 and 6.
-SAVED_AFTER, SAVED = 6, Settings(factor_update_steps=2, inv_update_steps=4, kl_clip=1e-4)
+# When the state is saved, the newest solvers and factors are those of step 4. New factors are due
+# at step 6, new solvers at step 8.
+SAVED_AFTER = 6
+SAVED = Settings(factor_update_steps=2, inv_update_steps=4, kl_clip=1e-4)
 
 
 def save(rank: int, world_size: int, widths: tuple[int, ...]) -> dict[str, Any]:
@@ -319,17 +334,18 @@ def resume(rank: int, world_size: int, widths: tuple[int, ...], saved: dict[str,
     running = {name: [each["a"].double(), each["g"].double()] for name, each in layers.items()}
     oracle = Oracle(SAVED, LR, running=running, frozen=dict(running), steps=SAVED_AFTER)
     assert max(errors_beside(oracle, training, 8, world_size)) < EXACT
-    assert oracle.least_scale < 1, "the clip is to be seen at work"
+    assert oracle.least_scale < 1, "the clip must act"
 
 
 @pytest.mark.parametrize(
     ("widths", "world_size"), [((WIDTH, 8, 8, 8, OUTPUTS), 4), (TALL, 1)], ids=str
 )
-def test_four_ranks_or_one_go_on_with_the_factors_of_two(
+def test_four_ranks_or_one_resume_from_the_state_of_two(
     widths: tuple[int, ...], world_size: int
 ) -> None:
-    """Two go on to the last bit: test_checkpoint.py."""
-    _, saved = run_ranks(save, 2, args=(widths,))  # any rank can save it
+    """Two ranks resume to the last bit: see test_checkpoint.py."""
+    # Any rank can save the state: here the last one.
+    _, saved = run_ranks(save, 2, args=(widths,))
     run_ranks(resume, world_size, args=(widths, saved))
 
 
@@ -345,10 +361,11 @@ SIZES = [(inputs + 1, outputs) for inputs, outputs in itertools.pairwise(WIDTHS)
     ("solver", "kind", "world_size"), [("inverse", DampedInverse, 4), ("eigen", Eigenbasis, 2)]
 )
 @in_ranks()
-def test_each_rank_makes_and_keeps_its_own_layers_only(
+def test_each_rank_makes_and_keeps_solvers_of_its_own_layers_only(
     rank: int, solver: str, kind: Any
 ) -> list[int]:
-    compute, made = kind.compute, list[list[tuple[int, int]]]()
+    compute = kind.compute
+    made: list[list[tuple[int, int]]] = []  # sizes of factors, by step
 
     def counted(a: Tensor, g: Tensor, *arguments: Any, **options: Any) -> Any:
         made[-1].append((a.shape[-1], g.shape[-1]))
@@ -366,13 +383,14 @@ def test_each_rank_makes_and_keeps_its_own_layers_only(
             assert sorted(made[-1]) == (sorted(own) if step % 3 == 0 else [])
     memory = training.kfac.memory_usage()
     factors = 4 * sum(a**2 + g**2 for a, g in own)
-    eigenvalues = 4 * sum(a + g + 1 for a, g in own) if solver == "eigen" else 0  # and the damping
+    # The eigenvalues of both factors, and the damping.
+    eigenvalues = 4 * sum(a + g + 1 for a, g in own) if solver == "eigen" else 0
     assert (memory["factors"], memory["solvers"]) == (factors, factors + eigenvalues)
     return owners
 
 
 @in_ranks(2)
-def test_a_turn_is_asked_for_once_where_solvers_are_shared(rank: int) -> None:
+def test_a_step_that_shares_solvers_requests_its_turn_once(rank: int) -> None:
     turn = RecordingTurn()
     training = Training(rank, mlp(WIDTH, 300, 230, OUTPUTS), ddp={"bucket_cap_mb": 25}, mutex=turn)
     training.run(2)
@@ -381,13 +399,13 @@ def test_a_turn_is_asked_for_once_where_solvers_are_shared(rank: int) -> None:
 
 
 @in_ranks(2)
-def test_a_wider_layers_state_is_refused_on_all_ranks_and_nothing_is_lost(rank: int) -> None:
-    wider, training = (
-        Training(rank, mlp(WIDTH, 8, 8, width)).run(2) for width in (OUTPUTS + 1, OUTPUTS)
-    )
-    saved, before = wider.kfac.state_dict(), copy.deepcopy(training.kfac.state_dict())
-    told = r"expected a factor of shape \(1, 5, 5\) for layer '4', got \(1, 6, 6\)"
-    with pytest.raises(ValueError, match=told):
+def test_the_state_of_a_wider_layer_is_refused_and_changes_nothing(rank: int) -> None:
+    wider = Training(rank, mlp(WIDTH, 8, 8, OUTPUTS + 1)).run(2)
+    training = Training(rank, mlp(WIDTH, 8, 8, OUTPUTS)).run(2)
+    saved = wider.kfac.state_dict()
+    before = copy.deepcopy(training.kfac.state_dict())
+    message = r"expected a factor of shape \(1, 5, 5\) for layer '4', got \(1, 6, 6\)"
+    with pytest.raises(ValueError, match=message):
         training.kfac.load_state_dict(saved)
     after = training.kfac.state_dict()
     assert after["steps"] == 2
@@ -399,8 +417,8 @@ LATE_STEPS = 18
 
 
 @in_ranks(3)
-def test_late_factors_train_the_same(rank: int) -> None:
-    """Count how many factors leave in each step; compare the gradients with those of factors in the buckets."""
+def test_late_factors_do_not_change_gradients_and_leave_one_group_a_step(rank: int) -> None:
+    """The gradients are compared with those of factors that travel just before the buckets."""
     counts: list[int] = []
     leave = FactorTraffic.leave
 
@@ -416,12 +434,13 @@ def test_late_factors_train_the_same(rank: int) -> None:
         patch.setattr(FactorTraffic, "can_trail", False)
         assert same(late, Training(rank, **LATE).trained(LATE_STEPS))
         assert not any(counts[len(in_late) :])
-    # Asked before each step. Four layers' factors of steps 4 and 12, one layer after each step, before 8 and 16.
+    # Counted before each step. The factors of four layers are taken in steps 4 and 12. One layer's
+    # leave after each step, so all have left before steps 8 and 16.
     assert in_late == [0] * 5 + [2] * 4 + [0] * 4 + [2] * 4 + [0] * 2
 
 
 @in_ranks(2)
-def test_after_close_no_factors_leave_any_more(rank: int) -> None:
+def test_after_close_no_late_factors_leave(rank: int) -> None:
     made = Training(rank, **LATE).run(5)
     assert made.kfac.memory_usage()["buffers"] > 0
     made.kfac.close()
@@ -435,10 +454,10 @@ NOT_SETTLED = 2  # backward passes before DDP's buckets stay as they are
 
 
 def both(rank: int, *widths: int, **options: Any) -> tuple[Training, Training]:
+    """Return trainings with `decoupled_hook` and with `kfac_hook`."""
     widths = widths or (WIDTH, 8, 8, 8, OUTPUTS)
-    deferred, plain = (
-        Training(rank, mlp(*widths), decoupled=each, **options) for each in (True, False)
-    )
+    deferred = Training(rank, mlp(*widths), decoupled=True, **options)
+    plain = Training(rank, mlp(*widths), decoupled=False, **options)
     return deferred, plain
 
 
@@ -454,10 +473,11 @@ def both(rank: int, *widths: int, **options: Any) -> tuple[Training, Training]:
     ids=["alone", "riding", "local", "spread", "late"],
 )
 @in_ranks()
-def test_it_trains_as_kfac_hook_does(
+def test_decoupled_kfac_trains_as_kfac_hook_does_to_the_last_bit(
     rank: int, widths: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    (ours, plain), deferred = both(rank, *widths, **options), 0
+    ours, plain = both(rank, *widths, **options)
+    deferred = 0
     for _ in range(DEFERRED_STEPS):
         assert ours.step() == plain.step()
         deferred += bool(ours.state.stats()["deferred"])
@@ -466,7 +486,9 @@ def test_it_trains_as_kfac_hook_does(
 
 
 @in_ranks(2)
-def test_what_else_a_loop_does_has_the_same_results(rank: int) -> None:
+def test_decoupled_kfac_equals_kfac_hook_in_loops_that_accumulate_clip_skip_flush_and_close(
+    rank: int,
+) -> None:
     ours, plain = both(rank, **LATE)
     free = Training(rank, **{**LATE, "kl_clip": None}).run(4)
 
@@ -502,7 +524,7 @@ def test_what_else_a_loop_does_has_the_same_results(rank: int) -> None:
 
 @in_ranks(2)
 def test_join_with_uneven_inputs_ends_with_the_same_model(rank: int) -> Tensor:
-    """Without `decoupled_hook` in tests/conformance."""
+    """With `decoupled_hook`. tests/conformance tests the same with `kfac_hook`."""
     training = Training(rank, decoupled=True, inv_update_steps=2).run(3)
     with Join([training.model]):
         training.run(2 if rank else 4)
@@ -512,22 +534,55 @@ def test_join_with_uneven_inputs_ends_with_the_same_model(rank: int) -> Tensor:
 
 
 @in_ranks(2)
-def test_a_drained_step_leaves_nothing_behind(rank: int) -> str:
-    """After coded steps, whose rate is told, after `drain` and a step, and after one more."""
+def test_a_drained_step_leaves_no_residuals(rank: int) -> str:
+    """`state_dict` warns of residuals after coded steps, and not after `drain` and one step."""
     seldom = {"factor_update_steps": 100, "inv_update_steps": 100}
     training = Training(
         rank, mlp(WIDTH, 256, 128, OUTPUTS), ddp={"bucket_cap_mb": ONE_MB}, codec=Int8(), **seldom
     )
     training.run(6)
     assert 0.25 < training.kfac.stats()["codec"]["rate"] < 0.29
-    lost = []
+    warned = []
     for _ in range(3):
-        with heard() as warned:
+        with heard() as messages:
             training.kfac.state_dict()
-        lost.append(any("residuals" in each for each in warned))
-        if len(lost) == 1:
+        warned.append(any("residuals" in each for each in messages))
+        if len(warned) == 1:
             training.kfac.drain()
         training.run(1)
     training.close()
-    assert lost == [True, False, True]
+    assert warned == [True, False, True]
     return digest([training.parameters()])
+
+
+DIFFERENT_ARGUMENTS = {"kl_clip": 0.01, "solver": "eigen", "inv_update_steps": 2}
+# Hidden layers of rank 1 that differ in a size, and in their number.
+DIFFERENT_LAYERS = {"layer '0'": (9,), "layers": (8, 8)}
+
+
+@pytest.mark.defect("strangers-3")
+@in_ranks(3)
+def test_layers_arguments_and_states_that_differ_between_ranks_are_refused_by_name(
+    rank: int,
+) -> None:
+    """Otherwise the replicas would drift apart. All ranks raise, though only rank 1 differs."""
+    for name in (*DIFFERENT_LAYERS, *DIFFERENT_ARGUMENTS):
+        widths = DIFFERENT_LAYERS.get(name, (8,)) if rank == 1 else (8,)
+        layers = networks.mlp(WIDTH, *widths, OUTPUTS, seed=1)
+        arguments: dict[str, Any] = {}
+        if rank == 1 and name in DIFFERENT_ARGUMENTS:
+            arguments[name] = DIFFERENT_ARGUMENTS[name]
+        with pytest.raises(UnsupportedConfigurationError) as caught:
+            KFACState(layers, torch.optim.SGD(layers.parameters(), lr=0.1), **arguments)
+        message = str(caught.value)
+        assert message.startswith(
+            f"expected the same {name} on all ranks, got {name} by rank {{0: "
+        )
+        assert name in DIFFERENT_LAYERS or f"1: {DIFFERENT_ARGUMENTS[name]!r}" in message
+    training = Training(rank, networks.mlp(WIDTH, 8, OUTPUTS, seed=1))
+    saved = training.kfac.state_dict()
+    if rank == 1:
+        training.kfac.load_state_dict({**saved, "steps": 7})
+    found = r"the same steps of KFACState on all ranks, got steps of KFACState by rank \{0: 0, 1: 7"
+    with pytest.raises(UnsupportedConfigurationError, match=found):
+        training.backward()

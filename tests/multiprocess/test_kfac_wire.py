@@ -1,4 +1,4 @@
-"""What K-FAC puts on the wire, as the kernel counts it: the gradient's bytes, and factors only where due."""
+"""The bytes that K-FAC sends, as the kernel counts them: gradients, and factors when due."""
 
 import pytest
 import torch
@@ -12,11 +12,12 @@ from tests.multiprocess.kfac_training import Training, mlp
 pytestmark = COUNTED
 LAYERS, WIDTH = 4, 256
 SAMPLES = {"columns": 32, "triangles": 256}
-# Of both ranks: the gradient there and back; A and G of each layer to its owner, as they are smaller.
+# Bytes of both ranks for the gradient, to the owners and back.
 GRADIENT = 2 * 4 * LAYERS * WIDTH**2
+# Elements of A, and of G, of one layer in the form that is smaller.
 PACKING = {"columns": SAMPLES["columns"] * WIDTH, "triangles": WIDTH * (WIDTH + 1) // 2 + 1}
 FACTOR_STEPS, INVERSE_STEPS = 2, 3
-# Of the steps after those in which buckets are rebuilt.
+# Kinds of steps, after those in which DDP rebuilds its buckets.
 KINDS = {4: "factors", 5: "plain", 6: "both", 8: "factors", 9: "solvers"}
 WIRE, PACKINGS = 0.02, 0.03
 
@@ -43,7 +44,8 @@ def bytes_of_steps(rank: int, world_size: int, samples: int) -> dict[tuple[str, 
             dist.barrier()
             begin = sent_bytes()
             training.step()
-            training.kfac._preconditioner.traffic.settle()  # factors that would follow behind later steps
+            # Late factors count in the step that has taken them.
+            training.kfac._preconditioner.traffic.settle()
             dist.barrier()
             if step in KINDS:
                 found[factors, KINDS[step]] = sent_bytes() - begin
@@ -52,7 +54,7 @@ def bytes_of_steps(rank: int, world_size: int, samples: int) -> dict[tuple[str, 
 
 
 @pytest.mark.parametrize("form", SAMPLES)
-def test_factors_cost_one_reduction_of_what_they_hold_and_solvers_and_local_ones_nothing(
+def test_factors_cost_one_reduction_and_solvers_and_local_factors_nothing(
     form: str,
 ) -> None:
     ranks = run_ranks(bytes_of_steps, 2, args=(SAMPLES[form],))

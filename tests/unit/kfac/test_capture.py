@@ -1,6 +1,6 @@
-"""What the hooks record is what layers' inputs and their outputs' gradients make up by definition in float64.
+"""The factors that the hooks record equal their definition in float64.
 
-Only what ends up in the step's gradient forms factors, whatever else a training loop does with the model.
+Only calls that contribute to the step's gradient form factors, whatever else a training loop does.
 """
 
 import copy
@@ -30,7 +30,11 @@ Factors = dict[str, tuple[Any, Any]]
 
 
 class Net(nn.Module):
-    """A convolution, an activation, a layer used ``uses`` times on tokens, the first ``outside`` of a checkpoint."""
+    """A convolution, an activation, and a layer used ``uses`` times on tokens.
+
+    All uses but the first ``outside`` are in an activation checkpoint, unless ``reentrant`` is
+    None.
+    """
 
     def __init__(self, uses: int, reentrant: bool | None, outside: int, inplace: bool) -> None:
         super().__init__()
@@ -38,21 +42,26 @@ class Net(nn.Module):
         self.act = nn.ReLU(inplace)
         self.token = nn.Linear(4, 4)
         self.head = nn.Linear(4, 3, bias=False)
-        self.uses, self.reentrant, self.outside, self.inplace = uses, reentrant, outside, inplace
+        self.uses = uses
+        self.reentrant = reentrant
+        self.outside = outside
+        self.inplace = inplace
 
     def tokens(self, x: Tensor, uses: int) -> Tensor:
         for _ in range(uses):
-            # In place on what the layer returned: the gradient recorded is that before it.
-            x = self.token(x).sin_() if self.inplace else self.token(x).sin()
+            # If the output is changed in place, the gradient to record is that of the output
+            # before.
+            output = self.token(x)
+            x = output.sin_() if self.inplace else output.sin()
         return x
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.tokens(self.act(self.conv(x)).flatten(2).mT, self.outside)
-        inside = x, self.uses - self.outside
+        uses = self.uses - self.outside
         if self.reentrant is None:
-            x = self.tokens(*inside)
+            x = self.tokens(x, uses)
         else:
-            x = checkpoint(self.tokens, *inside, use_reentrant=self.reentrant)
+            x = checkpoint(self.tokens, x, uses, use_reentrant=self.reentrant)
         return self.head(x.mean(1))  # type: ignore[no-any-return]
 
 
@@ -95,14 +104,17 @@ class Recorded:
             (loss_of(self.model(part)) / len(parts)).backward()
 
     def backward_by_samples(self, sizes: Sequence[int]) -> None:
-        """Accumulate over micro-batches of so many samples; their losses are shares, or, for "sum", means."""
+        """Accumulate over micro-batches of these sizes.
+
+        Each loss is its share of the step's loss, or, for "sum", a mean of its own.
+        """
         total = sum(sizes)
         for part in batch(total).split(list(sizes)):
             divisor = max(1, len(part)) if self.capture._accumulated == "sum" else total
             (self.model(part).exp().sum() / divisor).backward()
 
     def taken(self) -> Factors:
-        """Take the factors of all layers; each is None where it was not called, or no gradient came."""
+        """Take the factors of all layers. None for a layer without a call or without a gradient."""
         return {layer.name: self.capture.take(index) for index, layer in enumerate(self.layers)}
 
 
@@ -118,10 +130,8 @@ class Recorded:
 def test_four_micro_batches_are_one_large_batch(
     sharing: WeightSharing, uses: int, accumulated: str
 ) -> None:
-    large, small = (
-        Recorded(net(uses), sharing),
-        Recorded(net(uses), sharing, accumulated=accumulated),
-    )
+    large = Recorded(net(uses), sharing)
+    small = Recorded(net(uses), sharing, accumulated=accumulated)
     large.backward(batch(8))
     for part in batch(8).chunk(4):
         (loss_of(small.model(part)) / (4 if accumulated == "mean" else 1)).backward()
@@ -153,7 +163,7 @@ def test_micro_batches_count_by_their_samples(
 def test_any_split_has_the_factors_of_one_batch(
     sizes: list[int], accumulated: Accumulated, few: bool
 ) -> None:
-    """``few``: as columns."""
+    """With ``few`` the factors are kept as columns."""
     run = Recorded(net(), accumulated=accumulated)
     if few:
         run.capture._rooms = [(1000, 1000)] * 3
@@ -167,10 +177,10 @@ def test_any_split_has_the_factors_of_one_batch(
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_unequal_micro_batches_are_checkpointed_and_captured_in_part(
+def test_checkpointed_unequal_micro_batches_have_the_factors_of_one_batch(
     sharing: WeightSharing, reentrant: bool
 ) -> None:
-    """The first layer is not captured, as with local factors of another owner."""
+    """The first layer is not captured, as if another rank owned it and factors were local."""
     large, small = Recorded(net(2), sharing), Recorded(net(2, reentrant), sharing, only=[1, 2])
     large.backward(batch(8))
     small.backward_by_samples((0, 1, 4, 3))
@@ -179,21 +189,17 @@ def test_unequal_micro_batches_are_checkpointed_and_captured_in_part(
 
 @pytest.mark.parametrize("accumulated", ACCUMULATED)
 def test_equal_micro_batches_are_plain_sums_to_the_last_bit(accumulated: Accumulated) -> None:
-    parts, whole, alone = (
-        batch(9).chunk(3),
-        Recorded(net(), accumulated=accumulated),
-        Recorded(net()),
-    )
+    whole = Recorded(net(), accumulated=accumulated)
+    alone = Recorded(net())
     sums: dict[str, list[Tensor]] = {}
-    for part in parts:
+    for part in batch(9).chunk(3):
         loss_of(whole.model(part)).backward()
         loss_of(alone.model(part)).backward()
         for name, each in alone.taken().items():
-            sums[name] = (
-                [a + b for a, b in zip(sums[name], each, strict=True)]
-                if name in sums
-                else list(each)
-            )
+            if name in sums:
+                sums[name] = [a + b for a, b in zip(sums[name], each, strict=True)]
+            else:
+                sums[name] = list(each)
         alone.model.zero_grad()
         alone.capture.begin_step()
     scales = 1 / 3, 3 if accumulated == "mean" else 1 / 3
@@ -205,7 +211,7 @@ def test_equal_micro_batches_are_plain_sums_to_the_last_bit(accumulated: Accumul
 
 
 @pytest.mark.parametrize("sizes", [(8, 0), (0, 3, 5)], ids=str)
-def test_plain_means_over_calls_leave_empty_ones_out(sizes: Sequence[int]) -> None:
+def test_plain_means_over_calls_leave_empty_calls_out(sizes: Sequence[int]) -> None:
     whole, run = Recorded(net(), "kfac-pytorch"), Recorded(net(), "kfac-pytorch")
     run.backward_by_samples(sizes)
     whole.backward_by_samples([size for size in sizes if size])
@@ -223,9 +229,10 @@ def test_a_step_without_samples_has_no_factors() -> None:
     assert_close(run.taken(), expected())
 
 
-def test_two_views_are_one_micro_batch_of_the_largests_size() -> None:
-    """Their calls count by their own samples."""
-    large, small = Recorded(net()), Recorded(net())
+def test_two_views_are_one_micro_batch_of_the_size_of_the_larger() -> None:
+    """The calls of each view count by the samples of that view."""
+    large = Recorded(net())
+    small = Recorded(net())
     views = batch(8), batch(4, seed=1)
 
     def backward(run: Recorded, *views: Tensor) -> None:
@@ -249,7 +256,7 @@ def test_two_views_are_one_micro_batch_of_the_largests_size() -> None:
 
 
 def test_a_forward_whose_graph_is_gone_gives_no_size() -> None:
-    """It is gone by the next backward, as in a loop that skips a loss that is not finite."""
+    """As in a loop that skips a loss that is not finite: the graph is gone by the next backward."""
     run = Recorded(net())
     for part in batch(8).split([3, 5]):
         loss = run.model(batch(20, seed=1)).sum() if len(part) == 5 else torch.zeros(())
@@ -260,20 +267,22 @@ def test_a_forward_whose_graph_is_gone_gives_no_size() -> None:
 
 
 class Listed(nn.Module):
-    """Called with a list, whose number of samples is not known."""
+    """Takes a list of tensors, from which the number of samples cannot be known."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, parts: Any) -> Tensor:
-        return self.model(torch.cat(parts) if isinstance(parts, list) else parts)  # type: ignore[no-any-return]
+        whole = torch.cat(parts) if isinstance(parts, list) else parts
+        return self.model(whole)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("known_first", [None, True, False])
 def test_sizes_that_are_not_known_count_as_the_first_known_one(known_first: bool | None) -> None:
-    """None: none is known."""
-    run, (first, second, third) = Recorded(Listed(net())), batch(9).split([3, 5, 1])
+    """None: no size is known."""
+    run = Recorded(Listed(net()))
+    first, second, third = batch(9).split([3, 5, 1])
     inputs: list[Any] = [[first], [second], [third[:0]]]
     if known_first is not None:
         inputs[not known_first] = inputs[not known_first][0]
@@ -301,8 +310,9 @@ class Expert(nn.Module):
         return torch.cat([self.first(x[~chosen]), self.second(x[chosen])])
 
 
-def test_calls_without_samples_of_a_layer_leave_its_inputs_factor_as_it_is() -> None:
-    run, x = Recorded(Expert().double()), torch.randn(6, 4, dtype=torch.float64)
+def test_calls_without_samples_do_not_change_the_factor_of_a_layers_inputs() -> None:
+    run = Recorded(Expert().double())
+    x = torch.randn(6, 4, dtype=torch.float64)
     x[:, 0] = torch.tensor([1, 1, -1, -1, -1, -1])
     for part in x.split([2, 4]):
         (run.model(part).exp().sum() / 6).backward()
@@ -312,7 +322,7 @@ def test_calls_without_samples_of_a_layer_leave_its_inputs_factor_as_it_is() -> 
         assert_close(factor[0], rows.T @ rows / len(rows))
 
 
-def test_micro_batches_are_counted_where_the_model_is_in_eval_mode_and_its_parts_train() -> None:
+def test_micro_batches_count_if_the_model_is_in_eval_mode_and_its_parts_train() -> None:
     run = Recorded(net())
     run.model.training = False
     run.backward(*batch().chunk(3))
@@ -331,7 +341,7 @@ def test_checkpointed_calls_count_once(
     assert_close(run.taken(), expected(uses))
 
 
-def test_what_another_hook_makes_of_the_output_is_not_the_layers() -> None:
+def test_an_output_that_another_hook_has_replaced_is_not_recorded() -> None:
     model = net()
     model.head.register_forward_hook(lambda module, args, output: output * 3)
     run = Recorded(model)
@@ -364,6 +374,7 @@ def evaluated(model: nn.Module, x: Tensor) -> None:
     model.train()
 
 
+# Actions of a training loop that do not belong to its step.
 BEFORE: dict[str, Callable[[Any, Tensor], object]] = {
     "attack": attack,
     "attack on weights": lambda m, x: torch.autograd.grad(
@@ -384,18 +395,20 @@ BEFORE: dict[str, Callable[[Any, Tensor], object]] = {
 @pytest.mark.parametrize(
     ("before", "reentrant"), [*((each, None) for each in BEFORE), ("attack", False)]
 )
-def test_what_is_not_the_steps_leaves_no_trace(before: str, reentrant: bool | None) -> None:
+def test_calls_outside_of_the_step_do_not_count(before: str, reentrant: bool | None) -> None:
     run = Recorded(net(2, reentrant))
-    kept = BEFORE[before](run.model, batch(seed=1))
+    result = BEFORE[before](run.model, batch(seed=1))
     run.backward()
     assert run.capture.micro_batches == 1
     assert_close(run.taken(), expected(2))
-    del kept
+    del result  # it has kept a graph alive until here
 
 
-def test_micro_batches_are_kept_by_clipping_and_by_layers_whose_gradient_is_not_cleared() -> None:
-    clipped, cleared = Recorded(net()), Recorded(net())
-    parts, both = batch(8).chunk(2), expected(1, batch(8))
+def test_clipping_and_clearing_another_layers_gradient_keep_micro_batches() -> None:
+    clipped = Recorded(net())
+    cleared = Recorded(net())
+    parts = batch(8).chunk(2)
+    both = expected(1, batch(8))
     for part in parts:
         cleared.model.head.weight.grad = None  # type: ignore[union-attr]
         for run in (clipped, cleared):
@@ -408,8 +421,9 @@ def test_micro_batches_are_kept_by_clipping_and_by_layers_whose_gradient_is_not_
 
 
 def test_the_inner_gradient_of_a_penalty_is_not_counted() -> None:
-    """The outer backward is: its G is that of the whole loss, the penalty's curvature included."""
-    run, x = Recorded(net()), batch().requires_grad_()
+    """The outer backward counts: its G is that of the whole loss, with the penalty's curvature."""
+    run = Recorded(net())
+    x = batch().requires_grad_()
 
     def penalised(output: Tensor) -> Tensor:
         (inner,) = torch.autograd.grad(loss_of(output), x, create_graph=True)
@@ -419,9 +433,10 @@ def test_the_inner_gradient_of_a_penalty_is_not_counted() -> None:
     assert_close(run.taken(), expected(1, x, penalised))
 
 
-def test_a_penalty_before_the_first_loss_is_the_same_micro_batch() -> None:
-    """As a critic's loop has it: the penalty's forward and inner gradient first, one backward of all."""
-    run, x = Recorded(net()), batch(seed=3).requires_grad_()
+def test_a_penalty_before_the_first_loss_belongs_to_the_same_micro_batch() -> None:
+    """As in the loop of a GAN's critic: first the penalty's forward and inner gradient."""
+    run = Recorded(net())
+    x = batch(seed=3).requires_grad_()
     (inner,) = torch.autograd.grad(loss_of(run.model(x)), x, create_graph=True)
     (loss_of(run.model(batch())) + 0 * inner.sum()).backward()
     assert run.capture.micro_batches == 1
@@ -438,9 +453,9 @@ def test_two_losses_of_one_forward_are_one_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("before", [attack, given_up])
-def test_columns_are_given_up_like_factors(before: Callable[..., None]) -> None:
+def test_columns_of_calls_outside_of_the_step_do_not_count(before: Callable[..., None]) -> None:
     run = Recorded(net(2))
-    # Of the second layer one too few for both calls.
+    # The second layer has room for one column less than both calls need.
     run.capture._rooms = [(most, most) for most in (54, 107, 6)]
     run.capture.begin_step()
     before(run.model, batch(seed=1))
@@ -452,10 +467,11 @@ def test_columns_are_given_up_like_factors(before: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_a_picture_without_a_batch_whose_output_changes_in_place(inplace: bool) -> None:
-    """A convolution of one picture returns a view; what is done to it in place must not lose the hook."""
+def test_an_output_that_is_a_view_may_change_in_place(inplace: bool) -> None:
+    """A convolution of one picture, without a batch dimension, returns a view."""
     torch.manual_seed(0)
-    conv, picture = nn.Conv2d(2, 3, 3).double(), torch.randn(2, 5, 5, dtype=torch.float64)
+    conv = nn.Conv2d(2, 3, 3).double()
+    picture = torch.randn(2, 5, 5, dtype=torch.float64)
     run = Recorded(nn.Sequential(conv, nn.ReLU(inplace=inplace), nn.Flatten(0)))
     run.model(picture).exp().sum().backward()
     _, g = run.taken()["0"]
@@ -465,12 +481,15 @@ def test_a_picture_without_a_batch_whose_output_changes_in_place(inplace: bool) 
     assert_close(g[0], gradient.flatten(1) @ gradient.flatten(1).T)
 
 
-def test_two_modules_of_one_layer_are_summed() -> None:
+def test_factors_of_two_modules_with_the_same_parameters_are_summed() -> None:
     torch.manual_seed(0)
-    first, second = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
-    second.weight, second.bias = first.weight, first.bias
+    first = nn.Linear(3, 3).double()
+    second = nn.Linear(3, 3).double()
+    second.weight = first.weight
+    second.bias = first.bias
     x = torch.randn(4, 3, dtype=torch.float64)
-    twins, twice = nn.Sequential(first, nn.Tanh(), second), nn.Sequential(first, nn.Tanh(), first)
+    twins = nn.Sequential(first, nn.Tanh(), second)
+    twice = nn.Sequential(first, nn.Tanh(), first)
     run = Recorded(twins)
     run.backward(x)
     assert_close(run.taken(), expected(x=x, model=twice))
@@ -480,10 +499,13 @@ def test_two_modules_of_one_layer_are_summed() -> None:
 @pytest.mark.parametrize("bucket_view", [False, True])
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("late", [False, True])
-def test_zeroed_gradients_take_all_micro_batches_along(
+def test_zero_grad_drops_all_micro_batches_before_it(
     late: bool, to_none: bool, bucket_view: bool
 ) -> None:
-    """From the second step on the gradients may be views of the buckets."""
+    """``late``: it is called between forward and backward, as in many loops.
+
+    From the second step on the gradients may be views of the buckets.
+    """
     model = DistributedDataParallel(net(), gradient_as_bucket_view=bucket_view)
     run = Recorded(model)
     for seed in range(3):
@@ -491,7 +513,6 @@ def test_zeroed_gradients_take_all_micro_batches_along(
         model.zero_grad(set_to_none=to_none)
         with model.no_sync():
             run.backward(batch(seed=9), batch(seed=10))
-            # As many loops have it: between forward and backward.
             output = model(batch(8, seed)[:4]) if late else None
             model.zero_grad(set_to_none=to_none)
             (loss_of(model(batch(8, seed)[:4]) if output is None else output) / 2).backward()
@@ -501,19 +522,26 @@ def test_zeroed_gradients_take_all_micro_batches_along(
 
 
 class Zoo(nn.Module):
-    """Parameters of every kind."""
+    """Parameters of every kind: plain, shared in several ways, frozen, of other modules."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(5, 4)
-        self.first, self.twin, self.tied, self.loose, self.bias_twin = (
-            nn.Linear(4, 4) for _ in range(5)
-        )
-        self.bias_twin_too, self.cold, self.cold_bias = (nn.Linear(4, 4) for _ in range(3))
+        self.first = nn.Linear(4, 4)
+        self.twin = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4)
+        self.loose = nn.Linear(4, 4)
+        self.bias_twin = nn.Linear(4, 4)
+        self.bias_twin_too = nn.Linear(4, 4)
+        self.cold = nn.Linear(4, 4)
+        self.cold_bias = nn.Linear(4, 4)
         self.again = self.first
-        self.twin.weight, self.twin.bias = self.first.weight, self.first.bias
-        self.loose.weight, self.bias_twin_too.bias = self.tied.weight, self.bias_twin.bias
-        self.norm, self.conv = nn.LayerNorm(4), nn.Conv2d(4, 4, 1, groups=2)
+        self.twin.weight = self.first.weight
+        self.twin.bias = self.first.bias
+        self.loose.weight = self.tied.weight
+        self.bias_twin_too.bias = self.bias_twin.bias
+        self.norm = nn.LayerNorm(4)
+        self.conv = nn.Conv2d(4, 4, 1, groups=2)
         self.cold.weight.requires_grad_(False)
         self.cold_bias.bias.requires_grad_(False)
         self.block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -521,7 +549,7 @@ class Zoo(nn.Module):
         self.decoder.weight = self.embedding.weight
 
 
-def test_layers_are_found_and_the_others_have_a_reason() -> None:
+def test_layers_are_found_and_all_other_parameters_have_a_reason() -> None:
     model = Zoo()
     layers, others = find_layers(model, skip=("block",))
     assert [layer.name for layer in layers] == ["first", "cold_bias", "conv"]
@@ -549,7 +577,7 @@ def test_layers_are_found_and_the_others_have_a_reason() -> None:
     }
 
 
-def test_layers_are_skipped_by_patterns_or_names_any_of_a_shared_one() -> None:
+def test_layers_are_skipped_by_names_or_patterns_of_any_of_their_modules() -> None:
     for pattern in ("again", "twin", "f*", "first"):
         layers, others = find_layers(Zoo(), skip=(pattern,))
         assert "first" not in [layer.name for layer in layers]
@@ -565,7 +593,10 @@ def test_layers_are_skipped_by_patterns_or_names_any_of_a_shared_one() -> None:
 
 
 class Stack(nn.Sequential):
-    """Four layers with something before, between and behind them; a loop over them would be one cut."""
+    """Four layers with other functions before, between and behind them.
+
+    Without a loop over the layers, which would be one cut of the graph.
+    """
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__(*(nn.Linear(*pair) for pair in itertools.pairwise(widths)))
@@ -576,7 +607,7 @@ class Stack(nn.Sequential):
 
 
 def graphs_by_call(widths: Sequence[int], *skip: str) -> list[int]:
-    """Return how many graphs there were after each call; factors are taken in every second step."""
+    """Return the number of graphs after each call. Factors are taken in every second step."""
     torch._dynamo.reset()
     counter, model, counts = CompileCounter(), Stack(widths), []
     capture = FactorCapture(find_layers(model, skip)[0], sharing="expand", model=model)
@@ -592,10 +623,10 @@ def graphs_by_call(widths: Sequence[int], *skip: str) -> list[int]:
 @pytest.mark.parametrize("widths", [(4, 4, 4, 4, 4), (4, 5, 6, 7, 8)])
 @pytest.mark.usefixtures("process_group", "fresh_compiler")
 def test_the_graph_is_cut_around_each_captured_layer_and_made_once(widths: Sequence[int]) -> None:
-    """As docs/kfac.md says."""
+    """A claim of docs/kfac.md."""
     counts = graphs_by_call(widths)
-    # What is before, between and behind the layers; some compilers make one of a layer's own code, too, and parts
-    # that have the same code may share one.
+    # The functions before, between and behind the layers. Some compilers also make a graph of a
+    # layer's own code, and parts with the same code may share a graph.
     assert 2 <= counts[0] <= 2 * 4 + 2
     assert len(set(counts[1:])) == 1, (
         "nothing is compiled again, whether a step takes factors or not"

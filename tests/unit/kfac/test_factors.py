@@ -1,6 +1,7 @@
-"""Factors of every kind of layer against sums written from the definition, position by position, in float64.
+"""Factors of every kind of layer equal sums written from the definition, by position, in float64.
 
-And both solvers with factors that no solver likes; against dense algebra on others: tests/multiprocess/test_kfac.py.
+Both solvers also solve degenerate factors. tests/multiprocess/test_kfac.py compares solvers with
+dense algebra on usual factors.
 """
 
 import itertools
@@ -21,13 +22,13 @@ from crossover_ddp._kfac.spread import SpreadSolver, rounding
 from tests.harness.training import default_dtype
 from tests.multiprocess.kfac_oracle import direction, factors_of_rows, input_rows, output_rows
 
-# An even kernel with "same" is the one case of unequal sides; torch warns of what that costs.
+# An even kernel with "same" is the one case of unequal sides. torch warns that it is slow.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 
 SHARINGS: tuple[WeightSharing, ...] = ("expand", "reduce", "kfac-pytorch")
 
 
-# Of a layer and its input.
+# A function that makes a layer, and the size of its input.
 Case = tuple[Callable[[], nn.Module], tuple[int, ...]]
 CASES: dict[str, Case] = {
     "linear": (lambda: nn.Linear(5, 3), (4, 5)),
@@ -56,14 +57,17 @@ CASES: dict[str, Case] = {
 
 
 def called(name: str) -> tuple[nn.Module, Tensor, Tensor, Tensor, bool]:
-    """Return a layer in float64, its input, gradients of the mean loss, of its output and of weight and bias.
+    """Return a layer in float64, its input, and gradients of the mean loss.
 
-    And whether the input is one sample without a dimension for samples.
+    The gradients are those of its output, and of weight and bias as a matrix. The last element is
+    whether the input is one sample without a dimension for samples.
     """
     torch.manual_seed(0)
     make, size = CASES[name]
-    module, x = make().double(), torch.randn(size, dtype=torch.float64)
-    output, unbatched = module(x), name.endswith("one sample")
+    module = make().double()
+    x = torch.randn(size, dtype=torch.float64)
+    output = module(x)
+    unbatched = name.endswith("one sample")
     loss = (torch.randn_like(output) * output.sin()).sum() / (1 if unbatched else len(x))
     y, *gradients = torch.autograd.grad(loss, [output, *module.parameters()])
     return module, x, y, factors_module.gradient_matrix(shape_of(module), *gradients), unbatched
@@ -72,10 +76,10 @@ def called(name: str) -> tuple[nn.Module, Tensor, Tensor, Tensor, bool]:
 def factors_of(
     module: nn.Module, a: Tensor, g: Tensor, sharing: WeightSharing
 ) -> tuple[Tensor, Tensor]:
-    """Return both factors of [samples, positions, groups, features], of each sample's own loss."""
+    """Return both factors from [samples, positions, groups, features] of each sample's own loss."""
     if sharing != "kfac-pytorch":
         return factors_of_rows(a, g, sharing)
-    # Plain means, over positions, too.
+    # Plain means over samples and positions.
     samples, positions = a.shape[:2]
     share = positions if isinstance(module, nn.Conv2d) else 1
     a, g = factors_of_rows(a / share, g / share, "expand")
@@ -112,7 +116,7 @@ def test_factors_are_the_sums_of_their_definition(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["conv", "stride, padding", "groups"])
-def test_unfolding_and_multiplying_in_parts_is_the_same(
+def test_unfolding_and_multiplying_in_parts_does_not_change_the_factor(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, x, *_ = called(name)
@@ -175,18 +179,18 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], LayerShape | None]] = {
 }
 
 
-def test_layers_are_those_that_compute_what_their_class_does() -> None:
+def test_layers_that_compute_the_same_as_their_class_are_found_and_no_others() -> None:
     layers, others = find_layers(
         nn.ModuleDict({name: make() for name, (make, _) in SHAPES.items()})
     )
     expected = {name: shape for name, (_, shape) in SHAPES.items() if shape}
     assert {layer.name: layer.shape for layer in layers} == expected
-    told = {others[f"{name}.weight"] for name in ("other forward", "patched", "norm")}
-    assert told == {"not Linear or Conv2d"}
+    reasons = {others[f"{name}.weight"] for name in ("other forward", "patched", "norm")}
+    assert reasons == {"not Linear or Conv2d"}
 
 
 def test_a_running_mean_may_begin_with_the_identity() -> None:
-    """With a batch: tests/multiprocess/test_kfac.py."""
+    """A mean that begins with a batch is tested in tests/multiprocess/test_kfac.py."""
     batch = torch.randn(2, 4, 4)
     got = factors_module.update_running(None, batch.clone(), 0.9, start="identity")
     torch.testing.assert_close(got, 0.9 * torch.eye(4) + 0.1 * batch)
@@ -224,14 +228,14 @@ STRANGE = {
 
 @pytest.mark.parametrize("a", STRANGE)
 @pytest.mark.parametrize("solver", SOLVERS.values())
-def test_strange_factors_give_finite_steps(solver: type[Solver], a: str) -> None:
+def test_degenerate_factors_give_finite_directions(solver: type[Solver], a: str) -> None:
     gradient = random_gradient(0, 1, SIZE, SIZE).float()
     for g, pi, damping in itertools.product(STRANGE, (True, False), (1e-8, 0.003)):
         made = solver.compute(STRANGE[a], STRANGE[g], damping, pi=pi)
         assert made.precondition(gradient).isfinite().all(), (g, pi, damping)
 
 
-def test_a_group_that_fails_is_damped_further_and_counted_the_others_are_not() -> None:
+def test_only_a_group_that_cannot_be_inverted_is_damped_further_and_counted() -> None:
     a, g = random_factor(0, 3, 4).float(), random_factor(1, 3, 2).float()
     a[1] = -0.05 * torch.eye(4)
     made = DampedInverse.compute(a, g, 1e-4, pi=False)
@@ -250,10 +254,12 @@ def test_a_group_that_fails_is_damped_further_and_counted_the_others_are_not() -
 
 
 class FailingEigh:
-    """Fails the first calls as LAPACK does, by an error or by numbers that are none."""
+    """Fails the first calls as LAPACK does, by an error or by NaN."""
 
     def __init__(self, failures: int, *, raising: bool) -> None:
-        self.failures, self.raising, self.eigh = failures, raising, torch.linalg.eigh
+        self.failures = failures
+        self.raising = raising
+        self.eigh = torch.linalg.eigh
 
     def __call__(self, factor: Tensor) -> tuple[Tensor, Tensor]:
         values, vectors = self.eigh(factor)
@@ -269,10 +275,9 @@ class FailingEigh:
 @pytest.mark.parametrize(
     ("failures", "raising", "strained"), [(3, True, 2), (3, False, 3), (1000, True, 9)]
 )
-def test_a_failing_eigenvalue_problem_is_damped_further(
+def test_a_failing_eigenvalue_problem_is_damped_further_and_finally_replaced_by_its_diagonal(
     failures: int, raising: bool, strained: int
 ) -> None:
-    """And is diagonal at last."""
     a, g, gradient = random_factor(0, 2, 4), random_factor(1, 2, 3), random_gradient(0, 2, 3, 4)
     a[1] += 100 * torch.eye(4)
     with mock.patch.object(torch.linalg, "eigh", FailingEigh(failures, raising=raising)):
@@ -287,16 +292,14 @@ def test_a_failing_eigenvalue_problem_is_damped_further(
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_without_a_trace_pi_is_one(zero: int) -> None:
-    factors, gradient = (
-        [random_factor(0, 1, 4), random_factor(1, 1, 3)],
-        random_gradient(0, 1, 3, 4),
-    )
+    factors = [random_factor(0, 1, 4), random_factor(1, 1, 3)]
+    gradient = random_gradient(0, 1, 3, 4)
     factors[zero] *= 0
     got = DampedInverse.compute(*factors, 0.01, pi=True).precondition(gradient)
     torch.testing.assert_close(got, direction("inverse", gradient, *factors, 0.01, pi=False))
 
 
-def test_an_inverse_that_rounding_left_without_a_root_has_the_nearest() -> None:
+def test_an_inverse_that_rounding_has_made_indefinite_has_the_root_of_the_nearest() -> None:
     columns = torch.randn(40, 80, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     values, vectors = torch.linalg.eigh(columns @ columns.mT)
     values[:3] = torch.tensor([-1e-12, 0.0, 1e-13])
@@ -309,7 +312,7 @@ def test_an_inverse_that_rounding_left_without_a_root_has_the_nearest() -> None:
     torch.testing.assert_close(root.mT @ root, broken, rtol=0, atol=1e-10 * float(values.max()))
 
 
-def test_roundings_are_told_apart() -> None:
+def test_roundings_of_other_sizes_differ_and_the_random_state_stays() -> None:
     shapes = [LayerShape(1, 64, 200, False), LayerShape(1, 200, 64, False)]
     cpu, seen = torch.device("cpu"), torch.get_rng_state()
     assert rounding(shapes, cpu) == rounding(shapes[:1], cpu)

@@ -1,4 +1,4 @@
-"""K-FAC's state with one rank: arguments, layers and optimizers, bad input, hyper-parameters, checkpoints."""
+"""KFACState with one rank: arguments, layers, optimizers, hyper-parameters, checkpoints."""
 
 import copy
 import itertools
@@ -26,7 +26,7 @@ def mean_square(output: Tensor) -> Tensor:
 
 
 class Training(kfac_training.Training):
-    """Of one rank, on a batch by its seed and with a loss of the test's own."""
+    """Trains with one rank, on a batch given by its seed, with any loss."""
 
     def __init__(self, network: nn.Module | None = None, **options: Any) -> None:
         options = {"inv_update_steps": 1, "ddp": {"bucket_cap_mb": 25}} | options
@@ -79,7 +79,7 @@ class Training(kfac_training.Training):
         ({"optimizer": None}, r"got optimizer=None; pass it, or kl_clip=None"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+def test_arguments_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     network = mlp(6, 4)
     with pytest.raises(ValueError, match=message):
         KFACState(network, **{"optimizer": SGD(network.parameters(), lr=LR)} | options)
@@ -87,11 +87,11 @@ def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], messa
 
 def sharded() -> nn.Module:
     network = mlp(6, 4)
-    network[0].weight.placements = ()  # what tells a DTensor from a whole one
+    network[0].weight.placements = ()  # an attribute that only a DTensor has
     return network
 
 
-NONE = r"none of 2 parameters \(.*\); Linear and Conv2d layers count .* max_factor_dim=, or train without"
+NONE = r"none of 2 parameters \(.*\); Linear and Conv2d layers count .*, or train without"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ NONE = r"none of 2 parameters \(.*\); Linear and Conv2d layers count .* max_fact
         (lambda: mlp(6, 4), {"max_factor_dim": 6}, NONE),
     ],
 )
-def test_a_model_that_it_cannot_treat_is_refused(
+def test_a_model_that_kfac_cannot_treat_is_refused(
     make: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnsupportedConfigurationError, match=message):
@@ -122,13 +122,15 @@ def test_hyper_parameters_may_depend_on_the_step() -> None:
     by_step: Any = {"damping": lambda n: 0.1 / (n + 1), "factor_decay": lambda n: 0.9 / (n + 1)}
     changing = Training(**by_step, kl_clip=None)
     fixed = Training(damping=0.1, factor_decay=0.9, kl_clip=None)
-    first, second = ([each.step(), each.step(1)] for each in (changing, fixed))
+    first = [changing.step(), changing.step(1)]
+    second = [fixed.step(), fixed.step(1)]
     assert same(first[:1], second[:1])
     assert not torch.allclose(first[1]["0.weight"], second[1]["0.weight"])
 
 
 def test_backward_under_autocast_changes_nothing() -> None:
-    inside, outside = Training(kl_clip=None), Training(kl_clip=None)
+    inside = Training(kl_clip=None)
+    outside = Training(kl_clip=None)
     with torch.autocast("cpu", torch.bfloat16):
         got = inside.backward()
         loss = mean_square(outside.output())
@@ -144,10 +146,12 @@ def test_the_state_of_other_layers_is_refused() -> None:
         Training(mlp(6, 8, 4), solver="eigen").state.load_state_dict(saved)
 
 
-# One that is never complete would be waited for where no signal is heard.
+# A journey that waits for an incomplete layer would wait in C++, where Python handles no signal.
 @pytest.mark.timeout(60, method="thread")
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_behind_a_refused_bucket_no_layer_of_two_buckets_is_waited_for(decoupled: bool) -> None:
+def test_after_a_refused_bucket_no_journey_waits_for_a_layer_of_two_buckets(
+    decoupled: bool,
+) -> None:
     training = Training(mlp(6, 40, 40, 40), decoupled=decoupled, ddp={"bucket_cap_mb": 1e-4})
     for step in range(3):
         training.step(step)
@@ -164,7 +168,8 @@ def test_behind_a_refused_bucket_no_layer_of_two_buckets_is_waited_for(decoupled
 def test_a_schedule_may_end_with_the_last_step(decoupled: bool) -> None:
     schedule = [0.3, 0.2, 0.1]
     options: dict[str, Any] = {"damping": lambda step: schedule[step], "decoupled": decoupled}
-    training, resumed = Training(**options), Training(**options)
+    training = Training(**options)
+    resumed = Training(**options)
     for step in range(3):
         training.step(step)
     resumed.kfac.load_state_dict(training.kfac.state_dict())
@@ -173,16 +178,14 @@ def test_a_schedule_may_end_with_the_last_step(decoupled: bool) -> None:
             each.backward(3)
 
 
-def test_the_group_is_that_of_the_model_where_none_is_named() -> None:
+def test_the_process_group_defaults_to_that_of_the_ddp_model() -> None:
     alone = dist.new_group([0])
     training = Training(ddp={"process_group": alone})
     assert training.kfac.process_group is alone
     training.step()
 
 
-def test_an_optimizer_of_some_layers_is_refused_unless_the_others_are_skipped_or_nothing_is_clipped() -> (
-    None
-):
+def test_an_optimizer_without_some_layers_needs_them_skipped_or_no_clip() -> None:
     network = mlp(6, 8, 4)
     optimizer = SGD(network[0].parameters(), lr=LR)
     with pytest.raises(
@@ -199,23 +202,26 @@ def test_an_optimizer_of_some_layers_is_refused_unless_the_others_are_skipped_or
 
 
 def test_a_head_that_is_too_large_passes_through_with_one_warning() -> None:
-    with heard() as said:
+    with heard() as messages:
         Training(mlp(6, 8, 20), kl_clip=None, max_factor_dim=20)
         training = Training(mlp(6, 8, 20), kl_clip=None, max_factor_dim=19)
-    (warning,), why = said, "G of 20 rows, above max_factor_dim=19"
+    (warning,) = messages
+    why = "G of 20 rows, above max_factor_dim=19"
     assert f"2.weight, 2.bias of 2 in all pass through as plain gradients: {why}. Raise" in warning
     assert f"2.weight passes through: {why}" in training.state.report()
     plain = copy.deepcopy(training.model.module)
     got = training.backward()
     plain(torch.randn(5, 6, generator=torch.Generator().manual_seed(0))).square().mean().backward()
     for name, parameter in plain.named_parameters():
-        assert torch.equal(got[name], parameter.grad) == name.startswith("2")  # type: ignore[arg-type]
+        assert parameter.grad is not None
+        assert torch.equal(got[name], parameter.grad) == name.startswith("2")
 
 
 @pytest.mark.parametrize("overflows", [1, 2])
 def test_the_first_finite_factors_get_a_solver_at_once(overflows: int) -> None:
     options: dict[str, Any] = {"kl_clip": None, "inv_update_steps": 100}
-    training, usual = Training(**options), Training(**options)
+    training = Training(**options)
+    usual = Training(**options)
     for seed in range(overflows):
         training.backward(seed, lambda output: output.square().mean() * math.inf)
     assert training.state.stats()["dropped"] == 2 * overflows
@@ -225,13 +231,19 @@ def test_the_first_finite_factors_get_a_solver_at_once(overflows: int) -> None:
     assert all(solvers)
     training.backward(8)
     torch.testing.assert_close(
-        training.solvers(), solvers, rtol=0, atol=0, msg="once, not in every step"
+        training.solvers(), solvers, rtol=0, atol=0, msg="solvers are made once, not in every step"
     )
 
 
-def test_a_layer_that_comes_late_gets_its_solver_when_it_comes() -> None:
-    network, calls = mlp(6, 6, 6), itertools.count()
-    network.forward = lambda x: network[2](network[0](x)) if next(calls) else network[0](x)  # type: ignore[method-assign]
+def test_a_layer_that_is_first_called_in_a_later_step_gets_its_solver_then() -> None:
+    network = mlp(6, 6, 6)
+    calls = itertools.count()
+
+    def forward(x: Tensor) -> Tensor:
+        hidden: Tensor = network[0](x)
+        return network[2](hidden) if next(calls) else hidden
+
+    network.forward = forward  # type: ignore[method-assign]
     training = Training(network, ddp={"find_unused_parameters": True}, inv_update_steps=100)
     for step in range(2):
         training.step(step)
@@ -240,8 +252,8 @@ def test_a_layer_that_comes_late_gets_its_solver_when_it_comes() -> None:
 
 @pytest.mark.defect("kfac-S8")
 def test_the_direction_of_conv1d_called_by_keyword_is_that_of_the_linear_layer() -> None:
-    """GPT-2's, a Linear layer whose weight is transposed, and whose input is called x."""
-    pytest.importorskip("transformers", reason="transformers, of which Conv1D is, is not installed")
+    """Conv1D of GPT-2 is a Linear layer with a transposed weight. Its argument is named x."""
+    pytest.importorskip("transformers", reason="transformers, which has Conv1D, is not installed")
     from transformers.pytorch_utils import Conv1D
 
     plain = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5))
@@ -251,11 +263,12 @@ def test_the_direction_of_conv1d_called_by_keyword_is_that_of_the_linear_layer()
         twin[index] = Conv1D(linear.out_features, linear.in_features)
         twin[index].load_state_dict({"weight": linear.weight.mT, "bias": linear.bias})
     twin.forward = lambda inputs: twin[3](x=twin[2](twin[1](x=twin[0](inputs))))
-    of_linear, of_conv1d = (Training(each, kl_clip=1e-3, damping=0.1) for each in (plain, twin))
+    of_linear = Training(plain, kl_clip=1e-3, damping=0.1)
+    of_conv1d = Training(twin, kl_clip=1e-3, damping=0.1)
     for seed in range(3):
         expected, got = of_linear.step(seed), of_conv1d.step(seed)
         for name, gradient in expected.items():
             other = got[name].mT if name.endswith("weight") else got[name]
-            # Another layout in memory may be multiplied in another order.
+            # The order of additions in a product may depend on the layout in memory.
             atol = 1e-5 * float(gradient.abs().max()) + 1e-7
             torch.testing.assert_close(other, gradient, rtol=1e-3, atol=atol)
