@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from crossover_ddp import DecoupledState, KFACState, decoupled_hook, kfac_hook
+from crossover_ddp import DecoupledKFACState, KFACState, decoupled_hook, kfac_hook
 from crossover_ddp._owners.owned_state import tensors_in
 from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import in_ranks, networks
@@ -105,7 +105,7 @@ def test_a_layer_of_which_a_part_never_comes_is_refused(away: str, decoupled: bo
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["0.bias"])
     model = DistributedDataParallel(inner)
     state, hook = (
-        (DecoupledState(optimizer, kfac=state), decoupled_hook) if decoupled else (state, kfac_hook)
+        (DecoupledKFACState(optimizer, state), decoupled_hook) if decoupled else (state, kfac_hook)
     )
     model.register_comm_hook(state, hook)
     with pytest.raises(UnsupportedConfigurationError, match=r"0\.bias"):
