@@ -271,7 +271,7 @@ class Guards:
 
 
 def called_by_compiled_code() -> bool:
-    """Return whether compiled code is among the callers, so that their next call may be compiled."""
+    """Return whether compiled code is among the callers, and may compile their next call."""
     # Code that is disabled for dynamo, as ours is, has frames of dynamo's modules as well.
     disabling = _code_that_disables()
     frame = sys._getframe(1)

@@ -116,7 +116,7 @@ MISUSES: dict[str, tuple[str, Callable[[Training], object], str]] = {
     "a step hook": (
         "owned",
         lambda t: (t.optimizer.register_step_post_hook(id), t.update()),
-        "owners=None",
+        "use DecoupledState",
     ),
     "changes through data": (
         "owned",
