@@ -59,13 +59,16 @@ class Trained(harness.Training):
         )
         self.graphs: list[int] = []
         self.deferred = 0
-        self.between: Callable[[], object] = lambda: None
+        # Called between step() and the next forward.
+        self.look: Callable[[], torch.Tensor] | None = None
+        self.seen: list[torch.Tensor] = []
 
     def update(self) -> None:
         self.optimizer.step()
         self.deferred += self.is_pending
         self.drop()
-        self.between()
+        if self.look is not None:
+            self.seen.append(self.look())
         self.steps += 1
         self.graphs.append(self.counter.frame_count)
 
@@ -106,12 +109,11 @@ def test_reads_between_step_and_forward_see_the_update_and_make_no_graph(
 ) -> None:
     graphs, found = [], []
     for decoupled in (True, False):
-        trained, seen = Trained(way, decoupled=decoupled), []
-        looked = look(trained)
-        trained.between = lambda seen=seen, looked=looked: seen.append(looked())  # type: ignore[misc]
+        trained = Trained(way, decoupled=decoupled)
+        trained.look = look(trained)
         trained.run(STEPS).close()
         graphs.append(trained.graphs)
-        found.append(torch.stack(seen))
+        found.append(torch.stack(trained.seen))
     assert graphs[0] == graphs[1]
     assert torch.equal(*found)
 
