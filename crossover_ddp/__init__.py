@@ -14,12 +14,11 @@ if TYPE_CHECKING:
     from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, Threshold, compressed_hook
     from crossover_ddp.comm_hooks import (
         CrossoverState,
-        DecoupledState,
         crossover_hook,
         crossover_wrapper,
-        decoupled_hook,
         reduce_scatter_all_gather_hook,
     )
+    from crossover_ddp.decoupled_hooks import DecoupledKFACState, DecoupledState, decoupled_hook
     from crossover_ddp.errors import (
         CrossoverError,
         ExchangeError,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from crossover_ddp.kfac_hooks import KFACState, kfac_hook
     from crossover_ddp.metrics import metrics_of
     from crossover_ddp.muon_hooks import MuonState, muon_hook
+    from crossover_ddp.owner_hooks import OwnerState, owner_hook
 
 __version__ = "0.2.0"
 
@@ -40,6 +40,7 @@ __all__ = [
     "CompressedState",
     "CrossoverError",
     "CrossoverState",
+    "DecoupledKFACState",
     "DecoupledState",
     "ElasticState",
     "ExchangeError",
@@ -49,6 +50,7 @@ __all__ = [
     "KFACState",
     "LocalSGDState",
     "MuonState",
+    "OwnerState",
     "ReplicasDifferError",
     "SIDCo",
     "SegmentError",
@@ -64,6 +66,7 @@ __all__ = [
     "local_sgd_hook",
     "metrics_of",
     "muon_hook",
+    "owner_hook",
     "reduce_scatter_all_gather_hook",
 ]
 
@@ -71,11 +74,13 @@ _MODULES = (
     "averaging_hooks",
     "codecs",
     "comm_hooks",
+    "decoupled_hooks",
     "errors",
     "gpu_mutex",
     "kfac_hooks",
     "metrics",
     "muon_hooks",
+    "owner_hooks",
 )
 
 if not TYPE_CHECKING:

@@ -23,7 +23,6 @@ from crossover_ddp._compression.codec import CodecChoice
 from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._ddp.groups import on_destruction
-from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
 from crossover_ddp._engine.buckets import Bucket, JourneyTurn, Turn, after_backward
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.journeys import GradientFuture
@@ -31,6 +30,7 @@ from crossover_ddp._engine.links import Link
 from crossover_ddp._system import environment
 from crossover_ddp._system.cuda_driver import MPS_ENABLED, WORK_QUEUES, cuda_driver
 
+from .decoupled_hooks import DecoupledState, decoupled_hook
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex
 

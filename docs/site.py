@@ -15,7 +15,8 @@ PAGES = {
     "LICENSE": "license.md",
 }
 MODULES = (
-    *("comm_hooks", "codecs", "averaging_hooks", "muon_hooks", "kfac_hooks"),
+    *("comm_hooks", "decoupled_hooks", "owner_hooks", "codecs"),
+    *("averaging_hooks", "muon_hooks", "kfac_hooks"),
     *("gpu_mutex", "metrics", "pipeline", "errors"),
 )
 

@@ -1,19 +1,21 @@
 """A read of a parameter whose update is pending applies the update first.
 
-[Note: no stale read] Parameters are read in two ways: by the forward of the module that has them, and by anybody
-who asks a module for them (``module.weight``, ``parameters()``, ``state_dict()``, an exponential moving average,
-tied weights in another module's forward). A forward pre-hook sees the first, also where a module keeps references
-of its own (``nn.LSTM``); a dictionary in the place of ``module._parameters`` sees the second. Guards are up only
-while something is pending, see [Note: compiled code and guards].
+[Note: no stale read] Parameters are read in two ways: by the forward of the module that has them,
+and by code that asks a module for them (``module.weight``, ``parameters()``, ``state_dict()``, an
+exponential moving average, tied weights in another module's forward). A forward pre-hook sees the
+first, also where a module keeps references of its own (``nn.LSTM``). A dictionary that replaces
+``module._parameters`` sees the second. Guards are up only while something is pending, see [Note:
+compiled code and guards].
 
-[Note: reads that nobody sees] A module may keep another one's parameter outside of ``_parameters``. Forward then reads
-it past the guards. So a parameter counts as guarded only when a forward has read it through a guard; one that has
-not is brought up to date before any forward.
+[Note: unseen reads] A module may keep another one's parameter outside of ``_parameters``. Its
+forward then reads the parameter past the guards. So a parameter counts as guarded only when a
+forward has read it through a guard. A parameter that has not been read so is updated before every
+forward.
 
-[Note: compiled code and guards] Dynamo traces Python hooks and dictionaries and compiles anew when what they look
-at has changed. So nothing of ours may be in sight while compiled code runs: what it reads is brought up to date, and
-the guards are taken away, before it is entered, from outside of the graph. All functions of ours that may be called
-from traced code are disabled for dynamo.
+[Note: compiled code and guards] Dynamo traces Python hooks and dictionaries, and recompiles when
+they change. So none of ours may be in sight while compiled code runs. Before it is entered, and
+outside of its graph, the parameters that it reads are updated and their guards are taken down. All
+functions of ours that traced code may call are disabled for dynamo.
 """
 
 import contextlib
@@ -36,31 +38,31 @@ Reads = Callable[[Iterable[torch.Tensor | None]], None]
 
 
 class GuardedParameters(dict[str, Entry]):
-    """The parameters of one module, up to date whenever they are read. Copies of it are plain dictionaries."""
+    """A module's parameters, updated whenever they are read. A copy is a plain dictionary."""
 
     def __init__(
         self, entries: dict[str, Entry], is_fresh: Callable[[Entry], bool], reads: Reads
     ) -> None:
         super().__init__(entries)
-        self._is_fresh, self._reads = is_fresh, reads
+        self._is_fresh = is_fresh
+        self._reads = reads
 
     def __getitem__(self, name: str) -> Entry:
         entry = dict.__getitem__(self, name)
-        if not self._is_fresh(
-            entry
-        ):  # `reads` keeps dynamo out, which costs as much as a small layer
+        # `reads` is disabled for dynamo, which costs as much as a small layer.
+        if not self._is_fresh(entry):
             self._reads((entry,))
         return entry
 
-    # Overriding it keeps ``dict(self)`` and ``{**self}`` from reading around ``__getitem__``.
+    # Without this override ``dict(self)`` and ``{**self}`` would bypass ``__getitem__``.
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()
 
     def get(self, name: str, default: Any = None) -> Any:
         """As ``dict.get``."""
-        return self[name] if name in self else default  # noqa: SIM401  # that would be this very method
+        return self[name] if name in self else default  # noqa: SIM401  # it would call itself
 
-    def items(self) -> ItemsView[str, Entry]:  # type: ignore[override]  # the view is of a private class
+    def items(self) -> ItemsView[str, Entry]:  # type: ignore[override]  # a private view
         """As ``dict.items``."""
         self._reads(super().values())
         return super().items()
@@ -85,20 +87,28 @@ class GuardedParameters(dict[str, Entry]):
 
 
 class _Guard:
-    """The guard of one module: a dictionary in the place of its parameters, and a hook unless it is compiled."""
+    """The guard of one module: it replaces the dictionary of parameters, and hooks forward.
+
+    Args:
+        module: the guarded module.
+        hook: the hook of its forward; None if it is compiled.
+    """
 
     __slots__ = ("call", "count", "guarded", "hook", "module", "plain")
 
     def __init__(self, module: nn.Module, hook: OwnHook | None) -> None:
-        self.module, self.hook = module, hook
+        self.module = module
+        self.hook = hook
+        # The module's own dictionary, and the one that replaces it while the guard is up.
         self.plain: dict[str, Entry] = module._parameters
         self.guarded: GuardedParameters | None = None
+        # The number of parameters and the compiled code that the module had, see `is_as_before`.
         self.count = len(self.plain)
         self.call = compiled_call(module)
 
     @property
     def is_as_before(self) -> bool:
-        """Whether the module has the parameters, and runs the code, that it had."""
+        """Whether the module has as many parameters as before, and the same compiled code."""
         variables = vars(self.module)
         return (
             len(variables["_parameters"]) == self.count
@@ -106,6 +116,7 @@ class _Guard:
         )
 
     def up(self, is_fresh: Callable[[Entry], bool], reads: Reads, key: int) -> None:
+        """Raise the guard; ``key`` is that of its hook."""
         variables = vars(self.module)
         self.plain = variables["_parameters"]
         self.guarded = variables["_parameters"] = GuardedParameters(self.plain, is_fresh, reads)
@@ -115,17 +126,19 @@ class _Guard:
             hooks.move_to_end(key, last=False)
 
     def down(self, key: int) -> None:
+        """Take the guard down, and keep parameters that were set meanwhile."""
         if self.guarded is None:
             return
-        variables, guarded, self.guarded = vars(self.module), self.guarded, None
+        variables = vars(self.module)
+        guarded = self.guarded
+        self.guarded = None
         if self.hook is not None:
             variables["_forward_pre_hooks"].pop(key, None)
         if variables["_parameters"] is not guarded:
             return
-        if [(n, id(p)) for n, p in dict.items(guarded)] != [
-            (n, id(p)) for n, p in self.plain.items()
-        ]:
-            # Only then: a thread that saves may be going through it.
+        now = [(name, id(parameter)) for name, parameter in dict.items(guarded)]
+        if now != [(name, id(parameter)) for name, parameter in self.plain.items()]:
+            # Written only if it differs: a thread that saves may be iterating over it.
             self.plain.clear()
             self.plain.update(dict.items(guarded))
         variables["_parameters"] = self.plain
@@ -135,9 +148,9 @@ class Guards:
     """Guards of all parameters of ``network``, up or down.
 
     Args:
-        network: of the model.
-        is_fresh: tells whether nothing is to be done before a parameter is read.
-        reads: called with parameters that somebody is about to read; whatever is pending for them is done then.
+        network: the network of the model.
+        is_fresh: returns whether a parameter may be read without calling ``reads``.
+        reads: called with parameters before they are read; it applies their pending updates.
         before: called before the forward of any guarded module.
 
     On failure: raises ``UnsupportedConfigurationError`` for modules that cannot be guarded.
@@ -153,16 +166,20 @@ class Guards:
     ) -> None:
         self.are_up = False
         self.network = network
-        self._is_fresh, self._reads, self._before = is_fresh, reads, before
+        self._is_fresh = is_fresh
+        self._reads = reads
+        self._before = before
         self._uncompiled_reads = uncompiled(reads)
         self._hook = OwnHook(uncompiled(self.before_forward))
-        self.key = RemovableHandle(OrderedDict()).id  # of a hook, unique in the process
+        # The key of the hooks, unique in the process.
+        self.key = RemovableHandle(OrderedDict()).id
         self._guards: list[_Guard] = []
+        # Undoes the changes of compiled modules.
         self._regions = contextlib.ExitStack()
         self._scan()
 
     def up(self) -> None:
-        """See every read from now on."""
+        """Raise all guards."""
         if self.are_up:
             return
         ids = [*map(id, self.network.modules())]  # 0.5 µs each
@@ -173,24 +190,24 @@ class Guards:
             guard.up(self._is_fresh, self._uncompiled_reads, self.key)
 
     def down(self) -> None:
-        """Leave the network as it was."""
+        """Take all guards down: the network is as it was."""
         if self.are_up:
             self.are_up = False
             for guard in self._guards:
                 guard.down(self.key)
 
     def before_forward(self, module: nn.Module, *_: Any) -> None:
-        """See what the module's forward reads through references of its own."""
+        """Report the module's parameters, which its forward may read by references of its own."""
         self._before()
         self._reads([*dict.values(module._parameters)])
 
     def close(self) -> None:
-        """Let the network go."""
+        """Release the network."""
         self.down()
         self._regions.close()
 
     def _scan(self) -> None:
-        """Look at all modules: there may be new ones, or some may have been compiled since."""
+        """Find all modules: some may be new, or compiled since the last scan."""
         self._regions.close()
         modules = [*self.network.named_modules()]
         self._ids = [id(module) for _, module in modules]
@@ -199,8 +216,9 @@ class Guards:
         ]
         if scripted:
             raise UnsupportedConfigurationError(
-                f"expected modules whose parameters are read in Python, got {scripted[0]} made by torch.jit; train the "
-                "module that it was made of and script it afterwards, or use crossover_hook"
+                "expected modules whose parameters are read in Python, got "
+                f"{scripted[0]} made by torch.jit; train the module that it was made of and script "
+                "it afterwards, or use crossover_hook"
             )
         entries = [*compiled_modules(self.network)]
         inside = {id(module) for entry in entries for module in entry.modules()}
@@ -216,19 +234,19 @@ class Guards:
             guard.call = compiled_call(guard.module)
 
     def _watch(self, entry: nn.Module, guards: list[_Guard]) -> None:
-        """Have all in ``entry``, which is compiled as a whole, brought up to date when it is entered."""
+        """Update all parameters in ``entry``, which is compiled as a whole, when it is called."""
 
         @uncompiled
-        def bring_up_to_date() -> None:
+        def update_and_unguard() -> None:
             if self.are_up:
                 for guard in guards:
                     self.before_forward(guard.module)
                     guard.down(self.key)
 
         def enter(*_: Any) -> None:
-            # Inside of a larger graph the entry of that graph has done this already.
+            # Within a larger graph the entry of that graph has done this already.
             if not torch.compiler.is_compiling():
-                bring_up_to_date()
+                update_and_unguard()
 
         if (call := compiled_call(entry)) is None:
             self._regions.callback(
@@ -249,12 +267,12 @@ class Guards:
         self._regions.callback(restore)
 
 
-# --- compiled code -----------------------------------------------------------------------------------
+# --- compiled code -----------------------------------------------------------------------------
 
 
 def called_by_compiled_code() -> bool:
-    """Tell whether some caller was called by torch.compile, so that what the caller calls next may be compiled."""
-    # Code that keeps dynamo out, as ours does, is in dynamo's modules too.
+    """Return whether compiled code is among the callers, and may compile their next call."""
+    # Code that is disabled for dynamo, as ours is, has frames of dynamo's modules as well.
     disabling = _code_that_disables()
     frame = sys._getframe(1)
     while (caller := frame.f_back) is not None:
@@ -273,7 +291,7 @@ def _code_that_disables() -> CodeType:
 
 
 def compiled_modules(network: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules of ``network`` that run compiled code or a CUDA graph when they are called."""
+    """Yield the outermost modules of ``network`` that run compiled code or a CUDA graph."""
     seen: set[nn.Module] = set()
     waiting = [network]
     while waiting:
@@ -288,7 +306,7 @@ def compiled_modules(network: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether ``module``, as a whole, is replaced by compiled code or a CUDA graph, which asks nothing of it."""
+    """Return whether compiled code or a CUDA graph, which calls no hooks, replaces ``module``."""
     return (
         isinstance(module, torch._dynamo.OptimizedModule)
         or compiled_call(module) is not None
@@ -298,5 +316,5 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Return what ``module.compile()`` has made."""
+    """Return the callable that ``module.compile()`` has made, if any."""
     return cast(Callable[..., Any] | None, vars(module).get("_compiled_call_impl"))

@@ -1,124 +1,280 @@
-"""What is in custody between backward and forward: buckets that wait for ``step()``, and updates for whoever reads.
+"""Buckets that await `step()`, and deferred updates, applied when a parameter is first read.
 
-Forward, somebody who reads a parameter, or `flush` makes updates come.
+Forward, a read of a parameter, or `flush` applies an update. `Phase` has the steps of one cycle.
 
-[Note: versions] A tensor counts its in-place changes. What we do to a bucket goes through an alias with a counter of
-its own, so a change of the counter that gradients carry is somebody else's, made while they were averaged in parts.
+[Note: versions] A tensor counts its in-place changes. The package writes a bucket through an alias
+that has a counter of its own. A change of `grad._version` therefore means that user code modified
+a partially reduced gradient.
 
-[Note: checked steps] A change through ``.data`` counts no version, see [Note: changes that no counter sees] in
-``_owners/optimizer.py``. In the first steps the exchange is awaited at the end of backward, when this package writes
-no more, and checksums of pending gradients and parameters are compared whenever they are used. In every step a few
-elements of each parameter are compared when its update comes. ``CROSSOVER_CHECK=1`` compares checksums in every step.
+[Note: checked steps] A change through ``.data`` counts no version, see [Note: changes that no
+counter sees] in ``_owners/optimizer.py``. In the first steps the exchange is awaited at the end of
+backward, after which the package writes no more. Checksums of pending gradients and parameters are
+compared whenever they are used. In every step a few elements of each parameter are compared when
+its update is applied. ``CROSSOVER_CHECK=1`` compares checksums in every step.
 """
 
 import contextlib
+import enum
 import logging
 import threading
+import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import named_parameters_of, names_of
-from crossover_ddp._engine.buckets import Bucket
-from crossover_ddp._engine.journeys import Trip
+from crossover_ddp._ddp.contents import contents_of
+from crossover_ddp._engine.buckets import Bucket, after_backward
+from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.journeys import Trip, Way
 from crossover_ddp._engine.links import parts
-from crossover_ddp._owners.optimizer import Sample, Seal, StepPlan, Update
+from crossover_ddp._engine.observe import step_begins
+from crossover_ddp._owners.optimizer import (
+    PartialOptimizer,
+    Sample,
+    Seal,
+    StepPlan,
+    Update,
+    guard_groups,
+    guard_state,
+    is_watched,
+)
 from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .guards import Guards
+from .forward_turn import ForwardTurn
+from .guards import Guards, called_by_compiled_code
 
 logger = logging.getLogger(__name__)
 
 States = dict[torch.Tensor, dict[str, Any]]
-"""What an optimizer keeps, by parameter."""
+"""An optimizer's state, by parameter."""
 
 _CHECKED_STEPS: Final = 3
 _EARLY_STEPS_TO_WARN: Final = 3
 _STEPS_CLOSE_TOGETHER: Final = 10
 BEGINS: Final = "the first steps are not, until DDP's buckets stay as they are"
+_LOOKED_AT: Final = "parameters or gradients are looked at between backward() and step()"
+_WATCHED: Final = "a hook of the optimizer's step, or a function around it, sees parameters"
 CHANGED: Final = (
-    "expected the gradients that backward() left, got gradients that were changed in place (by "
-    "torch.nn.utils.clip_grad_norm_ on a list of parameters made earlier, p.grad.mul_, p.grad.data.mul_) while only "
-    "a part of them had been averaged; use state.clip_grad_norm_, or call state.flush() before that line"
+    "gradients were changed in place between backward() and step() (by "
+    "torch.nn.utils.clip_grad_norm_ on a list of parameters made earlier, p.grad.mul_, "
+    "p.grad.data.mul_) while only a part of them had been averaged; use state.clip_grad_norm_, or "
+    "call state.flush() before that line"
 )
 WRITTEN: Final = (
-    "parameters were written between optimizer.step() and their update, through references that were taken earlier (an "
-    "average that is swapped in for an evaluation, p.add_, p.data.clamp_, p.data = ...); call state.flush() after "
-    "step(), or take the parameters from model.parameters() in that line"
+    "parameters were written between optimizer.step() and their update, through references that "
+    "were taken earlier (an average that is swapped in for an evaluation, p.add_, p.data.clamp_, "
+    "p.data = ...); call state.flush() after step(), or take the parameters from "
+    "model.parameters() in that line"
 )
 STATE_WRITTEN: Final = (
-    "the optimizer's state was written between optimizer.step() and the update that it belongs to, through a reference "
-    "that was taken earlier (momentum = optimizer.state[p][...]); call state.flush() after step(), or take it from "
-    "optimizer.state in that line"
+    "the optimizer's state was written between optimizer.step() and the update that it belongs "
+    "to, through a reference that was taken earlier (momentum = optimizer.state[p][...]); call "
+    "state.flush() after step(), or take it from optimizer.state in that line"
 )
 UNSTEPPED: Final = (
-    "expected step() of the optimizer that DecoupledState was made with, got parameters that were written without it "
-    "while only a part of their gradients had been averaged (by another optimizer, a SAM step on exchanged gradients, "
-    "or p -= lr * p.grad on parameters taken earlier); call state.flush() before that line, or wrap the model again, "
-    "with a DecoupledState of the optimizer that steps"
+    "expected step() of the optimizer that the state was made with, got parameters that were "
+    "written without it while only a part of their gradients had been averaged (by another "
+    "optimizer, a SAM step on exchanged gradients, or p -= lr * p.grad on parameters taken "
+    "earlier); call state.flush() before that line, or wrap the model again, with a new state of "
+    "the optimizer that steps"
 )
 REPLACED: Final = (
-    "expected the gradients that backward() left, got others in their place: either p.grad was replaced, or "
-    "model.require_backward_grad_sync was changed between forward and backward, so that this backward() was not "
-    "exchanged; set it before forward (or use model.no_sync()), and call flush() before you replace p.grad"
+    "the gradients that backward() left were replaced: either p.grad was assigned, or "
+    "model.require_backward_grad_sync was changed between forward and backward, so that this "
+    "backward() was not exchanged; set it before forward (or use model.no_sync()), and call "
+    "flush() before you replace p.grad"
 )
 STRANGERS: Final = (
-    "expected an optimizer of one DDP model, got gradients of %d other parameters in it; give them an optimizer of "
-    "their own"
+    "expected an optimizer of one DDP model, got gradients of %d other parameters in it; give "
+    "them an optimizer of their own"
 )
 UNFROZEN: Final = (
-    "expected gradients that DDP averages, got %d of parameters that DDP does not know (%s): their requires_grad was "
-    "set after the model was wrapped, so each rank would keep its own gradients and replicas would drift apart; wrap "
-    "the model in DistributedDataParallel again, with a new state"
+    "expected gradients that DDP averages, got %d of parameters that DDP does not know (%s): their "
+    "requires_grad was set after the model was wrapped, so each rank would keep its own gradients "
+    "and replicas would drift apart; wrap the model in DistributedDataParallel again, with a new "
+    "state"
 )
+
+
+class Phase(enum.Enum):
+    """The phases of one step. `Pending._enter` alone changes them."""
+
+    # Nothing is pending. Entered at first; when gradients were completed or dropped; after a
+    # backward pass that was not deferred; and when the last update has been applied.
+    IDLE = enum.auto()
+    # Entered with the first bucket of a backward pass.
+    BACKWARD = enum.auto()
+    # Entered when a bucket of the backward pass is refused. DDP still hands over the other buckets.
+    REFUSED = enum.auto()
+    # Entered when such a pass ends, when a bucket was refused before anything of the pass was
+    # noted, and when an owner's step raised. `step()` is refused until the next backward pass.
+    BROKEN = enum.auto()
+    # Entered when DDP has finished backward. Buckets await `step()`.
+    REDUCED = enum.auto()
+    # Entered when an optimizer on owners has stepped; the buckets await the others.
+    STEPPING = enum.auto()
+    # Entered by `step()`, of the last optimizer if there are several. Updates await a reader.
+    DEFERRED = enum.auto()
+    # Entered when DDP's forward begins. Updates are applied as it reads. A forward that raises
+    # leaves it to the next forward or backward pass.
+    FORWARD = enum.auto()
+    # Entered by `close()`, and never left.
+    CLOSED = enum.auto()
+
+
+_IN_BACKWARD: Final = (Phase.BACKWARD, Phase.REFUSED)
+_WITHOUT_STEP: Final = (*_IN_BACKWARD, Phase.BROKEN)
+
+
+# --- journeys that several threads run ---------------------------------------------------------
+
+_STAGE_ENDS: Final = object()
+
+
+@types.coroutine
+def next_stage() -> Generator[object, Any, Any]:
+    """End a stage of a journey. Returns the value that the caller of the next stage passes."""
+    return (yield _STAGE_ENDS)
+
+
+class Stages:
+    """A journey that is run in stages, which `next_stage` separates.
+
+    The engine runs the stages that await collectives. The thread that steps, or reads a parameter,
+    runs the others: an optimizer belongs to that thread, and its errors are raised there.
+    """
+
+    def __init__(self, make: Callable[[], Way]) -> None:
+        # The coroutine is made when its first stage begins: Python warns of one that never ran.
+        self._make: Callable[[], Way] | None = make
+        self._journey: Way | None = None
+        # Whether it awaits `next_stage`, so that no thread runs it.
+        self._is_between = True
+
+    async def travel(self) -> None:
+        """Run a stage that awaits collectives. This is a journey for the engine."""
+        await self._travel()
+
+    @types.coroutine
+    def _travel(self) -> Generator[object, None, None]:
+        journey = self._begun()
+        self._is_between = False
+        try:
+            stop = journey.send(None)
+            while stop is not _STAGE_ENDS:
+                try:
+                    yield stop
+                except BaseException as error:
+                    stop = journey.throw(error)
+                else:
+                    stop = journey.send(None)
+        except StopIteration:
+            return
+        self._is_between = True
+
+    def run(self, value: object = None) -> None:
+        """Run a stage on this thread. It awaits `next_stage` alone, which returns ``value``."""
+        assert self._is_between, "the engine still runs the stage before"
+        journey = self._begun()
+        with contextlib.suppress(StopIteration):
+            journey.send(value)
+
+    def _begun(self) -> Way:
+        if self._make is not None:
+            self._journey = self._make()
+            # It may hold the bucket, which holds these stages: memory would wait for the collector.
+            self._make = None
+        assert self._journey is not None
+        return self._journey
+
+    def close(self) -> None:
+        """End the journey, unless the engine runs it: its next stage is not needed."""
+        if self._journey is not None and self._is_between:
+            self._journey.close()
+
+
+# --- one bucket --------------------------------------------------------------------------------
+
+
+class DeferredStep(NamedTuple):
+    """A call of `step()`, with the hyper-parameters of that moment."""
+
+    optimizer: PartialOptimizer
+    plan: StepPlan
+
+    def apply(self, updates: Iterable[Update]) -> None:
+        """Update these parameters."""
+        self.optimizer.apply(self.plan, updates)
 
 
 @dataclass(eq=False, slots=True)
-class Share:
-    """A bucket of one step: on its way, then waiting for ``step()``, then for somebody who needs its parameters.
+class DeferredBucket:
+    """A bucket of one step: exchanged, then awaiting `step()`, then a reader of its parameters.
 
     Args:
-        bucket: on its way; forward needs the last one first.
-        parameters: those whose gradients it holds.
-        views: of ``bucket.flat``, by the parameter's id, if gradients are not views of DDP's buffer themselves. The
-            mean is copied into them then; DDP allows nothing else.
-
-    ``step``: what ``optimizer.step()`` has left to do for it. ``arriving``: what that waits for.
-    ``pending``: its update is still to come; listeners are called with ``told``. The seals, and the sample of the
-    parameters, show what user code has written since.
+        bucket: the exchange of its gradients.
+        parameters: the parameters whose gradients it holds.
+        views: views of ``bucket.flat``, by the parameter's id, if gradients are not views of DDP's
+            buffer themselves. The mean is copied into the gradients then; DDP allows nothing else.
     """
 
+    # Messages, which differ where owners keep the mean.
     changed: ClassVar[str] = CHANGED
     replaced: ClassVar[str] = REPLACED
+
     bucket: Bucket
     parameters: list[torch.Tensor]
     views: Mapping[int, torch.Tensor] | None = None
+    # The stages of its journey.
+    stages: Stages = field(init=False)
+    # The gradients to be applied, from `step()` on.
     updates: list[Update] = field(default_factory=list)
+    # Scales the gradients before they are applied: the product of all clipping.
     factor: torch.Tensor | None = None
-    step: Callable[["Share"], None] = lambda _: None
-    pending: bool = False
-    told: list[torch.Tensor] = field(init=False)
+    # Passed to the journey's last stage.
+    step: object = None
+    # Whether its update is still to be applied.
+    is_due: bool = False
+    # The update waits for the end of this journey.
     arriving: Trip = field(init=False)
+    # The parameters that listeners receive when it is updated.
+    updated: list[torch.Tensor] = field(init=False)
+    # These show writes by user code.
     gradient_seal: Seal = field(init=False)
     parameter_seal: Seal | None = None
     parameter_sample: Sample | None = None
     state_seal: "StateSeal | None" = None
+    # The gradients, by the parameter's id, if they are not views of DDP's buffer.
     _separate: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.arriving, self.told = self.bucket, self.parameters
+        self.arriving = self.bucket
+        self.updated = self.parameters
         self.gradient_seal = Seal([self.bucket.result])
 
+    def travel(self, make: Callable[[], Way]) -> Way:
+        """Return the first stage of the journey that ``make`` makes, for the engine."""
+        self.stages = Stages(make)
+        return self.stages.travel()
+
+    def begin(self, journey: Way) -> None:
+        """Run a journey to its first `next_stage`."""
+        self.stages = Stages(lambda: journey)
+        self.stages.run()
+
     def collect(self) -> None:
-        """Note which gradients are to be applied; one that the user has dropped is not."""
+        """Note which gradients are to be applied. A gradient that the user has dropped is not."""
         self.check_gradients()
         self.updates = []
         begin = self.bucket.result.data_ptr()
@@ -136,39 +292,44 @@ class Share:
             self.updates.append(Update(parameter, gradient))
 
     def note_separate(self) -> None:
-        """Note the gradients that DDP has just written, where they are not views; call it when backward has ended."""
+        """Note gradients that are no views; DDP has written them when backward has ended."""
         self._separate = {id(p): p.grad for p in self.parameters if p.grad is not None}
         self.gradient_seal = Seal(self._separate.values())
 
-    def land(self) -> None:
-        """Put the mean, which is whole and scaled, where gradients still are; the bucket's is applied."""
-        if not self.views:  # those of `owners` are none
-            return
+    def complete(self) -> None:
+        """Scale the mean, which has arrived, and put it where gradients still are."""
+        if self.factor is not None:
+            self.bucket.flat.mul_(self.factor)
+            self.factor = None
+            self.gradient_seal = Seal(self.sealed())
+        if self.views:
+            self._copy_mean(self.views)
+
+    def _copy_mean(self, views: Mapping[int, torch.Tensor]) -> None:
         kept = [
             p for p in self.parameters if p.grad is not None and self._separate.get(id(p)) is p.grad
         ]
-        if kept:  # mostly `zero_grad()` has let them go
+        if kept:  # mostly `zero_grad()` has dropped them
             gradients = [p.grad.data for p in kept if p.grad is not None]  # counts no version
-            torch._foreach_copy_(gradients, [self.views[id(p)] for p in kept])
-        self.updates = [
-            Update(parameter, self.views[id(parameter)]) for parameter, _ in self.updates
-        ]
+            torch._foreach_copy_(gradients, [views[id(p)] for p in kept])
+        self.updates = [Update(parameter, views[id(parameter)]) for parameter, _ in self.updates]
 
     def sealed(self) -> list[torch.Tensor]:
-        """Return the gradients as the user has them."""
+        """Return the gradients as the user sees them."""
         return [self.bucket.result] if self.views is None else [*self._separate.values()]
 
     def note_parameters(
         self, parameters: Sequence[torch.Tensor], *, bits: bool, views: dict[int, torch.Tensor]
     ) -> None:
-        """Note parameters that user code is not to write from now on; see `Seal` and `Sample`."""
+        """Note parameters that user code must not write from now on; see `Seal` and `Sample`."""
         self.parameter_seal = Seal(parameters, bits=bits)
         self.parameter_sample = Sample(parameters, views)
 
     def is_written(self, *, compares_values: bool = True) -> bool:
-        """Tell whether user code has written the parameters since they were noted.
+        """Return whether user code has written the parameters since they were noted.
 
-        ``compares_values``: look at the sample as well, for which the host waits for a device.
+        Args:
+            compares_values: compare the sample as well, for which the host waits for a device.
         """
         if self.parameter_seal is None or self.parameter_sample is None:
             return False
@@ -177,9 +338,11 @@ class Share:
         )
 
     def check_pending(self, *, evaluates: bool) -> None:
-        """Refuse an update whose parameters, or whose part of the optimizer's state, user code has written.
+        """Refuse the update if user code has written its parameters or their optimizer state.
 
-        ``evaluates``: gradients are not recorded, so the host may wait for a device to compare values on it.
+        Args:
+            evaluates: gradients are not recorded, so the host may wait for a device to compare
+                values on it.
         """
         if self.is_written(compares_values=evaluates or not self.bucket.flat.is_cuda):
             raise UnsupportedConfigurationError(WRITTEN)
@@ -187,21 +350,18 @@ class Share:
             raise UnsupportedConfigurationError(STATE_WRITTEN)
 
     def check_gradients(self) -> None:
-        """Refuse gradients that somebody has changed, see [Note: versions]."""
+        """Refuse gradients that user code has changed, see [Note: versions]."""
         if self.gradient_seal.is_broken:
             raise UnsupportedConfigurationError(self.changed)
 
-    def scale(self) -> None:
-        """Scale the gradients, which are whole."""
-        if self.factor is not None:
-            self.bucket.flat.mul_(self.factor)
-            self.factor, self.gradient_seal = None, Seal(self.sealed())
-
     def own_pieces(self) -> Iterator[torch.Tensor]:
-        """Yield the part of the mean that this rank owns, without gradients that are not applied."""
+        """Yield this rank's part of the mean, without gradients that are not applied."""
         self.bucket.own_sum.wait()
-        flat, layout, rank = self.bucket.flat, self.bucket.layout, self.bucket.link.rank
-        own, start = parts(flat, layout)[rank], sum(layout[:rank])
+        flat = self.bucket.flat
+        layout = self.bucket.layout
+        rank = self.bucket.link.rank
+        own = parts(flat, layout)[rank]
+        start = sum(layout[:rank])
         for update in self.updates:
             place = update.gradient if self.views is None else self.views[id(update.parameter)]
             reals = place.itemsize // flat.itemsize  # DDP shows complex as real
@@ -213,25 +373,28 @@ class Share:
 
 
 class StateSeal:
-    """The tensors that an optimizer keeps for some parameters, as they are now.
+    """Notes the tensors of an optimizer's state for some parameters, to detect writes.
 
     Args:
-        states: by parameter, the optimizer's ``state``.
-        parameters: whose entries are noted.
-        shared: ids of tensors that several parameters share, which the update of one of them may write.
+        states: the optimizer's ``state``.
+        parameters: the parameters whose entries are noted.
+        shared: ids of tensors that several parameters share. The update of one parameter may write
+            them, so they are left out.
         bits: see `Seal`.
     """
 
     def __init__(
         self, states: States, parameters: Sequence[torch.Tensor], shared: set[int], *, bits: bool
     ) -> None:
-        self._states, self._parameters, self._shared = states, parameters, shared
+        self._states = states
+        self._parameters = parameters
+        self._shared = shared
         self._tensors = self._now()
         self._seal = Seal(self._tensors, bits=bits)
 
     @property
     def is_broken(self) -> bool:
-        """Whether one of them was written, replaced or taken away since."""
+        """Whether a tensor was written, replaced or removed since."""
         now = self._now()
         same = len(now) == len(self._tensors) and all(
             [a is b for a, b in zip(now, self._tensors, strict=True)]
@@ -239,303 +402,438 @@ class StateSeal:
         return not same or self._seal.is_broken
 
     def _now(self) -> list[torch.Tensor]:
-        return [
-            t
-            for p in self._parameters
-            for t in tensors_of(self._states, p)
-            if id(t) not in self._shared
-        ]
+        tensors: list[torch.Tensor] = []
+        for parameter in self._parameters:
+            tensors += tensors_of(self._states, parameter)
+        return [each for each in tensors if id(each) not in self._shared]
 
 
 def tensors_of(states: States, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that an optimizer keeps for a parameter, past the guard of its ``state``."""
+    """Return the tensors in an optimizer's state of a parameter, past the guard of ``state``."""
     kept = dict.get(states, parameter)
-    return (
-        [] if kept is None else [each for each in kept.values() if isinstance(each, torch.Tensor)]
-    )
+    if kept is None:
+        return []
+    return [each for each in kept.values() if isinstance(each, torch.Tensor)]
+
+
+# --- all buckets -------------------------------------------------------------------------------
 
 
 class Pending:
-    """What the last backward pass has left, and updates that are still to come; guards are up as long as there is any.
+    """The buckets and updates of one model between `backward()` and their use.
 
-    One lock: a thread that saves a checkpoint may read parameters while another trains.
+    It has one lock: a thread that saves a checkpoint may read parameters while another trains.
 
     Args:
-        optimizers: whose steps are deferred.
-        withheld: whether gradients are nobody's before ``step()``, so that they cannot be made whole.
-
-    ``shares``: the buckets that ``step()`` has not taken. ``stale``: by the parameter's id, those whose updates are
-    still to come. ``known``: ids of the model's parameters. ``plans``: by number, of the optimizers that have stepped,
-    until all have. ``is_settled``: DDP's buckets stay as they are from now on. ``steps``: how many were deferred.
-    ``seen``: ids of parameters that forward has read through guards. ``recording``: the thread of a forward whose reads
-    extend it, when that ends; 0: none.
+        optimizers: the optimizers whose steps are deferred.
+        check: called with a bucket that has a parameter not seen before; it may refuse the bucket.
+        turn: the job's turn, if it takes turns.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], *, withheld: bool = False) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        check: Callable[[dist.GradBucket], None],
+        turn: ForwardTurn | None,
+    ) -> None:
         self.optimizers = optimizers
+        self.phase = Phase.IDLE
         self.lock = threading.RLock()
-        self.stale: dict[int, Share] = {}
-        self.seen: set[int] = set()
+        self.turn = turn
+        # The exchange of the latest backward pass.
+        self.exchange: Exchange | None = None
+        # The model and its guards; None and no model before the first backward pass.
+        self.model: Callable[[], DistributedDataParallel | None] = lambda: None
         self.guards: Guards | None = None
+        self._check = check
+        # Ids of the model's parameters.
         self.known: set[int] = set()
-        self.shares: list[Share] = []
-        self.plans: dict[int, StepPlan] = {}
-        self.is_open = self.is_broken = self.is_settled = self.in_forward = False
-        self.recording, self._read = 0, set[int]()
-        self.why_whole: str | None = BEGINS  # the last step's gradients, if they were
-        self.steps = self._backwards = 0
-        self._failure: BaseException | None = None  # of an update
+
+        # The buckets of the latest backward pass, until `step()` takes them.
+        self.awaiting_step: list[DeferredBucket] = []
+        # The buckets whose updates are still to be applied, by the id of each parameter.
+        self.awaiting_read: dict[int, DeferredBucket] = {}
+        # Those of them that forward may read past the guards.
+        self._unguarded: list[DeferredBucket] = []
+        self.forward_reads = ForwardReads()
+
+        # Whether DDP's buckets stay as they are from now on; the same on all ranks.
+        self.is_settled = False
+        # Number and contents of the buckets of the latest backward pass, and the number of passes.
         self._shape: tuple[object, ...] = ()
-        self._sampled: dict[int, torch.Tensor] = {}  # views of parameters, see `Sample`
-        self._withheld, self._always_checked = withheld, environment.is_set(environment.CHECK)
-        # Told of parameters that are new, see `DecoupledState.on_update`.
+        self._backwards = 0
+        # Number of steps that were deferred.
+        self.steps = 0
+        # Why the latest step was not deferred; None if it was.
+        self.why_whole: str | None = BEGINS
+
+        # The error of an update, after which parameters are undefined.
+        self._failure: BaseException | None = None
+        # Threads whose reads are not of values, see `unwatched`.
+        self._blind: set[int] = set()
+        # The thread whose optimizer reads its own state in an update; 0: none.
+        self._applying = 0
+        self._always_checked = environment.is_set(environment.CHECK)
+        # Views of parameters, see `Sample`.
+        self._sampled: dict[int, torch.Tensor] = {}
+        # Called with updated parameters, see `DeferredState.on_update`.
         self.listeners: OrderedDict[int, Callable[[Sequence[torch.Tensor]], object]] = OrderedDict()
-        self._blind: set[int] = set()  # threads
-        self._applying = 0  # the thread whose optimizer reads its own state; 0: none
-        self._unseen: list[
-            Share
-        ] = []  # of which it is not known that forward reads all through guards
-        self._all_seen = self._has_recorded = self._warned_of_unseen = (
-            False  # the first: in the last step
-        )
         self._early_reads = _Often(
-            "parameters or the optimizer's state are read between optimizer.step() and the next forward (a moving "
-            "average, model.zero_grad() instead of optimizer.zero_grad(), ...): correct, but updates wait for the "
-            "network"
+            "parameters or the optimizer's state are read between optimizer.step() and the next "
+            "forward (a moving average, model.zero_grad() instead of optimizer.zero_grad(), ...): "
+            "correct, but updates wait for the network"
         )
         self._early_looks = _Often(
-            "parameters or gradients are looked at between backward() and optimizer.step() (clipping, GradScaler, logs "
-            "of norms, ...): correct, but such steps are those of plain DDP; to clip, use state.clip_grad_norm_"
+            "parameters or gradients are looked at between backward() and optimizer.step() "
+            "(clipping, GradScaler, logs of norms, ...): correct, but such steps are those of "
+            "plain DDP; to clip, use state.clip_grad_norm_"
         )
+
+    def _enter(self, phase: Phase) -> None:
+        """Change the phase. Guards are up as long as a read may have to do something."""
+        if self.phase is not Phase.CLOSED:
+            self.phase = phase
+        self._guard()
+
+    def _guard(self) -> None:
+        with self.lock:
+            if self.guards is None:
+                return
+            if self.awaiting_read or self.awaiting_step or self.forward_reads.thread:
+                self.guards.up()
+            else:
+                self.guards.down()
 
     @property
     def is_checked(self) -> bool:
-        """Whether the step under way is, see [Note: checked steps]."""
+        """Whether the current step is checked, see [Note: checked steps]."""
         return self._always_checked or self.steps < _CHECKED_STEPS
 
-    # --- backward --------------------------------------------------------------------------------------------
-
-    def begin_with(self, bucket: dist.GradBucket) -> None:
-        """Note the next bucket; a new backward pass, which may begin with it, ends what the one before has left."""
-        self.is_open = True
-        if bucket.index() == 0:  # DDP goes through its buckets in order
-            for share in self.shares:
-                share.bucket.drop()
-            self.shares, self.is_broken = [], False
-            # Only where no forward came between, as when Join answers for a rank that is through with its inputs.
-            self.update_all()
-
-    def end(self, rebuilt_after: int) -> None:
-        """Note the end of backward; DDP rebuilds its buckets after that of number ``rebuilt_after``, the latest."""
-        shape = tuple(
-            [(share.bucket.flat.numel(), *map(id, share.parameters)) for share in self.shares]
-        )
-        for share in self.shares:
-            # Code that writes parameters before ``step()`` may read gradients.
-            share.note_parameters(share.parameters, bits=False, views=self._sampled)
-        self._backwards += 1
-        same, self._shape = shape == self._shape, shape
-        self.is_settled = same and self._backwards > rebuilt_after
-        self.guard()
-
-    def note_gradients(self) -> None:
-        """Note what DDP has written, which is through; see [Note: checked steps]."""
-        for share in self.shares:
-            if share.views is not None:
-                share.note_separate()
-            if self.is_checked:
-                share.bucket.wait()
-                share.land()
-                share.gradient_seal = Seal(share.sealed(), bits=True)
-                share.note_parameters(share.parameters, bits=True, views=self._sampled)
-        self.is_open = False
-
-    # --- before step() ---------------------------------------------------------------------------------------
-
     @property
-    def _is_whole(self) -> bool:
-        """Whether a backward pass has ended, of which nothing was refused."""
-        return bool(self.shares) and not self.is_open and not self.is_broken
+    def unread(self) -> set[DeferredBucket]:
+        """The buckets whose updates are still to be applied."""
+        return {*self.awaiting_read.values()}
+
+    def parameters(self, number: int | None = None) -> list[torch.Tensor]:
+        """Return the parameters of one optimizer, or of all, past the guards of their groups."""
+        chosen = self.optimizers if number is None else self.optimizers[number : number + 1]
+        groups = [group for each in chosen for group in each.param_groups]
+        return [parameter for group in groups for parameter in list.__iter__(group["params"])]
+
+    def close(self) -> None:
+        """Forget the buckets; every later step is the optimizer's own."""
+        self._forget_buckets()
+        self._enter(Phase.CLOSED)
+        self.guards = None
+
+    # --- backward ------------------------------------------------------------------------------
+
+    def begin_with(self, exchange: Exchange, bucket: dist.GradBucket) -> None:
+        """Note the next bucket. It may begin a backward pass, which ends all of the former one."""
+        self.exchange = exchange
+        if bucket.index() == 0:  # DDP goes through its buckets in order
+            self._begin_backward()
+        elif self.phase not in _IN_BACKWARD:  # the buckets before were refused before this call
+            self._enter(Phase.REFUSED if self.phase is Phase.BROKEN else Phase.BACKWARD)
+        if not self.known.issuperset(map(id, bucket.parameters())):
+            self._check(bucket)
+        if bucket.is_last() and self.turn is not None:
+            self.turn.is_held = False  # the exchange gives it away
+
+    def _begin_backward(self) -> None:
+        self._enter(Phase.BACKWARD)
+        for each in self.awaiting_step:
+            each.bucket.drop()
+        self._forget_buckets()
+        # Needed only if no forward came between, as when Join answers for a rank without inputs.
+        self.update_all()
+
+    def deferred(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> DeferredBucket:
+        """Make the deferred part of a bucket; ``bucket`` is its exchange."""
+        views = None
+        model = self.model()
+        if model is not None and not model.gradient_as_bucket_view:
+            # DDP copies gradients out of its bucket.
+            views = {id(p): view for p, view, _ in contents_of(grad_bucket, bucket.flat)}
+        return DeferredBucket(bucket, grad_bucket.parameters(), views)
+
+    def hand_back(self, deferred: DeferredBucket) -> None:
+        """Note a bucket whose exchange is under way, for which backward does not wait."""
+        self.awaiting_step.append(deferred)
+        if deferred.bucket.last:
+            self._note_buckets()
+            if not after_backward(self._backward_ends):  # in Join's shadow pass
+                self.end_backward(Phase.REDUCED)
+
+    def refuse(self) -> None:
+        """Note that a bucket was refused."""
+        self._enter(Phase.REFUSED if self.phase in _IN_BACKWARD else Phase.BROKEN)
+
+    def end_backward(self, phase: Phase) -> None:
+        """Enter ``phase`` at the end of a backward pass, unless a bucket of it was refused."""
+        self._enter(Phase.BROKEN if self.phase is Phase.REFUSED else phase)
+
+    def _note_buckets(self) -> None:
+        buckets = self.awaiting_step
+        shape = tuple([(each.bucket.flat.numel(), *map(id, each.parameters)) for each in buckets])
+        for each in buckets:
+            # Code that writes parameters before `step()` may read gradients.
+            each.note_parameters(each.parameters, bits=False, views=self._sampled)
+        self._backwards += 1
+        same = shape == self._shape
+        self._shape = shape
+        # DDP rebuilds its buckets after this backward pass at the latest.
+        model = self.model()
+        rebuilt_after = 2 if model is not None and model.static_graph else 1
+        self.is_settled = same and self._backwards > rebuilt_after
+        self._guard()
+
+    def _backward_ends(self) -> None:
+        """Note gradients, which DDP has finished writing; see [Note: checked steps]."""
+        for each in self.awaiting_step:
+            if each.views is not None:  # DDP has copied gradients out of the bucket
+                each.note_separate()
+            if self.is_checked:
+                each.bucket.wait()
+                each.complete()
+                each.gradient_seal = Seal(each.sealed(), bits=True)
+                each.note_parameters(each.parameters, bits=True, views=self._sampled)
+        self.end_backward(Phase.REDUCED)
+
+    def _forget_buckets(self) -> None:
+        """Let the buckets go that await `step()`: it is not going to use them."""
+        for each in self.awaiting_step:
+            each.stages.close()
+        # Another list: a thread may be going through the former one.
+        self.awaiting_step = []
+        self._enter(Phase.IDLE if self.phase in (Phase.REDUCED, Phase.STEPPING) else self.phase)
+
+    # --- before step() -------------------------------------------------------------------------
 
     def check_all_stepped(self) -> None:
-        """Refuse a read or a forward while some optimizers have stepped, and others not."""
-        if self.plans:
+        """Refuse a read or a forward while only some of the optimizers have stepped."""
+        if self.phase is Phase.STEPPING:
             raise UnsupportedConfigurationError(
-                "expected step() of all optimizers before parameters are read, got a read while some have not stepped; "
-                "call all of them after each backward(), one after the other"
+                "parameters are read while some optimizers have stepped and others have not; call "
+                "all of them after each backward(), one after the other"
             )
 
     def check_stepped(self) -> None:
-        """Refuse parameters that were written in the place of ``step()``: what wrote them saw gradients in parts."""
+        """Refuse parameters that were written without `step()`, by partially reduced gradients."""
         with self.lock:
-            if self._is_whole and any([share.is_written() for share in self.shares]):
+            if self.phase is Phase.REDUCED and any(
+                [each.is_written() for each in self.awaiting_step]
+            ):
                 self.make_whole()
                 raise UnsupportedConfigurationError(UNSTEPPED)
 
     def make_whole(self) -> None:
-        """Wait until ``p.grad`` holds the mean, everywhere; not where owners keep it until ``step()``."""
-        if self._withheld:
-            return
+        """Wait until ``p.grad`` holds the mean, in all buckets that await `step()`."""
         with self.lock:
-            shares = self.shares
-            for share in shares:
-                share.bucket.wait()
-            # Not before all are: code that catches the error may let the next backward write into any of the buckets.
-            for share in shares:
-                share.check_gradients()
-                with as_in_step(share.bucket.flat.device.type):
-                    share.scale()
-                    share.land()
-            if not self.is_open and self.shares is shares:  # no other backward has begun meanwhile
-                self.shares = []
-                self.guard()
+            buckets = self.awaiting_step
+            for each in buckets:
+                each.bucket.wait()
+            # Not before all have arrived: code that catches the error may let the next backward
+            # pass write into any of the buckets.
+            for each in buckets:
+                each.check_gradients()
+                with as_in_step(each.bucket.flat.device.type):
+                    each.complete()
+            if self.phase not in _IN_BACKWARD and self.awaiting_step is buckets:
+                self._forget_buckets()
 
     def collect(self) -> None:
-        """Collect the step's gradients; refuse what would not give the result of plain DDP."""
-        if self.is_open or self.is_broken:
+        """Collect the step's gradients. Refuse them if the result would not be plain DDP's."""
+        if self.phase in _WITHOUT_STEP:
             raise UnsupportedConfigurationError(
-                "expected a whole backward() before step() and clip_grad_norm_(), got one, or a step(), that "
-                "ended with an exception; call them after the next backward()"
+                "the last backward() or step() raised; run another backward() before step() or "
+                "clip_grad_norm_()"
             )
-        if not self.shares:
+        if not self.awaiting_step:
             return
-        for share in self.shares:
-            share.collect()
+        for each in self.awaiting_step:
+            each.collect()
         strangers = [p for p in self.parameters() if p.grad is not None and id(p) not in self.known]
         if not strangers:
             return
-        in_model = (
-            set()
-            if self.guards is None
-            else {id(p) for _, p in named_parameters_of(self.guards.network)}
-        )
+        network = None if self.guards is None else self.guards.network
+        in_model = set() if network is None else {id(p) for _, p in named_parameters_of(network)}
         unfrozen = [p for p in strangers if id(p) in in_model]
-        if unfrozen and self.guards is not None:
+        if unfrozen and network is not None:
             raise UnsupportedConfigurationError(
-                UNFROZEN % (len(unfrozen), names_of(unfrozen, self.guards.network))
+                UNFROZEN % (len(unfrozen), names_of(unfrozen, network))
             )
         raise UnsupportedConfigurationError(STRANGERS % len(strangers))
 
-    def parameters(self, number: int | None = None) -> list[torch.Tensor]:
-        """Return all parameters of one optimizer, or of all of them, past the guards of their groups."""
-        chosen = self.optimizers if number is None else self.optimizers[number : number + 1]
-        return [
-            p
-            for each in chosen
-            for group in each.param_groups
-            for p in list.__iter__(group["params"])
-        ]
+    def drop(self, number: int) -> None:
+        """Called after ``zero_grad`` of optimizer ``number``: the buckets still await `step()`."""
 
-    def defer(self, step: Callable[[Share], None], states: States | None = None) -> None:
-        """Have ``step`` done for each bucket that has been collected, when its parameters are needed.
+    # --- step() --------------------------------------------------------------------------------
 
-        ``states``: of the optimizer whose state ``step`` is going to update; None: it updates none.
+    def stepped(
+        self,
+        take: Callable[[int, Callable[[], Any]], Any],
+        number: int,
+        original: Callable[[], Any],
+    ) -> Any:
+        """Called instead of `step()` of optimizer ``number``.
+
+        Args:
+            take: defers the step; called with the number and the whole step, which it may call.
+            number: the place of the optimizer.
+            original: the optimizer's own step.
+        """
+        with self.lock:  # a thread that saves may be completing gradients
+            if self.phase is Phase.CLOSED:  # a scheduler may still call this
+                return original()
+            self.update_all()
+            for each in self.optimizers:
+                guard_groups(each, self.look)
+
+            def whole() -> Any:
+                updated = [p for p in self.parameters(number) if p.requires_grad]
+                result = original()
+                self.report(updated)
+                return result
+
+            step_begins(self.optimizers[number])
+            return take(number, whole)
+
+    def break_step(self) -> None:
+        """Note that a step has raised after it had changed parameters."""
+        self._enter(Phase.BROKEN)
+
+    def defer(self, step: object, states: States | None = None) -> None:
+        """Defer the last stage of all buckets that await a step until their parameters are needed.
+
+        Args:
+            step: passed to that stage.
+            states: the state of the optimizer that ``step`` is going to update; None: none.
         """
         with self.lock:
             checked = self.is_checked
             shared = set() if states is None else self._shared_in(states)
-            self.steps, self.why_whole = self.steps + 1, None
-            self._unseen = [
-                s for s in self.shares if not self.seen.issuperset(id(p) for p, _ in s.updates)
-            ]
-            for share in self.shares:
-                share.step, share.pending = step, True
-                updated = [update.parameter for update in share.updates]
-                share.note_parameters(updated, bits=checked, views=self._sampled)
+            self.steps += 1
+            self.why_whole = None
+            network = None if self.guards is None else self.guards.network
+            self._unguarded = self.forward_reads.unguarded(self.awaiting_step, network)
+            for each in self.awaiting_step:
+                each.step = step
+                each.is_due = True
+                updated = [update.parameter for update in each.updates]
+                each.note_parameters(updated, bits=checked, views=self._sampled)
                 if states is not None:
-                    share.state_seal = StateSeal(states, updated, shared, bits=checked)
-                for parameter in share.parameters:
-                    self.stale[id(parameter)] = share
-            self._all_seen = not self._unseen
-            unseen = [
-                p for share in self._unseen for p, _ in share.updates if id(p) not in self.seen
-            ]
-            if (
-                unseen
-                and self._has_recorded
-                and not self._warned_of_unseen
-                and self.guards is not None
-            ):
-                self._warned_of_unseen = True
-                logger.warning(
-                    "forward does not read %d parameters (%s) through the module that has them (references kept "
-                    "elsewhere, a CUDA graph, a module not called in every step): correct, but their buckets arrive "
-                    "before forward, not during it",
-                    len(unseen),
-                    names_of(unseen, self.guards.network),
-                )
-            self.shares = []
-            self.guard()
+                    each.state_seal = StateSeal(states, updated, shared, bits=checked)
+                for parameter in each.parameters:
+                    self.awaiting_read[id(parameter)] = each
+            self.awaiting_step = []
+            self._enter(Phase.DEFERRED)
 
     def _shared_in(self, states: States) -> set[int]:
-        """Return the ids of tensors that an optimizer keeps for several parameters together."""
-        seen, shared = set[int](), set[int]()
-        for share in self.shares:
-            for parameter, _ in share.updates:
-                for tensor in tensors_of(states, parameter):
-                    (shared if id(tensor) in seen else seen).add(id(tensor))
+        """Return the ids of tensors that several parameters share in an optimizer's state."""
+        seen = set[int]()
+        shared = set[int]()
+        for update in [update for each in self.awaiting_step for update in each.updates]:
+            for tensor in tensors_of(states, update.parameter):
+                if id(tensor) in seen:
+                    shared.add(id(tensor))
+                seen.add(id(tensor))
         return shared
 
-    # --- after step() ----------------------------------------------------------------------------------------
+    # --- forward -------------------------------------------------------------------------------
 
-    def forward_begins(self, *, may_record: bool) -> None:
-        """Note that forward begins to compute; of several per step the last one counts."""
-        self.recording = threading.get_ident() if may_record and not self._all_seen else 0
-        self._read = set()
-        if self.recording and not self._has_recorded:
-            self.guard()
+    def before_forward(self, *_: Any) -> None:
+        """Called before DDP's forward: apply the updates that it may read past the guards."""
+        is_compiled = called_by_compiled_code()
+        self.check_all_stepped()
+        self.check_stepped()
+        if is_compiled or not self.is_settled:
+            self.update_all()
+        else:
+            self.update_unguarded()
+        # Without a step gradients are completed here, since backward will write into the buckets.
+        self.make_whole()
+        if self.phase in (Phase.IDLE, Phase.DEFERRED):
+            self._enter(Phase.FORWARD)
+        is_recorded = torch.is_grad_enabled()
+        if self.forward_reads.begin(is_recorded and not is_compiled):
+            self._guard()
+        if is_recorded:
+            self.take_turn(self._wait_for_first)
+        if self.exchange is not None:
+            self.exchange.compute_begins()
 
-    def forward_ends(self) -> None:
-        """Note that forward has computed, and leave nothing open that backward would write into."""
-        self._has_recorded |= self.recording > 0
-        self.seen |= self._read
-        self.recording = 0
+    def after_forward(self, *_: Any) -> None:
+        """Called after DDP's forward: leave nothing that backward would write into."""
+        self.forward_reads.end()
         self.update_all()
         self.make_whole()
-        self.guard()
-        self.in_forward = False
+        self._enter(Phase.IDLE if self.phase is Phase.FORWARD else self.phase)
+
+    def take_turn(self, until_needed: Callable[[], None]) -> None:
+        """Take the turn, unless it is held. ``until_needed`` waits for something to compute."""
+        if self.turn is not None and self.exchange is not None:
+            self.turn.take(self.exchange, until_needed)
+
+    def _wait_for_first(self) -> None:
+        """Wait for the gradients that forward needs first."""
+        buckets = [each.bucket for each in self.awaiting_read.values()]
+        if buckets and self.turn is not None:
+            first = max(buckets, key=lambda each: each.index)
+            # Without a sibling the host runs ahead of the device, as it would without a mutex.
+            first.wait(on_host=self.turn.turn.awaits_device)
+
+    # --- reads ---------------------------------------------------------------------------------
 
     def is_fresh(self, parameter: torch.Tensor | None) -> bool:
-        """Tell whether a read of it needs nothing of `reads`."""
-        return not (self.recording or self.shares or self.plans or id(parameter) in self.stale)
+        """Return whether a read of the parameter need not call `reads`."""
+        return not (
+            self.forward_reads.thread or self.awaiting_step or id(parameter) in self.awaiting_read
+        )
 
     def reads(self, parameters: Iterable[torch.Tensor | None]) -> None:
-        """Somebody is about to read these parameters.
+        """Called before these parameters are read: apply their updates.
 
-        Before ``step()`` gradients are made whole: he may want to read or change them.
+        Before `step()` the gradients are completed first, since the reader may want to use them.
         """
         if threading.get_ident() in self._blind:
             return
         self.check_all_stepped()
-        if self._is_whole and not self._withheld:
-            with self.lock:
-                if self._is_whole:
-                    self.check_stepped()
-                    self._early_looks.note(self._backwards)
-                    self.make_whole()
+        if self.phase is Phase.REDUCED:
+            self._gradients_are_read()
         for parameter in parameters:
             if parameter is not None:
-                if self.recording == threading.get_ident():
-                    self._read.add(id(parameter))
-                if (share := self.stale.get(id(parameter))) is not None:
+                self.forward_reads.note(parameter)
+                if (found := self.awaiting_read.get(id(parameter))) is not None:
                     with self.lock:
-                        if share.pending and not self.in_forward:
+                        if found.is_due and self.phase is not Phase.FORWARD:
                             self._early_reads.note(self.steps)
-                        self._update_those([share])
+                        self._update_these([found])
+
+    def _gradients_are_read(self) -> None:
+        with self.lock:
+            if self.phase is Phase.REDUCED:  # else another thread was first
+                self.check_stepped()
+                self._early_looks.note(self._backwards)
+                self.make_whole()
+
+    def look(self) -> None:
+        """Called before user code iterates over the optimizers' parameters."""
+        self.reads(self.parameters() if self.awaiting_read else ())
 
     def state_is_read(self) -> None:
-        """User code is about to read or write the optimizer's state, which pending updates are going to change."""
+        """Called before user code uses the optimizer's state, which pending updates will change."""
         thread = threading.get_ident()
-        if not self.stale or thread in self._blind or thread == self._applying:
+        if not self.awaiting_read or thread in self._blind or thread == self._applying:
             return
         with self.lock:
-            if any([share.pending for share in self.stale.values()]):
+            if any([each.is_due for each in self.awaiting_read.values()]):
                 self._early_reads.note(self.steps)
                 self.update_all()
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Let this thread read what it likes: it does not look at values."""
+        """Suspend the guards on this thread: it enumerates parameters but reads no values."""
         thread = threading.get_ident()
         was_blind = thread in self._blind
         self._blind.add(thread)
@@ -545,75 +843,121 @@ class Pending:
             if not was_blind:
                 self._blind.discard(thread)
 
-    def update_unseen(self) -> None:
-        """Update what forward may read past the guards, see [Note: reads that nobody sees]."""
-        self._update_those(self._unseen)
+    # --- updates -------------------------------------------------------------------------------
+
+    def update_unguarded(self) -> None:
+        """Apply the updates of [Note: unseen reads]."""
+        self._update_these(self._unguarded)
 
     def update_all(self) -> None:
-        """Update everything that is pending."""
-        self._update_those(self.stale.values())
+        """Apply all pending updates."""
+        self._update_these(self.awaiting_read.values())
 
-    def _update_those(self, shares: Collection[Share]) -> None:
-        if shares:
+    def _update_these(self, buckets: Collection[DeferredBucket]) -> None:
+        if buckets:
             with self.lock:
-                for share in sorted({*shares}, key=lambda each: -each.bucket.index):
-                    if share.pending:  # else another thread was first
-                        self._update(share)
+                for each in sorted({*buckets}, key=lambda each: -each.bucket.index):
+                    if each.is_due:  # else another thread was first
+                        self._update(each)
 
-    def _update(self, share: Share) -> None:
-        """Wait for one bucket and apply the optimizer to its parameters."""
+    def _update(self, deferred: DeferredBucket) -> None:
+        """Wait for one bucket, and run the last stage of its journey: the update."""
         if self._failure is not None:
             raise UnsupportedConfigurationError(
-                f"expected updates that succeed, got {type(self._failure).__name__} in one, an unknown part of which "
-                "is done; go on from a checkpoint, with a new model, optimizer and state"
+                f"an earlier update raised {type(self._failure).__name__}, and an unknown part of "
+                "it is done; continue from a checkpoint, with a new model, optimizer and state"
             ) from self._failure
         evaluates = not torch.is_grad_enabled()
-        share.arriving.wait()
-        share.check_gradients()
-        with as_in_step(share.bucket.flat.device.type):
-            share.check_pending(evaluates=evaluates)
-        # A signal's handler may read in the middle of it, and gets what is there by then.
-        share.pending = False
+        deferred.arriving.wait()
+        deferred.check_gradients()
+        with as_in_step(deferred.bucket.flat.device.type):
+            deferred.check_pending(evaluates=evaluates)
+        # A signal handler may read in the middle of the update. It gets the values of that moment.
+        deferred.is_due = False
         try:
-            with as_in_step(share.bucket.flat.device.type):
-                share.scale()
-                share.land()
+            with as_in_step(deferred.bucket.flat.device.type):
                 self._applying = threading.get_ident()
-                share.step(share)
-        except BaseException as error:  # Ctrl-C, too, after which a notebook goes on
-            self._failure, share.pending = error, True
+                deferred.stages.run(deferred.step)
+        except BaseException as error:  # Ctrl-C as well: a notebook continues after it
+            self._failure = error
+            deferred.is_due = True
             raise
         finally:
             self._applying = 0
-        for parameter in share.parameters:
-            self.stale.pop(id(parameter), None)
-        if share in self._unseen:
-            self._unseen.remove(share)
-        self.guard()
-        self.tell(share.told)
+        for parameter in deferred.parameters:
+            self.awaiting_read.pop(id(parameter), None)
+        if deferred in self._unguarded:
+            self._unguarded.remove(deferred)
+        is_done = self.phase is Phase.DEFERRED and not self.awaiting_read
+        self._enter(Phase.IDLE if is_done else self.phase)
+        self.report(deferred.updated)
 
-    def tell(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Say that a step has updated ``parameters``."""
+    def report(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Call the listeners with parameters that a step has updated."""
         if self.listeners and parameters:
             with torch.no_grad():
                 for listener in [*self.listeners.values()]:
                     listener(parameters)
 
-    # --- guards ----------------------------------------------------------------------------------------------
 
-    def guard(self) -> None:
-        """See every read as long as something is pending."""
-        with self.lock:
-            if self.guards is None:
-                return
-            if self.stale or self.shares or self.recording:
-                self.guards.up()
-            else:
-                self.guards.down()
+class ForwardReads:
+    """Records which parameters forward reads through guards, see [Note: unseen reads]."""
+
+    def __init__(self) -> None:
+        # The thread whose forward is recorded; 0: none.
+        self.thread = 0
+        # Ids of the parameters that a forward has read through guards, and that this one has.
+        self._seen: set[int] = set()
+        self._read: set[int] = set()
+        # Whether all parameters of the latest deferred step had been seen.
+        self._all_seen = False
+        self._has_recorded = False
+        self._has_warned = False
+
+    def begin(self, may_record: bool) -> bool:
+        """Begin a forward. The last forward of a step counts.
+
+        Returns:
+            Whether it is the first one that is recorded, so that guards must go up for it.
+        """
+        self.thread = threading.get_ident() if may_record and not self._all_seen else 0
+        self._read = set()
+        return self.thread > 0 and not self._has_recorded
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """Note a read through a guard. Reads by other threads are not forward's."""
+        if self.thread == threading.get_ident():
+            self._read.add(id(parameter))
+
+    def end(self) -> None:
+        """End a forward."""
+        self._has_recorded |= self.thread > 0
+        self._seen |= self._read
+        self.thread = 0
+
+    def unguarded(
+        self, buckets: Sequence[DeferredBucket], network: nn.Module | None
+    ) -> list[DeferredBucket]:
+        """Return the buckets of a step that forward may read past the guards; warn once."""
+        found = [
+            each for each in buckets if not self._seen.issuperset(id(p) for p, _ in each.updates)
+        ]
+        self._all_seen = not found
+        unseen = [p for each in found for p, _ in each.updates if id(p) not in self._seen]
+        if unseen and self._has_recorded and not self._has_warned and network is not None:
+            self._has_warned = True
+            logger.warning(
+                "forward does not read %d parameters (%s) through the module that has them "
+                "(references kept elsewhere, a CUDA graph, a module not called in every step): "
+                "correct, but their buckets arrive before forward, not during it",
+                len(unseen),
+                names_of(unseen, network),
+            )
+        return found
 
 
 class _Often:
-    """A warning, given once, for what happens in several steps close together; in one of them it counts once."""
+    """Warns once when an event occurs in three steps that are close together."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -621,6 +965,7 @@ class _Often:
         self._has_warned = False
 
     def note(self, step: int) -> None:
+        """Note the event. A step counts once."""
         if self._has_warned or step in self._steps:
             return
         self._steps.append(step)
@@ -632,15 +977,40 @@ class _Often:
             logger.warning(self._text)
 
 
+# --- steps -------------------------------------------------------------------------------------
+
+
+def defer_step(pending: Pending, optimizer: PartialOptimizer, original: Callable[[], Any]) -> Any:
+    """Defer a step of the only optimizer, or call ``original`` if it cannot be deferred."""
+    guard_state(optimizer.optimizer, pending.state_is_read)
+    pending.collect()
+    if not pending.awaiting_step:
+        pending.why_whole = _LOOKED_AT
+        return original()
+    check_not_scaled(optimizer.optimizer, CHANGED)
+    if not pending.is_settled:
+        pending.why_whole = BEGINS
+        pending.make_whole()
+        return original()
+    if is_watched(optimizer.optimizer) or not optimizer.is_own:
+        pending.why_whole = _WATCHED
+        pending.make_whole()
+        return original()
+    with pending.unwatched():
+        plan = optimizer.plan()
+        pending.defer(DeferredStep(optimizer, plan), plan.attributes["state"])
+    return None
+
+
 def check_not_scaled(optimizer: Optimizer, text: str) -> None:
-    """Refuse, with ``text``, a step of which a GradScaler has told the optimizer its scale."""
+    """Refuse, with ``text``, a step for which a GradScaler has given the optimizer its scale."""
     if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
         raise UnsupportedConfigurationError(text)
 
 
 @contextlib.contextmanager
 def as_in_step(device_type: str) -> Iterator[None]:
-    """Compute as in ``optimizer.step()``, whatever forward has set: autocast, inference mode, gradients, torch.func."""
+    """Compute as in `step()`, without forward's autocast, inference mode and torch.func."""
     with contextlib.ExitStack() as stack:
         if peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())

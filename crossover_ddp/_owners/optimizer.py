@@ -191,8 +191,8 @@ def _check_not_wrapping(optimizer: Optimizer, name: str) -> None:
     remedy = f"pass the optimizer that it wraps{wrapped}, and continue to call the wrapper's step()"
     if name == "ZeroRedundancyOptimizer":
         remedy = (
-            f"give all parameters to the one inside{wrapped}, and use owners='layers', which "
-            "divides its state"
+            f"give all parameters to the one inside{wrapped}, and use OwnerState, which divides "
+            "its state"
         )
     raise UnsupportedConfigurationError(
         f"expected an optimizer with param_groups of its own, got {name}, which wraps another; "
@@ -400,8 +400,8 @@ def check_not_intercepted(optimizer: Optimizer) -> None:
     """Refuse an optimizer that another state intercepts already."""
     if getattr(optimizer, _MARK, None) is not None:
         raise UnsupportedConfigurationError(
-            "expected an optimizer without a DecoupledState or MuonState, got one that has another "
-            "already; make one optimizer for each model, or close() the other state"
+            "expected an optimizer without a DecoupledState, OwnerState or MuonState, got one that "
+            "has another already; make one optimizer for each model, or close() the other state"
         )
 
 
@@ -421,8 +421,8 @@ def check_unhooked(optimizer: Optimizer) -> None:
         raise UnsupportedConfigurationError(
             "expected no step hooks where parameters have owners, got some "
             "(register_step_pre_hook, register_step_post_hook, a profiler's): parameters are not "
-            "updated when torch calls them; remove them and act after step(), or use a "
-            "DecoupledState with owners=None"
+            "updated when torch calls them; remove them and act after step(), or use "
+            "DecoupledState"
         )
 
 

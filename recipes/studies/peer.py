@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' dir
 
 import train
 from _hooks import HOOKS, Hook
-from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
+from crossover_ddp.decoupled_hooks import DecoupledKFACState, decoupled_hook
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 
 
@@ -79,7 +79,7 @@ def alike(model: Any, optimizers: list[Any], args: argparse.Namespace) -> KFACSt
 HOOKS["kfac-pytorch"] = theirs
 HOOKS["kfac-alike"] = lambda model, optimizers, args: (alike(model, optimizers, args), kfac_hook)
 HOOKS["kfac-decoupled"] = lambda model, optimizers, args: (
-    DecoupledState(optimizers[0], kfac=alike(model, optimizers, args)),
+    DecoupledKFACState(optimizers[0], alike(model, optimizers, args)),
     decoupled_hook,
 )
 

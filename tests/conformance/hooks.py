@@ -114,12 +114,7 @@ def alone(state: Callable[..., Any], hook: Any, **settings: Any) -> Make:
 
 def decoupled(**settings: Any) -> Make:
     return lambda model, optimizers, **turn: (
-        ddp.DecoupledState(
-            optimizers if "owners" in settings else optimizers[0],
-            defer="always",
-            **settings,
-            **turn,
-        ),
+        ddp.DecoupledState(optimizers[0], defer="always", **settings, **turn),
         ddp.decoupled_hook,
     )
 
@@ -230,7 +225,7 @@ HOOKS: dict[str, Row] = {
         differs={"clipping": "clipping sees the parameters that are no matrices"},
     ),
     "owners": Row(
-        decoupled(owners="layers"),
+        lambda model, optimizers, **turn: (ddp.OwnerState(optimizers, **turn), ddp.owner_hook),
         options=VIEWS,
         optimizers=adamw,
         reads="never",

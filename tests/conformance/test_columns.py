@@ -54,7 +54,7 @@ RESUMED = {
 }
 RESUMED["kfac_decoupled"] = Row(
     lambda model, optimizers: (
-        ddp.DecoupledState(optimizers[0], kfac=ddp.KFACState(model, optimizers[0])),
+        ddp.DecoupledKFACState(optimizers[0], ddp.KFACState(model, optimizers[0])),
         ddp.decoupled_hook,
     )
 )

@@ -45,12 +45,18 @@ def decoupled(**options: Any) -> Way:
     def made(
         model: DistributedDataParallel, optimizers: Sequence[Optimizer], mutex: Any
     ) -> tuple[Any, Any]:
-        trained = optimizers if options.get("owners") else optimizers[0]
         group = getattr(model, "process_group", None)
         settings = {"defer": "always", "mutex": mutex, **options}
-        return ddp.DecoupledState(trained, group, **settings), ddp.decoupled_hook
+        return ddp.DecoupledState(optimizers[0], group, **settings), ddp.decoupled_hook
 
     return made
+
+
+def owned(
+    model: DistributedDataParallel, optimizers: Sequence[Optimizer], mutex: Any
+) -> tuple[Any, Any]:
+    group = getattr(model, "process_group", None)
+    return ddp.OwnerState(optimizers, group, mutex=mutex), ddp.owner_hook
 
 
 WAYS: Final[dict[str, Way]] = {
@@ -62,7 +68,7 @@ WAYS: Final[dict[str, Way]] = {
         ddp.compressed_hook,
     ),
     "decoupled": decoupled(),
-    "owned": decoupled(owners="layers", defer="auto"),
+    "owned": owned,
     "kfac": lambda model, opts, mutex: (ddp.KFACState(model, opts[0], mutex=mutex), ddp.kfac_hook),
     "muon": lambda model, opts, mutex: (
         ddp.MuonState(opts[0], mutex=mutex),  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossover_ddp import DecoupledState, ElasticState, decoupled_hook, elastic_hook
+from crossover_ddp import DecoupledKFACState, ElasticState, decoupled_hook, elastic_hook
 from crossover_ddp._engine import links
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Station
@@ -91,7 +91,7 @@ def late_factors(model: Any, optimizers: Any, mutex: Any) -> tuple[Any, Any]:
 
 def late_factors_decoupled(model: Any, optimizers: Any, mutex: Any) -> tuple[Any, Any]:
     kfac, _ = late_factors(model, optimizers, mutex)
-    return DecoupledState(optimizers[0], kfac=kfac, defer="always"), decoupled_hook
+    return DecoupledKFACState(optimizers[0], kfac), decoupled_hook
 
 
 def elastic(model: Any, optimizers: Any, mutex: Any) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.networks import Branches, mlp
 from tests.harness.oracles import error_of, heard
-from tests.harness.training import WAYS, WIDTH, Training, decoupled, optimizers_of
+from tests.harness.training import WAYS, WIDTH, Training, optimizers_of
 
 OFF = "CROSSOVER_COMPARE_REPLICAS"
 # Parameters of these dtypes can be broadcast by gloo, as DDP does at its beginning.
@@ -121,14 +121,12 @@ def test_each_model_of_a_group_counts_its_own_steps(rank: int, way: str) -> None
     assert "2.bias that differ in step 1" in error_of(rounds_of_steps)
 
 
-@pytest.mark.parametrize("owners", [None, "layers"])
+@pytest.mark.parametrize("way", ["decoupled", "owned"])
 @in_ranks(2)
 def test_updates_that_one_rank_has_read_and_another_has_not_are_no_difference(
-    rank: int, owners: Any
+    rank: int, way: str
 ) -> None:
-    way = decoupled(owners=owners) if owners else "decoupled"
     training = Training(way, rank, module=Branches(rank), find_unused_parameters=True).run(18)
-    training.state.consolidate()
     training.close()
 
 

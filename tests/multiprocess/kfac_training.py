@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from crossover_ddp import DecoupledState, decoupled_hook
+from crossover_ddp import DecoupledKFACState, decoupled_hook
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import networks, training
 
@@ -59,8 +59,8 @@ class Training(training.Training):
             self.kfac = KFACState(model, several, **options)
             if not decoupled:
                 return self.kfac, kfac_hook
-            state = DecoupledState(*optimizers, self.kfac.process_group, kfac=self.kfac)
-            return state, decoupled_hook
+            group = self.kfac.process_group
+            return DecoupledKFACState(optimizers[0], self.kfac, group), decoupled_hook
 
         super().__init__(
             way,

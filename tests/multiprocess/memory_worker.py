@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import DecoupledState, decoupled_hook
+from crossover_ddp import DecoupledState, OwnerState, decoupled_hook, owner_hook
 from crossover_ddp.muon_hooks import MuonState, muon_hook
 
 LAYERS, WIDTH = 6, 1600  # ten megabytes each, and one bucket each
@@ -38,11 +38,11 @@ if way in ("muon", "muon owners"):
         model.register_comm_hook(MuonState(muon), muon_hook)
 if way in ("adamw", "adamw owners"):
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
-if way in ("decoupled", "adamw owners"):
-    state = DecoupledState(
-        optimizer, defer="always", owners="layers" if way == "adamw owners" else None
-    )
+if way == "decoupled":
+    state = DecoupledState(optimizer, defer="always")
     model.register_comm_hook(state, decoupled_hook)
+if way == "adamw owners":
+    model.register_comm_hook(OwnerState(optimizer), owner_hook)
 for step in range(STEPS):
     if step == 3:  # the first one is a single bucket, whatever the cap
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far

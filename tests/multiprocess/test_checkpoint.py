@@ -27,8 +27,8 @@ PATIENCE_S = 3.0
 # A function that makes a state for a model and its optimizers, and the state's hook.
 KINDS: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
     "owners": (
-        lambda _, optimizers: ddp.DecoupledState(optimizers[0], owners="layers"),
-        ddp.decoupled_hook,
+        lambda _, optimizers: ddp.OwnerState(optimizers[0]),
+        ddp.owner_hook,
     ),
     "replicas": (lambda *_: ddp.LocalSGDState(4), ddp.local_sgd_hook),
     "codec": (

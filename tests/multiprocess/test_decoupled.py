@@ -1,5 +1,6 @@
-"""Decoupled training in real ranks: what one rank may do alone, and that results are plain DDP's, deferred or not."""
+"""Decoupled training in real ranks: its results are plain DDP's, deferred or not."""
 
+import contextlib
 import copy
 import itertools
 import re
@@ -18,9 +19,15 @@ from torch.optim.swa_utils import AveragedModel
 from crossover_ddp import DecoupledState, GPUMutex
 from tests.harness import in_ranks, inside, spawn_script
 from tests.harness.campaign import only_in_campaign
-from tests.harness.oracles import heard
+from tests.harness.groups import impatient_group
+from tests.harness.networks import mlp
+from tests.harness.oracles import error_of, heard
 from tests.harness.training import Training, decoupled
 from tests.multiprocess.averaging_oracle import MAKERS, loss_of, network
+from tests.unit.decoupled import decoupled_training
+from tests.unit.decoupled.decoupled_training import Training as Small
+from tests.unit.decoupled.decoupled_training import both as small_and_plain
+from tests.unit.decoupled.decoupled_training import inputs
 
 WARM_UP, BLOCK, END = inside.TRIAL
 STEPS = END + 10
@@ -41,15 +48,15 @@ def training_of(way: Any, rank: int, optimizer: str = "momentum", **options: Any
 
 def end(training: Training) -> torch.Tensor:
     training.model.eval()
-    training.model(torch.zeros(1, 1, 6, 6))  # between two steps buffers may differ
+    training.model(torch.zeros(1, 1, 6, 6))  # buffers may differ between two steps
     flat = torch.cat([value.flatten().double() for value in training.weights()])
     training.close()
     return flat
 
 
 @in_ranks(2)
-def test_one_rank_may_look_alone(rank: int) -> None:
-    """Checkpoints, averages and evaluations of one rank need no other rank."""
+def test_one_rank_may_read_and_save_alone(rank: int) -> None:
+    """Checkpoints, averages and evaluations on one rank need no other rank."""
     training, plain = training_of("decoupled", rank, "adamw"), training_of(None, rank, "adamw")
     average = AveragedModel(training.model.module) if rank == 0 else None
     looks: list[Callable[[], object]] = [
@@ -70,7 +77,7 @@ def test_one_rank_may_look_alone(rank: int) -> None:
 
 @in_ranks(2)
 def test_gradients_without_bucket_views_are_those_of_plain_ddp_after_forward(rank: int) -> None:
-    """Without bucket views, what the user holds by then is copied; what he has dropped is not."""
+    """Without bucket views the mean is copied into gradients, unless the user has dropped them."""
     one, plain = (
         training_of(way, rank, gradient_as_bucket_view=False) for way in ("decoupled", None)
     )
@@ -89,7 +96,12 @@ def test_gradients_without_bucket_views_are_those_of_plain_ddp_after_forward(ran
 
 
 def train(training: Training, verdict: bool | None = None) -> tuple[list[float], list[bool]]:
-    """Return losses, and after which steps updates were deferred; ``verdict``: what the trial's clock shall show."""
+    """Return losses, and for each step whether it was deferred.
+
+    Args:
+        training: the training to run.
+        verdict: whether the trial's clock shows that deferred steps are faster; None: the real one.
+    """
     model, state = training.model, training.state
     if verdict is not None:
         inside.pretend_times(state, deferred_s=1.0 if verdict else 3.0, whole_s=2.0)
@@ -100,7 +112,7 @@ def train(training: Training, verdict: bool | None = None) -> tuple[list[float],
                 training.backward(1000 + step)
         training.backward(step)
         if training.rank == 0 and step % 7 == 5 and state is not None:
-            state.flush()  # on one rank only: that it does not defer then must not confuse the others
+            state.flush()  # on one rank only, which therefore does not defer this step
         training.optimizer.step()
         deferred.append(training.is_pending)
         # Every other time gradients stay allocated, and are added to in place.
@@ -114,8 +126,8 @@ def train(training: Training, verdict: bool | None = None) -> tuple[list[float],
 
 @pytest.mark.torch_version
 @in_ranks(2, timeout_s=120.0)
-def test_training_is_that_of_the_split_hook_whatever_is_chosen(rank: int) -> list[bool]:
-    """And nobody is warned. With bucket views and a verdict the job takes turns, one for each backward pass."""
+def test_training_equals_the_split_hooks_whatever_the_trial_chooses(rank: int) -> list[bool]:
+    """Nothing is logged. With bucket views and a verdict the job takes a turn per backward pass."""
     plain = training_of("split", rank)
     expected, chosen = train(plain)[0], []
     for views, verdict in itertools.product((True, False), (True, False, None)):
@@ -141,11 +153,85 @@ def test_training_is_that_of_the_split_hook_whatever_is_chosen(rank: int) -> lis
     return chosen
 
 
+@pytest.mark.defect("decoupled-5")
+@in_ranks(2)
+def test_gradients_read_after_a_forward_that_failed_are_the_mean(rank: int) -> None:
+    """Rank 0 reads while rank 1 still computes; a forward has failed before or after backward."""
+    found, failing = [], contextlib.suppress(RuntimeError)
+    for training in small_and_plain(
+        net=lambda: mlp(6, 6, seed=0), make=lambda m: torch.optim.SGD(m.parameters())
+    ):
+        training.run()
+        for moment in ("before", "after"):
+            loss = training.model(inputs(rank)).sum() * (1 + rank)
+            if moment == "before":
+                with failing:
+                    training.model(torch.ones(2, 5))
+            time.sleep(0.2 * rank)
+            loss.backward()
+            if moment == "after":
+                with failing:
+                    training.model(torch.ones(2, 5))
+            found.append([p.grad.tolist() for p in training.model.module.parameters()])
+            training.drop()
+        training.close()
+    assert found[:2] == found[2:]
+
+
+@pytest.mark.defect("decoupled-12")
+@pytest.mark.quiet
+@pytest.mark.parametrize(("defer", "cap_mb"), [("always", 1e-4), ("auto", 25)])
+@in_ranks(2)
+def test_a_bucket_refused_on_one_rank_raises_on_the_others(
+    rank: int, defer: str, cap_mb: float
+) -> None:
+    """Rank 1 continues after the error, as a script that leaves a bad batch out."""
+    ddp = {"process_group": impatient_group(2), "bucket_cap_mb": cap_mb}
+    training = Small(decoupled=True, ddp=ddp, defer=defer).run(12)
+    if rank:
+        with inside.refuse_bucket("last"), pytest.raises(KeyError, match="ours"):
+            training.step()
+        training.drop()
+    told = error_of(lambda: training.run(8))
+    assert re.search(r"rank \d.* bucket \d", told) or (rank and told == "no error"), told
+
+
+@pytest.mark.defect("decoupled-6")
+@in_ranks(2)
+def test_the_infinity_norm_is_nan_if_any_gradient_is_nan(rank: int) -> None:
+    # Each rank owns a row.
+    training = Small(
+        decoupled=True, net=lambda: nn.Linear(6, 2, bias=False), ddp={"bucket_cap_mb": 25}
+    )
+    (training.model(torch.ones(1, 6)) * torch.tensor([1.0, float("nan")])).sum().backward()
+    with pytest.raises(RuntimeError, match="expected a finite norm"):
+        training.state.clip_grad_norm_(1.0, float("inf"), error_if_nonfinite=True)
+
+
+@pytest.mark.defect("decoupled-16")
+@in_ranks(2)
+def test_buffers_between_steps_are_the_same_deferred_or_not(rank: int) -> None:
+    """Code that reads the model after a step finds plain DDP's running mean: this rank's own."""
+    found: list[list[torch.Tensor]] = []
+    for is_ours in (False, True):
+        net = nn.Sequential(decoupled_training.network(), nn.BatchNorm1d(6))
+        training = Small(
+            decoupled=is_ours, net=lambda net=net: net, **({"defer": "auto"} if is_ours else {})
+        )
+        means = []
+        for step in range(24):
+            training.steps = 2 * step + rank
+            training.step()
+            means.append(net.state_dict()["1.running_mean"].clone())
+        found.append(means)
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize(
     ("width", "trained", "cap_mb"),
     [(8, True, 0.25), (2**12, True, 4.0), (2**12, False, 0.25), (2**15, True, 25.0)],
 )
-def test_options_for_ddp_follow_the_size_of_what_is_trained(
+def test_ddp_options_follow_the_size_of_the_gradients(
     width: int, trained: bool, cap_mb: float
 ) -> None:
     layer = nn.Linear(width, width, device="meta").requires_grad_(trained)
@@ -173,16 +259,16 @@ def peaks_bytes(way: str) -> list[int]:
     ("plain", "hooked", "more_buckets"),
     [
         ("plain", "decoupled", 1),
-        # Four ranks save as much as directions take, which are computed while backward's memory is in use.
+        # The savings of four ranks equal the directions, computed while backward's memory is used.
         pytest.param("muon", "muon owners", 2, marks=only_in_campaign),
         pytest.param("adamw", "adamw owners", 0, marks=only_in_campaign),
     ],
 )
-def test_peak_is_that_of_plain_ddp_and_some_buckets(
+def test_peak_memory_is_plain_ddps_and_some_buckets(
     plain: str, hooked: str, more_buckets: int
 ) -> None:
-    """Of memory, with four ranks: decoupled training's, owners', and Muon's beside plain DDP's."""
+    """Peak memory of four ranks, with decoupled training, owners and Muon, and with plain DDP."""
     expected = peaks_bytes(plain)
     assert min(expected) > 3 * 6 * BUCKET_BYTES, "parameters, gradients, momentum"
-    # On a busy machine a single rank may peak higher: what it receives early waits for it.
+    # On a busy machine a single rank may peak higher, since it keeps what it receives early.
     assert median(peaks_bytes(hooked)) <= median(expected) + more_buckets * BUCKET_BYTES

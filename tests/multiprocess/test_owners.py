@@ -1,24 +1,35 @@
-"""Optimizers on owners, by `DecoupledState` and by `MuonState`: the replicated ones' bits at a part of their state."""
+"""`OwnerState` and `MuonState`: bits of replicated optimizers, with a part of their state."""
 
+import contextlib
+import copy
 import functools
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 from unittest import mock
 
 import pytest
+import timm.optim
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.utils._pytree import tree_leaves
 
-from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
-from crossover_ddp.errors import UnsupportedConfigurationError
+from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp.muon_hooks import MuonState, muon_hook
+from crossover_ddp.owner_hooks import OwnerState, owner_hook
 from tests.conformance.reference import adding
 from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.groups import impatient_group
+from tests.harness.oracles import error_of
 from tests.harness.training import Training, Way, same
+from tests.unit.decoupled.decoupled_training import Acting, act, owned
 
 pytestmark = pytest.mark.torch_version
 
@@ -70,9 +81,14 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 class Soap(Optimizer):
-    """Turns gradients into eigenbases, as SOAP does; keeps lists, tuples, and a count of steps in the group.
+    """Rotates gradients into eigenbases, as SOAP does.
 
-    ``in_place``: products are made of the gradient where it lies, so that their bits depend on where that is.
+    It keeps lists and tuples in its state, and a count of steps in the group.
+
+    Args:
+        params: as for any optimizer.
+        in_place: compute products of the gradient in its own memory, so that their bits depend on
+            where it begins.
     """
 
     def __init__(self, params: Iterable[Any], *, in_place: bool) -> None:
@@ -107,7 +123,7 @@ class Soap(Optimizer):
 
 
 def soap(module: nn.Module, *, in_place: bool = True) -> list[Optimizer]:
-    """The second group has one matrix: most ranks own nothing of it."""
+    """Return Soap and AdamW. Soap's second group has one matrix: most ranks own none of it."""
     parameters = [*module.parameters()]
     matrices = [p for p in parameters if p.dim() == 2]
     groups = [{"params": matrices[:-1]}, {"params": matrices[-1:], "lr": 0.02}]
@@ -137,7 +153,7 @@ MAKE: dict[str, Callable[[Any], list[Optimizer]]] = {
 
 
 def by_owners(*_: Any) -> tuple[Any, Any]:
-    """Plain DDP, whose gradients are added as owners do, by a hook of the tests' own."""
+    """Plain DDP whose gradients are added in the owners' order, by a hook of the tests."""
     return adding("tree")
 
 
@@ -161,7 +177,7 @@ def training_of(
     )
 
 
-# Within five steps all is decided, buckets too, and every optimizer has used what it keeps.
+# Within five steps buckets have settled, and every optimizer has used its state.
 STEPS = 24 if IN_CAMPAIGN else 7
 LOOKED_AT = (1, STEPS - 1)  # not in between, so that steps are deferred
 NEWTON_SCHULZ = "torch.optim._muon._zeropower_via_newtonschulz"
@@ -175,7 +191,7 @@ def is_short(training: Training, step: int) -> None:
 
 
 def changed(training: Training, step: int) -> None:
-    """Change what enters the step before and after it: ours is applied later."""
+    """Change hyper-parameters before and after the step: ours is applied later."""
     training.backward()
     for group in training.optimizer.param_groups:
         group.update(momentum=0.8 + 0.01 * step, weight_decay=0.1 / (1 + step), lr=0.03)
@@ -187,7 +203,7 @@ def changed(training: Training, step: int) -> None:
 
 
 def tensor_rate(training: Training, step: int) -> None:
-    """Learning rates are tensors, of one shape and another, that are changed in place after the step."""
+    """Learning rates are tensors of two shapes, which are changed in place after the step."""
     if step == 0:
         del training.schedulers[0]
         for group, shape in zip(training.optimizer.param_groups, ((), (1,)), strict=True):
@@ -197,7 +213,7 @@ def tensor_rate(training: Training, step: int) -> None:
         group["lr"].mul_(0.9)
 
 
-# By the number of ranks: arguments of `training_of`, and what is done in a step if it is not just trained.
+# By the number of ranks: arguments of `training_of`, and "act", which replaces a plain step.
 UNUSED = {"act": is_short, "find_unused_parameters": True}
 WALKS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"muon_hook": {"way": "muon"}},
@@ -234,7 +250,7 @@ def without_parameters(training: Training) -> str:
 def test_ranks_get_the_bits_of_the_replicated_optimizers(
     rank: int, world_size: int, name: str
 ) -> None:
-    """With three ranks and more those of optimizers that are fed the owners' sums."""
+    """With three ranks and more, the bits of optimizers that receive the owners' sums."""
     settings = {"way": "owned", **WALKS[world_size][name]}
     way, act = settings.pop("way"), settings.pop("act", None)
     ours = training_of(way, rank, **settings)
@@ -271,7 +287,7 @@ def test_ranks_get_the_bits_of_the_replicated_optimizers(
 
 
 @in_ranks(3)
-def test_muons_state_tells_the_norm_of_gradients_that_only_owners_have(rank: int) -> float:
+def test_grad_norm_is_that_of_the_matrices_mean_gradients(rank: int) -> float:
     ours, theirs = training_of("muon", rank), training_of(by_owners, rank)
     for each in (ours, theirs):
         each.backward()
@@ -283,8 +299,8 @@ def test_muons_state_tells_the_norm_of_gradients_that_only_owners_have(rank: int
 
 
 @in_ranks(2)
-def test_an_overflow_on_one_rank_skips_muons_step_on_all_of_them(rank: int) -> list[float]:
-    """Train with a GradScaler; on step 4 the loss of rank 1 overflows in the layer whose matrix rank 0 or 1 owns."""
+def test_an_overflow_on_one_rank_skips_muons_step_on_all(rank: int) -> list[float]:
+    """With a GradScaler; in step 4 the loss of rank 1 overflows in one layer."""
 
     def way(*made: Any) -> tuple[Any, Any]:
         return MuonState(made[1][0], loss_scale=scalers[0].get_scale), muon_hook
@@ -305,17 +321,17 @@ def test_an_overflow_on_one_rank_skips_muons_step_on_all_of_them(rank: int) -> l
         assert same(*trainings)
         assert scalers[0].get_scale() == scalers[1].get_scale()
         scales.append(scalers[0].get_scale())
-    assert len(set(scales)) > 2, "the scale is to have changed both ways"
+    assert len(set(scales)) > 2, "the scale has grown and shrunk"
     return scales
 
 
 @pytest.mark.parametrize(("way", "count"), [("owned", 6), ("muon", 3)])
 @in_ranks(2)
 def test_a_part_of_the_state_is_never_saved(rank: int, way: str, count: int) -> None:
-    """Consolidate to rank 1; every other one refuses to save a part, and so does rank 1 after the next step."""
+    """After consolidation to rank 1 rank 0 refuses to save; after the next step rank 1 does."""
     training = Training(way, rank).run(2)
     for refused in (training.optimizer.state_dict, training.state.close):
-        with pytest.raises(UnsupportedConfigurationError, match=r"expected state\.consolidate"):
+        with pytest.raises(UnsupportedConfigurationError, match=r"call state\.consolidate\(\)"):
             refused()
     with pytest.raises(ValueError, match="expected 0 <= to < 2"):
         training.state.consolidate(to=2)
@@ -324,16 +340,16 @@ def test_a_part_of_the_state_is_never_saved(rank: int, way: str, count: int) -> 
         assert len(training.optimizer.state_dict()["state"]) == count
         training.run(1)
     else:
-        with pytest.raises(UnsupportedConfigurationError, match=r"expected state\.consolidate"):
+        with pytest.raises(UnsupportedConfigurationError, match=r"call state\.consolidate\(\)"):
             training.optimizer.state_dict()
         training.run(1)
-    with pytest.raises(UnsupportedConfigurationError, match=r"expected state\.consolidate"):
+    with pytest.raises(UnsupportedConfigurationError, match=r"call state\.consolidate\(\)"):
         training.optimizer.state_dict()
 
 
 @in_ranks(2)
 def test_state_of_lists_and_tuples_and_counts_of_groups_are_saved(rank: int) -> None:
-    """What is a plain dictionary of tensors is resumed in tests/conformance, also with and without the hook."""
+    """States that are dictionaries of tensors are resumed in tests/conformance."""
     whole = training_of("owned", rank, "soap copied").run(3)
     whole.state.consolidate()
     saved = [whole.save()]
@@ -343,11 +359,97 @@ def test_state_of_lists_and_tuples_and_counts_of_groups_are_saved(rank: int) -> 
 
 
 @in_ranks(2)
-def test_ranks_with_other_optimizers_are_told(rank: int) -> None:
+def test_ranks_with_different_optimizers_are_refused(rank: int) -> None:
     def way(model: Any, optimizers: Any, mutex: Any) -> tuple[Any, Any]:
         muon = (SGD if rank else Muon)(model.module.matrices(), lr=0.02)
-        return DecoupledState([muon, optimizers[1]], owners="layers"), decoupled_hook
+        return OwnerState([muon, optimizers[1]]), owner_hook
 
     message = "the same parameters in the optimizers on all ranks.*Muon"
     with pytest.raises(UnsupportedConfigurationError, match=message):
         training_of(way, rank).backward()
+
+
+@pytest.mark.defect("decoupled-11", "strangers-29")
+@pytest.mark.parametrize("muon", [False, True])
+@in_ranks(2)
+def test_frozen_parameters_cost_their_owner_nothing(rank: int, muon: bool) -> None:
+    parameters = [nn.Parameter(torch.ones(8, 8)) for _ in range(4)]
+    parameters.append(nn.Parameter(torch.ones(40, 40), requires_grad=False))
+    if muon:
+        owners = MuonState(torch.optim.Muon(parameters)).owners
+    else:
+        owners = OwnerState(torch.optim.AdamW(parameters)).owners or ()
+    trained_by = [0, 0]
+    for parameter, owner in zip(parameters, owners, strict=True):
+        trained_by[owner] += parameter.numel() if parameter.requires_grad else 0
+    assert trained_by == [128, 128]
+
+
+@pytest.mark.defect("strangers-6")
+@in_ranks(2)
+def test_a_lookahead_around_owners_is_refused(rank: int) -> None:
+    training = owned()
+    wrapper = timm.optim.Lookahead(training.optimizer, k=2)
+    with pytest.raises(UnsupportedConfigurationError, match="lookahead_slow_buff"):
+        for step in range(6):
+            training.backward(2 * step + rank)
+            wrapper.step()
+            wrapper.zero_grad()
+
+
+@pytest.mark.defect("strangers-31")
+@in_ranks(2)
+def test_a_step_skipped_on_one_rank_raises_an_error_that_names_step(rank: int) -> None:
+    training = owned(ddp={"process_group": impatient_group(2)})
+
+    def train() -> None:
+        for step in range(3):
+            training.backward(step)
+            training.drop() if rank and step == 1 else training.update()
+        training.weights()
+
+    told: list[Any] = [None, None]
+    dist.all_gather_object(told, error_of(train))
+    assert any("step()" in each for each in told)
+
+
+@pytest.mark.defect("strangers-28")
+@in_ranks(2)
+def test_torchs_distributed_checkpoint_resumes_muon(rank: int) -> None:
+    """tests/recipes/test_loops.py does it with `OwnerState`."""
+    saving, resumed = Training("muon", rank).run(4), Training("muon", rank)
+    saving.state.consolidate()
+    saved = copy.deepcopy(get_optimizer_state_dict(saving.model, saving.optimizers[0]))
+    set_optimizer_state_dict(resumed.model, resumed.optimizers[0], saved)
+    resumed.model.load_state_dict(saving.model.state_dict())
+    resumed.steps = saving.steps
+    assert resumed.optimizers[0].param_groups[0]["lr"] == 0.1
+    assert same(resumed.run(2), saving.run(2))
+
+
+@in_ranks(2)
+def test_muon_states_compare_settings_by_value(rank: int) -> None:
+    first, second = Training("muon", rank), Training("muon", rank)
+    # On a device of its own each rank's tensor prints differently.
+    first.optimizer.param_groups[0].update(
+        lr=torch.tensor(0.02, requires_grad=bool(rank)), note=object()
+    )
+    first.run(2)
+    second.optimizer.param_groups[0]["weight_decay"] = 0.1 * rank
+    assert error_of(second.step).startswith("expected the same settings on all ranks")
+
+
+@pytest.mark.defect("decoupled-14")
+@in_ranks(2, timeout_s=90)
+def test_a_failed_owner_fails_other_ranks_before_the_groups_timeout(rank: int) -> None:
+    training = owned(make=Acting.of, ddp={"process_group": impatient_group(50)})
+    training.backward()
+    began_s = time.monotonic()
+    failing = act(side_effect=KeyboardInterrupt if rank else None)
+    with failing, contextlib.suppress(KeyboardInterrupt, ExchangeError):
+        training.optimizer.step()
+        if rank == 0:
+            training.weights()
+    waited_s = time.monotonic() - began_s
+    dist.barrier()
+    assert waited_s < 40

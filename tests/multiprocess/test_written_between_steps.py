@@ -1,7 +1,7 @@
 """Code between two steps writes parameters, the optimizer's state, or takes the step itself.
 
-A loop like that trains as with plain DDP, or is refused in words that name what to change, whenever it writes: also
-long after the first steps, which are looked at most closely.
+Such a loop trains as with plain DDP, or an error names the change it needs. This holds long after
+the first steps, which are checked most closely.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def evaluate(training: Training) -> None:
         training.model(batch(0, 0))
 
 
-# --- averages that are swapped in ------------------------------------------------------------------------------------
+# --- averages that are swapped in ----------------------------------------------------------------
 
 
 def copied(
@@ -78,7 +78,7 @@ def test_an_average_swapped_in_through_data_is_refused(
 @pytest.mark.parametrize("how", ["flush", "model.parameters()"])
 @pytest.mark.parametrize("way", ["decoupled", "owned"])
 @in_ranks(2)
-def test_an_average_swapped_in_as_the_error_says_changes_nothing(
+def test_an_average_swapped_in_as_the_error_advises_changes_nothing(
     rank: int, way: str, how: str, swap: Any
 ) -> None:
     found = []
@@ -110,7 +110,7 @@ def test_equal_values_written_through_data_are_no_difference(rank: int) -> None:
     training.close()
 
 
-# --- the optimizer's state -------------------------------------------------------------------------------------------
+# --- the optimizer's state -----------------------------------------------------------------------
 
 
 def zeroed(optimizer: Any) -> None:
@@ -142,7 +142,7 @@ RESTARTS: dict[str, Callable[[Any], None]] = {
 }
 
 
-# With owners a rank has the state of its own parameters only.
+# With owners a rank has only the state of its own parameters.
 @pytest.mark.torch_version
 @pytest.mark.parametrize(
     ("way", "how"),
@@ -172,9 +172,8 @@ def test_momentum_that_is_restarted_between_steps_is_that_of_plain_ddp(
 
 
 def decoupled_kfac(model: Any, optimizers: Any, mutex: Any) -> Any:
-    return ddp.DecoupledState(
-        optimizers[0], kfac=ddp.KFACState(model, optimizers[0])
-    ), ddp.decoupled_hook
+    kfac = ddp.KFACState(model, optimizers[0])
+    return ddp.DecoupledKFACState(optimizers[0], kfac), ddp.decoupled_hook
 
 
 @pytest.mark.parametrize("how", ["tensor", "dictionary"])
@@ -194,14 +193,14 @@ def test_momentum_written_through_a_held_reference_is_refused(rank: int, how: st
 
 
 @in_ranks(2)
-def test_the_state_is_a_plain_dictionary_again_when_the_hook_is_closed(rank: int) -> None:
+def test_after_close_the_optimizers_state_is_a_plain_dictionary(rank: int) -> None:
     training = Training("decoupled", rank).run(4)
     training.close()
     assert type(training.optimizer.state).__module__ == "collections"
     training.run(2)
 
 
-# --- gradients that other code uses ----------------------------------------------------------------------------------
+# --- gradients that other code uses --------------------------------------------------------------
 
 
 def second_optimizer(training: Training) -> None:
@@ -247,7 +246,7 @@ USES = [second_optimizer, by_hand, by_hand_in_old_style, perturbed]
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("way", ["decoupled", "owned", "muon"])
 @in_ranks(2)
-def test_gradients_that_are_not_whole_are_refused_to_other_code(
+def test_other_code_that_uses_incomplete_gradients_is_refused(
     rank: int, way: str, use: Any
 ) -> None:
     training = Training(way, rank).run(LATE)
@@ -259,7 +258,7 @@ def test_gradients_that_are_not_whole_are_refused_to_other_code(
 
 @pytest.mark.parametrize("way", ["decoupled", "owned", "muon"])
 @in_ranks(2)
-def test_a_step_that_is_skipped_is_no_use_of_its_gradients(rank: int, way: str) -> None:
+def test_a_skipped_step_is_not_taken_for_a_use_of_its_gradients(rank: int, way: str) -> None:
     training = Training(way, rank).run(LATE)
     for _ in range(2):
         training.backward()

@@ -12,7 +12,7 @@ import pytest
 from tests.seeded.fault import FAULTS, ROOT, SEARCHED, Fault
 
 RENAMED = re.compile(
-    r"\b(Bucket|Backward|Exchange|DecoupledState|Pending|Owners|FactorCapture|Turns|CodedLink"
+    r"\b(Bucket|Backward|Exchange|DecoupledState|Pending|OwnerState|FactorCapture|Turns|CodedLink"
     r"|ModuleBuffers)\b"
 )
 

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -19,7 +20,10 @@ network = functools.partial(mlp, 6, 6, 6, 6, seed=3, tanh_last=True)
 
 
 class Training(harness.Training):
-    """With plain DDP, or decoupled: deferred wherever that can be unless ``options`` of the state say otherwise."""
+    """Training with plain DDP, or decoupled.
+
+    Steps are deferred wherever possible, unless ``options`` of the state forbid it.
+    """
 
     def __init__(
         self,
@@ -28,13 +32,15 @@ class Training(harness.Training):
         make: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         net: Callable[[], nn.Module] = network,
         ddp: dict[str, Any] | None = None,
+        owned: bool = False,
+        mutex: Any = None,
         **options: Any,
     ) -> None:
-        way, optimizers = (
-            way_of(**options) if decoupled else None,
-            make and (lambda model: [make(model)]),
-        )
-        super().__init__(way, module=net(), optimizers=optimizers, **(ddp or {}))
+        way = None
+        if decoupled:
+            way = harness.owned if owned else way_of(**options)
+        optimizers = make and (lambda model: [make(model)])
+        super().__init__(way, mutex=mutex, module=net(), optimizers=optimizers, **(ddp or {}))
 
 
 class Acting(torch.optim.SGD):
@@ -60,3 +66,19 @@ def both(**settings: Any) -> tuple[Training, Training]:
 
 def assert_same(one: harness.Training, other: harness.Training) -> None:
     assert same(one, other)
+
+
+def act(**how: Any) -> Any:
+    return mock.patch.object(Acting, "act", mock.Mock(**how))
+
+
+def owned(**options: Any) -> Training:
+    return Training(decoupled=True, owned=True, **options)
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    return [
+        {"params": module.parameters()}
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    ]

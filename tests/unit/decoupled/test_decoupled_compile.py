@@ -1,4 +1,4 @@
-"""Under torch.compile, decoupled training makes as many graphs as plain DDP, and has its weights."""
+"""Under torch.compile decoupled training makes as many graphs as plain DDP, with its weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ STEPS = 8
 
 
 class Block(nn.Module):
-    """Not a layer of torch's own: torch 2.11 compiles no frame of these where they stand alone."""
+    """A module of our own: torch 2.11 compiles no frame of torch's layers that stand alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,17 +30,17 @@ class Block(nn.Module):
 
 
 def network() -> nn.Sequential:
-    """Return a stack whose blocks may be compiled one by one, as those of many large models are."""
+    """Return a stack whose blocks may be compiled one by one, as in many large models."""
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(6, 6), Block(), Block(), Block())
 
 
-# What is compiled: the network by a wrapper or in place, the DDP model, or block by block.
+# Compiled parts: the network by a wrapper or in place, the DDP model, or block by block.
 WAYS = ("network", "network in place", "model", "blocks")
 
 
 class Trained(harness.Training):
-    """A model, compiled in one of the ways or not, that is trained in fresh graphs."""
+    """Trains a model, compiled in one of the ways or not, in fresh graphs."""
 
     def __init__(self, way: str, *, decoupled: bool, defer: str = "always") -> None:
         torch._dynamo.reset()
@@ -59,13 +59,16 @@ class Trained(harness.Training):
         )
         self.graphs: list[int] = []
         self.deferred = 0
-        self.between: Callable[[], object] = lambda: None
+        # Called between step() and the next forward.
+        self.look: Callable[[], torch.Tensor] | None = None
+        self.seen: list[torch.Tensor] = []
 
     def update(self) -> None:
         self.optimizer.step()
         self.deferred += self.is_pending
         self.drop()
-        self.between()
+        if self.look is not None:
+            self.seen.append(self.look())
         self.steps += 1
         self.graphs.append(self.counter.frame_count)
 
@@ -74,8 +77,8 @@ class Trained(harness.Training):
 @pytest.mark.parametrize(
     ("way", "defer"), [*((way, "always") for way in WAYS), ("network", "auto"), ("blocks", "auto")]
 )
-def test_as_many_graphs_as_without_the_hook_deferred_or_not(way: str, defer: str) -> None:
-    """In the buckets of ``ddp_options``: torch's own optimizer of compiled DDP models asks for large ones."""
+def test_compiled_models_make_as_many_graphs_as_plain_ddp(way: str, defer: str) -> None:
+    """With the buckets of ``ddp_options``: torch's own DDPOptimizer wants large ones."""
     steps = STEPS + (inside.TRIAL[-1] if defer == "auto" else 0)
     plain = Trained(way, decoupled=False).run(steps)
     decoupled = Trained(way, decoupled=True, defer=defer)
@@ -101,17 +104,16 @@ def evaluation(trained: Trained) -> Callable[[], torch.Tensor]:
 @pytest.mark.parametrize(
     ("way", "look"), [("model", weights), ("blocks", weights), ("", evaluation)]
 )
-def test_who_looks_between_step_and_forward_sees_the_update_and_makes_no_graph(
+def test_reads_between_step_and_forward_see_the_update_and_make_no_graph(
     way: str, look: Any
 ) -> None:
     graphs, found = [], []
     for decoupled in (True, False):
-        trained, seen = Trained(way, decoupled=decoupled), []
-        looked = look(trained)
-        trained.between = lambda seen=seen, looked=looked: seen.append(looked())  # type: ignore[misc]
+        trained = Trained(way, decoupled=decoupled)
+        trained.look = look(trained)
         trained.run(STEPS).close()
         graphs.append(trained.graphs)
-        found.append(torch.stack(seen))
+        found.append(torch.stack(trained.seen))
     assert graphs[0] == graphs[1]
     assert torch.equal(*found)
 

@@ -1,6 +1,6 @@
-"""No parameter is read or updated in another state than with plain DDP, however a model or a script gets at it.
+"""Parameters are read and updated as with plain DDP, whichever way a model or a script reads them.
 
-Every way of reading one through a module is seen; copies and leavers are not.
+Every read through a module is guarded; reads through copies and references are not.
 """
 
 import copy
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_versio
 
 
 class Remembering(nn.Module):
-    """Reads some layers' parameters past the dictionaries that hold them; the rest as usual."""
+    """Reads the parameters of some layers past the dictionaries that hold them."""
 
     def __init__(self, *past: int) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class Remembering(nn.Module):
         return features
 
 
-def test_a_forward_that_reads_nothing_through_its_modules_is_told() -> None:
+def test_a_forward_that_reads_past_its_modules_warns_once() -> None:
     with heard() as said:
         Training(decoupled=True, net=lambda: Remembering(0, 2, 4)).run(4)
     assert ["forward does not read" in each for each in said] == [True]
 
 
-def test_references_kept_elsewhere_are_up_to_date_from_step_one(
+def test_references_kept_elsewhere_are_updated_before_forward(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     training, plain = both(net=lambda: Remembering(0))
@@ -58,14 +58,16 @@ def test_references_kept_elsewhere_are_up_to_date_from_step_one(
     )
     for each in (training, plain):
         each.step()
-    assert pending == [True], "what is read through its module is still deferred into forward"
+    assert pending == [True], (
+        "a bucket that is read through its module is still deferred into forward"
+    )
     with torch.no_grad():  # past DDP
         assert torch.equal(*(each.model.module.eval()(inputs(9)) for each in (training, plain)))
     assert_same(training, plain)
 
 
-def test_what_another_thread_reads_is_not_taken_for_forwards_own_reads() -> None:
-    """In the middle of forward, behind the reference."""
+def test_reads_by_another_thread_are_not_forwards_own_reads() -> None:
+    """The thread reads in the middle of forward, after the reference was read."""
     training, plain = (each.run(1) for each in both(net=lambda: Remembering(0)))
 
     def save(*_: Any) -> None:
@@ -78,7 +80,7 @@ def test_what_another_thread_reads_is_not_taken_for_forwards_own_reads() -> None
     assert_same(training, plain)
 
 
-def test_a_module_that_takes_another_ones_place_is_guarded() -> None:
+def test_a_module_that_replaces_another_is_guarded() -> None:
     training, plain = (each.run() for each in both())
     for each in (training, plain):
         net, new = each.model.module, nn.Linear(6, 6)
@@ -94,7 +96,7 @@ class First(nn.Module):
         return several[0]
 
 
-def test_nobody_is_told_of_references_where_there_are_none(
+def test_no_warning_where_modules_read_their_own_parameters(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def net() -> nn.Module:
@@ -109,7 +111,7 @@ def test_nobody_is_told_of_references_where_there_are_none(
 
 
 class Pending(Training):
-    """All parameters of a network are to be updated, each in a bucket of its own; tells which of them were."""
+    """Has updates of all parameters of a network pending, each in a bucket of its own."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__(decoupled=True, net=lambda: network)
@@ -119,7 +121,7 @@ class Pending(Training):
         self.pend()
 
     def pend(self) -> None:
-        """Have all parameters to be updated again."""
+        """Make the updates of all parameters pending again."""
         self.backward()
         self.before = [parameter.detach().clone() for parameter in self.held]
         self.update()
@@ -170,14 +172,14 @@ READS: dict[str, tuple[Callable[[Any], object], list[str]]] = {
 
 
 @pytest.mark.parametrize("way", READS)
-def test_reading_brings_up_to_date_what_is_read(way: str, pending: Pending) -> None:
+def test_a_read_updates_the_parameters_that_are_read(way: str, pending: Pending) -> None:
     read, names = READS[way]
     read(pending.network)
     assert pending.updated() == names
     assert pending.is_pending == (names != ALL)
 
 
-def test_a_module_looks_as_before_when_guards_are_down_with_what_was_set_meanwhile(
+def test_without_guards_a_module_has_its_own_dictionary_with_later_parameters(
     pending: Pending,
 ) -> None:
     module: Any = pending.network.get_submodule("0")
@@ -204,8 +206,8 @@ def test_a_parameter_that_moves_to_a_new_module_is_guarded_there(pending: Pendin
     assert pending.updated() == ALL[:1]
 
 
-def test_replays_of_a_cuda_graph_read_what_is_up_to_date() -> None:
-    """``torch.cuda.make_graphed_callables`` puts a function in the place of forward that asks no module."""
+def test_replays_of_a_cuda_graph_read_updated_parameters() -> None:
+    """``torch.cuda.make_graphed_callables`` replaces forward by a function that reads no module."""
     network = mlp(6, 32, 32, seed=3)
     held, read = list(network.parameters()), []
 

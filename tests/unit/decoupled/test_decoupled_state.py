@@ -1,4 +1,4 @@
-"""The decoupled hook in a job of one rank: what users do between backward and the next forward."""
+"""The decoupled hook in a job of one rank: user code between backward and the next forward."""
 
 import contextlib
 import copy
@@ -15,7 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
-from crossover_ddp import DecoupledState, UnsupportedConfigurationError
+from crossover_ddp import (
+    DecoupledKFACState,
+    DecoupledState,
+    OwnerState,
+    UnsupportedConfigurationError,
+    decoupled_hook,
+)
 from crossover_ddp.codecs import Int8
 from crossover_ddp.kfac_hooks import kfac_hook
 from tests.harness import training as harness
@@ -39,7 +45,7 @@ def plain() -> Training:
 def training() -> Iterator[Training]:
     made = Training(decoupled=True)
     yield made
-    # A test that spoiled the gradients hears of it once more.
+    # After a test that has written gradients it raises once more.
     with contextlib.suppress(UnsupportedConfigurationError):
         made.state.close()
 
@@ -58,7 +64,7 @@ LOOKS: dict[str, Callable[[Training], object]] = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_step_changes_nothing_until_somebody_looks(
+def test_step_changes_no_parameter_until_a_read(
     look: str, training: Training, plain: Training
 ) -> None:
     training.run(STEPS - 1).backward()
@@ -73,7 +79,7 @@ def test_step_changes_nothing_until_somebody_looks(
 
 @pytest.mark.defect("strangers-31")
 @pytest.mark.parametrize(("steps", "every", "told"), [(8, 1, 1), (64, 16, 0)])
-def test_reading_in_every_step_is_told_once_and_now_and_then_not(
+def test_reads_in_every_step_warn_once_and_occasional_reads_do_not(
     steps: int, every: int, told: int
 ) -> None:
     training = Training(decoupled=True)
@@ -98,7 +104,7 @@ def test_schedulers_work_wherever_they_are_stepped(
     for each in trained:
         scheduler = each.schedulers.pop() if scheduler_first else cycle(each.optimizer)
         with warnings.catch_warnings():
-            # Stepping it before is what torch warns of in any case; stepping it after must not warn.
+            # Torch always warns of stepping it before; stepping it after must not warn.
             warnings.simplefilter("ignore" if when == "before" else "error")
             acts = (
                 (scheduler.step, each.update) if when == "before" else (each.update, scheduler.step)
@@ -113,10 +119,8 @@ def test_schedulers_work_wherever_they_are_stepped(
 @pytest.mark.defect("strangers-7")
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
 @pytest.mark.parametrize("max_norm", [1e-2, 1e3])
-def test_clipping_is_torchs_whether_a_step_is_deferred_or_not(
-    norm_type: float, max_norm: float
-) -> None:
-    """And may be repeated, with the same norm but for its last bits."""
+def test_clipping_equals_torchs_deferred_or_not(norm_type: float, max_norm: float) -> None:
+    """It may be repeated, with the same norm up to its last bits."""
     net = functools.partial(harness.mlp, 6, 40, 40, 6, seed=3, tanh_last=True)
     runs = [Training(decoupled=decoupled, net=net) for decoupled in (True, True, False)]
     deferred, flushed, plain = runs
@@ -181,8 +185,8 @@ def test_changes_through_old_tensors_are_refused(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_in_a_way_that_is_seen_are_those_of_plain_ddp(change: str, way: str) -> None:
-    """Of gradients before the step, and of parameters behind it."""
+def test_changes_through_the_model_or_optimizer_equal_plain_ddps(change: str, way: str) -> None:
+    """Gradients are changed before the step, and parameters after it."""
     training, plain = both()
     with heard() as said:
         for each in (training, plain):
@@ -197,13 +201,14 @@ def test_changes_in_a_way_that_is_seen_are_those_of_plain_ddp(change: str, way: 
     )
 
 
-# Done between step() and the next forward to tensors taken earlier, after so many steps; `.data` counts no version.
+# Writes between step() and the next forward to tensors taken earlier, the number of steps before,
+# and the message. `.data` counts no version.
 SPOILED: dict[str, tuple[Callable[[list[Any], list[Any]], object], int, str]] = {
     "gradients": (lambda held, gradients: gradients[0].zero_(), STEPS, "changed in place"),
     "gradients' data": (
         lambda held, gradients: gradients[0].data.mul_(0.5),
         3,
-        "got gradients that were",
+        "changed in place",
     ),
     "parameters": (
         lambda held, gradients: held[0].add_(1.0),
@@ -219,7 +224,7 @@ SPOILED: dict[str, tuple[Callable[[list[Any], list[Any]], object], int, str]] = 
 
 
 @pytest.mark.parametrize("spoiled", SPOILED)
-def test_what_is_changed_before_its_update_is_refused(spoiled: str, training: Training) -> None:
+def test_changes_between_step_and_update_are_refused(spoiled: str, training: Training) -> None:
     act, steps, message = SPOILED[spoiled]
     training.run(steps).backward()
     gradients = [p.grad for p in training.held]
@@ -231,7 +236,7 @@ def test_what_is_changed_before_its_update_is_refused(spoiled: str, training: Tr
 
 
 @pytest.mark.parametrize(("check", "refuses"), [("", False), ("0", False), ("1", True)])
-def test_later_steps_are_checked_if_asked(
+def test_later_steps_are_checked_with_crossover_check(
     check: str, refuses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CROSSOVER_CHECK", check)
@@ -245,7 +250,7 @@ def test_later_steps_are_checked_if_asked(
 
 
 def accumulated(each: Training) -> None:
-    """Without no_sync: each backward averages what has been summed so far."""
+    """Without no_sync: each backward averages the sum so far."""
     for _ in range(3):
         each.backward()
     each.update()
@@ -318,7 +323,7 @@ def evaluated_for_inference(each: Training, clip: bool = False, saved: bool = Fa
 
 
 class NewState(torch.optim.SGD):
-    """Puts a new tensor into its state in every step, and writes into it: one made for inference it could not."""
+    """Puts a new tensor into its state in every step, and writes it, unlike an inference tensor."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -355,14 +360,14 @@ LOOPS: list[tuple[Loop, Make | None]] = [
 
 
 @pytest.mark.parametrize(("loop", "make"), LOOPS)
-def test_what_loops_do_is_as_with_plain_ddp(loop: Loop, make: Make | None) -> None:
+def test_training_loops_equal_plain_ddp(loop: Loop, make: Make | None) -> None:
     training, plain = both(make=make)
     for each in (training, plain):
         for _ in range(10):
             loop(each)
     if (loop, make) in DEFERRED:
         assert training.is_pending == (loop is not dropped), (
-            "who touches gradients makes them whole"
+            "code that reads gradients completes them"
         )
     assert_same(training, plain)
 
@@ -380,7 +385,7 @@ def test_hooks_of_the_optimizer_see_whole_steps(
     assert all(map(torch.equal, seen[:STEPS], seen[STEPS:]))
 
 
-def test_copied_models_and_closed_states_optimizers_are_ordinary(
+def test_copied_models_and_optimizers_of_closed_states_are_plain(
     training: Training, plain: Training
 ) -> None:
     training.run(3)
@@ -401,7 +406,9 @@ def test_copied_models_and_closed_states_optimizers_are_ordinary(
     DecoupledState(training.optimizer).close()
 
 
-def test_without_the_state_ddp_goes_on_after_an_error(training: Training, plain: Training) -> None:
+def test_after_an_error_and_close_training_equals_plain_ddp(
+    training: Training, plain: Training
+) -> None:
     for each in (training, plain):
         each.run().backward()
     clip_grad_norm_(training.held, 1.0)
@@ -460,16 +467,16 @@ REFUSED: list[tuple[dict[str, Any], Callable[[Training], object], str]] = [
     ({"make": some}, Training.backward, r"got 2 that are not in it \(4.*parameter group"),
     ({"net": Embedded}, Training.backward, "sparse=False"),
     ({"net": scripted}, Training.backward, r"got 0 made by torch\.jit"),
-    # A codec would round the parameters that owners send.
-    ({"owners": "layers", "codec": Int8()}, id, r"owners='layers' and kfac=None.*use one of them"),
-    ({"owners": "layers", "make": some}, adds_a_group, r"add_param_group\(\) make a new state"),
+    ({"owned": True, "make": some}, adds_a_group, r"add_param_group\(\) make a new state"),
     ({"make": with_a_stranger}, trains_a_stranger, "gradients of 1 other parameters"),
 ]
 
 
 @pytest.mark.defect("decoupled-7", "strangers-31")
 @pytest.mark.parametrize(("options", "act", "message"), REFUSED)
-def test_what_cannot_be_decoupled_is_refused(options: Any, act: Any, message: str) -> None:
+def test_models_and_optimizers_that_cannot_work_are_refused(
+    options: Any, act: Any, message: str
+) -> None:
     with refused(match=message):
         act(Training(decoupled=True, **options))
 
@@ -489,7 +496,7 @@ NEXT: dict[str, Callable[[Training], object]] = {
 @pytest.mark.parametrize("next_", NEXT)
 @pytest.mark.parametrize("instead", INSTEAD)
 @pytest.mark.parametrize("steps", [0, 1, 5])
-def test_a_step_of_somebody_else_is_refused_unless_gradients_are_whole(
+def test_a_step_of_other_code_is_refused_unless_gradients_were_flushed(
     steps: int, instead: str, next_: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if instead == "a fused one" and steps > 4:
@@ -504,25 +511,15 @@ def test_a_step_of_somebody_else_is_refused_unless_gradients_are_whole(
     INSTEAD[instead](training.held)
     with refused(match=r"another optimizer.*call state\.flush\(\)"):
         NEXT[next_](training)
-    training.step()  # nothing is left half done
+    training.step()  # no update is left undone
     training.state.close()
 
 
 NEW = "a new KFACState without a codec for each DecoupledState, got one "
 
 
-# What DecoupledState is given beside the optimizer and K-FAC.
-COMBINED: list[tuple[Callable[[WithKFAC], dict[str, Any]], type[Exception], str]] = [
-    (
-        lambda _: {"codec": Int8()},
-        UnsupportedConfigurationError,
-        "owners= and kfac= at most, got codec=Int8",
-    ),
-    (
-        lambda _: {"owners": "layers"},
-        UnsupportedConfigurationError,
-        "got codec=None, owners='layers' and",
-    ),
+# Arguments of DecoupledKFACState beside the optimizer.
+KFAC_REFUSED: list[tuple[Callable[[WithKFAC], dict[str, Any]], type[Exception], str]] = [
     (
         lambda _: {"kfac": WithKFAC(codec=Int8()).kfac},
         UnsupportedConfigurationError,
@@ -542,20 +539,56 @@ COMBINED: list[tuple[Callable[[WithKFAC], dict[str, Any]], type[Exception], str]
 ]
 
 
-@pytest.mark.parametrize(("options", "kind", "message"), COMBINED)
-def test_what_cannot_be_combined_is_refused(
+@pytest.mark.parametrize(("options", "kind", "message"), KFAC_REFUSED)
+def test_a_kfac_state_that_does_not_fit_is_refused(
     options: Any, kind: type[Exception], message: str
 ) -> None:
-    """And leaves the optimizer alone."""
+    """The optimizer is left alone."""
     made = WithKFAC()
     with pytest.raises(kind, match=message):
-        DecoupledState(made.optimizer, **{"kfac": made.kfac} | options(made))
-    DecoupledState(made.optimizer, kfac=made.kfac)
+        DecoupledKFACState(made.optimizer, **{"kfac": made.kfac} | options(made))
+    DecoupledKFACState(made.optimizer, made.kfac)
     with refused(match=NEW + "that is part"):
-        DecoupledState(torch.optim.SGD(made.model.parameters(), lr=0.1), kfac=made.kfac)
+        DecoupledKFACState(torch.optim.SGD(made.model.parameters(), lr=0.1), made.kfac)
 
 
-def test_the_states_of_both_go_on_together_and_its_own_hook_is_refused() -> None:
+# Arguments of version 0.2 that exclude each other, and the message.
+COMBINED: list[tuple[Callable[[WithKFAC], dict[str, Any]], str]] = [
+    # A codec would round the parameters that owners send.
+    (lambda _: {"owners": "layers", "codec": Int8()}, "owners='layers' and kfac=None.*use one"),
+    (
+        lambda made: {"kfac": made.kfac, "codec": Int8()},
+        "owners= and kfac= at most, got codec=Int8",
+    ),
+    (lambda made: {"kfac": made.kfac, "owners": "layers"}, "got codec=None, owners='layers' and"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), COMBINED)
+def test_former_arguments_that_exclude_each_other_are_refused(options: Any, message: str) -> None:
+    made = WithKFAC()
+    with refused(match=message):
+        DecoupledState(made.optimizer, **options(made))
+
+
+def test_owners_layers_makes_an_owner_state_with_a_warning_and_trains_as_that() -> None:
+    def formerly(model: Any, optimizers: Any, mutex: Any) -> Any:
+        with pytest.warns(FutureWarning, match=r"OwnerState\(optimizer\).*owner_hook"):
+            state = DecoupledState(optimizers, mutex=mutex, owners="layers", defer="auto")
+        assert type(state) is OwnerState
+        return state, decoupled_hook
+
+    assert_same(harness.Training(formerly).run(6), harness.Training("owned").run(6))
+
+
+def test_kfac_makes_a_decoupled_kfac_state_with_a_warning() -> None:
+    made = WithKFAC()
+    with pytest.warns(FutureWarning, match=r"write DecoupledKFACState\(optimizer, kfac\)"):
+        state = DecoupledState(made.optimizer, kfac=made.kfac, defer="always")
+    assert type(state) is DecoupledKFACState
+
+
+def test_kfacs_state_dict_flushes_and_kfac_hook_is_refused() -> None:
     made = WithKFAC(decoupled=True).run(4)
     assert made.state.stats()["deferred"], "the last update waits for the next forward"
     saved = made.kfac.state_dict()

@@ -1,4 +1,4 @@
-"""Deferring is tried, and what is faster for the slowest rank is kept."""
+"""The trial of deferring keeps the kind of step that is faster for the slowest rank."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ END = WARM_UP + 2 * BLOCK * LAST_PAIR
 
 
 class World:
-    """A rank whose steps take as long as they are told to."""
+    """A rank whose steps of each kind take a given time."""
 
     def __init__(
         self, deferred_s: float, whole_s: float, others: Sequence[Sequence[float]] = ()
@@ -50,7 +50,7 @@ class World:
         ((2.0, 1.0), [], 2, False),
         ((1.0, 1.25), [], 3, True),
         ((1.0, 1.03), [], LAST_PAIR, True),
-        ((1.0, 1.01), [], LAST_PAIR, False),  # it costs what is not measured, too
+        ((1.0, 1.01), [], LAST_PAIR, False),  # below the saving that deferring needs
         ((1.0, 2.0), [[3.0, 2.5]], 4, False),
     ],
 )

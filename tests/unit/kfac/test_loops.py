@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from crossover_ddp import DecoupledState, KFACState, decoupled_hook, kfac_hook
+from crossover_ddp import DecoupledKFACState, KFACState, decoupled_hook, kfac_hook
 from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import networks
 from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, batch
@@ -101,7 +101,7 @@ def test_a_layer_whose_bias_gets_no_gradient_is_refused(away: str, decoupled: bo
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["0.bias"])
     model = DistributedDataParallel(inner)
     if decoupled:
-        model.register_comm_hook(DecoupledState(optimizer, kfac=kfac), decoupled_hook)
+        model.register_comm_hook(DecoupledKFACState(optimizer, kfac), decoupled_hook)
     else:
         model.register_comm_hook(kfac, kfac_hook)
     with pytest.raises(UnsupportedConfigurationError, match=r"0\.bias"):

@@ -1,4 +1,4 @@
-"""Owners in a job of one rank, by `DecoupledState` and `MuonState`: refusals, skipped steps."""
+"""Owners in a job of one rank, by `OwnerState` and `MuonState`: refusals, skipped steps."""
 
 import functools
 import math
@@ -16,9 +16,9 @@ from torch.optim import optimizer as optimizer_module
 
 from crossover_ddp._owners import muon as muon_in_halves
 from crossover_ddp._owners.muon import check_torch
-from crossover_ddp.comm_hooks import DecoupledState
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.muon_hooks import MuonState, muon_hook
+from crossover_ddp.owner_hooks import OwnerState
 from tests.harness.training import Training, muon_and_sgd, same
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -116,7 +116,7 @@ MISUSES: dict[str, tuple[str, Callable[[Training], object], str]] = {
     "a step hook": (
         "owned",
         lambda t: (t.optimizer.register_step_post_hook(id), t.update()),
-        "owners=None",
+        "use DecoupledState",
     ),
     "changes through data": (
         "owned",
@@ -190,7 +190,7 @@ def test_an_optimizer_that_cannot_run_on_one_parameter_is_refused(
     kind: type[SGD], message: str
 ) -> None:
     with refuses(message):
-        DecoupledState(kind([nn.Parameter(torch.ones(4, 6))], lr=0.1), owners="layers")
+        OwnerState(kind([nn.Parameter(torch.ones(4, 6))], lr=0.1))
 
 
 @pytest.mark.parametrize("kind", ["pre", "post"])
@@ -250,4 +250,4 @@ def test_a_closed_state_gives_muon_back() -> None:
     assert same(after.run(2), plain.run(2))
     MuonState(training.optimizer)
     with refuses("has another already"):
-        DecoupledState(training.optimizer, owners="layers")
+        OwnerState(training.optimizer)

@@ -1,0 +1,552 @@
+"""Decoupled training: gradients are gathered, and parameters updated, while the next forward runs.
+
+After DeAR (arXiv 2302.12445): reduce-scatter during backward, all-gather during the next forward.
+Our design: the order of the gathers, updates by the user's own optimizer, and guards against
+reading a parameter before its update.
+
+[Note: coded and deferred] The deferred gather carries mean gradients, not parameters. So it is
+coded as under any other hook, and no parameter is ever rounded. The messages of a bucket stay in
+place: no message of a step is written before the step before it is decoded, since forward waits for
+all of its parameters.
+
+[Note: K-FAC decoupled] Owners precondition as soon as a bucket is reduced. The directions that
+forward needs first are gathered first. But none may be applied before the KL clip is known, which
+scales every direction by one number made of all layers: each bucket's journey waits for it. So the
+training is that of `kfac_hook`, bit for bit. Our design.
+"""
+
+# No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from crossover_ddp._compression.codec import in_words
+from crossover_ddp._compression.compression import Compression
+from crossover_ddp._compression.planning import AnyCodec
+from crossover_ddp._ddp.checks import resolve_group
+from crossover_ddp._decoupled.clipping import clip
+from crossover_ddp._decoupled.pending import DeferredBucket, Pending, Phase, defer_step, next_stage
+from crossover_ddp._decoupled.state import DeferredState, check_one_optimizer, undeferred
+from crossover_ddp._decoupled.trial import Trial
+from crossover_ddp._engine.buckets import Bucket, BucketWay, JourneyTurn, Turn
+from crossover_ddp._engine.exchange import Exchange, answered
+from crossover_ddp._engine.journeys import Way
+from crossover_ddp._engine.links import Link
+from crossover_ddp._owners.optimizer import PartialOptimizer
+
+from .errors import UnsupportedConfigurationError
+from .gpu_mutex import GPUMutex
+from .owner_hooks import OwnerState, owner_hook
+
+__all__ = ["DecoupledKFACState", "DecoupledState", "decoupled_hook"]
+
+
+async def decoupled(
+    bucket: Bucket, link: Link, turn: JourneyTurn, deferred: DeferredBucket
+) -> None:
+    """Average a bucket for which backward does not wait, and update its parameters in forward."""
+    turn.release()  # backward's compute is launched: a sibling may have the device
+    await bucket.computed()
+    await link.reduce_scatter(bucket.flat, bucket.layout)
+    # Gathers begin when all buckets are reduced, with the last one, which forward needs first.
+    if not await bucket.summed():
+        return  # a later backward pass has replaced this one
+    await link.all_gather(bucket.flat, bucket.layout)
+    # After step(), on the thread that first reads one of the parameters.
+    step = await next_stage()
+    deferred.complete()
+    step.apply(deferred.updates)
+
+
+async def apply_directions(deferred: DeferredBucket) -> None:
+    """Update parameters in forward; K-FAC's own journey has brought the directions."""
+    step = await next_stage()
+    deferred.complete()
+    step.apply(deferred.updates)
+
+
+class DecoupledState(DeferredState):
+    """State of `decoupled_hook`: gradients arrive, and the step takes effect, in the next forward.
+
+    The training loop stays as it is. ``optimizer.step()`` returns at once. Each parameter is
+    updated by the optimizer's own code, with the hyper-parameters of that moment, just before it
+    is first read: by a module's forward, ``state_dict()``, ``parameters()`` or ``module.weight``.
+    Losses and parameters equal those of plain DDP, bit for bit with one or two ranks, and up to
+    the order of additions with more.
+
+    Two reads cannot be detected: of a tensor taken earlier (``p = model.weight``), directly after
+    ``step()``; and of its ``p.grad`` between ``backward()`` and the next forward, which holds the
+    mean only in parts. Call `flush` before them. Writes through such tensors are refused, see
+    docs/decoupled.md; ``CROSSOVER_CHECK=1`` looks harder, in every step.
+
+    Args:
+        optimizer: any torch optimizer that treats each parameter by itself, with all parameters of
+            the model.
+        process_group: the ranks of the job; must be the group of the DDP model. Default: the
+            default group.
+        mutex: takes turns with sibling jobs. The turn is given away when backward's computation is
+            done, and taken before that of the next forward. Default: no turns.
+        defer: "auto": try in the first thirty to ninety steps whether deferring is faster for this
+            model on this link, and keep the faster way; see `deferring`. "always": do not try. The
+            results are the same either way.
+        codec: compresses both halves of the exchange, with error feedback: one codec for both, or a
+            pair (to owners, to all), such as ``crossover_ddp.codecs.Int8()``; see
+            `CompressedState`. Parameters then differ from plain DDP's, but are equal on all ranks,
+            bit for bit. Default: none.
+        loss_scale: for ``codec``: the factor of the loss in ``backward()``, or a function that
+            returns it, such as ``scaler.get_scale``. Default 1.
+        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, …
+            steps, and every thousand. Default True.
+        owners: deprecated; "layers" returns an `OwnerState`.
+        kfac: deprecated; a ``KFACState`` returns a `DecoupledKFACState`.
+
+    On failure: combinations that cannot work raise ``UnsupportedConfigurationError``, here or from
+    the first ``backward()`` or ``step()``. When a peer dies, code that waits for its gradients
+    raises ``ExchangeError``, in bounded time.
+
+    **Collective**: every rank registers the hook. ``CROSSOVER_DISABLE=1`` makes it a plain
+    all-reduce.
+
+    Example::
+
+        model = DistributedDataParallel(model, **DecoupledState.ddp_options(model))
+        model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)
+    """
+
+    def __new__(
+        cls,
+        optimizer: Optimizer | Sequence[Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        owners: Literal["layers"] | None = None,
+        kfac: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Return another state for arguments of version 0.2, with a warning."""
+        if owners is not None or kfac is not None:
+            return _formerly(optimizer, process_group, owners, kfac, options)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        mutex: GPUMutex | None = None,
+        defer: Literal["auto", "always"] = "auto",
+        codec: AnyCodec = None,
+        loss_scale: float | Callable[[], float] = 1.0,
+        compare_replicas: bool = True,
+        owners: None = None,
+        kfac: None = None,
+    ) -> None:
+        _check_defer(defer)
+        only = check_one_optimizer(optimizer)
+        super().__init__(process_group, mutex, compare_replicas)
+        self.optimizer = optimizer
+        self.codec = codec
+        self._defer = defer
+        self._compression = None if codec is None else Compression(codec, loss_scale, self)
+        self._partial = PartialOptimizer(only)
+        self._trial = Trial() if defer == "auto" else None
+        pending = Pending([only], self._check, self._forward_turn)
+        self._intercept(pending, on_state=pending.state_is_read)
+
+    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
+        """Return the settings that all ranks must have in common."""
+        return {"state": type(self).__name__, "codec": in_words(self.codec), "defer": self._defer}
+
+    # --- for users -----------------------------------------------------------------------------
+
+    @property
+    def deferring(self) -> bool | None:
+        """Whether steps are deferred, the same on all ranks; None while that is being tried."""
+        if self._trial is None:
+            return True
+        return self._trial.defers if self._trial.is_over else None
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``.
+
+        Call it before ``step()``. Each rank reads its own parts only, and ranks exchange three
+        numbers each. The gradients are scaled when they are applied. If some rank has called
+        `flush` since ``backward()``, all ranks complete their gradients, and each clips its own.
+
+        Args:
+            max_norm: the greatest norm that is left.
+            norm_type: p of the p-norm; may be infinity. Default 2.
+            error_if_nonfinite: raise ``RuntimeError`` if the norm is infinite or NaN. Default
+                False.
+
+        Returns:
+            The norm before clipping, the same on all ranks.
+
+        On failure: ``UnsupportedConfigurationError`` if the last ``backward()`` raised.
+
+        **Collective**: all ranks of the job.
+        """
+        group = resolve_group(self.process_group)
+        return clip(self._pending, group, max_norm, float(norm_type), error_if_nonfinite)
+
+    def drain(self) -> None:
+        """Send the next step exactly, with the residuals; see `CompressedState.drain`.
+
+        **Collective**.
+        """
+        if self._compression is not None:
+            self._compression.drain()
+
+    def stats(self) -> dict[str, Any]:
+        """Return the statistics of all states, and of deferring.
+
+        "deferred": buckets whose updates are still to be applied. "steps_deferred": steps whose
+        updates were not applied within ``optimizer.step()``. The table is in
+        docs/troubleshooting.md. Not collective.
+        """
+        coded = None if self._compression is None else self._compression.stats()
+        return self._deferred_stats(codec=self.codec, coded=coded)
+
+    def _why_not_deferred(self) -> str | None:
+        is_on = not self.agreement.disabled and self._pending.phase is not Phase.CLOSED
+        if is_on and self._trial is not None and not self._trial.defers:
+            if self._trial.is_over:
+                return "the trial has found steps faster that are not deferred"
+            return "some steps are not, while a trial compares both kinds"
+        return super()._why_not_deferred()
+
+    def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
+        self.flush()
+        if self._compression is not None:
+            self._compression.share(resolve_group(self.process_group))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's residuals, under "codec", if there is a codec; else nothing.
+
+        Residuals differ between ranks, unless `checkpoint` was called right before. Pending updates
+        are applied first, so that model and optimizer may be saved right after. Not collective.
+        """
+        self.flush()
+        return {} if self._compression is None else {"codec": self._compression.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the residuals of a codec from `state_dict`, or from a checkpoint's "hook".
+
+        On failure: ``ValueError`` for another dictionary. Not collective, but all ranks must.
+        """
+        _check_state(state)
+        if self._compression is not None and "codec" in state:
+            self._compression.load(state["codec"]["residuals"], state["codec"]["loss_scale"])
+
+    # --- the hook ------------------------------------------------------------------------------
+
+    def _take(
+        self, exchange: Exchange, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of ``bucket``. Raises if it cannot be exchanged."""
+        pending = self._pending
+        if pending.phase is Phase.CLOSED:
+            return self._carry(exchange, bucket, undeferred).future
+        pending.begin_with(exchange, bucket)
+        if self._trial is None or self._trial.defers:
+            taken = self._defer_bucket(exchange, bucket)
+        else:
+            taken = self._carry(exchange, bucket, undeferred, turn=self._turn)
+            if pending.turn is not None:
+                pending.turn.is_held = True  # the exchange takes it before backward ends
+            if bucket.is_last():
+                pending.end_backward(Phase.IDLE)
+        if bucket.is_last() and self._trial is not None and pending.is_settled:
+            self._trial.backward_ended(exchange, taken.flat.device)
+        return taken.future
+
+    def _defer_bucket(self, exchange: Exchange, grad_bucket: dist.GradBucket) -> Bucket:
+        """Start an exchange for which backward does not wait."""
+        deferred: DeferredBucket
+
+        def way(bucket: Bucket, link: Link, turn: JourneyTurn) -> Way:
+            nonlocal deferred
+            deferred = self._pending.deferred(grad_bucket, bucket)
+            return deferred.travel(functools.partial(decoupled, bucket, link, turn, deferred))
+
+        taken = self._carry(exchange, grad_bucket, way, turn=self._turn, hands_back=True)
+        self._pending.hand_back(deferred)
+        return taken
+
+    def _carry(
+        self,
+        exchange: Exchange,
+        bucket: dist.GradBucket,
+        way: BucketWay,
+        *,
+        turn: Turn | None = None,
+        hands_back: bool = False,
+    ) -> Bucket:
+        coded = None if self._compression is None else self._compression.around(bucket, exchange)
+        return exchange.carry(
+            bucket, way, turn=turn, state=self, around=coded, hands_back=hands_back
+        )
+
+    def _step(self, number: int, original: Callable[[], Any]) -> Any:
+        return defer_step(self._pending, self._partial, original)
+
+
+class _KFAC(Protocol):
+    """The methods of ``KFACState`` that `DecoupledKFACState` calls."""
+
+    def defer(self, state: Any) -> None:
+        """Become part of ``state``, of the same process group and mutex; see `KFACState`."""
+
+    def said(self, bucket: dist.GradBucket) -> dict[str, object]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def exchange(
+        self,
+        exchange: Exchange,
+        bucket: dist.GradBucket,
+        *,
+        state: object,
+        turn: Turn | None,
+        hands_back: bool = False,
+        before: Callable[[], object] = ...,
+    ) -> Bucket:
+        """Start the exchange of a bucket, after ``before``. Raises if it cannot be exchanged."""
+
+
+class DecoupledKFACState(DeferredState):
+    """State of `decoupled_hook`: K-FAC's directions arrive, and are applied, in the next forward.
+
+    Layers are preconditioned on their owners when backward has reduced them, and directions are
+    gathered in the next forward. The training is that of `kfac_hook`, bit for bit; reads of
+    parameters and gradients are those of `DecoupledState`. The ``KFACState`` keeps its own methods,
+    such as ``report()``. See docs/kfac.md.
+
+    Args:
+        optimizer: as for `DecoupledState`.
+        kfac: a new ``KFACState(model, optimizer)`` of the same process group and mutex, without a
+            codec.
+        process_group: the ranks of the job; must be the group of the DDP model. Default: the
+            default group.
+        mutex: takes turns with sibling jobs, as for `DecoupledState`. Default: no turns.
+        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, …
+            steps, and every thousand. Default True.
+
+    On failure: as `DecoupledState`. ``TypeError`` if ``kfac`` is not a ``KFACState``;
+    ``ValueError`` if it has another process group or mutex.
+
+    **Collective**: every rank registers the hook. ``CROSSOVER_DISABLE=1`` makes it a plain
+    all-reduce.
+
+    Example::
+
+        model = DistributedDataParallel(model, **DecoupledState.ddp_options(model))
+        kfac = KFACState(model, optimizer)
+        model.register_comm_hook(DecoupledKFACState(optimizer, kfac), decoupled_hook)
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        kfac: _KFAC,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        mutex: GPUMutex | None = None,
+        compare_replicas: bool = True,
+    ) -> None:
+        only = check_one_optimizer(optimizer)
+        if not hasattr(kfac, "defer"):
+            raise TypeError(
+                f"expected a KFACState, got kfac={type(kfac).__name__}; see DecoupledKFACState"
+            )
+        super().__init__(process_group, mutex, compare_replicas)
+        self.optimizer = optimizer
+        # None with CROSSOVER_DISABLE=1: the KFACState is left alone then.
+        self._kfac = None if self.agreement.disabled else kfac
+        if self._kfac is not None:
+            self._kfac.defer(self)
+        self._partial = PartialOptimizer(only)
+        pending = Pending([only], self._check, self._forward_turn)
+        self._intercept(pending, on_state=pending.state_is_read)
+
+    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
+        """Return the settings that all ranks must have in common."""
+        assert self._kfac is not None
+        return {"state": type(self).__name__, **self._kfac.said(bucket)}
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``.
+
+        Call it before ``step()``. It waits for all directions, so that such a step is not
+        deferred: no rank has its own part before the KL clip is known.
+
+        Args:
+            max_norm: the greatest norm that is left.
+            norm_type: p of the p-norm; may be infinity. Default 2.
+            error_if_nonfinite: raise ``RuntimeError`` if the norm is infinite or NaN. Default
+                False.
+
+        Returns:
+            The norm before clipping, the same on all ranks.
+
+        On failure: ``UnsupportedConfigurationError`` if the last ``backward()`` raised.
+        """
+        pending = self._pending
+        pending.collect()
+        pending.make_whole()
+        return nn.utils.clip_grad_norm_(
+            pending.parameters(), max_norm, norm_type, error_if_nonfinite
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Return the statistics of all states, and of deferring; see `DecoupledState.stats`.
+
+        Not collective.
+        """
+        return self._deferred_stats()
+
+    def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
+        self.flush()
+
+    def _kept_by_hook(self) -> dict[str, Any]:
+        return {} if self._kfac is None else {"kfac": self._kfac.state_dict()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing, after pending updates were applied. K-FAC has a state dict of its own.
+
+        Not collective.
+        """
+        self.flush()
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load K-FAC's state from a checkpoint's "hook".
+
+        On failure: ``ValueError`` for another dictionary. Not collective, but all ranks must.
+        """
+        _check_state(state)
+        if self._kfac is not None and "kfac" in state:
+            self._kfac.load_state_dict(state["kfac"])
+
+    # --- the hook ------------------------------------------------------------------------------
+
+    def _take(
+        self, exchange: Exchange, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of ``bucket``. Raises if it cannot be exchanged."""
+        kfac = self._kfac
+        pending = self._pending
+        assert kfac is not None
+        if pending.phase is Phase.CLOSED:
+            return kfac.exchange(exchange, bucket, state=self, turn=None).future
+        # K-FAC first ends a backward pass that did not end, which `begin_with` may wait for.
+        taken = kfac.exchange(
+            exchange,
+            bucket,
+            state=self,
+            turn=self._turn,
+            hands_back=True,
+            before=functools.partial(pending.begin_with, exchange, bucket),
+        )
+        deferred = pending.deferred(bucket, taken)
+        deferred.begin(apply_directions(deferred))
+        pending.hand_back(deferred)
+        return taken.future
+
+    def _step(self, number: int, original: Callable[[], Any]) -> Any:
+        return defer_step(self._pending, self._partial, original)
+
+
+def decoupled_hook(
+    state: DecoupledState | DecoupledKFACState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Start to average the bucket, and let backward continue; see `DecoupledState`.
+
+    The bucket is reduce-scattered during backward. Gathers begin by themselves when the last bucket
+    is reduced, with that one. The next forward only waits for them, and updates. ``p.grad`` holds
+    the mean from then on, or after `DecoupledState.flush`. A step that is not deferred is that of
+    the split hook.
+
+    Args:
+        state: made once per model and optimizer.
+        bucket: DDP's bucket.
+
+    Returns:
+        A future that is complete already; in a step that is not deferred, of the mean.
+
+    On failure: nothing is raised by the hook; see `DecoupledState`.
+
+    **Collective**: DDP calls it on all ranks in the same order. Source: after DeAR (arXiv
+    2302.12445); see the module.
+    """
+    if isinstance(state, OwnerState):  # made by `DecoupledState(owners="layers")`
+        return owner_hook(state, bucket)
+    kind = DecoupledKFACState if isinstance(state, DecoupledKFACState) else DecoupledState
+
+    def refused() -> None:
+        if isinstance(state, kind):
+            state._pending.refuse()
+
+    return answered(
+        state,
+        bucket,
+        kind,
+        "pass DecoupledState(optimizer), or register the hook of that state",
+        lambda exchange: state._take(exchange, bucket),
+        refused=refused,
+    )
+
+
+def _check_defer(defer: str) -> None:
+    if defer not in ("auto", "always"):
+        raise ValueError(
+            f"expected defer='auto' or 'always', got defer={defer!r}; see DecoupledState"
+        )
+
+
+def _check_state(state: dict[str, Any]) -> None:
+    # The first key was in state dicts of version 0.1.
+    if {*state} - {"forward_order", "codec", "kfac"}:
+        raise ValueError(
+            f"expected a state dict of a DecoupledState, got keys {sorted(state)}; pass what "
+            "state_dict() returned"
+        )
+
+
+def _formerly(
+    optimizer: Optimizer | Sequence[Optimizer],
+    process_group: dist.ProcessGroup | None,
+    owners: str | None,
+    kfac: Any,
+    options: dict[str, Any],
+) -> OwnerState | DecoupledKFACState:
+    """Return the state that version 0.2 called ``DecoupledState(owners=…)`` or ``(kfac=…)``."""
+    if owners not in (None, "layers"):
+        raise ValueError(f"expected owners=None or 'layers', got owners={owners!r}; see OwnerState")
+    _check_defer(options.pop("defer", "auto"))  # has no effect
+    options.pop("loss_scale", None)  # a codec's
+    codec = options.pop("codec", None)
+    if sum(each is not None for each in (codec, owners, kfac)) > 1:
+        raise UnsupportedConfigurationError(
+            f"expected one of codec=, owners= and kfac= at most, got codec={codec!r}, "
+            f"owners={owners!r} and kfac={kfac!r}: owners send updated parameters, whose rounding "
+            "no residual would correct, and layers of K-FAC have owners already, whose directions "
+            "travel; use one of them"
+        )
+    text = "DecoupledState({}) is deprecated and will be removed; write {}"
+    if kfac is not None:
+        instead = "DecoupledKFACState(optimizer, kfac)"
+        warnings.warn(text.format("kfac=...", instead), FutureWarning, stacklevel=3)
+        return DecoupledKFACState(optimizer, kfac, process_group, **options)
+    instead = "OwnerState(optimizer), and register owner_hook"
+    warnings.warn(text.format('owners="layers"', instead), FutureWarning, stacklevel=3)
+    return OwnerState(optimizer, process_group, **options)

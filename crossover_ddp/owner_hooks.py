@@ -1,0 +1,453 @@
+"""Optimizers on owners: each parameter has one owner, which updates it for all ranks.
+
+[Note: owners of whole parameters] An optimizer that treats parameters one by one may run on one
+rank for all: SOAP and Shampoo with their preconditioners, Muon, AdamW. A bucket is packed by owner
+and reduce-scattered during backward. In ``step()`` each rank takes the optimizers' own step for the
+parameters that it owns, as their sums arrive. The gather brings the new values to all ranks, while
+the next forward runs. Wire bytes are those of plain DDP; work and state are divided by the number
+of ranks. Our design.
+
+Owners update in ``step()`` itself, on the training thread: an optimizer and its schedulers are not
+made for two threads. And forward needs first the bucket that was reduced last, so that little could
+run ahead.
+"""
+
+# No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from crossover_ddp._ddp.checks import resolve_group
+from crossover_ddp._ddp.contents import contents_of, part_of, view_of
+from crossover_ddp._decoupled.clipping import clip
+from crossover_ddp._decoupled.owned import (
+    TOUCHED,
+    OwnedBucket,
+    OwnedPending,
+    OwnedStep,
+    withhold,
+)
+from crossover_ddp._decoupled.owner_costs import costs_of
+from crossover_ddp._decoupled.pending import Phase, as_in_step, check_not_scaled, next_stage
+from crossover_ddp._decoupled.state import DeferredState, check_optimizers, undeferred
+from crossover_ddp._engine.buckets import Bucket, JourneyTurn
+from crossover_ddp._engine.exchange import Exchange, answered
+from crossover_ddp._engine.journeys import Way
+from crossover_ddp._engine.links import Link
+from crossover_ddp._owners.assignment import assign
+from crossover_ddp._owners.optimizer import PartialOptimizer, StepPlan, check_unhooked
+from crossover_ddp._owners.owned_state import OwnedState, Owning
+from crossover_ddp._owners.packing import Item, Packing, packing
+
+from .errors import UnsupportedConfigurationError
+from .gpu_mutex import GPUMutex
+
+__all__ = ["OwnerState", "owner_hook"]
+
+
+async def owned(bucket: Bucket, link: Link, turn: JourneyTurn, deferred: OwnedBucket) -> None:
+    """Bring gradients to the owners of their parameters, and updated parameters to all ranks."""
+    turn.release()  # backward's compute is launched: a sibling may have the device
+    await bucket.computed()
+    await link.reduce_scatter(deferred.packed, deferred.layout)
+    # In step() of the last optimizer, bucket after bucket.
+    step = await next_stage()
+    deferred.take_step(step)
+    # Gathers begin when all buckets are updated, with the last one, which forward needs first.
+    await next_stage()
+    await link.all_gather(deferred.packed, deferred.layout)
+    # On the thread that first reads one of the parameters.
+    await next_stage()
+    deferred.take_over()
+
+
+class OwnerState(DeferredState, Owning):
+    """State of `owner_hook`: each parameter has an owner, which alone runs the optimizer on it.
+
+    The owner keeps the optimizer's state of its parameters; updated parameters travel instead of
+    gradients. The bytes are those of plain DDP; work and state are divided by the number of ranks.
+    For SOAP, Shampoo, Muon and other optimizers that work on whole matrices, and for AdamW with
+    less memory; see docs/owners.md. Parameters equal those of plain DDP with the same optimizers,
+    bit for bit with one or two ranks; with more ranks they equal those of optimizers applied to the
+    owner's sums.
+
+    The training loop stays as it is. ``step()`` of the last optimizer updates this rank's own
+    parameters. Those of other owners arrive in the next forward, just before they are first read.
+
+    Gradients are NaN after ``backward()``, since only the owner has the mean. Clip them by
+    `clip_grad_norm_`; `flush` does not complete them. Call `consolidate` on all ranks before
+    ``optimizer.state_dict()``.
+
+    Args:
+        optimizer: a torch optimizer that treats each parameter by itself, or a sequence of them,
+            which have all parameters of the model together.
+        process_group: the ranks of the job; must be the group of the DDP model. Default: the
+            default group.
+        mutex: takes turns with sibling jobs; owners update inside the turn. Default: no turns.
+        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, …
+            steps, and every thousand. Default True.
+
+    On failure: combinations that cannot work raise ``UnsupportedConfigurationError``, here or from
+    the first ``backward()`` or ``step()``. When a peer dies, code that waits for its parameters
+    raises ``ExchangeError``, in bounded time.
+
+    **Collective**: all ranks make the state, of optimizers that are built alike, and register the
+    hook. ``CROSSOVER_DISABLE=1``, set before, makes the hook a plain all-reduce.
+
+    Example::
+
+        model = DistributedDataParallel(model, **OwnerState.ddp_options(model))
+        model.register_comm_hook(OwnerState(optimizer), owner_hook)
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        mutex: GPUMutex | None = None,
+        compare_replicas: bool = True,
+    ) -> None:
+        optimizers = check_optimizers(optimizer)
+        self._partials = [PartialOptimizer(each) for each in optimizers]
+        for each in self._partials:
+            if not each.is_own:
+                raise UnsupportedConfigurationError(
+                    f"expected {type(each.optimizer).__name__}'s own step() where parameters have "
+                    "owners, got one that something was put around, which owners would not call; "
+                    "make the OwnerState first, or act after step()"
+                )
+        super().__init__(process_group, mutex, compare_replicas)
+        self.optimizer = optimizer
+        pending = OwnedPending(optimizers, self._check, self._forward_turn)
+        self._owned = pending
+        # The rank of each parameter, in the order of the optimizers' groups, and by its id.
+        self._ranks: tuple[int, ...] | None = None
+        self._owner_of: dict[int, int] = {}
+        # The name of each optimizer and the shapes of its parameters.
+        self._contents: list[tuple[str, list[tuple[int, ...]]]] = []
+        # The layout of each bucket's packed buffer, by the ids of its parameters.
+        self._packings: dict[tuple[int, ...], Packing] = {}
+        # The error of this rank's own step: other ranks then wait for its parameters.
+        self._failure: BaseException | None = None
+        if not self.agreement.disabled:
+            self._assign(optimizers)
+        self._intercept(pending, on_state=None)
+
+    def _assign(self, optimizers: Sequence[Optimizer]) -> None:
+        """Choose the owners, by cost."""
+        parameters = self._owned.parameters()
+        costs = [cost for each in optimizers for cost in costs_of(each)]
+        if len({id(parameter) for parameter in parameters}) < len(parameters):
+            raise UnsupportedConfigurationError(
+                "expected each parameter in one optimizer, got one that is in several; give it to "
+                "one of them"
+            )
+        if any(parameter.is_complex() for parameter in parameters):
+            raise UnsupportedConfigurationError(
+                "expected real parameters for OwnerState, got complex ones; use DecoupledState"
+            )
+        for number, optimizer in enumerate(optimizers):
+            shapes = [tuple(p.shape) for p in self._owned.parameters(number)]
+            self._contents.append((type(optimizer).__name__, shapes))
+        group = resolve_group(self.process_group)
+        self._ranks = assign(costs, group.size()).owners
+        self._owner_of = {id(p): rank for p, rank in zip(parameters, self._ranks, strict=True)}
+        self._owned_state = OwnedState(optimizers, self._owner_of, group.rank())
+        self._hooks.enter_context(self._owned_state.hooks)
+
+    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
+        """Return the settings that all ranks must have in common."""
+        return {
+            "state": type(self).__name__,
+            "parameters in the optimizers": self._contents,
+            "owners of the parameters": self._ranks,
+        }
+
+    # --- for users -----------------------------------------------------------------------------
+
+    @property
+    def owners(self) -> tuple[int, ...] | None:
+        """Rank of each parameter, in the order of the optimizers' groups.
+
+        None with ``CROSSOVER_DISABLE=1``.
+        """
+        return self._ranks
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``.
+
+        Call it before ``step()``. Each rank reads the mean gradients that it owns, and ranks
+        exchange three numbers each. The gradients are scaled when they are applied.
+
+        Args:
+            max_norm: the greatest norm that is left.
+            norm_type: p of the p-norm; may be infinity. Default 2.
+            error_if_nonfinite: raise ``RuntimeError`` if the norm is infinite or NaN. Default
+                False.
+
+        Returns:
+            The norm before clipping, the same on all ranks.
+
+        On failure: ``UnsupportedConfigurationError`` if the last ``backward()`` raised.
+
+        **Collective**: all ranks of the job.
+        """
+        group = resolve_group(self.process_group)
+        return clip(self._owned, group, max_norm, float(norm_type), error_if_nonfinite)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the statistics of all states, and of deferring; see `DecoupledState.stats`.
+
+        Not collective.
+        """
+        return self._deferred_stats()
+
+    def memory_usage(self) -> dict[str, int]:
+        """Return the bytes that this rank keeps.
+
+        "state": state of the optimizers; "buffers": buffers of the current step's exchange. Empty
+        with ``CROSSOVER_DISABLE=1``. Not collective.
+        """
+        if self._owned_state is None:
+            return {}
+        under_way = {*self._owned.owned, *self._owned.owned_unread}
+        return {
+            "state": self._owned_state.nbytes,
+            "buffers": sum(each.packed.nbytes for each in under_way),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing, after pending updates were applied. Not collective."""
+        self.flush()
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the state dict of an `OwnerState`, in which there is nothing.
+
+        On failure: ``ValueError`` for another dictionary. Not collective.
+        """
+        if {*state} - {"forward_order"}:  # which was in those of version 0.1
+            super().load_state_dict(state)
+
+    def close(self) -> None:
+        """Apply all updates and release the optimizers and the model.
+
+        Later steps are those of the split hook. Not collective, but after `consolidate` on all
+        ranks; may be called twice.
+
+        On failure: ``UnsupportedConfigurationError`` if this rank would be left with a part of the
+        optimizers' state.
+        """
+        if self._owned_state is not None and self._owned.phase is not Phase.CLOSED:
+            self._owned_state.check_whole()
+        super().close()
+
+    def _finish(self) -> None:
+        self.flush()
+
+    # --- backward ------------------------------------------------------------------------------
+
+    def _trained(self) -> set[int]:
+        """Return the ids of the parameters that have owners, since the state was made."""
+        return {*self._owner_of}
+
+    def _take(
+        self, exchange: Exchange, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of ``bucket``. Raises if it cannot be exchanged."""
+        pending = self._owned
+        if pending.phase is Phase.CLOSED:
+            return exchange.carry(bucket, undeferred, state=self).future
+        if self._failure is not None:
+            raise UnsupportedConfigurationError(
+                f"step() of this rank's own parameters raised {type(self._failure).__name__}: "
+                f"{self._failure}; other ranks wait for its parameters: restart the job"
+            ) from self._failure
+        pending.check_backward()
+        pending.begin_with(exchange, bucket)
+        deferred: OwnedBucket
+
+        def way(taken: Bucket, link: Link, turn: JourneyTurn) -> Way:
+            nonlocal deferred
+            deferred = self._packed(bucket, taken)
+            return deferred.travel(functools.partial(owned, taken, link, turn, deferred))
+
+        taken = exchange.carry(bucket, way, turn=self._turn, state=self, hands_back=True)
+        pending.hand_back(deferred)
+        return taken.future
+
+    @torch.no_grad()
+    def _packed(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> OwnedBucket:
+        """Pack a bucket's gradients by owner, and withhold them in the bucket."""
+        buffer = grad_bucket.buffer()
+        parameters = grad_bucket.parameters()
+        plan = self._packing(grad_bucket)
+        packed = buffer.new_empty(sum(plan.there))
+        places = [part_of(packed, place.there) for place in plan.items]
+        torch._foreach_copy_(places, buffer.split([p.numel() for p in parameters]))
+        withhold(buffer)
+        own = [place.owner == bucket.link.rank for place in plan.items]
+        model = self._owned.model()
+        return OwnedBucket(
+            bucket,
+            parameters,
+            # Empty if DDP copies gradients out of its bucket: none is copied back.
+            None if model is not None and model.gradient_as_bucket_view else {},
+            packed=packed,
+            layout=plan.there,
+            pieces={id(p): view_of(place, p) for p, place in zip(parameters, places, strict=True)},
+            own={id(p) for p, is_own in zip(parameters, own, strict=True) if is_own},
+        )
+
+    def _packing(self, bucket: dist.GradBucket) -> Packing:
+        """Return the layout of a bucket's packed buffer, made and checked once."""
+        parameters = bucket.parameters()
+        key = tuple([*map(id, parameters)])
+        if (known := self._packings.get(key)) is not None:
+            return known
+        dtype = bucket.buffer().dtype
+        contents_of(bucket, bucket.buffer())  # refuses a layout that is not known
+        if any(each.dtype != dtype for each in parameters):
+            raise UnsupportedConfigurationError(
+                f"expected gradients of the parameters' own type, got {dtype} ones; updated "
+                "parameters travel in their place: use DecoupledState"
+            )
+        items = [Item(self._owner_of[id(each)], each.numel(), each.numel()) for each in parameters]
+        size = resolve_group(self.process_group).size()
+        self._packings[key] = packing(size, tuple(items))
+        return self._packings[key]
+
+    # --- step() --------------------------------------------------------------------------------
+
+    def _step(self, number: int, original: Callable[[], Any]) -> Any:
+        """Note a step; the last one of several optimizers updates this rank's parameters."""
+        pending = self._owned
+        partial = self._partials[number]
+        if self._owned_state is None:  # CROSSOVER_DISABLE=1
+            return original()
+        if not pending.plans:
+            self._check_foreign(self._owned_state)
+            pending.collect()
+        if not pending.awaiting_step:
+            has_gradients = any(p.grad is not None for p in pending.parameters(number))
+            if has_gradients and not self._owned_state.only_makes_state(partial.optimizer):
+                raise UnsupportedConfigurationError(
+                    "step() found gradients that were not exchanged, or whose step was taken; call "
+                    "step() once after each backward() with owner_hook, outside of no_sync()"
+                )
+            return original()
+        check_not_scaled(partial.optimizer, TOUCHED)
+        check_unhooked(partial.optimizer)
+        if number in pending.plans:
+            raise UnsupportedConfigurationError(
+                f"expected step() of all optimizers once after each backward(), got a second one "
+                f"of {type(partial.optimizer).__name__} before all had stepped; call each once, "
+                "one after the other"
+            )
+        with pending.unwatched():
+            pending.add_plan(number, partial.plan())
+        plans = pending.take_plans()
+        if plans is not None:
+            buckets = pending.owned
+            self._update(buckets, plans)
+            if self._owned_state.is_whole:
+                self._owned_state.stepped()
+            self._gather(buckets, plans)
+        return None
+
+    def _check_foreign(self, owned_state: OwnedState) -> None:
+        """Refuse state that other code keeps for parameters of other ranks, as a Lookahead does."""
+        if owned_state.is_whole:
+            return
+        rank = resolve_group(self.process_group).rank()
+        for number, partial in enumerate(self._partials):
+            for parameter in self._owned.parameters(number):
+                owner = self._owner_of.get(id(parameter))
+                state = partial.optimizer.state.get(parameter)
+                if state and owner not in (None, rank):
+                    raise UnsupportedConfigurationError(
+                        "expected state of this rank's own parameters in "
+                        f"{type(partial.optimizer).__name__}, got {sorted(state)} of one that rank "
+                        f"{owner} owns, which differs from rank to rank (a Lookahead around it?); "
+                        "use DecoupledState"
+                    )
+
+    def _update(self, buckets: Sequence[OwnedBucket], plans: Mapping[int, StepPlan]) -> None:
+        """Update this rank's own parameters, bucket after bucket as their sums arrive."""
+        pending = self._owned
+        pending.take_turn(buckets[0].bucket.own_sum.wait)
+        step = OwnedStep(self._partials, plans)
+        with as_in_step(buckets[0].bucket.flat.device.type), pending.unwatched():
+            for each in buckets:
+                try:
+                    each.bucket.own_sum.wait()  # the end of the journey's first stage
+                    each.stages.run(step)
+                except BaseException as error:  # Ctrl-C as well: a notebook continues after it
+                    self._failure = error
+                    pending.break_step()
+                    # Other ranks wait for the parameters.
+                    Exchange.of(self.process_group).fail(_name_of(each), error)
+                    raise
+
+    def _gather(self, buckets: Sequence[OwnedBucket], plans: Mapping[int, StepPlan]) -> None:
+        """Start to gather updated parameters. Forward needs first what backward reduced last."""
+        pending = self._owned
+        exchange = Exchange.of(self.process_group)
+        for each in reversed(buckets):
+            each.updated = [p for p in each.parameters if pending.number_of[id(p)] in plans]
+            each.arriving = exchange.begin(
+                each.gather,
+                each.packed,
+                _name_of(each),
+                deferred=True,
+                link=each.bucket.link,
+                meter=each.bucket.meter,
+            )
+        pending.defer(None)
+        if not pending.is_settled:  # DDP may still rebuild its buckets
+            pending.update_all()
+
+
+def _name_of(deferred: OwnedBucket) -> str:
+    """Return the name of the updated parameters of a bucket, in errors."""
+    return f"the parameters of bucket {deferred.bucket.index}, updated in step()"
+
+
+def owner_hook(state: OwnerState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Start to bring the bucket's gradients to owners, and let backward continue.
+
+    ``step()`` updates the parameters on their owners, and the next forward gathers them; see
+    `OwnerState`.
+
+    Args:
+        state: made once per model.
+        bucket: DDP's bucket.
+
+    Returns:
+        A future that is complete already. The bucket holds NaN.
+
+    On failure: nothing is raised by the hook; see `OwnerState`.
+
+    **Collective**: DDP calls it on all ranks in the same order. Our design.
+    """
+
+    def refused() -> None:
+        if isinstance(state, OwnerState):
+            state._owned.refuse()
+
+    return answered(
+        state,
+        bucket,
+        OwnerState,
+        "pass OwnerState(optimizer), or register the hook of that state",
+        lambda exchange: state._take(exchange, bucket),
+        refused=refused,
+    )
