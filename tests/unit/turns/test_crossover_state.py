@@ -1,4 +1,4 @@
-"""The crossover hook in a job of one rank: no processes, milliseconds."""
+"""The crossover hook in a job of one rank, without further processes."""
 
 import contextlib
 import threading
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp import ExchangeError, GPUMutex, comm_hooks
+from crossover_ddp._turns import joining
 from crossover_ddp.comm_hooks import JobTurn
 from tests.harness import single_process_group
 from tests.harness.groups import new_group
@@ -24,11 +25,11 @@ def _own_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_state_takes_a_turn_each_step_until_it_is_closed_or_its_group_is_destroyed() -> None:
-    """Although model and state live on, as the process may; one made after another was closed joins anew."""
+    """Model and state may live on. A state made after another one was closed joins again."""
     with single_process_group():
         with contextlib.closing(Training("crossover")) as job:
             with job.state.paused():
-                pass  # before the first exchange there is nothing to give
+                pass  # before the first exchange there is no turn to give away
             job.run(4)
             with job.state.paused():
                 assert not job.state.mutex.holding
@@ -40,7 +41,7 @@ def test_a_state_takes_a_turn_each_step_until_it_is_closed_or_its_group_is_destr
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_state_that_is_closed_before_its_first_step_joins_nobody() -> None:
+def test_a_state_that_is_closed_before_its_first_step_does_not_join() -> None:
     job = Training("crossover")
     job.state.close()
     assert job.run(3).state.mutex is None
@@ -63,7 +64,7 @@ def test_a_wrong_group_name_is_raised_by_the_first_backward(
 def test_models_whose_first_exchanges_end_together_join_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two joins would make the process its own sibling, and their number would differ between ranks."""
+    """Two joins would make the process its own sibling, differently often on each rank."""
     made: list[GPUMutex] = []
     first_is_joining = threading.Event()
 
@@ -85,7 +86,7 @@ def test_models_whose_first_exchanges_end_together_join_once(
 
 
 @pytest.mark.parametrize(
-    ("backend", "device", "enabled", "queues", "told"),
+    ("backend", "device", "enabled", "queues", "warnings"),
     [
         ("cpu:gloo,cuda:nccl", "cuda:1", 0, "", ["without MPS"]),
         ("cuda:nccl2", "cuda:1", 0, "8", ["without MPS"]),
@@ -97,12 +98,12 @@ def test_models_whose_first_exchanges_end_together_join_once(
     ],
 )
 @pytest.mark.usefixtures("process_group")
-def test_what_holds_up_nccl_is_told(
+def test_settings_that_hold_up_nccl_are_warned_of(
     backend: str,
     device: str,
     enabled: object,
     queues: str,
-    told: list[str],
+    warnings: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(comm_hooks.WORK_QUEUES, raising=False)
@@ -113,5 +114,19 @@ def test_what_holds_up_nccl_is_told(
     monkeypatch.setattr(comm_hooks, "cuda_driver", lambda: driver)
     with heard() as texts:
         comm_hooks._warn_of_nccl(torch.device(device), dist.group.WORLD)
-    assert [words for text, words in zip(texts, told, strict=True) if words in text] == told
+    assert len(texts) == len(warnings)
+    assert all(words in text for text, words in zip(texts, warnings, strict=True))
     assert driver.attribute.call_args in (None, mock.call(1, 133))
+
+
+@pytest.mark.defect("turns-4")
+@pytest.mark.usefixtures("process_group")
+def test_a_hook_beside_a_mutex_of_the_user_warns_how_to_share_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It trains on without turns, instead of waiting for the process's own turn."""
+    monkeypatch.setattr(joining, "_claims", set())
+    with heard() as warnings, GPUMutex(lease=60.0) as mutex:
+        Training("crossover").backward()
+    assert "mutex=" in "".join(warnings)
+    mutex.close()

@@ -1,4 +1,4 @@
-"""The rules of turns, without a clock and without a file: leases, and the trial that lead ranks make."""
+"""The rules of turns, without a clock and without files: leases, and the trial of turns."""
 
 import math
 from collections.abc import Callable
@@ -38,10 +38,14 @@ class Lead:
         self.trial = Trial(job)
         self.log = TurnLog(self.trial)
         self.place = Member(job, job, 7, 0, 0, 0, 5.0, device, trial)
-        self.times, self.now_s, self.steps, self.more, self.modes = times, 0.0, 0, 0, list[Mode]()
+        self.times = times
+        self.now_s = 0.0
+        self.steps = 0
+        self.more = 0  # steps that the last turn still covers
+        self.modes: list[Mode] = []
 
     def step(self, siblings: "Siblings") -> None:
-        """Draw a turn as `Turns` does, unless the last one is for this step, too, and compute."""
+        """Draw a turn as `Turns` does, unless the last one covers this step, and compute."""
         if self.more:
             self.more -= 1
             return self._compute(self.modes[-1])
@@ -64,17 +68,19 @@ class Lead:
 
 
 class Siblings:
-    """Lead ranks that step one after the other, whoever is due first."""
+    """Lead ranks that step one after the other; the one whose time is earliest steps first."""
 
     def __init__(self, *leads: Lead) -> None:
-        self.leads, self.log = [*leads], b""
+        self.leads = [*leads]
+        self.log = b""
 
     def join(self, late: Lead) -> None:
-        late.place, late.now_s = late.place._replace(joined_at=len(self.log)), self.leads[0].now_s
+        late.place = late.place._replace(joined_at=len(self.log))
+        late.now_s = self.leads[0].now_s
         self.leads.append(late)
 
-    def go_on(self, steps: int) -> None:
-        """Let every lead rank take at least so many steps."""
+    def run(self, steps: int) -> None:
+        """Run until every lead rank has taken at least ``steps`` further steps."""
         ends = {lead.place.job: lead.steps + steps for lead in self.leads}
         while any(lead.steps < ends[lead.place.job] for lead in self.leads):
             self.step()
@@ -92,26 +98,27 @@ OTHERS = [0.8, 1.1], [0.9, 1.2], [0.2, 1.0, 1.0], [0.1, 1.0]
 
 
 @pytest.mark.parametrize("side_s", [*([each] * 2 for each in ALIKE), *OTHERS])
-def test_what_is_faster_by_the_geometric_mean_is_kept_and_a_trial_costs_little(
+def test_the_way_that_is_faster_by_the_geometric_mean_is_kept_and_a_trial_costs_little(
     side_s: list[float],
 ) -> None:
-    """At most a hundredth of two thousand steps, where jobs are alike."""
+    """It costs at most a hundredth of two thousand steps if the jobs are alike."""
     leads = [Lead(job, taking(1.0, each)) for job, each in enumerate(side_s)]
     siblings = Siblings(*leads)
-    siblings.go_on(WARM_UP + 40 * BLOCK)
+    siblings.run(WARM_UP + 40 * BLOCK)
     paid = Mode.SIDE_BY_SIDE if math.prod(side_s) < 0.98 ** len(side_s) else Mode.TURNS
     assert [lead.modes[-1] for lead in leads] == [paid] * len(leads)
-    siblings.go_on(2000 - leads[0].steps)
+    siblings.run(2000 - leads[0].steps)
     for lead in leads if len({*side_s}) == 1 else ():
         trying, fastest_s = [mode for mode in lead.modes if mode in TRYING], min(1.0, *side_s)
         assert trying
         assert sum(lead.times(mode) - fastest_s for mode in trying) <= 0.01 * 2000 * fastest_s
 
 
-def test_a_turn_side_by_side_waits_for_nobody() -> None:
-    lead, other = Lead(0, taking(1.0, 0.5)), Lead(1, taking(1.0, 0.5))
+def test_a_turn_side_by_side_does_not_wait() -> None:
+    lead = Lead(0, taking(1.0, 0.5))
+    other = Lead(1, taking(1.0, 0.5))
     siblings = Siblings(lead, other)
-    siblings.go_on(WARM_UP + 20 * BLOCK)
+    siblings.run(WARM_UP + 20 * BLOCK)
     assert lead.trial.mode is Mode.SIDE_BY_SIDE
     assert lead.log.grant(len(siblings.log) + 1, 0, [other.place]).after == ()
     lead.trial.word(len(siblings.log) + 1, BACK, 1)
@@ -119,11 +126,11 @@ def test_a_turn_side_by_side_waits_for_nobody() -> None:
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_job_that_leaves_or_stands_still_holds_nobody_up(leaves: bool) -> None:
+def test_a_job_that_leaves_or_stops_does_not_hold_up_the_trial(leaves: bool) -> None:
     stopped, *others = leads = [Lead(job, taking(1.0, 0.5)) for job in range(3)]
     siblings = Siblings(*leads)
-    siblings.go_on(WARM_UP + 2 * BLOCK)
-    assert stopped.modes[-1] in TRYING, "it is the one that began"
+    siblings.run(WARM_UP + 2 * BLOCK)
+    assert stopped.modes[-1] in TRYING, "it began the trial"
     stopped.now_s = math.inf
     if leaves:
         siblings.leads.remove(stopped)
@@ -131,38 +138,38 @@ def test_a_job_that_leaves_or_stands_still_holds_nobody_up(leaves: bool) -> None
         siblings.step()
     assert {lead.modes[-1] for lead in others} == {Mode.SIDE_BY_SIDE}
     stopped.now_s = others[0].now_s
-    siblings.go_on(2)
-    assert leaves or stopped.modes[-1] is Mode.SIDE_BY_SIDE, "it reads what was decided without it"
+    siblings.run(2)
+    assert leaves or stopped.modes[-1] is Mode.SIDE_BY_SIDE, "it reads the others' verdict"
 
 
-def test_it_is_tried_again_when_a_sibling_comes_and_after_a_few_thousand_turns() -> None:
+def test_a_trial_is_repeated_when_a_sibling_joins_and_after_a_few_thousand_turns() -> None:
     siblings = Siblings(*(Lead(job, taking(1.0, 0.5)) for job in range(2)))
-    siblings.go_on(REST + 10 * BLOCK)
+    siblings.run(REST + 10 * BLOCK)
     first = siblings.leads[0]
     assert first.modes[-1] is Mode.SIDE_BY_SIDE
     first.times = siblings.leads[1].times = taking(1.0, 2.0)
     siblings.join(Lead(2, taking(1.0, 3.0)))
-    siblings.go_on(WARM_UP + REST + 20 * BLOCK)
+    siblings.run(WARM_UP + REST + 20 * BLOCK)
     assert {lead.modes[-1] for lead in siblings.leads} == {Mode.TURNS}
     for lead in siblings.leads:
         lead.times = taking(1.0, 0.5)
-    siblings.go_on(REPEAT + 20 * BLOCK)
+    siblings.run(REPEAT + 20 * BLOCK)
     assert {lead.modes[-1] for lead in siblings.leads} == {Mode.SIDE_BY_SIDE}
     assert sum(siblings.log.count(word) for word in Word) <= 3 * 2 * len(siblings.leads), (
         "three trials"
     )
 
 
-def test_a_lone_job_tries_nothing_and_of_several_one_that_wants_turns_is_enough() -> None:
+def test_there_is_no_trial_for_a_lone_job_nor_if_one_of_several_jobs_wants_turns() -> None:
     first = Lead(0, taking(1.0, 0.5))
     siblings = Siblings(first)
-    siblings.go_on(2 * REPEAT)
+    siblings.run(2 * REPEAT)
     assert ({*first.modes}, Word.TRY in siblings.log) == ({Mode.UNTRIED}, False)
     siblings.join(Lead(1, taking(1.0, 0.5)))
-    siblings.go_on(WARM_UP + REST + 20 * BLOCK)
+    siblings.run(WARM_UP + REST + 20 * BLOCK)
     assert first.modes[-1] is Mode.SIDE_BY_SIDE
     siblings.join(Lead(2, taking(1.0, 0.5), trial=False))
-    siblings.go_on(WARM_UP + REST + 20 * BLOCK)
+    siblings.run(WARM_UP + REST + 20 * BLOCK)
     assert all(lead.modes[-1].waits for lead in siblings.leads)
 
 
@@ -170,7 +177,7 @@ def test_jobs_on_other_devices_have_a_trial_of_their_own() -> None:
     gains = [Lead(job, taking(1.0, 2.0), device=0) for job in (0, 1)]
     loses = [Lead(job, taking(1.0, 0.5), device=1) for job in (2, 3)]
     siblings = Siblings(*gains, *loses)
-    siblings.go_on(2 * WARM_UP + 40 * BLOCK)
+    siblings.run(2 * WARM_UP + 40 * BLOCK)
     assert [lead.modes[-1] for lead in (*gains, *loses)] == [Mode.TURNS] * 2 + [
         Mode.SIDE_BY_SIDE
     ] * 2
@@ -184,7 +191,7 @@ def test_an_evaluation_in_a_block_does_not_decide() -> None:
         return 30.0 if count[0] in (WARM_UP + 4, WARM_UP + 16) else taking(1.0, 1.2)(mode)
 
     siblings = Siblings(Lead(0, sometimes_long), Lead(1, taking(1.0, 1.2)))
-    siblings.go_on(WARM_UP + 40 * BLOCK)
+    siblings.run(WARM_UP + 40 * BLOCK)
     assert siblings.leads[0].modes[-1] is Mode.TURNS
 
 
@@ -212,7 +219,7 @@ def test_verdict(gain: float, pairs: int, standing: Word | None, expected: Word 
 
 @settings(max_examples=50)
 @given(st.lists(st.integers(0, 2), min_size=100, max_size=300))
-def test_whoever_reads_the_log_at_whatever_moment_finds_the_same(order: list[int]) -> None:
+def test_all_lead_ranks_find_the_same_mode_whenever_they_read_the_log(order: list[int]) -> None:
     siblings = Siblings(*(Lead(job, taking(1.0, 0.9)) for job in range(3)))
     for nth in order:
         siblings.leads[nth].step(siblings)
@@ -233,11 +240,9 @@ def test_leases_are_waited_for_one_after_the_other_within_the_limit() -> None:
 
     slots = [blocker(slot, 11, 5, 6.3 + slot / 10) for slot in range(8)]
     waiting = *slots, blocker(8, 12, 6, 2.0), blocker(9, 13, 7, 3600.0)
-    assert remaining(100.0, *waiting) == pytest.approx(7.0), "the longest lease of its slots"
+    assert remaining(100.0, *waiting) == pytest.approx(7.0), "the longest lease of the job's slots"
     assert remaining(106.5, *waiting) == pytest.approx(0.5)
-    assert remaining(107.0, *waiting) == pytest.approx(2.0), (
-        "the second one's lease starts only now"
-    )
+    assert remaining(107.0, *waiting) == pytest.approx(2.0), "the second lease begins only now"
     assert patience.expired_count == 1
     assert remaining(109.5, *waiting) == pytest.approx(0.5), "the limit of one wait"
     assert remaining(110.0, *waiting) is None
@@ -247,7 +252,7 @@ def test_leases_are_waited_for_one_after_the_other_within_the_limit() -> None:
     assert patience.lost == []
     assert remaining(200.0, *waiting) is None, "they have not moved"
     moved = blocker(9, 13, 9, 3600.0, started=9)
-    assert remaining(200.0, moved) == pytest.approx(10.0), "every wait has the limit of its own"
+    assert remaining(200.0, moved) == pytest.approx(10.0), "every wait has its own limit"
 
 
 @given(st.lists(st.floats(0.0, 1e4), max_size=40), st.sampled_from([None, 0.5, 3600.0]))
@@ -255,10 +260,12 @@ def test_leases_are_waited_for_one_after_the_other_within_the_limit() -> None:
 def test_a_lease_is_given_or_follows_recent_turns(
     turns_s: list[float], given_s: float | None
 ) -> None:
-    """A turn that waited for a sibling's lease, or for one of ours, would else make the own lease longer."""
-    lease, recent_s = Lease(given_s), [0.0] * 16
+    """Outliers do not count: a turn that waited for a lease must not make the next lease longer."""
+    lease = Lease(given_s)
+    recent_s = [0.0] * 16
     for turn_s in turns_s:
-        before_s, recent_s = lease.seconds, [*recent_s[1:], turn_s]
+        before_s = lease.seconds
+        recent_s = [*recent_s[1:], turn_s]
         assert lease.note(turn_s) == (lease.seconds != before_s)
     followed_s = min(max(rules.DEFAULT_LEASE_S, 4 * sorted(recent_s)[-4]), rules.LONGEST_LEASE_S)
     assert lease.seconds == (followed_s if given_s is None else given_s)

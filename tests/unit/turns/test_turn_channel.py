@@ -1,6 +1,7 @@
-"""The end of a job's channel of turns, what it leaves in its store, and how long its group waits; ranks are threads.
+"""A job's channel of turns: its end, its keys in the store, and its group's timeout.
 
-In real jobs, with ranks that come late or leave first: tests/multiprocess/test_joining.py.
+Ranks are threads here. Real jobs, with ranks that come late or leave first, are in
+tests/multiprocess/test_joining.py.
 """
 
 import datetime
@@ -55,7 +56,7 @@ def receive(channel: TurnChannel) -> Grant:
     return channel.receive()
 
 
-def test_an_ended_store_and_a_silent_lead_rank_are_told(
+def test_a_failed_store_and_a_silent_lead_rank_are_reported(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = dist.HashStore()  # beside which the channel makes a server
@@ -73,23 +74,25 @@ def test_an_ended_store_and_a_silent_lead_rank_are_told(
         receive(other)
 
 
-def test_grants_are_removed_by_who_listens_and_else_by_the_lead_rank(make: Make) -> None:
-    """The lead rank seldom waits for the store as long as another one does its work."""
+def test_grants_are_removed_by_a_listener_or_by_the_lead_rank_if_that_has_left(make: Make) -> None:
+    """The lead rank seldom waits for the store, as long as another rank removes grants."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     lead, other = make(server)
     other.listen(lambda: None)
     lead._store = store = mock.Mock(wraps=lead._store)
-    count, looks = 2 * turn_channel._KEPT, 2 * turn_channel._KEPT // turn_channel._CHECK_EVERY
+    count = 2 * turn_channel._KEPT
+    checks = count // turn_channel._CHECK_EVERY
     for turn in range(count):
         lead.send(Grant(turn + 1, ()))
         assert receive(other).turn == turn + 1
-    assert (store.check.call_count <= looks, store.delete_key.call_count) == (True, 0)
+    assert store.check.call_count <= checks
+    assert store.delete_key.call_count == 0
     other.close()
     kept = store.num_keys()
     for turn in range(count):
         lead.send(Grant(count + turn + 1, ()))
     assert store.num_keys() <= kept + 3 * turn_channel._CHECK_EVERY
-    assert store.check.call_count <= 2 * looks
+    assert store.check.call_count <= 2 * checks
     assert store.delete_key.call_count <= count
 
 
@@ -110,7 +113,7 @@ LONG, SHORT = (backend(datetime.timedelta(seconds=seconds)) for seconds in (1800
         ({}, UNKNOWN_TIMEOUT_S),
     ],
 )
-def test_the_shortest_timeout_counts_and_patience_is_a_quarter(
+def test_patience_is_a_quarter_of_the_shortest_timeout_of_the_backends(
     backends: Any, expected_s: float
 ) -> None:
     def get_backend(device: str) -> Any:
@@ -123,20 +126,21 @@ def test_the_shortest_timeout_counts_and_patience_is_a_quarter(
     )
     assert group_timeout_s(group) == expected_s
     assert patience_limit_s(group) == expected_s / 4
-    assert group_timeout_s(SimpleNamespace(size=lambda: 2)) == UNKNOWN_TIMEOUT_S  # type: ignore[arg-type]
+    foreign_group: Any = SimpleNamespace(size=lambda: 2)
+    assert group_timeout_s(foreign_group) == UNKNOWN_TIMEOUT_S
 
 
-@pytest.mark.parametrize(
-    "level", [dist.DebugLevel.OFF, dist.DebugLevel.DETAIL]
-)  # which wraps backends
-def test_a_real_group_tells_its_timeout_and_one_process_has_none(level: dist.DebugLevel) -> None:
+# DETAIL wraps the backends.
+@pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.DETAIL])
+def test_the_timeout_of_a_real_group_is_found_and_one_process_has_no_limit(
+    level: dist.DebugLevel,
+) -> None:
     dist.set_debug_level(level)
     try:
         with single_process_group() as world:
             assert group_timeout_s(world) == default_pg_timeout.total_seconds()
-            assert (
-                group_timeout_s(dist.new_group([0], timeout=datetime.timedelta(seconds=33))) == 33.0
-            )
+            short = dist.new_group([0], timeout=datetime.timedelta(seconds=33))
+            assert group_timeout_s(short) == 33.0
             assert patience_limit_s(world) == patience_limit_s(None) == math.inf
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)

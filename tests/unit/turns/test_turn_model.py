@@ -1,6 +1,7 @@
-"""Every interleaving of the turn protocol, with the functions that the mutex itself runs; see `turn_model`.
+"""Every interleaving of the turn protocol, with the mutex's own functions; see `turn_model`.
 
-The largest worlds are for the campaign. For each of them a smaller one stays that has the same kinds of events.
+The largest worlds belong to the campaign. For each of them there is a smaller one that has the same
+kinds of events.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,8 +84,8 @@ def test_no_interleaving_breaks_a_promise(world: str) -> None:
     assert Model({**WORLDS, **LARGE}[world]).explore() > 1000
 
 
-def waits_for_others(by: int) -> Callable[..., list[Blocker]]:
-    """Wait for so many turns too many."""
+def waits_for_later_turns(by: int) -> Callable[..., list[Blocker]]:
+    """Return `blockers`, but wait for turns that are later by ``by`` than those needed."""
 
     def waits_for(grant: Grant, own_job: int, members: Sequence[Member]) -> list[Blocker]:
         after = tuple((job, turn + by) for job, turn in grant.after)
@@ -94,7 +95,7 @@ def waits_for_others(by: int) -> Callable[..., list[Blocker]]:
 
 
 class ForgivesOneTurnOnly(Patience):
-    """Waits for a lease of every turn that a stopped job has drawn."""
+    """Waits for a lease for every turn that a stopped job has drawn."""
 
     def _passes(self, blocker: Blocker) -> bool:
         return (blocker.member.slot, blocker.member.incarnation, blocker.turn, -1) in self.passed
@@ -105,16 +106,14 @@ class ForgivesOneTurnOnly(Patience):
         self.passed = frozenset((each.slot, each.incarnation, lost.turn, -1) for each in same)
 
 
-OVERLAP, DEADLOCK, SECOND_LEASE = (
-    "before job . has given back",
-    "deadlock",
-    "waits for a second lease",
-)
+OVERLAP = "before job . has given back"
+DEADLOCK = "deadlock"
+SECOND_LEASE = "waits for a second lease"
 BOTH = Rules(TWO, (2, 2))
-# Further ones, in the functions themselves: tests/seeded/faults/turns.txt.
+# Further mistakes, in the functions themselves: tests/seeded/faults/turns.txt.
 WRONG = {
-    "one-turn-too-few": (BOTH._replace(waits_for=waits_for_others(-1)), OVERLAP),
-    "one-turn-too-many": (BOTH._replace(waits_for=waits_for_others(1)), DEADLOCK),
+    "one-turn-too-few": (BOTH._replace(waits_for=waits_for_later_turns(-1)), OVERLAP),
+    "one-turn-too-many": (BOTH._replace(waits_for=waits_for_later_turns(1)), DEADLOCK),
     "reads-before-it-appends": (BOTH._replace(draw_steps=("read", "append", "look")), OVERLAP),
     "looks-before-it-appends": (BOTH._replace(late_jobs=1, draw_steps=("look", "append")), OVERLAP),
     "a-lease-for-each-turn": (BOTH._replace(stops=1, patience=ForgivesOneTurnOnly), SECOND_LEASE),

@@ -1,17 +1,21 @@
 """A model of jobs that take turns, small enough to visit every state; see `test_turn_model`.
 
-Each rank repeats *take a turn, meet the own job's ranks in a collective inside it (DDP's buffer broadcast), compute,
-give back, exchange with the own job's ranks*. Moves are as fine as what can happen between processes: join, append to
-the log (turns, and words of the trial at any moment), look at the members, read the log, start, pass a collective, give
-back, give back early and compute on, draw inside a turn and take that number, leave, die, stop, go on, lose patience.
-What a rank decides is decided by production's own `TurnLog`, `Trial`, `blockers` and `Patience`; the model adds who is
-where, and what nobody can decide: deaths, stops, and time, of which it knows only that a lease ends.
+Each rank repeats *take a turn, meet the own job's ranks in a collective inside it (DDP's buffer
+broadcast), compute, give back, exchange with the own job's ranks*. Moves are as fine as the events
+between processes: join, append to the log (turns, and words of the trial at any moment), look at
+the members, read the log, start, pass a collective, give back, give back early and continue to
+compute, draw inside a turn and take that number, leave, die, stop, continue, lose patience. A
+rank's decisions are made by production's own `TurnLog`, `Trial`, `blockers` and `Patience`. The
+model adds the places of ranks, and the events that no rank decides: deaths, stops, and time, of
+which it knows only that a lease ends.
 
-What must hold, checked without those functions: a turn that is not drawn side by side starts on a device when every
-earlier turn has been given back there (perhaps early, by a rank that computes on), or its rank is dead, or the starting
-rank has waited for a lease of that job and the other rank has not moved since; nobody waits for a second lease while no
-rank of that job on the device has moved; and a state without a further move is one in which every healthy job has
-ended.
+These promises are checked without those functions:
+
+- A turn that is not drawn side by side starts on a device when every earlier turn has been given
+  back there (perhaps early, by a rank that continues to compute), or its rank is dead, or the
+  starting rank has waited for a lease of that job and the other rank has not moved since.
+- No rank waits for a second lease while no rank of that job on the device has moved.
+- In a state without a further move, every healthy job has ended.
 """
 
 import gc
@@ -36,8 +40,9 @@ from crossover_ddp._turns.rules import (
 ABSENT, DEAD = -1, -2
 PLACES_PER_ROUND = 4
 EXCHANGE, QUEUE, INSIDE, MET = range(PLACES_PER_ROUND)
-"""A rank's place in round r is 4 r + one of these: arrived at the exchange (in round 0: at the start, when all
-ranks have joined), through it and queueing, inside its turn and arrived at the collective, through that."""
+"""A rank's place in round r is 4 r + one of these: arrived at the exchange (in round 0: at the
+start, when all ranks have joined); past it and queueing; inside its turn and arrived at the
+collective; past that."""
 LEASE_S = 1.0
 
 
@@ -51,7 +56,7 @@ class Draw(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """What a rank saw of a job when it lost patience with it; the model's own note, from which it judges."""
+    """A rank's view of a job when it lost patience with it. The model judges by this note."""
 
     job: int
     turn: int
@@ -59,7 +64,7 @@ class Lost(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """What a rank has known and shown; of one that has died or left that is forgotten, as nobody sees it."""
+    """A rank's knowledge and slot. Both are reset when it dies or leaves: none sees them."""
 
     place: int = 0
     slot: int = -1
@@ -68,11 +73,10 @@ class Rank(NamedTuple):
     returned: int = 0
     stopped: bool = False
     passed: frozenset[Progress] = frozenset()
-    unnumbered: tuple[
-        int, ...
-    ] = ()  # rounds whose turns began, or ended, before their numbers came
-    lost: tuple[Lost, ...] = ()  # at most one a job
-    lent: bool = False  # it has published its turn as given back, and is inside it
+    # Rounds whose turns began, or ended, before their numbers arrived.
+    unnumbered: tuple[int, ...] = ()
+    lost: tuple[Lost, ...] = ()  # at most one for each job
+    lent: bool = False  # whether it has published its turn as given back, and is inside it
 
     @property
     def round(self) -> int:
@@ -86,9 +90,8 @@ class Rank(NamedTuple):
 
 class Job(NamedTuple):
     ranks: tuple[Rank, ...]
-    grants: tuple[
-        Grant, ...
-    ] = ()  # of each round, as drawn; reading one late is the same as starting late
+    # The grant of each round, as drawn. Receiving one late is the same as starting late.
+    grants: tuple[Grant, ...] = ()
     draw: Draw = Draw()
 
     def passes(self, place: int) -> bool:
@@ -97,7 +100,7 @@ class Job(NamedTuple):
 
     @property
     def turns(self) -> dict[int, int]:
-        """All that its lead rank has appended to the log, and in which round each was taken first."""
+        """The turns that its lead rank has drawn, and the round in which each was first taken."""
         drawn = [
             *(grant.turn for grant in self.grants),
             *([self.draw.turn] if self.draw.turn else []),
@@ -120,40 +123,41 @@ class State(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What may happen besides progress, and which decisions are taken (production's unless a test breaks one)."""
+    """The events that are possible besides progress, and the decisions, which a test may break."""
 
     jobs: tuple[tuple[int, ...], ...]  # each rank's device; the job's first rank is its lead rank
     rounds: tuple[int, ...]  # how many turns each job takes before it leaves
     deaths: int = 0
     stops: int = 0
-    hurries: int = (
-        0  # leases, or limits of a rank's own, that end although nobody is stopped, only slow
-    )
-    late_jobs: int = 0  # how many of the jobs, the last ones, join under way
-    words: tuple[
-        Word, ...
-    ] = ()  # what lead ranks write into the log, in this order and at any moment
-    loans: int = 0  # how many turns may be published as given back before they are over
-    goes_on: bool = (
-        False  # a job of one rank may draw inside a turn, whose number that turn has if it lasts
-    )
-    # What is before the own record can be read at any later moment, too.
+    # How many leases, or limits of a rank's own, end although the sibling is only slow.
+    hurries: int = 0
+    # How many jobs, the last ones, join while the others take turns.
+    late_jobs: int = 0
+    # The words that lead ranks write into the log, in this order and at any moment.
+    words: tuple[Word, ...] = ()
+    # How many turns may be published as given back before they are over.
+    loans: int = 0
+    # Whether a job of one rank may draw inside a turn. If the turn continues, it takes that number.
+    goes_on: bool = False
+    # Records before the own one do not change, so the model need not read them as a step.
     draw_steps: tuple[str, ...] = ("append", "look")
     waits_for: Callable[[Grant, int, Sequence[Member]], list[Blocker]] = real.blockers
     patience: type[Patience] = Patience
-    steps: int = 1  # of a job that is side by side, for one turn
-    alone: bool = True  # a rank that sees no sibling on its device begins without its number
+    # How many steps one turn covers while the job is side by side.
+    steps: int = 1
+    # Whether a rank that sees no sibling on its device begins without its number.
+    alone: bool = True
 
 
 class Violation(AssertionError):
     """The model found a state that the protocol promises not to reach."""
 
 
-# (job, turn) of each that a rank loses patience with at once, and what it remembers from then on.
+# The (job, turn) pairs that a rank loses patience with at once, and its `Patience.passed` then.
 Loss = tuple[tuple[tuple[int, int], ...], frozenset[Progress]]
 
 
-# Hundreds of thousands of times a second counts: `_replace` would take three times as long.
+# Called hundreds of thousands of times: `_replace` would take three times as long.
 def with_job(state: State, j: int, job: Job) -> State:
     jobs, *others = state
     return State((*jobs[:j], job, *jobs[j + 1 :]), *others)
@@ -169,7 +173,7 @@ def with_changed(state: State, j: int, r: int, **changes: Any) -> State:
 
 
 class Model:
-    """All that can happen under some rules."""
+    """All states that some rules can reach."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -208,7 +212,7 @@ class Model:
         )
 
     def _decision(self, state: State, j: int, r: int) -> tuple[bool, frozenset[Loss]]:
-        """Whether a queueing rank may start; else what it may lose patience with."""
+        """Return whether a queueing rank may start, and the possible losses of patience if not."""
         rank = state.jobs[j].ranks[r]
         grant = state.jobs[j].grants[rank.round]
         return self._decide(grant, j, self._members(state, self.rules.jobs[j][r]), rank.passed)
@@ -254,12 +258,12 @@ class Model:
         return grant._replace(steps=1 if grant.steps == 1 else self.rules.steps)
 
     def _is_again(self, state: State, j: int, number: int) -> bool:
-        """Tell whether this round of a job has the turn of the round before."""
+        """Return whether this round of a job has the turn of the round before."""
         grants = state.jobs[j].grants
         return number > 0 and grants[number].turn == grants[number - 1].turn
 
     def _may_draw(self, j: int, job: Job) -> bool:
-        """Once a round; early draws come as soon as the lead rank has given the turn before back."""
+        """Return whether the lead rank may draw: once a round, early ones after the last turn."""
         lead, drawn = job.ranks[0], len(job.grants)
         inside = (
             self.rules.goes_on and len(job.ranks) == 1 and lead.place % PLACES_PER_ROUND >= INSIDE
@@ -273,11 +277,11 @@ class Model:
             return False
         due = (
             lead.round > drawn or lead.place % PLACES_PER_ROUND >= QUEUE
-        )  # perhaps begun without its number
+        )  # the turn may have begun without its number
         return due or drawn > 0
 
     def _needs_no_number(self, state: State, j: int, r: int) -> bool:
-        """Whether a rank is alone on its device, or its last turn with a number has waited for nobody."""
+        """Return whether a rank is alone on its device, or its last numbered turn did not wait."""
         job, rank = state.jobs[j], state.jobs[j].ranks[r]
         numbered = rank.unnumbered[0] if rank.unnumbered else rank.round
         side_by_side = numbered > 0 and not job.grants[numbered - 1].mode.waits
@@ -337,7 +341,7 @@ class Model:
                 yield self._go_on(state, j, r)
 
     def _go_on(self, state: State, j: int, r: int) -> State:
-        """Give the turn that a rank is in the number that was drawn meanwhile; lent, it counts as given back."""
+        """Give a rank's present turn the number drawn meanwhile. A lent one is given back."""
         rank = state.jobs[j].ranks[r]
         turn = state.jobs[j].grants[rank.round + 1].turn
         returned = turn if rank.lent else rank.returned
@@ -345,10 +349,11 @@ class Model:
         return with_changed(state, j, r, place=place, started=turn, returned=returned)
 
     def _pass_collectives(self, state: State, before: State | None = None) -> State:
-        """Let every rank pass the collective at which all ranks of its job have arrived, of jobs not as ``before``.
+        """Let ranks pass every collective at which all ranks of their job have arrived.
 
-        No sibling and no rule sees that, so that it need not be a move: whatever can happen before it can
-        happen after it. A rank that dies before it would pass does less than one that dies after.
+        Jobs that are the same in ``before`` are skipped. No sibling and no rule sees this, so it
+        need not be a move: every event that is possible before it is possible after it. A rank that
+        dies before it would pass does less than one that dies after.
         """
         for j, job in enumerate(state.jobs):
             if before is not None and job is before.jobs[j]:
@@ -365,7 +370,7 @@ class Model:
         return state
 
     def _join(self, state: State, j: int, r: int) -> State:
-        """Take the first free slot, perhaps one of somebody who has died or left."""
+        """Take the first free slot, perhaps the slot of a rank that has died or left."""
         taken = {member.slot for member in self._members(state, None)}
         slot = next(slot for slot in itertools.count() if slot not in taken)
         return with_rank(state, j, r, Rank(place=0, slot=slot, joined_at=len(state.log)))
@@ -398,7 +403,8 @@ class Model:
                 if not 0 <= rank.place != self._ends[j]:
                     continue
                 if state.deaths < self.rules.deaths:
-                    dead = Rank(DEAD, stopped=rank.stopped)  # nobody knows which of both it is
+                    # A stopped rank that dies still counts as stopped.
+                    dead = Rank(DEAD, stopped=rank.stopped)
                     yield with_rank(state, j, r, dead)._replace(deaths=state.deaths + 1)
                 if rank.stopped:
                     yield with_changed(state, j, r, stopped=False)
@@ -406,7 +412,7 @@ class Model:
                     yield with_changed(state, j, r, stopped=True)._replace(stops=state.stops + 1)
 
     def impatience(self, state: State) -> Iterator[State]:
-        """A lease may end, or a rank's own limit, while a rank of the other job is stopped; now and then without."""
+        """End leases and limits, while a rank of the other job is stopped or as `hurries` allow."""
         for j, job in enumerate(state.jobs):
             for r, rank in enumerate(job.ranks):
                 queueing = (
@@ -453,9 +459,8 @@ class Model:
                 continue
             stages = self._stages(state, k, device)
             for q, peer in enumerate(other.ranks):
-                given_back = (
-                    other.turns[earlier[-1]] < peer.round
-                )  # whether or not its number has come
+                # Whether or not the number of the turn has arrived.
+                given_back = other.turns[earlier[-1]] < peer.round
                 if self.rules.jobs[k][q] != device or peer.place == DEAD or given_back or peer.lent:
                     continue
                 forgave = k in lost and (
@@ -463,12 +468,12 @@ class Model:
                 )
                 if not forgave:
                     raise Violation(
-                        f"job {j} starts turn {grant.turn} on device {device} before job {k} has given back "
-                        f"{earlier[-1]}: {state}"
+                        f"job {j} starts turn {grant.turn} on device {device} before job {k} has "
+                        f"given back {earlier[-1]}: {state}"
                     )
 
     def _is_new(self, before: State, after: State) -> bool:
-        """Tell whether to follow this move: of jobs that are alike only the first may draw first, whatever its name."""
+        """Return whether to follow this move: of jobs that are alike, the first one draws first."""
         if len(after.log) == len(before.log) or after.words != before.words:
             return True
         j = next(j for j, job in enumerate(after.jobs) if job is not before.jobs[j])
@@ -476,7 +481,7 @@ class Model:
         return len(after.jobs[j].turns) > 1 or twin is None or bool(before.jobs[twin].turns)
 
     def explore(self) -> int:
-        """Visit every reachable state; raise `Violation` on a broken promise; return how many there are."""
+        """Visit every reachable state and return their number; `Violation` on a broken promise."""
         stack = [self.first_state()]
         seen = {*stack}
         gc.disable()  # of hundreds of thousands of states none is in a cycle
