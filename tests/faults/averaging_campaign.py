@@ -1,16 +1,22 @@
-"""Jobs of averaged replicas whose ranks are killed, stopped and blown up, and which restart with 2 and 4 ranks in turn.
+"""Jobs of averaged replicas with kills, stops and infinities, restarted with 2 or with 4 ranks.
 
     python -m tests.faults.averaging_campaign --events 1000 --lanes 2
-    python -m tests.faults.averaging_campaign --seed 123 --events 8     # that story again
+    python -m tests.faults.averaging_campaign --seed 123 --events 8     # repeat one story
 
-A story is one job of one kind of averaging, a function of its seed: lives of some steps each, which begin from the
-last checkpoint and have one fault each. After a kill, and a stop longer than the process group's timeout, every other
-rank raises an ``ExchangeError`` in bounded time, and again if it is asked to go on (torch's own error while DDP
-rebuilds its buckets, in the second forward); ranks at their own pace finish their steps beside a stopped one first.
-With inf on one rank every rank raises, and none of the others has taken it over. Else the life ends well.
-Every step of every rank has the bits that copies in one process have, which know of no fault (for "sync" and "async"
-at the end of lives that end well, replayed from the rounds' log; "wild" has no order, so there only the mean is
-compared). What has not ended after its bound is a violation, with the stacks of its threads.
+A story is one job with one kind of averaging, a function of its seed. It has several lives of some
+steps each. A life begins from the last checkpoint and has one fault:
+
+- After a kill, and after a stop longer than the process group's timeout, every other rank raises an
+  ``ExchangeError`` in bounded time, and again if it continues (while DDP rebuilds its buckets, in
+  the second forward, torch raises its own error). Ranks at their own pace first finish their steps
+  beside a stopped one.
+- With inf on one rank every rank raises, and no other rank has taken the inf over.
+- Otherwise the life ends well.
+
+Every step of every rank has the bits of copies in one process without faults. For "sync" and
+"async" they are compared at the end of lives that end well, replayed from the rounds' log; "wild"
+has no order, so only the mean is compared. A life that has not ended after its bound is a
+violation, with the stacks of its threads.
 """
 
 import functools
@@ -31,7 +37,7 @@ from crossover_ddp import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp._averaging.centre import ElasticRound
 from tests.faults import lanes
 from tests.faults.averaging_worker import ELASTIC, LOCAL, REBUILD
-from tests.faults.lanes import Lane, Rank, Told, hung
+from tests.faults.lanes import Lane, Outcome, Rank, hung
 from tests.harness.waiting import eventually
 from tests.multiprocess.averaging_oracle import DelayedWalk, Replay, copies_of, flat
 from tests.multiprocess.compressed_training import digest
@@ -46,7 +52,7 @@ PACE_S = 0.008
 TIMEOUT_S = 5.0  # of the process group
 BOUND_S = STEPS * PACE_S + TIMEOUT_S + 30.0  # of a life once it has begun; the machine may be busy
 START_S = 60.0
-# Copies in one process begin with torch's own generator, which the lanes share.
+# Copies in one process are initialized with torch's global generator, which the lanes share.
 _JUDGING = threading.Lock()
 
 
@@ -54,24 +60,25 @@ def steps_of(rank: Rank) -> dict[int, str]:
     return {each["step"]: each["digest"] for each in rank.records() if "step" in each}
 
 
-def said(rank: Rank, what: str) -> dict[str, Any] | None:
-    return next((each for each in rank.records() if what in each), None)
+def record_of(rank: Rank, key: str) -> dict[str, Any] | None:
+    return next((each for each in rank.records() if key in each), None)
 
 
 class LifePlan(NamedTuple):
-    """What shall happen to one life."""
+    """The fault of one life."""
 
     fault: str
     world_size: int
     victim: int  # the rank
-    at: int  # it has done so many steps of this life then
-    late_s: float  # and then so long
-    nap_s: float
+    at: int  # the steps of this life that the victim has done before the fault
+    late_s: float  # seconds between the last of them and the fault
+    nap_s: float  # how long a nap lasts
 
 
 def plan_lives(rng: random.Random, events: int) -> list[LifePlan]:
-    """Return a life for each event; after a restart the job has 4 ranks instead of 2, or 2 instead of 4."""
-    lives, world_size = [], 2
+    """Return a life for each event. A restart changes the job from 2 ranks to 4, or back."""
+    lives = []
+    world_size = 2
     for fault in rng.choices(list(FAULTS), list(FAULTS.values()), k=events):
         victim, at = rng.randrange(world_size), rng.randrange(1, STEPS - 3)
         late_s, nap_s = rng.uniform(0.0, 2 * PACE_S), rng.uniform(0.02, 0.6)
@@ -83,7 +90,7 @@ def plan_lives(rng: random.Random, events: int) -> list[LifePlan]:
 
 @dataclass
 class Story:
-    """One job: its kind, its lives so far, and what was wrong with them."""
+    """One job: its kind, its last checkpoint, and figures of its lives so far."""
 
     kind: str
     lane: Lane
@@ -93,9 +100,10 @@ class Story:
     steps: int = 0
     longest_s: float = 0.0
 
-    def live(self, plans: Sequence[LifePlan]) -> Told:
-        """Live all lives, one after the other; the first violation ends the story."""
-        done, broken = Counter[str](), list[str]()
+    def live(self, plans: Sequence[LifePlan]) -> Outcome:
+        """Run all lives, one after the other. The first violation ends the story."""
+        done = Counter[str]()
+        broken: list[str] = []
         for number, plan in enumerate(plans):
             ranks = self._begin(number, plan)
             try:
@@ -113,8 +121,9 @@ class Story:
                 broken = [f"{self.kind}, life {number}, {plan}: {each}" for each in broken]
                 broken += [f"rank {number}: {rank.error()}" for number, rank in enumerate(ranks)]
                 break
-            if all(said(rank, "ended") for rank in ranks):
-                self.checkpoint, self.first = self.directory / f"saved{number}", self.first + STEPS
+            if all(record_of(rank, "ended") for rank in ranks):
+                self.checkpoint = self.directory / f"saved{number}"
+                self.first += STEPS
         figures = {"events": done.total(), "by_fault": done, "steps": self.steps}
         return {**figures, "longest_ending_s": round(self.longest_s, 2)}, broken
 
@@ -138,8 +147,9 @@ class Story:
         ]
 
     def _meet(self, plan: LifePlan, ranks: Sequence[Rank]) -> list[str]:
-        """Let the fault happen; tell who hangs in it."""
-        victim, wanted = ranks[plan.victim], self.first + plan.at
+        """Let the fault happen. Return the ranks that hang in it, as sentences."""
+        victim = ranks[plan.victim]
+        wanted = self.first + plan.at
         if plan.fault not in ("kill", "stop", "nap"):
             return []
         eventually(lambda: wanted in steps_of(victim) or not victim.alive(), START_S, every_s=0.005)
@@ -153,7 +163,7 @@ class Story:
         return held_up
 
     def _wait_for_ends(self, ranks: Sequence[Rank]) -> list[str]:
-        # Those that have not begun yet do so on a machine that may be busy.
+        # Ranks that have not begun yet may take long to begin on a busy machine.
         eventually(lambda: all(steps_of(rank) or not rank.alive() for rank in ranks), START_S)
         begin_s = time.monotonic()
         held_up = [
@@ -167,38 +177,39 @@ class Story:
         for number, rank in enumerate(ranks):
             others = number != plan.victim
             if plan.fault not in RAISED:
-                if said(rank, "ended") is None:
-                    yield f"rank {number} has not ended well: {said(rank, 'raised')}"
+                if record_of(rank, "ended") is None:
+                    yield f"rank {number} did not end well: {record_of(rank, 'raised')}"
             elif others or plan.fault == "inf":
                 yield from self._wrong_error(plan, number, rank, RAISED[plan.fault].__name__)
             goes_on = plan.fault == "stop" and others and self.kind in OWN_PACE
-            # Before the second step DDP rebuilds buckets.
+            # Before the second step DDP rebuilds its buckets, which needs all ranks.
             if goes_on and plan.at > 1 and self.first + STEPS not in steps_of(rank):
                 yield f"rank {number} was held up by a stopped one at {max(steps_of(rank))}"
 
     def _wrong_error(self, plan: LifePlan, number: int, rank: Rank, wanted: str) -> Iterator[str]:
-        raised = said(rank, "raised")
+        raised = record_of(rank, "raised")
         if raised is None:
-            if said(rank, "averaged") is None or plan.fault == "inf":
+            if record_of(rank, "averaged") is None or plan.fault == "inf":
                 yield f"rank {number} has not raised {wanted}"
         elif raised["raised"] != wanted and not (
             wanted == "ExchangeError" and raised["raised"] == REBUILD
         ):
             yield f"rank {number} has raised {raised['raised']}, not {wanted}: {raised['message']}"
         elif not raised["again"]:
-            yield f"rank {number} went on after its error"
-        elif said(rank, "closed") is None:
+            yield f"rank {number} trained on after its error"
+        elif record_of(rank, "closed") is None:
             yield f"rank {number} has not closed"
         elif plan.fault == "inf" and number != plan.victim and not raised["finite"]:
             yield f"rank {number} has taken infinities over"
 
     def _wrong_bits(self, plan: LifePlan, ranks: Sequence[Rank]) -> Iterator[str]:
-        means = {told["averaged"] for rank in ranks if (told := said(rank, "averaged")) is not None}
+        averaged = [record_of(rank, "averaged") for rank in ranks]
+        means = {record["averaged"] for record in averaged if record is not None}
         if len(means) > 1:
             yield "ranks differ after average()"
         if self.kind in LOCAL:
             yield from self._wrong_steps(plan, ranks, means)
-        elif self.kind != "wild" and all(said(rank, "ended") for rank in ranks):
+        elif self.kind != "wild" and all(record_of(rank, "ended") for rank in ranks):
             yield from self._wrong_replay(ranks)
 
     def _wrong_steps(self, plan: LifePlan, ranks: Sequence[Rank], means: set[str]) -> Iterator[str]:
@@ -226,10 +237,10 @@ class Story:
 
     def _wrong_replay(self, ranks: Sequence[Rank]) -> Iterator[str]:
         last = self.first + STEPS
-        told = [said(rank, "averaged") or {} for rank in ranks]
+        averaged = [record_of(rank, "averaged") or {} for rank in ranks]
         logs = [
             [ElasticRound(at, tuple(off), done) for at, off, done in each["rounds"]]
-            for each in told
+            for each in averaged
         ]
         replay = Replay("sgd", logs, 0.9 / len(ranks))
         replay.copies, kept = copies_from(len(ranks), self.checkpoint)
@@ -239,18 +250,18 @@ class Story:
         replay.run([last] * len(ranks))
         for number, values in enumerate(replay.trained):
             if digest([values]) != steps_of(ranks[number])[last]:
-                yield f"rank {number} has other bits than its rounds say"
+                yield f"rank {number} has other bits than the replay of its rounds"
 
 
 def flat_of(named: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return what a state dict says by names in the order of the flat vector."""
+    """Return the named values of a state dict as a flat vector."""
     model = copies_of(1, "sgd").models[0]
     model.load_state_dict(named, strict=False)
     return flat(model)
 
 
 def copies_from(world_size: int, checkpoint: Path | None) -> tuple[Any, dict[str, Any]]:
-    """Return copies of the job as it begins, and what its state has kept."""
+    """Return copies of the job as it begins, and the kept part of its state's checkpoint."""
     if checkpoint is None:
         return copies_of(world_size, "sgd"), {}
     saved = torch.load(checkpoint, weights_only=True)
@@ -260,7 +271,7 @@ def copies_from(world_size: int, checkpoint: Path | None) -> tuple[Any, dict[str
     return copies, saved["state"]["kept"]
 
 
-def live(seed: int, events: int, lane: Lane, directory: Path) -> Told:
+def live(seed: int, events: int, lane: Lane, directory: Path) -> Outcome:
     story = Story(KINDS[seed % len(KINDS)], lane, directory)
     return story.live(plan_lives(random.Random(seed), events))
 

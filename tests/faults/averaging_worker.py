@@ -1,4 +1,4 @@
-"""A rank of the averaging states' campaign, which trains, saves, and writes down each step and each error."""
+"""A rank of the averaging states' campaign: trains, saves, and records each step and each error."""
 
 import json
 import os
@@ -24,7 +24,7 @@ LOCAL: dict[str, dict[str, int]] = {
 }
 ELASTIC = ("sync", "async", "wild")
 START_S = 60.0
-REBUILD = "RuntimeError in DDP"  # torch's own, of collectives that no hook has made
+REBUILD = "RuntimeError in DDP"  # torch's own error, of collectives that no hook has made
 EVERY = 2  # interval of the elastic states
 
 
@@ -36,10 +36,12 @@ def make_state(kind: str, group: Any) -> Any:
 
 
 class Life:
-    """One rank from its start, from a checkpoint or from nothing, to its end; see `averaging_campaign.Story`."""
+    """One rank from its start or its checkpoint to its end; see `averaging_campaign.Story`."""
 
     def __init__(self, order: dict[str, Any], group: Any, log: TextIO) -> None:
-        self._order, self._log, self._rank = order, log, order["rank"]
+        self._order = order
+        self._log = log
+        self._rank = order["rank"]
         state = make_state(order["kind"], group)
         self._trainer = Trainer(self._rank, state, "sgd", process_group=group)
         if order["start"]:
@@ -49,7 +51,7 @@ class Life:
             self._trainer.steps = checkpoint["state"]["steps"]
 
     def live(self) -> None:
-        """Train, save and end; or write down the error, and that it comes again."""
+        """Train, save and end; or record the error, and whether it is raised again."""
         try:
             self._train()
         except CrossoverError as error:
@@ -61,10 +63,11 @@ class Life:
             self._end(error, REBUILD)
 
     def _end(self, error: Exception, name: str) -> None:
-        again, finite = self._raises_again(name), bool(self._trainer.values.isfinite().all())
-        self._say(raised=name, message=str(error)[:300], finite=finite, again=again)
+        again = self._raises_again(name)
+        finite = bool(self._trainer.values.isfinite().all())
+        self._record(raised=name, message=str(error)[:300], finite=finite, again=again)
         self._trainer.state.close()
-        self._say(closed=True)
+        self._record(closed=True)
 
     def _train(self) -> None:
         trainer, state = self._trainer, self._trainer.state
@@ -73,22 +76,22 @@ class Life:
                 with torch.no_grad():
                     next(trainer.model.parameters()).view(-1)[0] = float("inf")
             trainer.step()
-            self._say(step=trainer.steps, digest=digest([trainer.values]))
+            self._record(step=trainer.steps, digest=digest([trainer.values]))
             time.sleep(self._order["pace_s"])
         state.average()
         rounds = state.rounds() if isinstance(state, ElasticState) else []
-        self._say(averaged=digest([trainer.values]), rounds=rounds)
+        self._record(averaged=digest([trainer.values]), rounds=rounds)
         checkpoint = {"model": trainer.model.module.state_dict(), "state": state.state_dict()}
         if self._rank == 0:
             torch.save(checkpoint, self._order["save"])
         state.close()
         dist.destroy_process_group()
-        self._say(ended=True)
+        self._record(ended=True)
 
     def _raises_again(self, name: str) -> bool:
-        """Whether a step and an average raise again: nobody trains on as if nothing had happened."""
+        """Return whether a further step and a further average raise the same error."""
         attempts = [self._trainer.step, self._trainer.state.average]
-        # Another step would begin DDP's own collectives anew, while a peer is still in the old ones.
+        # A further step would begin DDP's collectives again, while a peer is still in the old ones.
         if name == REBUILD:
             name, attempts = ExchangeError.__name__, attempts[1:]
         for attempt in attempts:
@@ -100,7 +103,7 @@ class Life:
             return False
         return True
 
-    def _say(self, **what: Any) -> None:
+    def _record(self, **what: Any) -> None:
         print(json.dumps(what), file=self._log)
 
 
@@ -115,6 +118,6 @@ def live(order: dict[str, Any]) -> None:
         timeout=timedelta(seconds=START_S),
     )
     group = dist.new_group(timeout=timedelta(seconds=order["timeout_s"]))
-    dist.barrier()  # on a busy machine ranks begin at different times
+    dist.barrier()  # on a busy machine ranks start at different times
     with open(order["log"], "w", buffering=1) as log:
         Life(order, group, log).live()

@@ -1,10 +1,11 @@
-"""Jobs come, go, are killed and stopped at random beside a steady job, which must not notice more than a lease.
+"""Jobs come, go, are killed and stopped at random beside a steady job, which loses at most a lease.
 
     python -m tests.faults.campaign --events 200 --seed 1
 
-Guests join, leave, lose a rank, are killed, are stopped and go on, compute slowly, fork inside their turns, load their
-data with a DataLoader's workers. No step of the steady job takes longer than its compute and one lease, its turns never
-fail, all losses are those of jobs alone, bit for bit, and nothing is left in shared memory.
+Guests join, leave, lose a rank, are killed, are stopped and continued, compute slowly, fork inside
+their turns, and load their data with a DataLoader's workers. No step of the steady job takes longer
+than its compute and one lease, its turns never fail, all losses are those of jobs alone, bit for
+bit, and no file is left in shared memory.
 """
 
 import contextlib
@@ -21,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import lanes
-from tests.faults.lanes import Lane, Told
+from tests.faults.lanes import Lane, Outcome
 from tests.harness.groups import files_of, free_port
 from tests.harness.waiting import eventually
 
-LEASE_S = 5.0  # the default: what a user gets
-SLACK_S = 10.0  # the machine may be busy; a stall without lease would be endless
+LEASE_S = 5.0  # the default
+SLACK_S = 10.0  # for a busy machine; without a lease a stall would not end
 ENDLESS = 1_000_000
 EVENTS_EACH = 100
 RANKS = 2
@@ -59,7 +60,7 @@ class Job:
         assert eventually(condition, timeout_s), f"job {self.seed} {what} too long: {self.error()}"
 
     def stats(self) -> list[dict[str, Any]]:
-        """Return its ranks' figures once it has ended by itself, with turns that never failed."""
+        """Return its ranks' figures after it has ended by itself. Turns must not have failed."""
         found = [rank.stats() for rank in self.ranks]
         assert all(each and each["disabled_because"] is None for each in found), (
             f"{found}: {self.error()}"
@@ -68,19 +69,24 @@ class Job:
 
     @contextlib.contextmanager
     def slowed(self) -> Iterator[None]:
-        """Let its steps take longer."""
+        """Make its steps slower during the block."""
         slow = Path(f"{self.stop}.slow")
         slow.touch()
         yield
         slow.unlink()
 
     def train(self, steps: int) -> None:
-        """Wait until it has done so many steps more."""
+        """Wait until it has done ``steps`` further steps."""
         wanted = self.count + steps
         self.wait(lambda: self.count >= wanted, 120.0, "trains")
 
     def end(self, how: str) -> None:
-        """``leave`` by its own will, ``kill-rank`` as torchrun would after a death, ``kill-job`` at once."""
+        """End the job.
+
+        Args:
+            how: "leave" lets it end by itself, "kill-rank" kills one rank and later the others, as
+                torchrun does after a death, and "kill-job" kills all at once.
+        """
         if how == "leave":
             self.stop.touch()
             self.wait(lambda: not self.alive(), 30.0, "leaves")
@@ -93,7 +99,7 @@ class Job:
 
 @dataclass
 class Site:
-    """Where jobs are born: a rank in each lane."""
+    """Starts jobs, with a rank in each lane."""
 
     lanes: Sequence[Lane]
     directory: Path
@@ -111,16 +117,17 @@ class Site:
             "group": self.group,
             "stop": f"{name}-stop",
         }
-        size, ranks = str(len(self.lanes)), []
+        size = str(len(self.lanes))
+        ranks = []
         at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": size}
         for number, lane in enumerate(self.lanes):
             own = {"RANK": str(number), "CROSSOVER_DEVICE": f"dev{number}"}
-            told = {"log": f"{name}-rank{number}", "environment": {**at, **own}}
-            ranks.append(lane.bear({**order, **mishaps, **told}))
+            of_rank = {"log": f"{name}-rank{number}", "environment": {**at, **own}}
+            ranks.append(lane.bear({**order, **mishaps, **of_rank}))
         return Job(seed, ranks, Path(order["stop"]))
 
     def losses_alone(self, seed: int, steps: int) -> list[list[float]]:
-        """Train for so many steps with plain DDP; return the losses of each rank."""
+        """Train for ``steps`` steps with plain DDP. Return the losses of each rank."""
         job = self.start(seed, hook="none", steps=steps)
         job.wait(lambda: not job.alive(), 600.0, "trains alone")
         return [rank.losses() for rank in job.ranks]
@@ -132,7 +139,7 @@ GUESTS_SEEDS = (1, 2)
 
 @dataclass
 class Story:
-    """One steady job and what befalls its guests; random with a seed of its own."""
+    """One steady job, and random events of its guests, from the seed of `random`."""
 
     site: Site
     long_stop_s: float
@@ -140,7 +147,7 @@ class Story:
     everyone: list[Job] = field(default_factory=list)
 
     def happen(self) -> str:
-        """Let one random event happen to the guests; return what it was."""
+        """Let one random event happen to the guests, and return its kind."""
         guests = self.guests
         possible = [each for each in EVENTS if (len(guests) < 2 if each == "join" else guests)]
         event = random.choices(possible, [EVENTS[each] for each in possible])[0]
@@ -165,8 +172,8 @@ class Story:
             guests.pop(random.randrange(len(guests))).end(event)
         return event
 
-    def live(self, events: int, pace_s: float) -> Told:
-        """Let everything happen, and judge it."""
+    def live(self, events: int, pace_s: float) -> Outcome:
+        """Let all events happen, and judge the records."""
         steady, happened = self.site.start(STEADY_SEED), Counter[str]()
         self.everyone.append(steady)
         steady.train(4)
@@ -196,7 +203,7 @@ class Story:
         return {"by_kind": happened, **figures}, broken
 
     def _other_losses(self) -> Iterator[str]:
-        """Compare all jobs with a copy that trains alone, for as many steps as any of them came."""
+        """Compare all jobs with a copy that trains alone, for as many steps as the longest did."""
         for seed in {job.seed for job in self.everyone}:
             alike = [job for job in self.everyone if job.seed == seed]
             steps = max(len(rank.steps()) for job in alike for rank in job.ranks)
@@ -221,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     args = parser.parse_args(argv)
 
-    def live(seed: int, events: int, nurseries: list[Lane], directory: Path) -> Told:
+    def live(seed: int, events: int, nurseries: list[Lane], directory: Path) -> Outcome:
         random.seed(seed)
         site = Site(nurseries, directory, f"campaign-{uuid.uuid4().hex[:12]}")
         return Story(site, args.long_stop).live(events, args.pace)

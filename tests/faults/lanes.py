@@ -1,6 +1,7 @@
-"""Lanes in which campaigns run, and their shape: stories, each a function of its seed, told and judged one by one.
+"""The shape of campaigns: stories, each a function of its seed, run in lanes and judged one by one.
 
-A lane is a nursery, which forks ranks as it is told, with what they have logged. Several lanes run at once.
+A lane is a process that forks ranks (`nursery`), with the records of these ranks. Several lanes run
+at once.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from tests.harness.children import end, wait_any
 from tests.harness.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
-ANSWER_S = 120.0  # then the nursery hangs
+ANSWER_S = 120.0  # a nursery that takes longer to answer hangs
 _END_S = 5.0
 UNSHARE = {
     "users": ["--user", "--map-root-user", "--pid", "--fork", "--mount", "--mount-proc"],
@@ -35,7 +36,7 @@ UNSHARE = {
 
 
 def why_no_container(kind: str) -> str:
-    """Return why this machine lends no container of a kind, see `nursery`; empty if it does."""
+    """Return why this machine cannot make a container of this kind, see `nursery`; else ""."""
     try:
         tried = subprocess.run(["unshare", *UNSHARE[kind], "true"], capture_output=True, text=True)
     except FileNotFoundError:
@@ -44,9 +45,11 @@ def why_no_container(kind: str) -> str:
 
 
 class Lane:
-    """A nursery of ranks, told over its stdin; each answers in JSON, a line each.
+    """A process that forks ranks. Orders and answers are lines of JSON, over its stdin and stdout.
 
-    A rank is ``live(order)`` of the module ``worker``. ``container``: what the nursery has of its own, see there.
+    Args:
+        worker: a module; a rank runs its ``live(order)``.
+        container: the kind of container that the process enters, see `nursery`; default none.
     """
 
     def __init__(self, worker: str, container: str = "") -> None:
@@ -56,15 +59,15 @@ class Lane:
         self._process: Any = ForkedScript(
             words, own, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=2
         )
-        self._hear()
+        self._read_answer()
 
-    def tell(self, what: str, /, **arguments: Any) -> Any:
-        """Let the nursery do something and return its answer."""
-        self._process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
+    def call(self, order: str, /, **arguments: Any) -> Any:
+        """Let the nursery carry out an order, and return its answer."""
+        self._process.stdin.write(json.dumps({"do": order, **arguments}) + "\n")
         self._process.stdin.flush()
-        return self._hear()
+        return self._read_answer()
 
-    def _hear(self) -> Any:
+    def _read_answer(self) -> Any:
         watchdog = threading.Timer(ANSWER_S, self._process.signal_session, [signal.SIGKILL])
         watchdog.start()
         try:
@@ -72,18 +75,24 @@ class Lane:
         finally:
             watchdog.cancel()
             watchdog.join()
-        assert line, (
-            f"expected an answer of nursery {self._process.pid} in {ANSWER_S:.0f} s, got its end"
-        )
+        assert line, f"nursery {self._process.pid} ended, or did not answer within {ANSWER_S:.0f} s"
         return json.loads(line)
 
     def bear(self, order: dict[str, Any], replaced: "Rank | None" = None) -> "Rank":
-        """Fork a rank, which logs to ``order["log"]``; perhaps with the process id of another one, which is killed."""
+        """Fork a rank, which logs to ``order["log"]``.
+
+        Args:
+            order: passed to the rank.
+            replaced: a rank to kill first, whose process id the new one gets; default none.
+        """
         after = str(replaced.path) if replaced else None
-        return Rank(Path(order["log"]), self, self.tell("born", order=order, after=after))
+        return Rank(Path(order["log"]), self, self.call("born", order=order, after=after))
 
     def kill(self) -> None:
-        """End the nursery; of a container its first process, since who waits for that has waited for all in it."""
+        """End the nursery and all its ranks.
+
+        A container's first process is killed: the kernel then ends all others, before it is reaped.
+        """
         pid = self._process.pid
         if self._is_container:
             with contextlib.suppress(OSError, ValueError):  # it has ended
@@ -103,12 +112,12 @@ class Lane:
 
 @dataclass
 class Log:
-    """What one rank has written down."""
+    """The record of one rank."""
 
     path: Path
 
     def records(self) -> list[Any]:
-        """Return whole lines; the last one may be cut off."""
+        """Return the whole lines. The last line may be incomplete, which is left out."""
         lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -116,7 +125,7 @@ class Log:
         path = Path(f"{self.path}.err")
         return path.read_text(errors="replace")[-1500:] if path.exists() else ""
 
-    # Of a rank that trains, see `trainee`.
+    # Records of a rank that trains, see `trainee`.
 
     def steps(self) -> list[list[float]]:
         return [record for record in self.records() if isinstance(record, list)]
@@ -136,20 +145,23 @@ class Log:
 
 @dataclass
 class Rank(Log):
-    """A rank that a lane has borne."""
+    """A rank that a lane has forked."""
 
     lane: Lane
-    pid: int = 0  # in the lane's container
+    pid: int = 0  # as in the lane's container
 
     def signal(self, number: signal.Signals) -> None:
-        self.lane.tell("strike", log=str(self.path), number=number)
+        self.lane.call("strike", log=str(self.path), number=number)
 
     def alive(self) -> bool:
-        return str(self.path) in self.lane.tell("alive")
+        return str(self.path) in self.lane.call("alive")
 
 
 def hung(ranks: Sequence[Rank], bound_s: float) -> list[Rank]:
-    """Return the ranks that do not end in time by themselves: they write down where they are, and are killed."""
+    """Return the ranks that do not end by themselves in time, after killing them.
+
+    Each first writes its threads' stacks to its error file.
+    """
     eventually(lambda: not any(rank.alive() for rank in ranks), bound_s, every_s=0.005)
     found = [rank for rank in ranks if rank.alive()]
     for rank in found:
@@ -160,15 +172,15 @@ def hung(ranks: Sequence[Rank], bound_s: float) -> list[Rank]:
     return found
 
 
-# What came out of a story: figures, of which whole numbers and counters are summed and others the largest count, and
-# every promise that was broken, in words.
-Told = tuple[dict[str, Any], Sequence[str]]
+# The outcome of a story: its figures, and a sentence for every broken promise. Over all stories,
+# whole numbers and counters are summed, and the largest of other figures is kept.
+Outcome = tuple[dict[str, Any], Sequence[str]]
 
 
 def arguments(
     description: str | None, *, events: int, lanes: int, keep: str
 ) -> argparse.ArgumentParser:
-    """Return what the command lines of all campaigns have, with these defaults."""
+    """Return a parser with the options that all campaigns have, with these defaults."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -186,21 +198,29 @@ def campaign(
     program: str,
     each: int,
     open_lane: Callable[[], AbstractContextManager[Any]],
-    live: Callable[[int, int, Any, Path], Told],
+    live: Callable[[int, int, Any, Path], Outcome],
     **more: Any,
 ) -> dict[str, Any]:
-    """Live stories with seeds in a row, of ``each`` events, until there were enough, and print what came out.
+    """Run stories with consecutive seeds until there were enough events, and print the outcome.
 
-    ``open_lane`` makes what stories are lived in, one for each that runs at a time; ``live`` lives one, told its seed,
-    its events, its lane and a directory for records.
+    Args:
+        args: from the parser of `arguments`.
+        program: the campaign's module, to print how to repeat a story.
+        each: events of a story.
+        open_lane: makes a lane; there is one for each story that runs at the same time.
+        live: runs a story, given its seed, its events, its lane and a directory for records.
+        more: further figures to print.
     """
     counts = [min(each, args.events - done) for done in range(0, args.events, each)]
-    stories, begin_s = iter([*enumerate(counts, args.seed)]), time.monotonic()
-    figures, failures, lock = dict[str, Any](), list[dict[str, Any]](), threading.Lock()
+    stories = iter([*enumerate(counts, args.seed)])
+    begin_s = time.monotonic()
+    figures: dict[str, Any] = {}
+    failures: list[dict[str, Any]] = []
+    lock = threading.Lock()
 
     def live_in_a_lane() -> None:
         with open_lane() as lane:
-            for seed, events in stories:  # each is one thread's
+            for seed, events in stories:  # the threads share the iterator
                 with tempfile.TemporaryDirectory(prefix="campaign-") as directory:
                     found, broken = live(seed, events, lane, Path(directory))
                     with lock:
@@ -215,8 +235,8 @@ def campaign(
         if broken:
             failures.append({"seed": seed, "events": events, "violations": [*broken]})
             again = f"python -m {program} --seed {seed} --events {events}"
-            said = [f"seed {seed}: {len(broken)} violations; again: {again}", *broken[:12]]
-            print("\n  ".join(said), file=sys.stderr, flush=True)
+            text = [f"seed {seed}: {len(broken)} violations; repeat with {again}", *broken[:12]]
+            print("\n  ".join(text), file=sys.stderr, flush=True)
             (directory / "violations").write_text("\n".join(broken))
             shutil.copytree(directory, args.keep / f"seed{seed}", dirs_exist_ok=True)
 

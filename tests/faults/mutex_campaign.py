@@ -1,10 +1,10 @@
-"""Hundreds of small worlds of jobs that take turns, each with faults of every kind, each judged by its records.
+"""Hundreds of small worlds of jobs that take turns, with faults of every kind, judged by records.
 
     python -m tests.faults.mutex_campaign --events 10000 --lanes 4
-    python -m tests.faults.mutex_campaign --seed 123 --events 40     # that one again
+    python -m tests.faults.mutex_campaign --seed 123 --events 40     # repeat one schedule
 
-Each schedule (`tests.faults.schedules`) is a function of its seed; `tests.faults.oracles` says what the records of its
-ranks must show. Without root there is no full /dev/shm, and no process id is used again.
+Each schedule (`tests.faults.schedules`) is a function of its seed. `tests.faults.oracles` judges
+the records of its ranks. Without root, /dev/shm is never full, and no process id is reused.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import lanes, schedules
-from tests.faults.lanes import Lane, Told, hung, why_no_container
+from tests.faults.lanes import Lane, Outcome, hung, why_no_container
 from tests.faults.oracles import (
     FOREVER,
     Key,
@@ -35,7 +35,7 @@ from tests.faults.schedules import Blow, JobPlan, Schedule
 
 FAULTS_EACH = 40
 LEAD_IN_S = 0.05
-JOINING_S = 3.0  # of jobs thought out by hand, for which it takes seconds now and then
+JOINING_S = 3.0  # for jobs that are written by hand: joining sometimes takes seconds
 ENDING_S = 30.0  # longest time that ranks may take to end by themselves
 SLACK_S = 0.35
 _TICK_S = 0.01
@@ -44,7 +44,7 @@ _LATE_S = 0.05
 
 @dataclass
 class Overseer:
-    """Runs one schedule in a lane, and keeps what it has done itself, and when."""
+    """Runs one schedule in a lane, and records its own actions with their times."""
 
     plan: Schedule
     lane: Lane
@@ -56,24 +56,26 @@ class Overseer:
     killed_s: dict[Key, float] = field(default_factory=dict)
     stops: dict[Key, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
     meddled_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    late_s: float = 0.0  # how late a short sleep has ended at worst: what a busy machine costs
+    late_s: float = 0.0  # the latest end of a short sleep: how busy the machine is
     base_s: float = 0.0
 
     def run(self) -> Story:
-        """Let everything happen, wait for the end, and return what was written down."""
-        tell, first_s = self.lane.tell, min(blow.at_s for blow in self.plan.blows)
+        """Run the schedule, wait for its end, and return the records."""
+        first_s = min(blow.at_s for blow in self.plan.blows)
         self.base_s = time.monotonic() + LEAD_IN_S - first_s
         for blow in self.plan.blows:
             self._wait_until(self.base_s + blow.at_s)
             self._strike(blow)
         self._wait_until(self.base_s + self.plan.ends_at_s)
         deadline_s = time.monotonic() + ENDING_S
-        while tell("alive") and time.monotonic() < deadline_s:
+        while self.lane.call("alive") and time.monotonic() < deadline_s:
             self._wait_until(time.monotonic() + _LATE_S)
         hung([*self.born.values()], 0.0)
         groups = [self._group(number) for number in range(self.plan.groups)]
         devices = [f"dev{number}" for number in range(self.plan.devices)]
-        leftovers = Leftovers(*tell("end", prefix=self.prefix, groups=groups, devices=devices))
+        leftovers = Leftovers(
+            *self.lane.call("end", prefix=self.prefix, groups=groups, devices=devices)
+        )
         ranks = {key: self._read(key, rank) for key, rank in self.born.items()}
         return Story(self.plan, ranks, self.meddled_s, leftovers, self.slack_s + 2 * self.late_s)
 
@@ -101,11 +103,11 @@ class Overseer:
                 for key in keys:
                     self.born[key].signal(signal.SIGCONT)
                     self.stops[key][-1] = (self.stops[key][-1][0], time.monotonic())
-            case _:  # meddle with files
+            case _:  # files are removed or cut
                 groups = [blow.group] if blow.group >= 0 else range(self.plan.groups)
                 for number in groups:
                     self.meddled_s[number].append(time.monotonic())
-                self.lane.tell(
+                self.lane.call(
                     "meddle", kind=blow.kind, group=self._group(blow.group), seed=blow.seed
                 )
 
@@ -136,7 +138,7 @@ class Overseer:
 def lived(
     lane: Lane, directory: Path, *jobs: JobPlan, ends_at_s: float, slack_s: float = SLACK_S
 ) -> Story:
-    """Let jobs live that were thought out by hand, with no faults but their own deeds."""
+    """Run jobs that are written by hand, without faults other than their own deeds."""
     plans = tuple(
         dataclasses.replace(job, leaves_at_s=min(job.leaves_at_s, ends_at_s)) for job in jobs
     )
@@ -148,8 +150,8 @@ def lived(
 
 def live(
     seed: int, events: int, lane: Lane, directory: Path, *, isolated: bool, sabotage: str
-) -> Told:
-    """Live the schedule of a seed, and judge it."""
+) -> Outcome:
+    """Run the schedule of a seed, and judge it."""
     plan = schedules.schedule(seed, events, isolated=isolated)
     story = Overseer(plan, lane, directory, sabotage).run()
     ranks = story.ranks.values()
@@ -167,7 +169,7 @@ def live(
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = lanes.arguments(__doc__, events=1000, lanes=3, keep="runs/faults")
     parser.add_argument(
-        "--sabotage", default="", help="break the package so, to see that it is noticed"
+        "--sabotage", default="", help="a way to break the package, which must be noticed"
     )
     args = parser.parse_args(argv)
     isolated = not why_no_container("memory")

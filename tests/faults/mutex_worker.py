@@ -1,6 +1,7 @@
-"""One rank of the mutex's fault campaign: takes turns, does its deeds, and notes what it sees.
+"""One rank of the mutex's fault campaign: takes turns, does its deeds, records its observations.
 
-Every line of its record is ``[kind, seconds, …]`` on the machine's clock, whatever the package's has been made to do.
+Every line of its record is ``[kind, seconds, …]`` on the machine's own clock, even after the
+package's clock was made to jump.
 """
 
 import contextlib
@@ -34,12 +35,12 @@ from tests.faults.schedules import LATE_S, Deed, JobPlan
 from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import membership_of
 
-NUMBERED_S = 0.2  # within this time a turn that began alone has its number
+NUMBERED_S = 0.2  # within this time a turn that began alone receives its number
 QUEUEING_S = 0.05
 
 
 class Book:
-    """The rank's record: one write a line, so that a killed rank leaves whole lines."""
+    """The rank's record. Each line is one write, so that a killed rank leaves whole lines."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -50,7 +51,7 @@ class Book:
 
 
 class NotedPatience(Patience):
-    """Notes whom the rank has lost patience with, and since when it had waited."""
+    """Records the jobs that the rank loses patience with, and since when it has waited for each."""
 
     def __init__(self, book: Book, limit_s: float) -> None:
         super().__init__(limit_s)
@@ -72,21 +73,21 @@ class NotedPatience(Patience):
 
 
 class LateDevice(DeviceOrder):
-    """An emulated device that ends each turn ``late_s`` after the host; time on it is computed, not waited for."""
+    """An emulated device that ends each turn ``late_s`` after the host."""
 
     def __init__(self, late_s: float) -> None:
         super().__init__(torch.device("cpu"))
         self._late_s = late_s
-        self.end_s = 0.0  # of its last turn
+        self.end_s = 0.0  # when its last turn ends
 
     def check_usable(self) -> None:
-        """Allow all."""
+        """Allow turns everywhere."""
 
     def streams(self) -> Sequence[Any]:
         return ()
 
     def mark(self, streams: Sequence[Any] = ()) -> Any:
-        """Return when the device comes to the end."""
+        """Return the time at which the device comes to the end."""
         self.end_s = max(time.monotonic(), self.end_s) + self._late_s
         return self.end_s
 
@@ -94,37 +95,36 @@ class LateDevice(DeviceOrder):
         time.sleep(max(0.0, end - time.monotonic()))
 
 
-# Ways to break the package on purpose, to see that the campaign would notice.
+# Ways to break the package on purpose, to check that the campaign notices them.
 SABOTAGES: dict[str, tuple[Any, str, Any]] = {
-    "overlap": (turns, "blockers", lambda *_: []),  # nobody waits for anybody
-    "deafness": (
-        turn_segment.TurnSegment,
-        "ring_others",
-        lambda _: None,
-    ),  # a turn given back wakes nobody
-    "leftovers": (
-        turn_segment,
-        "remove_if_unused",
-        lambda _: None,
-    ),  # nobody removes files
-    "early_ends": (
-        LateDevice,
-        "wait",
-        lambda *_: None,
-    ),  # a turn is given back before the device has done it
+    # No rank waits.
+    "overlap": (turns, "blockers", lambda *_: []),
+    # A turn that is given back wakes no sibling.
+    "deafness": (turn_segment.TurnSegment, "ring_others", lambda _: None),
+    # No process removes files.
+    "leftovers": (turn_segment, "remove_if_unused", lambda *_: None),
+    # A turn is given back before the device has finished it.
+    "early_ends": (LateDevice, "wait", lambda *_: None),
 }
 
 
 class Rank:
-    """One rank of one job; its ranks meet beside their logs. ``order["base_s"]`` is when the schedule begins."""
+    """One rank of one job.
+
+    The job's ranks meet in the directory of their records. ``order["base_s"]`` is the time at which
+    the schedule begins.
+    """
 
     def __init__(self, order: dict[str, Any]) -> None:
         plan = order["plan"]
         self.plan = plan = JobPlan(
             **{**plan, "deeds": tuple(Deed(**deed) for deed in plan["deeds"])}
         )
-        self.rank, self.size, self._base_s = order["rank"], len(plan.devices), order["base_s"]
-        self._directory, self._group = Path(order["log"]).parent, order["group"]
+        self.rank = order["rank"]
+        self.size = len(plan.devices)
+        self._base_s = order["base_s"]
+        self._directory = Path(order["log"]).parent
+        self._group = order["group"]
         self._book = Book(Path(order["log"]))
         self._chance = random.Random(f"{plan.number} {self.rank} {self._base_s}")
         self._deeds = [deed for deed in plan.deeds if self.rank in deed.ranks]
@@ -132,7 +132,7 @@ class Rank:
         self._order: LateDevice | None = None
 
     def live(self) -> None:
-        """Join, take turns until the time to leave has come, leave."""
+        """Join, take turns until it is time to leave, and leave."""
         with contextlib.ExitStack() as ending:
             try:
                 if self.size > 1:
@@ -146,7 +146,7 @@ class Rank:
                     self._take_turn(mutex)
             except CrossoverError as error:
                 self._book.note("refused", type(error).__name__, str(error))
-            except RuntimeError as error:  # another rank of the job has ended
+            except RuntimeError as error:  # another rank of the job has died
                 self._book.note("broken", str(error)[:200])
         self._book.note("done")
 
@@ -157,7 +157,7 @@ class Rank:
         return bool(going)
 
     def _now_s(self) -> float:
-        """Seconds of the schedule."""
+        """Return the seconds since the schedule began."""
         return time.monotonic() - self._base_s
 
     def _join(self) -> GPUMutex:
@@ -178,7 +178,7 @@ class Rank:
         return self._order
 
     def _watch(self, mutex: GPUMutex, membership: Membership) -> None:
-        """Note when turns end for good, in which order log, and every lease."""
+        """Record every lease, and when and why the rank leaves, with the inode of its log."""
         segment = membership.segment
         leave, publish = segment.leave, segment.publish
 
@@ -191,7 +191,7 @@ class Rank:
             self._book.note("left", mutex.disabled_because)
 
         def publishing(**values: Any) -> None:
-            if "lease_s" in values:  # noted before siblings can see it
+            if "lease_s" in values:  # recorded before siblings can see it
                 self._book.note("lease", values["lease_s"])
             publish(**values)
 
@@ -202,7 +202,7 @@ class Rank:
         self._acquire(mutex)
         self._meet_fate(mutex, inside=True)
         if self.size > 1:
-            dist.barrier()  # a collective inside the turn, as DDP's broadcast of buffers
+            dist.barrier()  # a collective inside the turn, like DDP's broadcast of buffers
         self._compute()
         self._give_back(mutex)
         pause_s = max(self.plan.pause_s, self._value("slow-link"))
@@ -212,15 +212,15 @@ class Rank:
         time.sleep(pause_s / 2)
 
     def _acquire(self, mutex: GPUMutex) -> None:
-        """Take a turn and note it; 0 where it has begun alone on its device, without its number."""
+        """Take a turn and record its number: 0 if it began alone on its device, without one."""
         wanted_s = time.monotonic()
         if mutex.disabled_because is None:
             mutex.acquire()
         if mutex.holding:
-            inode, turns = 0, mutex._turns
-            with contextlib.suppress(
-                OSError
-            ):  # who does not lead has no log, nor where turns have failed
+            inode = 0
+            turns = mutex._turns
+            # Only lead ranks have a log, and only while turns have not failed.
+            with contextlib.suppress(OSError):
                 inode = os.fstat(turns.membership.segment.log_file.fd if turns else -1).st_ino
             self._book.note("begin", mutex._counters.turn if mutex.shared else 0, wanted_s, inode)
 
@@ -228,33 +228,31 @@ class Rank:
         time.sleep(
             max(self.plan.hold_s, self._value("slow-compute"), self._value("too-slow-compute"))
         )
-        if (fork := self._due.pop("fork", None)) and os.fork() == 0:
-            time.sleep(
-                fork.duration_s
-            )  # as a DataLoader does: it lives beside the rank, perhaps longer
+        fork = self._due.pop("fork", None)
+        if fork and os.fork() == 0:
+            # Like a DataLoader's worker: it lives beside the rank, perhaps longer.
+            time.sleep(fork.duration_s)
             os._exit(0)
         self._due.pop("too-slow-compute", None)
 
     def _give_back(self, mutex: GPUMutex) -> None:
-        ended_s, held, turn = (
-            time.monotonic(),
-            mutex.holding,
-            mutex._turns and mutex._turns._current,
-        )
+        ended_s = time.monotonic()
+        held = mutex.holding
+        turn: Any = mutex._turns and mutex._turns._current
         if held:
             self._book.note("ending", at_s=ended_s)
         mutex.release()
         if held and mutex.disabled_because is None:
-            # A turn that began alone has no number for a while, perhaps not yet.
-            eventually(lambda: turn.number is not None, NUMBERED_S)  # type: ignore[union-attr]
+            # A turn that began alone receives its number later.
+            eventually(lambda: turn.number is not None, NUMBERED_S)
             done_s = self._order.end_s if self._order is not None else 0.0
-            self._book.note("end", turn.number or 0, done_s, at_s=ended_s)  # type: ignore[union-attr]
+            self._book.note("end", turn.number or 0, done_s, at_s=ended_s)
 
     def _do_deeds(self) -> None:
         now_s = self._now_s()
         while self._deeds and self._deeds[0].at_s <= now_s:
             deed = replace(self._deeds.pop(0), at_s=now_s)
-            if deed.kind == "suspend":  # in the middle of a wait, perhaps
+            if deed.kind == "suspend":  # at a random moment, perhaps in the middle of a wait
                 threading.Timer(
                     self._chance.uniform(0.0, 0.02), self._suspend, [deed.value]
                 ).start()
@@ -272,7 +270,7 @@ class Rank:
             eventually(lambda: mutex._turns is None or mutex._turns._requested, NUMBERED_S)
         elif fate.place == "queueing":
             threading.Timer(QUEUEING_S, self._end, [fate]).start()
-            while True:  # it queues most of the time
+            while True:  # the rank queues most of the time
                 self._acquire(mutex)
                 self._give_back(mutex)
         self._end(fate)
@@ -285,7 +283,7 @@ class Rank:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def _suspend(self, jump_s: float) -> None:
-        """Let the package see the clock go on by ``jump_s`` at once, as after a virtual machine's sleep."""
+        """Let the package's clock jump by ``jump_s``, as after a virtual machine's sleep."""
         self._book.note("suspend")
         monotonic, monotonic_ns = turns.time.monotonic, turns.time.monotonic_ns
         turns.time = turn_segment.time = types.SimpleNamespace(  # type: ignore[assignment]
@@ -300,7 +298,7 @@ class Rank:
 
 
 def live(order: dict[str, Any]) -> None:
-    """Be one rank, as the nursery was told."""
+    """Run one rank, in the process that the nursery has forked."""
     sys.setswitchinterval(1e-3)
     if order["sabotage"]:
         owner, name, broken = SABOTAGES[order["sabotage"]]

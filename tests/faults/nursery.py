@@ -1,8 +1,9 @@
-"""Forks ranks for a lane of a campaign, strikes them, and meddles with their files.
+"""A process that forks ranks for a lane of a campaign, sends them signals, and damages their files.
 
-Told over stdin, one JSON object a line; answers each with one. It is forked from a process that has torch, and forks
-ranks, so that one costs milliseconds. Its second argument names a *container* that it enters first: "memory" has
-process ids, mounts and a small /dev/shm of its own, "users" has users in place of /dev/shm, and thinks that it is root.
+It reads one JSON object a line from stdin, and answers each with one. It is forked from a process
+that has imported torch, so a rank costs milliseconds. Its second argument names a *container* that
+it enters first: "memory" has its own process ids, mounts and a small /dev/shm; "users" has its own
+users, process ids and mounts, and believes that it is root.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def _enter(container: str) -> None:
-    """Go on in a container, as a child of this process, which waits and ends with it."""
+    """Continue in a container, as a child of this process, which waits for it and then ends."""
     user, group = os.geteuid(), os.getegid()
     _call("unshare", _CLONE_NEWNS | _CLONE_NEWPID | (_CLONE_NEWUSER if container == "users" else 0))
     if container == "users":
@@ -53,7 +54,7 @@ def _enter(container: str) -> None:
             ("gid_map", f"0 {group} 1"),
         ):
             Path(f"/proc/self/{name}").write_text(words)
-    if child := os.fork():  # the first one in there: when it ends, the kernel ends all others
+    if child := os.fork():  # the container's first process: the kernel ends all others with it
         os.waitpid(child, 0)
         os._exit(0)
     _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -64,15 +65,21 @@ def _enter(container: str) -> None:
 
 
 class Nursery:
-    """What an overseer may ask for; every public method is one order. Ranks are known by their logs."""
+    """The orders of an overseer: every public method is one. A rank is named by its log."""
 
     def __init__(self, live: Callable[[dict[str, Any]], object]) -> None:
         self._live = live
+        # Process id and descriptor of each rank. Only the descriptor always means the same process.
         self._born: dict[str, tuple[int, int]] = {}
-        """Process id and descriptor; only the latter means the same process for ever."""
 
     def born(self, order: dict[str, Any], after: str | None) -> int:
-        """Fork a rank; instead of that one, whose process id it gets unless somebody else is faster."""
+        """Fork a rank.
+
+        Args:
+            order: passed to the rank.
+            after: a rank to kill first. The new one gets its process id, unless another process on
+                the machine is faster.
+        """
         if after is not None:
             self.strike(after, signal.SIGKILL)
             old, descriptor = self._born[after]
@@ -84,7 +91,7 @@ class Nursery:
         return pid
 
     def _be(self, order: dict[str, Any]) -> NoReturn:
-        """Be a rank in a process group of its own, with standard error in a file, and end the process."""
+        """Run a rank in its own process group, with standard error in a file; end the process."""
         status = 1
         try:
             os.setpgid(0, 0)
@@ -107,11 +114,16 @@ class Nursery:
         return [log for log, (_, descriptor) in self._born.items() if not _has_ended(descriptor)]
 
     def end(self, prefix: str, groups: list[str], devices: list[str]) -> tuple[list[str], ...]:
-        """Forget all ranks; return what is left in shared memory, and after each group's next job, and its refusals."""
+        """Forget all ranks.
+
+        Return the files left in shared memory, those left after each group's next job, and the
+        errors that this job raised.
+        """
         for _, descriptor in self._born.values():
             os.close(descriptor)
         self._born.clear()
-        left, refusals = sorted(map(str, files_of(prefix))), []
+        left = sorted(map(str, files_of(prefix)))
+        refusals = []
         for group, device in itertools.product(groups, devices):
             try:
                 TurnSegment(group, device).leave()
@@ -123,7 +135,7 @@ class Nursery:
         return left, left_by_next, refusals
 
     def meddle(self, kind: str, group: str, seed: int) -> None:
-        """Delete or cut files of a group, or leave no byte of shared memory free."""
+        """Delete or cut files of a group, or fill shared memory to the last byte."""
         if kind == "full":
             with _BULK.open("wb", buffering=0) as bulk, contextlib.suppress(OSError):
                 while True:

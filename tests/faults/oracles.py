@@ -1,10 +1,14 @@
-"""What the records of a schedule must show, whatever has happened: pure functions of what was written down.
+"""Judges the records of a schedule, whatever its faults were: pure functions of these records.
 
-A *claim* is one rank's turn on its device: when it was wanted, begun, and ended. For every two claims of siblings on a
-device, the later turn begins after the earlier one has ended, or its rank has died, left or given up, or the later
-rank has lost patience with its job and it has not moved since; and it begins soon after that. Whoever loses patience
-has waited a lease that the job had published, and not a second time while nobody of that job has moved. All ranks of
-a job have the same turns.
+A *claim* is one rank's turn on its device, with the times at which it was wanted, begun and ended.
+These promises are checked:
+
+- For every two claims of siblings on a device, the later turn begins after the earlier one has
+  ended, or its rank has died, left or given up, or the later rank has lost patience with its job
+  and that has not moved since. It begins soon after that.
+- A rank that loses patience has waited for a lease that the job had published. It does not wait for
+  a second one while no rank of that job has moved.
+- All ranks of a job have the same turns.
 """
 
 import itertools
@@ -18,8 +22,8 @@ from crossover_ddp._turns.rules import DEFAULT_LEASE_S
 from tests.faults.schedules import LATE_S, JobPlan, Schedule
 
 FOREVER = float("inf")
-EARLY_S = 2e-3  # notes and deeds of one moment are written one after the other
-TELLING_S = LATE_S + 0.02  # from the note of a turn's end until a device that is late has told it
+EARLY_S = 2e-3  # records of one moment are written one after the other
+PUBLISHED_S = LATE_S + 0.02  # from the record of a turn's end until a late device has published it
 CLOSED = "closed"
 
 Key = tuple[int, int]
@@ -30,11 +34,11 @@ class Claim(NamedTuple):
     wanted_s: float
     begins_s: float
     ends_s: float  # `FOREVER` if the rank never gave it back
-    log: int  # the order log's inode, on lead ranks; else 0
-    ahead: bool
+    log: int  # the inode of the log of turns, on lead ranks; else 0
+    ahead: bool  # whether it began without its number
+    # From when it may have been given back, by a rank that was killed before it recorded the end.
     ending_s: float = FOREVER
-    """From when it may have been given back, by a rank that was killed before it could note the end."""
-    done_s: float = 0.0  # when a device behind the host's back had done it
+    done_s: float = 0.0  # when a device that is behind its host had finished it
 
 
 class Forgiven(NamedTuple):
@@ -42,25 +46,24 @@ class Forgiven(NamedTuple):
     job: int  # its number in shared memory
     turn: int
     since_s: float
-    lease_s: float  # as the waiting rank has seen it
+    lease_s: float  # as the waiting rank has read it
 
 
 @dataclass
 class Rank:
-    """What is known of one rank after the schedule."""
+    """The records of one rank after the schedule."""
 
     job: JobPlan
     rank: int
     claims: list[Claim] = field(default_factory=list)
     forgave: list[Forgiven] = field(default_factory=list)
-    leases: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # (when, seconds): what it has published
+    # (time, seconds): the leases that it has published.
+    leases: list[tuple[float, float]] = field(default_factory=list)
     stops: list[tuple[float, float]] = field(default_factory=list)
     jumps: list[float] = field(default_factory=list)  # when its clock jumped
-    last_log: int = 0  # the inode of the order log that it has seen to the end
+    last_log: int = 0  # the inode of its log of turns when it left
     is_lead: bool = False
-    job_number: int = -1  # in shared memory; of one that has not joined it is none
+    job_number: int = -1  # in shared memory; -1 if it has not joined
     refused: Sequence[str] = ()
     broken: str | None = None
     reason: str | None = None  # why it has left
@@ -79,20 +82,21 @@ class Rank:
 
     @property
     def gone_from_s(self) -> float:
-        """The earliest moment at which siblings may have found the rank gone."""
+        """The earliest time at which siblings may have found the rank gone."""
         return min(self.killed_s, self.leaving_s)
 
     @property
     def gone_by_s(self) -> float:
-        """The moment by which they must."""
+        """The time by which siblings must have found the rank gone."""
         return min(self.killed_s, self.left_s)
 
 
 def read_rank(job: JobPlan, rank: int, lines: Iterable[Sequence[Any]]) -> Rank:
-    """Return a rank from what it has written."""
-    told, claims = defaultdict[str, list[Any]](list), list[Claim]()
+    """Return a rank from the lines of its record."""
+    records = defaultdict[str, list[Any]](list)
+    claims: list[Claim] = []
     for kind, at_s, *what in lines:
-        told[kind].append((at_s, *what))
+        records[kind].append((at_s, *what))
         if kind == "begin":
             turn, wanted_s, log = what
             claims.append(Claim(turn, wanted_s, at_s, FOREVER, log, ahead=turn == 0))
@@ -102,17 +106,20 @@ def read_rank(job: JobPlan, rank: int, lines: Iterable[Sequence[Any]]) -> Rank:
             claims[-1] = claims[-1]._replace(ends_s=at_s, turn=what[0], done_s=what[1])
 
     def first(kind: str, *otherwise: Any) -> Any:
-        return next(iter(told[kind]), otherwise)
+        return next(iter(records[kind]), otherwise)
 
-    found = Rank(job, rank, claims, [Forgiven(*each) for each in told["forgave"]], told["lease"])
+    found = Rank(
+        job, rank, claims, [Forgiven(*each) for each in records["forgave"]], records["lease"]
+    )
     _, found.is_lead, found.job_number = first("joined", FOREVER, False, -1)
     found.leaving_s, found.reason = first("leaving", FOREVER, None)
     found.left_s, _ = first("left", FOREVER, None)
     _, *found.refused = first("refused", FOREVER)
     _, found.broken = first("broken", FOREVER, None)
     found.killed_s, _ = first("die", FOREVER, None)
-    found.stops = [(at_s, at_s + lasts_s) for at_s, lasts_s in told["halt"]]
-    found.jumps, found.ended = [at_s for (at_s,) in told["suspend"]], bool(told["done"])
+    found.stops = [(at_s, at_s + lasts_s) for at_s, lasts_s in records["halt"]]
+    found.jumps = [at_s for (at_s,) in records["suspend"]]
+    found.ended = bool(records["done"])
     _, found.last_log = first("log", FOREVER, 0)
     return found
 
@@ -121,12 +128,12 @@ class Leftovers(NamedTuple):
     """Paths in shared memory."""
 
     at_end: Sequence[str] = ()
-    by_next: Sequence[str] = ()  # what is still there after a next job has come and gone
-    refusals: Sequence[str] = ()  # what that job was told
+    by_next: Sequence[str] = ()  # those still there after a next job has joined and left
+    refusals: Sequence[str] = ()  # the errors of that job
 
 
 class Story(NamedTuple):
-    """All that is known after a schedule."""
+    """All records after a schedule."""
 
     schedule: Schedule
     ranks: Mapping[Key, Rank]
@@ -150,9 +157,9 @@ def violations(story: Story) -> list[str]:
 
 
 def _left(story: Story) -> Iterator[str]:
-    """Nothing is left in shared memory but what was refused by name: it may not be ours, so nobody removes it.
+    """No file is left in shared memory, but files that were refused by name, which may be foreign.
 
-    If the last ones of a group are killed, the group's next job removes what they leave.
+    If the last ranks of a group are killed, the group's next job removes their files.
     """
     refusals = [
         *story.leftovers.refusals,
@@ -171,7 +178,7 @@ def _killed_last(story: Story, group: int) -> bool:
     ranks = [rank for rank in story.ranks.values() if rank.job.group == group]
     killed_s = [rank.killed_s for rank in ranks if rank.killed_s < FOREVER]
     left_s = [rank.leaving_s for rank in ranks if rank.leaving_s < FOREVER]
-    # The kernel frees the memory of a killed process before it drops its locks, which takes a while.
+    # The kernel frees a killed process's memory before it drops its locks, which takes a while.
     return max(killed_s, default=0.0) > max(left_s, default=0.0) - story.tolerance_s
 
 
@@ -195,9 +202,8 @@ def _job_order(story: Story) -> Iterator[str]:
     """All ranks of a job have the same turns, each later than the one before."""
     for job in story.schedule.jobs:
         ranks = [rank for rank in story.of_job(job.number) if rank.claims]
-        turns = [
-            [claim.turn for claim in rank.claims] for rank in ranks
-        ]  # 0: begun alone, without a number
+        # 0 stands for a turn that began alone, without its number.
+        turns = [[claim.turn for claim in rank.claims] for rank in ranks]
         for own in turns:
             if any(later <= earlier for earlier, later in itertools.pairwise(filter(None, own))):
                 yield f"job {job.number} had turns out of order: {own}"
@@ -215,7 +221,10 @@ def _overlap_s(intervals: Iterable[tuple[float, float]], start_s: float, stop_s:
 
 
 def _patience(story: Story) -> Iterator[str]:
-    """Nobody waits twice for a job of which no rank on the device has moved, however many slots or turns it has."""
+    """No rank waits twice for a job of which no rank on the device has moved.
+
+    It does not matter how many slots or turns the job has.
+    """
     margin_s = story.tolerance_s
     for rank in story.ranks.values():
         last: dict[int, Forgiven] = {}
@@ -228,7 +237,7 @@ def _patience(story: Story) -> Iterator[str]:
             yield from _one_patience(story, rank, lost, owners, where)
             since_s, until_s = before.at_s - margin_s if before else 0.0, lost.at_s + margin_s
             if before is not None and not any(_moved(owner, since_s, until_s) for owner in owners):
-                yield f"{where} as at turn {before.turn}, although nobody of it had moved"
+                yield f"{where} as at turn {before.turn}, although none of its ranks had moved"
 
 
 def _one_patience(
@@ -255,26 +264,29 @@ def _moved(rank: Rank, since_s: float, until_s: float) -> bool:
     )
 
 
-def _told_by(rank: Rank, claim: Claim) -> float:
-    """When siblings had surely been told of a turn's end, of which the rank made its note just before."""
+def _published_by(rank: Rank, claim: Claim) -> float:
+    """Return by when a turn's end was surely published; the rank recorded it just before."""
     stops = [
         stop
         for stop in rank.stops
-        if stop[0] <= claim.ends_s + TELLING_S and stop[1] > claim.ends_s
+        if stop[0] <= claim.ends_s + PUBLISHED_S and stop[1] > claim.ends_s
     ]
     return max([claim.ends_s, *(end_s for _, end_s in stops)])
 
 
 def _meddled_around(story: Story, group: int, at_s: float) -> bool:
-    """Whether files were meddled with and ranks may not have noticed yet."""
+    """Return whether files were damaged, and ranks may not have noticed it yet."""
     leases_s = [lease_s for rank in story.ranks.values() for _, lease_s in rank.leases]
     window_s = max([DEFAULT_LEASE_S, *leases_s]) + story.tolerance_s
     return any(each - EARLY_S <= at_s <= each + window_s for each in story.meddled_s.get(group, ()))
 
 
 def _on_devices(story: Story) -> Iterable[list[tuple[Claim, Rank]]]:
-    """Return claims of siblings in one order: those of a group, device and log; a log cut short counts anew."""
-    # (job, turn) → the log that it was drawn from. A turn that began alone had no number then.
+    """Return the claims of siblings in one order: those of a group, device and log.
+
+    A log that was cut short begins a new order.
+    """
+    # The log that each (job, turn) was drawn from. A turn that began alone had no number then.
     logs = {
         (rank.job.number, claim.turn): claim.log or rank.last_log
         for rank in story.ranks.values()
@@ -295,7 +307,7 @@ def _on_devices(story: Story) -> Iterable[list[tuple[Claim, Rank]]]:
 
 
 def _turn_order(story: Story) -> Iterator[str]:
-    """A turn begins after each earlier one has ended, on a device behind the host's back, too, and soon after that."""
+    """A turn begins soon after each earlier one has ended, on the device as well."""
     for claims in _on_devices(story):
         open_before: list[tuple[Claim, Rank]] = []
         for claim, rank in claims:
@@ -309,29 +321,33 @@ def _turn_order(story: Story) -> Iterator[str]:
                 excused = _excused(story, claim, rank, other)
                 if min(end_s, forgiven_s) > claim.begins_s and not excused:
                     yield (
-                        f"two holders: {which} began at {claim.begins_s:.4f}; {other} held turn {before.turn} "
-                        f"from {before.begins_s:.4f} to {before.ends_s:.4f}"
+                        f"two holders: {which} began at {claim.begins_s:.4f}; {other} held turn "
+                        f"{before.turn} from {before.begins_s:.4f} to {before.ends_s:.4f}"
                     )
                 early_s = before.done_s - claim.begins_s
                 if early_s > 1e-9 and forgiven_s == FOREVER and not excused:
                     yield (
-                        f"{which} began {early_s:.4f} s before that had done turn {before.turn} of job "
-                        f"{other.job.number}"
+                        f"{which} began {early_s:.4f} s before the device had finished turn "
+                        f"{before.turn} of job {other.job.number}"
                     )
-                freed_s = max(freed_s, min(_told_by(other, before), other.gone_by_s, forgiven_s))
+                freed_s = max(
+                    freed_s, min(_published_by(other, before), other.gone_by_s, forgiven_s)
+                )
             late_s = _lateness_s(story, claim, rank, min(freed_s, claim.begins_s))
             if late_s > story.tolerance_s:
                 yield f"{which} began {late_s:.3f} s after it could, at {claim.begins_s:.4f}"
             open_before = [
-                (b, o) for b, o in open_before if max(_told_by(o, b), b.done_s) >= claim.wanted_s
+                (b, o)
+                for b, o in open_before
+                if max(_published_by(o, b), b.done_s) >= claim.wanted_s
             ]
             open_before.append((claim, rank))
 
 
 def _freed_otherwise_s(story: Story, claim: Claim, rank: Rank) -> float:
-    """When the last one went, or was given up, whose turn is not in this order.
+    """Return when the last rank ended, or was passed over, whose turn is not in this order.
 
-    Turns that were drawn and never begun, and those that were held while files were meddled with.
+    Such turns were drawn and never begun, or were held while files were damaged.
     """
     begins_s, beside = claim.begins_s, story.beside(rank)
     meddled_s = [at_s for at_s in story.meddled_s.get(rank.job.group, ()) if at_s < begins_s]
@@ -339,7 +355,7 @@ def _freed_otherwise_s(story: Story, claim: Claim, rank: Rank) -> float:
     forgiven = [lost.at_s for lost in rank.forgave if lost.at_s <= begins_s]
     across = [
         min(
-            _told_by(other, before),
+            _published_by(other, before),
             other.gone_by_s,
             _forgiven_at(rank, other, before.turn, begins_s),
         )
@@ -352,7 +368,10 @@ def _freed_otherwise_s(story: Story, claim: Claim, rank: Rank) -> float:
 
 
 def _forgiven_at(rank: Rank, other: Rank, turn: int, begins_s: float) -> float:
-    """When ``rank``, which begins a turn, lost patience with ``turn`` of ``other``; for ever if it did not."""
+    """Return when ``rank``, which begins a turn, lost patience with ``turn`` of ``other``.
+
+    `FOREVER` if it did not.
+    """
     return min(
         (
             lost.at_s
@@ -365,13 +384,13 @@ def _forgiven_at(rank: Rank, other: Rank, turn: int, begins_s: float) -> float:
 
 
 def _excused(story: Story, claim: Claim, rank: Rank, other: Rank) -> bool:
-    """Documented: see docs/turns.md, "what can go wrong"."""
+    """Return whether these turns may overlap: see "What can go wrong" in docs/turns.md."""
     jobs_broken = any(each.gone_from_s <= claim.begins_s for each in story.of_job(other.job.number))
     return claim.ahead or jobs_broken or _meddled_around(story, rank.job.group, claim.begins_s)
 
 
 def _lateness_s(story: Story, claim: Claim, rank: Rank, freed_s: float) -> float:
-    """Return how long after it could a turn began; 0 where that is nobody's fault."""
+    """Return how long a turn began after it could have begun; 0 where no rank is to blame."""
     if claim.ahead or _meddled_around(story, rank.job.group, claim.begins_s):
         return 0.0
     leads = [each for each in story.of_job(rank.job.number) if each.is_lead and each is not rank]
@@ -384,7 +403,7 @@ def _lateness_s(story: Story, claim: Claim, rank: Rank, freed_s: float) -> float
 
 
 def longest_wait_s(story: Story) -> float:
-    """The longest time from wanting a turn to its begin, without what the rank itself was stopped."""
+    """Return the longest time from wanting a turn to its begin, less the rank's own stops."""
     return max(
         (
             claim.begins_s - claim.wanted_s - _overlap_s(rank.stops, claim.wanted_s, claim.begins_s)

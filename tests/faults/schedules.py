@@ -1,7 +1,7 @@
-"""What shall happen to which jobs, and when: a pure function of a seed, so that every failure can be run again.
+"""The faults of a campaign and their times: a pure function of a seed, so that failures repeat.
 
-A schedule is a small world: one or two groups on one to four devices, up to four jobs at once, and the faults that
-befall them. Nothing here starts, reads or waits for anything.
+A schedule is a small world: one or two groups on one to four devices, up to four jobs at once, and
+their faults. Nothing here starts, reads or waits for anything.
 """
 
 import random
@@ -17,12 +17,8 @@ GAP_S = 0.09  # between two faults, on average
 FIRST_S = 0.5  # the first jobs have joined by then
 LATE_S = 0.02  # longest time that a late device runs behind the host
 STYLES = ("plain", "early")
-PLACES = (
-    "inside",
-    "drawn",
-    "between",
-    "queueing",
-)  # a turn, with one drawn, between two, while it queues
+# Where a rank dies or halts: inside a turn, with a turn drawn, between two turns, while it queues.
+PLACES = ("inside", "drawn", "between", "queueing")
 
 MEDDLINGS = (
     *(f"delete-{what}" for what in ("slots", "log", "bells", "all")),
@@ -32,7 +28,7 @@ MEDDLINGS = (
 
 @dataclass(frozen=True)
 class Deed:
-    """Something a rank does by itself, at a time."""
+    """A fault that a rank does by itself, at a time."""
 
     at_s: float
     kind: str
@@ -44,7 +40,7 @@ class Deed:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """One job from its birth to its end, as far as that is its own will."""
+    """One job from its start to its end, unless a blow ends it earlier."""
 
     number: int
     group: int = 0
@@ -61,14 +57,14 @@ class JobPlan:
 
 @dataclass(frozen=True)
 class Blow:
-    """Something that is done to ranks, or to their files."""
+    """A fault that is done to ranks, or to their files, from outside."""
 
     at_s: float
     kind: str
     job: int = -1
     ranks: tuple[int, ...] = ()
     group: int = 0
-    seed: int = 0  # what random bytes are made from
+    seed: int = 0  # for random bytes
     victim: int = -1  # the job whose process id is taken over
 
 
@@ -85,11 +81,12 @@ class Schedule:
 
 
 class _Writer:
-    """Writes one schedule; knows who lives at the time it has come to."""
+    """Writes one schedule, in order of time, and tracks the jobs that are alive."""
 
     def __init__(self, seed: int, faults: int, isolated: bool) -> None:
         self._chance = chance = random.Random(seed)
-        self._wanted, self._isolated = faults, isolated
+        self._wanted = faults
+        self._isolated = isolated
         self._devices = self._pick(DEVICE_COUNTS)
         self._groups = 2 if chance.random() < 0.3 else 1
         self._late_device = chance.random() < 0.5
@@ -162,7 +159,7 @@ class _Writer:
         happened = FAULTS[kind][1](self, kind)
         return kind if happened is None else happened
 
-    # Each fault may return another name for itself.
+    # Each of these methods may return a more precise name of the fault.
 
     def _joins(self, kind: str) -> None:
         self._join(self._chance.randrange(self._groups))
@@ -249,7 +246,7 @@ class _Writer:
         self._blows[-1] = replace(self._blows[-1], kind=kind, victim=victim.number)
 
     def _meddle(self, kind: str) -> str:
-        """Somebody meddles with files; the jobs of the group leave soon, and others come."""
+        """Files are damaged. The jobs of the group leave soon, and other jobs join."""
         chance = self._chance
         what = chance.choice([each for each in MEDDLINGS if self._isolated or each != "full"])
         group = -1 if what == "full" else self._someone().group
@@ -262,7 +259,7 @@ class _Writer:
         return what
 
 
-# How often each happens beside the others, and what it does.
+# The weight of each fault, and the method that writes it.
 FAULTS: dict[str, tuple[float, Callable[[_Writer, str], str | None]]] = {
     "join": (4.0, _Writer._joins),
     "leave": (1.0, _Writer._leaves),
@@ -282,5 +279,8 @@ FAULTS: dict[str, tuple[float, Callable[[_Writer, str], str | None]]] = {
 
 
 def schedule(seed: int, faults: int, *, isolated: bool) -> Schedule:
-    """Return a seed's schedule of so many faults; only if ``isolated`` may /dev/shm be full, process ids be chosen."""
+    """Return a seed's schedule with this number of faults.
+
+    Only if ``isolated`` may /dev/shm be full, and process ids be chosen.
+    """
     return _Writer(seed, faults, isolated).write()

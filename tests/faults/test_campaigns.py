@@ -1,6 +1,6 @@
-"""Short forms of campaigns, what judges the mutex's, and jobs thought out by hand that it judges.
+"""Short campaigns, the oracles of the mutex's campaign, and hand-written jobs that they judge.
 
-`python -m tests.faults.mutex_campaign` is a long form.
+`python -m tests.faults.mutex_campaign` is a long campaign.
 """
 
 import dataclasses
@@ -23,10 +23,11 @@ from tests.harness.groups import files_of, new_group
 SHORT_EVENTS = 120
 AVERAGING_EVENTS = 4
 BROKEN_EVENTS = 20
-TOLD = {
+# A part of the violation that each sabotage must cause.
+EXPECTED = {
     "overlap": "two holders",
     "deafness": "after it could",
-    "early_ends": "before that had done turn",
+    "early_ends": "before the device had finished turn",
     "leftovers": "left behind in shared memory",
 }
 LEASE_S = 1.0
@@ -56,25 +57,16 @@ def test_random_faults_of_replicas_leave_no_hang_and_no_wrong_bit(tmp_path: Path
 
 @only_in_campaign
 @pytest.mark.quiet
-@pytest.mark.parametrize("sabotage", TOLD)
+@pytest.mark.parametrize("sabotage", EXPECTED)
 def test_the_campaign_notices_a_broken_package(sabotage: str, tmp_path: Path) -> None:
-    for seed in range(1, 9):  # on a busy machine siblings may not meet in one
-        arguments = [
-            "--seed",
-            seed,
-            "--events",
-            BROKEN_EVENTS,
-            "--lanes",
-            1,
-            "--sabotage",
-            sabotage,
-        ]
-        found = run(tmp_path, *arguments)
-        told = [each for failure in found["failures"] for each in failure["violations"]]
-        if any(TOLD[sabotage] in each for each in told):
+    for seed in range(1, 9):  # on a busy machine siblings may not meet in one schedule
+        arguments = ["--seed", seed, "--events", BROKEN_EVENTS, "--lanes", 1]
+        found = run(tmp_path, *arguments, "--sabotage", sabotage)
+        noticed = [each for failure in found["failures"] for each in failure["violations"]]
+        if any(EXPECTED[sabotage] in each for each in noticed):
             break
     else:
-        raise AssertionError(f"nobody noticed: {told}")
+        raise AssertionError(f"no campaign noticed it: {noticed}")
 
 
 @pytest.mark.parametrize("isolated", [True, False])
@@ -93,7 +85,7 @@ def rank_of(number: int, *lines: Sequence[Any], **changes: Any) -> Rank:
 
 
 def cut_off(number: int, *lines: Sequence[Any], killed_s: float = FOREVER, **changes: Any) -> Rank:
-    """A rank whose record says no more than that it has joined, and these lines."""
+    """Return a rank whose record shows that it has joined, and these lines."""
     joined = ["joined", 0.1, True, 100 + number]
     plan = JobPlan(number, **{"lease_s": LEASE_S, "leaves_at_s": 9.0, **changes})
     rank = read_rank(plan, 0, [["lease", 0.1, LEASE_S], joined, *lines])
@@ -102,7 +94,7 @@ def cut_off(number: int, *lines: Sequence[Any], killed_s: float = FOREVER, **cha
 
 
 def forgave(at_s: float, turn: int, since_s: float, lease_s: float = LEASE_S) -> list[Any]:
-    """Lose patience with job 0."""
+    """Return the line of a rank that has lost patience with job 0."""
     return ["forgave", at_s, 100, turn, since_s, lease_s]
 
 
@@ -112,7 +104,7 @@ def turn(
     return [["begin", begins_s, number, wanted_s, 77], ["end", ends_s, number, done_s]]
 
 
-def told(ranks: Sequence[Rank], leftovers: Leftovers | None = None) -> list[str]:
+def judge(ranks: Sequence[Rank], leftovers: Leftovers | None = None) -> list[str]:
     plan = Schedule(1, 1, tuple(rank.job for rank in ranks), (), 9.0, ())
     found = {(rank.job.number, rank.rank): rank for rank in ranks}
     return violations(Story(plan, found, {}, leftovers or Leftovers(), tolerance_s=0.2))
@@ -158,7 +150,7 @@ def stopped(rank: Rank, begin_s: float, end_s: float) -> Rank:
             "after a lease of 0.5 s: published were [1.0]",
         ),
         # A second lease of a job that has not moved.
-        ([first(7.0), AGAIN], "although nobody of it had moved"),
+        ([first(7.0), AGAIN], "although none of its ranks had moved"),
         ([first(2.6, *turn(3, 2.7, 2.8, 7.0)), AGAIN], ""),
         # A death frees the turn, and not before.
         ([DEAD, second(2.001)], ""),
@@ -169,44 +161,44 @@ def stopped(rank: Rank, begin_s: float, end_s: float) -> Rank:
         ([cut_off(0)], "did not end by itself"),
         (
             [rank_of(0, *turn(1, 1.0, 1.0, 2.0, 2.3)), second(2.001)],
-            "turn 2 of job 1 rank 0 on device 0 began 0.2990 s before that had done turn 1 of job 0",
+            "turn 2 of job 1 rank 0 on device 0 began 0.2990 s before the device had finished turn",
         ),
         ([TWO_RANKS, WITH_IT], "had different turns: [1] and [2]"),
     ],
 )
-def test_each_broken_promise_is_told_and_nothing_else(
+def test_each_broken_promise_is_a_violation_and_nothing_else_is(
     ranks: Sequence[Rank], violation: str
 ) -> None:
-    found = told(ranks)
+    found = judge(ranks)
     assert any(violation in each for each in found) if violation else found == []
 
 
-def test_leftovers_are_told_unless_the_last_was_killed_or_the_file_was_refused() -> None:
+def test_leftovers_are_violations_unless_the_last_rank_was_killed_or_the_file_was_refused() -> None:
     path = "/dev/shm/crossover_ddp-0/campaign-1-0@.turns"
     left, leaves, killed = Leftovers([path]), rank_of(0), cut_off(1, killed_s=9.5)
-    assert told([leaves, killed], left) == []
+    assert judge([leaves, killed], left) == []
     assert (
-        told([leaves, killed], Leftovers([path], [path], [f"got another at {path}; remove it"]))
+        judge([leaves, killed], Leftovers([path], [path], [f"got another at {path}; remove it"]))
         == []
     )
-    assert "left behind" in told([leaves, killed], Leftovers([path], [path]))[0]
-    assert "left behind" in told([leaves, rank_of(1)], left)[0]
+    assert "left behind" in judge([leaves, killed], Leftovers([path], [path]))[0]
+    assert "left behind" in judge([leaves, rank_of(1)], left)[0]
 
 
-# Jobs of any layout that take turns without faults; what is judged of random schedules is judged of them, too.
-LONG_LEASE_S = 30.0  # longer than a story: a turn that overlaps another one was not forgiven
+# Jobs of any layout that take turns without faults. The oracles of random schedules judge them.
+LONG_LEASE_S = 30.0  # longer than a story, so that no lease excuses turns that overlap
 AT_ONCE_S = 2.0  # generous: the machine may be busy
 BOTH = (0, 1)
 
 
 def plan(number: int, group: int, devices: tuple[int, ...] = BOTH, **options: Any) -> JobPlan:
-    """Return a job; every second one asks for its next turn early."""
+    """Return a job. Every second one requests its next turn early."""
     style = ("plain", "early")[number % 2]
     return JobPlan(number, group, devices, **{"lease_s": LONG_LEASE_S, "style": style, **options})
 
 
 def together(story: Story, job: int) -> list[Claim]:
-    """Return the turns of a job's first rank while all jobs of its group were there."""
+    """Return the turns of a job's first rank while all jobs of its group took turns."""
     group = story.ranks[job, 0].job.group
     turns = [
         [claim.turn for claim in rank.claims if claim.turn]
@@ -218,19 +210,19 @@ def together(story: Story, job: int) -> list[Claim]:
 
 
 def inequality(story: Story, *jobs: int) -> float:
-    """Return how many times as many turns the most favoured job had as the least, while all were there.
+    """Return the largest number of turns of a job, divided by the smallest, while all took turns.
 
-    Not how many in a row: a rank that the machine does not run for a while asks late.
+    Turns in a row do not count: on a busy machine a rank may ask late.
     """
     turns = [len(together(story, job)) for job in jobs]
     return max(turns) / max(min(turns), 1)
 
 
 @pytest.mark.quiet
-def test_first_come_first_served_also_where_a_job_joins_and_leaves_again_and_again(
+def test_turns_are_first_come_first_served_even_if_a_job_joins_and_leaves_repeatedly(
     tmp_path: Path,
 ) -> None:
-    """Jobs that always want a turn take equal numbers; one that is in its exchange is not waited for."""
+    """Jobs that always want a turn take equal numbers. No job waits for one that exchanges."""
     always = [
         plan(job, 0, devices, pause_s=0.0)
         for job, devices in enumerate([(0, 0, 1, 1), BOTH, (1, 0)])
@@ -262,7 +254,7 @@ def test_scripts_that_never_close_their_mutex_leave_nothing(tmp_path: Path) -> N
         f"from crossover_ddp.gpu_mutex import GPUMutex\nGPUMutex({group!r}, device='d').acquire()\n"
         "import os\nif os.environ['RANK'] == '1': raise ValueError('words')\n"
     )
-    # Its ranks are jobs of their own, as they make no process group.
+    # Without a process group, each rank is a job of its own.
     with spawn_script(path, 2) as ranks:
         assert [process.wait(60.0) for process in ranks.processes] == [0, 1]
         assert "ValueError: words" in ranks.output(1)

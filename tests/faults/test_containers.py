@@ -1,7 +1,7 @@
 """Siblings in containers: other process ids, users and mounts, one /dev/shm.
 
-Every rank is the only one in namespaces of its own, and each thinks that it is root. Nothing of the protocol may
-rest on a process id, on an inherited descriptor, or on a parent.
+Every rank is alone in its own namespaces, and believes that it is root. So the protocol must not
+depend on process ids, inherited descriptors or parents.
 """
 
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ WHY_NOT = why_no_container("users")
 
 @pytest.mark.quiet
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-def test_siblings_in_containers_train_as_alone_and_a_death_holds_nobody_up(tmp_path: Path) -> None:
+def test_siblings_in_containers_train_as_alone_and_a_death_costs_no_lease(tmp_path: Path) -> None:
     group = new_group()
     with ExitStack() as stack:
         lanes = [
@@ -32,7 +32,7 @@ def test_siblings_in_containers_train_as_alone_and_a_death_holds_nobody_up(tmp_p
         victim.directory.mkdir()
         job, other = (site.start(seed) for seed, site in enumerate((steady, victim)))
         for each in (job, other):
-            assert all(rank.pid < 20 for rank in each.ranks), "process ids are the containers' own"
+            assert all(rank.pid < 20 for rank in each.ranks), "not in a container of its own"
             each.train(STEPS)
         for container in victim.lanes:
             container.kill()
@@ -40,7 +40,7 @@ def test_siblings_in_containers_train_as_alone_and_a_death_holds_nobody_up(tmp_p
         job.end("leave")
         for stats in job.stats():
             assert stats["leases_expired"] == stats["siblings"] == 0
-            assert stats["handovers"] > 0, "it never waited for its sibling"
-            assert stats["turn"] > stats["turns"], "the order of turns is not common to both"
+            assert stats["handovers"] > 0, "the job never waited for its sibling"
+            assert stats["turn"] > stats["turns"], "the jobs have no common order"
         assert not files_of(group)
         assert [rank.losses() for rank in job.ranks] == steady.losses_alone(job.seed, job.count)

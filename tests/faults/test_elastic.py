@@ -1,4 +1,4 @@
-"""torchrun's elastic agent starts a job again after a death; its sibling goes on, and nobody's losses change."""
+"""torchrun's elastic agent restarts a job after a death; its sibling's losses stay the same."""
 
 import contextlib
 import json
@@ -14,20 +14,21 @@ from tests.harness.groups import files_of, new_group
 from tests.harness.waiting import eventually
 
 STEPS = 24
-SEED = 1  # of both jobs, so that one run alone tells what both should compute
+SEED = 1  # of both jobs, so that one run alone gives the losses of both
 DIES = [1, 8]  # rank, step
 TIMEOUT_S = 90.0
 AGENT = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=2", "--monitor-interval=0.1"]
-# Without it torch 2.15 finds gloo addresses of the life before in the agent's store, with or without a hook.
+# Else torch 2.15 finds gloo addresses of the life before in the agent's store, with any hook.
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @only_in_campaign
-def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> None:
-    log, group = tmp_path / "victim-rank", new_group()
+def test_a_job_that_torchrun_restarts_does_not_disturb_its_sibling(tmp_path: Path) -> None:
+    log = tmp_path / "victim-rank"
+    group = new_group()
     order = {"log": str(log), "stop": f"{log}-stop", "group": group, "hook": "crossover"}
-    told = json.dumps({**order, "seed": SEED, "steps": STEPS, "dies": DIES})
-    words = [*AGENT, "-m", "tests.faults.trainee", told]
+    argument = json.dumps({**order, "seed": SEED, "steps": STEPS, "dies": DIES})
+    words = [*AGENT, "-m", "tests.faults.trainee", argument]
 
     def trained(rank: int, life: int) -> Log:
         return Log(Path(f"{log}{rank}-life{life}"))
@@ -44,19 +45,19 @@ def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> Non
             torch.distributed.run.__file__, 1, args=words, environment=ENVIRONMENT
         )
         agent = stack.enter_context(launched)
-        with steady.slowed():  # as many steps as it makes are computed once more alone
+        with steady.slowed():  # all its steps are computed again alone, so let it make few
             wait_for_steps(1, life=1)
         wait_for_steps(STEPS, life=1)
         agent.wait(TIMEOUT_S)
         steady.train(3)
         steady.end("leave")
-        assert len(trained(1, life=0).steps()) == DIES[1], "it died where it should"
+        assert len(trained(1, life=0).steps()) == DIES[1], "the rank died elsewhere"
         alone = site.losses_alone(SEED, max(STEPS, steady.count))
     assert steady.stats()
     for rank, expected in enumerate(alone):
-        assert trained(rank, life=1).losses() == expected[:STEPS], "it was started again once"
+        assert trained(rank, life=1).losses() == expected[:STEPS], "the job was not restarted once"
         found = steady.ranks[rank]
         assert len(found.losses()) > DIES[1]
         assert found.losses() == expected[: len(found.losses())]
-        assert found.longest_s() < TIMEOUT_S / 2, "a stall without a lease would be endless"
+        assert found.longest_s() < TIMEOUT_S / 2, "a rank stalled"
     assert not files_of(group)

@@ -1,4 +1,4 @@
-"""A rank that trains, in whatever way it was born: of a lane, or of torchrun.
+"""A rank that trains, started by a lane or by torchrun.
 
 python -m torch.distributed.run … -m tests.faults.trainee '{"seed": 1, …}'
 """
@@ -23,7 +23,7 @@ FORKED_S = 2.0
 
 
 def network(seed: int) -> nn.Module:
-    """BatchNorm: DDP broadcasts its buffers in forward, a collective inside the turn."""
+    """Return a network with BatchNorm, whose buffers DDP broadcasts in forward, inside the turn."""
     torch.manual_seed(seed)
     return nn.Sequential(
         *(nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU()),
@@ -33,15 +33,15 @@ def network(seed: int) -> nn.Module:
 
 
 def sample(first: int, number: int) -> torch.Tensor:
-    """Return a batch that is a function of its number, whoever loads it."""
+    """Return a batch that is a function of its number, whichever process loads it."""
     return torch.randn(16, 1, 16, 16, generator=torch.Generator().manual_seed(first + number))
 
 
 def befall(order: dict[str, Any], step: int) -> None:
-    """Let go wrong inside a turn what the order says."""
+    """Do the faults of the order that are due in this step, inside a turn."""
     if Path(order["stop"] + ".slow").exists():
         time.sleep(SLOW_S)
-    if step in order.get("forks", ()) and os.fork() == 0:  # a child that lives on for a while
+    if step in order.get("forks", ()) and os.fork() == 0:  # a child that lives for a while
         time.sleep(FORKED_S)
         os._exit(0)
     first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -50,7 +50,7 @@ def befall(order: dict[str, Any], step: int) -> None:
 
 
 def live(order: dict[str, Any]) -> None:
-    """Train until the steps are done or the file ``order['stop']`` names appears; one line per step."""
+    """Train until the steps are done or the file ``order["stop"]`` appears. Log a line per step."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader waits for its workers
     os.environ["CROSSOVER_GROUP"] = order["group"]
     dist.init_process_group("gloo")
@@ -86,7 +86,7 @@ def live(order: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    told = json.loads(sys.argv[1])
-    told["log"] += f"{os.environ['RANK']}-life{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    order = json.loads(sys.argv[1])
+    order["log"] += f"{os.environ['RANK']}-life{os.environ['TORCHELASTIC_RESTART_COUNT']}"
     os.environ["CROSSOVER_DEVICE"] = f"dev{os.environ['RANK']}"
-    live(told)
+    live(order)
