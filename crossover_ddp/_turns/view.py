@@ -38,7 +38,7 @@ class Look(NamedTuple):
     # CLOCK_MONOTONIC, as in the slots.
     at_ns: int
     directory: str
-    places: tuple[JoinedProcess, ...]
+    processes: tuple[JoinedProcess, ...]
     # Files of slots that no living process uses, whether or not it has joined.
     abandoned: tuple[str, ...]
     # (path, problem) of files that are not valid.

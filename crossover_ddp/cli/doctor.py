@@ -79,7 +79,7 @@ def _shared_memory(base: str) -> Iterator[Finding]:
         group = os.path.basename(path).removesuffix("@.turns")
         finding = f"dead jobs have left files of group {group}"
         yield "note", finding, f"rm {path.removesuffix('.turns')}.*"
-    for slot in (place.slot for place in seen.places if place.alive):
+    for slot in (process.slot for process in seen.processes if process.alive):
         if slot.mode == Mode.SIDE_BY_SIDE and slot.pairs and slot.side_s:
             slower = 100 * (slot.turns_s / slot.side_s - 1)
             finding = (

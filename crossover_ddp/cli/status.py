@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
 
 def rows(before: Look, after: Look) -> Iterator[list[str]]:
     """Yield a row for each job on each device."""
-    turns = {place.slot.incarnation: place.slot.turns for place in before.places}
+    turns = {each.slot.incarnation: each.slot.turns for each in before.processes}
     seconds = (after.at_ns - before.at_ns) / 1e9
     for job in _jobs(after):
         slots = job.slots
@@ -134,9 +134,9 @@ def exposition(seen: Look) -> str:
 def _jobs(seen: Look) -> Iterator[JobRow]:
     job_of = operator.attrgetter("group", "device", "slot.job")
     # Only the lead publishes a mode, so it is the last one in the order of modes.
-    by_mode = sorted(seen.places, key=operator.attrgetter("slot.mode"))
+    by_mode = sorted(seen.processes, key=operator.attrgetter("slot.mode"))
     leads = {(each.group, each.slot.job): each.slot for each in by_mode}
-    in_order = sorted(seen.places, key=job_of)
+    in_order = sorted(seen.processes, key=job_of)
     for (group, device, number), found in itertools.groupby(in_order, job_of):
         members = [*found]
         # Dead members show only if all of the job's members are dead.

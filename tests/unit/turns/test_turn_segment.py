@@ -94,7 +94,7 @@ def test_each_field_is_published_and_read_at_its_offset(join: Join) -> None:
         raw = Path(segment.path).read_bytes()
         code = "d" if name.endswith("_s") else "Q"
         assert struct.unpack_from(code, raw, fields[name]) == (value,)
-    (found,) = look(str(Path(segment.path).parents[1])).places
+    (found,) = look(str(Path(segment.path).parents[1])).processes
     assert [getattr(found.slot, name) for name in numbers] == [*range(2, 2 + len(numbers))]
 
 
@@ -449,7 +449,7 @@ def test_foreign_files_are_refused_by_name_shown_as_problems_and_not_changed(
         TurnSegment("jobs", DEVICE, base=str(tmp_path))
     assert str(path) in str(caught.value)
     seen = look(str(tmp_path))
-    assert seen.places == seen.abandoned == ()
+    assert seen.processes == seen.abandoned == ()
     assert any(problem in what for _, what in seen.problems)
     assert state(tmp_path) == before
 
@@ -546,7 +546,7 @@ def test_a_process_that_leaves_while_the_view_reads_is_not_shown(
     monkeypatch.setattr(segment_view, "slots_are_locked", leave_and_test)
     monkeypatch.setattr(os, "listdir", lambda fd: [*listed(fd), "ghost@.turns"])
     seen = look(str(tmp_path))
-    assert ([place.slot.job for place in seen.places], seen.abandoned, seen.problems) == (
+    assert ([each.slot.job for each in seen.processes], seen.abandoned, seen.problems) == (
         [1],
         (),
         (),
@@ -566,7 +566,7 @@ def test_the_view_writes_nothing_takes_no_lock_and_leaves_no_file_open(
 
     with monkeypatch.context() as patched:
         patched.setattr(fcntl, "fcntl", ask)
-        assert [place.slot.job for place in look(str(tmp_path)).places] == [1, 2]
+        assert [each.slot.job for each in look(str(tmp_path)).processes] == [1, 2]
     assert (state(tmp_path), len(os.listdir("/proc/self/fd"))) == (before, descriptors)
 
 
@@ -575,7 +575,7 @@ def test_a_pipe_in_place_of_slots_is_shown_as_a_problem(leftover: Path, tmp_path
     leftover.unlink()
     os.mkfifo(leftover, 0o600)
     seen = look(str(tmp_path))
-    assert seen.places == seen.abandoned == ()
+    assert seen.processes == seen.abandoned == ()
     assert any("seek" in what for _, what in seen.problems)
 
 
