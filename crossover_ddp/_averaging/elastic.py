@@ -25,7 +25,7 @@ _HOST_MEMORY: Final = torch.device("cpu")
 
 
 class ElasticReplica(Replica):
-    """A replica that is pulled towards a centre. Each subclass keeps the centre in another place."""
+    """A replica that is pulled towards a centre. Subclasses keep the centre in different places."""
 
     mode: ClassVar[str]
 

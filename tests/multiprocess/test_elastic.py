@@ -90,7 +90,9 @@ def test_ranks_that_pull_together_have_the_parameters_of_copies(
 @pytest.mark.parametrize("mode", ["async", "wild"])
 @in_ranks(2)
 def test_ranks_are_equal_after_average(rank: int, mode: str) -> torch.Tensor:
-    trainer, scaler, steps = trainer_of(rank, "momentum", mode), new_scaler(), 12 if rank else 4
+    trainer = trainer_of(rank, "momentum", mode)
+    scaler = new_scaler()
+    steps = 12 if rank else 4
     for _ in range(steps):
         trainer.scaled_step(scaler)
     trainer.state.state_dict()  # runs the exchanges that are due

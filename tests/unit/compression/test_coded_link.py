@@ -38,8 +38,11 @@ class InOneProcess:
     """A rank's link, with the collectives that codecs call. Ranks are tasks of one event loop."""
 
     def __init__(self, rank: int, size: int, mail: Mail, in_program_order: bool) -> None:
-        self.rank, self.size, self.in_program_order = rank, size, in_program_order
-        self._mail, self._calls = mail, 0
+        self.rank = rank
+        self.size = size
+        self.in_program_order = in_program_order
+        self._mail = mail
+        self._calls = 0
 
     async def _exchanged(
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
@@ -83,7 +86,8 @@ class Ranks:
         runs = [
             Run(p, 0, span) for p, span in zip(parameters, spans_of(tuple(NUMELS)), strict=True)
         ]
-        self.parts, self.has_work = parts_of(runs, self.layout), bool(options.get("has_work"))
+        self.parts = parts_of(runs, self.layout)
+        self.has_work = bool(options.get("has_work"))
         self.by_collectives = options.pop("by_collectives", False)
         each = codecs_of(codec), parameters, self.parts, device, Scratch()
         self.coded = [CodedLink(link, *each, **options) for link in self._links()]
@@ -152,7 +156,8 @@ CHOICES: list[CodecChoice] = [Int8(), Half(), SIDCo(0.05), (SIDCo(0.05), Int8(10
 def test_applied_means_and_residuals_add_up_to_all_gradients(
     codec: CodecChoice, world_size: int
 ) -> None:
-    ranks, missing = Ranks(codec, world_size), torch.zeros(sum(NUMELS), dtype=torch.float64)
+    ranks = Ranks(codec, world_size)
+    missing = torch.zeros(sum(NUMELS), dtype=torch.float64)
     for step in range(6):
         flats = gradients(world_size, step)
         missing += torch.stack(flats).double().mean(0)
@@ -247,7 +252,9 @@ def test_infinities_reach_all_ranks_and_no_residual(codecs: CodecChoice, bad: fl
 @pytest.mark.parametrize("codec", [Int8(), Identity()], ids=repr)
 def test_the_result_of_an_owners_work_reaches_all_ranks(codec: Codec) -> None:
     """It is twice the mean, rounded twice; an exact step brings the difference."""
-    ranks, missing, steps = Ranks(codec, 3, has_work=True), torch.zeros(sum(NUMELS)), 4
+    ranks = Ranks(codec, 3, has_work=True)
+    missing = torch.zeros(sum(NUMELS))
+    steps = 4
     exact = torch.cat([torch.full((shape[0],), len(shape) == 1) for shape in SHAPES])
     for step in range(steps):
         flats = gradients(3, step)
