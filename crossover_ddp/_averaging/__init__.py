@@ -1,1 +1,1 @@
-"""Replicas that do not wait for each other: parameters averaged now and then, late, or elastically."""
+"""Replicas that train on their own gradients: parameters averaged at intervals, or elastically."""

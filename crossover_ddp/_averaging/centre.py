@@ -1,20 +1,25 @@
-"""The centre of elastic averaging, each owner its part, in float32, and the rounds in which ranks pull it.
+"""The centre of elastic averaging, and the background rounds in which ranks pull it.
 
-[Note: elastic pull] With rate α a rank takes δ = α(x - c) off its parameters, and the centre gets the sum of all ranks'
-δ: what one loses the other gains. The distance of the ranks' mean to the centre shrinks by 1 - α(n + 1) if n ranks
-pull, so α must be less than 2 / (n + 1). After EASGD (arXiv 1412.6651, and its authors' mpiT).
+[Note: elastic pull] With rate α a rank subtracts δ = α(x - c) from its parameters x, and adds δ to
+the centre c. So the centre gains the sum that the ranks lose. If n ranks pull, the distance of
+their mean to the centre shrinks by the factor 1 - α(n + 1), so α must be less than 2 / (n + 1).
+After EASGD (arXiv 1412.6651, and its authors' mpiT).
 
-[Note: rounds] All ranks' threads go through the same rounds. A round begins with a table: who offers, after how many
-steps, and who wants to hold. Those that offer pull and are pulled; the others' threads send their parts of the centre.
-So a slow rank delays nobody. A thread joins the next round when it has an offer, or after a pause that each round with
-an offer halves and each one without doubles, on all ranks alike. A pull that a slow rank has not collected yet waits
-for it, and the rank offers nothing meanwhile: nothing is counted twice, and nothing is lost. Our design.
+[Note: rounds] The threads of all ranks run the same rounds. A round begins with a table: whether
+each rank offers its parameters, after how many of its steps, and whether it wants to hold. The
+ranks that offer pull the centre and are pulled. The threads of the others only serve their parts of
+the centre, so a slow rank delays no other rank. A thread joins the next round when its rank offers,
+or after a pause. A round with an offer halves the pause, a round without one doubles it, on all
+ranks alike. A rank that has not applied its last pull offers nothing. So no pull is applied twice
+and none is lost. Our design.
 
-[Note: holding] Threads end on all ranks behind the same table: that in which every rank wants to hold. Until then
-rounds go on, so that a rank that has ended its steps early serves the slower ones.
+[Note: holding] The threads of all ranks stop after the same table: the one in which every rank
+wants to hold. Until then rounds continue, so that a rank that has finished its steps early serves
+the slower ranks.
 """
 
 import contextlib
+import enum
 import functools
 import threading
 from collections import deque
@@ -31,21 +36,24 @@ from crossover_ddp._engine.links import Layout, Link, all_finite, parts, tree_su
 from crossover_ddp._engine.observe import Meter
 from crossover_ddp.errors import ExchangeError
 
-from .replica import KEPT
+from .replica import OWNED_STATE
 
 _SHORTEST_PAUSE_S: Final = 1e-3
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 5.0
 ROUNDS_KEPT: Final = 100_000
+"""Rounds in the log, at most."""
 
 
 def moving_rate_for(ranks: int, given: float | None) -> float:
-    """Return α; refuse one with which the centre and the ranks' mean swing ever more widely."""
-    rate = 0.9 / ranks if given is None else given  # by default they add up to β of EASGD
+    """Return α; refuse a rate with which the centre and the ranks' mean would diverge."""
+    # By default all ranks together move the centre by EASGD's β = 0.9.
+    rate = 0.9 / ranks if given is None else given
     if not 0 < rate < 2 / (ranks + 1):
         raise ValueError(
-            f"expected 0 < moving_rate < 2 / (ranks + 1) = {2 / (ranks + 1):.4g}, got moving_rate={rate}: beyond it "
-            "the distance of mean and centre grows in every round; leave it out for 0.9 / ranks"
+            f"expected 0 < moving_rate < 2 / (ranks + 1) = {2 / (ranks + 1):.4g}, got "
+            f"moving_rate={rate}: with a larger one the distance of mean and centre grows in every "
+            "round; leave it out for 0.9 / ranks"
         )
     return rate
 
@@ -58,103 +66,163 @@ async def pull(
     pulls: Sequence[bool],
     link: Link,
 ) -> None:
-    """Replace ``values``, of ranks that pull, by what pulls them; pull the centre. See [Note: elastic pull]."""
+    """Run one pull: replace ``values`` by this rank's update, -δ, and move the centre.
+
+    See [Note: elastic pull].
+
+    Args:
+        values: the parameters of a rank that pulls; the other ranks pass an empty tensor.
+        layout: the owners' parts of the centre.
+        centre: this rank's part of it.
+        rate: α.
+        pulls: by rank, whether it pulls.
+        link: the ranks.
+    """
     is_pulling = pulls[link.rank]
     own_layout = layout if is_pulling else [0] * link.size
-    coming = [len(centre) * each for each in pulls]
-    incoming = centre.new_empty(sum(coming))
-    await link.all_to_all(values, own_layout, incoming, coming)
-    if is_pulling:  # some links have written there
-        parts(incoming, coming)[link.rank].copy_(parts(values, layout)[link.rank])
+    incoming_layout = [len(centre) * each for each in pulls]
+    incoming = centre.new_empty(sum(incoming_layout))
+    await link.all_to_all(values, own_layout, incoming, incoming_layout)
+    if is_pulling:
+        # all_to_all leaves a rank's part for itself undefined.
+        parts(incoming, incoming_layout)[link.rank].copy_(parts(values, layout)[link.rank])
     await link.compute()
     former = _move(centre, incoming.view(sum(pulls), len(centre)), rate)
-    del incoming  # before there is memory for the whole centre
+    del incoming  # frees memory before the whole centre is allocated
     whole = centre.new_empty(sum(own_layout))
     if is_pulling:
         parts(whole, layout)[link.rank].copy_(former)
     if all(pulls):
         await link.all_gather(whole, layout)
-    else:  # nothing for who stays away
-        await link.all_to_all(former.repeat(sum(pulls)), coming, whole, own_layout)
+    else:  # the ranks that do not pull need no centre
+        await link.all_to_all(former.repeat(sum(pulls)), incoming_layout, whole, own_layout)
     if is_pulling:
         values.sub_(whole).mul_(-rate)
 
 
 def _move(centre: torch.Tensor, addends: torch.Tensor, rate: float) -> torch.Tensor:
-    """Pull the centre, and return it as it was; NaN if values are not finite, for every rank to refuse them."""
-    former, total = centre.clone(), addends[0]
+    """Pull the centre, and return its former values.
+
+    If an addend is not finite, the centre stays as it is, and NaN is returned, so that every rank
+    refuses its update.
+    """
+    former = centre.clone()
+    total = addends[0]
     if len(addends) > 1:
         tree_sum(addends.unbind(), total)
     if not all_finite(total):
-        return former.fill_(torch.nan)  # the centre stays as it is
+        return former.fill_(torch.nan)
     centre.add_(total.sub_(former, alpha=len(addends)), alpha=rate)
     return former
 
 
 class Centre:
-    """This rank's parts of each block's centre, which begins as ``start`` on all ranks, in float32 or wider; rate α."""
+    """This rank's parts of the centre, one of each block, in float32 or wider.
+
+    Args:
+        exchange: the ranks.
+        initial: the whole centre by block, the same on all ranks.
+        rate: α.
+        meter: counts the bytes and the time of pulls.
+    """
 
     def __init__(
-        self, exchange: Exchange, start: Sequence[torch.Tensor], rate: float, meter: Meter
+        self, exchange: Exchange, initial: Sequence[torch.Tensor], rate: float, meter: Meter
     ) -> None:
-        self._exchange, self._rate, self._meter = exchange, rate, meter
-        self._layouts = [exchange.equal_layout(vector) for vector in start]
-        cut = [parts(vector, layout) for vector, layout in zip(start, self._layouts, strict=True)]
-        self._own = [each[exchange.rank].clone() for each in cut]
+        self._exchange = exchange
+        self._rate = rate
+        self._meter = meter
+        self._layouts = [exchange.equal_layout(vector) for vector in initial]
+        self._own = []
+        for vector, layout in zip(initial, self._layouts, strict=True):
+            self._own.append(parts(vector, layout)[exchange.rank].clone())
 
-    def begin_pull(self, place: int, values: torch.Tensor, pulls: Sequence[bool]) -> Trip:
-        """Begin `pull` of the block in this place. **Collective**."""
+    def begin_pull(self, block: int, values: torch.Tensor, pulls: Sequence[bool]) -> Trip:
+        """Begin `pull` of the block with this number. **Collective**."""
         way = functools.partial(
-            pull, values, self._layouts[place], self._own[place], self._rate, pulls
+            pull, values, self._layouts[block], self._own[block], self._rate, pulls
         )
         return self._exchange.begin(way, values, "parameters", meter=self._meter)
 
     def gathered(self) -> list[torch.Tensor]:
-        """Return the whole centre, block by block, while nobody pulls. **Collective**."""
+        """Return the whole centre by block. No pull may be under way. **Collective**."""
         found = []
         for part, layout in zip(self._own, self._layouts, strict=True):
             whole = part.new_zeros(sum(layout))
             parts(whole, layout)[self._exchange.rank].copy_(part)
-            self._exchange.gather(whole, layout, KEPT)
+            self._exchange.gather(whole, layout, OWNED_STATE)
             found.append(whole)
         return found
 
 
 class ElasticRound(NamedTuple):
-    """One round as one rank saw it, see `ElasticState.rounds`; what is None took no part, or was not collected yet."""
+    """One round as one rank saw it, see `ElasticState.rounds`."""
 
     number: int
+    # By rank, the number of steps after which it made its offer; None if it made none.
     offered: tuple[int | None, ...]
+    # The number of steps after which this rank applied its pull; None if it has not, yet.
     collected: int | None = None
 
 
-class Rounds:
-    """See [Note: rounds]. Methods are called on the training thread; none waits, but `held` and `close`.
+class OfferPhase(enum.Enum):
+    """The use of a rank's vectors. `AveragingThread._enter` changes it.
 
-    They have an `Exchange` of their own: their thread begins journeys at moments that differ from rank to rank, and
-    links must be drawn in one order. If it fails, the group's connections are closed all the same, the thread ends, and
-    every later call raises what ended it. **Collective**.
+    A round goes through all phases in this order. From OFFERED it can return to IDLE: when a new
+    offer is not fit, and when the rank holds.
+    """
 
-    ``group`` exchanges host memory by messages. ``start``: of each block's `Centre`; with none tables alone travel.
+    # No offer. The training thread may write to the vectors.
+    IDLE = enum.auto()
+    # An offer waits for the next round. The training thread may still replace it.
+    OFFERED = enum.auto()
+    # The averaging thread has the vectors, in a round.
+    IN_ROUND = enum.auto()
+    # The vectors hold a pull that the training thread has not applied.
+    PULLED = enum.auto()
+
+
+class AveragingThread:
+    """A rank's thread that runs the rounds, and its interface; see [Note: rounds].
+
+    Methods are called on the training thread. Only `held` and `close` wait.
+
+    The thread has an `Exchange` of its own: it begins journeys at moments that differ from rank to
+    rank, and links must be drawn in the same order on all ranks. If that exchange fails, the
+    group's connections are closed as usual, the thread ends, and every later call raises the
+    error. **Collective**.
+
+    Args:
+        group: exchanges host memory by messages.
+        initial: the whole centre by block; without blocks only tables travel.
+        rate: α.
+        meter: counts the bytes of rounds.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, start: Sequence[torch.Tensor], rate: float, meter: Meter
+        self, group: dist.ProcessGroup, initial: Sequence[torch.Tensor], rate: float, meter: Meter
     ) -> None:
-        # What is registered first comes last: after the exchange's own end.
-        self._forget = [on_destruction(group, self._join)]
+        # When the group is destroyed, the function that was registered last runs first: no further
+        # round begins, the exchange ends, and then the thread is joined.
+        self._unregister = [on_destruction(group, self._join)]
         self._exchange = Exchange(group)
-        self._forget.append(on_destruction(group, self._tell))
-        self.centre = Centre(self._exchange, start, rate, meter)
+        self._unregister.append(on_destruction(group, self._stop))
+        self.centre = Centre(self._exchange, initial, rate, meter)
         self.log: deque[ElasticRound] = deque(maxlen=ROUNDS_KEPT)
-        self._vectors = [torch.empty_like(vector) for vector in start]
+        # By block, the parameters of an offer, and later the pull.
+        self._vectors = [torch.empty_like(vector) for vector in initial]
+        # Guards the attributes below; it is notified when the thread may have something to do.
         self._changed = threading.Condition()
-        self._offer: int | None = None  # after how many steps it was made
-        self._is_taken = False  # it is in a round
-        self._back: int | None = None  # the round whose pull is there
+        self._phase = OfferPhase.IDLE
+        # In OFFERED and IN_ROUND: the number of steps after which the offer was made.
+        self._offer_steps: int | None = None
+        # In PULLED: the number of the round.
+        self._pull_round = 0
         self._wants_hold = False
-        self._number = 0  # of rounds
-        self._failure: Exception | None = None  # or what says that the group was destroyed
+        self._next_round = 0
+        # The error that has ended the rounds; also set by `close`.
+        self._failure: Exception | None = None
+        # Only the averaging thread uses it.
         self._pause_s = _FIRST_PAUSE_S
         self._start()
 
@@ -162,42 +230,68 @@ class Rounds:
         self._thread = threading.Thread(target=self._run, name="crossover-rounds", daemon=True)
         self._thread.start()
 
+    def _enter(self, phase: OfferPhase, offer_steps: int | None = None) -> None:
+        """Enter a phase of the offer; the caller holds the lock."""
+        self._phase = phase
+        self._offer_steps = offer_steps
+        self._changed.notify_all()
+
     def offer(self, steps: int, fill: Callable[[Sequence[torch.Tensor]], bool]) -> bool:
-        """Offer the vectors that ``fill`` writes, if it finds them fit; False: a former offer is under way."""
+        """Offer this rank's parameters, unless its last offer or pull is still in use.
+
+        Args:
+            steps: the number of steps after which the offer is made.
+            fill: writes the vectors, and returns whether they are fit to be offered.
+
+        Returns:
+            Whether ``fill`` was called.
+        """
         with self._changed:
             self.check()
-            if self._is_taken or self._back is not None:
+            if self._phase in (OfferPhase.IN_ROUND, OfferPhase.PULLED):
                 return False
-            self._offer = steps if fill(self._vectors) else None
-            self._changed.notify_all()
+            if fill(self._vectors):
+                self._enter(OfferPhase.OFFERED, steps)
+            else:
+                self._enter(OfferPhase.IDLE)
             return True
 
     def collect(
         self, steps: int, apply: Callable[[Sequence[torch.Tensor]], None], *, leave: bool = False
     ) -> bool:
-        """Let ``apply`` add the pull that has come, if one has; ``leave`` it there for another time."""
+        """Pass the pull of the last round to ``apply``; return False if there is none.
+
+        With ``leave`` the pull stays, to be collected again.
+        """
         self.check()
-        if (number := self._back) is None:  # nobody but this thread takes it back
+        # Only this thread leaves this phase, so no lock is needed.
+        if self._phase is not OfferPhase.PULLED:
             return False
         apply(self._vectors)
         if not leave:
             with self._changed:
-                self._back = None
-                if (place := number - self.log[0].number) >= 0:
+                self._enter(OfferPhase.IDLE)
+                place = self._pull_round - self.log[0].number
+                if place >= 0:  # the log may have dropped it
                     self.log[place] = self.log[place]._replace(collected=steps)
         return True
 
     def check(self) -> None:
-        """Raise what has ended the rounds, if anything has."""
+        """Raise the error that has ended the rounds, if any."""
         if self._failure is not None:
             raise self._failure
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Let rounds stand still during the block, when all ranks hold; take back what is in none. **Collective**."""
+        """Stop the rounds during the block, and withdraw an offer. **Collective**.
+
+        The block begins when all ranks hold, see [Note: holding].
+        """
         self._hold()
         self.check()
-        self._offer = None
+        if self._phase is OfferPhase.OFFERED:
+            with self._changed:
+                self._enter(OfferPhase.IDLE)
         try:
             yield
         finally:
@@ -213,15 +307,19 @@ class Rounds:
     def close(self) -> None:
         """End the thread when all ranks close, see [Note: holding]. Raises nothing."""
         self._hold()
-        self._tell()
+        self._stop()
         self._exchange.close()
-        for forget in self._forget:
-            forget()
+        for unregister in self._unregister:
+            unregister()
 
-    def _tell(self) -> None:
-        """Begin no round any more."""
-        why = "the state was closed, or the process group destroyed; call it before"
-        self._fail(ExchangeError(f"expected rounds that run, got ended ones: {why}"))
+    def _stop(self) -> None:
+        """Begin no further round."""
+        self._fail(
+            ExchangeError(
+                "the averaging thread has stopped: the state was closed, or the process group was "
+                "destroyed; average or save before that"
+            )
+        )
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
@@ -236,26 +334,30 @@ class Rounds:
         torch.get_num_threads()  # see `_system.worker`
         try:
             with torch.no_grad():
-                while not (self._ends() or self._go()):
-                    pass
-        except Exception as error:  # whatever it is, the training thread raises it
+                while self._wait_for_round():
+                    if self._run_round():
+                        return
+        except Exception as error:  # the training thread raises it
             self._fail(error)
 
-    def _ends(self) -> bool:
-        """Wait for an offer or for the pause to end; tell whether the rounds are over."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or self._offer is not None or self._wants_hold,
-                self._pause_s,
-            )
-            return self._failure is not None
+    def _has_reason(self) -> bool:
+        """Return whether the thread should not wait for the end of its pause."""
+        is_offered = self._phase is OfferPhase.OFFERED
+        return self._failure is not None or is_offered or self._wants_hold
 
-    def _go(self) -> bool:
-        """Go through a round; tell whether all ranks hold after it."""
+    def _wait_for_round(self) -> bool:
+        """Wait for an offer or for the end of the pause; return False if the rounds have ended."""
         with self._changed:
-            steps, holds = self._offer, self._wants_hold
+            self._changed.wait_for(self._has_reason, self._pause_s)
+            return self._failure is None
+
+    def _run_round(self) -> bool:
+        """Run a round; return whether all ranks hold after it."""
+        with self._changed:
+            steps = self._offer_steps if self._phase is OfferPhase.OFFERED else None
+            holds = self._wants_hold
             if steps is not None:
-                self._is_taken, self._offer = True, None
+                self._enter(OfferPhase.IN_ROUND, steps)
         own = [-1.0 if steps is None else float(steps), float(holds)]
         table = self._exchange.gather_numbers(own, torch.device("cpu"))
         offered = tuple([None if number < 0 else int(number) for number, _ in table])
@@ -263,16 +365,19 @@ class Rounds:
         factor = 0.5 if any(pulls) else 2.0
         self._pause_s = min(max(_SHORTEST_PAUSE_S, factor * self._pause_s), _LONGEST_PAUSE_S)
         if any(pulls):
-            # One block after the other, so that only one centre is under way.
-            for place, vector in enumerate(self._vectors):
-                trip = self.centre.begin_pull(
-                    place, vector if steps is not None else vector[:0], pulls
-                )
-                trip.waits = None  # training does not wait
-                trip.wait()
+            self._pull_blocks(pulls)
             with self._changed:
-                self.log.append(ElasticRound(self._number, offered))
+                self.log.append(ElasticRound(self._next_round, offered))
                 if steps is not None:
-                    self._back, self._is_taken = self._number, False
-                self._number += 1
-        return all([holds for _, holds in table])
+                    self._pull_round = self._next_round
+                    self._enter(OfferPhase.PULLED)
+                self._next_round += 1
+        return all([each_holds for _, each_holds in table])
+
+    def _pull_blocks(self, pulls: Sequence[bool]) -> None:
+        """Pull one block after the other, so that memory for one block's centre is enough."""
+        is_pulling = pulls[self._exchange.rank]
+        for block, vector in enumerate(self._vectors):
+            trip = self.centre.begin_pull(block, vector if is_pulling else vector[:0], pulls)
+            trip.waits = None  # training does not wait for it
+            trip.wait()

@@ -1,10 +1,11 @@
-"""The rules of ``ElasticState``: all ranks pull together, each at its own pace, or wild."""
+"""The replicas of ``ElasticState``, one class for each mode."""
 
+import abc
 import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,8 @@ from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import all_finite
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .centre import ROUNDS_KEPT, Centre, ElasticRound, Rounds, moving_rate_for
-from .replica import FlatBlock, FlatEntry, Flight, Replica, from_first_rank, wide
+from .centre import ROUNDS_KEPT, AveragingThread, Centre, ElasticRound, moving_rate_for
+from .replica import FlatBlock, FlatEntry, PendingSlice, Replica, from_first_rank, wide_dtype
 from .shared_centre import pull_shared, share
 
 logger = logging.getLogger(__name__)
@@ -23,62 +24,60 @@ logger = logging.getLogger(__name__)
 _HOST_MEMORY: Final = torch.device("cpu")
 
 
-class TogetherElastic(Replica):
-    """Synchronous EASGD: every ``sync_every`` steps all ranks pull, and wait for it."""
+class ElasticReplica(Replica):
+    """A replica that is pulled towards a centre. Subclasses keep the centre in different places."""
 
-    mode = "sync"
-    counted: tuple[str, ...] = ("pulls",)
-    _centre: Centre
-    _loaded: dict[str, Any] | None = None
+    mode: ClassVar[str]
 
     def __init__(self, sync_every: int, moving_rate: float | None) -> None:
-        self._every, self._given_rate = sync_every, moving_rate
+        self._every = sync_every
+        self._given_rate = moving_rate
         self.settings = {"mode": self.mode, "sync_every": sync_every, "moving_rate": moving_rate}
-        self._counts = dict.fromkeys(self.counted, 0)
+        # Statistics of this rank. A mode adds its own.
+        self._counts = {"pulls": 0}
         self.log: deque[ElasticRound] = deque(maxlen=ROUNDS_KEPT)
+        # A state dict that `begin` has not restored yet.
+        self._loaded: dict[str, Any] | None = None
 
-    def begin(self) -> None:
-        rate = moving_rate_for(self.exchange.size, self._given_rate)
-        self._centre = Centre(self.exchange, self._start(self.exchange), rate, self.meter)
+    def _is_due(self) -> bool:
+        return self.acted % self._every == 0
 
-    def _start(self, exchange: Exchange, device: torch.device | None = None) -> list[torch.Tensor]:
-        """Return what the centre begins with, by block, on ``device`` or with the model. **Collective**."""
-        own = []  # rank 0's replica counts, or what a checkpoint says: each rank has had a forward, so buffers differ
+    def _initial_centre(
+        self, exchange: Exchange, device: torch.device | None = None
+    ) -> list[torch.Tensor]:
+        """Return the centre's initial values by block. **Collective**.
+
+        They are those of a checkpoint, or else rank 0's replica: each rank has run a forward, so
+        the buffers of ranks may differ.
+
+        Args:
+            exchange: the ranks.
+            device: of the values. Default: the model's.
+        """
+        initial = []
         for block in self.blocks:
-            values = block.copy(block.whole, wide(block.dtype), device)
+            values = block.copy(block.whole, wide_dtype(block.dtype), device)
             if self._loaded is not None:
                 values.copy_(block.unnamed(self._loaded["centre"], values.dtype))
-            own.append(values)
-        return [from_first_rank(exchange, values) for values in own]
+            initial.append(values)
+        return [from_first_rank(exchange, values) for values in initial]
 
-    def act(self) -> None:
-        if self.acted % self._every:
-            return
-        ranks, flights = self.exchange.size, []
-        for place, block in enumerate(self.blocks):
-            values = block.copy(block.whole, wide(block.dtype))
-            trip = self._centre.begin_pull(place, values, [True] * ranks)
-            flights.append(Flight(block, block.whole, values, trip, adds=True))
-        self.land(flights)
-        self.log.append(ElasticRound(self._counts["pulls"], (self.acted,) * ranks, self.acted))
-        self._counts["pulls"] += 1
+    def state_dict(self) -> dict[str, Any]:
+        centre: dict[str, torch.Tensor] = {}
+        for block, whole in zip(self.blocks, self._gathered_centre(), strict=True):
+            centre.update(block.named(whole))
+        return {"centre": centre}
 
-    def kept(self) -> dict[str, Any]:
-        named = [
-            block.named(whole)
-            for block, whole in zip(self.blocks, self._whole_centre(), strict=True)
-        ]
-        return {"centre": {name: each for found in named for name, each in found.items()}}
+    @abc.abstractmethod
+    def _gathered_centre(self) -> Sequence[torch.Tensor]:
+        """Return the whole centre by block. **Collective**."""
 
-    def _whole_centre(self) -> Sequence[torch.Tensor]:
-        return self._centre.gathered()
-
-    def load(self, kept: dict[str, Any]) -> None:
-        check_keys(kept, {"centre"}, "the state of an ElasticState")
-        self._loaded = kept
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_keys(state, {"centre"}, "the state of an ElasticState")
+        self._loaded = state
 
     def stats(self) -> dict[str, Any]:
-        nbytes = sum(block.numel * wide(block.dtype).itemsize for block in self.blocks)
+        nbytes = sum(block.numel * wide_dtype(block.dtype).itemsize for block in self.blocks)
         return {
             **self._counts,
             "exchanged_bytes": self._counts["pulls"] * nbytes,
@@ -86,140 +85,199 @@ class TogetherElastic(Replica):
         }
 
 
-class OwnPaceElastic(TogetherElastic):
-    """Asynchronous EASGD without a server, see [Note: rounds] in ``centre.py``."""
+class SyncElasticReplica(ElasticReplica):
+    """Synchronous EASGD: every ``sync_every`` steps all ranks pull, and wait for the result."""
 
-    mode = "async"
-    counted = "pulls", "offers", "not_finite"
-    steps_together = _is_due = False
-    _rounds: Rounds
-    _pulled: Sequence[FlatBlock] = ()  # in rounds
-    _made: dist.ProcessGroup | None = None
+    mode = "sync"
 
     def begin(self) -> None:
-        group = self._host_group()
-        rate = moving_rate_for(group.size(), self._given_rate)
-        self._rounds = Rounds(
-            group, self._start(Exchange.of(group), _HOST_MEMORY), rate, self.meter
-        )
-        self.log, self._centre, self._pulled = self._rounds.log, self._rounds.centre, self.blocks
+        rate = moving_rate_for(self.exchange.size, self._given_rate)
+        initial = self._initial_centre(self.exchange)
+        self._centre = Centre(self.exchange, initial, rate, self.meter)
+
+    def act(self) -> None:
+        if not self._is_due():
+            return
+        ranks = self.exchange.size
+        slices = []
+        for number, block in enumerate(self.blocks):
+            values = block.copy(block.whole, wide_dtype(block.dtype))
+            trip = self._centre.begin_pull(number, values, [True] * ranks)
+            slices.append(PendingSlice(block, block.whole, values, trip, adds=True))
+        self.apply(slices)
+        self.log.append(ElasticRound(self._counts["pulls"], (self.acted,) * ranks, self.acted))
+        self._counts["pulls"] += 1
+
+    def close(self) -> None:
+        """There is nothing to stop."""
+
+    def _gathered_centre(self) -> Sequence[torch.Tensor]:
+        return self._centre.gathered()
+
+
+class BackgroundElasticReplica(ElasticReplica):
+    """A replica whose exchanges run in the rounds of a thread, see [Note: rounds]."""
+
+    steps_together = False
+
+    def __init__(self, sync_every: int, moving_rate: float | None) -> None:
+        super().__init__(sync_every, moving_rate)
+        self._counts |= {"offers": 0, "not_finite": 0}
+        # The blocks that rounds pull: the model's, or a host's centre.
+        self._offered_blocks: Sequence[FlatBlock] = ()
+        # An offer is due, and could not be made yet.
+        self._owes_offer = False
+        # A process group that this replica made, and destroys.
+        self._own_group: dist.ProcessGroup | None = None
 
     def _host_group(self) -> dist.ProcessGroup:
-        """Return a group of the model's ranks that exchanges host memory by messages. **Collective**."""
+        """Return a group of the model's ranks that exchanges host memory by messages.
+
+        **Collective**.
+        """
         if "cpu:gloo" in str(dist.get_backend_config(self.group)):
             return self.group
         ranks = dist.get_process_group_ranks(self.group)
-        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup)
-        self._made = made
-        return made
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        self._own_group = group
+        return group
 
-    def act(self) -> None:
-        self._counts["pulls"] += self._rounds.collect(self.acted, self._apply)
-        self._is_due = self._is_due or self.acted % self._every == 0
-        if self._is_due and self._rounds.offer(self.acted, self._fill):
-            self._is_due = False
+    def _start_rounds(
+        self, group: dist.ProcessGroup, initial: Sequence[torch.Tensor], rate: float
+    ) -> None:
+        self._thread = AveragingThread(group, initial, rate, self.meter)
+        self.log = self._thread.log
+
+    def _collect_and_offer(self) -> None:
+        """Apply the pull that has arrived, if any; make an offer if one is due."""
+        self._counts["pulls"] += self._thread.collect(self.acted, self._add_pulls)
+        self._owes_offer = self._owes_offer or self._is_due()
+        if self._owes_offer and self._thread.offer(self.acted, self._fill):
+            self._owes_offer = False
             self._counts["offers"] += 1
 
     def _fill(self, vectors: Sequence[torch.Tensor]) -> bool:
-        for block, vector in zip(self._pulled, vectors, strict=True):
+        """Write an offer; return whether it is finite."""
+        for block, vector in zip(self._offered_blocks, vectors, strict=True):
             block.pack(block.whole, vector)
-        return self._is_fit(vectors)
+        return self._is_finite(vectors)
 
-    def _is_fit(self, values: Sequence[torch.Tensor]) -> bool:
+    def _is_finite(self, values: Sequence[torch.Tensor]) -> bool:
+        """Return whether ``values`` are finite; warn when they are not for the first time."""
         if all(map(all_finite, values)):
             return True
         if not self._counts["not_finite"]:
             logger.warning(
-                "parameters are not finite after step %d: this rank stays away from the centre, which stays as it is; "
-                "lower the learning rate, clip, or use GradScaler",
+                "parameters are not finite after step %d: this rank does not pull the centre, "
+                "which stays as it is; lower the learning rate, clip, or use GradScaler",
                 self.acted,
             )
         self._counts["not_finite"] += 1
         return False
 
-    def _apply(self, pulls: Sequence[torch.Tensor]) -> None:
-        for block, values in zip(self._pulled, pulls, strict=True):
+    def _add_pulls(self, pulls: Sequence[torch.Tensor]) -> None:
+        for block, values in zip(self._offered_blocks, pulls, strict=True):
             block.add(block.whole, values.to(block.device))
+
+    def close(self) -> None:
+        self._thread.close()
+        if self._own_group is not None:
+            with contextlib.suppress(ValueError):  # all groups were destroyed before
+                dist.destroy_process_group(self._own_group)
+
+
+class AsyncElasticReplica(BackgroundElasticReplica):
+    """Asynchronous EASGD without a server: rounds pull the parameters of each rank."""
+
+    mode = "async"
+
+    def begin(self) -> None:
+        group = self._host_group()
+        rate = moving_rate_for(group.size(), self._given_rate)
+        initial = self._initial_centre(Exchange.of(group), _HOST_MEMORY)
+        self._start_rounds(group, initial, rate)
+        self._offered_blocks = self.blocks
+
+    def act(self) -> None:
+        self._collect_and_offer()
 
     @contextlib.contextmanager
     def at_rest(self, *, leave: bool) -> Iterator[None]:
-        with self._rounds.held():
-            self._counts["pulls"] += (
-                self._rounds.collect(self.acted, self._apply, leave=leave) and not leave
-            )
+        with self._thread.held():
+            is_collected = self._thread.collect(self.acted, self._add_pulls, leave=leave)
+            if is_collected and not leave:
+                self._counts["pulls"] += 1
             yield
 
-    def kept(self) -> dict[str, Any]:
-        with self._rounds.held():
-            return super().kept()
+    def state_dict(self) -> dict[str, Any]:
+        with self._thread.held():
+            return super().state_dict()
 
-    def close(self) -> None:
-        self._rounds.close()
-        if self._made is not None:
-            with contextlib.suppress(ValueError):  # all groups were destroyed before
-                dist.destroy_process_group(self._made)
+    def _gathered_centre(self) -> Sequence[torch.Tensor]:
+        return self._thread.centre.gathered()
 
 
-class WildElastic(OwnPaceElastic):
-    """EA-wild: every ``sync_every`` steps a rank pulls itself and its host's centre together, without asking anybody.
+class WildElasticReplica(BackgroundElasticReplica):
+    """EA-wild: every ``sync_every`` steps a rank pulls its host's centre, without coordination.
 
-    Where there are several hosts, the first rank of each offers its centre in rounds, in the place of parameters.
+    If there are several hosts, the first rank of each offers the host's centre in rounds.
+    Parameters are never in flight, so `at_rest` has nothing to apply.
 
-    [Note: the watch] Who writes to memory notices nobody's death. So all ranks' threads go through rounds, also where
-    nobody offers anything: a rank that dies or is stopped ends them on all others, as it does with "async".
+    [Note: the watch] A rank that writes to shared memory cannot detect a dead peer. So the threads
+    of all ranks run rounds, even where no rank offers anything. A rank that dies or is stopped ends
+    the rounds of all others, as it does in mode "async".
     """
 
     mode = "wild"
-    _shared: Sequence[torch.Tensor]
 
     def begin(self) -> None:
-        narrow = [str(block.dtype) for block in self.blocks if wide(block.dtype) != block.dtype]
+        narrow = [
+            str(block.dtype) for block in self.blocks if wide_dtype(block.dtype) != block.dtype
+        ]
         if narrow:
             raise UnsupportedConfigurationError(
-                f"expected parameters of float32 with mode='wild', got dtype={narrow[0]}, in which small pulls vanish; "
-                "use mode='async', which keeps what is rounded off"
+                f"expected parameters of float32 with mode='wild', got dtype={narrow[0]}, in which "
+                "small pulls vanish; use mode='async', which keeps the rounding errors"
             )
         group = self._host_group()
         self._rate = moving_rate_for(group.size(), self._given_rate)
-        start = self._start(Exchange.of(group), _HOST_MEMORY)
-        self._shared, leaders, mates = share(group, start)
-        self._first, hosts = mates.index(group.rank()) / len(mates), len(leaders)
+        initial = self._initial_centre(Exchange.of(group), _HOST_MEMORY)
+        # By block, the host's centre in shared memory.
+        self._shared, leaders, host_ranks = share(group, initial)
+        # Where in a block this rank begins, as a fraction: each rank begins elsewhere.
+        self._first = host_ranks.index(group.rank()) / len(host_ranks)
+        hosts = len(leaders)
         self._offers = hosts > 1 and group.rank() in leaders
         if hosts > 1:
-            self._pulled = [
-                FlatBlock([FlatEntry("centre", each.detach)], []) for each in self._shared
+            self._offered_blocks = [
+                FlatBlock([FlatEntry("centre", vector.detach)], []) for vector in self._shared
             ]
-        self._rounds = Rounds(
-            group, start if hosts > 1 else (), moving_rate_for(hosts, None), self.meter
-        )
-        self.log = self._rounds.log
+        self._start_rounds(group, initial if hosts > 1 else (), moving_rate_for(hosts, None))
         self._counts |= {"own_pulls": 0, "hosts": hosts}
 
     def act(self) -> None:
-        self._rounds.check()
+        self._thread.check()
         if self._offers:
-            super().act()
+            self._collect_and_offer()
         pieces = [block.pieces(block.whole) for block in self.blocks]
-        if self.acted % self._every == 0 and self._is_fit(
-            [piece for each in pieces for piece in each]
-        ):
+        all_pieces = [piece for each in pieces for piece in each]
+        if self._is_due() and self._is_finite(all_pieces):
             for centre, each in zip(self._shared, pieces, strict=True):
                 pull_shared(centre, each, self._rate, self._first)
             self._counts["own_pulls"] += 1
 
-    # In flight is nothing for parameters: what is pulled in rounds is the centre.
-    kept, at_rest = TogetherElastic.kept, TogetherElastic.at_rest
-
-    def _whole_centre(self) -> Sequence[torch.Tensor]:
-        """Return the centre of rank 0's host, when nobody writes to it any more."""
+    def _gathered_centre(self) -> Sequence[torch.Tensor]:
+        """Return the centre of rank 0's host, when no rank writes to it any more."""
+        # A barrier: every rank is between two steps.
         self.exchange.gather_numbers([0.0], self.blocks[0].device)
-        pairs = zip(self._shared, self.blocks, strict=True)
-        return [
-            from_first_rank(self.exchange, vector.to(block.device, copy=True))
-            for vector, block in pairs
-        ]
+        found = []
+        for block, vector in zip(self.blocks, self._shared, strict=True):
+            own = vector.to(block.device, copy=True)
+            found.append(from_first_rank(self.exchange, own))
+        return found
 
     def close(self) -> None:
         super().close()
-        self._shared = self._pulled = ()
+        self._shared = []
+        self._offered_blocks = ()

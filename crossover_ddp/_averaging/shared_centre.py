@@ -1,12 +1,13 @@
 """One centre for all ranks of a host, in private shared memory, written without a lock.
 
-[Note: no lock] Ranks add to the centre at the same time. An aligned float32 is read and written as a whole, so nothing
-is torn. Of two additions to one element at the very same moment one may be lost; ranks begin at different places, so
-that this is rare (measured in docs/averaging.md). After EA-wild (HPC Asia 2020) and Hogwild (arXiv 1106.5730).
+[Note: no lock] Ranks add to the centre at the same time. An aligned float32 is read and written as
+a whole, so no value is torn. If two ranks add to one element at the same moment, one addition may
+be lost. Ranks begin at different elements, so that this is rare (measured in docs/averaging.md).
+After EA-wild (HPC Asia 2020) and Hogwild (arXiv 1106.5730).
 
-[Note: no name] The memory is a file without a name, of the host's first rank; the others open it through that process:
-nothing is ever left behind, and no other user can open it. A host is a machine and a network name space on it, which
-the nodes of an emulated cluster do not share.
+[Note: no name] The memory is a file without a name. The first rank of the host makes it, and the
+others open it through that process. So nothing is ever left behind, and no other user can open it.
+A host is a machine and a network namespace on it: nodes of an emulated cluster do not share one.
 """
 
 import contextlib
@@ -33,19 +34,29 @@ _LARGEST_CHUNK: Final = 1 << 16
 def pull_shared(
     centre: torch.Tensor, pieces: Sequence[torch.Tensor], moving_rate: float, first: float
 ) -> None:
-    """Pull the centre and ``pieces``, the parameters' memory, together, see [Note: elastic pull], [Note: no lock]."""
+    """Pull the centre and the parameters towards each other.
+
+    See [Note: elastic pull] and [Note: no lock].
+
+    Args:
+        centre: of one block, in shared memory.
+        pieces: the memory of the block's parameters.
+        moving_rate: α.
+        first: where to begin, as a fraction of the block.
+    """
     for start, values in chunks_from(first, pieces):
-        there = centre[start : start + values.numel()]
-        delta = torch.sub(values.to(there.device, there.dtype), there).mul_(moving_rate)
+        shared = centre[start : start + values.numel()]
+        delta = torch.sub(values.to(shared.device, shared.dtype), shared).mul_(moving_rate)
         values.sub_(delta.to(values.device, values.dtype))
-        there.add_(delta)
+        shared.add_(delta)
 
 
 def chunks_from(first: float, pieces: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    """Cut pieces of a vector into chunks, each with its place in it; begin behind a share ``first`` of its elements.
+    """Cut pieces of a vector into chunks, each with its start in the vector.
 
-    Chunks are small, so that ranks which begin at the same moment stay apart: where two of them added to the same chunk
-    at the same speed, a fifth of the additions was lost.
+    The first chunk is the one at the fraction ``first`` of the vector; the last one is before it.
+    Chunks are small, so that ranks that begin at the same moment do not work on the same one. When
+    two ranks added to the same chunk at the same speed, a fifth of the additions was lost.
     """
     numel = sum(piece.numel() for piece in pieces)
     size = max(_SMALLEST_CHUNK, min(_LARGEST_CHUNK, numel // _CHUNKS))
@@ -57,55 +68,64 @@ def chunks_from(first: float, pieces: Sequence[torch.Tensor]) -> list[tuple[int,
 
 
 def share(
-    group: dist.ProcessGroup, start: Sequence[torch.Tensor]
+    group: dist.ProcessGroup, initial: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[int], list[int]]:
-    """Make one centre for each host, which begins with ``start``, and open it on all its ranks. **Collective**.
+    """Make one centre for each host, and open it on all ranks of the host. **Collective**.
 
-    Returns this host's, the first rank of each host, in the order of ranks, and this host's ranks. ``SegmentError`` on
-    all ranks, if it fails on one of them.
+    Args:
+        group: the ranks.
+        initial: the centre's initial values by block.
+
+    Returns:
+        This host's centre by block; the first rank of each host, sorted; the ranks of this host.
+
+    On failure: ``SegmentError`` on all ranks, if it fails on one of them.
     """
-    starts = [
-        *accumulate((-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in start), initial=0)
-    ]
-    size_bytes, rank = max(_ALIGNMENT, starts[-1]), group.rank()
+    starts = [0]  # of each block, in bytes, and the end
+    for vector in initial:
+        starts.append(starts[-1] + -(-vector.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    size_bytes = max(_ALIGNMENT, starts[-1])  # mmap refuses 0 bytes
+    rank = group.rank()
     vectors: list[torch.Tensor] = []
     problem: OSError | None = None
     with contextlib.ExitStack() as files:
+        # Each rank makes a file; only those of the hosts' first ranks are used.
         try:
-            own = os.memfd_create("crossover-centre")  # no memory yet
+            own = os.memfd_create("crossover-centre")  # takes no memory yet
             files.callback(os.close, own)
             made = os.getpid(), own, os.fstat(own).st_ino
         except OSError as error:
-            made, problem = (0, 0, 0), error
-        told = told_by_all(group, (_host(), *made))
-        hosts = [host for host, *_ in told]
-        leaders, leader = sorted(map(hosts.index, {*hosts})), hosts.index(hosts[rank])
-        _, process, number, inode = told[leader]
+            made = 0, 0, 0
+            problem = error
+        by_rank = told_by_all(group, (_host(), *made))
+        hosts = [host for host, *_ in by_rank]
+        leaders = sorted({hosts.index(host) for host in hosts})
+        leader = hosts.index(hosts[rank])
+        _, process, number, inode = by_rank[leader]
         try:
             fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
             files.callback(os.close, fd)
             if os.fstat(fd).st_ino != inode:
                 raise OSError(f"process {process} is another one in the leader's container")
-            os.posix_fallocate(
-                fd, 0, size_bytes
-            )  # too little memory shows here, not in a later write
+            # If there is too little memory, this fails. Without it a later write would crash.
+            os.posix_fallocate(fd, 0, size_bytes)
             memory = mmap.mmap(fd, size_bytes)
-            for at, each in zip(starts, start, strict=False):
-                vectors.append(
-                    torch.frombuffer(memory, dtype=each.dtype, count=each.numel(), offset=at)
+            for start, vector in zip(starts, initial, strict=False):
+                shared = torch.frombuffer(
+                    memory, dtype=vector.dtype, count=vector.numel(), offset=start
                 )
                 if rank == leader:
-                    vectors[-1].copy_(each)
+                    shared.copy_(vector)
+                vectors.append(shared)
             problem = None
         except OSError as error:
             problem = problem or error
-        failed = [
-            each for each, fails in enumerate(told_by_all(group, problem is not None)) if fails
-        ]
+        failures = told_by_all(group, problem is not None)
+        failed = [each for each, is_failure in enumerate(failures) if is_failure]
     if failed:
         raise SegmentError(
-            f"expected a shared centre on every host, got none on ranks {failed}: {problem or 'see there'}; use "
-            "mode='async'"
+            f"expected a shared centre on every host, got none on ranks {failed}: "
+            f"{problem or 'see there'}; use mode='async'"
         ) from problem
     return vectors, leaders, [mate for mate, host in enumerate(hosts) if host == hosts[rank]]
 

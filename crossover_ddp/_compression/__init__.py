@@ -1,1 +1,1 @@
-"""Compression as a stage of both halves: codecs, error feedback, and the messages of one bucket."""
+"""Compression of gradients: codecs, error feedback, and the messages of one bucket."""

@@ -1,8 +1,9 @@
-"""Codecs, which write values into a message of a fixed size and keep what it does not hold; what users may pass.
+"""Codecs: they write values into a message of a fixed size. Users may pass codecs of their own.
 
-[Note: error feedback] ``encode`` is given gradient plus residual, and leaves in the residual what the message does not
-hold, so that nothing is lost, only late: values = decoded + residual. What a message decodes to is defined in float32,
-so all ranks that decode the same bytes have the same numbers.
+[Note: error feedback] The caller adds the residual to the gradient and passes the sum to
+``encode``. ``encode`` writes the part that the message does not hold to the residual. So nothing
+is lost, it only arrives later: values = decoded + residual. Decoding is defined in float32, so
+all ranks that decode the same bytes get the same numbers.
 """
 
 import threading
@@ -15,16 +16,21 @@ import torch
 from crossover_ddp._engine.links import all_finite
 
 TILE_NUMEL = 1 << 17
-"""Elements that one operation works on, so that they stay in the core's cache from operation to operation."""
-_NEEDED: Final = ("nbytes", "encode", "add_decoded")
+"""Elements per tile. A tile stays in the core's cache from one operation to the next."""
+_REQUIRED: Final = ("nbytes", "encode", "add_decoded")
 
 
 class Codec(Protocol):
-    """How values become a message of bytes. Frozen and pure: from step to step goes nothing but the residual.
+    """Turns values into a message of bytes, and back.
 
-    Values are flat and float32. Those of each parameter begin at a multiple of ``multiple``, with zeros up to the next
-    one's. A message is a flat tensor of bytes that begins at a multiple of 16 bytes. On a device whatever a codec looks
-    at makes the host wait. A codec may have ``decode(message, out)``, which writes what `add_decoded` makes of zeros.
+    A codec is frozen and pure: only the residual passes from one step to the next.
+
+    Values are flat and float32. The values of each parameter begin at a multiple of ``multiple``;
+    zeros fill the gap before the next parameter. A message is a flat tensor of bytes that begins
+    at a multiple of 16 bytes. On a device, every value that a codec reads makes the host wait.
+
+    A codec may also have ``decode(message, out)``. It overwrites ``out`` with the values that
+    `add_decoded` would add to zeros.
     """
 
     @property
@@ -33,20 +39,24 @@ class Codec(Protocol):
         return 1
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of a message of ``numel`` values, a multiple of ``multiple``; the same on all ranks."""
+        """Return the size of a message of ``numel`` values, a multiple of ``multiple``.
+
+        It must be the same on all ranks.
+        """
 
     def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
-        """Write ``values`` to ``message``, and what it does not hold to ``residual``.
+        """Write ``values`` to ``message``, and the difference to ``residual``.
 
-        With a value that is infinite or NaN ``message`` decodes to NaN, and ``residual`` stays as it is.
+        If a value is infinite or NaN, ``message`` must decode to NaN, and ``residual`` must stay
+        as it is.
         """
 
     def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        """Add what ``message`` holds to ``out``."""
+        """Add the values of ``message`` to ``out``."""
 
 
 def tiles(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Cut all tensors alike, so many rows at a time, for a core; a device takes all at once."""
+    """Cut all tensors into tiles of ``rows`` rows. A device gets one tile with all rows."""
     first = tensors[0]
     if first.device.type != "cpu" or len(first) <= rows:
         return iter([tensors])
@@ -54,16 +64,18 @@ def tiles(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...
 
 
 class Scratch(threading.local):
-    """Floats that a thread may use until it takes again: the kernel takes longer to map new ones than to write them."""
+    """Memory of one thread for intermediate floats; the next `take` returns the same memory.
+
+    New memory would cost more: the kernel takes longer to map it than a codec to fill it.
+    """
 
     _floats = torch.empty(0, dtype=torch.float32)
 
     def take(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Return ``numel`` float32 that hold anything."""
+        """Return ``numel`` uninitialized float32."""
         if device.type != "cpu":
-            return torch.empty(
-                numel, dtype=torch.float32, device=device
-            )  # torch keeps a device's memory itself
+            # torch caches a device's memory itself.
+            return torch.empty(numel, dtype=torch.float32, device=device)
         if self._floats.numel() < numel:
             self._floats = torch.empty(numel, dtype=torch.float32)
         return self._floats[:numel]
@@ -73,19 +85,21 @@ class Scratch(threading.local):
 
 
 scratch = Scratch()
-"""Of the size of a tile; no caller sees it."""
+"""Holds one tile. Codecs use it inside of one call."""
 
 
 @dataclass(frozen=True)
 class Half(Codec):
     """Send each element in half precision.
 
-    Unlike torch's ``fp16_compress_hook`` the sum is made in float32, and what rounding takes away is sent with a later
-    step. Magnitudes beyond the largest of ``dtype`` are cut to it, the rest follows later. Wire bytes over those of
+    torch's ``fp16_compress_hook`` adds in half precision and drops the rounding error. Here the
+    sum is made in float32, and the rounding error is sent with a later step. A magnitude beyond
+    the largest of ``dtype`` is clamped, and the rest is sent later. Wire bytes over those of
     float32: 0.5. Source: torch's hooks of that name; the error feedback is our design.
 
     Args:
-        dtype: ``torch.float16`` or ``torch.bfloat16``, the default; ``ValueError`` for another one.
+        dtype: ``torch.float16`` or ``torch.bfloat16``. Default ``torch.bfloat16``. ``ValueError``
+            for any other dtype.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -101,23 +115,21 @@ class Half(Codec):
         return numel * self.dtype.itemsize
 
     def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
-        rounded, limit, finite = (
-            message.view(self.dtype),
-            torch.finfo(self.dtype).max,
-            all_finite(values),
-        )
+        rounded = message.view(self.dtype)
+        limit = torch.finfo(self.dtype).max
+        finite = all_finite(values)
         if finite is False:
             rounded.fill_(torch.nan)
             return
-        before = residual if finite is True else residual.clone()
-        for piece, sent, kept in tiles(TILE_NUMEL, values, rounded, residual):
+        # On a device `finite` is a tensor: the host does not read it, so both results are kept.
+        former = residual if finite is True else residual.clone()
+        for piece, sent, rest in tiles(TILE_NUMEL, values, rounded, residual):
             sent.copy_(torch.clamp(piece, -limit, limit, out=scratch.like(piece)))
-            torch.sub(
-                piece, scratch.like(piece).copy_(sent), out=kept
-            )  # in two dtypes it would take longer
+            # Subtracting tensors of two dtypes would take longer than this copy to float32.
+            torch.sub(piece, scratch.like(piece).copy_(sent), out=rest)
         if finite is not True:
             rounded.masked_fill_(finite.logical_not(), torch.nan)
-            torch.where(finite, residual, before, out=residual)
+            torch.where(finite, residual, former, out=residual)
 
     def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
         out.add_(message.view(self.dtype))
@@ -129,17 +141,20 @@ class Half(Codec):
 
 @dataclass(frozen=True)
 class Whole(Half):
-    """Send each element as it is, between ranks that need no codec."""
+    """Send each element in float32, between ranks that need no codec."""
 
     dtype: torch.dtype = torch.float32
     _allowed: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
 
 
-_LARGEST: Final = 127
-# Of a float32 scale; then the product with a code has at most 23 bits and is exact.
+_LARGEST_CODE: Final = 127
+# A scale keeps 16 of float32's 24 significant bits. The product of a scale and a code then has at
+# most 23 bits, so it is exact.
 _DROPPED_BITS: Final = 8
+# Products of a smaller scale could be subnormal, and some processors flush those to zero.
 _SMALLEST_SCALE: Final = 1e-36
-# The largest float32 over 127, rounded down to as many bits: with a larger one 127 would stand for infinity.
+# The largest float32 over 127, rounded down to 16 bits. With a larger scale the code 127 would
+# decode to infinity.
 _LARGEST_SCALE: Final = float.fromhex("0x1.0204p+121")
 
 
@@ -147,13 +162,15 @@ _LARGEST_SCALE: Final = float.fromhex("0x1.0204p+121")
 class Int8(Codec):
     """Send each element as one signed byte, with a float32 scale for each block of elements.
 
-    Codes are rounded to nearest, and the scale is the block's largest magnitude over 127, so the error of an element
-    is at most half of that. A block never holds elements of two parameters: the last one of a parameter is filled up
-    with zeros. Wire bytes over those of float32: 1/4 + 1/block, 0.254 by default. Relative RMS error about 1 % on
-    gradients. Source: our design.
+    The scale is the largest magnitude of the block over 127, and codes are rounded to nearest. So
+    the error of an element is at most half the scale. A block never holds elements of two
+    parameters: the last block of a parameter is filled up with zeros. Wire bytes over those of
+    float32: 1/4 + 1/block, 0.254 by default. Relative RMS error about 1 % on gradients. Source:
+    our design.
 
     Args:
-        block: number of elements that share a scale; ``ValueError`` if it is smaller than 1. Default 256.
+        block: number of elements that share a scale. Default 256. ``ValueError`` if it is smaller
+            than 1.
     """
 
     block: int = 256
@@ -171,29 +188,30 @@ class Int8(Codec):
 
     def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
         scales, codes = self._views(message)
-        rows, left = values.view(codes.shape), residual.view(codes.shape)
+        rows = values.view(codes.shape)
+        rest_rows = residual.view(codes.shape)
         largest = self._largest(rows)
         finite = all_finite(largest)
         if finite is False:
             scales.fill_(torch.nan)
             return
-        by = largest.new_full(
-            (), _LARGEST
-        )  # CUDA multiplies by the reciprocal of a number of the host
-        scales.copy_(_rounded_up(largest / by))
-        inverse = scales.reciprocal().nan_to_num_(posinf=0.0)  # of a scale of 0
+        # Divide by a tensor: CUDA multiplies by the reciprocal of a Python number.
+        divisor = largest.new_full((), _LARGEST_CODE)
+        scales.copy_(_rounded_up(largest / divisor))
+        inverse = scales.reciprocal().nan_to_num_(posinf=0.0)  # 0 for a scale of 0
         if finite is not True:
             scales.masked_fill_(finite.logical_not(), torch.nan)
-        before = left if finite is True else left.clone()
-        for row, code, kept, factor, scale in tiles(
-            self._tile_rows, rows, codes, left, inverse, scales
+        # On a device `finite` is a tensor: the host does not read it, so both results are kept.
+        former = rest_rows if finite is True else rest_rows.clone()
+        for row, code, rest, factor, scale in tiles(
+            self._tile_rows, rows, codes, rest_rows, inverse, scales
         ):
             rounded = torch.mul(row, factor, out=scratch.like(row)).round_()
-            # What NaN is as a byte nobody defines.
+            # The conversion of NaN to a byte is undefined.
             code.copy_(rounded if finite is True else rounded.nan_to_num(0.0))
-            torch.addcmul(row, rounded, scale, value=-1, out=kept)
+            torch.addcmul(row, rounded, scale, value=-1, out=rest)
         if finite is not True:
-            torch.where(finite, left, before, out=left)
+            torch.where(finite, rest_rows, former, out=rest_rows)
 
     def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
         scales, codes = self._views(message)
@@ -206,15 +224,17 @@ class Int8(Codec):
             row.copy_(code).mul_(scale)
 
     def _views(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scales and codes of a message, one row for each block."""
         blocks = message.numel() // (self.block + 4)
         scales, codes = message.split_with_sizes([4 * blocks, self.block * blocks])
         return scales.view(torch.float32)[:, None], codes.view(torch.int8).view(blocks, self.block)
 
     def _largest(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the largest magnitude of each row, as a column."""
         # torch.aminmax and torch.linalg.vector_norm(ord=inf) take ten times as long.
         largest = rows.new_empty(len(rows), 1)
-        for row, most in tiles(self._tile_rows, rows, largest):
-            torch.amax(torch.abs(row, out=scratch.like(row)), dim=1, keepdim=True, out=most)
+        for row, maximum in tiles(self._tile_rows, rows, largest):
+            torch.amax(torch.abs(row, out=scratch.like(row)), dim=1, keepdim=True, out=maximum)
         return largest
 
     @property
@@ -223,8 +243,13 @@ class Int8(Codec):
 
 
 def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
-    """Round scales of 0 or more up to 16 significant bits, so that 127 reaches the largest; 0 for what is too small."""
-    # The bits of a positive float32 are in the order of the numbers.
+    """Round scales of 0 or more up to 16 significant bits; clamp them to the range of scales.
+
+    They are rounded up, so that the code 127 reaches the largest magnitude. A scale that is too
+    small becomes 0: the whole block then stays in the residual.
+    """
+    # The bits of positive float32 numbers are in the order of the numbers, so that an addition to
+    # the bits rounds the number.
     mask = (1 << _DROPPED_BITS) - 1
     rounded = scales.view(torch.int32).add(mask).bitwise_and_(~mask).view(torch.float32)
     return torch.threshold_(rounded.clamp_max_(_LARGEST_SCALE), _SMALLEST_SCALE, 0)
@@ -232,9 +257,10 @@ def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
 
 _HEAD_BYTES: Final = 4
 _ENTRY_BYTES: Final = 8
-# Room for so many times the elements that are wanted; what does not fit follows later.
-_MOST: Final = 1.25
-# A sixteenth of the elements, evenly spaced, but so many at least, and so many of those to be sent.
+# A message has room for 1.25 times the target. Elements that do not fit are sent later.
+_ROOM: Final = 1.25
+# The sample is every sixteenth element. For short tensors it is denser: at least 16384 elements,
+# and at least as many as are needed for 128 of them to exceed the threshold.
 _SAMPLE_EVERY: Final = 16
 _SAMPLE_NUMEL: Final = 1 << 14
 _SAMPLE_SENT: Final = 128
@@ -242,15 +268,16 @@ _SAMPLE_SENT: Final = 128
 
 @dataclass(frozen=True)
 class SIDCo(Codec):
-    """Send the elements whose magnitude is above a threshold that about ``rate`` of a sample exceeds.
+    """Send the elements above a threshold that about ``rate`` of a sample exceeds.
 
-    The sample has a sixteenth of the elements. A message holds places (int32) and values (float32), and has room for
-    1.25 times the target; what does not fit follows later. Wire bytes over those of float32: 2.5 times ``rate``.
-    Source: SIDCo (arXiv 2101.10761) for a threshold in place of a sort; it fits a distribution, where we look at a
-    sample.
+    Magnitudes are compared. The sample has a sixteenth of the elements. A message holds indices
+    (int32) and values (float32), and has room for 1.25 times the target. Elements that do not fit
+    are sent later. Wire bytes over those of float32: 2.5 times ``rate``. Source: SIDCo (arXiv
+    2101.10761) for a threshold instead of a sort. SIDCo fits a distribution; this codec takes the
+    threshold from a sample.
 
     Args:
-        rate: part of the elements that is sent, 0 < rate < 1; ``ValueError`` for another one.
+        rate: the fraction of elements to send, 0 < rate < 1. ``ValueError`` outside of that.
     """
 
     rate: float
@@ -258,64 +285,74 @@ class SIDCo(Codec):
     def __post_init__(self) -> None:
         if not 0 < self.rate < 1:
             raise ValueError(
-                f"expected 0 < rate < 1, got rate={self.rate}; 0.01 sends a hundredth of the elements"
+                f"expected 0 < rate < 1, got rate={self.rate}; "
+                "0.01 sends a hundredth of the elements"
             )
 
     def nbytes(self, numel: int) -> int:
-        return _HEAD_BYTES + _ENTRY_BYTES * min(numel, int(_MOST * self.rate * numel) + 1)
+        return _HEAD_BYTES + _ENTRY_BYTES * min(numel, int(_ROOM * self.rate * numel) + 1)
 
     def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
-        head, places, sent = _views(message)
+        head, indices, sent = _views(message)
         if not bool(all_finite(values)):
             head.fill_(torch.nan)
             return
+        # Entries that are not used add 0 to element 0.
         message.zero_()
         chosen = torch.nonzero(values.abs() >= self._threshold(values)).view(-1)
         picked = values[chosen]
-        if len(chosen) > len(places):
-            largest = torch.topk(picked.abs(), len(places), sorted=False).indices
-            chosen, picked = chosen[largest], picked[largest]
-        places[: len(chosen)] = chosen
+        if len(chosen) > len(indices):
+            largest = torch.topk(picked.abs(), len(indices), sorted=False).indices
+            chosen = chosen[largest]
+            picked = picked[largest]
+        indices[: len(chosen)] = chosen
         sent[: len(chosen)] = picked
         residual.copy_(values)
         residual[chosen] = 0
 
     def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        head, places, sent = _views(message)
+        head, indices, sent = _views(message)
         if bool(head.isnan()):
             out.fill_(torch.nan)
         else:
-            out.index_add_(0, places, sent)
+            out.index_add_(0, indices, sent)
 
     def _threshold(self, values: torch.Tensor) -> float:
-        """Return the magnitude that about ``rate`` of the elements reach: so many of a sample do."""
+        """Return a magnitude that about ``rate`` of the elements reach, estimated from a sample."""
         least = max(_SAMPLE_NUMEL, int(_SAMPLE_SENT / self.rate))
         sample = values[:: min(_SAMPLE_EVERY, max(1, values.numel() // least))].abs()
         wanted = max(1, round(self.rate * sample.numel()))
         reached = float(torch.topk(sample, wanted, sorted=False).values.amin())
-        return max(reached, torch.finfo(values.dtype).tiny)  # above 0, or zeros would be sent
+        # A threshold of 0 would choose all zeros.
+        return max(reached, torch.finfo(values.dtype).tiny)
 
 
 class Threshold(SIDCo):
-    """The same as `SIDCo`, under the name of DCT (arXiv 2010.08899), which keeps its threshold for long."""
+    """`SIDCo` under the name of DCT (arXiv 2010.08899).
+
+    DCT keeps a threshold for many steps. This codec takes one from each message's values.
+    """
 
 
 def _views(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the head, which is NaN if a value was not finite, the indices and the values."""
     half = (message.numel() - _HEAD_BYTES) // 2
-    head, places, sent = message.split_with_sizes([_HEAD_BYTES, half, half])
-    return head.view(torch.float32), places.view(torch.int32), sent.view(torch.float32)
+    head, indices, sent = message.split_with_sizes([_HEAD_BYTES, half, half])
+    return head.view(torch.float32), indices.view(torch.int32), sent.view(torch.float32)
 
 
 @dataclass(frozen=True)
 class PerPair:
-    """Encode what goes to owners by the pair of ranks: near ranks weakly or not at all, far ones more.
+    """Choose the codec of messages to owners by the pair of ranks.
 
-    It is the first of a pair, ``codec=(PerPair(…), Int8())``: what owners send back goes over all links, and all ranks
-    decode the same bytes. Our design.
+    Ranks that are near each other can use a weak codec or none, distant ranks a stronger one.
+    ``PerPair`` is the first of a pair, ``codec=(PerPair(…), Int8())``: the messages that owners
+    send back travel over all links, and all ranks decode the same bytes. Our design.
 
     Args:
-        codecs: a row for each rank of the group, and in it what it sends each rank with; None: float32. A single row,
-            of one codec, is for all pairs. ``ValueError`` for a table that is not square.
+        codecs: a row for each rank of the group, with the codec of its messages to each rank;
+            None stands for float32. A single row of one codec applies to all pairs.
+            ``ValueError`` for a table that is not square.
     """
 
     codecs: tuple[tuple[Codec | None, ...], ...]
@@ -324,58 +361,74 @@ class PerPair:
         lengths = [len(row) for row in self.codecs]
         if not lengths or {*lengths} != {len(lengths)}:
             raise ValueError(
-                f"expected as many codecs in each row as there are rows, got {lengths}; pass a row for each rank, with "
-                "a codec for each rank"
+                f"expected as many codecs in each row as there are rows, got {lengths}; "
+                "pass a row for each rank, with a codec for each rank"
             )
 
     @classmethod
     def by_node(cls, nodes: Sequence[Any], *, far: Codec, near: Codec | None = None) -> "PerPair":
-        """Encode between nodes with ``far`` and inside of each with ``near``.
+        """Encode with ``far`` between nodes, and with ``near`` inside of a node.
 
         Args:
-            nodes: for each rank of the group, what names its node, such as ``[0, 0, 1, 1]``.
-            far: for ranks on different nodes.
-            near: for ranks on one node. Default: float32.
+            nodes: the node of each rank of the group, such as ``[0, 0, 1, 1]``.
+            far: for two ranks on different nodes.
+            near: for two ranks on one node. Default: None, float32.
         """
-        return cls(
-            tuple([tuple([near if one == other else far for other in nodes]) for one in nodes])
-        )
+        rows = []
+        for node in nodes:
+            rows.append(tuple([near if node == other else far for other in nodes]))
+        return cls(tuple(rows))
 
     def between(self, sender: int, owner: int) -> Codec:
         codec = self.codecs[sender % len(self.codecs)][owner % len(self.codecs)]
         return Whole() if codec is None else codec
 
     def all(self) -> list[Codec]:
-        """Return what all pairs send with."""
+        """Return the codecs of all pairs."""
         ranks = range(len(self.codecs))
         return [self.between(sender, owner) for sender in ranks for owner in ranks]
 
 
 def in_words(codec: object) -> object:
-    """Return what ranks compare of ``codec``; one of a user's own may not say what it is."""
-    if isinstance(codec, (tuple, PerPair)):
-        return [in_words(each) for each in (codec.codecs if isinstance(codec, PerPair) else codec)]
+    """Return a description of ``codec`` that ranks can compare.
+
+    A user's codec may have no ``__repr__``. The default one holds an address, which differs from
+    rank to rank.
+    """
+    if isinstance(codec, PerPair):
+        codec = codec.codecs
+    if isinstance(codec, tuple):
+        return [in_words(each) for each in codec]
     if type(codec).__repr__ is object.__repr__:
         return type(codec).__qualname__, getattr(codec, "__dict__", {})
     return codec
 
 
-# For both halves of an exchange, or a pair: push to owners, pull from owners.
+# One codec for both halves of an exchange, or a pair: to owners, and from owners to all.
 CodecChoice = Codec | tuple[Codec | PerPair, Codec]
 
 
 def codecs_of(codec: CodecChoice) -> tuple[PerPair, Codec]:
-    """Return the codecs of each half; raise ``TypeError`` for what is none."""
+    """Return the codecs of both halves; raise ``TypeError`` for an object that is no codec."""
     both = codec if isinstance(codec, tuple) else (codec, codec)
-    push, pull = both if len(both) == 2 else (both, both)
-    table = push if isinstance(push, PerPair) else PerPair(((push,),))
-    for each in (*(table.all() if table is push else (push,)), pull):
-        if isinstance(each, type) or not all(
-            callable(getattr(each, name, None)) for name in _NEEDED
-        ):
+    # A tuple of another length is refused below, as a codec that has no methods.
+    to_owners, to_all = both if len(both) == 2 else (both, both)
+    if isinstance(to_owners, PerPair):
+        table = to_owners
+        given: list[Any] = [*table.all(), to_all]
+    else:
+        table = PerPair(((to_owners,),))
+        given = [to_owners, to_all]
+    for each in given:
+        if isinstance(each, type) or not _has_methods(each):
             raise TypeError(
-                f"expected a codec such as Int8(), got codec={each!r} without {', '.join(_NEEDED)}; pass an object of "
-                "crossover_ddp.codecs, two of them for the two halves, of which only the first may be a PerPair, or "
-                "None for no compression"
+                f"expected a codec such as Int8(), got codec={each!r} without "
+                f"{', '.join(_REQUIRED)}; pass an object of crossover_ddp.codecs, two of them for "
+                "the two halves, of which only the first may be a PerPair, or None for no "
+                "compression"
             )
-    return table, pull
+    return table, to_all
+
+
+def _has_methods(codec: object) -> bool:
+    return all(callable(getattr(codec, name, None)) for name in _REQUIRED)

@@ -1,12 +1,15 @@
-"""A codec as a link around a link, so that every journey can travel coded without knowing it.
+"""A codec as a link around a link, so that every journey can travel coded without a change.
 
-[Note: residuals] A rank keeps what its messages to owners do not hold, in units of its gradient; an owner what its
-message to all does not hold, in units of the mean, or of what it makes of the mean. After each step, for each element:
-what all ranks apply = mean of gradients + mean of what ranks had kept + what the owner had kept − the same of what is
-kept now. An owner does not send to itself: its own addend enters the sum exact.
+[Note: residuals] A rank keeps the part that its messages to owners do not hold, in units of its
+gradient. An owner keeps the part that its message to all does not hold, in units of the mean, or
+of the result of its work on the mean. After each step, for each element: the value that all ranks
+apply = mean of gradients + mean of the ranks' former residuals + the owner's former residual − the
+same terms of the new residuals. An owner does not send to itself: its own addend enters the sum
+exact.
 
-[Note: without a look] Nothing here reads a value on the host, which launches all of this while the device is still at
-earlier work: messages have one size, and what is not finite, or not in use, shows in tensors.
+[Note: without a look] Nothing here reads a value on the host, which launches all of this while the
+device is still busy with earlier work. So messages have a fixed size, and tensors on the device
+record which values are not finite and which parameters are not in use.
 """
 
 import math
@@ -24,14 +27,14 @@ from crossover_ddp._engine.links import Layout, Link, LinkAround, parts
 from .codec import Codec, PerPair, Scratch
 
 _ALIGNED: Final = 16
-# Shares of NCCL's collectives that begin elsewhere are slow.
+# NCCL's collectives are slow if a rank's share begins at other addresses.
 _ALIGNED_BY_COLLECTIVES: Final = 128
 # A parameter of one dimension is a bias or a scale: few elements, and the model reacts to each.
 _CODED_DIMENSIONS: Final = 2
 
 
 class Part(NamedTuple):
-    """What one owner has of a buffer, in the order of its values: what is coded, then what travels exact."""
+    """One owner's part of a buffer: the runs that are coded, then the spans that travel exact."""
 
     coded: list[Run]
     exact: list[Span]
@@ -41,46 +44,54 @@ class Part(NamedTuple):
         return [*[run.span for run in self.coded], *self.exact]
 
     def slots(self, multiple: int) -> list[Span]:
-        """Return where the spans are when coded runs begin at multiples, one behind the other, and the rest follows."""
-        room = [padded(run.span.numel, multiple) for run in self.coded]
-        starts = accumulate([*room, *[span.numel for span in self.exact]], initial=0)
+        """Return the place of each span among the part's values.
+
+        Each coded run begins at a multiple of ``multiple``. The exact spans follow without gaps.
+        """
+        lengths = [padded(run.span.numel, multiple) for run in self.coded]
+        lengths += [span.numel for span in self.exact]
+        starts = accumulate(lengths, initial=0)
         return [
             Span(start, start + span.numel) for start, span in zip(starts, self.spans, strict=False)
         ]
 
 
 def padded(numel: int, multiple: int) -> int:
+    """Round ``numel`` up to a multiple."""
     return -(-numel // multiple) * multiple
 
 
 def parts_of(runs: Sequence[Run], layout: Sequence[int]) -> list[Part]:
-    """Cut all that travels by owner into what is coded and what travels exact."""
-    found, start = [], 0
+    """Cut ``runs`` at the owners' boundaries, and separate coded runs from exact ones."""
+    found = []
+    start = 0
     for numel in layout:
-        part, stop = Part([], []), start + numel
+        part = Part([], [])
+        stop = start + numel
         for parameter, begin, span in runs:
             own = Span(max(span.start, start), min(span.stop, stop))
             if own.start >= own.stop:
                 continue
             if parameter.dim() >= _CODED_DIMENSIONS:
                 part.coded.append(Run(parameter, begin + own.start - span.start, own))
+            elif part.exact and part.exact[-1].stop == own.start:
+                part.exact.append(Span(part.exact.pop().start, own.stop))
             else:
-                is_next = part.exact and part.exact[-1].stop == own.start
-                part.exact.append(Span(part.exact.pop().start if is_next else own.start, own.stop))
+                part.exact.append(own)
         found.append(part)
         start = stop
     return found
 
 
-class Sent(NamedTuple):
-    """The bytes of messages, and how many each rank has of them."""
+class MessageBuffer(NamedTuple):
+    """The messages to or from all ranks in one tensor of bytes, as a collective takes them."""
 
     tensor: Tensor
-    layout: Layout
+    layout: Layout  # bytes per rank
 
 
 class _Message(NamedTuple):
-    """Exact values in float32, and behind them the bytes of a codec."""
+    """Two views of a message: exact values in float32, and behind them the bytes of a codec."""
 
     codec: Codec
     exact: Tensor
@@ -88,16 +99,25 @@ class _Message(NamedTuple):
 
 
 class CodedLink(LinkAround):
-    """One bucket's messages to owners, who add what they mean, and to all, of the mean or of what owners make of it.
+    """Carries one bucket in coded messages, first to its owners, then from its owners to all.
 
-    It stays from step to step, around each step's link, with what the messages leave behind, see [Note: residuals].
-    Whole gradients are encoded, added in float32, and divided then. After `reduce_scatter` own parts are what all ranks
-    will decode; where owners have work they are the mean until `all_gather`.
+    One object serves a bucket for many steps, around each step's link. It holds the residuals of
+    the messages, see [Note: residuals]. Gradients are encoded undivided, added in float32, and
+    divided after that. After `reduce_scatter` the own part holds the values that all ranks will
+    decode. Where owners have work, it holds the mean until `all_gather`.
 
-    ``scratch``: memory for a moment. ``has_work``: owners send something else than the mean. ``leaves_unused``: a
-    parameter whose gradients are all zero may have none.
+    Args:
+        link: of the first step.
+        codecs: of messages to owners, and of messages to all.
+        parameters: of the bucket.
+        parts: the owners' parts of the bucket, by rank.
+        device: of the bucket.
+        scratch: memory for values that no call needs afterwards.
+        has_work: owners work on the mean between the halves, and send the result.
+        leaves_unused: DDP may leave the gradient of a parameter None if all ranks have zeros.
     """
 
+    # The next step travels exact. Set by `drained`, after which the object is dropped.
     _is_exact = False
 
     def __init__(
@@ -112,87 +132,121 @@ class CodedLink(LinkAround):
         leaves_unused: bool = False,
     ) -> None:
         super().__init__(link)
-        (push, pull), rank, ranks = codecs, link.rank, range(len(parts))
-        self.parameters, self.parts, self._has_work = list(parameters), parts, has_work
-        self._leaves_unused, self._scratch = leaves_unused, scratch
-        self._multiple = multiple = math.lcm(*[codec.multiple for codec in (*push.all(), pull)])
-        self._slots = [part.slots(multiple) for part in parts]
-        # Of each part's values those that are coded, and all of them. The residual of what travels exact stays 0.
-        self._coded = [
-            sum(padded(run.span.numel, multiple) for run in part.coded) for part in parts
-        ]
-        exact = [sum(span.numel for span in part.exact) for part in parts]
-        sizes = map(sum, zip(self._coded, exact, strict=True))
-        self._kept = [torch.zeros(size, dtype=torch.float32, device=device) for size in sizes]
-        self._addend = torch.empty_like(self._kept[rank])
-        # CUDA multiplies by the reciprocal of a number of the host: other bits than the CPU's for three ranks or more.
+        to_owners, to_all = codecs
+        rank = link.rank
+        peers = [peer for peer in range(len(parts)) if peer != rank]
+        self.parameters = list(parameters)
+        self.parts = parts
+        self._has_work = has_work
+        self._leaves_unused = leaves_unused
+        self._scratch = scratch
+        # Coded runs must begin where every codec may begin.
+        self._multiple = math.lcm(*[codec.multiple for codec in (*to_owners.all(), to_all)])
+        # By part, the places of its spans among its values.
+        self._slots = [part.slots(self._multiple) for part in parts]
+        # By part, the number of its values that are coded, padding included.
+        self._coded_numel = []
+        # By part, the residual of all of its values. It stays 0 for values that travel exact.
+        self._residuals = []
+        for part in parts:
+            coded = sum(padded(run.span.numel, self._multiple) for run in part.coded)
+            exact = sum(span.numel for span in part.exact)
+            self._coded_numel.append(coded)
+            self._residuals.append(torch.zeros(coded + exact, dtype=torch.float32, device=device))
+        # This rank's own gradient of its part, exact; later the result of its work.
+        self._own = torch.empty_like(self._residuals[rank])
+        # A tensor: CUDA multiplies by the reciprocal of a Python number, which gives other bits
+        # than the CPU for three ranks or more.
         self._divisor = torch.full((), float(len(parts)), dtype=torch.float32, device=device)
-        # Their memory stays: a device's other stream may still read the last step's when the next one begins.
-        others = [peer for peer in ranks if peer != rank]
-        made = push.between
-        self._outgoing, self._sent = self._messages(
-            {peer: (peer, made(rank, peer)) for peer in others}
+        # The messages' memory is never freed between steps: another stream of the device may still
+        # read the last step's messages when the next step begins.
+        self._outgoing, self._to_owners = self._messages(
+            {peer: (peer, to_owners.between(rank, peer)) for peer in peers}
         )
-        self._incoming, self._received = self._messages(
-            {peer: (rank, made(peer, rank)) for peer in others}
+        self._incoming, self._from_peers = self._messages(
+            {peer: (rank, to_owners.between(peer, rank)) for peer in peers}
         )
-        self._gather, self._returned = self._messages({owner: (owner, pull) for owner in ranks})
+        self._gathered, self._to_all = self._messages(
+            {owner: (owner, to_all) for owner in range(len(parts))}
+        )
 
-    def _messages(self, made: dict[int, tuple[int, Codec]]) -> tuple[Sent, dict[int, _Message]]:
-        """Return memory for messages, and these by peer; ``made``: whose part each is about, and what encodes it."""
-        aligned = _ALIGNED_BY_COLLECTIVES if self.in_program_order else _ALIGNED
-        exact = [
-            4 * (len(kept) - coded) for kept, coded in zip(self._kept, self._coded, strict=True)
+    def _messages(
+        self, contents: dict[int, tuple[int, Codec]]
+    ) -> tuple[MessageBuffer, dict[int, _Message]]:
+        """Allocate messages; return their buffer, and each message by peer.
+
+        Args:
+            contents: by peer, the owner whose part the message holds, and its codec.
+        """
+        exact_bytes = [
+            4 * (len(residual) - coded)
+            for residual, coded in zip(self._residuals, self._coded_numel, strict=True)
         ]
-        heads = [padded(nbytes, _ALIGNED) for nbytes in exact]
-        ends = {
-            peer: heads[of] + codec.nbytes(self._coded[of]) for peer, (of, codec) in made.items()
-        }
+        # The codec's bytes begin here.
+        heads = [padded(nbytes, _ALIGNED) for nbytes in exact_bytes]
+        ends = {}
+        for peer, (owner, codec) in contents.items():
+            ends[peer] = heads[owner] + codec.nbytes(self._coded_numel[owner])
+        aligned = _ALIGNED_BY_COLLECTIVES if self.in_program_order else _ALIGNED
         sizes = [padded(ends.get(peer, 0), aligned) for peer in range(len(self.parts))]
-        if self.in_program_order and len(made) == len(sizes):  # one all-gather has equal parts
+        if self.in_program_order and len(contents) == len(sizes):
+            # NCCL's all-gather needs equal parts.
             sizes = [max(sizes)] * len(sizes)
-        # Zeros, not empty: what padding holds should not be what the process had there before.
-        sent = Sent(torch.zeros(sum(sizes), dtype=torch.uint8, device=self._addend.device), sizes)
+        # Zeros, not empty: the padding would send old memory of this process to other ranks.
+        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._own.device)
+        buffer = MessageBuffer(memory, sizes)
         messages = {}
-        for peer, (owner, codec) in made.items():
-            memory = parts(*sent)[peer]
-            values = memory[: exact[owner]].view(torch.float32)
-            messages[peer] = _Message(codec, values, memory[heads[owner] : ends[peer]])
-        return sent, messages
+        for peer, (owner, codec) in contents.items():
+            own = parts(*buffer)[peer]
+            exact = own[: exact_bytes[owner]].view(torch.float32)
+            messages[peer] = _Message(codec, exact, own[heads[owner] : ends[peer]])
+        return buffer, messages
 
     @property
     def nbytes(self) -> int:
-        return sum(kept.nbytes for kept in self._kept)
+        """Size of the residuals."""
+        return sum(residual.nbytes for residual in self._residuals)
 
-    def kept(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each coded parameter with its whole residual, flat, in units of this rank's gradient."""
-        # An owner's, of a mean, counts as often as there are ranks; of something else it is left out.
-        of_owner = 0 if self._has_work else len(self.parts)
+    def residuals(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each coded parameter with its whole residual, flat, in units of this gradient."""
+        # An owner's residual is one of the mean, which the exchange divides by the number of
+        # ranks. A residual of the result of its work has no such unit, and is left out.
+        owner_factor = 0 if self._has_work else len(self.parts)
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for owner, part in enumerate(self.parts):
-            factor = of_owner if owner == self.rank else 1
-            for run, piece in zip(part.coded, self._views(self._kept[owner], owner), strict=False):
+            factor = owner_factor if owner == self.rank else 1
+            pieces = self._views(self._residuals[owner], owner)
+            for run, piece in zip(part.coded, pieces, strict=False):
                 numel = run.parameter.numel() * (2 if run.parameter.is_complex() else 1)
-                whole = run.parameter, piece.new_zeros(numel)
-                _, residual = found.setdefault(id(run.parameter), whole)
+                empty = run.parameter, piece.new_zeros(numel)
+                _, residual = found.setdefault(id(run.parameter), empty)
                 residual[run.begin : run.begin + len(piece)] = piece * factor
         return [*found.values()]
 
     def scale(self, factor: float | Tensor) -> None:
-        for kept in self._kept:
-            kept.mul_(factor)
+        """Multiply all residuals by ``factor``."""
+        for residual in self._residuals:
+            residual.mul_(factor)
 
     def drained(self, link: Link) -> "CodedLink":
-        """Let the next step travel exact; owners' residuals go with what they make."""
-        self._link, self._is_exact = link, True
+        """Let the next step travel exact; owners add their residuals to their results."""
+        self._link = link
+        self._is_exact = True
         return self
 
     def encode(self, flat: Tensor, link: Link) -> None:
-        """Write the messages to the owners, of ``flat``, which will hold what they send back; ``link`` carries both."""
-        self._flat, self._link = flat, link
-        for owner, message in self._sent.items():
-            self._encode(self._pieces(owner), owner, message, self._borrowed(owner))
-        self._collect(self._pieces(self.rank), self.rank, self._addend)  # aside
+        """Encode the messages to the owners.
+
+        Args:
+            flat: the gradients; the result is written there.
+            link: carries the messages of this step.
+        """
+        self._flat = flat
+        self._link = link
+        for owner, message in self._to_owners.items():
+            self._encode(self._pieces(owner), owner, message, self._scratch_values(owner))
+        # A copy: the result will be written over this rank's own gradient.
+        self._pack(self._pieces(self.rank), self.rank, self._own)
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         if self._is_exact:
@@ -201,129 +255,143 @@ class CodedLink(LinkAround):
         await self.compute()
         mean = self._mean()
         if self._has_work:
-            self._write(self.rank, mean)
+            self._unpack(self.rank, mean)
         else:
             self._encode_own(mean)
         return parts(flat, layout)[self.rank]
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         if self._is_exact:
-            own = self._kept[self.rank]
-            if own.is_cuda:  # the host lets go of it before the device has read it
+            own = self._residuals[self.rank]
+            if own.is_cuda:
+                # The host drops this object before the device has read the residual.
                 own.record_stream(torch.cuda.current_stream(own.device))
-            for run, kept in zip(
-                self.parts[self.rank].coded, self._views(own, self.rank), strict=False
-            ):
-                flat[slice(*run.span)].add_(kept)
+            pieces = self._views(own, self.rank)
+            for run, piece in zip(self.parts[self.rank].coded, pieces, strict=False):
+                flat[slice(*run.span)].add_(piece)
             await super().all_gather(flat, layout)
             return
         if self._has_work:
-            self._collect(self._pieces(self.rank), self.rank, self._addend)
-            self._encode_own(self._addend)
-        await super().all_gather(*self._gather)
+            self._pack(self._pieces(self.rank), self.rank, self._own)
+            self._encode_own(self._own)
+        await super().all_gather(*self._gathered)
         for owner in range(self.size):
             if owner != self.rank:
-                self._unload(owner)
+                self._decode(owner)
 
     def sent_bytes(self, flat: Tensor) -> tuple[int, int]:
-        """Return what this rank sends in both halves, and would if it were exact."""
+        """Return the bytes that this rank sends in both halves, coded and if they were exact."""
         exact = flat.numel() * flat.itemsize * (self.size - 1) // self.size
-        to_owners, to_all = (
-            len(self._outgoing.tensor),
-            (self.size - 1) * self._gather.layout[self.rank],
-        )
+        to_owners = len(self._outgoing.tensor)
+        to_all = (self.size - 1) * self._gathered.layout[self.rank]
         return to_owners + to_all, 2 * exact
 
     def _mean(self) -> Tensor:
-        # Two addends may change places, so the first two ranks add to their own.
-        own, is_begun = self._addend, self.rank <= 1
-        values = own if is_begun else self._borrowed(self.rank).zero_()
+        """Add the messages of all ranks and this rank's own gradient, in the order of ranks."""
+        own = self._own
+        # a + b = b + a in every bit. So ranks 0 and 1 can add to their own addend in place.
+        adds_to_own = self.rank <= 1
+        values = own if adds_to_own else self._scratch_values(self.rank).zero_()
         coded, exact = self._halves(values, self.rank)
         for rank in range(self.size):
             if rank != self.rank:
-                message = self._received[rank]
+                message = self._from_peers[rank]
                 exact.add_(message.exact)
                 if len(coded):
                     message.codec.add_decoded(message.coded, coded)
-            elif not is_begun:
+            elif not adds_to_own:
                 values.add_(own)
         return values.div_(self._divisor)
 
     def _encode_own(self, values: Tensor) -> None:
-        """Write the message to all, and decode it: all ranks have the same, the owner, too."""
-        self._encode(self._views(values, self.rank), self.rank, self._returned[self.rank], values)
-        self._unload(self.rank)
+        """Encode this owner's message to all, and decode it: the owner must have the same bits."""
+        pieces = self._views(values, self.rank)
+        self._encode(pieces, self.rank, self._to_all[self.rank], values)
+        self._decode(self.rank)
 
-    def _unload(self, owner: int) -> None:
+    def _decode(self, owner: int) -> None:
         """Decode an owner's message to all into the bucket."""
-        message, values = self._returned[owner], self._borrowed(owner)
+        message = self._to_all[owner]
+        values = self._scratch_values(owner)
         coded, exact = self._halves(values, owner)
         exact.copy_(message.exact)
         if len(coded):
-            if (decode := getattr(message.codec, "decode", None)) is not None:
+            decode = getattr(message.codec, "decode", None)
+            if decode is not None:
                 decode(message.coded, coded)
             else:
                 message.codec.add_decoded(message.coded, coded.zero_())
-        self._write(owner, values)
+        self._unpack(owner, values)
 
     def _encode(
         self, pieces: Sequence[Tensor], owner: int, message: _Message, values: Tensor
     ) -> None:
-        """Encode ``pieces`` plus residuals, in the memory of ``values``; residuals of what is all zero stay.
+        """Encode ``pieces`` plus their residuals; keep the residual of an unused parameter.
 
-        A parameter that is used nowhere keeps its gradient of None, so what travelled for it would be lost.
+        If no rank uses a parameter, DDP leaves its gradient None, and a residual that was sent
+        for it would be lost.
+
+        Args:
+            pieces: gradients of an owner's part.
+            owner: of the part.
+            message: where they are encoded.
+            values: memory for the sums.
         """
-        (coded, exact), (kept, _) = (
-            self._halves(values, owner),
-            self._halves(self._kept[owner], owner),
-        )
+        coded, exact = self._halves(values, owner)
+        residual, _ = self._halves(self._residuals[owner], owner)
         coded_pieces = pieces[: len(self.parts[owner].coded)] if self._leaves_unused else ()
-        unused = [each.any().logical_not() for each in coded_pieces]
-        self._collect(pieces, owner, values, self._kept[owner])
+        unused = [piece.any().logical_not() for piece in coded_pieces]
+        self._pack(pieces, owner, values, self._residuals[owner])
         message.exact.copy_(exact)
         if not len(coded):
             return
-        before = kept.clone() if unused else kept
+        former = residual.clone() if unused else residual
         for piece, is_unused in zip(self._views(values, owner), unused, strict=False):
             piece.masked_fill_(is_unused, 0)
-        message.codec.encode(coded, message.coded, kept)
+        message.codec.encode(coded, message.coded, residual)
         for slot, is_unused in zip(self._slots[owner], unused, strict=False):
-            piece = kept[slice(*slot)]
-            torch.where(is_unused, before[slice(*slot)], piece, out=piece)
+            piece = residual[slice(*slot)]
+            torch.where(is_unused, former[slice(*slot)], piece, out=piece)
 
-    # Values of one owner's part, padded: what is coded, and behind it what travels exact.
+    # "Values" are those of one owner's part: padded coded runs, and behind them the exact spans.
 
-    def _borrowed(self, owner: int) -> Tensor:
-        return self._scratch.take(len(self._kept[owner]), self._addend.device)
+    def _scratch_values(self, owner: int) -> Tensor:
+        return self._scratch.take(len(self._residuals[owner]), self._own.device)
 
     def _halves(self, values: Tensor, owner: int) -> tuple[Tensor, Tensor]:
-        return values[: self._coded[owner]], values[self._coded[owner] :]
+        """Return the coded and the exact values."""
+        coded = self._coded_numel[owner]
+        return values[:coded], values[coded:]
 
     def _views(self, values: Tensor, owner: int) -> list[Tensor]:
-        return _places(values, self._slots[owner])
+        """Return the values of each span, without padding."""
+        return _slices(values, self._slots[owner])
 
     def _pieces(self, owner: int) -> list[Tensor]:
-        return _places(self._flat, self.parts[owner].spans)
+        """Return the bucket's memory of each span."""
+        return _slices(self._flat, self.parts[owner].spans)
 
-    def _write(self, owner: int, values: Tensor) -> None:
-        if pieces := self._pieces(owner):
+    def _unpack(self, owner: int, values: Tensor) -> None:
+        """Copy values to the bucket."""
+        pieces = self._pieces(owner)
+        if pieces:
             torch._foreach_copy_(pieces, self._views(values, owner))
 
-    def _collect(
-        self, pieces: Sequence[Tensor], owner: int, out: Tensor, kept: Tensor | None = None
+    def _pack(
+        self, pieces: Sequence[Tensor], owner: int, out: Tensor, residual: Tensor | None = None
     ) -> None:
-        """Write ``pieces``, and what is ``kept`` of them, to ``out``, and zeros between them."""
+        """Write ``pieces``, plus ``residual`` if given, to the values ``out``; zero the padding."""
         for slot, _ in zip(self._slots[owner], self.parts[owner].coded, strict=False):
             out[slot.stop : padded(slot.stop, self._multiple)].zero_()
         places = self._views(out, owner)
-        if kept is not None:
-            for piece, residual, place in zip(
-                pieces, self._views(kept, owner), places, strict=True
+        if residual is not None:
+            for piece, rest, place in zip(
+                pieces, self._views(residual, owner), places, strict=True
             ):
-                torch.add(piece, residual, out=place)
+                torch.add(piece, rest, out=place)
         elif places:
             torch._foreach_copy_(places, list(pieces))
 
 
-def _places(values: Tensor, spans: Sequence[Span]) -> list[Tensor]:
+def _slices(values: Tensor, spans: Sequence[Span]) -> list[Tensor]:
     return [values[start:stop] for start, stop in spans]

@@ -1,12 +1,15 @@
-"""Compression of all buckets of one model: when it begins, and what becomes of residuals when buckets change.
+"""Compression of all buckets of one model: when buckets are coded, and residuals when they change.
 
-[Note: exact steps] The first step travels exact: after it DDP rebuilds its buckets. With work of owners between the
-halves, as in K-FAC, so do the first two: then buckets stay as they are, also with ``static_graph``. So does the step
-after `drain`, which leaves no residuals.
+[Note: exact steps] The first step travels exact, because DDP rebuilds its buckets after it. With
+work of owners between the halves, as in K-FAC, the first two steps travel exact: after the second
+one buckets stay as they are, also with ``static_graph``. The step after `drain` travels exact as
+well, and leaves no residuals.
 
-[Note: residuals aside] In an exact step, and when DDP hands over a bucket of other parameters than before, each rank
-adds what it has kept of these parameters to its gradients, those of an owner as often as there are ranks, since the
-exchange divides by that. So do loaded residuals. Ranks exchange nothing for that, and nothing is lost.
+[Note: residuals aside] Residuals are set aside in an exact step, and when DDP passes a bucket of
+other parameters than before. Then each rank adds its residuals of these parameters to its
+gradients. It multiplies an owner's residual by the number of ranks, since the exchange divides by
+that number. Loaded residuals are added in the same way. Ranks exchange nothing for that, and
+nothing is lost.
 """
 
 import logging
@@ -40,46 +43,73 @@ Scale = float | torch.Tensor
 
 
 class Compression:
-    """One model's residuals on this rank, and its buckets' messages; ``state``: that the hook is registered with.
+    """One model's residuals on this rank, and the messages of its buckets.
 
-    ``has_work``: owners make something of the mean, and something else travels in the place of buckets.
+    Args:
+        codec: for both halves, or a pair.
+        loss_scale: the factor of the loss, or a function that returns it.
+        state: that the hook is registered with.
+        has_work: owners work on the mean, and the buckets' place is taken by other tensors.
     """
 
     def __init__(
         self, codec: CodecChoice, loss_scale: LossScale, state: Any, has_work: bool = False
     ) -> None:
-        self._codecs, self._dtypes = codecs_of(codec), _DTYPES[: 1 if has_work else 3]
-        self._loss_scale, self._state, self._has_work = loss_scale, state, has_work
+        self._codecs = codecs_of(codec)
+        self._dtypes = _DTYPES[:1] if has_work else _DTYPES
+        self._loss_scale = loss_scale
+        self._state = state
+        self._has_work = has_work
+        # The loss's scale in the last step. Residuals are in units of gradients of that scale.
         self._scale: Scale | None = None
+        # By the bucket's index. A bucket is here from its first coded step on.
         self._buckets: dict[int, CodedLink] = {}
         self._scratch = Scratch()
-        # See [Note: residuals aside]; what was loaded goes there when the model's names are known.
+        # By parameter, the residuals that are in no bucket; see [Note: residuals aside].
         self._aside: Any = WeakTensorKeyDictionary()
+        # By name, loaded residuals. They are set aside as soon as the model's names are known.
         self._loaded: dict[str, torch.Tensor] = {}
-        self._model, self._leaves_unused = OnlyModel(), True
-        self._exact_left = self._first_steps = 2 if has_work else 1
+        self._model = OnlyModel()
+        self._leaves_unused = True
+        # See [Note: exact steps].
+        self._first_steps = 2 if has_work else 1
+        self._exact_left = self._first_steps
         self._is_new_step = True
-        self._sent_bytes = self._exact_bytes = self.steps = 0
+        self.steps = 0
+        self._sent_bytes = 0
+        # The bytes that would have been sent without a codec.
+        self._exact_bytes = 0
 
     def around(
         self, bucket: dist.GradBucket, exchange: Exchange, pack: Callable[[], Any] | None = None
     ) -> Around | None:
-        """Return what encodes ``bucket``, or ``flat``, ``layout`` and ``runs()`` of ``pack()``, and makes its link."""
+        """Return a function that encodes ``bucket`` and wraps its link; None if nothing is coded.
+
+        Args:
+            bucket: DDP's bucket.
+            exchange: of the bucket's group.
+            pack: returns an object with ``flat``, ``layout`` and ``runs()``, which travels instead
+                of the bucket. Default: None, the bucket's buffer travels.
+        """
         if exchange.size == 1 and not self._loaded and not self._aside:
-            return None  # one rank keeps nothing of its own, but takes along what was loaded
+            return None  # a single rank sends nothing, so it has no residuals but loaded ones
         return lambda link: self._coded(link, bucket, exchange, None if pack is None else pack())
 
     def _coded(self, link: Link, bucket: dist.GradBucket, exchange: Exchange, packed: Any) -> Link:
-        # With a version counter of its own: decoded values are no change that somebody has made.
+        """Add residuals that were set aside, encode the bucket, and return the link around it."""
+        # `.data` has a version counter of its own: decoded values do not count as a change of the
+        # gradients by user code.
         flat = bucket.buffer().data if packed is None else packed.flat
-        parameters, known = bucket.parameters(), self._buckets.get(bucket.index())
+        parameters = bucket.parameters()
+        known = self._buckets.get(bucket.index())
         if known is not None and [*map(id, known.parameters)] != [*map(id, parameters)]:
             known = None
         if known is None:
             self._enter(bucket, flat.dtype, exchange.size)
         if self._is_new_step:
             self._begin_step()
-        is_exact, self._is_new_step = self._exact_left > 0 or exchange.size == 1, bucket.is_last()
+        is_exact = self._exact_left > 0 or exchange.size == 1
+        self._is_new_step = bucket.is_last()
         if bucket.is_last():
             self.steps += 1
             self._exact_left = max(0, self._exact_left - 1)
@@ -96,105 +126,123 @@ class Compression:
         if is_exact:
             return known.drained(link) if known is not None and self._has_work else link
         if known is None:
-            options = self._has_work, self._leaves_unused
             known = CodedLink(
-                link, self._codecs, parameters, parts, flat.device, self._scratch, *options
+                link,
+                self._codecs,
+                parameters,
+                parts,
+                flat.device,
+                self._scratch,
+                has_work=self._has_work,
+                leaves_unused=self._leaves_unused,
             )
             self._buckets[bucket.index()] = known
         known.encode(flat, link)
-        sent, exact = known.sent_bytes(flat)
-        self._sent_bytes, self._exact_bytes = self._sent_bytes + sent, self._exact_bytes + exact
+        sent_bytes, exact_bytes = known.sent_bytes(flat)
+        self._sent_bytes += sent_bytes
+        self._exact_bytes += exact_bytes
         return known
 
     def _enter(self, bucket: dist.GradBucket, dtype: torch.dtype, ranks: int) -> None:
-        """Begin anew with another model; refuse what cannot be encoded."""
+        """Start over if the bucket is of another model; refuse buckets that cannot be encoded."""
         rows = len(self._codecs[0].codecs)
         if ranks > 1 and rows not in (1, ranks):
             raise UnsupportedConfigurationError(
-                f"expected a PerPair with a row for each of {ranks} ranks, got {rows} rows; make one for this group"
+                f"expected a PerPair with a row for each of {ranks} ranks, got {rows} rows; "
+                "make one for this group"
             )
         if dtype not in self._dtypes:
             raise UnsupportedConfigurationError(
-                f"expected gradients of {', '.join(map(str, self._dtypes))}, got dtype={dtype}: residuals and sums of "
-                "a codec are float32; pass codec=None"
+                f"expected gradients of {', '.join(map(str, self._dtypes))}, got dtype={dtype}: "
+                "residuals and sums of a codec are float32; pass codec=None"
             )
-        if (model := self._model.enter(bucket, self._state)) is not None:
+        model = self._model.enter(bucket, self._state)
+        if model is not None:
             self._forget()
             self._leaves_unused = model.find_unused_parameters
 
     def _begin_step(self) -> None:
-        """Let residuals follow the loss's scale, and what was loaded go to its parameters."""
-        scale, former = _now(self._loss_scale), self._scale
-        # Of a device's scale the host does not look whether it has changed.
-        if former is not None and (isinstance(scale, torch.Tensor) or scale != former):
-            factor = scale / former
-            for each in self._buckets.values():
-                each.scale(factor)
-            for residual in (*self._aside.values(), *self._loaded.values()):
-                residual.mul_(factor if isinstance(factor, float) else factor.to(residual.device))
-        self._scale = scale
-        known = {name: parameter for parameter, name in self._model.names.items() if name}
-        if self._loaded and known:
-            by_plain = {_plain(name): parameter for name, parameter in known.items()}
-            found: dict[str, Any] = {
-                name: known.get(name, by_plain.get(_plain(name))) for name in self._loaded
-            }
-            if unknown := [name for name, parameter in found.items() if parameter is None]:
-                raise UnsupportedConfigurationError(
-                    f"expected residuals of this model's parameters, got some of {', '.join(unknown[:3])}; load the "
-                    "state dict of the same model"
-                )
-            self._aside.update(
-                {each: self._loaded[name].to(each.device) for name, each in found.items()}
+        """Rescale residuals if the loss's scale has changed; set loaded residuals aside."""
+        former = self._scale
+        self._scale = _current(self._loss_scale)
+        # For a scale on a device the host does not read whether it has changed: it always rescales.
+        if former is not None and (isinstance(self._scale, torch.Tensor) or self._scale != former):
+            self._rescale(self._scale / former)
+        parameters = {name: parameter for parameter, name in self._model.names.items() if name}
+        if self._loaded and parameters:
+            self._assign_loaded(parameters)
+
+    def _rescale(self, factor: Scale) -> None:
+        for each in self._buckets.values():
+            each.scale(factor)
+        for residual in (*self._aside.values(), *self._loaded.values()):
+            residual.mul_(factor if isinstance(factor, float) else factor.to(residual.device))
+
+    def _assign_loaded(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Set loaded residuals aside for the model's parameters, which are given by name."""
+        by_plain_name = {_plain(name): parameter for name, parameter in parameters.items()}
+        found: dict[str, Any] = {
+            name: parameters.get(name, by_plain_name.get(_plain(name))) for name in self._loaded
+        }
+        unknown = [name for name, parameter in found.items() if parameter is None]
+        if unknown:
+            raise UnsupportedConfigurationError(
+                "expected residuals of this model's parameters, got some of "
+                f"{', '.join(unknown[:3])}; load the state dict of the same model"
             )
-            self._loaded = {}
+        for name, parameter in found.items():
+            self._aside[parameter] = self._loaded[name].to(parameter.device)
+        self._loaded = {}
 
     def _forget(self) -> None:
         self._buckets.clear()
         self._aside.clear()
-        self._exact_left, self._is_new_step = self._first_steps, True
+        self._exact_left = self._first_steps
+        self._is_new_step = True
 
     def _put_aside(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take apart all buckets that have one of ``parameters``."""
+        """Set aside the residuals of all buckets that have one of ``parameters``."""
         wanted = set(map(id, parameters))
         for index, each in [*self._buckets.items()]:
             if not wanted.isdisjoint(map(id, each.parameters)):
-                for parameter, residual in each.kept():
-                    # Beside that of a gradient of zeros, see `_add_aside`.
+                for parameter, residual in each.residuals():
+                    # The residual of an unused parameter can still be aside, see `_add_aside`.
                     self._aside[parameter] = residual + self._aside.get(parameter, 0)
                 del self._buckets[index]
 
     def _add_aside(self, flat: torch.Tensor, parts: Sequence[Part]) -> None:
-        """Add to the gradients what is kept of them outside of any bucket."""
+        """Add the residuals that were set aside to the gradients ``flat``."""
         for parameter, residual in [*self._aside.items()]:
             runs = [run for part in parts for run in part.coded if run.parameter is parameter]
             pieces = [flat[run.span.start : run.span.stop] for run in runs]
             if self._leaves_unused and not any([bool(piece.any()) for piece in pieces]):
-                continue  # DDP may leave its gradient None
+                continue  # DDP may leave its gradient None, and the residual would be lost
             for run, piece in zip(runs, pieces, strict=True):
                 piece.add_(residual[run.begin : run.begin + len(piece)])
             if runs:
                 del self._aside[parameter]
 
     def drain(self) -> None:
+        """Let the next step travel exact, see [Note: exact steps]."""
         self._exact_left = max(1, self._exact_left)
-        self._state.agreement.forget()  # ranks that do so alone would send what others cannot read
+        # Ranks compare again: if only some were drained, the others could not read their messages.
+        self._state.agreement.forget()
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing is kept: an exact step takes all buckets apart."""
+        """Whether no residual is left: an exact step sets those of all buckets aside."""
         return not self._buckets and not any(bool(each.any()) for each in self._aside.values())
 
     def state(self) -> dict[str, Any]:
-        """Return the loss's scale, and a copy of this rank's residuals, by name, flat, on the host."""
-        kept = [
-            *self._aside.items(),
-            *(pair for each in self._buckets.values() for pair in each.kept()),
-        ]
-        if not all(self._model.names.get(parameter) for parameter, _ in kept):
+        """Return the loss's scale and a copy of this rank's residuals, flat, on the host."""
+        pairs = [*self._aside.items()]
+        for each in self._buckets.values():
+            pairs += each.residuals()
+        if not all(self._model.names.get(parameter) for parameter, _ in pairs):
             raise UnsupportedConfigurationError(HIDDEN)
         named = {name: residual.clone() for name, residual in self._loaded.items()}
-        for parameter, residual in kept:  # of a gradient of zeros aside and in its bucket
+        # An unused parameter can have a residual aside and another one in its bucket.
+        for parameter, residual in pairs:
             name = self._model.names[parameter]
             named[name] = residual.cpu() + named.get(name, 0)
         return {
@@ -203,7 +251,7 @@ class Compression:
         }
 
     def load(self, residuals: Mapping[str, torch.Tensor], scale: float | None) -> None:
-        """Begin with ``residuals``; the next step travels exact."""
+        """Replace all residuals by ``residuals``; the next step travels exact."""
         self._forget()
         self._loaded = {
             name: residual.detach().float().clone() for name, residual in residuals.items()
@@ -212,9 +260,10 @@ class Compression:
         self._state.agreement.forget()  # as in `drain`
 
     def share(self, group: dist.ProcessGroup) -> None:
-        """Let each rank go on with the mean of all ranks' residuals, as a resumed job does. **Collective**."""
-        state, means = self.state(), {}
+        """Replace each rank's residuals by their mean, as in a resumed job. **Collective**."""
+        state = self.state()
         own: dict[str, torch.Tensor] = state["residuals"]
+        means = {}
         for name in sorted({name for names in told_by_all(group, [*own]) for name in names}):
             kept = [each for each in told_by_all(group, own.get(name)) if each is not None]
             means[name] = torch.stack(kept).sum(0) / group.size()
@@ -239,29 +288,33 @@ class CodedState(HookState):
         group: dist.ProcessGroup | None,
         compares: bool,
     ) -> None:
-        self.process_group, self.compare_replicas = group, compares
-        self.codec, self._loss_scale = codec, loss_scale
+        self.process_group = group
+        self.compare_replicas = compares
+        self.codec = codec
+        self._loss_scale = loss_scale
         self.compression = None if codec is None else Compression(codec, loss_scale, self)
         self.agreement = Agreement()
 
     def stats(self) -> dict[str, Any]:
-        """Return what all states tell, "sent_bytes" and "residual_bytes". Not collective."""
+        """Return the common statistics, "sent_bytes" and "residual_bytes". Not collective."""
         coded = None if self.compression is None else self.compression.stats()
         return {**(coded or {}), **self._told(codec=self.codec, coded=coded)}
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
-        """Return what all ranks must have in common."""
+        """Return the settings that all ranks must have in common."""
         return {"codec": in_words(self.codec)}
 
     def _carry(
         self, bucket: dist.GradBucket, exchange: Exchange, journey: BucketWay, turn: Turn | None
     ) -> GradientFuture:
         """Start the journey of ``bucket`` in its hook, on a coded link if there is a codec."""
-        way = None if self.compression is None else self.compression.around(bucket, exchange)
-        return exchange.carry(bucket, journey, turn=turn, state=self, around=way).future
+        around = None if self.compression is None else self.compression.around(bucket, exchange)
+        return exchange.carry(bucket, journey, turn=turn, state=self, around=around).future
 
     def drain(self) -> None:
-        """Let the next step travel exact, residuals included: after it there are none. Does nothing without a codec.
+        """Let the next step travel exact, with all residuals: none are left after it.
+
+        Without a codec it does nothing.
 
         **Collective**: all ranks must call it between the same two steps.
         """
@@ -273,19 +326,21 @@ class CodedState(HookState):
             self.compression.share(resolve_group(self.process_group))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals by the parameters' names, on the host. Not collective; different on each rank.
+        """Return this rank's residuals by the parameters' names, on the host.
 
-        Right after `checkpoint` they are the same on all ranks, and any number of ranks may go on with them.
+        They differ from rank to rank. Right after `checkpoint` they are the same on all ranks, and
+        any number of ranks may resume with them. Not collective.
         """
         if self.compression is None:
             return {"residuals": {}, "loss_scale": None}
         return self.compression.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with residuals of `state_dict`; the next step travels exact and takes them with it.
+        """Load the residuals of `state_dict`; the next step travels exact and adds them.
 
-        Not collective, but all ranks must. A rank that did not exist then passes ``{"residuals": {}, "loss_scale":
-        None}``; with another number of ranks the sum of residuals is divided by the new number.
+        Not collective, but all ranks must call it. A rank that did not exist when the state was
+        saved passes ``{"residuals": {}, "loss_scale": None}``. With another number of ranks the
+        sum of residuals is divided by the new number.
         """
         if self.compression is not None:
             check_keys(
@@ -294,31 +349,40 @@ class CodedState(HookState):
             self.compression.load(state["residuals"], state["loss_scale"])
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
-        """Choose the weakest codec that hides as much as any: from the steps so far and a few probes of the link.
+        """Choose the weakest codec whose step is predicted to be about as short as the shortest.
 
-        Train some ten steps first, best without a codec. Then make a new DDP model with a state of ``plan.codec``: rank
-        0's choice, the same on all ranks. ``plan.options`` has the predicted seconds per step of each candidate.
+        The plan follows from the steps so far and a few probes of the link. Train some ten steps
+        first, best without a codec. Then make a new DDP model with a state of ``plan.codec``. The
+        choice is rank 0's, and the same on all ranks. ``plan.options`` has the predicted seconds
+        per step of each candidate.
 
         Args:
-            candidates: the weakest first; None: no codec. Default: none, ``Half()``, ``Int8()``, ``SIDCo(0.05)``,
-                ``SIDCo(0.01)``.
+            candidates: codecs, the weakest first; None stands for no codec. Default: none,
+                ``Half()``, ``Int8()``, ``SIDCo(0.05)``, ``SIDCo(0.01)``.
 
-        On failure: ``UnsupportedConfigurationError`` on all ranks with one rank, on a GPU, whose work the host's clock
-        does not time, with a codec of your own, whose processor time is not known, or as long as some rank has recorded
-        no step. ``ValueError`` for a `PerPair` among them. **Collective**: all ranks, between two steps.
+        On failure: ``UnsupportedConfigurationError`` on all ranks: with one rank; on a GPU, since
+        the host's clock does not time its work; with a codec of your own, since its processor time
+        is not known; if a rank has recorded no step. ``ValueError`` for a `PerPair` among the
+        candidates.
+
+        **Collective**: all ranks, between two steps.
         """
         return plan_from(resolve_group(self.process_group), self.codec, candidates)
 
 
-def _now(loss_scale: LossScale) -> Scale:
-    """Return the loss's scale now; a GradScaler's as it lies on its device, for which the host need not wait."""
-    if isinstance(scaler := getattr(loss_scale, "__self__", None), torch.amp.GradScaler):
-        kept = getattr(scaler, "_scale", None)
-        if isinstance(kept, torch.Tensor) and kept.device.type != "cpu":
-            return kept.clone()  # it is changed in place
+def _current(loss_scale: LossScale) -> Scale:
+    """Return the loss's scale.
+
+    A GradScaler's scale is returned as a tensor on its device, so that the host need not wait.
+    """
+    scaler = getattr(loss_scale, "__self__", None)
+    if isinstance(scaler, torch.amp.GradScaler):
+        scale = getattr(scaler, "_scale", None)
+        if isinstance(scale, torch.Tensor) and scale.device.type != "cpu":
+            return scale.clone()  # the scaler changes it in place
     return float(loss_scale() if callable(loss_scale) else loss_scale)
 
 
 def _plain(name: str) -> str:
-    """Return a parameter's name without what DDP and torch.compile put in."""
+    """Return a parameter's name without the components that DDP and torch.compile add."""
     return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))

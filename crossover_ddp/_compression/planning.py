@@ -1,4 +1,4 @@
-"""Choose a codec from recorded steps, a measured link, and what codecs cost."""
+"""Chooses a codec from recorded steps, a measured link, and the processor time of codecs."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,8 @@ AnyCodec = CodecChoice | None
 
 CANDIDATES: Final[tuple[AnyCodec, ...]] = (None, Half(), Int8(), SIDCo(0.05), SIDCo(0.01))
 _NUMEL: Final = 1 << 20
-# Of processor time for each byte of float32, encoding and decoding, copies included: docs/measurements.md, "Codecs".
+# Processor time of encoding and of decoding, in seconds per byte of float32. Copies are included.
+# Measured: docs/measurements.md, "Codecs".
 _SECONDS: Final[Mapping[type, tuple[float, float]]] = {
     Whole: (0.2e-9, 0.1e-9),
     Half: (0.45e-9, 0.15e-9),
@@ -30,12 +31,12 @@ _SECONDS: Final[Mapping[type, tuple[float, float]]] = {
 
 @dataclass(frozen=True)
 class CodecPlan:
-    """Which codec to take, and what steps are expected to take.
+    """The codec to use, and the predicted time of a step.
 
     Args:
-        codec: the choice; None: none.
+        codec: the choice; None for no codec.
         step_s: predicted seconds per step with it.
-        compute_s: of these the computation, encoding and decoding included.
+        compute_s: the part of ``step_s`` that is computation, with encoding and decoding.
         options: each candidate with its rate and its predicted seconds per step.
     """
 
@@ -48,29 +49,35 @@ class CodecPlan:
 def plan_from(
     group: dist.ProcessGroup, present: AnyCodec, candidates: Sequence[AnyCodec]
 ) -> CodecPlan:
-    """Return rank 0's plan on all ranks, from steps that were recorded with ``present``. **Collective**."""
+    """Return rank 0's plan on all ranks, from steps recorded with ``present``. **Collective**."""
     if any(isinstance(each, tuple) and isinstance(each[0], PerPair) for each in candidates):
         raise ValueError(
-            "expected candidates that suit all pairs of ranks, got a PerPair among them; pass its codecs, and make the "
-            "table by hand where links differ"
+            "expected candidates that suit all pairs of ranks, got a PerPair among them; pass its "
+            "codecs, and make the table by hand where links differ"
         )
-    bare_cost, *costs = [cost_of(codec, group.size()) for codec in (present, *candidates)]
+    present_cost = cost_of(present, group.size())
+    costs = [cost_of(codec, group.size()) for codec in candidates]
     works, link = recorded_by_all(group, Exchange.of(group).steps.records.steps)
-    bare = works[0].encoded(-bare_cost.hook_s)
-    place, predicted = weakest_codec(bare, link, costs)
+    # The recorded steps without the time that the present codec takes.
+    bare = works[0].encoded(-present_cost.hook_s)
+    choice, predicted = weakest_codec(bare, link, costs)
     total = sum(bucket.size_bytes for bucket in bare.buckets)
-    compute_s = bare.compute_s + (costs[place].hook_s + costs[place].worker_s) * total
+    compute_s = bare.compute_s + (costs[choice].hook_s + costs[choice].worker_s) * total
     options = tuple(zip(candidates, [cost.rate for cost in costs], predicted, strict=True))
-    return CodecPlan(candidates[place], predicted[place], compute_s, options)
+    return CodecPlan(candidates[choice], predicted[choice], compute_s, options)
 
 
 def cost_of(codec: AnyCodec, world_size: int) -> CodecCost:
-    """Return what ``codec`` costs a rank: it encodes what is not its own, and its own part of the mean again."""
+    """Return the cost of ``codec`` for a rank.
+
+    A rank encodes its messages to the other owners, decodes theirs, encodes its part of the mean,
+    and decodes the whole mean.
+    """
     if codec is None or world_size < 2:
         return EXACT
     push, pull = codecs_of(codec)
-    there = zip(*[_half_of(push.between(0, peer)) for peer in range(1, world_size)], strict=True)
-    push_rate, push_encode_s, push_decode_s = (statistics.mean(each) for each in there)
+    to_peers = [_half_of(push.between(0, peer)) for peer in range(1, world_size)]
+    push_rate, push_encode_s, push_decode_s = map(statistics.mean, zip(*to_peers, strict=True))
     pull_rate, pull_encode_s, pull_decode_s = _half_of(pull)
     others = 1 - 1 / world_size
     worker_s = others * push_decode_s + pull_encode_s / world_size + pull_decode_s
@@ -78,10 +85,11 @@ def cost_of(codec: AnyCodec, world_size: int) -> CodecCost:
 
 
 def _half_of(codec: Codec) -> tuple[float, float, float]:
-    """Return the bytes of a message over those of float32, and the seconds of encoding and decoding a byte of it."""
-    if (seconds := _SECONDS.get(type(codec))) is None:
+    """Return a codec's rate, and its seconds of encoding and of decoding per byte of float32."""
+    seconds = _SECONDS.get(type(codec))
+    if seconds is None:
         raise UnsupportedConfigurationError(
-            f"expected codecs of crossover_ddp.codecs to plan with, got {codec!r}, whose processor time is not known; "
-            "train some steps with it and with others, and compare them"
+            f"expected codecs of crossover_ddp.codecs to plan with, got {codec!r}, whose processor "
+            "time is not known; train some steps with it and with others, and compare them"
         )
     return codec.nbytes(_NUMEL) / (4 * _NUMEL), *seconds

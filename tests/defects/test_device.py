@@ -15,7 +15,6 @@ from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
 from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
 from crossover_ddp.errors import CrossoverError
 from crossover_ddp.gpu_mutex import GPUMutex
-from tests.defects.test_codecs import Branches, compressed, gradient
 from tests.fake_cuda import late
 from tests.fake_cuda.gate import held
 from tests.gpu.kernels import busy_kernel
@@ -25,6 +24,7 @@ from tests.harness.networks import mlp
 from tests.harness.oracles import error_of
 from tests.harness.training import Training, batch, decoupled
 from tests.harness.waiting import eventually
+from tests.multiprocess.compressed_training import Branches, compressed, gradient
 
 pytestmark = pytest.mark.fake_cuda
 STEPS = 5

@@ -235,7 +235,7 @@ def drained(rank: int, world_size: int, us: int) -> torch.Tensor:
         )
 
     coded = training.state._compression._buckets.values()
-    sizes = {len(kept) for each in coded for kept in each._kept}
+    sizes = {len(kept) for each in coded for kept in each._residuals}
     torch.cuda.synchronize()
     training.state.drain()
     with late(nccl_us=us), mock.patch.object(Exchange, "compare", others):

@@ -1,7 +1,7 @@
 """Averaged replicas twice: as ranks of DDP with a hook, and as copies of one model in one process.
 
-Copies do what the averaging hooks do, without ranks or a network. The tests hold the hooks to them, most of them to the
-last bit; so what is measured of losses on copies holds for ranks.
+Copies run the algorithms of the averaging hooks, without ranks or a network. Tests compare the
+hooks with them, mostly to the last bit. So losses that are measured on copies hold for ranks.
 """
 
 import functools
@@ -24,18 +24,24 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4),
 }
 NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-# Ranks and steps with infinite losses: in steps before, at and between exchanges, twice in a row, and never on both
-# ranks at once. Scales are powers of two, so scaling and unscaling round nothing.
+# (rank, step) of infinite losses: before, at and between exchanges, twice in a row, and never on
+# both ranks in one step. The scale is a power of two, so that scaling rounds nothing.
 OVERFLOWS = frozenset({(1, 3), (1, 4), (0, 7), (1, 9)})
 SCALE = 2.0**10
 
 
 def network() -> nn.Module:
-    """A convolution, statistics, and 101 outputs: the flat vector divides by nothing."""
+    """Return a network with BatchNorm. The ranks' parts of its flat vector differ in length."""
     torch.manual_seed(3)
     return nn.Sequential(
-        nn.Conv2d(1, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(80, 13), nn.Tanh(), nn.Linear(13, 7)
-    )  # fmt: skip
+        nn.Conv2d(1, 5, 3),
+        nn.BatchNorm2d(5),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(80, 13),
+        nn.Tanh(),
+        nn.Linear(13, 7),
+    )
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -67,11 +73,11 @@ class Trainer(Training):
         )
 
     def scaled_step(self, scaler: torch.amp.GradScaler) -> None:
-        """Train with a GradScaler, which skips where the loss overflows on this rank."""
+        """Train with a GradScaler, which skips the step if the loss overflows on this rank."""
         loss = self.loss()
-        scaler.scale(
-            loss * float("inf") if (self.rank, self.steps) in OVERFLOWS else loss
-        ).backward()
+        if (self.rank, self.steps) in OVERFLOWS:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
         scaler.step(self.optimizer)
         scaler.update()
         self.drop()
@@ -82,7 +88,7 @@ class Trainer(Training):
         return flat(self.model.module)
 
     def end(self) -> torch.Tensor:
-        """Close the state; return what the model was before."""
+        """Close the state; return the model's values before that."""
         values = self.values
         self.close()
         return values
@@ -93,7 +99,7 @@ def new_scaler() -> torch.amp.GradScaler:
 
 
 def floats(model: nn.Module) -> list[torch.Tensor]:
-    """Return what is averaged, in the order of the flat vector: parameters, then buffers."""
+    """Return the tensors that are averaged, in the order of the flat vector."""
     tensors = [*model.parameters(), *model.buffers()]
     return [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
 
@@ -109,15 +115,18 @@ def write(model: nn.Module, values: torch.Tensor) -> None:
 
 
 def mean_of(values: Sequence[Any]) -> torch.Tensor:
-    """Add as the owners of equal parts do; divided before the sum."""
+    """Average as the owners of equal parts do: divide, then add."""
     return tree_sum([value / len(values) for value in values])
 
 
 class Copies:
     """One copy of the model for each rank, all with the same values.
 
-    ``gradients`` computes those of one copy on its next batch; ``skips``: pairs (rank, number of the step) in which an
-    optimizer does nothing, as a GradScaler has it.
+    Args:
+        models: the copies.
+        optimizers: of the copies.
+        gradients: computes the gradients of one copy on its next batch.
+        skips: (rank, step) of steps that the optimizer skips, as with a GradScaler.
     """
 
     def __init__(
@@ -127,24 +136,27 @@ class Copies:
         gradients: Callable[[int], None],
         skips: Collection[tuple[int, int]] = (),
     ) -> None:
-        self.models, self.optimizers, self.gradients = models, optimizers, gradients
-        self.steps, self._skips = 0, skips
+        self.models = models
+        self.optimizers = optimizers
+        self.gradients = gradients
+        self.steps = 0
+        self._skips = skips
 
     def step(self, *, together: bool = False) -> None:
-        """Train one step, each copy on its own gradients, or together on the mean, as plain DDP does."""
+        """Train one step, each copy on its own gradients, or together on their mean."""
         for rank in range(len(self.models)):
             self.gradients(rank)
         if together:
-            for of_all in zip(*[model.parameters() for model in self.models], strict=True):
-                mean = mean_of([parameter.grad for parameter in of_all])
-                for parameter in of_all:
+            for copies in zip(*[model.parameters() for model in self.models], strict=True):
+                mean = mean_of([parameter.grad for parameter in copies])
+                for parameter in copies:
                     parameter.grad.copy_(mean)
         for rank in range(len(self.models)):
             self.update(rank, self.steps)
         self.steps += 1
 
     def update(self, rank: int, number: int) -> None:
-        """Take a copy's step, which is its ``number``-th."""
+        """Run the ``number``-th step of a copy's optimizer."""
         if (rank, number) not in self._skips:
             self.optimizers[rank].step()
         self.optimizers[rank].zero_grad()
@@ -160,7 +172,16 @@ class Copies:
 
 
 class DelayedWalk:
-    """What `LocalSGDState` walks; ``outer``: rate and Nesterov momentum of the outer optimizer."""
+    """The steps of a model with `LocalSGDState`, on copies.
+
+    Args:
+        copies: the model.
+        sync_every: as for `LocalSGDState`, and so are the next three.
+        delay: see there.
+        fragments: see there.
+        warmup_steps: see there.
+        outer: learning rate and Nesterov momentum of the outer optimizer, if there is one.
+    """
 
     def __init__(
         self,
@@ -175,11 +196,15 @@ class DelayedWalk:
         self.copies = copies
         self.anchor = copies.snapshots()[0].clone()
         self.velocity = torch.zeros_like(self.anchor)
-        self._every, self._delay, self._fragments = sync_every, delay, fragments
-        self._warmup, self._outer = warmup_steps, outer
+        self._every = sync_every
+        self._delay = delay
+        self._fragments = fragments
+        self._warmup = warmup_steps
+        self._outer = outer
         self._trainable = sum(p.numel() for p in copies.models[0].parameters())
         self._acted = copies.steps
-        self._flying: dict[int, tuple[slice, list[torch.Tensor], torch.Tensor]] = {}
+        # By fragment: its slice, the snapshots, their mean.
+        self._pending: dict[int, tuple[slice, list[torch.Tensor], torch.Tensor]] = {}
 
     def step(self) -> None:
         local = self.copies.steps - self._warmup
@@ -189,43 +214,43 @@ class DelayedWalk:
         self.copies.step(together=local < 0 or self._every == 1)
 
     def average(self) -> None:
-        """Make all copies equal, with what is in flight."""
+        """Make all copies equal, after pending exchanges are applied."""
         self._exchange()
-        for fragment in list(self._flying):
-            self._land(*self._flying.pop(fragment))
+        for fragment in list(self._pending):
+            self._apply(*self._pending.pop(fragment))
         self.copies.write([mean_of(self.copies.snapshots())] * len(self.copies.models))
 
     def _exchange(self) -> None:
-        """Do what is due after the steps so far."""
+        """Run the exchanges that are due after the steps so far."""
         local = self.copies.steps - self._warmup
         if self._acted == self.copies.steps or self._every == 1:
             return
         self._acted = self.copies.steps
         for fragment in range(self._fragments):
             offset = fragment * self._every // self._fragments
-            if fragment in self._flying and (local - self._delay - offset) % self._every == 0:
-                self._land(*self._flying.pop(fragment))
+            is_due = (local - self._delay - offset) % self._every == 0
+            if is_due and fragment in self._pending:
+                self._apply(*self._pending.pop(fragment))
             if local > 0 and (local - offset) % self._every == 0:
-                self._leave(fragment)
+                self._send(fragment)
 
-    def _leave(self, fragment: int) -> None:
+    def _send(self, fragment: int) -> None:
         numel = len(self.anchor)
-        place = slice(
-            numel * fragment // self._fragments, numel * (fragment + 1) // self._fragments
-        )
+        start = numel * fragment // self._fragments
+        place = slice(start, numel * (fragment + 1) // self._fragments)
         sent = [values[place] for values in self.copies.snapshots()]
         mean = mean_of(sent)
         if self._outer is not None:
             mean = self._outer_step(place, mean, *self._outer)
         if self._delay:
-            self._flying[fragment] = place, sent, mean
+            self._pending[fragment] = place, sent, mean
             return
         values = self.copies.snapshots()
         for each in values:
             each[place] = mean
         self.copies.write(values)
 
-    def _land(self, place: slice, sent: Sequence[torch.Tensor], mean: torch.Tensor) -> None:
+    def _apply(self, place: slice, sent: Sequence[torch.Tensor], mean: torch.Tensor) -> None:
         values = self.copies.snapshots()
         for each, own in zip(values, sent, strict=True):
             each[place] += mean - own
@@ -234,9 +259,11 @@ class DelayedWalk:
     def _outer_step(
         self, place: slice, mean: torch.Tensor, rate: float, momentum: float
     ) -> torch.Tensor:
-        """Nesterov's step of the anchor, see [Note: outer steps]; buffers: the mean."""
-        trainable, result = max(0, self._trainable - place.start), mean.clone()
-        own, velocity = self.anchor[place][:trainable], self.velocity[place][:trainable]
+        """Return Nesterov's step of the anchor, see [Note: outer steps]; of buffers the mean."""
+        trainable = max(0, self._trainable - place.start)
+        result = mean.clone()
+        own = self.anchor[place][:trainable]
+        velocity = self.velocity[place][:trainable]
         delta = own - mean[:trainable]
         velocity.mul_(momentum).add_(delta)
         step = delta.add(velocity, alpha=momentum) if momentum else delta
@@ -245,14 +272,14 @@ class DelayedWalk:
 
 
 class Spring:
-    """The centre of elastic averaging, pulled by several copies at once; ``rate``: α."""
+    """The centre of elastic averaging, pulled by several copies at once with the rate α."""
 
     def __init__(self, start: torch.Tensor, rate: float) -> None:
         self.centre = start.clone()
         self.rate = rate
 
     def pull(self, values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return what each rank that pulls adds to its values; None stands for one that does not."""
+        """Return the update of each rank; None for a rank that does not pull."""
         given = [each for each in values if each is not None]
         former = self.centre.clone()
         moved = tree_sum(given).sub(former, alpha=len(given))
@@ -277,7 +304,14 @@ def copies_of(
 
 
 class Replay:
-    """Elastic averaging: all ranks' steps and rounds once more, in the order of the rounds; ``logs``: of each rank."""
+    """Runs all ranks' steps and rounds of elastic averaging again, in the order of the rounds.
+
+    Args:
+        optimizer: of the ranks.
+        logs: by rank, its rounds.
+        rate: α.
+        skips: as for `Copies`.
+    """
 
     def __init__(
         self,
@@ -289,18 +323,18 @@ class Replay:
         self.copies = copies_of(len(logs), optimizer, skips)
         first = copies_of(len(logs), "sgd")
         first.gradients(0)
-        # Rank 0's replica in the first backward pass, whose buffers have seen its first batch.
+        # The centre begins as rank 0's replica after its first forward, which changed its buffers.
         self.spring = Spring(first.snapshots()[0], rate)
         self.logs = logs
         self.done = [0] * len(logs)
         self.pulls: list[dict[int, torch.Tensor]] = [{} for _ in logs]
+        # By rank, its values after its last step, before it applied any further pull.
         self.trained = self.copies.snapshots()
-        """Of each rank, after its last step and before it collected anything more."""
 
     def run(self, steps: Sequence[int]) -> list[torch.Tensor]:
         for place, record in enumerate(self.logs[0]):
             assert all(log[place].offered == record.offered for log in self.logs), (
-                "of a round ranks disagree"
+                "ranks disagree on a round"
             )
             offered = enumerate(record.offered)
             values = [None if steps is None else self.at(rank, steps) for rank, steps in offered]
@@ -311,7 +345,7 @@ class Replay:
         return [self.at(rank, count) for rank, count in enumerate(steps)]
 
     def at(self, rank: int, steps: int) -> torch.Tensor:
-        """Return the values of a rank between two steps, when it has collected."""
+        """Return the values of a rank after ``steps`` steps, when it has applied its pull."""
         while True:
             self.collect(rank)
             if self.done[rank] == steps:

@@ -1,4 +1,4 @@
-"""What tests of codecs train: a small network of several buckets, by each state that takes a codec, and all codecs."""
+"""Training for tests of codecs: a small network of several buckets, or one matrix."""
 
 import functools
 import hashlib
@@ -52,23 +52,30 @@ def loss_of(model: nn.Module, rank: int, step: int, device: str = "cpu") -> torc
 
 
 def way_of(kind: str, **settings: Any) -> Way:
+    """Return a function that makes a state of this kind, which takes a codec, and its hook."""
     if kind == "decoupled":
         return decoupled(**settings)
-    if kind == "kfac":
-        return lambda model, optimizers, mutex: (
-            KFACState(model, optimizers[0], **settings),
-            kfac_hook,
-        )
-    make, hook = (
-        (CrossoverState, crossover_hook)
-        if kind == "crossover"
-        else (CompressedState, compressed_hook)
-    )
-    return lambda model, optimizers, mutex: (make(mutex=mutex, **settings), hook)
+
+    def state_and_hook(model: nn.Module, optimizers: Any, mutex: Any) -> Any:
+        if kind == "kfac":
+            return KFACState(model, optimizers[0], **settings), kfac_hook
+        if kind == "crossover":
+            return CrossoverState(mutex=mutex, **settings), crossover_hook
+        return CompressedState(mutex=mutex, **settings), compressed_hook
+
+    return state_and_hook
 
 
 class Coded(Training):
-    """The network; every third step has two micro-batches."""
+    """Trains the network. Every third step has two micro-batches.
+
+    Args:
+        way: a state that takes a codec, by name, or a function that makes state and hook.
+        rank: of this process.
+        codec: of the state.
+        device: of the network.
+        settings: other arguments of the state.
+    """
 
     def __init__(
         self, way: str | Way, rank: int, codec: Any = None, *, device: str = "cpu", **settings: Any
@@ -102,6 +109,50 @@ class Coded(Training):
 
     def digest(self) -> str:
         return digest(self.weights())
+
+
+class Weights(nn.Module):
+    """A matrix whose gradient is the argument of the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(40, 40))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (self.weight * gradient).sum()
+
+
+class Branches(nn.Module):
+    """Two matrices; the gradient of the second one is multiplied by ``weight``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = Weights()
+        self.elsewhere = Weights()
+
+    def forward(self, gradient: torch.Tensor, weight: float) -> torch.Tensor:
+        return self.used(gradient) + weight * self.elsewhere(gradient)
+
+
+def gradient(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(40, 40, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def compressed(
+    rank: int, state: Any, module: nn.Module | None = None, hook: Any = None, **options: Any
+) -> Training:
+    """Return a training of ``module``, by default of `Weights` with the gradients of `gradient`."""
+    options.setdefault("loss", lambda model, *place: model(gradient(*place)))
+    return Training(
+        lambda *_: (state, hook or compressed_hook), rank, module=module or Weights(), **options
+    )
+
+
+def gradient_after(training: Training, step: int) -> torch.Tensor:
+    """Run one backward pass of `Weights`; return its averaged gradient."""
+    training.drop()
+    training.backward(step)
+    return training.model.module.weight.grad.clone()  # type: ignore[no-any-return]
 
 
 def digest(tensors: Sequence[torch.Tensor]) -> str:

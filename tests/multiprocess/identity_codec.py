@@ -1,4 +1,4 @@
-"""A codec of a user's own: values travel as they are."""
+"""A codec of a user's own, which sends values unchanged."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,9 @@
 """Local SGD, delayed averaging and DiLoCo in real ranks, against copies in one process.
 
-What is averaged does not depend on the optimizer, so each setting meets one with two ranks and another one with four,
-and all three only in the campaign.
+Averaging does not depend on the optimizer. So each setting runs with one optimizer on two ranks and
+with another one on four. Only the campaign runs it with all three.
+
+Means and checkpoints: tests/multiprocess/test_averaging_checkpoints.py.
 """
 
 import functools
@@ -9,6 +11,7 @@ import itertools
 import os
 import signal
 import time
+from collections import OrderedDict
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +29,7 @@ from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.groups import impatient_group
 from tests.harness.oracles import error_of
 from tests.harness.training import Training
+from tests.multiprocess.averaged_training import averaged
 from tests.multiprocess.averaging_oracle import (
     MAKERS,
     NESTEROV,
@@ -63,7 +67,7 @@ class Cell(NamedTuple):
 
 
 def cells(world_size: int) -> list[Cell]:
-    """Return what is walked; alone a rank trains as without a hook."""
+    """Return the cases for a number of ranks. A single rank trains as without a hook."""
     if world_size == 1:
         return [Cell("local", "momentum"), Cell("many_fragments", "adamw")]
     if IN_CAMPAIGN:
@@ -82,11 +86,12 @@ def cells(world_size: int) -> list[Cell]:
 
 
 def skips_of(cell: Cell) -> Collection[tuple[int, int]]:
-    """In warm-up gradients are averaged, so that all ranks meet an overflow and skip."""
+    """Return (rank, step) of skipped steps. In warm-up one rank's overflow makes all ranks skip."""
     warm = SETTINGS[cell.name][0].get("warmup_steps", 0)
-    return {
-        (rank, step) for guilty, step in OVERFLOWS for rank in (0, 1) if rank == guilty or step < warm
-    } if cell.scaled else ()  # fmt: skip
+    if not cell.scaled:
+        return ()
+    in_warmup = {(rank, step) for _, step in OVERFLOWS if step < warm for rank in (0, 1)}
+    return OVERFLOWS | in_warmup
 
 
 @pytest.mark.parametrize(
@@ -98,20 +103,20 @@ def skips_of(cell: Cell) -> Collection[tuple[int, int]]:
     ],
 )
 @in_ranks()
-def test_ranks_walk_the_path_of_copies_in_one_process(
+def test_ranks_have_the_parameters_of_copies_in_one_process(
     rank: int, world_size: int, cell: Cell
 ) -> None:
-    """To the last bit; where four ranks average gradients in warm-up, DDP's buckets decide the order of additions."""
-    (settings, outer), skips = SETTINGS[cell.name], skips_of(cell)
+    """To the last bit, except in warm-up of four ranks: DDP's buckets order the additions."""
+    settings, outer = SETTINGS[cell.name]
+    skips = skips_of(cell)
     make = outer and functools.partial(
         torch.optim.SGD, lr=outer[0], momentum=outer[1], nesterov=outer[1] > 0
     )
-    state, is_local = (
-        LocalSGDState(**settings, outer_optimizer=make),
-        "warmup_steps" not in settings,
-    )
-    # DDP leaves buffers to the state.
-    trainer, scaler = Trainer(rank, state, cell.optimizer, broadcast_buffers=is_local), new_scaler()
+    state = LocalSGDState(**settings, outer_optimizer=make)
+    is_local = "warmup_steps" not in settings
+    # With ``broadcast_buffers`` the state has to keep DDP from broadcasting in local steps.
+    trainer = Trainer(rank, state, cell.optimizer, broadcast_buffers=is_local)
+    scaler = new_scaler()
     for _ in range(STEPS):
         trainer.scaled_step(scaler) if cell.scaled else trainer.step()
     assert state.stats()["steps"] == STEPS, "a skipped update has stopped the clock"
@@ -158,8 +163,10 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize("elastic", [False, True])
 @in_ranks(2)
-def test_loops_may_skip_drop_clip_and_accumulate(rank: int, elastic: bool) -> torch.Tensor:
-    """Memory of parameters is replaced under way, too, as ``load_state_dict(assign=True)`` does."""
+def test_loops_may_skip_steps_drop_gradients_clip_and_accumulate(
+    rank: int, elastic: bool
+) -> torch.Tensor:
+    """The memory of parameters is replaced in between, as ``load_state_dict(assign=True)`` does."""
     state: Any = ElasticState(3) if elastic else LocalSGDState(3, delay=1, fragments=2)
     trainer = Trainer(rank, state, model=Odd())
     model = trainer.model.module
@@ -172,10 +179,8 @@ def test_loops_may_skip_drop_clip_and_accumulate(rank: int, elastic: bool) -> to
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         if rank == 0 and step == 4:
             model.up.weight.grad = None
-        if rank == 0 or step not in (
-            2,
-            5,
-        ):  # as a GradScaler skips that found infinities on this rank alone
+        # Rank 1 skips, as a GradScaler does that finds infinities on this rank alone.
+        if rank == 0 or step not in (2, 5):
             trainer.optimizer.step()
         schedule.step()
         trainer.drop()
@@ -211,13 +216,12 @@ def save(rank: int, world_size: int, kind: str, path: Path) -> None:
 
 
 def resume(rank: int, world_size: int, kind: str, path: Path) -> torch.Tensor:
-    trainer = Trainer(
-        rank, new_state(kind, every=1000), "sgd"
-    )  # so that nothing is exchanged between
+    # With this interval nothing is exchanged before `average`.
+    trainer = Trainer(rank, new_state(kind, every=1000), "sgd")
     saved = torch.load(path, weights_only=True)
     trainer.model.module.load_state_dict(saved["model"])
     trainer.state.load_state_dict(saved["state"])
-    trainer.step()  # the model is known now
+    trainer.step()  # restores the state, since the hook learns of the model
     assert listed(trainer.state.state_dict()["kept"]) == listed(saved["state"]["kept"])
     trainer.state.average()
     assert trainer.values.isfinite().all()
@@ -225,20 +229,43 @@ def resume(rank: int, world_size: int, kind: str, path: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["nesterov", "async"])
-def test_a_checkpoint_is_for_any_number_of_ranks(kind: str, tmp_path: Path) -> None:
-    """With as many ranks the bits go on: tests/conformance/test_columns.py."""
+def test_a_checkpoint_serves_any_number_of_ranks(kind: str, tmp_path: Path) -> None:
+    """With the same number of ranks the bits are the same: tests/conformance/test_columns.py."""
     args = kind, tmp_path / "two"
     run_ranks(save, 2, args=args)
     first, *others = run_ranks(resume, 4, args=args)
     assert all(torch.equal(each, first) for each in others)
 
 
-# Steps between two averages, delay, fragments, and whether there is an outer optimizer.
+@pytest.mark.defect("codecs-S7", "strangers-12")
+@pytest.mark.parametrize("case", ["outer_optimizer", "model", "steps"])
+@in_ranks(2)
+def test_ranks_with_other_settings_models_or_steps_are_refused(rank: int, case: str) -> None:
+    network = None
+    state = LocalSGDState(2)
+    if case == "outer_optimizer":
+        outer = functools.partial(torch.optim.SGD, lr=0.1 if rank else 0.9)
+        state = LocalSGDState(2, outer_optimizer=outer)
+    elif case == "model":
+        network = nn.Sequential(OrderedDict({f"layer{rank}": nn.Linear(4, 4)}))
+        torch.set_default_dtype(torch.float16)
+    elif case == "steps":
+        state.load_state_dict({"steps": 2**24 + rank, "kept": None})
+    try:
+        message = error_of(lambda: averaged(state, network).run(2))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        state.close()
+    assert message.startswith(f"expected the same {case} on all ranks")
+    assert case != "steps" or "call load_state_dict on all ranks" in message
+
+
+# sync_every, delay, fragments, and whether there is an outer optimizer.
 COUNTED = [(4, 0, 1, False), (4, 3, 1, False), (8, 1, 8, False), (4, 1, 4, True)]
 
 
 @in_ranks(2)
-def test_bytes_on_the_wire_and_in_memory(rank: int) -> None:
+def test_bytes_sent_and_peak_memory_are_those_of_the_settings(rank: int) -> None:
     for sync_every, delay, fragments, outer in COUNTED:
         torch.manual_seed(0)
         layers = nn.Linear(36, 2000, bias=False), nn.Tanh(), nn.Linear(2000, 7, bias=False)
@@ -249,9 +276,8 @@ def test_bytes_on_the_wire_and_in_memory(rank: int) -> None:
         trainer = Trainer(rank, state, "sgd", model=model).run(17)
         found, whole = state.stats(), sum(p.nbytes for p in model.parameters())
         trainer.close()
-        exchanged = found["exchanged_bytes"] / (
-            16 * whole
-        )  # what is due after the last step has not left
+        # The exchange that is due after step 17 has not been sent.
+        exchanged = found["exchanged_bytes"] / (16 * whole)
         assert exchanged == pytest.approx(1 / sync_every, rel=0.02)
         copies = 1 if delay == 0 else 2
         assert found["peak_bytes"] <= 1.05 * copies * whole / fragments
@@ -260,7 +286,7 @@ def test_bytes_on_the_wire_and_in_memory(rank: int) -> None:
 
 @pytest.mark.defect("codecs-S13")
 @in_ranks(2)
-def test_all_ranks_plan_the_same_intervals_also_without_local_steps(rank: int) -> list[Any]:
+def test_all_ranks_plan_the_same_intervals_with_and_without_local_steps(rank: int) -> list[Any]:
     plans = []
     for state in (LocalSGDState(8, 1, 8), LocalSGDState(1)):
         trainer = Trainer(rank, state).run(1)
@@ -277,12 +303,11 @@ def test_all_ranks_plan_the_same_intervals_also_without_local_steps(rank: int) -
 
 
 @in_ranks(3)
-def test_a_model_of_some_ranks_is_averaged_over_these(rank: int) -> None:
+def test_a_model_of_some_ranks_is_averaged_over_those_ranks(rank: int) -> None:
     group = dist.new_group([0, 2])
     if rank != 1:
-        trainer = Trainer(rank, LocalSGDState(2, 1, process_group=group), process_group=group).run(
-            5
-        )
+        state = LocalSGDState(2, 1, process_group=group)
+        trainer = Trainer(rank, state, process_group=group).run(5)
         trainer.state.average()
         both = [torch.empty_like(trainer.values) for _ in range(2)]
         dist.all_gather(both, trainer.end(), group)
@@ -290,7 +315,7 @@ def test_a_model_of_some_ranks_is_averaged_over_these(rank: int) -> None:
 
 
 PATIENCE_S = 4.0
-LIMIT_S = 45.0  # of a busy machine
+LIMIT_S = 45.0  # on a busy machine
 STATES: dict[str, Any] = {
     "blocking": lambda group: LocalSGDState(2, process_group=group),
     "delayed": lambda group: LocalSGDState(3, 2, process_group=group),
@@ -315,7 +340,7 @@ def lose_a_peer(rank: int, world_size: int, kind: str, how: str) -> None:
     dist.all_gather_object(pids, os.getpid())
     dist.barrier()
     if rank == 1:
-        # Whoever is stopped cannot go on by itself; rank 0 kills it when it has seen enough.
+        # A stopped rank cannot continue by itself. Rank 0 kills it at the end.
         signal.raise_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         time.sleep(60)
     begin_s, limit_s = time.monotonic(), PATIENCE_S + LIMIT_S
@@ -326,7 +351,7 @@ def lose_a_peer(rank: int, world_size: int, kind: str, how: str) -> None:
     took_s = time.monotonic() - begin_s
     if how == "stopped":
         os.kill(pids[1], signal.SIGKILL)
-    for act in (trainer.step, trainer.state.average):  # nobody goes on as if nothing had happened
+    for act in (trainer.step, trainer.state.average):  # every later call raises as well
         with pytest.raises(ExchangeError):
             act()
     trainer.state.close()
@@ -337,7 +362,7 @@ def lose_a_peer(rank: int, world_size: int, kind: str, how: str) -> None:
 
 
 def test_the_loss_of_a_peer_is_an_error_in_bounded_time() -> None:
-    """In a job of each kind at the same time: all that they do is wait."""
+    """The jobs of all kinds run at the same time, since they only wait."""
     losses = [(kind, "killed") for kind in STATES]
     losses += [(kind, "stopped") for kind in ("delayed", "async", "wild")]
     jobs = [
@@ -350,17 +375,18 @@ def test_the_loss_of_a_peer_is_an_error_in_bounded_time() -> None:
 @pytest.mark.defect("codecs-S1")
 @pytest.mark.parametrize("kind", ["blocking", "delayed", "sync"])
 @in_ranks(2)
-def test_infinities_on_one_rank_are_an_error_on_all_and_nothing_is_taken_over(
+def test_infinities_on_one_rank_are_an_error_on_all_ranks_and_nothing_is_written(
     rank: int, kind: str
 ) -> None:
-    """Whatever of the mean has come: what is of another type lies in a block of its own."""
+    """The infinity is in a block of its own, of another dtype than the parameters."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 7))
     model.register_buffer("noted", torch.zeros(4, dtype=torch.bfloat16))
-    trainer = patient(rank, kind, model=model).run(6)  # all that left before has landed
+    trainer = patient(rank, kind, model=model).run(6)  # no exchange is pending
     if rank == 1:
         model.noted[0] = float("nan" if kind == "blocking" else "inf")
-    own, who = parameters_of(model), "this rank's are among them" if rank else "see the other ranks"
-    refused = f"expected finite parameters on all ranks.*{who}"
+    own = parameters_of(model)
+    guilty = "this rank's are among them" if rank else "see the other ranks"
+    refused = f"expected finite parameters on all ranks.*{guilty}"
     with pytest.raises(UnsupportedConfigurationError, match=refused):
         for _ in range(8):
             trainer.loss()
@@ -373,7 +399,7 @@ def test_infinities_on_one_rank_are_an_error_on_all_and_nothing_is_taken_over(
     trainer.close()
 
 
-def zero(model: nn.Module) -> list[torch.optim.Optimizer]:
+def zero_redundancy(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)]
 
 
@@ -386,14 +412,16 @@ def test_an_optimizer_that_steps_by_owners_is_refused_before_it_has_stepped(
     """ZeroRedundancyOptimizer would step each parameter by the samples of its owner alone."""
     warmup_steps = 3 if way == "after warm-up" else 0
     made = LocalSGDState(sync_every=4, warmup_steps=warmup_steps), local_sgd_hook
-    training = Training(way if way == "elastic" else lambda *_: made, rank, optimizers=zero).run(
-        warmup_steps
+    training = Training(
+        way if way == "elastic" else lambda *_: made, rank, optimizers=zero_redundancy
     )
+    training.run(warmup_steps)
     training.backward()
     before = training.values
-    told = error_of(training.update)
-    assert told.startswith(
-        "expected an optimizer that steps all of this rank's parameters, got ZeroRedundancyOptimizer"
+    message = error_of(training.update)
+    assert message.startswith(
+        "expected an optimizer that steps all of this rank's parameters, "
+        "got ZeroRedundancyOptimizer"
     )
     assert torch.equal(training.values, before)
     training.drop()
@@ -401,9 +429,9 @@ def test_an_optimizer_that_steps_by_owners_is_refused_before_it_has_stepped(
 
 
 @in_ranks(2)
-def test_another_models_optimizer_that_steps_by_owners_is_none_of_ours(rank: int) -> None:
+def test_another_models_optimizer_may_step_by_owners(rank: int) -> None:
     averaged = Training("averaged", rank)
-    other = Training(None, rank, optimizers=zero)
+    other = Training(None, rank, optimizers=zero_redundancy)
     averaged.backward()
     other.step()
     averaged.update()

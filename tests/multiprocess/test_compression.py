@@ -1,8 +1,13 @@
-"""Codecs between real ranks: the same parameters on all of them, by every state that takes a codec."""
+"""Codecs between real ranks, by every state that takes a codec: parameters, settings, plans.
 
+Residuals: tests/multiprocess/test_residuals.py.
+"""
+
+import gc
 import time
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,18 +19,29 @@ from crossover_ddp import UnsupportedConfigurationError
 from crossover_ddp.codecs import CodecPlan, CompressedState, Half, Int8, PerPair, SIDCo, Threshold
 from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.oracles import error_of, heard
 from tests.harness.training import Training, losses_of
-from tests.multiprocess.compressed_training import CODECS, Coded, way_of
+from tests.multiprocess.compressed_training import (
+    CODECS,
+    Coded,
+    compressed,
+    gradient_after,
+    way_of,
+)
 from tests.multiprocess.identity_codec import Identity
 
-STEPS = 200 if IN_CAMPAIGN else 7  # of which five are deferred, one of them with two micro-batches
-TRIAL_STEPS = 34  # after which it is decided whether to defer
+# Five of seven steps are deferred, one of them with two micro-batches.
+STEPS = 200 if IN_CAMPAIGN else 7
+# The trial of ``defer="auto"`` has ended.
+TRIAL_STEPS = 34
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @in_ranks()
-def test_parameters_are_those_of_the_codec_alone(rank: int, world_size: int) -> list[list[str]]:
-    """What each codec makes of the parameters, by each state; on two nodes one for each pair of ranks."""
+def test_every_state_gives_the_parameters_of_the_codec_alone(
+    rank: int, world_size: int
+) -> list[list[str]]:
+    """Four ranks are on two nodes, with a codec for each pair of ranks."""
     kinds: tuple[str, ...] = ("compressed", "decoupled")
     codecs: dict[str, Any] = {**CODECS}
     if world_size == 4:
@@ -37,13 +53,13 @@ def test_parameters_are_those_of_the_codec_alone(rank: int, world_size: int) -> 
         name: [Coded(kind, rank, codec).run(STEPS).digest() for kind in kinds]
         for name, codec in codecs.items()
     }
-    if world_size == 2:  # some steps are deferred, some are not
+    if world_size == 2:  # a trial defers some steps and not others
         ways: list[Any] = [("compressed", {}), ("decoupled", {"defer": "auto"})]
         made = [Coded(kind, rank, CODECS["pair"], **settings) for kind, settings in ways]
         found["auto"] = [each.run(TRIAL_STEPS).digest() for each in made]
     for alone, *by_others in found.values():
         if world_size == 4:
-            assert by_others.pop() != alone, "K-FAC"
+            assert by_others.pop() != alone, "K-FAC changes the directions"
         assert set(by_others) == {alone}
     assert len({alone for alone, *_ in found.values()}) == len(found)
     return [*found.values()]
@@ -59,7 +75,7 @@ def test_parameters_are_those_of_the_codec_alone(rank: int, world_size: int) -> 
     ids=str,
 )
 @in_ranks(2)
-def test_codecs_do_not_depend_on_the_default_dtype(
+def test_losses_do_not_depend_on_the_default_dtype(
     rank: int, default: torch.dtype, dtype: torch.dtype
 ) -> None:
     for codec in (Int8(), Half(), SIDCo(0.1), Threshold(0.1)):
@@ -70,7 +86,7 @@ def test_codecs_do_not_depend_on_the_default_dtype(
 
 @pytest.mark.parametrize("kind", ["crossover", "decoupled"])
 @in_ranks(3)
-def test_a_drained_step_leaves_nothing_behind(rank: int, kind: str) -> str:
+def test_a_drained_step_leaves_no_residuals(rank: int, kind: str) -> str:
     training = Coded(kind, rank, CODECS["pair"]).run(4)
     assert 0.1 < training.stats_of_codec()["rate"] < 0.4
     for is_left in (True, False):
@@ -82,7 +98,7 @@ def test_a_drained_step_leaves_nothing_behind(rank: int, kind: str) -> str:
 
 @dataclass(frozen=True)
 class Late(SIDCo):
-    """Rank 0, which runs out of inputs, is behind: the others tell it of their next step while it decodes."""
+    """Delays rank 0, which runs out of inputs: the others begin a step while it still decodes."""
 
     def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
         time.sleep(0.01 * (dist.get_rank() == 0))
@@ -92,7 +108,7 @@ class Late(SIDCo):
 @in_ranks(3)
 def test_ranks_may_run_out_of_inputs(rank: int) -> dict[str, str]:
     """Let rank 0 run out of inputs some steps early, twice."""
-    steps, early, found = 6, 3, {}  # the third step is the first that is deferred
+    steps, early, found = 6, 3, {}  # from the third step on they are deferred
     for name, codec in {"sidco": SIDCo(0.05), "late": Late(0.05)}.items():
         training = Coded("decoupled", rank, codec)
         for epoch in range(2):
@@ -121,7 +137,7 @@ def test_residuals_follow_the_scale_of_the_loss(rank: int) -> None:
 
 
 @in_ranks(2)
-def test_what_a_codec_cannot_do_is_refused(rank: int) -> None:
+def test_wrong_tables_and_dtypes_are_refused(rank: int) -> None:
     table = PerPair.by_node([0, 0, 1], far=Int8()), Int8()
     with pytest.raises(
         UnsupportedConfigurationError, match="a row for each of 2 ranks, got 3 rows"
@@ -136,6 +152,7 @@ def test_what_a_codec_cannot_do_is_refused(rank: int) -> None:
 
 @in_ranks(3)
 def test_all_ranks_have_the_plan_of_rank_0(rank: int, world_size: int) -> list[CodecPlan]:
+    """The harness checks that all ranks return the same plans."""
     candidates, plans = (None, Int8()), []
     with pytest.raises(UnsupportedConfigurationError, match="expected recorded steps on all ranks"):
         CompressedState(None).plan_codec(candidates)
@@ -155,7 +172,89 @@ def test_all_ranks_have_the_plan_of_rank_0(rank: int, world_size: int) -> list[C
 
 
 @in_ranks(1)
-def test_one_rank_has_nothing_to_plan(rank: int) -> None:
+def test_a_plan_for_one_rank_is_refused(rank: int) -> None:
     state = Coded("compressed", rank).run(4).state
     with pytest.raises(UnsupportedConfigurationError, match="expected at least two ranks"):
         state.plan_codec()
+
+
+@pytest.mark.defect("codecs-S3", "codecs-S16", "strangers-14")
+@in_ranks(2)
+def test_plans_ignore_their_own_probes_and_do_not_warn(rank: int) -> None:
+    """A user who plans twice gets the same plan, and no warning of a gc.freeze()."""
+    state = CompressedState(None)
+    training = compressed(rank, state)
+    with heard() as warnings:
+        for step in range(4):
+            time.sleep(0.1)  # the step's computation, on any machine
+            gradient_after(training, step)
+        assert min(state.plan_codec([None, Half()]).compute_s for _ in range(2)) > 0.05
+    assert not any("gc.freeze" in each for each in warnings)
+
+
+@pytest.mark.defect("codecs-S5")
+@pytest.mark.parametrize("choices", [[Int8(), Half()], [None, Int8()]], ids=["other", "none"])
+@pytest.mark.parametrize("name", ["compressed", "crossover", "decoupled"])
+@in_ranks(2)
+def test_ranks_with_other_codecs_are_refused(rank: int, name: str, choices: list[Any]) -> None:
+    message = error_of(lambda: Coded(name, rank, choices[rank]).run(3))
+    assert message.startswith("expected the same codec on all ranks, got codec by rank {0: ")
+    assert "Int8(block=256)" in message
+
+
+class WithoutRepr:
+    """A codec of a user's own, with the ``repr`` of `object`, which holds an address."""
+
+    multiple = 1
+    nbytes, encode, add_decoded = Identity.nbytes, Identity.encode, Identity.add_decoded
+
+    def __init__(self, note: int = 0) -> None:
+        self.note = note
+
+
+def at_another_address_than_rank_0s(rank: int, *arguments: Any) -> WithoutRepr:
+    made = [WithoutRepr(*arguments) for _ in range(4)]
+    reprs = [None, None]
+    dist.all_gather_object(reprs, repr(made[0]))
+    return next(each for each in made if rank == 0 or repr(each) != reprs[0])
+
+
+@pytest.mark.parametrize("name", ["compressed", "crossover", "decoupled", "kfac"])
+@in_ranks(2)
+def test_a_codec_of_a_users_own_needs_no_repr(rank: int, name: str) -> None:
+    """Ranks compare its class and its attributes."""
+    own = at_another_address_than_rank_0s(rank)
+    choices: list[Any] = [own]
+    if name != "kfac":
+        choices += [(Int8(), own), (PerPair(((own, None), (None, own))), Int8())]
+    for codec in choices:
+        Coded(name, rank, codec).run(2)
+    other = at_another_address_than_rank_0s(rank, rank)
+    message = error_of(lambda: Coded(name, rank, other).run(2))
+    assert message.startswith("expected the same codec on all ranks, got codec by rank {0: ")
+    assert "'note': 0" in message and "'note': 1" in message
+
+
+@in_ranks(2)
+def test_the_first_two_steps_of_kfac_are_exact_after_a_drain_as_well(rank: int) -> None:
+    """DDP rebuilds its buckets after them."""
+    training = Coded("kfac", rank, Int8())
+    training.state.drain()
+    training.run(2)
+    assert training.stats_of_codec()["sent_bytes"] == 0
+    training.run(1)
+    assert training.stats_of_codec()["sent_bytes"] > 0
+
+
+@pytest.mark.defect("codecs-S17")
+@in_ranks(2)
+def test_a_hidden_model_is_not_searched_for_in_every_step(rank: int) -> None:
+    training = compressed(rank, CompressedState(Int8()))
+    searches = []
+    gc.freeze()
+    with mock.patch.object(gc, "get_referrers", side_effect=gc.get_referrers) as search:
+        for step in range(4):
+            gradient_after(training, step)
+            searches.append(search.call_count)
+    gc.unfreeze()
+    assert 0 < searches[1] == searches[2] == searches[3]

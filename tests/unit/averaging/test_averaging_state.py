@@ -1,9 +1,10 @@
-"""Averaging hooks with one rank: what is refused, what a loop sees, and plans for a link.
+"""Averaging hooks with one rank: refused models and arguments, loops, and plans for a link.
 
-When fragments travel: tests/multiprocess/test_averaging.py.
+The steps after which fragments are exchanged: tests/multiprocess/test_averaging.py.
 """
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,12 @@ from crossover_ddp import (
     UnsupportedConfigurationError,
     crossover_wrapper,
 )
-from crossover_ddp._averaging.late import Schedule
+from crossover_ddp._averaging.local_sgd import Schedule
 from crossover_ddp._tuning.model import AveragingPlan, LinkModel, plan_averaging
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 from crossover_ddp.errors import CrossoverError
 from tests.harness.training import hooked
+from tests.multiprocess.averaged_training import averaged
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -80,7 +82,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         ),
         "got it inside of crossover_wrapper",
     ),
-    (  # it has no gradients to compress
+    (  # a wrapper would have no gradients to compress
         lambda: model_of(LocalSGDState(4), hook=fp16_compress_wrapper(local_sgd_hook)),
         "got it inside of fp16_compress_wrapper",
     ),
@@ -98,7 +100,7 @@ def test_a_model_or_hook_that_cannot_work_is_refused(make: Callable[[], Any], me
 
 
 def test_synchronised_statistics_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DDP itself refuses them on a CPU, so they come behind its back."""
+    """DDP itself refuses them on a CPU, so they replace others after its check."""
     monkeypatch.setattr(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward)
     model = model_of(LocalSGDState(4))
     parameters = model.module[1]._parameters
@@ -116,18 +118,42 @@ def test_synchronised_statistics_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         (lambda: LocalSGDState(0), "sync_every >= 1, got sync_every=0"),
         (lambda: LocalSGDState(True), "got sync_every=True"),
         (lambda: LocalSGDState(4, -1), "delay >= 0, got delay=-1"),
-        (lambda: LocalSGDState(4, 4), r"sync_every >= delay \+ 1, got sync_every=4 and delay=4.*pass sync_every=5"),
+        (
+            lambda: LocalSGDState(4, 4),
+            r"sync_every >= delay \+ 1, got sync_every=4 and delay=4.*pass sync_every=5",
+        ),
         (lambda: LocalSGDState(1, 0, 2), "fragments=1 with sync_every=1, got fragments=2"),
-        (lambda: LocalSGDState(4, 1, mutex=object()), "expected delay=0 with a mutex, got delay=1"),  # type: ignore[arg-type]
+        (
+            lambda: LocalSGDState(4, 1, mutex=object()),  # type: ignore[arg-type]
+            "expected delay=0 with a mutex, got delay=1",
+        ),
         (lambda: LocalSGDState(1, outer_optimizer=_sgd), "sync_every >= 2 with an outer optimizer"),
-        (lambda: ElasticState(2, "late"), "mode='sync', 'async' or 'wild', got mode='late'"),  # type: ignore[arg-type]
-        (lambda: ElasticState(2, mutex=object()), "mode='sync' with a mutex, got mode='async'"),  # type: ignore[arg-type]
-        (lambda: ElasticState(2, "wild", 1.0), r"moving_rate < 2 / \(ranks \+ 1\) = 1, got moving_rate=1.0"),
+        (
+            lambda: ElasticState(2, "late"),  # type: ignore[arg-type]
+            "mode='sync', 'async' or 'wild', got mode='late'",
+        ),
+        (
+            lambda: ElasticState(2, mutex=object()),  # type: ignore[arg-type]
+            "mode='sync' with a mutex, got mode='async'",
+        ),
+        (
+            lambda: ElasticState(2, "wild", 1.0),
+            r"moving_rate < 2 / \(ranks \+ 1\) = 1, got moving_rate=1.0",
+        ),
         (lambda: ElasticState(2, moving_rate=0.0), "got moving_rate=0.0"),
-        (lambda: LocalSGDState(4, outer_optimizer=_sgd([nn.Parameter(torch.zeros(1))])), "a function of"),  # type: ignore[arg-type]
-        (lambda: LocalSGDState(4, outer_optimizer=list), "outer_optimizer=<class 'list'>"),  # type: ignore[arg-type]
+        (
+            lambda: LocalSGDState(
+                4,
+                outer_optimizer=_sgd([nn.Parameter(torch.zeros(1))]),  # type: ignore[arg-type]
+            ),
+            "a function of",
+        ),
+        (
+            lambda: LocalSGDState(4, outer_optimizer=list),  # type: ignore[arg-type]
+            "outer_optimizer=<class 'list'>",
+        ),
     ],
-)  # fmt: skip
+)
 def test_arguments_that_cannot_work_are_refused(make: Any, message: str) -> None:
     wrong = TypeError if message.startswith(("a function", "outer")) else ValueError
     with pytest.raises(wrong, match=message):
@@ -139,7 +165,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def test_an_outer_optimizer_may_decay() -> None:
-    """Of weights that have no gradient, all of the outer step is its decay."""
+    """For weights without a gradient the outer step is only its decay."""
     outer = functools.partial(torch.optim.SGD, lr=1.0, weight_decay=0.25)
     model = model_of(LocalSGDState(2, outer_optimizer=outer))
     with torch.no_grad():
@@ -149,10 +175,10 @@ def test_an_outer_optimizer_may_decay() -> None:
     torch.testing.assert_close(model.module[0].weight.detach(), 0.75 * before)
 
 
-def test_a_state_is_loaded_before_it_trains() -> None:
+def test_a_state_is_loaded_before_it_trains_and_only_with_its_own_settings() -> None:
     state = LocalSGDState(2, 1, outer_optimizer=_sgd)
     model = model_of(state)
-    with pytest.raises(UnsupportedConfigurationError, match="whose hook was never called"):
+    with pytest.raises(UnsupportedConfigurationError, match="this state's hook was never called"):
         state.average()
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"steps": 3}, r"got keys \['steps'\]"),
@@ -178,7 +204,7 @@ def test_a_state_is_loaded_before_it_trains() -> None:
         backward(other)
 
 
-def test_forwards_without_gradients_do_not_act() -> None:
+def test_forwards_without_gradients_run_no_exchange() -> None:
     state = LocalSGDState(2)
     model = model_of(state)
     for _ in range(2):
@@ -192,7 +218,7 @@ def test_forwards_without_gradients_do_not_act() -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "group"])
-def test_a_closed_state_goes_on_as_the_split_hook_and_rounds_end_with_the_process_group(
+def test_a_closed_state_is_the_split_hook_and_rounds_end_with_the_process_group(
     end: str,
 ) -> None:
     state = ElasticState(1, "async")
@@ -217,12 +243,12 @@ def test_a_closed_state_goes_on_as_the_split_hook_and_rounds_end_with_the_proces
         (lambda: LocalSGDState(2), 1),
         (lambda: LocalSGDState(2, warmup_steps=1), 2),
         (lambda: ElasticState(2, "sync"), 1),
-        (lambda: LocalSGDState(1), 5),  # which averages gradients
+        (lambda: LocalSGDState(1), 5),  # averages gradients
     ],
     ids=["local", "warm", "elastic", "every step"],
 )
 def test_a_forward_past_the_models_call_is_refused(make: Callable[[], Any], steps: int) -> None:
-    """Parameters would never be averaged."""
+    """In such a loop parameters would never be averaged."""
     state = make()
     model, inputs = model_of(state), torch.randn(5, 4)
     for _ in range(steps):
@@ -236,14 +262,14 @@ def test_a_forward_past_the_models_call_is_refused(make: Callable[[], Any], step
     assert state.stats()["steps"] == steps + 1
 
 
-def retained(model: Any, inputs: torch.Tensor) -> None:
+def backward_twice(model: Any, inputs: torch.Tensor) -> None:
     loss = model(inputs).sum()
     for _ in range(2):
         loss.backward(retain_graph=True)
 
 
-def ahead(model: Any, inputs: torch.Tensor) -> None:
-    """Evaluate in between, too."""
+def forward_ahead(model: Any, inputs: torch.Tensor) -> None:
+    """Run each forward before the last backward, and evaluate in between."""
     first = model(inputs).sum()
     for _ in range(2):
         second = model(inputs).sum()
@@ -258,15 +284,17 @@ LOOPS: list[Callable[[Any, torch.Tensor], object]] = [
     lambda model, inputs: [loss.backward() for loss in [model(inputs).sum() for _ in range(2)]],
     lambda model, inputs: [model(inputs).sum().backward() for _ in range(2)],
     lambda model, inputs: (model(inputs).sum() + model(inputs).sum()).backward(),
-    retained,
-    ahead,
+    backward_twice,
+    forward_ahead,
 ]
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_other_loops_go_on(loop: Callable[[Any, torch.Tensor], object], static_graph: bool) -> None:
-    network = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))  # whose buffers no forward changes
+def test_other_orders_of_forward_and_backward_train(
+    loop: Callable[[Any, torch.Tensor], object], static_graph: bool
+) -> None:
+    network = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))  # without buffers
     state = LocalSGDState(50)
     model = model_of(state, network, static_graph=static_graph)
     for _ in range(4):
@@ -276,7 +304,7 @@ def test_other_loops_go_on(loop: Callable[[Any, torch.Tensor], object], static_g
 
 
 @given(st.floats(1e-3, 10), st.floats(1e3, 1e9), st.floats(0, 1e-2), st.floats(1e-11, 1e-7))
-def test_a_plan_hides_the_wire(
+def test_a_plan_hides_the_exchange(
     compute_s: float, size_bytes: float, alpha_s: float, beta_s: float
 ) -> None:
     link = LinkModel(alpha_s, beta_s)
@@ -284,7 +312,7 @@ def test_a_plan_hides_the_wire(
         return
     plan = plan_averaging(compute_s, size_bytes, link)
     one_s = 2 * link.half_s(size_bytes / plan.fragments)
-    assert plan.fragments * one_s <= plan.sync_every * compute_s, "the wire cannot keep up"
+    assert plan.fragments * one_s <= plan.sync_every * compute_s, "the link cannot keep up"
     assert one_s <= plan.delay * compute_s, "a step would wait"
     Schedule(**plan.arguments())
 
@@ -293,7 +321,54 @@ def test_a_plan_takes_the_shortest_interval_if_there_is_one() -> None:
     plan = plan_averaging(1.0, 3e6, LinkModel(0.0, 0.5e-6))
     assert plan == AveragingPlan(4, 1, 4, 1.0, 1.0, 3.0)
     assert plan_averaging(1.0, 0.5e6, LinkModel(0.0, 0.5e-6)).sync_every == 2
-    # A start-up time as long as a step: everything at once.
+    # A start-up time as long as a step: one fragment.
     assert plan_averaging(1.0, 1e6, LinkModel(1.0, 0.5e-6)).fragments == 1
     with pytest.raises(ValueError, match="within 4096 steps"):
         plan_averaging(1e-3, 1e9, LinkModel(0.0, 1e-6))
+
+
+@pytest.mark.defect("codecs-S1")
+@pytest.mark.parametrize("mode", ["local", "sync", "async"])
+def test_a_mask_of_infinities_is_not_averaged(mode: Any) -> None:
+    state = LocalSGDState(2) if mode == "local" else ElasticState(1, mode)
+    network = nn.Linear(4, 4)
+    network.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+    averaged(state, network).run(6).close()
+    stats = state.stats()
+    assert stats.get("not_finite", 0) == 0
+    assert stats.get("exchanges", 0) + stats.get("offers", 0) + stats.get("pulls", 0) > 0
+
+
+@pytest.mark.defect("strangers-12")
+def test_a_count_of_steps_is_exact_in_rounds() -> None:
+    """Beyond 2**24 as well, where float32 has no odd numbers."""
+    state = ElasticState(1, "async")
+    state.load_state_dict({"steps": 2**24, "kept": None})
+    training = averaged(state)
+    for _ in range(6000):
+        training.run(1)
+        if state.rounds():
+            break
+        time.sleep(0.01)
+    state.close()
+    (steps,) = state.rounds()[0].offered
+    assert steps is not None and steps > 2**24
+
+
+def test_rounds_continue_after_a_hold_and_no_offer_is_lost_or_collected_twice() -> None:
+    """A saved state holds the rounds. An offer is withdrawn then; a pull that has arrived stays."""
+    state = ElasticState(1, "async")
+    training = averaged(state, lr=0.0).run(1)
+    for step in range(300):
+        training.run(1)
+        if step % 3 == 0:
+            state.state_dict()
+        time.sleep(1e-3)
+    state.average()
+    rounds = state.rounds()
+    state.close()
+    assert len(rounds) > 3
+    assert all(each.collected is not None for each in rounds)
+    offered = [each.offered[0] for each in rounds]
+    assert offered == sorted({*offered})
+    assert state.stats()["pulls"] == len(rounds) <= state.stats()["offers"]

@@ -1,4 +1,4 @@
-"""Codecs without processes: what they send, what they leave, how exact they are."""
+"""Codecs without processes: decoded values, residuals, errors and the size of messages."""
 
 import math
 from collections.abc import Callable
@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crossover_ddp._compression.codec import TILE_NUMEL
 from crossover_ddp.codecs import Codec, Half, Int8, PerPair, SIDCo, Threshold
 
+FLOAT32 = torch.finfo(torch.float32)
 CODECS: list[Codec] = [Int8(), Int8(7), Half(), Half(torch.float16), SIDCo(0.1), Threshold(0.1)]
 SEEDS = st.integers(0, 1 << 30)
 
@@ -19,7 +21,7 @@ def message_of(codec: Codec, values: torch.Tensor) -> torch.Tensor:
 
 
 def round_trip(codec: Codec, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a message of ``values`` decodes to, and the residual."""
+    """Encode ``values``; return the decoded values and the residual."""
     message, residual = message_of(codec, values), torch.full_like(values, torch.nan)
     codec.encode(values.clone(), message, residual)
     decoded = torch.zeros_like(values)
@@ -28,7 +30,7 @@ def round_trip(codec: Codec, values: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def normal(numel: int, seed: int, codec: Codec) -> torch.Tensor:
-    """Return values of five sizes, so many that the codec takes them."""
+    """Return values of five magnitudes, their number rounded up to a multiple for the codec."""
     numel = -(-numel // codec.multiple) * codec.multiple
     scales = 10.0 ** (torch.arange(numel).div(numel / 5).floor() - 3)
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scales
@@ -36,7 +38,7 @@ def normal(numel: int, seed: int, codec: Codec) -> torch.Tensor:
 
 @settings(max_examples=50, deadline=None)
 @given(st.sampled_from(CODECS), st.integers(1, 2000), SEEDS)
-def test_decoded_and_residual_are_the_values_and_decoding_adds(
+def test_decoded_values_and_residual_add_up_to_the_values_and_decoding_adds(
     codec: Codec, numel: int, seed: int
 ) -> None:
     values = normal(numel, seed, codec)
@@ -55,7 +57,7 @@ def test_decoded_and_residual_are_the_values_and_decoding_adds(
     st.integers(1, 2000),
     SEEDS,
 )
-def test_what_is_written_is_what_is_added_to_zeros(
+def test_decode_writes_the_bits_that_add_decoded_adds_to_zeros(
     codec: Int8 | Half, numel: int, seed: int
 ) -> None:
     values = normal(numel, seed, codec)
@@ -69,34 +71,61 @@ def test_what_is_written_is_what_is_added_to_zeros(
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 2000), SEEDS)
-def test_int8_errs_by_half_a_code_of_its_own_block(block: int, numel: int, seed: int) -> None:
+def test_int8_errs_by_at_most_half_the_scale_of_the_block(
+    block: int, numel: int, seed: int
+) -> None:
     values = normal(numel, seed, Int8(block))
-    _, residual = round_trip(Int8(block), values)
-    for own, wrong in zip(values.split(block), residual.split(block), strict=True):
-        # The scale has 16 significant bits, rounded up.
-        assert float(wrong.abs().max()) <= float(own.abs().max()) / 254 * (1 + 2**-14)
+    blocks = [each.split(block) for each in (values, *round_trip(Int8(block), values))]
+    for own, decoded, error in zip(*blocks, strict=True):
+        largest = float(own.abs().max())
+        # The scale has 16 significant bits.
+        assert float(error.abs().max()) <= largest / 254 * (1 + 2**-14)
+        # It is rounded up: the code 127 stands for the largest magnitude, or for more.
+        assert float(decoded.abs().max()) >= largest * (1 - 2**-22)
 
 
-@pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-38, 1e-30, 1e30, 3e38])
-def test_int8_holds_numbers_of_any_size(magnitude: float) -> None:
-    values = torch.linspace(-1, 1, 512) * magnitude
-    decoded, residual = round_trip(Int8(), values)
+@pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-38, 1e-30, 1e30, 3e38, FLOAT32.max])
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_values_of_any_magnitude_decode_to_finite_ones(codec: Codec, magnitude: float) -> None:
+    """The largest float32 as well: a scale or a format that rounds it up would make it infinite."""
+    values = torch.linspace(-1, 1, 511 // codec.multiple * codec.multiple) * magnitude
+    decoded, residual = round_trip(codec, values)
     assert bool(torch.isfinite(decoded).all())
     assert torch.equal(decoded + residual, values)
-    if magnitude >= 1e-30:
+    if codec == Int8() and magnitude >= 1e-30:
         assert float(residual.abs().max()) <= magnitude / 250
 
 
-def test_half_cuts_what_is_too_large() -> None:
-    decoded, residual = round_trip(Half(torch.float16), torch.tensor([1e6, -1e6, 3.0]))
-    assert decoded.tolist() == [65504.0, -65504.0, 3.0]
-    assert residual.tolist() == [1e6 - 65504, 65504 - 1e6, 0.0]
+def test_int8_keeps_a_block_whose_scale_would_be_too_small() -> None:
+    values = torch.cat([torch.linspace(-1, 1, 256) * scale for scale in (1e-34, 2e-34)])
+    decoded, residual = round_trip(Int8(), values)
+    kept, sent = decoded.split(256)
+    assert not kept.any()
+    assert torch.equal(residual[:256], values[:256])
+    assert float((sent - values[256:]).abs().max()) <= 2e-34 / 250
+
+
+def test_int8_takes_a_block_that_is_longer_than_a_tile() -> None:
+    codec = Int8(TILE_NUMEL + 1)
+    values = normal(2 * codec.block, 0, codec)
+    decoded, residual = round_trip(codec, values)
+    assert torch.equal(decoded + residual, values)
+    assert float(residual.abs().max()) <= float(values.abs().max()) / 250
+
+
+@pytest.mark.parametrize("codec", [Half(), Half(torch.float16)], ids=repr)
+def test_half_clamps_values_beyond_its_range(codec: Half) -> None:
+    largest = torch.finfo(codec.dtype).max
+    beyond = min(1e6, FLOAT32.max) if codec.dtype == torch.float16 else FLOAT32.max
+    decoded, residual = round_trip(codec, torch.tensor([beyond, -beyond, 3.0]))
+    assert decoded.tolist() == [largest, -largest, 3.0]
+    assert residual.tolist() == [beyond - largest, largest - beyond, 0.0]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 255, 999])
-def test_inf_and_nan_become_a_message_of_nan_and_leave_no_trace(
+def test_inf_and_nan_decode_to_nan_and_leave_the_residual_alone(
     codec: Codec, bad: float, place: int
 ) -> None:
     values = normal(1000, 0, codec)
@@ -110,14 +139,31 @@ def test_inf_and_nan_become_a_message_of_nan_and_leave_no_trace(
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_zeros_are_zeros(codec: Codec) -> None:
-    decoded, residual = round_trip(codec, torch.zeros(1792))
+def test_zeros_are_encoded_as_zeros(codec: Codec) -> None:
+    values = torch.zeros(1792)
+    message = message_of(codec, values)
+    codec.encode(values, message, torch.empty_like(values))
+    assert not message.any()
+    decoded, residual = round_trip(codec, values)
     assert not decoded.any()
     assert not residual.any()
 
 
-def test_the_largest_are_sent_and_what_does_not_fit_stays() -> None:
-    """Of a tenth of 1000 elements there is room for 126; equal ones do not all fit."""
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("first", [1.0, math.nan])
+def test_a_message_holds_no_values_of_the_message_before(codec: Codec, first: float) -> None:
+    values = torch.zeros(1792)
+    values[0] = 2.0
+    message = message_of(codec, values)
+    codec.encode(torch.full_like(values, first), message, torch.empty_like(values))
+    codec.encode(values.clone(), message, torch.empty_like(values))
+    fresh = message_of(codec, values)
+    codec.encode(values.clone(), fresh, torch.empty_like(values))
+    assert torch.equal(message, fresh)
+
+
+def test_sidco_sends_the_largest_elements_and_keeps_those_that_do_not_fit() -> None:
+    """A message of a tenth of 1000 elements has room for 126, less than there are equal ones."""
     codec, values = SIDCo(0.1), normal(1000, 0, SIDCo(0.1))
     decoded, _ = round_trip(codec, values)
     assert int(decoded.count_nonzero()) == 100
@@ -126,6 +172,37 @@ def test_the_largest_are_sent_and_what_does_not_fit_stays() -> None:
     assert int(decoded.count_nonzero()) == int(residual.eq(0).sum()) == 126
     assert codec.nbytes(1000) == 4 + 8 * 126
     assert codec.nbytes(1) == 12
+
+
+def test_sidco_has_room_for_no_more_than_all_elements() -> None:
+    codec, values = SIDCo(0.95), torch.full((1000,), 0.5)
+    assert codec.nbytes(1000) == 4 + 8 * 1000
+    decoded, residual = round_trip(codec, values)
+    assert torch.equal(decoded, values)
+    assert not residual.any()
+
+
+@pytest.mark.parametrize(
+    ("numel", "rate", "stride"),
+    [
+        (1 << 20, 0.1, 16),  # a sixteenth
+        (1 << 17, 0.1, 8),  # 16384 elements, for few elements
+        (1 << 19, 0.001, 4),  # enough for 128 elements above the threshold, for a low rate
+    ],
+)
+def test_sidco_takes_its_threshold_from_every_nth_element(
+    numel: int, rate: float, stride: int
+) -> None:
+    """The larger values stand at odd multiples of the stride, more often than the rate.
+
+    A longer stride would miss all of them, and a shorter one would meet too few. The threshold
+    would then be the smaller values, and the message would be full.
+    """
+    large = int(1.5 * rate * numel / stride)
+    values = torch.ones(numel)
+    values[stride : 2 * stride * large : 2 * stride] = 2.0
+    decoded, _ = round_trip(SIDCo(rate), values)
+    assert int(decoded.count_nonzero()) == large
 
 
 DISTRIBUTIONS: dict[str, Callable[[int], torch.Tensor]] = {
@@ -142,8 +219,8 @@ DISTRIBUTIONS: dict[str, Callable[[int], torch.Tensor]] = {
 
 @pytest.mark.parametrize("rate", [0.1, 0.01, 0.001])
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_about_the_rate_is_sent(name: str, rate: float) -> None:
-    """Means of twenty messages with error feedback."""
+def test_sidco_sends_about_the_rate(name: str, rate: float) -> None:
+    """The mean of twenty messages with error feedback."""
     torch.manual_seed(0)
     numel, codec = 1 << 17, SIDCo(rate)
     residual, sent = torch.zeros(numel), []
@@ -158,6 +235,7 @@ def test_about_the_rate_is_sent(name: str, rate: float) -> None:
     ("make", "message"),
     [
         (lambda: Int8(0), "expected block >= 1, got block=0"),
+        (lambda: Int8(1.5), "expected block >= 1, got block=1.5"),  # type: ignore[arg-type]
         (lambda: Half(torch.float32), "expected dtype of"),
         (lambda: Threshold(0), "expected 0 < rate < 1, got rate=0"),
         (lambda: SIDCo(1.0), "expected 0 < rate < 1, got rate=1.0"),
@@ -165,6 +243,6 @@ def test_about_the_rate_is_sent(name: str, rate: float) -> None:
         (lambda: PerPair(((None, None), (None,))), r"got \[2, 1\]"),
     ],
 )
-def test_wrong_arguments_say_what_to_pass(make: Callable[[], object], message: str) -> None:
+def test_wrong_arguments_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

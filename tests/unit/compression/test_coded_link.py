@@ -1,8 +1,10 @@
-"""One bucket's messages without processes: all ranks in one, on a device as on the host."""
+"""One bucket's messages, with all ranks in one process, on a device as on the host."""
 
 import asyncio
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +15,10 @@ from crossover_ddp._compression.codec import CodecChoice, Scratch, codecs_of
 from crossover_ddp._compression.coded_link import CodedLink, parts_of
 from crossover_ddp._ddp.contents import Run
 from crossover_ddp._ddp.layout import spans_of
-from crossover_ddp._engine.links import LinkAround
 from crossover_ddp.codecs import Codec, Half, Int8, PerPair, SIDCo
 from tests.multiprocess.identity_codec import Identity
 
-# A large matrix, a bias, and matrices whose last blocks are short.
+# A large matrix, a bias, a matrix, a bias, and a matrix smaller than a block.
 SHAPES = [(40000, 1), (50,), (3000, 1), (20,), (7, 1)]
 NUMELS = [shape[0] for shape in SHAPES]
 CPU = torch.device("cpu")
@@ -29,21 +30,24 @@ PAIRS: list[tuple[Codec | PerPair, Codec]] = [
     (PerPair.by_node([0, 1, 1], far=Int8()), Int8()),
 ]
 
-# By number of the exchange, from and to whom.
+# By number of the exchange, sender and receiver.
 Mail = Mapping[tuple[int, int, int], asyncio.Future[torch.Tensor]]
 
 
 class InOneProcess:
-    """A rank's link, with those of the engine's collectives that codecs call; all ranks are tasks of one event loop."""
+    """A rank's link, with the collectives that codecs call. Ranks are tasks of one event loop."""
 
     def __init__(self, rank: int, size: int, mail: Mail, in_program_order: bool) -> None:
-        self.rank, self.size, self.in_program_order = rank, size, in_program_order
-        self._mail, self._calls = mail, 0
+        self.rank = rank
+        self.size = size
+        self.in_program_order = in_program_order
+        self._mail = mail
+        self._calls = 0
 
     async def _exchanged(
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
     ) -> None:
-        """Send each other rank a tensor and receive one; the own place is left alone."""
+        """Send a tensor to each other rank and receive one; ``incoming[self.rank]`` stays."""
         others, number = [rank for rank in range(self.size) if rank != self.rank], self._calls
         self._calls += 1
         for other in others:
@@ -71,18 +75,19 @@ class InOneProcess:
 
 
 class Ranks:
-    """All ranks of one bucket; owners with work double what they have."""
+    """All ranks of one bucket. Owners with work double the mean."""
 
     def __init__(
         self, codec: CodecChoice, world_size: int, device: torch.device = CPU, **options: Any
     ) -> None:
-        share = sum(NUMELS) // world_size
-        self.layout = [share] * (world_size - 1) + [sum(NUMELS) - share * (world_size - 1)]
+        equal = sum(NUMELS) // world_size
+        self.layout = [equal] * (world_size - 1) + [sum(NUMELS) - equal * (world_size - 1)]
         parameters = [torch.empty(shape, device="meta") for shape in SHAPES]
         runs = [
             Run(p, 0, span) for p, span in zip(parameters, spans_of(tuple(NUMELS)), strict=True)
         ]
-        self.parts, self.has_work = parts_of(runs, self.layout), bool(options.get("has_work"))
+        self.parts = parts_of(runs, self.layout)
+        self.has_work = bool(options.get("has_work"))
         self.by_collectives = options.pop("by_collectives", False)
         each = codecs_of(codec), parameters, self.parts, device, Scratch()
         self.coded = [CodedLink(link, *each, **options) for link in self._links()]
@@ -94,20 +99,19 @@ class Ranks:
 
     def step(self, flats: Sequence[torch.Tensor], *, drained: bool = False) -> None:
         """Replace each rank's gradient by the mean."""
-        kept = self.kept() if drained else []
+        kept = self.residuals() if drained else []
 
         async def journey(rank: int, link: Any) -> None:
             coded, flat = self.coded[rank], flats[rank]
-            way: LinkAround = coded
-            if drained:  # ranks' residuals are in the gradients
+            if drained:  # as `Compression` adds residuals that it has set aside
                 flat.add_(kept[rank])
                 coded.drained(link)
             else:
                 coded.encode(flat, link)
-            own = await way.reduce_scatter(flat, self.layout)
+            own = await coded.reduce_scatter(flat, self.layout)
             if self.has_work:
                 own.mul_(2)
-            await way.all_gather(flat, self.layout)
+            await coded.all_gather(flat, self.layout)
 
         async def run() -> None:
             journeys = (journey(rank, link) for rank, link in enumerate(self._links()))
@@ -115,11 +119,11 @@ class Ranks:
 
         asyncio.run(run())
 
-    def kept(self) -> list[torch.Tensor]:
+    def residuals(self) -> list[torch.Tensor]:
         """Return each rank's residuals, as long as a gradient."""
         found = []
         for coded in self.coded:
-            kept = {id(parameter): residual.cpu() for parameter, residual in coded.kept()}
+            kept = {id(parameter): residual.cpu() for parameter, residual in coded.residuals()}
             empty = zip(coded.parameters, map(torch.zeros, NUMELS), strict=True)
             found.append(torch.cat([kept.get(id(parameter), zeros) for parameter, zeros in empty]))
         return found
@@ -149,23 +153,54 @@ CHOICES: list[CodecChoice] = [Int8(), Half(), SIDCo(0.05), (SIDCo(0.05), Int8(10
     ],
     ids=repr,
 )
-def test_what_is_applied_and_what_is_kept_are_all_gradients(
+def test_applied_means_and_residuals_add_up_to_all_gradients(
     codec: CodecChoice, world_size: int
 ) -> None:
-    ranks, missing = Ranks(codec, world_size), torch.zeros(sum(NUMELS), dtype=torch.float64)
+    ranks = Ranks(codec, world_size)
+    missing = torch.zeros(sum(NUMELS), dtype=torch.float64)
     for step in range(6):
         flats = gradients(world_size, step)
         missing += torch.stack(flats).double().mean(0)
         ranks.step(flats)
         assert all(torch.equal(flat, flats[0]) for flat in flats)
         missing -= flats[0]
-    kept = ranks.kept()
+    kept = ranks.residuals()
     assert all(bool(each.any()) for each in kept)
     missing -= torch.stack(kept).double().mean(0)
     assert float(missing.abs().max()) < 1e-4
 
 
-def test_near_messages_are_whole() -> None:
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_owners_add_in_the_order_of_ranks(world_size: int) -> None:
+    """Two ranks' sum has one result, so it is the third addend that shows the order."""
+    flats = gradients(world_size, 0)
+    expected = functools.reduce(torch.add, flats).div(torch.tensor(float(world_size)))
+    Ranks(Identity(), world_size).step(flats)
+    assert all(torch.equal(flat, expected) for flat in flats)
+
+
+@dataclass(frozen=True)
+class Aligned(Identity):
+    """Identity that checks where messages begin."""
+
+    def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
+        assert message.data_ptr() % 16 == 0
+        super().encode(values, message, residual)
+
+
+@pytest.mark.parametrize("by_collectives", [False, True])
+def test_messages_are_aligned(by_collectives: bool) -> None:
+    """For codecs at 16 bytes, behind exact values as well; each rank's share for NCCL at 128."""
+    # Parts of equal length have messages of other lengths, since runs are padded to blocks.
+    ranks = Ranks((Aligned(), Int8()), 3, by_collectives=by_collectives)
+    ranks.step(gradients(3, 0))
+    for link in ranks.coded:
+        for buffer in (link._outgoing, link._incoming, link._gathered):
+            assert all(nbytes % (128 if by_collectives else 16) == 0 for nbytes in buffer.layout)
+        assert not by_collectives or len({*link._gathered.layout}) == 1, "all-gather of NCCL"
+
+
+def test_messages_to_near_ranks_are_not_coded() -> None:
     ranks = Ranks(per_pair(0, 0, 1), 3)
     ranks.step(gradients(3, 0))
     near, _, far = [len(link._outgoing.tensor) for link in ranks.coded]
@@ -173,32 +208,36 @@ def test_near_messages_are_whole() -> None:
 
 
 def check_bits(codecs: CodecChoice, world_size: int, device: torch.device) -> None:
-    """Compare all that is applied, and all that is kept, with what a bucket on gloo makes of it."""
-    there, here = Ranks(codecs, world_size, device, by_collectives=True), Ranks(codecs, world_size)
+    """Compare means and residuals with those of a bucket on gloo, bit by bit."""
+    ranks = Ranks(codecs, world_size, device, by_collectives=True)
+    reference = Ranks(codecs, world_size)
     for step in range(5):
-        found, expected = gradients(world_size, step, device), gradients(world_size, step)
-        there.step(found)
-        here.step(expected)
+        found = gradients(world_size, step, device)
+        expected = gradients(world_size, step)
+        ranks.step(found)
+        reference.step(expected)
         for got, wanted in zip(found, expected, strict=True):
             assert torch.equal(got.cpu(), wanted)
-    for got, wanted in zip(there.kept(), here.kept(), strict=True):
+    for got, wanted in zip(ranks.residuals(), reference.residuals(), strict=True):
         assert bool(wanted.any())
         assert torch.equal(got, wanted)
 
 
 def check_infinities(codecs: CodecChoice, bad: float, device: torch.device) -> None:
-    """One rank's value makes its owner's coded part NaN everywhere, and stays out of all residuals."""
+    """One rank's value makes its owner's coded part NaN on all ranks, and enters no residual."""
     ranks = Ranks(codecs, 3, device)
     ranks.step(gradients(3, 0, device))
-    before, flats, owner = ranks.kept(), gradients(3, 1, device), 0
+    before = ranks.residuals()
+    flats = gradients(3, 1, device)
+    owner = 0
     flats[1][10] = bad
     ranks.step(flats)
     for flat in flats:
         assert all(bool(flat[slice(*each.span)].isnan().all()) for each in ranks.parts[owner].coded)
-    after = ranks.kept()
+    after = ranks.residuals()
     assert all(bool(residual.isfinite().all()) for residual in after)
     assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True)), (
-        "others' residuals go on"
+        "the residuals of other messages change"
     )
     ranks.step(found := gradients(3, 2, device))
     assert all(bool(flat.isfinite().all()) for flat in found)
@@ -211,9 +250,11 @@ def test_infinities_reach_all_ranks_and_no_residual(codecs: CodecChoice, bad: fl
 
 
 @pytest.mark.parametrize("codec", [Int8(), Identity()], ids=repr)
-def test_what_owners_make_of_the_mean_comes_back(codec: Codec) -> None:
-    """Twice the mean, rounded by two codecs; what is missing comes with an exact step."""
-    ranks, missing, steps = Ranks(codec, 3, has_work=True), torch.zeros(sum(NUMELS)), 4
+def test_the_result_of_an_owners_work_reaches_all_ranks(codec: Codec) -> None:
+    """It is twice the mean, rounded twice; an exact step brings the difference."""
+    ranks = Ranks(codec, 3, has_work=True)
+    missing = torch.zeros(sum(NUMELS))
+    steps = 4
     exact = torch.cat([torch.full((shape[0],), len(shape) == 1) for shape in SHAPES])
     for step in range(steps):
         flats = gradients(3, step)
@@ -226,14 +267,14 @@ def test_what_owners_make_of_the_mean_comes_back(codec: Codec) -> None:
         assert bool(missing.abs().max() > 1e-3) == is_rounded
 
 
-def test_what_is_no_codec_is_refused() -> None:
-    former = SimpleNamespace(
-        room=len, encode=len, add_decoded=len
-    )  # of versions that asked codecs for room
+def test_an_object_that_is_no_codec_is_refused() -> None:
+    # Older versions asked codecs for `room`.
+    former = SimpleNamespace(room=len, encode=len, add_decoded=len)
     for wrong, found in (
         (former, "codec=namespace.* without nbytes, encode, add_decoded"),
         ((Int8(), Half), "codec=<class"),
         (("int8", Int8()), "codec='int8'"),
+        ((Int8(), Int8(), Int8()), r"codec=\(Int8\(block=256\), Int8"),
         ((Int8(), PerPair.by_node([0, 1], far=Int8())), "codec=PerPair"),
         ((PerPair.by_node([0, 1], far=False), Int8()), "codec=False"),  # type: ignore[arg-type]
     ):

@@ -1,0 +1,323 @@
+"""Local SGD: a snapshot is sent, its mean returns some steps later, and local progress is kept.
+
+[Note: delta rule] A rank sends s, its parameters after step k. After step k + d it adds
+mean(s) - s to its parameters. With d = 0 the result is the mean itself. After CoCoD-SGD and DaSGD
+(arXiv 2006.00441); fragments after streaming DiLoCo.
+
+[Note: the clock] Steps are counted by the backward passes that reach the hook, since all ranks make
+the same number of those. ``optimizer.step()`` does not count: a GradScaler may skip it on one rank
+alone. Exchanges that are due after n backward passes run before the next training forward. By that
+time the n-th update is in the parameters.
+
+[Note: outer steps] After DiLoCo (arXiv 2311.08105, and the code of its followers): z are the
+parameters after the last outer step. The outer optimizer steps them by the gradient z - mean(x).
+Each owner steps its own part.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from crossover_ddp._ddp.checks import check_keys
+from crossover_ddp._ddp.layout import Span
+from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.links import all_finite
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .replica import OWNED_STATE, FlatBlock, PendingSlice, Replica, wide_dtype
+
+OuterOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """After which backward passes fragments are sent and applied. Pure.
+
+    The fields are arguments of ``LocalSGDState``.
+    """
+
+    sync_every: int
+    delay: int = 0
+    fragments: int = 1
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in {"sync_every": 1, "delay": 0, "fragments": 1, "warmup_steps": 0}.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(
+                    f"expected an integer {name} >= {least}, got {name}={value!r}; "
+                    "see LocalSGDState"
+                )
+        if self.sync_every < self.delay + 1:
+            raise ValueError(
+                f"expected sync_every >= delay + 1, got sync_every={self.sync_every} and "
+                f"delay={self.delay}: two exchanges of the same element would be in flight, and "
+                f"both would be added; pass sync_every={self.delay + 1} or more"
+            )
+        if self.sync_every == 1 and self.fragments > 1:
+            raise ValueError(
+                f"expected fragments=1 with sync_every=1, got fragments={self.fragments}: every "
+                "step averages all gradients then, and no parameters; leave fragments out"
+            )
+
+    @property
+    def local_from(self) -> float:
+        """The number of steps after which a step uses this rank's gradients alone."""
+        return self.warmup_steps if self.sync_every > 1 else math.inf
+
+    def leaving(self, steps: int) -> list[int]:
+        """Return the fragments that are sent after ``steps`` steps."""
+        every = self.sync_every
+        local = steps - self.local_from
+        if local <= 0:
+            return []
+        return [
+            f for f in range(self.fragments) if (local - f * every // self.fragments) % every == 0
+        ]
+
+    def arriving(self, steps: int) -> list[int]:
+        """Return the fragments whose means are applied after ``steps`` steps."""
+        return self.leaving(steps - self.delay)
+
+    def span(self, numel: int, fragment: int) -> Span:
+        """Return a fragment's slice of a flat vector. Lengths differ by one element at most."""
+        return Span(numel * fragment // self.fragments, numel * (fragment + 1) // self.fragments)
+
+
+def described(make: OuterOptimizer) -> str:
+    """Return the optimizer's class and arguments as text; refuse arguments that make none."""
+    is_function = callable(make) and not isinstance(make, Optimizer)
+    made = make([torch.nn.Parameter(torch.zeros(1))]) if is_function else None
+    if not isinstance(made, Optimizer):
+        raise TypeError(
+            f"expected outer_optimizer to make an optimizer, got outer_optimizer={make!r}; pass a "
+            "function of the parameters such as functools.partial(torch.optim.SGD, lr=0.7, "
+            "momentum=0.9)"
+        )
+    given = {name: value for name, value in made.param_groups[0].items() if name != "params"}
+    return f"{type(made).__name__}({given})"
+
+
+class OuterPart:
+    """An owner's part of a fragment of one block: z, and the outer optimizer's state.
+
+    Only parameters have them. Buffers are averaged without an outer step.
+    """
+
+    def __init__(
+        self, block: FlatBlock, piece: Span, exchange: Exchange, make: OuterOptimizer
+    ) -> None:
+        self.piece = piece
+        # The owners' parts are those of the exchange, which has the dtype of the block.
+        flat = torch.empty(piece.numel, dtype=block.dtype, device=block.device)
+        self.layout = exchange.equal_layout(flat)
+        rank = exchange.rank
+        start = piece.start + sum(self.layout[:rank])
+        stop = min(start + self.layout[rank], block.parameters_numel)
+        self.span = Span(start, max(start, stop))
+        # z, see [Note: outer steps].
+        self.anchor = torch.nn.Parameter(block.copy(self.span, wide_dtype(block.dtype)))
+        self._optimizer = make([self.anchor])
+
+    def step(self, mean: torch.Tensor) -> None:
+        """Replace the mean of the own part by the next z, see [Note: outer steps]."""
+        own = mean[: len(self.anchor)]
+        if own.device.type == "cpu" and not all_finite(own):
+            return  # the optimizer's state stays finite, and all ranks refuse the mean
+        self.anchor.grad = self.anchor.detach() - own
+        self._optimizer.step()
+        self.anchor.grad = None
+        own.copy_(self.anchor.detach())
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """Return the state of each element, z included, and single numbers such as "step"."""
+        tensors = {"anchor": self.anchor.detach()}
+        numbers: dict[str, float] = {}
+        for key, value in self._optimizer.state.get(self.anchor, {}).items():
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and value.shape == self.anchor.shape:
+                tensors[key] = value
+            elif isinstance(value, int | float) or (is_tensor and value.dim() == 0):
+                numbers[key] = float(value)
+        return tensors, numbers
+
+    def load(self, tensors: dict[str, torch.Tensor], part: dict[str, float | None]) -> None:
+        """Load the state of this part.
+
+        Args:
+            tensors: by key, the state of each element, for the whole block.
+            part: by key, a single number, or None for a key of ``tensors``.
+        """
+        state = {}
+        for key, number in part.items():
+            if number is None:
+                state[key] = tensors[key][slice(*self.span)].clone()
+            else:
+                state[key] = torch.tensor(number, dtype=torch.float32)
+        self.anchor.data.copy_(state.pop("anchor"))
+        self._optimizer.state[self.anchor].update(state)
+
+
+class LocalSGDReplica(Replica):
+    """The replica of ``LocalSGDState``."""
+
+    def __init__(self, schedule: Schedule, outer_optimizer: OuterOptimizer | None) -> None:
+        outer = None if outer_optimizer is None else described(outer_optimizer)
+        self.settings = {**asdict(schedule), "outer_optimizer": outer}
+        self.local_from = schedule.local_from
+        self._schedule = schedule
+        self._make_outer = outer_optimizer
+        # By fragment, and for each fragment by block. Empty without an outer optimizer.
+        self._outer_parts: list[list[OuterPart]] = []
+        # By fragment, the slices that are under way.
+        self._pending: dict[int, list[PendingSlice]] = {}
+        # A state dict that `begin` has not restored yet.
+        self._loaded: dict[str, Any] = {}
+        self._exchanges = 0
+        self._bytes = 0
+        self._peak_bytes = 0
+
+    def begin(self) -> None:
+        make = self._make_outer
+        if make is not None:
+            for fragment in range(self._schedule.fragments):
+                outers = []
+                for block in self.blocks:
+                    piece = self._schedule.span(block.numel, fragment)
+                    outers.append(OuterPart(block, piece, self.exchange, make))
+                self._outer_parts.append(outers)
+        if self._loaded:
+            self._restore()
+
+    def _restore(self) -> None:
+        """Load the state dict into the outer optimizers."""
+        for place, block in enumerate(self.blocks):
+            dtype = wide_dtype(block.dtype)
+            tensors = {
+                name: block.unnamed(values, dtype)
+                for name, values in self._loaded["tensors"].items()
+            }
+            for outers, parts in zip(self._outer_parts, self._loaded["parts"], strict=True):
+                outers[place].load(tensors, parts[place])
+        self._loaded = {}
+
+    def act(self) -> None:
+        is_late = self._schedule.delay > 0
+        leaving = self._schedule.leaving(self.acted)
+        if is_late:
+            self._apply(self._schedule.arriving(self.acted))
+        for fragment in leaving:
+            self._send(fragment, is_late)
+        if not is_late:
+            self._apply(leaving)
+
+    def _send(self, fragment: int, is_late: bool) -> None:
+        slices = self._pending[fragment] = []
+        for place, block in enumerate(self.blocks):
+            span = self._schedule.span(block.numel, fragment)
+            if span.start < span.stop:
+                outer_step = None
+                if self._outer_parts:
+                    outer_step = self._outer_parts[fragment][place].step
+                slices.append(self.send(block, span, outer_step, late=is_late))
+        self._exchanges += 1
+        self._bytes += sum(each.values.nbytes for each in slices)
+        pending_bytes = sum(each.values.nbytes for each in self._in_flight())
+        copies = 2 if is_late else 1  # a late mean has a snapshot
+        self._peak_bytes = max(self._peak_bytes, pending_bytes * copies)
+
+    def _in_flight(self) -> list[PendingSlice]:
+        return [each for slices in self._pending.values() for each in slices]
+
+    def _apply(self, fragments: list[int]) -> None:
+        slices: list[PendingSlice] = []
+        for fragment in fragments:
+            slices += self._pending.pop(fragment, ())
+        self.apply(slices)
+
+    @contextlib.contextmanager
+    def at_rest(self, *, leave: bool) -> Iterator[None]:
+        self.apply(self._in_flight())
+        if not leave:
+            self._pending.clear()
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        for each in self._in_flight():
+            self.result(each)  # wait: the owner's step of this fragment may be under way
+        self.check_late_means(self.acted + 1)
+        if self._make_outer is None:
+            return {}
+        if not self._outer_parts:
+            raise UnsupportedConfigurationError(
+                "this state was closed, and has dropped the outer optimizer's state; save before "
+                "close()"
+            )
+        states = [[outer.state() for outer in outers] for outers in self._outer_parts]
+        names = sorted({name for each in states for tensors, _ in each for name in tensors})
+        return {
+            "fragments": self._schedule.fragments,
+            "tensors": {name: self._gathered(name) for name in names},
+            # None stands for an entry of "tensors".
+            "parts": [
+                [dict.fromkeys(tensors) | numbers for tensors, numbers in each] for each in states
+            ],
+        }
+
+    def _gathered(self, key: str) -> dict[str, torch.Tensor]:
+        """Gather the owners' state of this key, by the tensors' names. **Collective**.
+
+        A fragment that has no such state yet has zeros.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for place, block in enumerate(self.blocks):
+            whole = torch.zeros(block.numel, dtype=wide_dtype(block.dtype), device=block.device)
+            for outers in self._outer_parts:
+                outer = outers[place]
+                own = outer.state()[0].get(key)
+                if own is not None:
+                    whole[slice(*outer.span)] = own
+                    self.exchange.gather(whole[slice(*outer.piece)], outer.layout, OWNED_STATE)
+            found.update(block.named(whole))
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            check_keys(state, {"fragments", "tensors", "parts"}, "the state of a LocalSGDState")
+        was_outer = bool(state)
+        if was_outer != (self._make_outer is not None):
+            raise ValueError(
+                f"expected a state saved {'without' if was_outer else 'with'} an outer optimizer, "
+                f"got one saved {'with' if was_outer else 'without'} it; make LocalSGDState as it "
+                "was when the state was saved"
+            )
+        if was_outer and state["fragments"] != self._schedule.fragments:
+            raise ValueError(
+                f"expected fragments={state['fragments']} as when the state was saved, got "
+                f"fragments={self._schedule.fragments}; pass the same"
+            )
+        self._loaded = state
+
+    def stats(self) -> dict[str, Any]:
+        outer_bytes = 0
+        for outers in self._outer_parts:
+            for outer in outers:
+                tensors, _ = outer.state()
+                outer_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        return {
+            "exchanges": self._exchanges,
+            "exchanged_bytes": self._bytes,
+            "in_flight": len(self._pending),
+            "peak_bytes": self._peak_bytes,
+            "outer_bytes": outer_bytes,
+        }
+
+    def close(self) -> None:
+        self._pending.clear()
+        self._outer_parts.clear()
