@@ -181,9 +181,9 @@ class KFACState(HookState):
         compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps,
             and every thousand. Default True.
 
-    `DecoupledState` takes a KFACState as well: ``DecoupledState(optimizer, kfac=KFACState(model,
-    optimizer))``. The preconditioned gradient then arrives, and is applied, during the next
-    forward.
+    `DecoupledKFACState` takes a KFACState: ``DecoupledKFACState(optimizer, KFACState(model,
+    optimizer))``. Then the preconditioned gradient arrives, and is applied, while the next forward
+    runs.
 
     ``damping``, ``factor_decay``, ``kl_clip``, ``factor_update_steps`` and ``inv_update_steps`` may
     be functions of the step's number, equal on all ranks. Owners, and the choice of spread layers,
@@ -267,8 +267,8 @@ class KFACState(HookState):
         if group.rank() == 0:
             settings.warn_of_large(self.passing)
             settings.warn_of_adaptive(optimizer, layers)
-        # Waits for the journeys that a DecoupledState has under way between two steps. Without one
-        # there are none.
+        # Waits for the journeys that a DecoupledKFACState has under way between two steps. Without
+        # one there are none.
         self._flush: Callable[[], None] = nothing
         self._is_deferred = False
         self._preconditioner = Preconditioner(
@@ -359,8 +359,8 @@ class KFACState(HookState):
         "dropped" counts batches that changed nothing, including those of a layer without a
         gradient.
 
-        If this state is part of a `DecoupledState`, that one counts the traffic. Not collective.
-        See docs/troubleshooting.md.
+        If this state is part of a `DecoupledKFACState`, that one counts the traffic. See
+        docs/troubleshooting.md. Not collective.
         """
         own = self._preconditioner.own.values()
         coded = None if self._compression is None else self._compression.stats()
@@ -487,7 +487,7 @@ class KFACState(HookState):
     # --- for the hooks ----------------------------------------------------------------------------
 
     def defer(self, state: Any) -> None:
-        """Become part of ``state``, a `DecoupledState`, whose ``flush`` ends journeys under way."""
+        """Become part of a `DecoupledKFACState`, whose ``flush`` ends journeys under way."""
         if self.mutex is not state.mutex:
             raise ValueError(
                 f"expected one mutex, got mutex={state.mutex!r} and a KFACState with "
@@ -502,7 +502,7 @@ class KFACState(HookState):
         if self._is_deferred or self.codec is not None:
             found = "that is part of another" if self._is_deferred else "with a codec"
             raise UnsupportedConfigurationError(
-                "expected a new KFACState without a codec for each DecoupledState, got one "
+                "expected a new KFACState without a codec for each DecoupledKFACState, got one "
                 f"{found}; make a KFACState(model, optimizer) for it"
             )
         self._flush = state.flush
@@ -583,8 +583,8 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
     def carry(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
         if state._is_deferred:
             raise UnsupportedConfigurationError(
-                "expected decoupled_hook for a KFACState that is part of a DecoupledState, got "
-                "kfac_hook; register DecoupledState(optimizer, kfac=...) with decoupled_hook, or "
+                "expected decoupled_hook for a KFACState that is part of a DecoupledKFACState, got "
+                "kfac_hook; register DecoupledKFACState(optimizer, kfac) with decoupled_hook, or "
                 "make another KFACState"
             )
         turn = cast(Turn | None, state.mutex)

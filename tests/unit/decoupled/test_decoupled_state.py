@@ -515,7 +515,7 @@ def test_a_step_of_other_code_is_refused_unless_gradients_were_flushed(
     training.state.close()
 
 
-NEW = "a new KFACState without a codec for each DecoupledState, got one "
+NEW = "a new KFACState without a codec for each DecoupledKFACState, got one "
 
 
 # Arguments of DecoupledKFACState beside the optimizer.
