@@ -9,8 +9,8 @@ bfloat16, as torch computes it: 0.75 of the bytes of an all-reduce of float32 gr
 [Note: Muon's packing] In the buffer to the owners, a rank's part holds the gradients of its
 matrices. In the buffer that returns, it holds their directions in bfloat16, two bytes a number
 whatever the bucket's dtype is. Behind each direction lies the squared norm of its gradient, eight
-raw bytes. Both buffers hold the rank's share of the elements that pass through, see [Note:
-packing].
+raw bytes. Both buffers hold the rank's share of the elements that pass through, as
+[Note: packing] explains.
 
 [Note: momentum and skipped steps] A backward pass computes the new momentum beside the old one.
 ``muon.step()`` makes it the momentum by exchanging the two. A step that is skipped leaves the old

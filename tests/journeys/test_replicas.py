@@ -219,13 +219,16 @@ LOOPS = [sam, sam_by_data, perturbed, noisy_forward]
 
 
 def with_loops(ways: list[str]) -> list[tuple[str, Any]]:
-    """Return all pairs of a way and a loop in the campaign. Else each way has half of the loops."""
-    return [
-        (way, loop)
-        for place, way in enumerate(ways)
-        for number, loop in enumerate(LOOPS)
-        if IN_CAMPAIGN or (number - place) % len(LOOPS) < len(LOOPS) // 2
-    ]
+    """Return pairs of a way and a loop: all of them in the campaign, else two loops for each way.
+
+    `perturbed` is one of these, as the only loop where parameters differ when forward begins.
+    """
+    others = [loop for loop in LOOPS if loop is not perturbed]
+    pairs = []
+    for place, way in enumerate(ways):
+        chosen = [perturbed, others[place % len(others)]]
+        pairs += [(way, loop) for loop in (LOOPS if IN_CAMPAIGN else chosen)]
+    return pairs
 
 
 @pytest.mark.torch_version

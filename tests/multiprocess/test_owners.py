@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.utils._pytree import tree_leaves
 
+from crossover_ddp._ddp import torch_private
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp.muon_hooks import MuonState, muon_hook
 from crossover_ddp.owner_hooks import OwnerState, owner_hook
@@ -263,7 +264,8 @@ def test_ranks_get_the_bits_of_the_replicated_optimizers(
         computed += 1
         return original(*arguments, **options)
 
-    with mock.patch(NEWTON_SCHULZ, counted):
+    ours_counted = mock.patch.object(torch_private, "newton_schulz", counted)
+    with mock.patch(NEWTON_SCHULZ, counted), ours_counted:
         for step in range(STEPS):
             for each in (ours, plain):
                 act(each, step) if act else each.step()
