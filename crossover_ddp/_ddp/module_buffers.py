@@ -109,6 +109,8 @@ class ModuleBuffers:
             return 0
         if not all(hasattr(model, name) for name in torch_private.NEEDED_FOR_BUFFERS):
             return 0
+        if torch_private.preserved_versions is None:
+            return 0
         tensors = self._tensors()
         for tensor in tensors:
             is_plain = tensor.layout == torch.strided and not tensor.is_inference()

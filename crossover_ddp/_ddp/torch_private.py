@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import _muon as torch_muon
 from torch.optim import optimizer as torch_optimizer
 
 # --- process groups ---
@@ -97,22 +96,23 @@ SUBMODULES: Final = "_modules"
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 # A context manager inside which tensors can be written without a new version. Autograd may have
-# saved buffers when they are replaced, as with DDP's own broadcast. Without it: AttributeError at
-# import. Guard: tests/multiprocess/test_module_buffers.py, "between_steps".
-preserved_versions = torch.autograd._unsafe_preserve_version_counter
+# saved buffers when they are replaced, as with DDP's own broadcast. Without it: buffers stay with
+# DDP. Guard: tests/multiprocess/test_module_buffers.py, "between_steps".
+preserved_versions: Final[Any] = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
 
 # Set on parameters that torch.distributed.optim updates inside of backward. Replicas are not
-# compared then. Without it: they are compared while they change. No guard but the look-up.
+# compared then. Without it: they are compared while they change.
+# Guard: tests/unit/ddp/test_torch_private.py alone.
 IN_BACKWARD_OPTIMIZERS: Final = "_in_backward_optimizers"
 
-# Whether a profiler is on; parts of a step have spans only then. Without it: AttributeError at
-# import. Guard: tests/unit/owners/test_optimizer.py.
-profiler_is_on: Callable[[], bool] = torch.autograd._profiler_enabled
+# Whether a profiler is on; parts of a step have spans only then. Without it (bool() is False): no
+# spans. Guard: tests/unit/ddp/test_torch_private.py alone.
+profiler_is_on: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", bool)
 
 # --- optimizers ---
 
 # Schedulers warn if the optimizer lacks this mark of a step. Without it: a warning by torch.
-# Guard: tests/defects/test_decoupled.py, "scheduler".
+# Guard: tests/unit/ddp/test_torch_private.py alone.
 STEP_WAS_CALLED: Final = "_opt_called"
 
 # Hooks of one optimizer's step, and those of all optimizers. Owners refuse them, since parameters
@@ -125,7 +125,8 @@ optimizer_module: Final = torch_optimizer
 # The functions that torch.optim.Muon is made of, see [Note: torch's own arithmetic] in
 # `_owners/muon.py`. None where torch lacks them; MuonState then raises
 # UnsupportedConfigurationError. Guards: `check_torch`, tests/multiprocess/test_owners.py.
+_muon: Final = getattr(torch.optim, "_muon", None)
 newton_schulz: Final[Callable[..., Tensor] | None] = getattr(
-    torch_muon, "_zeropower_via_newtonschulz", None
+    _muon, "_zeropower_via_newtonschulz", None
 )
-adjusted_lr: Final[Callable[..., Any] | None] = getattr(torch_muon, "_adjust_lr", None)
+adjusted_lr: Final[Callable[..., Any] | None] = getattr(_muon, "_adjust_lr", None)
