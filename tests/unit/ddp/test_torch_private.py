@@ -24,7 +24,7 @@ PYTHONS = {"_asdict", "_exit", "_fields", "_getframe", "_is_owned", "_make", "_r
 # Where private names of torch stand outside of their module today. This shrinks.
 ELSEWHERE = {
     "_decoupled/guards.py",
-    "_decoupled/owned.py",
+    "_decoupled/owner_costs.py",
     "_decoupled/pending.py",
     "_engine/buckets.py",
     "_kfac/capture.py",
