@@ -1,1 +1,1 @@
-"""Services of Python, the kernel and the CUDA driver: threads, shared memory, devices."""
+"""Services of the machine: shared memory, environment variables, devices, the CUDA driver."""
