@@ -27,6 +27,7 @@ Case = Callable[[Wrap, int, int], Results]
 CASES: dict[str, Case] = {}
 TINY_MB = 0.0004
 STEPS = 5 if IN_CAMPAIGN else 4  # decoupled training defers from the third step on
+DEPTH = 4 if IN_CAMPAIGN else 3  # linear layers
 WIDTH = 12
 DEVICE = torch.device("cpu")  # of models and inputs; `backends` replaces it
 
@@ -115,7 +116,7 @@ class Recorder:
         return self.results
 
 
-def mlp(depth: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def mlp(depth: int = DEPTH, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     layers = [layer for _ in range(depth) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     return nn.Sequential(*layers).to(dtype)
 

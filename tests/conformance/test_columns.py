@@ -26,7 +26,7 @@ from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.groups import new_group
 from tests.harness.oracles import error_of
 
-STEPS = 12
+STEPS = 12 if IN_CAMPAIGN else 8
 DEATH_TIMEOUT_S = 50.0  # a peer's death must raise within this time, on a busy machine
 NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 OUTER = {"sync_every": 2, "delay": 1, "fragments": 2, "outer_optimizer": NESTEROV}

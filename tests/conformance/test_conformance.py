@@ -9,7 +9,8 @@ other cells run as well:
   hooks.
 - With other numbers of ranks one hook of each kind of payload runs the cases of `SHORT` and
   `OF_LAYOUTS`.
-- On the other backends each hook runs `many_buckets` and one more case, in rotation.
+- On the other backends each hook runs `many_buckets` and one more case, in rotation. Rows that are
+  like others run there only if they are in `OWN_PATH`.
 
 With CROSSOVER_CAMPAIGN all hooks run all cases everywhere.
 """
@@ -52,6 +53,10 @@ OF_EACH_KIND = {
     3: ("decoupled", "identity_codec", "kfac_of_nothing", "owners"),
     4: ("split",),
 }
+# Rows that are like others on gloo, but have a path of their own on other backends: buckets that
+# bypass owners, a codec in deferred exchanges on a device, a foreign hook where ours are switched
+# off.
+OWN_PATH = ("decoupled_int8", "kfac_of_nothing", "muon_of_nothing", "wrapped_fp16")
 # In these cases DDP makes, fills or awaits its buckets in another way. A hook takes the same path
 # as in other cases.
 OF_DDP = (
@@ -72,9 +77,11 @@ Reference = str | tuple[str | None, Callable[[nn.Module, float], list[torch.opti
 
 
 def hooks(backend: str, world_size: int) -> dict[str, Row]:
-    if IN_CAMPAIGN or backend != "gloo":
+    if IN_CAMPAIGN:
         return HOOKS
-    return {name: HOOKS[name] for name in OF_EACH_KIND.get(world_size, HOOKS)}
+    if backend == "gloo":
+        return {name: HOOKS[name] for name in OF_EACH_KIND.get(world_size, HOOKS)}
+    return {name: row for name, row in HOOKS.items() if not row.is_like_others or name in OWN_PATH}
 
 
 def cases_of(backend: str, hook: str, world_size: int) -> list[str]:

@@ -79,7 +79,8 @@ def _key(toolkit: dict[str, Path]) -> str:
 
 def build() -> Path:
     """Return the directory of the libraries. Build them first if they do not exist."""
-    reason, toolkit = why_not(), _find()
+    reason = why_not()
+    toolkit = _find()
     assert reason is None and isinstance(toolkit, dict), reason
     cache = (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

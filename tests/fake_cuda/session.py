@@ -143,7 +143,8 @@ class Served:
     """The plugin in the process on the device: runs the tests of its orders and sends reports."""
 
     def __init__(self, config: pytest.Config, orders: "Connection[Any, Any]") -> None:
-        self._config, self._orders = config, orders
+        self._config = config
+        self._orders = orders
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}

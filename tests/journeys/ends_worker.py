@@ -1,4 +1,7 @@
-"""Leave by one of Python's ways while this process's threads wait in gloo for a peer that never answers."""
+"""Exit in one of several ways while this process's threads wait in gloo for a peer.
+
+The peer never answers. Arguments: the hook, and the way to exit.
+"""
 
 import functools
 import os
@@ -15,7 +18,7 @@ from tests.harness.training import Training, waited_for_by_nobody
 
 
 class Last:
-    """Ends the peer when the interpreter is torn down: gloo lets go then whoever still waits for it."""
+    """Kills the peer when the interpreter is torn down, so that threads in gloo resume then."""
 
     def __init__(self, peer: int) -> None:
         self._peer = peer
@@ -30,10 +33,12 @@ class Last:
 
 
 way, how = sys.argv[1:]
-os.environ[COMPARE_REPLICAS] = "0"  # nobody waits for the means
+# Parameters may differ: the hook below answers before the mean has arrived.
+os.environ[COMPARE_REPLICAS] = "0"
 dist.init_process_group("gloo")
 journeys: list[torch.futures.Future[torch.Tensor]] = []
-# No function of this module: a hook that outlives the interpreter would keep `Last` alive with the module.
+# Not a function of this module: a hook that outlives the interpreter would keep the module alive,
+# and `Last` with it.
 training = Training(
     way, dist.get_rank(), around=functools.partial(waited_for_by_nobody, journeys=journeys)
 )
@@ -41,16 +46,15 @@ if training.state is not None:
     training.state.compare_replicas = False
 for _ in range(5):
     training.step()
-    torch.futures.wait_all(
-        journeys
-    )  # DDP's buckets come again: only the last step may stay on its way
+    # The next step uses DDP's buckets again. Only the last step's may still be under way.
+    torch.futures.wait_all(journeys)
     journeys.clear()
 numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
 dist.all_gather(numbers, torch.tensor([os.getpid()]))
 if dist.get_rank() == 0:
     last = Last(int(numbers[1]))
     training.step()
-    time.sleep(0.3)  # the threads are inside of gloo by then
+    time.sleep(0.3)  # until the threads wait in gloo
     print("leaving", flush=True)
     if how == "exit":
         sys.exit(0)

@@ -1,4 +1,7 @@
-"""Destroy the process group while another rank is killed or stopped. Arguments: that rank, and the signal's name."""
+"""Destroy the process group while another rank is killed or stopped.
+
+Arguments: that rank, and the name of the signal.
+"""
 
 import os
 import signal

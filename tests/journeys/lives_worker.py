@@ -1,6 +1,6 @@
-"""Train in one process group after the other, as a script does that begins again; on `env://`, at one port.
+"""Train in one process group after the other, all made by `env://` at the same port.
 
-Arguments: the hook, and which rank is late in which life, as digits.
+Arguments: the hook, and a digit for each group: the rank that is late to leave it.
 """
 
 import sys
@@ -13,11 +13,13 @@ from tests.harness.training import Training
 way, late = sys.argv[1:]
 training = None
 for number in late:
-    former = training  # its model lives on, and with it rank 0's store of that life
+    former = training  # keeps its model alive, and with it rank 0's store of that group
     dist.init_process_group("gloo")
     training = Training(way, dist.get_rank()).run(3)
     rank = dist.get_rank()
-    dist.barrier()  # elastic ranks do not wait for each other in their steps, and this ends the rounds of slower ones
+    # Elastic ranks do not wait for each other in their steps. Without the barrier a fast rank would
+    # end the rounds of slower ones.
+    dist.barrier()
     dist.destroy_process_group()
     if rank == int(number):
         time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""What arrives: the bits of plain DDP whatever the sizes, the traffic of others, and the number of messages before."""
+"""Results have plain DDP's bits and buffers, and each hook sends the bytes that it promises."""
 
 import math
 import threading
@@ -24,10 +24,8 @@ from tests.harness.training import WAYS, WIDTH, Training, losses_of, muon_and_sg
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.defect("codecs-S18")
 @in_ranks()
-def test_numbers_of_transfers_and_with_them_tags_begin_anew(
-    rank: int, world_size: int
-) -> torch.Tensor:
-    """On a sixteenth channel, with buckets of several messages."""
+def test_the_numbers_of_transfers_may_wrap_around(rank: int, world_size: int) -> torch.Tensor:
+    """Gloo's tags contain these numbers. Here on the sixteenth channel, with long buckets."""
     with inside.start_near_wrap(left=20):
         ours, plain = (
             Training(way, rank, module=mlp(WIDTH, 700, 700, WIDTH, seed=3)).run(6)
@@ -41,8 +39,9 @@ def test_numbers_of_transfers_and_with_them_tags_begin_anew(
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("way", ["split", "int8", "kfac", "muon", "decoupled", "owned"])
-def test_alone_all_is_done_at_once_without_a_thread(way: str) -> None:
-    before, done = threading.enumerate(), list[bool]()
+def test_a_single_rank_exchanges_at_once_and_without_a_thread(way: str) -> None:
+    before = threading.enumerate()
+    done: list[bool] = []
     noting = noted(lambda bucket, future: done.append(future.done() or not bucket.is_last()))
     training = Training(way, around=noting).run(3)
     assert threading.enumerate() == before
@@ -65,13 +64,15 @@ def test_no_hook_depends_on_the_default_dtype(
 ) -> None:
     for way in WAYS:
         found, usual = (losses_of(way, rank, dtype, each) for each in (default, torch.float32))
-        # An elastic rank meets the centre whenever it likes.
-        assert all(map(math.isfinite, found)) if way == "elastic" else found == usual, way
+        if way == "elastic":  # its ranks pull the centre at any time, so that no two runs are alike
+            assert all(map(math.isfinite, found))
+        else:
+            assert found == usual, way
 
 
 @in_ranks(2)
-def test_our_hand_does_not_count_as_a_change_of_the_users_gradients(rank: int) -> None:
-    """Keep a graph with a gradient whose mean arrives late: autograd must not find it changed, which it is by us."""
+def test_a_late_mean_does_not_count_as_a_change_of_the_gradient(rank: int) -> None:
+    """A graph has saved a gradient whose mean arrives later. Its backward must not raise."""
     training = Training("decoupled", rank).run(6)
     weight = next(training.model.module.parameters())
     if rank:
@@ -86,21 +87,28 @@ def test_our_hand_does_not_count_as_a_change_of_the_users_gradients(rank: int) -
 @pytest.mark.parametrize("late", [0, 1])
 @in_ranks(2)
 def test_a_deferred_forward_waits_for_buffers_and_for_no_other_gather(rank: int, late: int) -> None:
-    """Hold the early rank's gathers until the later one's forward has begun, which has all buffers before."""
-    store, gather, copy = _get_default_store(), _GlooLink.all_gather, ModuleBuffers.copy
+    """The early rank's gathers are held until the late rank's forward has begun.
+
+    That forward needs all buffers before, so it must not wait for these gathers.
+    """
+    store = _get_default_store()
+    gather = _GlooLink.all_gather
+    copy = ModuleBuffers.copy
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
     training = Training("decoupled", rank, module=module).run(6)
     training.state.flush()
     dist.barrier()
-    through, begun = f"through {late}", f"begun {late}"
+    through = f"through {late}"
+    begun = f"begun {late}"
 
-    def held(link: Any, *what: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():  # which begins with buffers
+    def held(link: Any, *args: Any) -> Any:
+        # The main thread's gathers are those of buffers.
+        if threading.current_thread() is not threading.main_thread():
             store.wait([begun], timedelta(seconds=20))
-        return gather(link, *what)
+        return gather(link, *args)
 
     def copied(buffers: ModuleBuffers) -> Any:
-        time.sleep(0.2)  # time enough for gathers, where nothing keeps them
+        time.sleep(0.2)  # gathers that nothing holds back would arrive meanwhile
         return copy(buffers)
 
     if rank == late:
@@ -113,7 +121,7 @@ def test_a_deferred_forward_waits_for_buffers_and_for_no_other_gather(rank: int,
             training.backward()
             store.set(through, "")
             training.update()
-            training.loss()  # in which the later rank's forward begins
+            training.loss()  # the late rank's forward begins meanwhile
             store.wait([begun], timedelta(seconds=20))
     if rank == late:
         training.loss()
@@ -121,20 +129,21 @@ def test_a_deferred_forward_waits_for_buffers_and_for_no_other_gather(rank: int,
 
 
 COUNTED = pytest.mark.skipif(
-    not Path("/proc/self/io").exists(), reason="the kernel does not count what a process writes"
+    not Path("/proc/self/io").exists(), reason="the kernel does not count the bytes of a process"
 )
 WIDE = 128
-# Sent by a rank of two, as parts of the model's bytes: half there, half back. K-FAC's: multiprocess/test_kfac_wire.py;
-# of others that send as much as the split, what is given to gloo: multiprocess/test_stats.py.
+# The bytes that a rank of two sends in a step, in both halves of the exchange, as a range of parts
+# of the model's bytes. K-FAC has its own test in multiprocess/test_kfac_wire.py. Hooks that send as
+# much as the split are in multiprocess/test_stats.py, which counts the bytes that gloo is given.
 SENT = {"split": (1.0, 1.05), "int8": (0.25, 0.32), "muon": (0.7, 0.8)}
 
 
 def sent_bytes() -> int:
-    """Return what this process has written so far, to sockets above all, as the kernel counts it."""
-    line = next(
-        line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("wchar")
-    )
-    return int(line.split()[1])
+    """Return the bytes that this process has written so far, nearly all to sockets."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("wchar"):
+            return int(line.split()[1])
+    raise AssertionError("the kernel shows no wchar")
 
 
 @COUNTED
@@ -155,8 +164,8 @@ def test_bytes_on_the_wire(rank: int, world_size: int, way: str) -> None:
     training.close()
     sent = torch.tensor([float(sent_bytes() - begin)])
     dist.all_reduce(sent)
-    of_others = 2 * (world_size - 1) / world_size  # 1 for two ranks, of whose halves each sends one
-    own = of_others * sum(p.numel() * 4 for p in training.held)
+    part = 2 * (world_size - 1) / world_size  # of the model's bytes; 1 for two ranks
+    expected = part * sum(p.numel() * 4 for p in training.held)
     low, high = SENT[way]
     mean = float(sent) / 10 / world_size
-    assert low * own <= mean <= high * own + 4000 * (world_size - 1), mean / own
+    assert low * expected <= mean <= high * expected + 4000 * (world_size - 1), mean / expected

@@ -1,4 +1,7 @@
-"""What a device adds: late copies, late kernels, late collectives, and a device for each rank. On the fake one."""
+"""Hooks on a CUDA device: late copies, kernels and collectives, and a device of each rank's own.
+
+All tests run on the fake device.
+"""
 
 import functools
 import gc
@@ -31,12 +34,13 @@ LATE: Mapping[str, Mapping[str, int]] = {
     "gloo": {"copy_us": 300, "copy_jitter_us": 2000, "kernel_jitter_us": 300},
     "nccl": {"nccl_us": 500, "nccl_jitter_us": 3000, "kernel_jitter_us": 300},
 }
-LATENESSES = 100 if IN_CAMPAIGN else 3
-PAUSE_S = 0.003  # at most, of a thread that goes on with a bucket
+LATENESSES = 100 if IN_CAMPAIGN else 3  # the number of seeds
+PAUSE_S = 0.003  # the longest pause of a thread that resumes a journey
 NAMED = ("split", "crossover", "int8", "averaged", "decoupled", "owned", "kfac", "muon")
 PAIRS = PerPair(((Int8(), Half()), (SIDCo(0.3), Int8())))
 CELLS: dict[str, Way] = {
-    **{way: made for way, made in WAYS.items() if way != "elastic"},  # which goes its own pace
+    # Without elastic averaging, of which no two runs are alike.
+    **{way: made for way, made in WAYS.items() if way != "elastic"},
     "compressed int8 and half": way_of("compressed", codec=(Int8(), Half())),
     "crossover pairs": way_of("crossover", codec=(PAIRS, Int8())),
     "decoupled int8": way_of("decoupled", codec=Int8()),
@@ -44,7 +48,7 @@ CELLS: dict[str, Way] = {
     "decoupled sidco": way_of("decoupled", codec=SIDCo(0.3)),
     "kfac int8": way_of("kfac", codec=Int8()),
 }
-# Each way on one backend, and on both the split, whose two halves all the others have.
+# The short form: each way on one backend, and the split, whose two halves all ways have, on both.
 SHORT = {
     "cpu": ("decoupled pairs", "kfac int8"),
     "gloo": ("split", "compressed int8 and half", "decoupled", "kfac"),
@@ -71,28 +75,34 @@ def trained(rank: int, device: str, way: str) -> torch.Tensor:
 
 
 def paused(seed: int) -> Any:
-    """Let threads that go on with a bucket pause before some of the pieces."""
-    numbers, go_on = random.Random(seed), Trip.go_on
+    """Pause threads at random before they resume a journey."""
+    numbers = random.Random(seed)
+    go_on = Trip.go_on
 
-    def late_on(trip: Trip) -> None:
+    def pause_and_go_on(trip: Trip) -> None:
         time.sleep(max(0.0, numbers.uniform(-2, 1)) * PAUSE_S)
         go_on(trip)
 
-    return mock.patch.object(Trip, "go_on", late_on)
+    return mock.patch.object(Trip, "go_on", pause_and_go_on)
+
+
+def lateness(backend: str, rank: int, world_size: int, seed: int) -> Any:
+    """Delay threads on the CPU, and copies, kernels and collectives on the device."""
+    if backend == "cpu":
+        return paused(world_size * seed + rank)
+    return late(**LATE[backend], seed=seed)
 
 
 def differing(rank: int, world_size: int, backend: str, way: str) -> list[int]:
+    """Return the seeds of latenesses with which training has other results than without any."""
     device = "cpu" if backend == "cpu" else "cuda"
-    exact = way in ("split", "crossover", "wrapped", "decoupled")
-    expected, found = trained(rank, device, "plain" if exact else way), []
+    has_plain_bits = way in ("split", "crossover", "wrapped", "decoupled")
+    expected = trained(rank, device, "plain" if has_plain_bits else way)
+    found = []
     for seed in range(1, 1 + LATENESSES):
-        with (
-            paused(world_size * seed + rank)
-            if backend == "cpu"
-            else late(**LATE[backend], seed=seed)
-        ):
-            same = torch.equal(trained(rank, device, way), expected)
-        if not same:
+        with lateness(backend, rank, world_size, seed):
+            values = trained(rank, device, way)
+        if not torch.equal(values, expected):
             found.append(seed)
     return found
 
@@ -101,28 +111,28 @@ def differing(rank: int, world_size: int, backend: str, way: str) -> list[int]:
     ("backend", "way"),
     [(backend, way) for backend in SHORT for way in (CELLS if IN_CAMPAIGN else SHORT[backend])],
 )
-def test_what_is_late_changes_nothing(backend: str, way: str) -> None:
-    """What is read, overwritten or freed before its copy or kernel shows as other numbers here."""
+def test_lateness_changes_no_bit(backend: str, way: str) -> None:
+    """A tensor that is read, overwritten or freed before its copy or kernel changes the results."""
     network = "nccl" if backend == "nccl" else "gloo"
     assert run_ranks(differing, 2, args=(backend, way), backend=network, timeout_s=600) == [[], []]
 
 
 @in_ranks(2, backend="gloo")
-def test_gradients_go_down_and_up_once(rank: int) -> None:
+def test_gradients_are_copied_to_the_host_and_back_once(rank: int) -> None:
     training = Training("split", rank, device="cuda").run(5)
     copied = dict.fromkeys(("down", "up"), 0)
 
-    def counted(way: str) -> Any:
-        copy = getattr(Staged, way)
+    def counted(direction: str) -> Any:
+        copy = getattr(Staged, direction)
 
         def count(net: Staged, pairs: Any) -> Any:
-            copied[way] += sum(target.numel() for target, _ in pairs)
+            copied[direction] += sum(target.numel() for target, _ in pairs)
             return copy(net, pairs)
 
-        return mock.patch.object(Staged, way, count)
+        return mock.patch.object(Staged, direction, count)
 
     with counted("down"), counted("up"):
-        training.run(1)  # the sixth step: a digest travelled behind the fourth
+        training.run(1)  # the sixth step; ranks compare digests after the fourth
     assert copied == dict.fromkeys(copied, len(training.values))
     training.close()
 
@@ -139,7 +149,7 @@ def contexts_of_each(rank: int, world_size: int) -> dict[str, list[bool]]:
             lambda link: link.all_gather(flat, [32, 32]), flat, "what is dropped"
         )
     ]
-    dropping = threading.Thread(target=trips.clear)  # whose device is number 0
+    dropping = threading.Thread(target=trips.clear)  # a new thread's current device is number 0
     dropping.start()
     dropping.join()
     found["dropped"] = [each in contexts() for each in range(world_size)]
@@ -147,14 +157,14 @@ def contexts_of_each(rank: int, world_size: int) -> dict[str, list[bool]]:
 
 
 def test_no_thread_makes_a_context_on_another_ranks_device() -> None:
-    close_pools()  # whose processes have had other devices
+    close_pools()  # its processes may have contexts on other devices
     _, found = run_ranks(contexts_of_each, 2, backend="nccl")
     assert found == {way: [False, True] for way in (*NAMED, "dropped")}
 
 
 @pytest.mark.parametrize("way", ["owned", "muon"])
 @in_ranks(2, backend="nccl")
-def test_state_of_owners_comes_to_each_ranks_own_device(rank: int, way: str) -> None:
+def test_consolidated_state_is_on_each_ranks_own_device(rank: int, way: str) -> None:
     training = Training(way, rank, device="cuda").run(3)
     training.state.consolidate()
     kept = [state for each in training.optimizers for state in each.state_dict()["state"].values()]
@@ -167,31 +177,32 @@ LATE_S = 0.1
 
 
 def overwritten(rank: int, world_size: int, way: str) -> int:
-    """Train a model, drop it, and return how many numbers of what is made then somebody else has written."""
-    found, order = 0, Trip.__del__
+    """Train a model, drop it while it exchanges, and make tensors that may get its memory.
 
-    def late_order(trip: Trip) -> None:
-        time.sleep(LATE_S / 2)  # as long as it holds memory, nobody else has it
-        order(trip)
+    Return how many of their numbers the exchange has overwritten.
+    """
+    found = 0
+    delete = Trip.__del__
 
+    def delete_late(trip: Trip) -> None:
+        time.sleep(LATE_S / 2)  # until it is deleted, it keeps its memory
+        delete(trip)
+
+    # Copies are less late, since some of them come one after the other.
+    knobs = {"nccl_us": int(LATE_S * 1e6), "copy_us": int(LATE_S / 4 * 1e6)}
     for _ in range(2):
-        training, made = Training(CELLS[way], rank, device="cuda").run(7), []
+        training = Training(CELLS[way], rank, device="cuda").run(7)
+        made = []
         torch.cuda.synchronize()
-        with (
-            late(
-                nccl_us=int(LATE_S * 1e6), copy_us=int(LATE_S / 4 * 1e6)
-            ),  # of copies some come one by one
-            mock.patch.object(Trip, "__del__", late_order),
-        ):
-            training.run(
-                1
-            )  # behind it go digests, which no later step looks at, and of some ways gradients
+        with late(**knobs), mock.patch.object(Trip, "__del__", delete_late):
+            # After this step ranks exchange digests, and with some ways gradients. No later step
+            # waits for them.
+            training.run(1)
             del training
             gc.collect()
             for _ in range(10 if dist.get_backend() == "gloo" else 1):
-                made += [
-                    torch.ones(numel, device="cuda") for numel in (16, 64, 1000) for _ in range(10)
-                ]
+                for numel in (16, 64, 1000):
+                    made += [torch.ones(numel, device="cuda") for _ in range(10)]
                 time.sleep(LATE_S / 5)
         torch.cuda.synchronize()
         dist.barrier()
@@ -203,12 +214,14 @@ def overwritten(rank: int, world_size: int, way: str) -> int:
 @pytest.mark.parametrize(
     ("backend", "way"), [("nccl", "decoupled int8"), ("gloo", "wrapped"), ("gloo", "owned")]
 )
-def test_what_nobody_waits_for_writes_over_nothing(backend: str, way: str) -> None:
+def test_an_exchange_without_a_waiting_step_overwrites_no_other_memory(
+    backend: str, way: str
+) -> None:
     assert run_ranks(overwritten, 2, args=(way,), backend=backend) == [0, 0]
 
 
 @in_ranks(2, backend="nccl")
-def test_factors_that_nobody_waits_for_do_not_hold_up_backward(rank: int) -> None:
+def test_factors_in_flight_do_not_delay_backward(rank: int) -> None:
     training = Training("kfac", rank, device="cuda").run(3)
     reached: list[torch.cuda.Event] = []
     first = next(training.model.parameters())
@@ -226,51 +239,56 @@ def test_factors_that_nobody_waits_for_do_not_hold_up_backward(rank: int) -> Non
 
 
 def drained(rank: int, world_size: int, us: int) -> torch.Tensor:
-    """Train with K-FAC and a codec, the last step exact; behind its buckets others want memory of that size."""
-    training, made = Training(CELLS["kfac int8"], rank, device="cuda").run(5), []
+    """Train with K-FAC and a codec. The last step is exact, which adds the residuals.
 
-    def others(*_: Any) -> None:
-        made.extend(
-            [torch.full((numel,), 1e6, device="cuda") for numel in sizes for _ in range(20)]
-        )
+    After its buckets tensors of the residuals' sizes are made. They must not get their memory.
+    """
+    training = Training(CELLS["kfac int8"], rank, device="cuda").run(5)
+    made = []
+
+    def make_others(*_: Any) -> None:
+        for numel in sizes:
+            made.extend([torch.full((numel,), 1e6, device="cuda") for _ in range(20)])
 
     coded = training.state._compression._buckets.values()
     sizes = {len(kept) for each in coded for kept in each._residuals}
     torch.cuda.synchronize()
     training.state.drain()
-    with late(nccl_us=us), mock.patch.object(Exchange, "compare", others):
+    with late(nccl_us=us), mock.patch.object(Exchange, "compare", make_others):
         training.run(1)
         torch.cuda.synchronize()
     training.close()
     return training.values.cpu()
 
 
-def test_residuals_that_a_drained_step_adds_stay_until_the_device_has_read_them() -> None:
-    punctual, late_ = (run_ranks(drained, 2, args=(us,), backend="nccl") for us in (0, 20_000))
-    assert all(map(torch.equal, punctual, late_))
+def test_residuals_of_a_drained_step_keep_their_memory_until_the_device_has_read_them() -> None:
+    expected = run_ranks(drained, 2, args=(0,), backend="nccl")
+    found = run_ranks(drained, 2, args=(20_000,), backend="nccl")
+    assert all(map(torch.equal, expected, found))
 
 
 @pytest.mark.parametrize("way", ["split", "decoupled"])
 @in_ranks(2, backend="gloo")
-def test_a_device_that_fails_under_way_is_an_error(rank: int, way: str) -> None:
-    """Whatever the host asks of it is refused from then on, and the peer loses the connection."""
-    training = Training(way, rank, device="cuda").run(
-        5
-    )  # past the digests of step 4, which travel on their own
+def test_a_device_that_fails_during_an_exchange_is_an_error(rank: int, way: str) -> None:
+    """From then on all calls to the device fail. The peer loses the connection."""
+    training = Training(way, rank, device="cuda").run(5)  # ranks compare digests after the fourth
     if rank == 1:
         with pytest.raises(RuntimeError, match="exchange of bucket"):
             training.run(3)
         return
-    is_handed_back = way == "decoupled"  # when the device was well
+    # Decoupled training answers backward before the device fails.
+    fails_in_backward = way != "decoupled"
     broken = mock.Mock(side_effect=RuntimeError("device-side assert"))
     set_result = torch.futures.Future.set_result
 
     def set_on_device(future: Any, result: Any) -> None:
-        (broken if isinstance(result, torch.Tensor) and not is_handed_back else set_result)(
-            future, result
-        )
+        if fails_in_backward and isinstance(result, torch.Tensor):
+            broken()
+        set_result(future, result)
 
-    methods = {"reached": broken, **({} if is_handed_back else {"mark": broken})}
+    methods = {"reached": broken}
+    if fails_in_backward:
+        methods["mark"] = broken
     with (
         mock.patch.multiple(Device, **methods),
         mock.patch.object(torch.futures.Future, "set_result", set_on_device),
@@ -286,7 +304,7 @@ def test_a_device_that_fails_under_way_is_an_error(rank: int, way: str) -> None:
 def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_the_first_gradients(
     rank: int,
 ) -> None:
-    """On NCCL a Future is complete long before its kernels are: the device would idle inside of the turn."""
+    """On NCCL a Future completes long before its kernels. The device would idle during the turn."""
     taken: list[float] = []
     turn = RecordingTurn(at_acquire=lambda: taken.append(time.monotonic()))
     training = Training("decoupled", rank, device="cuda", mutex=turn).run(6)
@@ -305,7 +323,7 @@ def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_the_first_gradie
 def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_done_a_wrapped_hook(
     rank: int,
 ) -> None:
-    """Copies, and what a hook computes in callbacks, run outside of the turn."""
+    """Copies, and computations of the hook's callbacks, run outside of the turn."""
     busy_s: list[float] = []
 
     def acquired() -> None:

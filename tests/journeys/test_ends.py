@@ -1,4 +1,4 @@
-"""How things end: with the group, with the process, in a fork, with the last reference; on real processes."""
+"""Hooks end with their process group and their process, and survive forks; in real processes."""
 
 import gc
 import os
@@ -24,13 +24,13 @@ LIVES, LAST_ONE = (Path(__file__).with_name(f"{name}_worker.py") for name in ("l
 IMPATIENT_S = 60.0
 
 
-# Each needs an interpreter of its own, which imports torch: the short form has one.
+# Each needs an interpreter of its own, which imports torch. The short form has only one.
 ENDS = [(way, how) for way in ("split", "int8") for how in ("exit", "fall off the end", "destroy")]
 
 
 @pytest.mark.parametrize(("way", "how"), ENDS if IN_CAMPAIGN else ENDS[:1])
-def test_a_process_ends_while_its_threads_wait_for_others(way: str, how: str) -> None:
-    # It is rank 0 that ends as an interpreter does; its peer only has to be there.
+def test_a_process_ends_although_its_threads_wait_for_a_peer(way: str, how: str) -> None:
+    # Rank 0's interpreter ends as usual. Its peer only has to exist, so it may be forked.
     with spawn_script(WORKER, 2, args=[way, how], forked=[1]) as ranks:
         ranks.wait_for_output(0, "leaving", 120)
         begin_s = time.monotonic()
@@ -43,14 +43,17 @@ def test_a_process_ends_while_its_threads_wait_for_others(way: str, how: str) ->
 def fork_uses_the_hook(
     rank: int, world_size: int, way: str, forks: bool
 ) -> tuple[int, list[float]]:
-    training, status = Training(way, rank, mutex=RecordingTurn()).run(2), 0
-    if forks and (child := os.fork()) == 0:
-        signal.alarm(60)
-        try:
-            os._exit(0 if "fork" in error_of(lambda: training.run(2)) else 2)
-        finally:
-            os._exit(1)
+    """Train, also in a fork of this process. Return the fork's status and this one's losses."""
+    training = Training(way, rank, mutex=RecordingTurn()).run(2)
+    status = 0
     if forks:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            try:
+                os._exit(0 if "fork" in error_of(lambda: training.run(2)) else 2)
+            finally:
+                os._exit(1)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     dist.barrier()
     losses = [training.step() for _ in range(2)]
@@ -58,16 +61,16 @@ def fork_uses_the_hook(
     return status, losses
 
 
-# Alone the split needs neither a thread nor a peer, so that a fork may go on.
+# The split with a single rank needs neither a thread nor a peer, so that a fork may use it.
 @pytest.mark.parametrize(("way", "world_size"), [("crossover", 1), ("split", 2), ("kfac", 2)])
 def test_a_fork_that_uses_the_hook_gets_an_error_and_harms_no_parent(
     way: str, world_size: int
 ) -> None:
-    close_pools()  # ranks that have run other tests may have threads of autograd's, which no fork survives
-    ours, alone = (
-        run_ranks(fork_uses_the_hook, world_size, args=(way, forks)) for forks in (True, False)
-    )
-    assert ours == alone
+    # Ranks that have run other tests may have autograd's threads. A fork would not survive them.
+    close_pools()
+    with_fork = run_ranks(fork_uses_the_hook, world_size, args=(way, True))
+    without_fork = run_ranks(fork_uses_the_hook, world_size, args=(way, False))
+    assert with_fork == without_fork
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -91,14 +94,15 @@ def test_idle_threads_keep_nothing_alive(rank: int, way: str) -> None:
 
 
 def threads_left(before: Sequence[threading.Thread]) -> list[str]:
+    """Return the names of the threads that are not in ``before``, once they had time to end."""
     eventually(lambda: {*threading.enumerate()} <= {*before})
     return [thread.name for thread in threading.enumerate() if thread not in before]
 
 
-# The thread of elastic rounds may be in a round with a rank that has left.
+# Without elastic averaging: its thread may be in a round with a rank that has left.
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "elastic"])
 @in_ranks(2)
-def test_threads_go_with_the_group_although_model_and_state_live_on(rank: int, way: str) -> None:
+def test_threads_end_with_the_group_although_model_and_state_live_on(rank: int, way: str) -> None:
     before = threading.enumerate()
     training = Training(way, rank).run(3)
     dist.barrier()
@@ -111,7 +115,9 @@ def test_threads_go_with_the_group_although_model_and_state_live_on(rank: int, w
 
 @pytest.mark.parametrize("way", ["crossover", "wrapped"])
 @in_ranks(2)
-def test_a_thread_that_is_late_is_not_waited_for_and_strands_no_other(rank: int, way: str) -> None:
+def test_the_end_of_a_group_does_not_wait_for_a_thread_that_waits_for_a_turn(
+    rank: int, way: str
+) -> None:
     before = threading.enumerate()
     gate = threading.Event()
     turn = RecordingTurn(at_acquire=gate.wait)
@@ -123,18 +129,19 @@ def test_a_thread_that_is_late_is_not_waited_for_and_strands_no_other(rank: int,
     dist.destroy_process_group()
     seconds = time.monotonic() - begin_s
     gate.set()
-    assert seconds < 20, "what others may need is waited for 30 s, and here they need nothing"
+    # It waits 30 s for work that other ranks may need. Here they need none.
+    assert seconds < 20
     assert threads_left(before) == []
 
 
-# One rank is late in each life: without our help the other one meets what the life before has left in the store.
+# One rank is late to leave each group. The other one must not read keys of that group in the store.
 @pytest.mark.parametrize("way", WAYS if IN_CAMPAIGN else ["crossover", "elastic"])
 def test_a_process_trains_in_one_group_after_the_other(way: str) -> None:
     with spawn_script(LIVES, 2, args=[way, "001110"], forked=True) as ranks:
         assert ["lived 6 lives" in output for output in ranks.wait(120)] == [True, True]
 
 
-@pytest.mark.parametrize("lost", [0, 1])  # rank 0's process has the store
+@pytest.mark.parametrize("lost", [0, 1])  # rank 0's process serves the store
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_a_group_is_destroyed_although_a_rank_is_dead_or_stopped(lost: int, how: str) -> None:
     others = [rank for rank in range(3) if rank != lost]

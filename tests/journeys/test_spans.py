@@ -1,4 +1,4 @@
-"""What a recording of a step contains, one contract for all hooks: the command and the lab read it."""
+"""The contents of a recorded step, the same for all hooks: the command and the lab read them."""
 
 import itertools
 import json
@@ -16,8 +16,8 @@ from tests.harness.training import Training
 from tests.harness.turn import RecordingTurn
 
 STEPS = 5
-BUCKETS = 3  # 168 bytes each: a matrix of 6 x 6 and its bias
-BUCKET_BYTES = 168
+BUCKETS = 3
+BUCKET_BYTES = 168  # a matrix of 6 x 6 and its bias
 Spans = list[dict[str, Any]]
 HALVES, WHOLE = ("reduce_scatter", "all_gather"), ("all_reduce",)
 EXCHANGING = ("split", "crossover", "int8", "decoupled", "owned", "kfac", "muon")
@@ -58,8 +58,8 @@ def test_a_step_has_its_waits_and_both_halves_of_each_bucket(
     counts = Counter(span["kind"] for span in spans)
     assert counts["wait"] >= STEPS - 1
     computed = sorted(span["step"] for span in spans if span["kind"] == "compute")
-    assert computed == list(range(1, STEPS)), "nobody knows when the first step's began"
-    # Others wait for their buckets within backward.
+    assert computed == list(range(1, STEPS)), "the beginning of the first step is not known"
+    # Hooks that do not defer wait for their buckets within backward.
     assert counts["exchange"] == (0 if way in DEFERRING else STEPS)
     turns = sorted(
         (span["begin"], span["end"])
@@ -77,23 +77,26 @@ def check_halves(spans: Spans, way: str) -> None:
     halves: dict[str, dict[tuple[int, int], dict[str, Any]]] = {kind: {} for kind in kinds}
     for span in spans:
         if span["kind"] in kinds and span["bucket"] >= 0:
-            assert halves[span["kind"]].setdefault((span["step"], span["bucket"]), span) is span, (
-                "told twice"
-            )
+            place = span["step"], span["bucket"]
+            assert place not in halves[span["kind"]], "recorded twice"
+            halves[span["kind"]][place] = span
     buckets = [(0, 0)] + [(step, bucket) for step in range(1, STEPS) for bucket in range(BUCKETS)]
     for kind in kinds:
         assert sorted(halves[kind]) == buckets, "the first backward has one bucket"
     for place in buckets:
-        there, back = halves[kinds[0]][place], halves[kinds[-1]][place]
-        assert there["begin"] <= there["end"] <= back["end"]
-        for span in there, back:
-            # 36 of 42 numbers come back as a direction of two bytes each, with a norm of eight bytes.
-            of_one = BUCKET_BYTES - 36 * 2 + 8 if way == "muon" and span is back else BUCKET_BYTES
+        first = halves[kinds[0]][place]
+        last = halves[kinds[-1]][place]
+        assert first["begin"] <= first["end"] <= last["end"]
+        for span in first, last:
+            of_one = BUCKET_BYTES
+            if way == "muon" and span is last:
+                # 36 of 42 numbers return as a direction, of two bytes each, with a norm of 8 bytes.
+                of_one += 8 - 36 * 2
             exact_bytes = of_one * (BUCKETS if place == (0, 0) else 1)
             assert span["bytes"] == exact_bytes or (way == "kfac" and span["bytes"] > exact_bytes)
 
 
-def train_where_one_records(rank: int, world_size: int, way: str) -> None:
+def train_with_one_recording(rank: int, world_size: int, way: str) -> None:
     with mock.patch.dict(os.environ):
         if rank:
             del os.environ["CROSSOVER_TIMELINE"]
@@ -102,13 +105,12 @@ def train_where_one_records(rank: int, world_size: int, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["split", "int8", "decoupled"])
 def test_a_rank_may_record_alone(way: str, tmp_path: Path) -> None:
-    run_ranks(
-        train_where_one_records, 2, args=(way,), environment={"CROSSOVER_TIMELINE": str(tmp_path)}
-    )
+    environment = {"CROSSOVER_TIMELINE": str(tmp_path)}
+    run_ranks(train_with_one_recording, 2, args=(way,), environment=environment)
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_averaging_tells_what_its_rounds_exchange(tmp_path: Path) -> None:
+def test_averaging_records_the_exchanges_of_its_rounds(tmp_path: Path) -> None:
     spans = recorded("averaged", 2, tmp_path)
     counts = Counter(span["kind"] for span in spans)
     assert counts["reduce_scatter"] == counts["all_gather"] >= 2

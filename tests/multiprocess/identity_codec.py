@@ -1,4 +1,4 @@
-"""A codec of a user's own, which sends values unchanged."""
+"""A codec as a user may write one. Its messages are the values themselves."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,7 @@
-"""Trains a little, one way or another, and prints the peak of its memory once buckets are what they stay."""
+"""Trains a few steps with a hook and prints the peak of its memory, once buckets are final.
+
+Argument: the way to train.
+"""
 
 import ctypes
 import os
@@ -14,13 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp import DecoupledState, OwnerState, decoupled_hook, owner_hook
 from crossover_ddp.muon_hooks import MuonState, muon_hook
 
-LAYERS, WIDTH = 6, 1600  # ten megabytes each, and one bucket each
-SMALL, LARGE = 16, 160000  # for Muon: as many bytes, and little to compute
+LAYERS, WIDTH = 6, 1600  # each layer has ten megabytes, and is one bucket
+SMALL, LARGE = 16, 160000  # for Muon: layers of the same size that need little computation
 M_MMAP_THRESHOLD = -3
-# The peak is there in each step, within 0.1 MB: two steps are watched, in the campaign four.
+# Each step has the same peak, within 0.1 MB. The last two steps are measured, in the campaign four.
 STEPS = 7 if os.environ.get("CROSSOVER_CAMPAIGN") else 5
 
-# Freed memory goes back at once. By default glibc keeps more and more of it, and peaks of like ranks differ by 30 MB.
+# Return freed memory at once. By default glibc keeps more and more of it, and the peaks of
+# identical ranks differ by 30 MB.
 assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1_000_000) == 1
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -44,7 +48,7 @@ if way == "decoupled":
 if way == "adamw owners":
     model.register_comm_hook(OwnerState(optimizer), owner_hook)
 for step in range(STEPS):
-    if step == 3:  # the first one is a single bucket, whatever the cap
+    if step == 3:  # the first step has a single bucket of any size
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     model(torch.ones(4, widths[0])).square().mean().backward()
     optimizer.step()
@@ -52,10 +56,10 @@ for step in range(STEPS):
 if state is not None:
     state.flush()
 status = Path("/proc/self/status").read_text()
-# Without pages of files: torch's code is in memory once for all ranks, and the more of it the more a rank has called.
-[peak_kib], [code_kib] = (
-    re.findall(rf"{name}:\s+(\d+) kB", status) for name in ("VmHWM", "RssFile")
-)
+# Without pages of files: they are torch's code, which ranks share, and grow with each function
+# that a rank calls.
+[peak_kib] = re.findall(r"VmHWM:\s+(\d+) kB", status)
+[code_kib] = re.findall(r"RssFile:\s+(\d+) kB", status)
 print(f"peak of {(int(peak_kib) - int(code_kib)) * 1024} bytes", flush=True)
 dist.barrier()
 dist.destroy_process_group()

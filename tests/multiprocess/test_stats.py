@@ -1,4 +1,4 @@
-"""What hooks tell while they run: the same keys of every state, bytes as sent, seconds as waited."""
+"""The statistics of hooks: the same keys for every state, the bytes sent, the seconds waited."""
 
 import contextlib
 import copy
@@ -31,13 +31,18 @@ TYPES: Mapping[str, Any] = {
     "no_turns_because": str | None,
 }
 WITH_STATE = [way for way in WAYS if way != "split"]
-# What two ranks send of the gradients' bytes, from the second step on; a wrapped hook's own sends are not counted.
+# The bytes that a rank of two sends in a step, as a part of the gradients' bytes, from the second
+# step on. The sends of a wrapped hook are not counted.
 EXACT = {"split": 1.0, "crossover": 1.0, "decoupled": 1.0, "owned": 1.0, "wrapped": 0.0}
 
 
 @contextlib.contextmanager
 def sending(*, slow_s: float = 0.0) -> Iterator[list[int]]:
-    """Note the bytes of all that is handed to gloo by Python; ``slow_s``: arrivals take so much longer."""
+    """Record the bytes of all tensors that Python passes to gloo.
+
+    Args:
+        slow_s: a delay of each arrival.
+    """
     sent: list[int] = []
 
     class Slow:
@@ -68,24 +73,28 @@ def gradients_bytes(training: Training) -> int:
 
 
 def settle(training: Training) -> None:
+    """Wait for all exchanges under way."""
     for name in ("flush", "state_dict") if training.state is not None else ():
         getattr(training.state, name, lambda: None)()
 
 
 @pytest.mark.parametrize("way", WITH_STATE)
 @in_ranks(2)
-def test_every_state_tells_the_same_keys_and_the_bytes_that_were_sent(rank: int, way: str) -> None:
-    with sending() as noted:
-        training = Training(way, rank).run(
-            9
-        )  # ranks compare replicas in the 8th step, and then in the 16th
+def test_every_state_has_the_same_keys_and_counts_the_bytes_that_it_sends(
+    rank: int, way: str
+) -> None:
+    with sending() as recorded:
+        # Ranks compare replicas in the 8th step and in the 16th. None of the measured steps does.
+        training = Training(way, rank).run(9)
         settle(training)
-        begin, before = sum(noted), training.state.stats()
+        begin = sum(recorded)
+        before = training.state.stats()
         training.run(STEPS - 9)
         settle(training)
-        stats, seen = training.state.stats(), sum(noted) - begin
+        stats = training.state.stats()
+        seen = sum(recorded) - begin
     training.close()
-    training.state.close()  # once more
+    training.state.close()  # a second time does nothing
     assert training.state.stats().keys() >= TYPES.keys()
     assert [name for name, kind in TYPES.items() if not isinstance(stats[name], kind)] == []
     assert stats["steps"] == STEPS
@@ -96,7 +105,7 @@ def test_every_state_tells_the_same_keys_and_the_bytes_that_were_sent(rank: int,
         assert sent == (STEPS - 9) * EXACT[way] * gradients_bytes(training)
     if way == "wrapped":
         assert sent == 0 < seen
-    elif way != "elastic":  # its state dict gathers the centre
+    elif way != "elastic":  # `settle` calls state_dict(), which gathers the centre
         assert sent == seen > 0
     assert (stats["codec"] is not None) == (way == "int8") == (stats["rate"] != 1.0)
     assert (stats["steps_deferred"] > 0) == (way in ("decoupled", "owned"))
@@ -107,7 +116,7 @@ def test_every_state_tells_the_same_keys_and_the_bytes_that_were_sent(rank: int,
     ("way", "pause_s"), [("split", 0.1), ("int8", 0.1), ("decoupled", 0.3), ("decoupled", 0.0)]
 )
 @in_ranks(2)
-def test_on_a_slow_link_seconds_add_up_to_the_clocks_at_most(
+def test_exposed_and_hidden_seconds_on_a_slow_link_add_up_to_no_more_than_the_time(
     rank: int, way: str, pause_s: float
 ) -> None:
     with sending(slow_s=0.02):
@@ -115,30 +124,33 @@ def test_on_a_slow_link_seconds_add_up_to_the_clocks_at_most(
         settle(training)
         for parameter in training.model.parameters():
             parameter.register_hook(lambda gradient: time.sleep(0.01))
-        read, begin_s = metrics_of(training.state), time.monotonic()
+        metrics = metrics_of(training.state)
+        begin_s = time.monotonic()
         for _ in range(5):
             training.step()
             time.sleep(pause_s)
         settle(training)
         lasted_s = time.monotonic() - begin_s
-        found = read()
+        found = metrics()
     training.close()
     exposed_s, hidden_s = (5e-3 * found[f"{name}_ms_per_step"] for name in ("exposed", "hidden"))
     assert exposed_s + hidden_s < lasted_s
     assert hidden_s > 5 * 0.02, "buckets travel while backward computes the next ones"
     if way == "decoupled" and pause_s:
-        assert hidden_s > exposed_s, "the pause after step() hides what comes late"
+        assert hidden_s > exposed_s, "the pause after step() hides late arrivals"
     else:
-        assert exposed_s > 5 * 0.02, "backward, or else forward, waits for one bucket at least"
+        assert exposed_s > 5 * 0.02, "backward, or else forward, waits for at least one bucket"
 
 
 @in_ranks(2)
-def test_of_a_resumed_job_only_steps_since_then_divide_its_bytes(rank: int) -> None:
-    former, resumed = (Training("averaged", rank) for _ in range(2))
+def test_metrics_of_a_resumed_job_count_only_its_own_steps(rank: int) -> None:
+    former = Training("averaged", rank)
+    resumed = Training("averaged", rank)
     saved = copy.deepcopy(former.run(6).state.checkpoint(former.optimizers))
     metrics = metrics_of(resumed.state)
     resumed.state.restore(saved, resumed.optimizers)
-    found = (resumed.run(4), metrics())[1]
+    resumed.run(4)
+    found = metrics()
     sent_bytes = resumed.state.stats()["bytes_sent"]
     assert found["steps"] == 4
     assert 4 * found["bytes_per_step"] == sent_bytes > 0
@@ -147,7 +159,7 @@ def test_of_a_resumed_job_only_steps_since_then_divide_its_bytes(rank: int) -> N
 
 
 @in_ranks(2)
-def test_one_line_after_a_hundred_steps_says_on_the_first_rank_what_the_hook_did(rank: int) -> None:
+def test_the_first_rank_logs_one_line_about_the_hook_after_a_hundred_steps(rank: int) -> None:
     for way, words in {
         "split": "split: waited",
         "decoupled": "DecoupledState: deferred 9",
@@ -155,16 +167,16 @@ def test_one_line_after_a_hundred_steps_says_on_the_first_rank_what_the_hook_did
         "averaged": "LocalSGDState: 50 exchanges of parameters",
         "crossover": "CrossoverState: took",
     }.items():
-        with heard(logging.INFO) as said:
+        with heard(logging.INFO) as messages:
             Training(way, rank, bucket_cap_mb=25).run(103).close()
-        lines = [each for each in said if "MB a step" in each]
+        lines = [each for each in messages if "MB a step" in each]
         assert len(lines) == (rank == 0)
         assert all(line.startswith(words) and " ms a step" in line for line in lines)
 
 
 @pytest.mark.parametrize("way", ["split", "decoupled"])
 @in_ranks(2)
-def test_metrics_are_numbers_of_the_steps_since_they_were_read_last(rank: int, way: str) -> None:
+def test_metrics_cover_the_steps_since_the_last_call(rank: int, way: str) -> None:
     training = Training(way, rank).run(3)
     metrics = metrics_of(training.state)
     assert metrics() == {}
