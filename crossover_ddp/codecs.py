@@ -137,7 +137,7 @@ def compressed_hook(
     """
 
     def carry(exchange: Exchange) -> GradientFuture:
-        return state._carry(bucket, exchange, compressed, state.mutex)
+        return state._carry(bucket, exchange, compressed, turn=state.mutex)
 
     remedy = "pass codec= to that state instead, and register its own hook"
     return answered(state, bucket, CompressedState, remedy, carry)

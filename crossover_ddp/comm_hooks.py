@@ -1,9 +1,12 @@
 """Communication hooks for DistributedDataParallel: register one with ``ddp_model.register_comm_hook``.
 
-[Note: one process, one job]
-A turn belongs to a job, all its ranks, whatever process groups its models use. So all hooks of a process share one
-mutex, whose ranks are those of the default process group. A model on a group of some of these ranks cannot give the
-job's turn away, since the job's other ranks would not: its exchange runs inside the turn. Our design.
+The module begins with its two journeys: the coroutines that carry a bucket. The hooks and their state
+follow.
+
+[Note: one process, one job] A turn belongs to a job, that is to all its ranks, whatever process groups
+its models use. So all hooks of a process share one mutex, whose ranks are those of the default process
+group. A model on a group of some of these ranks cannot give the job's turn away, since the other ranks
+would not: its exchange runs inside the turn. Our design.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -14,7 +17,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -23,7 +26,7 @@ from crossover_ddp._compression.codec import CodecChoice
 from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._ddp.groups import on_destruction
-from crossover_ddp._engine.buckets import Bucket, JourneyTurn, Turn, after_backward
+from crossover_ddp._engine.buckets import Bucket, JourneyTurn, after_backward
 from crossover_ddp._engine.exchange import Exchange, answered
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.links import Link
@@ -96,31 +99,35 @@ _REMEDY: Final = "make a CrossoverState, or register the hook of that state"
 def reduce_scatter_all_gather_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over the ranks by a reduce-scatter and an all-gather instead of one all-reduce.
+    """Average the bucket by a reduce-scatter and an all-gather instead of one all-reduce.
 
-    A drop-in for torch's ``allreduce_hook``: the gradients are those of plain DDP, to the last bit with one or two
-    ranks (float32 and float64), and up to the order of additions with more: a balanced tree over ranks. Wire
-    traffic is that of an all-reduce. On gloo the two halves are messages straight to and from owners, driven by threads
-    of this process; two ranks on CPUs, whose sum is the same whoever adds, leave both to gloo's all-reduce.
+    A drop-in for torch's ``allreduce_hook``. The gradients are those of plain DDP, to the last bit with
+    one or two ranks (float32 and float64). With more ranks they are a balanced tree of sums over ranks.
+    The wire traffic is that of an all-reduce. On gloo the two halves are messages straight to and from
+    owners, driven by threads of this process. Two ranks on CPUs, whose sum is the same on both, leave
+    both halves to gloo's all-reduce.
 
     Args:
-        process_group: the group that DDP was given; None means the default group, as DDP does.
+        process_group: the group of the DDP model. None means the default group, as in DDP.
         bucket: given by DDP.
 
     Returns:
-        A Future of the bucket's own buffer, completed by a thread of our own on gloo, at once on NCCL.
+        A Future of the bucket's own buffer. On gloo one of our threads completes it, on NCCL it is
+        complete at once.
 
-    On failure: nothing leaves the hook. When a peer dies or the group's timeout passes, ``backward()`` raises
-    ``ExchangeError``, on this rank and in bounded time, and so does every later one: restart the job. On NCCL the host
-    waits for nobody: after the group's timeout torch's watchdog ends the process. With ``TORCH_NCCL_BLOCKING_WAIT=1``
-    ``backward()`` raises as above, in torch 2.14 at least.
-    ``ReplicasDifferError`` after 1, 2, 4, … steps and every thousand if the ranks' parameters differ, unless
-    ``CROSSOVER_COMPARE_REPLICAS=0``. Buckets that cannot be exchanged (sparse gradients, other dtypes than float16,
-    bfloat16, float32 and float64, the python reducer) raise ``UnsupportedConfigurationError`` from ``backward()``.
+    On failure: no error leaves the hook. When a peer dies or the group's timeout passes, ``backward()``
+    raises ``ExchangeError`` on this rank, in bounded time, and so does every later one: restart the job.
+    On NCCL the host does not wait, and torch's watchdog ends the process after the group's timeout. With
+    ``TORCH_NCCL_BLOCKING_WAIT=1`` ``backward()`` raises as above, in torch 2.14 at least.
+    ``ReplicasDifferError`` after 1, 2, 4, … steps and every thousand if the ranks' parameters differ,
+    unless ``CROSSOVER_COMPARE_REPLICAS=0``. Buckets that cannot be exchanged (sparse gradients, other
+    dtypes than float16, bfloat16, float32 and float64, the Python reducer) raise
+    ``UnsupportedConfigurationError`` from ``backward()``.
 
-    Collective: runs inside DDP's backward pass, on all ranks in the order of the buckets.
+    **Collective**: runs inside DDP's backward pass, on all ranks in the order of the buckets.
 
-    Note: a copied or pickled DDP model has lost its hook, whichever it was; with a state of ours a warning says so.
+    A copied or pickled DDP model has no hook, as with every hook. With one of our states a warning is
+    logged then.
 
     Example::
 
@@ -135,30 +142,35 @@ def reduce_scatter_all_gather_hook(
 
 
 class CrossoverState(CodedState):
-    """State of `crossover_hook`: gives the job's turn on its devices to a sibling while gradients travel.
+    """State of `crossover_hook`: a sibling job computes while this job's gradients travel.
 
-    ``CrossoverState()`` alone is enough. The gradients are the same as with plain DDP, with or without siblings:
-    only *when* the job computes changes; ``codec=`` does change gradients. Without siblings the job goes on as with the
-    split hook.
+    ``CrossoverState()`` alone is enough. The gradients are those of plain DDP, with or without siblings;
+    only the time of the job's compute changes. ``codec=`` does change gradients. Without siblings the job
+    trains as with `reduce_scatter_all_gather_hook`.
 
     Args:
-        process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
-        mutex: the mutex to take turns with. Default: the one of this process, on the device of the first bucket, in the
-            group named by ``CROSSOVER_GROUP``, made in the first exchange and closed with the process group.
-            All models of the process share it. A model whose process group has only some of the job's ranks takes no
-            turns of its own; its gradients travel inside the turns of the job.
-        codec: compresses both halves, with error feedback; one for both, or a pair: to owners, to all. Such as
-            ``crossover_ddp.codecs.Int8()``; see `CompressedState`. Default: none, gradients are those of plain DDP.
-        loss_scale: for ``codec``: what the loss is multiplied by before ``backward()``, such as ``scaler.get_scale``.
+        process_group: the ranks of the job; must be the group of the DDP model. Default: the default
+            group.
+        mutex: the mutex to take turns with. Default: the one of this process, on the device of the first
+            bucket, in the group named by ``CROSSOVER_GROUP``. It is made in the first exchange and closed
+            with the process group, and all models of the process share it. A model whose process group
+            has only some of the job's ranks takes no turns; its gradients travel inside the job's turns.
+        codec: compresses both halves of the exchange, with error feedback: one codec for both, or a pair
+            (to owners, to all), such as ``crossover_ddp.codecs.Int8()``; see `CompressedState`. Default:
+            none, and gradients are those of plain DDP.
+        loss_scale: for ``codec``: the factor of the loss in ``backward()``, or a function that returns
+            it, such as ``scaler.get_scale``. Default 1.
         hook_state: for `crossover_wrapper`: the state of the wrapped hook.
-        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps, and every thousand.
-        trial: let the siblings try in some of their steps whether they are faster side by side, and take turns only if
-            they are not; the gradients are the same. False, or ``CROSSOVER_TRIAL=0``, in one job: all take turns. For
-            the mutex that the first state of a process makes; a mutex that is given has its own ``trial=``.
+        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps, and
+            every thousand. Default True.
+        trial: try in some steps whether siblings are faster side by side, and take turns only if they are
+            not; the gradients are the same. If it is False in one job, or ``CROSSOVER_TRIAL=0``, all
+            siblings take turns. It counts for the mutex that the first state of a process makes; a mutex
+            passed by the user has its own ``trial=``.
 
-    On failure: a job that cannot join its siblings, or whose turns fail later, trains on without turns, with one
-    warning that says why; `stats` repeats it as ``disabled_because``. Only a wrong ``CROSSOVER_GROUP`` is raised, by
-    the first ``backward()``.
+    On failure: a job that cannot join its siblings, or whose turns fail later, trains on without turns.
+    One warning says why, and `stats` repeats it as ``disabled_because``. Only a wrong ``CROSSOVER_GROUP``
+    is raised, by the first ``backward()``.
 
     **Collective**: every rank registers the hook. ``CROSSOVER_DISABLE=1`` makes it a plain all-reduce.
 
@@ -180,16 +192,14 @@ class CrossoverState(CodedState):
     ) -> None:
         super().__init__(codec, loss_scale, process_group, compare_replicas)
         self.hook_state = hook_state
+        # None before the job has joined its siblings, in the first exchange.
+        self.mutex: GPUMutex | None = mutex
+        self._has_own_mutex = mutex is not None
         self._trial = trial
-        self.turn: Turn = mutex if mutex is not None else JobTurn(trial)
-
-    @property
-    def mutex(self) -> GPUMutex | None:
-        """The mutex, or None before the job has joined."""
-        return self.turn.mutex if isinstance(self.turn, JobTurn) else cast(GPUMutex, self.turn)
+        self._is_closed = False
 
     def stats(self) -> dict[str, Any]:
-        """Return what all states tell, and the mutex's counters once the job has joined, see `GPUMutex.stats`.
+        """Return statistics, with the mutex's counters once the job has joined, see `GPUMutex.stats`.
 
         Not collective. The table is in docs/troubleshooting.md.
         """
@@ -197,17 +207,33 @@ class CrossoverState(CodedState):
         return {**super().stats(), **turns}
 
     def close(self) -> None:
-        """Leave the siblings for good, with all models of the process group; steps go on without turns.
+        """Leave the siblings, with all models of the process group. Later steps take no turns.
 
-        Not collective, but before another state of the group is used all ranks must have closed this one: ranks join
-        together.
+        Not collective. But ranks join together: before another state of the group is used, all ranks must
+        have closed this one.
         """
-        cast(JobTurn | GPUMutex, self.turn).close()
+        self._is_closed = True
+        if self.mutex is not None:
+            self.mutex.close()
+
+    def _turns(self, bucket: dist.GradBucket) -> dict[str, Any]:
+        """Return ``turn`` and ``join`` for `Exchange.carry`."""
+        if self._is_closed or not _has_turns(self):
+            return {}
+        if self.mutex is not None:
+            return {"turn": self.mutex}
+        # DDP runs the first iteration as one big bucket. It computes before the job has joined.
+        return {"join": functools.partial(self._join, bucket.buffer().device)}
+
+    def _join(self, device: torch.device) -> GPUMutex:
+        """Join the siblings, on a thread of the engine. **Collective**, and may block."""
+        self.mutex = _mutex_of_job(device, self._trial)
+        return self.mutex
 
     def said(self, bucket: dist.GradBucket) -> dict[str, object]:
         """See `CodedState`."""
-        # Whoever passes a mutex has named its group.
-        siblings = environment.sibling_group() if isinstance(self.turn, JobTurn) else None
+        # A mutex passed by the user already has a group.
+        siblings = None if self._has_own_mutex else environment.sibling_group()
         return {**super().said(bucket), environment.GROUP: siblings}
 
 
@@ -216,37 +242,38 @@ def crossover_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket as DDP does, and give the job's turn to a sibling meanwhile.
 
-    The turn is given back when the last bucket's compute is launched (on a GPU behind its last kernel) and taken
-    again when the exchange is complete, before the optimizer and the next forward run. Same gradients as
-    `reduce_scatter_all_gather_hook`.
+    The turn is released when the last bucket's compute is launched (on a GPU behind its last kernel). It
+    is acquired again when the exchange is complete, before the optimizer and the next forward run. The
+    gradients are those of `reduce_scatter_all_gather_hook`.
 
     Args:
         state: made once per model; see `CrossoverState`.
         bucket: DDP's bucket.
 
     Returns:
-        A future of the averaged bucket, completed by a thread of our own on gloo, at once on NCCL.
+        A Future of the averaged bucket. On gloo one of our threads completes it, on NCCL it is complete
+        at once.
 
     On failure: as `reduce_scatter_all_gather_hook`; see also `CrossoverState`.
 
-    **Collective**: DDP calls it on all ranks in the same order. Source: after the abstract of CrossoverScheduler
-    (arXiv 2103.07974); order, locking and switch points are our design.
+    **Collective**: DDP calls it on all ranks in the same order. Source: the abstract of
+    CrossoverScheduler (arXiv 2103.07974); order, locking and switch points are our design.
     """
     return answered(
         state,
         bucket,
         CrossoverState,
         _REMEDY,
-        lambda exchange: state._carry(bucket, exchange, crossover, _turn_of(state, bucket)),
+        lambda exchange: state._carry(bucket, exchange, crossover, **state._turns(bucket)),
     )
 
 
 def crossover_wrapper(hook: Hook) -> Hook:
-    """Put the turn around somebody else's hook: torch's ``fp16_compress_hook``, ``powerSGD_hook``, your own.
+    """Take turns around another hook: torch's ``fp16_compress_hook``, ``powerSGD_hook``, or your own.
 
-    The turn is given back when ``hook`` has launched the last bucket's compression, and taken again when all its
-    futures are complete. What a hook computes in callbacks of its futures runs outside the turn. Gradients
-    are those of ``hook``.
+    The turn is released when ``hook`` has launched the last bucket's compression, and acquired again when
+    all its Futures are complete. Callbacks of these Futures compute outside of the turn. Gradients are
+    those of ``hook``.
 
     Args:
         hook: a communication hook; called with ``state.hook_state`` of the registered `CrossoverState`.
@@ -270,13 +297,13 @@ def crossover_wrapper(hook: Hook) -> Hook:
                     "what travels; leave codec out, or register crossover_hook"
                 )
             compare = functools.partial(exchange.compare, bucket, state)
-            # Not before backward has ended: any thread may issue the other hook's collectives. In Join's shadow passes,
-            # which are no backward, behind the bucket, as on the ranks that have one.
+            # Not before backward has ended: the other hook may issue collectives on any thread. Join's
+            # shadow passes are no backward. There it comes behind the bucket, as on ranks with a backward.
             is_later = after_backward(compare)
             try:
                 future = hook(state.hook_state, bucket)
-                turn = _turn_of(state, bucket)
-                return exchange.follow(future, bucket, wrapped, turn=turn, state=state)
+                turns = state._turns(bucket)
+                return exchange.follow(future, bucket, wrapped, state=state, **turns)
             finally:
                 if not is_later:
                     compare()
@@ -289,78 +316,23 @@ def crossover_wrapper(hook: Hook) -> Hook:
     return crossover_wrapped_hook
 
 
-def _turn_of(state: CrossoverState, bucket: dist.GradBucket) -> Turn | None:
-    """Return what takes turns; None for a model of some of the job's ranks, see [Note: one process, one job]."""
-    turn = state.turn
-    if isinstance(turn, JobTurn) and turn.mutex is None:
-        turn.device = bucket.buffer().device
-        group, job = resolve_group(state.process_group), resolve_group(None)
-        if group.size() < job.size():
-            if group not in _warned_partial and group.rank() == 0:
-                logger.warning(
-                    "a model's process group has %d of the job's %d ranks: a turn is the whole job's, so this model's "
-                    "gradients travel inside the job's turns, and no sibling computes meanwhile",
-                    group.size(),
-                    job.size(),
-                )
-            _warned_partial.add(group)
-            return None
-    return turn
-
-
-class JobTurn:
-    """Turns on whatever device the first bucket is on: makes the mutex in the first exchange.
-
-    Making it is collective and may block, so it happens on a thread of the link, where all ranks come to the same
-    point: by messages in `request`, with the last bucket half-way or through; by NCCL and with one rank in `take` of
-    `TurnLink`. The first iteration, which DDP runs as one big bucket, computes before the job has joined.
-
-    Args:
-        trial: whether the siblings try if turns pay.
-    """
-
-    def __init__(self, trial: bool) -> None:
-        self._trial = trial
-        self.device: torch.device | None = None
-        self.mutex: GPUMutex | None = None
-        self._is_closed = False
-
-    @property
-    def awaits_device(self) -> bool:
-        """See `GPUMutex.awaits_device`; the first time is before the job has joined."""
-        return not self._is_closed if self.mutex is None else self.mutex.awaits_device
-
-    @property
-    def mode(self) -> str:
-        """See `GPUMutex.mode`."""
-        return "untried" if self.mutex is None else self.mutex.mode
-
-    def release(self) -> None:
-        """Give the turn away."""
-        if self.mutex is not None:
-            self.mutex.release()
-
-    def request(self) -> None:
-        """Ask for the next turn early."""
-        if not self._is_closed:
-            self._joined().request()
-
-    def acquire(self, *, blocking: bool = True) -> bool:
-        """Take the turn again; to join may block."""
-        if self._is_closed:
-            return True
-        return (blocking or self.mutex is not None) and self._joined().acquire(blocking=blocking)
-
-    def close(self) -> None:
-        """Leave the siblings, or never join them."""
-        self._is_closed = True
-        if self.mutex is not None:
-            self.mutex.close()
-
-    def _joined(self) -> GPUMutex:
-        if self.mutex is None:
-            self.mutex = _mutex_of_job(self.device, self._trial)
-        return self.mutex
+def _has_turns(state: CrossoverState) -> bool:
+    """Whether a model takes turns of its own, see [Note: one process, one job]."""
+    if state.mutex is not None:
+        return True
+    group = resolve_group(state.process_group)
+    job = resolve_group(None)
+    if group.size() == job.size():
+        return True
+    if group not in _warned_partial and group.rank() == 0:
+        logger.warning(
+            "a model's process group has %d of the job's %d ranks. A turn belongs to the whole job, so "
+            "this model's gradients travel inside the job's turns, and no sibling computes meanwhile",
+            group.size(),
+            job.size(),
+        )
+    _warned_partial.add(group)
+    return False
 
 
 def _mutex_of_job(device: torch.device | None, trial: bool) -> GPUMutex:

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from crossover_ddp._ddp.checks import HIDDEN, OnlyModel, check_keys, resolve_group
 from crossover_ddp._ddp.contents import Run, contents_of
 from crossover_ddp._ddp.groups import told_by_all
-from crossover_ddp._engine.buckets import BucketWay, Turn
+from crossover_ddp._engine.buckets import BucketWay, Join, Turn
 from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.links import Link
@@ -305,11 +305,18 @@ class CodedState(HookState):
         return {"codec": in_words(self.codec)}
 
     def _carry(
-        self, bucket: dist.GradBucket, exchange: Exchange, journey: BucketWay, turn: Turn | None
+        self,
+        bucket: dist.GradBucket,
+        exchange: Exchange,
+        journey: BucketWay,
+        *,
+        turn: Turn | None = None,
+        join: Join | None = None,
     ) -> GradientFuture:
         """Start the journey of ``bucket`` in its hook, on a coded link if there is a codec."""
         around = None if self.compression is None else self.compression.around(bucket, exchange)
-        return exchange.carry(bucket, journey, turn=turn, state=self, around=around).future
+        started = exchange.carry(bucket, journey, turn=turn, join=join, state=self, around=around)
+        return started.future
 
     def drain(self) -> None:
         """Let the next step travel exact, with all residuals: none are left after it.

@@ -242,24 +242,38 @@ class Bucket(Trip):
                 self.backward.complete(self.future, self.result, error)
 
 
+Join = Callable[[], Turn]
+
+
 class JourneyTurn:
     """The job's turn, for the journey of a bucket, see [Note: the turn in a journey].
 
     Its methods do nothing for other buckets than the last, and without a mutex. `request` and `acquire` do
     nothing in a deferred journey either: the next forward acquires.
+
+    Args:
+        bucket: the bucket.
+        link: its link.
+        turn: the mutex of the job; None: it has none, or has yet to join its siblings.
+        join: joins them, and returns the mutex. It is collective and may block, so it is called in `request`
+            over gloo, and in `acquire` on NCCL and with one rank: all ranks reach these in the same order.
     """
 
-    def __init__(self, bucket: Bucket, link: Link, turn: Turn | None) -> None:
+    def __init__(self, bucket: Bucket, link: Link, turn: Turn | None, join: Join | None) -> None:
         self._bucket = bucket
         self._link = link
-        self._turn = turn if bucket.last else None
+        self._turn = turn
+        self._join = join
+        self._is_shared = bucket.last and (turn is not None or join is not None)
         # On NCCL: blocks until the device has reached the point of the request.
-        self._reached = nothing if self._turn is None else bucket.place.reached()
+        self._reached = bucket.place.reached() if self._is_shared else nothing
 
     @property
     def awaits_device(self) -> bool:
-        """See `Turn.awaits_device`."""
-        return self._turn is not None and self._turn.awaits_device
+        """See `Turn.awaits_device`. The first time is before the job has joined."""
+        if self._turn is None:
+            return self._is_shared
+        return self._is_shared and self._turn.awaits_device
 
     def release(self) -> None:
         """Give the turn to a sibling: this step's compute is launched. Later calls do nothing."""
@@ -273,31 +287,37 @@ class JourneyTurn:
 
     def request(self) -> None:
         """Join the siblings' queue: the exchange is half-way."""
-        if self._turn is None or self._bucket.deferred:
+        if not self._is_shared or self._bucket.deferred:
             return
         if self._link.in_program_order:
             # Ranks may issue nothing but collectives here; `acquire` requests when the device is there.
             self._reached = self._bucket.place.reached()
         elif self._link.size > 1:
-            self._turn.request()
+            self._joined().request()
 
     async def acquire(self) -> None:
         """Wait for the next turn. With no sibling the host runs ahead of its device as without a mutex."""
-        turn = self._turn
-        if turn is None or self._bucket.deferred:
+        if not self._is_shared or self._bucket.deferred:
             return
+        turn = self._turn
         in_program_order = self._link.in_program_order
         whole_way = self._bucket.place.reached()
         self._bucket.done_s = time.monotonic()
-        if not in_program_order and turn.acquire(blocking=False):
+        if turn is not None and not in_program_order and turn.acquire(blocking=False):
             return  # without a hop to another thread
         await self._link.settle()
-        if in_program_order and turn.awaits_device:
+        if in_program_order and self.awaits_device:
             self._reached()
-            turn.request()
+            self._joined().request()
             whole_way()
             self._bucket.done_s = time.monotonic()
-        turn.acquire()
+        self._joined().acquire()
+
+    def _joined(self) -> Turn:
+        if self._turn is None:
+            assert self._join is not None
+            self._turn = self._join()
+        return self._turn
 
 
 BucketWay = Callable[[Bucket, Link, JourneyTurn], Way]

@@ -38,7 +38,7 @@ from crossover_ddp._ddp.layout import equal_lengths
 from crossover_ddp._ddp.module_buffers import BehindBuckets, ModuleBuffers
 from crossover_ddp.errors import CrossoverError, ExchangeError, UnsupportedConfigurationError
 
-from .buckets import Backward, Bucket, BucketWay, JourneyTurn, Turn, after_backward
+from .buckets import Backward, Bucket, BucketWay, Join, JourneyTurn, Turn, after_backward
 from .device import Device, Native, Staged
 from .journeys import GradientFuture, Observer, Place, Trip, Way, uncompiled_when_called
 from .links import Alone, Gloo, Layout, Link
@@ -157,6 +157,7 @@ class Exchange:
         way: BucketWay,
         *,
         turn: Turn | None = None,
+        join: Join | None = None,
         state: object = None,
         around: Around | None = None,
         hands_back: bool = False,
@@ -169,7 +170,8 @@ class Exchange:
             way: called here with the bucket, its link and the turn; returns the coroutine. An error of the call
                 refuses the bucket. An error of the coroutine, even before its first ``await``, is a failure, see
                 [Note: failed]: an ``async def`` cannot refuse.
-            turn: what the coroutine's turn acts on, in the step's last bucket.
+            turn: the mutex of the job. Default: no turns.
+            join: returns it if the job has yet to join its siblings; called within the first journey.
             state: the state that the hook was registered with; see `ModuleBuffers`. Its meter counts, if it has one.
             around: wraps the link of the group for this bucket; may raise, to refuse the bucket.
             hands_back: complete the Future at once. Whoever needs the bucket calls its ``wait()``.
@@ -197,7 +199,7 @@ class Exchange:
             if bucket.last and self.size > 1 and not (leaves_buffers or self.leaves_buffers_to_ddp):
                 # Before the bucket: the next forward begins with them, and gathers arrive one after the other.
                 self._send_buffers(grad_bucket, state, meter)
-            journey = way(bucket, link, JourneyTurn(bucket, link, turn))
+            journey = way(bucket, link, JourneyTurn(bucket, link, turn, join))
         except Exception:
             backward.refuse(grad_bucket)
             raise
@@ -212,8 +214,9 @@ class Exchange:
         grad_bucket: dist.GradBucket,
         way: Callable[[Sequence[GradientFuture], Bucket, Link, JourneyTurn], Way],
         *,
-        turn: Turn | None,
         state: object,
+        turn: Turn | None = None,
+        join: Join | None = None,
     ) -> GradientFuture:
         """Count a bucket that another library's hook exchanges; ``future`` is its result.
 
@@ -226,7 +229,10 @@ class Exchange:
             self._enter(grad_bucket, turn)
             return future
         journey = functools.partial(way, futures)
-        return self.carry(grad_bucket, journey, turn=turn, state=state, leaves_buffers=True).future
+        started = self.carry(
+            grad_bucket, journey, turn=turn, join=join, state=state, leaves_buffers=True
+        )
+        return started.future
 
     def answer(self, grad_bucket: dist.GradBucket, carry: "Carry", state: object) -> GradientFuture:
         """Call ``carry`` for a bucket. Behind a step's last bucket parameters are compared. **Collective**."""

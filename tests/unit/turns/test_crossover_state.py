@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossover_ddp import ExchangeError, GPUMutex, comm_hooks
+from crossover_ddp import CrossoverState, ExchangeError, GPUMutex, comm_hooks
 from crossover_ddp._turns import joining
-from crossover_ddp.comm_hooks import JobTurn
 from tests.harness import single_process_group
 from tests.harness.groups import new_group
 from tests.harness.oracles import heard
@@ -45,7 +44,6 @@ def test_a_state_that_is_closed_before_its_first_step_does_not_join() -> None:
     job = Training("crossover")
     job.state.close()
     assert job.run(3).state.mutex is None
-    assert not job.state.turn.awaits_device
 
 
 @pytest.mark.usefixtures("process_group")
@@ -75,13 +73,14 @@ def test_models_whose_first_exchanges_end_together_join_once(
         return made[-1]
 
     monkeypatch.setattr(comm_hooks.GPUMutex, "for_hook", slow)
-    turns = [JobTurn(trial=True), JobTurn(trial=True)]
+    states = [CrossoverState(), CrossoverState()]
+    device = torch.device("cpu")
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(turns[0].acquire)
+        first = threads.submit(states[0]._join, device)
         assert first_is_joining.wait(60.0)
-        turns[1].request()
+        states[1]._join(device)
         first.result(60.0)
-    assert [turn.mutex for turn in turns] == [*made, *made]
+    assert [state.mutex for state in states] == [*made, *made]
     made[0].close()
 
 
