@@ -62,6 +62,9 @@ async def precondition(
 ) -> None:
     """Carry one bucket: average each layer at its owner, precondition it, gather directions.
 
+    With ``solvers_in_turn`` the owners make solvers before the job gives its turn away: that is
+    compute of this step.
+
     If a peer dies, the timeout passes or the process group ends, the ``await`` under way raises.
     That ends all journeys of the group, and ``backward()`` raises the error. Nothing is undone
     here.
@@ -74,16 +77,17 @@ async def precondition(
     is written. These waits form no circle: factors wait for buckets of former steps only, owners'
     work for factors, the scale for owners' work, buckets for the scale and for later buckets.
     """
-    # The step's compute is launched: a sibling may have the device, unless owners make solvers for
-    # this step, which takes long on the device as well.
     if not solvers_in_turn:
+        # This step's compute is launched: a sibling job may compute while gradients travel.
         turn.release()
+    # Wait until backward has computed the gradients. On a device its kernels may still run.
     await bucket.computed()
     # `packed.flat` holds the bucket's gradients, sorted by rank. Each rank sends every other rank
     # its part. Afterwards this rank's part is the mean over the ranks: of the layers that it owns,
     # of its rows of spread layers, and of its share of the parameters that are not preconditioned.
     await link.reduce_scatter(packed.flat, packed.layout)
     if not solvers_in_turn:
+        # Half-way: join the siblings' queue for the next turn.
         turn.request()
 
     # An inversion may take long, so it runs where it delays no other bucket's reduction.
@@ -108,6 +112,7 @@ async def precondition(
     # first. If the training thread has dropped the bucket meanwhile, there is nothing to gather.
     if not bucket.deferred or await bucket.summed():
         if solvers_in_turn:
+            # The owners' inversions were the last compute of this step.
             turn.release()
             turn.request()
         # Each owner sends its directions to all ranks.
@@ -128,7 +133,9 @@ async def precondition(
     packed.free[packed.number] = packed.flat
     # Late factors leave when the gradients of all buckets are written.
     step.all_written.count_down()
-    await turn.acquire()  # before DDP's Future completes: the optimizer follows
+    # The optimizer and the next forward need the turn. A deferred bucket leaves that to the
+    # forward.
+    await turn.acquire()
 
 
 class KFACState(HookState):
@@ -181,9 +188,9 @@ class KFACState(HookState):
         compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps,
             and every thousand. Default True.
 
-    `DecoupledKFACState` takes a KFACState: ``DecoupledKFACState(optimizer, KFACState(model,
-    optimizer))``. Then the preconditioned gradient arrives, and is applied, while the next forward
-    runs.
+    `DecoupledKFACState` takes a KFACState as well: ``DecoupledKFACState(optimizer,
+    KFACState(model, optimizer))``. The preconditioned gradient then arrives, and is applied, during
+    the next forward.
 
     ``damping``, ``factor_decay``, ``kl_clip``, ``factor_update_steps`` and ``inv_update_steps`` may
     be functions of the step's number, equal on all ranks. Owners, and the choice of spread layers,
@@ -267,8 +274,8 @@ class KFACState(HookState):
         if group.rank() == 0:
             settings.warn_of_large(self.passing)
             settings.warn_of_adaptive(optimizer, layers)
-        # Waits for the journeys that a DecoupledKFACState has under way between two steps. Without
-        # one there are none.
+        # Ends the journeys that a DecoupledKFACState has under way between two steps. Without one
+        # there are none.
         self._flush: Callable[[], None] = nothing
         self._is_deferred = False
         self._preconditioner = Preconditioner(
@@ -359,8 +366,8 @@ class KFACState(HookState):
         "dropped" counts batches that changed nothing, including those of a layer without a
         gradient.
 
-        If this state is part of a `DecoupledKFACState`, that one counts the traffic. See
-        docs/troubleshooting.md. Not collective.
+        If this state is part of a `DecoupledKFACState`, that one counts the traffic. Not
+        collective. See docs/troubleshooting.md.
         """
         own = self._preconditioner.own.values()
         coded = None if self._compression is None else self._compression.stats()
@@ -539,13 +546,9 @@ class KFACState(HookState):
             packed = pack()
             # Nothing below raises, so a bucket that a step expects does travel.
             step = preconditioner.expect(under_way, packed)
+            solvers_in_turn = step.now.inverts and self.mutex is not None
             return precondition(
-                packed,
-                step,
-                under_way,
-                link,
-                journey_turn,
-                solvers_in_turn=step.now.inverts and self.mutex is not None,
+                packed, step, under_way, link, journey_turn, solvers_in_turn=solvers_in_turn
             )
 
         preconditioner.enter(bucket, exchange.meter_of(state))

@@ -235,8 +235,7 @@ class WholeLayer(BucketLayer):
         preconditioned = matrix
         if solver is not None:
             # With a bias it is a copy already, see [Note: copies before products] in `factors`.
-            operand = matrix if self.shape.has_bias else matrix.clone()
-            preconditioned = solver.precondition(operand)
+            preconditioned = solver.precondition(matrix if self.shape.has_bias else matrix.clone())
         term = None
         # Computed before `split_gradient` below, which overwrites the gradient with the direction.
         if now.kl_clip is not None:

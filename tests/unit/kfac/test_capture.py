@@ -303,7 +303,8 @@ class Expert(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.first = nn.Linear(4, 3)
+        self.second = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         chosen = x[:, 0] > 0

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from crossover_ddp._owners.kept import tensors_in
 from torch import Tensor, nn
 
 from crossover_ddp import KFACState
+from crossover_ddp._owners.owned_state import tensors_in
 from tests.harness import networks
 from tests.harness.oracles import heard
 from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, batch
