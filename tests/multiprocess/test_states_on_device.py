@@ -18,6 +18,7 @@ from tests.harness import in_ranks, run_ranks
 from tests.harness.networks import mlp
 from tests.harness.oracles import error_of
 from tests.harness.training import Training, batch, decoupled
+from tests.multiprocess.compressed_training import Branches, compressed, gradient
 
 pytestmark = pytest.mark.fake_cuda
 STEPS = 5
@@ -57,43 +58,18 @@ def test_a_plan_on_nccl_is_made_or_refused_and_training_continues(rank: int) -> 
     training.step()
 
 
-class Weights(nn.Module):
-    """Its gradient is its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(40, 40))
-
-    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        return (self.weight * gradient).sum()
-
-
-class TwoWeights(nn.Module):
-    """Two matrices, each a bucket. NCCL and gloo cut them alike into the shards of two ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always = Weights()
-        self.sometimes = Weights()
-
-    def forward(self, gradient: torch.Tensor, factor: float) -> torch.Tensor:
-        loss = self.always(gradient) + factor * self.sometimes(gradient)
-        return loss  # type: ignore[no-any-return]
-
-
 def coded(rank: int, world_size: int, device: str) -> list[float]:
-    """Train with a gradient that is zero in the fourth step."""
+    """Train with a gradient that is zero in the fourth step.
+
+    NCCL and gloo cut each of the two matrices alike into the shards of two ranks.
+    """
     factors = (1.0, 0.5, 1.0, 0.0, 1.0)
 
     def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        gradient = torch.randn(40, 40, generator=generator)
-        return model(gradient.to(device), factors[step])  # type: ignore[no-any-return]
+        return model(gradient(rank, step).to(device), factors[step])  # type: ignore[no-any-return]
 
     state = CompressedState(Int8())
-    training = Training(
-        lambda *_: (state, compressed_hook), rank, module=TwoWeights(), loss=loss, device=device
-    )
+    training = compressed(rank, state, Branches(), loss=loss, device=device)
     return training.run(STEPS).values.tolist()  # type: ignore[no-any-return]
 
 
