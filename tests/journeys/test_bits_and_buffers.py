@@ -58,7 +58,7 @@ def test_a_single_rank_exchanges_at_once_and_without_a_thread(way: str) -> None:
     ],
     ids=str,
 )
-@in_ranks(2)
+@in_ranks(2, timeout_s=180)  # two trainings with each hook
 def test_no_hook_depends_on_the_default_dtype(
     rank: int, default: torch.dtype, dtype: torch.dtype
 ) -> None:
