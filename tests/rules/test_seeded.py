@@ -55,10 +55,10 @@ def test_a_fault_whose_code_does_not_exist_is_an_error() -> None:
         fault.seeded(ROOT)
 
 
-# The numbers of the defects in each report. The programs of outside users begin at 0. A test carries
-# its defect's number as ``@pytest.mark.defect("kfac-S2")``. The test of a defect that is not mended
-# is also marked ``xfail(strict=True, raises=…, reason="kfac-S2")``: it states the expected behaviour, and
-# fails on the day that the defect is mended, so that the mark is removed then.
+# The numbers of the defects in each report. The programs of outside users begin at 0. A test
+# carries its defect's number as ``@pytest.mark.defect("kfac-S2")``. The test of a defect that is
+# not mended is also marked ``xfail(strict=True, raises=…, reason="kfac-S2")``: it states the
+# expected behaviour, and fails on the day that the defect is mended, so that the mark is removed.
 NUMBERS = {"strangers-": range(38), "kfac-S": range(1, 11), "codecs-S": range(1, 21)}
 NUMBERS |= {"decoupled-": range(1, 18), "turns-": range(1, 15)}
 # These defects went with the code that had them: DecoupledState.plan_codec here, and semaphores on
