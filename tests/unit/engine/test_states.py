@@ -71,7 +71,8 @@ def test_optimizers_that_the_state_does_not_know_and_other_dictionaries_are_refu
         ):
             training.state.checkpoint()
     with pytest.raises(
-        UnsupportedConfigurationError, match=r"no DDP model has a hook.*call model.register_comm_hook"
+        UnsupportedConfigurationError,
+        match=r"no DDP model has a hook.*call model.register_comm_hook",
     ):
         CrossoverState().checkpoint()
     training = Training("crossover")
