@@ -20,9 +20,10 @@ from statistics import median
 from typing import Any, Final, NamedTuple
 
 from crossover_ddp._system import environment
+from crossover_ddp._system.children import SHELLS_OFFSET
 
 from . import step_meter
-from .jobs import ENDING, SHELLS_OFFSET, JobProcess, signals_blocked
+from .jobs import ENDING, JobProcess, signals_blocked
 from .output import FINE, FOUND, USAGE, columns, declare, say, whole, write_json
 from .run import command_words
 

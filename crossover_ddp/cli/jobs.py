@@ -1,17 +1,14 @@
 """Starts the command of a job, signals it, and ends it with all processes that it has started.
 
 [Note: nothing survives]
-A job's command leads a session, so that one signal reaches all processes in it. If this process
-dies the kernel sends SIGTERM to the command. Some processes leave the session, as torchrun's ranks
-do. They have inherited an environment variable, the *mark*, by which they are found in /proc. A
-process that clears its environment is not found.
+A job's command is a `Child`, and the variable `RUN_JOB` marks all processes of the job; see
+[Note: no process is left behind] in `_system/children.py`.
 
 This process has one thread. It blocks its signals and waits for them (`signals_blocked`), so no
 handler runs between checking a process and acting on it. Our design.
 """
 
 import contextlib
-import ctypes
 import itertools
 import os
 import random
@@ -26,24 +23,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from crossover_ddp._system.children import KILL_S, SHELLS_OFFSET, Child, marked
 from crossover_ddp._system.environment import RUN_JOB
 
-SHELLS_OFFSET: Final = 128
-"""A program that signal n ended has the exit code 128 + n in shells."""
 ENDING: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 """Signals that end a run."""
 PASSED_ON: Final = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 """Signals that are only passed on to jobs. Slurm can send them before the end of an allocation."""
 TICK_S: Final = 0.1
 _GRACE_S: Final = 30.0
-_KILL_S: Final = 5.0  # a killed process may still write a core, or be in a system call
 _TAIL_BYTES: Final = 4096
 _TAIL_LINES: Final = 10
 # Below Linux's ephemeral ports, so that no outgoing connection can take one of these meanwhile.
 _NOT_EPHEMERAL: Final = range(20_000, 32_000)
-_PR_SET_PDEATHSIG: Final = 1
 _VARIABLE: Final = re.compile(r"[A-Za-z_]\w*=")
-_prctl = ctypes.CDLL(None).prctl
 
 
 def free_ports() -> Iterator[int]:
@@ -88,7 +81,7 @@ def signals_blocked() -> Iterator[frozenset[int]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class JobProcess(subprocess.Popen[bytes]):
+class JobProcess(Child):
     """The command of a job, with all processes that it starts.
 
     Args:
@@ -106,39 +99,23 @@ class JobProcess(subprocess.Popen[bytes]):
         # When to kill the remaining processes, on the monotonic clock.
         self._kill_at_s = float("inf")
         self._mark = f"{os.getpid()}-{secrets.token_hex(4)}"
-        parent = os.getpid()
         assignments = [*itertools.takewhile(_VARIABLE.match, words)]
         # `env` would take a program whose path contains "=" for an assignment: `nice` starts it.
         nice = shutil.which("nice") or "nice"  # looked up here: the command may set its own PATH
 
-        def begin() -> None:  # runs between fork and exec: no import, no lock
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() != parent:  # it died before the line above
-                os._exit(SHELLS_OFFSET + signal.SIGTERM)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING | PASSED_ON | {signal.SIGCHLD})
-
         with log.open("wb") as output:
             super().__init__(
                 ["env", *assignments, nice, "-n0", "--", *words[len(assignments) :]],
-                env={"PYTHONUNBUFFERED": "1", **variables, RUN_JOB: self._mark},
+                {"PYTHONUNBUFFERED": "1", **variables, RUN_JOB: self._mark},
+                unblocked=ENDING | PASSED_ON | {signal.SIGCHLD},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=begin,
             )
 
     def living(self) -> list[int]:
         """Return the ids of the job's living processes."""
-        mark = f"{RUN_JOB}={self._mark}".encode()
-        found = []
-        for entry in os.scandir("/proc"):
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):  # it has ended, or is another user's
-                    variables = Path(entry.path, "environ").read_bytes().split(b"\0")
-                    if mark in variables:
-                        found.append(int(entry.name))
-        return found
+        return [pid for pid, mark in marked(RUN_JOB) if mark == self._mark]
 
     def send(self, *numbers: int) -> None:
         """Send signals to the session while the command runs, and to each process after its end.
@@ -167,6 +144,7 @@ class JobProcess(subprocess.Popen[bytes]):
         """
         code = self.poll()
         if self.code is None and code is not None:
+            self.wait()
             self.code = code if code >= 0 else SHELLS_OFFSET - code
             self.took_s = time.monotonic() - self.began_s
             self.end(signal.SIGTERM)
@@ -177,7 +155,7 @@ class JobProcess(subprocess.Popen[bytes]):
     def finish(self, number: int = signal.SIGKILL, grace_s: float = 0.0) -> None:
         """End all processes of the job, and wait until they have ended."""
         self.end(number, grace_s)
-        deadline_s = self._kill_at_s + _KILL_S
+        deadline_s = self._kill_at_s + KILL_S
         while not self.supervise() and time.monotonic() < deadline_s:
             time.sleep(TICK_S / 10)
 

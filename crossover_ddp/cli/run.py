@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from crossover_ddp._system import environment
+from crossover_ddp._system.children import SHELLS_OFFSET
 
 from .jobs import (
     ENDING,
     PASSED_ON,
-    SHELLS_OFFSET,
     TICK_S,
     JobProcess,
     free_ports,

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from .children import Child, wait_any
+from crossover_ddp._system.children import Child, wait_any
+
 from .network import LabError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ Node i is a network namespace with a shaped link, and core i, which is "device i
 jobs on the node share the core. A job has one rank on each node, or several, which share the core
 and the link as local ranks do.
 
-The mark of [Note: no process is left behind] in `lab.children` is the variable ``CROSSOVER_LAB``.
+The mark of [Note: no process is left behind] in `crossover_ddp._system.children` is the variable ``CROSSOVER_LAB``.
 The lab searches for marked processes when it closes. So does the next lab when it starts, and
 ``python recipes/lab clean``.
 """
@@ -28,7 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal
 
-from .children import Child, end, end_marked, marked
+from crossover_ddp._system.children import Child, end, end_marked, marked
+
 from .jobs import Job, LabRun, RunResult
 from .network import (
     INTERFACE,

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"__init__", "_turns.view", "_timeline", "_system", "pipeline", "errors"},
     "__init__": PUBLIC,
     "recipes": {*PUBLIC, "__init__", "lab"},
-    "lab": {*PUBLIC, "__init__", "_timeline"},
+    "lab": {*PUBLIC, "__init__", "_timeline", "_system.children"},
     "studies": {*PUBLIC, "__init__", "_timeline", "lab", "recipes"},
 }
 # The violations of today. The set may only shrink: a change that removes one also removes it here.

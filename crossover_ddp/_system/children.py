@@ -1,11 +1,11 @@
-"""Child processes of the lab and the tests: starts them, waits without polling, and ends them.
+"""Child processes: starts them, waits for them without polling, and ends them.
 
 [Note: no process is left behind]
 There are three safeguards. The kernel sends a child a signal when the thread that started it ends,
 even if that thread was killed. A child leads a session, so that one signal reaches all processes in
 the session. Processes that have left the session, as torchrun's ranks do, have inherited an
-environment variable, the *mark*, by which they are found. A process that clears its environment is
-not found. Finding processes needs psutil. Our design.
+environment variable, the *mark*, by which they are found in /proc. A process that clears its
+environment is not found. Our design.
 """
 
 import contextlib
@@ -16,13 +16,15 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 SHELLS_OFFSET: Final = 128
 """A program that signal n ended has the exit code 128 + n in shells."""
-GRACE_S: Final = 2.0
+KILL_S: Final = 5.0
+"""How long a killed process may take: it may write a core, or be in a system call."""
+_GRACE_S: Final = 2.0
 _PR_SET_PDEATHSIG: Final = 1
-_KILL_S: Final = 5.0  # a killed process may still write a core, or be in a system call
 _ATTEMPTS: Final = 10
 _prctl = ctypes.CDLL(None).prctl
 
@@ -35,6 +37,7 @@ class Child(subprocess.Popen[Any]):
         environment: all variables of the process.
         death_signal: the signal that the kernel sends it when its parent dies. Default SIGTERM.
         core: the only core that it may run on. Default None: any.
+        unblocked: signals that this process blocks and the child must not. Default none.
         options: further options of ``subprocess.Popen``.
 
     On failure: `OSError` if it cannot be started.
@@ -47,6 +50,7 @@ class Child(subprocess.Popen[Any]):
         *,
         death_signal: int = signal.SIGTERM,
         core: int | None = None,
+        unblocked: Iterable[int] = (),
         **options: Any,
     ) -> None:
         parent = os.getpid()
@@ -55,6 +59,7 @@ class Child(subprocess.Popen[Any]):
             _prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
             if os.getppid() != parent:  # it died before the line above
                 os._exit(SHELLS_OFFSET + death_signal)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, unblocked)
             if core is not None:
                 os.sched_setaffinity(0, {core})
 
@@ -88,7 +93,7 @@ def wait_any(children: Iterable[Child], timeout_s: float) -> None:
     _wait_for_one([child.pid for child in children], timeout_s)
 
 
-def end(children: Iterable[Child], *, grace_s: float = GRACE_S) -> None:
+def end(children: Iterable[Child], *, grace_s: float = _GRACE_S) -> None:
     """End children and their sessions: SIGTERM, and SIGKILL after ``grace_s``.
 
     With ``grace_s=0`` they are killed at once.
@@ -111,19 +116,17 @@ def end(children: Iterable[Child], *, grace_s: float = GRACE_S) -> None:
 
 
 def marked(variable: str) -> Iterator[tuple[int, str]]:
-    """Yield every other process of this user that has the environment variable, and its value."""
-    import psutil
+    """Yield every other process that has the environment variable, and its value.
 
-    for process in psutil.process_iter(["uids", "environ"]):
-        uids = process.info["uids"]
-        variables = process.info["environ"] or {}
-        if (
-            variable in variables
-            and uids
-            and uids.real == os.getuid()
-            and process.pid != os.getpid()
-        ):
-            yield process.pid, variables[variable]
+    Processes of other users are found only as root.
+    """
+    prefix = f"{variable}=".encode()
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and entry.name != str(os.getpid()):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                for each in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                    if each.startswith(prefix):
+                        yield int(entry.name), os.fsdecode(each.removeprefix(prefix))
 
 
 def end_marked(variable: str, value: str) -> list[int]:
@@ -138,7 +141,7 @@ def end_marked(variable: str, value: str) -> list[int]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         killed.update(found)
-        deadline_s = time.monotonic() + _KILL_S
+        deadline_s = time.monotonic() + KILL_S
         for pid in found:
             _wait_for_one([pid], deadline_s - time.monotonic())
     return sorted(killed)
