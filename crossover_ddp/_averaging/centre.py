@@ -161,14 +161,14 @@ class ElasticRound(NamedTuple):
     number: int
     # By rank, the number of steps after which it made its offer; None if it made none.
     offered: tuple[int | None, ...]
-    # The number of steps after which this rank applied its pull; None if it has not, yet.
+    # The number of steps after which this rank applied its pull; None if it has not yet.
     collected: int | None = None
 
 
 class OfferPhase(enum.Enum):
     """The use of a rank's vectors. `AveragingThread._enter` changes it.
 
-    A round goes through all phases in this order. From OFFERED it can return to IDLE: when a new
+    An offer goes through all phases in this order. From OFFERED it can return to IDLE: when a new
     offer is not fit, and when the rank holds.
     """
 
