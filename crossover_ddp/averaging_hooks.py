@@ -590,7 +590,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__}: with local steps each parameter would be stepped by its "
             "owner's gradient alone, and the samples of the other ranks would be lost for it; use "
             "the optimizer inside of it for all parameters, or another hook (the split, crossover "
-            "and codecs work with it; DecoupledState(owners='layers') divides the state as well)"
+            "and codecs work with it; OwnerState divides the state as well)"
         )
 
 
