@@ -120,7 +120,7 @@ class Digests:
             state: the hook's state. Its ``compare_replicas`` decides whether parameters are
                 compared; where it has none, ``CROSSOVER_COMPARE_REPLICAS`` does.
             begin: see `Exchange.begin`.
-            at_each_step: see that in ``_engine/buckets.py``.
+            at_each_step: see that in ``_engine/observe.py``.
 
         Returns:
             None if nothing was sent, else a function that examines the ranks' digests and raises a
@@ -213,7 +213,7 @@ class Comparison:
         step: the step that is compared.
         model: the model whose parameters are summed. None: this rank sums nothing.
         device: where the sums are.
-        at_each_step: see that in ``_engine/buckets.py``.
+        at_each_step: see that in ``_engine/observe.py``.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._engine import buckets
+from crossover_ddp._engine import observe
 from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.networks import Branches, mlp
@@ -402,11 +402,11 @@ def test_other_loops_of_plain_ddp_are_no_difference(rank: int, way: str, loop: A
 @in_ranks(2)
 def test_a_model_that_is_collected_while_it_is_compared_leaves_no_hook(rank: int) -> None:
     """The ids of its parameters may be those of other tensors later."""
-    before = len(buckets._at_begin)
+    before = len(observe._at_begin)
     gone = Training("split", rank)
     gone.backward()
-    assert len(buckets._at_begin) == before + 1
+    assert len(observe._at_begin) == before + 1
     del gone
     gc.collect()
     Training(None, rank).step()
-    assert len(buckets._at_begin) <= before
+    assert len(observe._at_begin) <= before
