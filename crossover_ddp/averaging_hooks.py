@@ -39,7 +39,7 @@ from crossover_ddp._averaging.replica import Replica, blocks_of
 from crossover_ddp._ddp import checks
 from crossover_ddp._ddp.compiled import OwnHook
 from crossover_ddp._ddp.groups import compare
-from crossover_ddp._engine.exchange import Exchange, answered
+from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.observe import StepRecord, before_next_step
 from crossover_ddp._engine.states import Agreement, HookState
@@ -163,7 +163,7 @@ class AveragingState(HookState):
 
     def stats(self) -> dict[str, Any]:
         """Return the common statistics, this rank's exchanges, and "waited_s". Not collective."""
-        common = self._told(
+        common = self._common_stats(
             not_deferred="gradients stay on their rank, or are averaged in backward()"
         )
         return {
@@ -226,10 +226,10 @@ class AveragingState(HookState):
             if self._has_begun:
                 self._replica.close()
 
-    def _carry(self, bucket: dist.GradBucket, exchange: Exchange) -> GradientFuture:
+    def _send(self, bucket: dist.GradBucket, exchange: Exchange) -> GradientFuture:
         """Return the bucket's future; raise to refuse the bucket."""
         if self._is_closed:
-            return exchange.carry(bucket, crossover, state=self).future
+            return exchange.send(bucket, crossover, state=self).future
         exchange.check(bucket)
         self._enter(bucket)
         if self._steps >= self._replica.local_from:
@@ -247,7 +247,7 @@ class AveragingState(HookState):
             future = exchange.network(gradients.device).place.future()
             future.set_result(gradients)
         else:
-            future = exchange.carry(bucket, crossover, turn=self.mutex, state=self).future
+            future = exchange.send(bucket, crossover, turn=self.mutex, state=self).future
         if bucket.is_last():
             self._steps += 1
             if self._step_begin_s is not None:
@@ -285,7 +285,7 @@ class AveragingState(HookState):
         self._cleanup.callback(handle.remove)
         logger.info("averaging: %s with %s", type(model.module).__name__, self._replica.settings)
 
-    def said(self, bucket: dist.GradBucket) -> Mapping[str, object]:
+    def fingerprint(self, bucket: dist.GradBucket) -> Mapping[str, object]:
         """Return the settings that all ranks must have in common."""
         if self._is_closed:
             return {}
@@ -468,10 +468,10 @@ def local_sgd_hook(
     ranks in the same order. Source: see the module.
     """
 
-    def carry(exchange: Exchange) -> GradientFuture:
-        return state._carry(bucket, exchange)
+    def start(exchange: Exchange) -> GradientFuture:
+        return state._send(bucket, exchange)
 
-    return answered(state, bucket, LocalSGDState, _REMEDY, carry, compares=False)
+    return run_hook(state, bucket, LocalSGDState, _REMEDY, start, compares=False)
 
 
 class ElasticState(AveragingState):
@@ -567,10 +567,10 @@ def elastic_hook(
     Asia 2020), by its abstract. Rounds without a server, and the centre of a host, are our design.
     """
 
-    def carry(exchange: Exchange) -> GradientFuture:
-        return state._carry(bucket, exchange)
+    def start(exchange: Exchange) -> GradientFuture:
+        return state._send(bucket, exchange)
 
-    return answered(state, bucket, ElasticState, _REMEDY, carry, compares=False)
+    return run_hook(state, bucket, ElasticState, _REMEDY, start, compares=False)
 
 
 def _check_waits(mutex: GPUMutex | None, wanted: str, got: str) -> None:

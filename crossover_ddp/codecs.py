@@ -27,7 +27,7 @@ from crossover_ddp._compression.codec import (
 from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._compression.planning import CodecPlan
 from crossover_ddp._engine.buckets import Bucket, JourneyTurn
-from crossover_ddp._engine.exchange import Exchange, answered
+from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.links import Link
 
@@ -136,8 +136,8 @@ def compressed_hook(
     module.
     """
 
-    def carry(exchange: Exchange) -> GradientFuture:
-        return state._carry(bucket, exchange, compressed, turn=state.mutex)
+    def start(exchange: Exchange) -> GradientFuture:
+        return state._send(bucket, exchange, compressed, turn=state.mutex)
 
     remedy = "pass codec= to that state instead, and register its own hook"
-    return answered(state, bucket, CompressedState, remedy, carry)
+    return run_hook(state, bucket, CompressedState, remedy, start)

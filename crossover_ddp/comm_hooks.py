@@ -27,7 +27,7 @@ from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._ddp.groups import on_destruction
 from crossover_ddp._engine.buckets import Bucket, JourneyTurn, after_backward
-from crossover_ddp._engine.exchange import Exchange, answered
+from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.links import Link
 from crossover_ddp._system import environment
@@ -135,10 +135,10 @@ def reduce_scatter_all_gather_hook(
         model.register_comm_hook(None, reduce_scatter_all_gather_hook)
     """
 
-    def carry(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
-        return exchange.carry(bucket, crossover, state=process_group).future
+    def start(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
+        return exchange.send(bucket, crossover, state=process_group).future
 
-    return answered(process_group, bucket, None, "", carry)
+    return run_hook(process_group, bucket, None, "", start)
 
 
 class CrossoverState(CodedState):
@@ -217,7 +217,7 @@ class CrossoverState(CodedState):
             self.mutex.close()
 
     def _turns(self, bucket: dist.GradBucket) -> dict[str, Any]:
-        """Return ``turn`` and ``join`` for `Exchange.carry`."""
+        """Return ``turn`` and ``join`` for `Exchange.send`."""
         if self._is_closed or not _has_turns(self):
             return {}
         if self.mutex is not None:
@@ -230,11 +230,11 @@ class CrossoverState(CodedState):
         self.mutex = _mutex_of_job(device, self._trial)
         return self.mutex
 
-    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
+    def fingerprint(self, bucket: dist.GradBucket) -> dict[str, object]:
         """See `CodedState`."""
         # A mutex passed by the user already has a group.
         siblings = None if self._has_own_mutex else environment.sibling_group()
-        return {**super().said(bucket), environment.GROUP: siblings}
+        return {**super().fingerprint(bucket), environment.GROUP: siblings}
 
 
 def crossover_hook(
@@ -259,12 +259,12 @@ def crossover_hook(
     **Collective**: DDP calls it on all ranks in the same order. Source: the abstract of
     CrossoverScheduler (arXiv 2103.07974); order, locking and switch points are our design.
     """
-    return answered(
+    return run_hook(
         state,
         bucket,
         CrossoverState,
         _REMEDY,
-        lambda exchange: state._carry(bucket, exchange, crossover, **state._turns(bucket)),
+        lambda exchange: state._send(bucket, exchange, crossover, **state._turns(bucket)),
     )
 
 
@@ -290,7 +290,7 @@ def crossover_wrapper(hook: Hook) -> Hook:
     def crossover_wrapped_hook(
         state: CrossoverState, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
-        def carry(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
+        def start(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
             if state.codec is not None:
                 raise UnsupportedConfigurationError(
                     f"expected codec=None for crossover_wrapper, got codec={state.codec!r}: the wrapped hook decides "
@@ -311,7 +311,7 @@ def crossover_wrapper(hook: Hook) -> Hook:
         def plain(*_: object) -> torch.futures.Future[torch.Tensor]:
             return hook(state.hook_state, bucket)
 
-        return answered(state, bucket, CrossoverState, _REMEDY, carry, compares=False, plain=plain)
+        return run_hook(state, bucket, CrossoverState, _REMEDY, start, compares=False, plain=plain)
 
     return crossover_wrapped_hook
 

@@ -35,9 +35,9 @@ from crossover_ddp._decoupled.clipping import clip
 from crossover_ddp._decoupled.pending import DeferredBucket, Pending, Phase, defer_step, next_stage
 from crossover_ddp._decoupled.state import DeferredState, check_one_optimizer, undeferred
 from crossover_ddp._decoupled.trial import Trial
-from crossover_ddp._engine.buckets import Bucket, BucketWay, JourneyTurn, Turn
-from crossover_ddp._engine.exchange import Exchange, answered
-from crossover_ddp._engine.journeys import Way
+from crossover_ddp._engine.buckets import Bucket, BucketJourney, JourneyTurn, Turn
+from crossover_ddp._engine.exchange import Exchange, run_hook
+from crossover_ddp._engine.journeys import JourneyCoroutine
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.optimizer import PartialOptimizer
 
@@ -56,7 +56,7 @@ async def decoupled(
     await bucket.computed()
     await link.reduce_scatter(bucket.flat, bucket.layout)
     # Gathers begin when all buckets are reduced, with the last one, which forward needs first.
-    if not await bucket.summed():
+    if not await bucket.all_reduced():
         return  # a later backward pass has replaced this one
     await link.all_gather(bucket.flat, bucket.layout)
     # After step(), on the thread that first reads one of the parameters.
@@ -159,7 +159,7 @@ class DecoupledState(DeferredState):
         pending = Pending([only], self._check, self._forward_turn)
         self._intercept(pending, on_state=pending.state_is_read)
 
-    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
+    def fingerprint(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return the settings that all ranks must have in common."""
         return {"state": type(self).__name__, "codec": in_words(self.codec), "defer": self._defer}
 
@@ -254,12 +254,12 @@ class DecoupledState(DeferredState):
         """Start the exchange of ``bucket``. Raises if it cannot be exchanged."""
         pending = self._pending
         if pending.phase is Phase.CLOSED:
-            return self._carry(exchange, bucket, undeferred).future
+            return self._send(exchange, bucket, undeferred).future
         pending.begin_with(exchange, bucket)
         if self._trial is None or self._trial.defers:
             taken = self._defer_bucket(exchange, bucket)
         else:
-            taken = self._carry(exchange, bucket, undeferred, turn=self._turn)
+            taken = self._send(exchange, bucket, undeferred, turn=self._turn)
             if pending.turn is not None:
                 pending.turn.is_held = True  # the exchange takes it before backward ends
             if bucket.is_last():
@@ -272,26 +272,26 @@ class DecoupledState(DeferredState):
         """Start an exchange for which backward does not wait."""
         deferred: DeferredBucket
 
-        def way(bucket: Bucket, link: Link, turn: JourneyTurn) -> Way:
+        def way(bucket: Bucket, link: Link, turn: JourneyTurn) -> JourneyCoroutine:
             nonlocal deferred
             deferred = self._pending.deferred(grad_bucket, bucket)
             return deferred.travel(functools.partial(decoupled, bucket, link, turn, deferred))
 
-        taken = self._carry(exchange, grad_bucket, way, turn=self._turn, hands_back=True)
+        taken = self._send(exchange, grad_bucket, way, turn=self._turn, hands_back=True)
         self._pending.hand_back(deferred)
         return taken
 
-    def _carry(
+    def _send(
         self,
         exchange: Exchange,
         bucket: dist.GradBucket,
-        way: BucketWay,
+        way: BucketJourney,
         *,
         turn: Turn | None = None,
         hands_back: bool = False,
     ) -> Bucket:
         coded = None if self._compression is None else self._compression.around(bucket, exchange)
-        return exchange.carry(
+        return exchange.send(
             bucket, way, turn=turn, state=self, around=coded, hands_back=hands_back
         )
 
@@ -305,7 +305,7 @@ class _KFAC(Protocol):
     def defer(self, state: Any) -> None:
         """Become part of ``state``, of the same process group and mutex; see `KFACState`."""
 
-    def said(self, bucket: dist.GradBucket) -> dict[str, object]: ...
+    def fingerprint(self, bucket: dist.GradBucket) -> dict[str, object]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def exchange(
@@ -376,10 +376,10 @@ class DecoupledKFACState(DeferredState):
         pending = Pending([only], self._check, self._forward_turn)
         self._intercept(pending, on_state=pending.state_is_read)
 
-    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
+    def fingerprint(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return the settings that all ranks must have in common."""
         assert self._kfac is not None
-        return {"state": type(self).__name__, **self._kfac.said(bucket)}
+        return {"state": type(self).__name__, **self._kfac.fingerprint(bucket)}
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -496,7 +496,7 @@ def decoupled_hook(
         if isinstance(state, kind):
             state._pending.refuse()
 
-    return answered(
+    return run_hook(
         state,
         bucket,
         kind,

@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 from crossover_ddp._compression.codec import CodecChoice, in_words
 from crossover_ddp._compression.compression import Compression
 from crossover_ddp._ddp.checks import resolve_group
-from crossover_ddp._ddp.groups import told_by_all
+from crossover_ddp._ddp.groups import gather_objects
 from crossover_ddp._engine.buckets import Bucket, JourneyTurn, Turn
-from crossover_ddp._engine.exchange import Exchange, answered
+from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.journeys import nothing
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.states import Agreement, HookState
@@ -110,7 +110,7 @@ async def precondition(
 
     # A deferred bucket waits until all buckets are summed: the next forward needs the last one
     # first. If the training thread has dropped the bucket meanwhile, there is nothing to gather.
-    if not bucket.deferred or await bucket.summed():
+    if not bucket.deferred or await bucket.all_reduced():
         if solvers_in_turn:
             # The owners' inversions were the last compute of this step.
             turn.release()
@@ -298,7 +298,7 @@ class KFACState(HookState):
             self._compression = Compression(codec, scale, self, has_work=True)
         logger.info("%s", self)
 
-    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
+    def fingerprint(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return the settings that must be equal on all ranks when training begins or resumes."""
         return {"codec": in_words(self.codec), "steps of KFACState": self._preconditioner.steps}
 
@@ -372,7 +372,7 @@ class KFACState(HookState):
         own = self._preconditioner.own.values()
         coded = None if self._compression is None else self._compression.stats()
         return {
-            **self._told(codec=self.codec, coded=coded),
+            **self._common_stats(codec=self.codec, coded=coded),
             "strained": sum(each.strained for each in own),
             "dropped": sum(each.dropped for each in own),
         }
@@ -388,7 +388,7 @@ class KFACState(HookState):
     def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
         coded = self._compression
         group = self._preconditioner.group
-        if coded is not None and all(told_by_all(group, coded.is_drained)):
+        if coded is not None and all(gather_objects(group, coded.is_drained)):
             # The next steps travel exact, as a resumed job's do.
             coded.load({}, None)
 
@@ -413,7 +413,7 @@ class KFACState(HookState):
         owned.traffic.settle()
         own = {name: each.state_dict() for name, each in owned.own.items()}
         states: dict[str, Any] = {}
-        for of_rank in told_by_all(owned.group, own):
+        for of_rank in gather_objects(owned.group, own):
             states.update(of_rank)
         return {
             "steps": self.steps,
@@ -526,7 +526,7 @@ class KFACState(HookState):
         hands_back: bool = False,
         before: Callable[[], object] = nothing,
     ) -> Bucket:
-        """Start the exchange of ``bucket``, for the hooks, as `Exchange.carry` does.
+        """Start the exchange of ``bucket``, for the hooks, as `Exchange.send` does.
 
         ``before`` is called after an unfinished backward pass was ended. It may raise.
 
@@ -557,7 +557,7 @@ class KFACState(HookState):
             coded = self._compression.around(bucket, exchange, pack)
         try:
             before()
-            taken = exchange.carry(
+            taken = exchange.send(
                 bucket, way, turn=turn, state=state, around=coded, hands_back=hands_back
             )
         except Exception:
@@ -583,7 +583,7 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
     **Collective**: DDP calls it on all ranks in the same order.
     """
 
-    def carry(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
+    def start(exchange: Exchange) -> torch.futures.Future[torch.Tensor]:
         if state._is_deferred:
             raise UnsupportedConfigurationError(
                 "expected decoupled_hook for a KFACState that is part of a DecoupledKFACState, got "
@@ -593,11 +593,11 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
         turn = cast(Turn | None, state.mutex)
         return state.exchange(exchange, bucket, state=state, turn=turn).future
 
-    return answered(
+    return run_hook(
         state,
         bucket,
         KFACState,
         "K-FAC needs its gradients whole before optimizer.step(), so it cannot be combined with "
         "another state: pass mutex= to share the device",
-        carry,
+        start,
     )

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.states import HookState, counted, told
+from crossover_ddp._engine.states import HookState, common_stats, process_stats
 
 __all__ = ["metrics_of"]
 
@@ -53,7 +53,11 @@ def metrics_of(state: object = None) -> Callable[[], dict[str, float]]:
         )
 
     def totals() -> dict[str, Any]:
-        return counted(state) if isinstance(state, HookState) else told(Exchange.of(state).meter)
+        return (
+            process_stats(state)
+            if isinstance(state, HookState)
+            else common_stats(Exchange.of(state).meter)
+        )
 
     last = totals()
 

@@ -38,7 +38,7 @@ from crossover_ddp._ddp.checks import check_not_joined, model_of, resolve_group
 from crossover_ddp._ddp.contents import contents_of, part_of
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Bucket, JourneyTurn
-from crossover_ddp._engine.exchange import Exchange, answered
+from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.states import Agreement
 from crossover_ddp._owners.assignment import assign
@@ -304,7 +304,7 @@ class MuonState(Owning):
 
     # --- the hook ---
 
-    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
+    def fingerprint(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return the settings that must be the same on all ranks."""
         names = {*settings_of(self.muon.param_groups[0]), "lr", "weight_decay", "adjust_lr_fn"}
         settings = []
@@ -329,7 +329,7 @@ class MuonState(Owning):
         """Start the exchange of ``bucket``. Raises if it is refused."""
         try:
             way = functools.partial(self._way, bucket)
-            return exchange.carry(bucket, way, turn=self.mutex, state=self).future
+            return exchange.send(bucket, way, turn=self.mutex, state=self).future
         finally:
             if bucket.is_last() and self._phase is _Phase.IN_BACKWARD:
                 assert self._round is not None
@@ -594,7 +594,7 @@ def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future
     **Collective**: DDP calls it on all ranks in the same order.
     """
     remedy = "pass MuonState(muon), with mutex= to share the device"
-    return answered(
+    return run_hook(
         state, bucket, MuonState, remedy, lambda exchange: state._take(exchange, bucket)
     )
 

@@ -36,8 +36,8 @@ from crossover_ddp._decoupled.owner_costs import costs_of
 from crossover_ddp._decoupled.pending import Phase, as_in_step, check_not_scaled, next_stage
 from crossover_ddp._decoupled.state import DeferredState, check_optimizers, undeferred
 from crossover_ddp._engine.buckets import Bucket, JourneyTurn
-from crossover_ddp._engine.exchange import Exchange, answered
-from crossover_ddp._engine.journeys import Way
+from crossover_ddp._engine.exchange import Exchange, run_hook
+from crossover_ddp._engine.journeys import JourneyCoroutine
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.optimizer import PartialOptimizer, StepPlan, check_unhooked
@@ -161,7 +161,7 @@ class OwnerState(DeferredState, Owning):
         self._owned_state = OwnedState(optimizers, self._owner_of, group.rank())
         self._hooks.enter_context(self._owned_state.hooks)
 
-    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
+    def fingerprint(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return the settings that all ranks must have in common."""
         return {
             "state": type(self).__name__,
@@ -265,7 +265,7 @@ class OwnerState(DeferredState, Owning):
         """Start the exchange of ``bucket``. Raises if it cannot be exchanged."""
         pending = self._owned
         if pending.phase is Phase.CLOSED:
-            return exchange.carry(bucket, undeferred, state=self).future
+            return exchange.send(bucket, undeferred, state=self).future
         if self._failure is not None:
             raise UnsupportedConfigurationError(
                 f"step() of this rank's own parameters raised {type(self._failure).__name__}: "
@@ -275,12 +275,12 @@ class OwnerState(DeferredState, Owning):
         pending.begin_with(exchange, bucket)
         deferred: OwnedBucket
 
-        def way(taken: Bucket, link: Link, turn: JourneyTurn) -> Way:
+        def way(taken: Bucket, link: Link, turn: JourneyTurn) -> JourneyCoroutine:
             nonlocal deferred
             deferred = self._packed(bucket, taken)
             return deferred.travel(functools.partial(owned, taken, link, turn, deferred))
 
-        taken = exchange.carry(bucket, way, turn=self._turn, state=self, hands_back=True)
+        taken = exchange.send(bucket, way, turn=self._turn, state=self, hands_back=True)
         pending.hand_back(deferred)
         return taken.future
 
@@ -383,12 +383,12 @@ class OwnerState(DeferredState, Owning):
     def _update(self, buckets: Sequence[OwnedBucket], plans: Mapping[int, StepPlan]) -> None:
         """Update this rank's own parameters, bucket after bucket as their sums arrive."""
         pending = self._owned
-        pending.take_turn(buckets[0].bucket.own_sum.wait)
+        pending.take_turn(buckets[0].bucket.own_shard.wait)
         step = OwnedStep(self._partials, plans)
         with as_in_step(buckets[0].bucket.flat.device.type), pending.unwatched():
             for each in buckets:
                 try:
-                    each.bucket.own_sum.wait()  # the end of the journey's first stage
+                    each.bucket.own_shard.wait()  # the end of the journey's first stage
                     each.stages.run(step)
                 except BaseException as error:  # Ctrl-C as well: a notebook continues after it
                     self._failure = error
@@ -443,7 +443,7 @@ def owner_hook(state: OwnerState, bucket: dist.GradBucket) -> torch.futures.Futu
         if isinstance(state, OwnerState):
             state._owned.refuse()
 
-    return answered(
+    return run_hook(
         state,
         bucket,
         OwnerState,

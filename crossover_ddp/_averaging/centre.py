@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from crossover_ddp._ddp.groups import on_destruction
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Trip
+from crossover_ddp._engine.journeys import Journey
 from crossover_ddp._engine.links import Layout, Link, all_finite, parts, tree_sum
 from crossover_ddp._engine.observe import Meter
 from crossover_ddp.errors import ExchangeError
@@ -137,7 +137,7 @@ class Centre:
         for vector, layout in zip(initial, self._layouts, strict=True):
             self._own.append(parts(vector, layout)[exchange.rank].clone())
 
-    def begin_pull(self, block: int, values: torch.Tensor, pulls: Sequence[bool]) -> Trip:
+    def begin_pull(self, block: int, values: torch.Tensor, pulls: Sequence[bool]) -> Journey:
         """Begin `pull` of the block with this number. **Collective**."""
         way = functools.partial(
             pull, values, self._layouts[block], self._own[block], self._rate, pulls

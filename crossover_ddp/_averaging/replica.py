@@ -17,7 +17,7 @@ from crossover_ddp._ddp.contents import is_dense
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Turn
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Trip
+from crossover_ddp._engine.journeys import Journey
 from crossover_ddp._engine.links import Link, all_finite
 from crossover_ddp._engine.observe import Meter
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -208,7 +208,7 @@ class PendingSlice(NamedTuple):
     span: Span
     # The journey writes its result here.
     values: torch.Tensor
-    trip: Trip
+    trip: Journey
     # Add the result to the parameters, instead of replacing them by it.
     adds: bool
     # The parameters as they were sent, if training continues meanwhile.
@@ -279,7 +279,7 @@ class Replica(abc.ABC):
         values: torch.Tensor,
         owner_step: OwnerStep | None = None,
         snapshot: torch.Tensor | None = None,
-    ) -> Trip:
+    ) -> Journey:
         """Begin to replace ``values`` by their mean over the ranks. **Collective**.
 
         Args:

@@ -21,7 +21,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._ddp.groups import told_by_all
+from crossover_ddp._ddp.groups import gather_objects
 from crossover_ddp._system.machine import machine
 from crossover_ddp.errors import SegmentError
 
@@ -97,7 +97,7 @@ def share(
         except OSError as error:
             made = 0, 0, 0
             problem = error
-        by_rank = told_by_all(group, (_host(), *made))
+        by_rank = gather_objects(group, (_host(), *made))
         hosts = [host for host, *_ in by_rank]
         leaders = sorted({hosts.index(host) for host in hosts})
         leader = hosts.index(hosts[rank])
@@ -120,7 +120,7 @@ def share(
             problem = None
         except OSError as error:
             problem = problem or error
-        failures = told_by_all(group, problem is not None)
+        failures = gather_objects(group, problem is not None)
         failed = [each for each, is_failure in enumerate(failures) if is_failure]
     if failed:
         raise SegmentError(

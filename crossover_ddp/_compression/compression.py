@@ -22,8 +22,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.checks import HIDDEN, OnlyModel, check_keys, resolve_group
 from crossover_ddp._ddp.contents import Run, contents_of
-from crossover_ddp._ddp.groups import told_by_all
-from crossover_ddp._engine.buckets import BucketWay, Join, Turn
+from crossover_ddp._ddp.groups import gather_objects
+from crossover_ddp._engine.buckets import BucketJourney, Join, Turn
 from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.links import Link
@@ -264,8 +264,8 @@ class Compression:
         state = self.state()
         own: dict[str, torch.Tensor] = state["residuals"]
         means = {}
-        for name in sorted({name for names in told_by_all(group, [*own]) for name in names}):
-            kept = [each for each in told_by_all(group, own.get(name)) if each is not None]
+        for name in sorted({name for names in gather_objects(group, [*own]) for name in names}):
+            kept = [each for each in gather_objects(group, own.get(name)) if each is not None]
             means[name] = torch.stack(kept).sum(0) / group.size()
         self.load(means, state["loss_scale"])
 
@@ -298,24 +298,24 @@ class CodedState(HookState):
     def stats(self) -> dict[str, Any]:
         """Return the common statistics, "sent_bytes" and "residual_bytes". Not collective."""
         coded = None if self.compression is None else self.compression.stats()
-        return {**(coded or {}), **self._told(codec=self.codec, coded=coded)}
+        return {**(coded or {}), **self._common_stats(codec=self.codec, coded=coded)}
 
-    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
+    def fingerprint(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return the settings that all ranks must have in common."""
         return {"codec": in_words(self.codec)}
 
-    def _carry(
+    def _send(
         self,
         bucket: dist.GradBucket,
         exchange: Exchange,
-        journey: BucketWay,
+        journey: BucketJourney,
         *,
         turn: Turn | None = None,
         join: Join | None = None,
     ) -> GradientFuture:
         """Start the journey of ``bucket`` in its hook, on a coded link if there is a codec."""
         around = None if self.compression is None else self.compression.around(bucket, exchange)
-        started = exchange.carry(bucket, journey, turn=turn, join=join, state=self, around=around)
+        started = exchange.send(bucket, journey, turn=turn, join=join, state=self, around=around)
         return started.future
 
     def drain(self) -> None:

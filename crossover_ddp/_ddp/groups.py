@@ -82,7 +82,7 @@ def compare(group: dist.ProcessGroup, settings: Mapping[str, object]) -> None:
 
     **Collective**.
     """
-    by_rank = told_by_all(group, {name: repr(value) for name, value in settings.items()})
+    by_rank = gather_objects(group, {name: repr(value) for name, value in settings.items()})
     for name in settings:
         values = [each.get(name, "nothing") for each in by_rank]
         if len({*values}) > 1:
@@ -93,7 +93,7 @@ def compare(group: dist.ProcessGroup, settings: Mapping[str, object]) -> None:
             )
 
 
-def told_by_all(group: dist.ProcessGroup, value: Value) -> list[Value]:
+def gather_objects(group: dist.ProcessGroup, value: Value) -> list[Value]:
     """Return the ``value`` of each rank of ``group``, by rank. **Collective**.
 
     On failure: ``ExchangeError`` if a peer is gone.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import check_not_joined
-from crossover_ddp._engine.journeys import Way
+from crossover_ddp._engine.journeys import JourneyCoroutine
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.optimizer import PartialOptimizer, StepPlan, Update
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
@@ -130,12 +130,12 @@ class OwnedBucket(DeferredBucket):
 
     def own_pieces(self) -> Iterator[torch.Tensor]:
         """Yield the mean gradients that this rank owns."""
-        self.bucket.own_sum.wait()
+        self.bucket.own_shard.wait()
         for parameter, _ in self.updates:
             if id(parameter) in self.own:
                 yield self.pieces[id(parameter)]
 
-    def gather(self, link: Link) -> Way:
+    def gather(self, link: Link) -> JourneyCoroutine:
         """Return the stage of the journey that gathers updated parameters, for the engine."""
         return self.stages.travel()
 
@@ -244,7 +244,7 @@ class OwnedPending(Pending):
         self._forget_buckets()
         for each in buckets:
             with contextlib.suppress(ExchangeError):  # final: the next backward pass raises it
-                each.bucket.own_sum.wait()  # before its memory is freed
+                each.bucket.own_shard.wait()  # before its memory is freed
         if self.phase is not Phase.BROKEN:  # a refused backward has added to the gradients
             _check_dropped(buckets)
         if plans:

@@ -35,7 +35,7 @@ from crossover_ddp._ddp.checks import named_parameters_of, names_of
 from crossover_ddp._ddp.contents import contents_of
 from crossover_ddp._engine.buckets import Bucket, after_backward
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Trip, Way
+from crossover_ddp._engine.journeys import Journey, JourneyCoroutine
 from crossover_ddp._engine.links import parts
 from crossover_ddp._engine.observe import step_begins
 from crossover_ddp._owners.optimizer import (
@@ -155,10 +155,10 @@ class Stages:
     runs the others: an optimizer belongs to that thread, and its errors are raised there.
     """
 
-    def __init__(self, make: Callable[[], Way]) -> None:
+    def __init__(self, make: Callable[[], JourneyCoroutine]) -> None:
         # The coroutine is made when its first stage begins: Python warns of one that never ran.
-        self._make: Callable[[], Way] | None = make
-        self._journey: Way | None = None
+        self._make: Callable[[], JourneyCoroutine] | None = make
+        self._journey: JourneyCoroutine | None = None
         # Whether it awaits `next_stage`, so that no thread runs it.
         self._is_between = True
 
@@ -190,7 +190,7 @@ class Stages:
         with contextlib.suppress(StopIteration):
             journey.send(value)
 
-    def _begun(self) -> Way:
+    def _begun(self) -> JourneyCoroutine:
         if self._make is not None:
             self._journey = self._make()
             # It may hold the bucket, which holds these stages: memory would wait for the collector.
@@ -247,7 +247,7 @@ class DeferredBucket:
     # Whether its update is still to be applied.
     is_due: bool = False
     # The update waits for the end of this journey.
-    arriving: Trip = field(init=False)
+    arriving: Journey = field(init=False)
     # The parameters that listeners receive when it is updated.
     updated: list[torch.Tensor] = field(init=False)
     # These show writes by user code.
@@ -263,12 +263,12 @@ class DeferredBucket:
         self.updated = self.parameters
         self.gradient_seal = Seal([self.bucket.result])
 
-    def travel(self, make: Callable[[], Way]) -> Way:
+    def travel(self, make: Callable[[], JourneyCoroutine]) -> JourneyCoroutine:
         """Return the first stage of the journey that ``make`` makes, for the engine."""
         self.stages = Stages(make)
         return self.stages.travel()
 
-    def begin(self, journey: Way) -> None:
+    def begin(self, journey: JourneyCoroutine) -> None:
         """Run a journey to its first `next_stage`."""
         self.stages = Stages(lambda: journey)
         self.stages.run()
@@ -356,7 +356,7 @@ class DeferredBucket:
 
     def own_pieces(self) -> Iterator[torch.Tensor]:
         """Yield this rank's part of the mean, without gradients that are not applied."""
-        self.bucket.own_sum.wait()
+        self.bucket.own_shard.wait()
         flat = self.bucket.flat
         layout = self.bucket.layout
         rank = self.bucket.link.rank

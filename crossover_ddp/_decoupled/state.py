@@ -174,10 +174,10 @@ class DeferredState(HookState):
         return handle
 
     def _deferred_stats(self, **more: Any) -> dict[str, Any]:
-        """Return the statistics of states with deferred updates; ``more``: arguments of `told`."""
+        """Return the statistics of states with deferred updates; ``more``: arguments of `common_stats`."""
         pending = self._pending
         return {
-            **self._told(not_deferred=self._why_not_deferred(), **more),
+            **self._common_stats(not_deferred=self._why_not_deferred(), **more),
             "steps_deferred": pending.steps,
             "deferred": len(pending.unread),
         }

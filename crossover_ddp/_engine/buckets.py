@@ -28,12 +28,12 @@ from torch.autograd import Variable
 from crossover_ddp.errors import ExchangeError
 
 from .journeys import (
+    Completion,
     Gate,
     GradientFuture,
-    Milestone,
+    Journey,
+    JourneyCoroutine,
     Place,
-    Trip,
-    Way,
     nothing,
     uncompiled_when_called,
 )
@@ -146,7 +146,7 @@ class Backward:
             self.gathers.open()
 
 
-class Bucket(Trip):
+class Bucket(Journey):
     """The journey of one of DDP's buckets."""
 
     # Of the hook; set by the exchange that starts the journey.
@@ -172,16 +172,16 @@ class Bucket(Trip):
         self.backward = backward
         self.link = link
         self.future = place.future()
-        self.own_sum = Milestone()  # this rank's shard is reduced
+        self.own_shard = Completion()  # this rank's shard is reduced
         self._on_device: Callable[[], None] = nothing
 
-    async def summed(self) -> bool:
+    async def all_reduced(self) -> bool:
         """Mark this rank's shard as reduced, and wait until all buckets of the step are.
 
         The last bucket opens the gate and resumes first: reductions end in the order of buckets. Returns
         False if the bucket was dropped meanwhile.
         """
-        self.own_sum.reach(None, self.place.mark())
+        self.own_shard.reach(None, self.place.mark())
         gathers = self.backward.gathers
         if self.last:
             await gathers.passed_first()
@@ -213,7 +213,7 @@ class Bucket(Trip):
         """Let the next backward pass use the memory: no rank will wait for this bucket."""
         self._is_dropped = self.link.in_program_order and not self.backward.is_whole
         if self._is_dropped:
-            self.own_sum.wait()
+            self.own_shard.wait()
         else:
             self.wait()
 
@@ -235,7 +235,7 @@ class Bucket(Trip):
         if self.deferred and error is None:
             self._on_device = self.place.reached()
         super().end(error)
-        self.own_sum.reach(error, self._follow)
+        self.own_shard.reach(error, self._follow)
         if not self.deferred:
             self._is_followed = True  # by the waiter of the Future
             with self.place.side():
@@ -320,7 +320,7 @@ class JourneyTurn:
         return self._turn
 
 
-BucketWay = Callable[[Bucket, Link, JourneyTurn], Way]
+BucketJourney = Callable[[Bucket, Link, JourneyTurn], JourneyCoroutine]
 
 
 def after_backward(callback: Callable[[], None]) -> bool:

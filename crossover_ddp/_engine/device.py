@@ -1,7 +1,7 @@
 """CUDA devices of journeys, and networks for their tensors.
 
 [Note: the side stream] Journeys issue all their work on a device on one stream of ours. It follows the stream of the
-thread that starts a journey, and the stream of a thread that waits for a journey follows it. `Trip` makes it current
+thread that starts a journey, and the stream of a thread that waits for a journey follows it. `Journey` makes it current
 around each segment, so that memory allocated by a journey belongs to it as well.
 
 [Note: who waits for the compute stream] Where the host drives journeys (gloo), one of our threads waits for the compute
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from crossover_ddp._system.cuda_driver import adopt_thread
 
-from .journeys import Begin, GradientFuture, Place, Station, at_once, living, stop_all
+from .journeys import Begin, GradientFuture, JourneyThread, Place, at_once, living, stop_all
 from .links import Alone, Gloo, Halfway, Layout, Link, LinkAround, nothing_halfway, parts
 
 Pair = tuple[Tensor, Tensor]  # destination, source
@@ -55,7 +55,7 @@ class Device(Place):
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self._by_host = by_host
-        self._following = Station("crossover-follow", self.adopt_thread)
+        self._following = JourneyThread("crossover-follow", self.adopt_thread)
 
     def follow(self) -> Begin:
         current = torch.cuda.current_stream(self.device)
@@ -118,7 +118,7 @@ def sleeping_event() -> torch.cuda.Event:
 class Native(Alone):
     """A backend's own collectives, such as NCCL's, see [Note: one order]. Its links are copies of the network.
 
-    On a device all work goes to the current stream, which `Trip` has chosen. The group is held weakly. Bytes are
+    On a device all work goes to the current stream, which `Journey` has chosen. The group is held weakly. Bytes are
     counted as for a ring.
     """
 
@@ -196,7 +196,7 @@ class Staged(Gloo):
     def __init__(self, group: dist.ProcessGroup, place: Device) -> None:
         super().__init__(group, place)
         self.device = place
-        self._copying = Station("crossover-copy", place.adopt_thread)
+        self._copying = JourneyThread("crossover-copy", place.adopt_thread)
         self._down = torch.cuda.Stream(place.device)
         self._up = torch.cuda.Stream(place.device)
 

@@ -33,17 +33,24 @@ from crossover_ddp._ddp.checks import (
     resolve_group,
 )
 from crossover_ddp._ddp.digests import COMPARED_EVERY
-from crossover_ddp._ddp.groups import on_destruction, told_by_all
+from crossover_ddp._ddp.groups import gather_objects, on_destruction
 from crossover_ddp._ddp.layout import equal_lengths
 from crossover_ddp._ddp.module_buffers import BehindBuckets, ModuleBuffers
 from crossover_ddp.errors import CrossoverError, ExchangeError, UnsupportedConfigurationError
 
-from .buckets import Backward, Bucket, BucketWay, Join, JourneyTurn, Turn, after_backward
+from .buckets import Backward, Bucket, BucketJourney, Join, JourneyTurn, Turn, after_backward
 from .device import Device, Native, Staged
-from .journeys import GradientFuture, Observer, Place, Trip, Way, uncompiled_when_called
+from .journeys import (
+    GradientFuture,
+    Journey,
+    JourneyCoroutine,
+    Observer,
+    Place,
+    uncompiled_when_called,
+)
 from .links import Alone, Gloo, Layout, Link
 from .observe import Meter, StepObserver, TracedLink, at_each_step, timeline_of
-from .states import HookState, counted, line, told
+from .states import HookState, common_stats, format_stats, process_stats
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +110,7 @@ class Exchange:
         self._entered = 0  # buckets whose hook ran
         self._checked: Any = WeakTensorKeyDictionary()  # by a parameter of each bucket
         self._lock = threading.Lock()
-        self._under_way: set[Trip] = set()
+        self._under_way: set[Journey] = set()
         self._failure: CrossoverError | None = None
         self._leave_group = on_destruction(group, self._end)
 
@@ -119,18 +126,18 @@ class Exchange:
 
     def begin(
         self,
-        way: Callable[[Link], Way],
+        make: Callable[[Link], JourneyCoroutine],
         tensor: Tensor,
         name: str,
         *,
         deferred: bool = False,
         link: Link | None = None,
         meter: Meter | None = None,
-    ) -> Trip:
+    ) -> Journey:
         """Start a journey of a tensor that belongs to no bucket.
 
         Args:
-            way: returns the coroutine, given the link.
+            make: returns the coroutine, given the link.
             tensor: on the device of the journey; kept alive until the journey ends.
             name: of the tensor, for errors.
             deferred: the program goes on without it. Other ranks may need it although this rank ends.
@@ -145,16 +152,16 @@ class Exchange:
             link = network.link()
             if self._timeline is not None:
                 link = TracedLink(link, self._timeline, step=next(self._numbers), bucket=-1)
-        trip = Trip(name, network.place, link.sent, deferred=deferred)
-        trip.tensor = tensor
-        trip.waits = meter
-        self._start(trip, _when_computed(trip, way(link)), () if meter is None else (meter,))
-        return trip
+        journey = Journey(name, network.place, link.sent, deferred=deferred)
+        journey.tensor = tensor
+        journey.waits = meter
+        self._start(journey, _when_computed(journey, make(link)), () if meter is None else (meter,))
+        return journey
 
-    def carry(
+    def send(
         self,
         grad_bucket: dist.GradBucket,
-        way: BucketWay,
+        make: BucketJourney,
         *,
         turn: Turn | None = None,
         join: Join | None = None,
@@ -167,7 +174,7 @@ class Exchange:
 
         Args:
             grad_bucket: DDP's.
-            way: called here with the bucket, its link and the turn; returns the coroutine. An error of the call
+            make: called here with the bucket, its link and the turn; returns the coroutine. An error of the call
                 refuses the bucket. An error of the coroutine, even before its first ``await``, is a failure, see
                 [Note: failed]: an ``async def`` cannot refuse.
             turn: the mutex of the job. Default: no turns.
@@ -195,24 +202,24 @@ class Exchange:
                 bucket.future.set_result(bucket.result)
             bucket.meter = meter
             bucket.waits = meter
-            bucket.own_sum.waits = meter
+            bucket.own_shard.waits = meter
             if bucket.last and self.size > 1 and not (leaves_buffers or self.leaves_buffers_to_ddp):
                 # Before the bucket: the next forward begins with them, and gathers arrive one after the other.
                 self._send_buffers(grad_bucket, state, meter)
-            journey = way(bucket, link, JourneyTurn(bucket, link, turn, join))
+            coroutine = make(bucket, link, JourneyTurn(bucket, link, turn, join))
         except Exception:
             backward.refuse(grad_bucket)
             raise
         meter.steps += bucket.last
         meter.is_timed = not link.in_program_order
-        self._start(bucket, journey, (meter, self.steps))
+        self._start(bucket, coroutine, (meter, self.steps))
         return bucket
 
     def follow(
         self,
         future: GradientFuture,
         grad_bucket: dist.GradBucket,
-        way: Callable[[Sequence[GradientFuture], Bucket, Link, JourneyTurn], Way],
+        make: Callable[[Sequence[GradientFuture], Bucket, Link, JourneyTurn], JourneyCoroutine],
         *,
         state: object,
         turn: Turn | None = None,
@@ -220,7 +227,7 @@ class Exchange:
     ) -> GradientFuture:
         """Count a bucket that another library's hook exchanges; ``future`` is its result.
 
-        The step's last bucket starts the journey that ``way`` makes of all Futures of the step. Its Future is the
+        The step's last bucket starts the journey that ``make`` returns for all Futures of the step. Its Future is the
         result for DDP.
         """
         futures = self._backward.futures
@@ -228,17 +235,19 @@ class Exchange:
         if not grad_bucket.is_last():
             self._enter(grad_bucket, turn)
             return future
-        journey = functools.partial(way, futures)
-        started = self.carry(
-            grad_bucket, journey, turn=turn, join=join, state=state, leaves_buffers=True
+        make_last = functools.partial(make, futures)
+        started = self.send(
+            grad_bucket, make_last, turn=turn, join=join, state=state, leaves_buffers=True
         )
         return started.future
 
-    def answer(self, grad_bucket: dist.GradBucket, carry: "Carry", state: object) -> GradientFuture:
-        """Call ``carry`` for a bucket. Behind a step's last bucket parameters are compared. **Collective**."""
+    def run(
+        self, grad_bucket: dist.GradBucket, start: "StartExchange", state: object
+    ) -> GradientFuture:
+        """Call ``start`` for a bucket. Behind a step's last bucket parameters are compared. **Collective**."""
         entered = self._entered
         try:
-            future = carry(self)
+            future = start(self)
         except Exception:
             if self._entered == entered:  # refused before a journey was started: ranks count alike
                 self._enter(grad_bucket).refuse(grad_bucket)
@@ -258,7 +267,7 @@ class Exchange:
             return
         look = digests.exchanged(grad_bucket, group, state, self.begin, at_each_step)
         if look is not None:
-            look = functools.partial(look, functools.partial(told_by_all, group))
+            look = functools.partial(look, functools.partial(gather_objects, group))
             if not after_backward(look):
                 look()
 
@@ -268,10 +277,10 @@ class Exchange:
         if meter.steps == _TOLD_AFTER and not meter.is_logged:
             meter.is_logged = True
             if self.rank == 0:
-                name, said = "split", told(meter)
+                name, stats = "split", common_stats(meter)
                 if isinstance(state, HookState):
-                    name, said = type(state).__name__, counted(state)
-                _log.info("%s: %s", name, line(said))
+                    name, stats = type(state).__name__, process_stats(state)
+                _log.info("%s: %s", name, format_stats(stats))
         return meter
 
     def _model_of(self, last: dist.GradBucket) -> BehindBuckets:
@@ -320,25 +329,27 @@ class Exchange:
             check_exchanged_group(model, group)
         self._checked[parameter] = _Checked.of(model)
 
-    def _start(self, trip: Trip, way: Way, observers: Sequence[Observer]) -> None:
-        trip.observers = observers
+    def _start(
+        self, journey: Journey, coroutine: JourneyCoroutine, observers: Sequence[Observer]
+    ) -> None:
+        journey.observers = observers
         try:
-            trip.when_computed = trip.place.follow()
+            journey.when_computed = journey.place.follow()
         except BaseException:
-            way.close()
+            coroutine.close()
             raise
         with self._lock:
-            self._under_way.add(trip)
+            self._under_way.add(journey)
             for observer in observers:
-                observer.begins(trip)
+                observer.begins(journey)
             failure = self._failure
         if failure is None:
             # Mostly in backward, where gradients are not recorded anyway.
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-                trip.start(way, self._ended)
+                journey.start(coroutine, self._ended)
         else:
-            way.close()
-            self._ended(trip, failure)
+            coroutine.close()
+            self._ended(journey, failure)
 
     def _send_buffers(self, grad_bucket: dist.GradBucket, state: object, meter: Meter) -> None:
         """Send rank 0's buffers behind the last bucket, see [Note: buffers behind the gradients]."""
@@ -433,17 +444,17 @@ class Exchange:
             return Native(group, place)
         return Staged(group, place) if isinstance(place, Device) else Gloo(group, place)
 
-    def _ended(self, trip: Trip, error: BaseException | None) -> None:
-        failure = None if error is None else self.fail(trip.name, error)
-        end_s = trip.done_s or time.monotonic()
+    def _ended(self, journey: Journey, error: BaseException | None) -> None:
+        failure = None if error is None else self.fail(journey.name, error)
+        end_s = journey.done_s or time.monotonic()
         with self._lock:
-            self._under_way.discard(trip)
-            for observer in trip.observers:
-                observer.ends(trip, end_s, failure)
+            self._under_way.discard(journey)
+            for observer in journey.observers:
+                observer.ends(journey, end_s, failure)
         try:
-            trip.end(failure)
+            journey.end(failure)
         except RuntimeError as lost:  # the device
-            trip.end(self.fail(trip.name, lost))
+            journey.end(self.fail(journey.name, lost))
 
     def fail(self, name: str, cause: BaseException) -> CrossoverError:
         """Fail every journey of the group and close its connections, so that peers fail as well.
@@ -473,8 +484,8 @@ class Exchange:
             doomed = [*self._under_way]
         for network in list(self._networks.values()):
             network.interrupt()
-        for trip in doomed:
-            trip.throw(failure)
+        for journey in doomed:
+            journey.throw(failure)
         return failure
 
     def close(self) -> None:
@@ -493,11 +504,11 @@ class Exchange:
         if self._timeline is not None:
             self._timeline.flush()
         end_s = time.monotonic() + _NEEDED_BY_OTHERS_S
-        for trip in list(self._under_way):
+        for journey in list(self._under_way):
             # No rank waits for the buckets of a backward pass that has not ended.
-            is_needed = not isinstance(trip, Bucket) or trip.backward.is_whole
-            if trip.deferred and is_needed:
-                trip.block(max(0.0, end_s - time.monotonic()))
+            is_needed = not isinstance(journey, Bucket) or journey.backward.is_whole
+            if journey.deferred and is_needed:
+                journey.block(max(0.0, end_s - time.monotonic()))
         if not self._close_networks(_END_S):
             cause = RuntimeError("the process group was destroyed meanwhile")
             self.fail("a tensor under way", cause)
@@ -509,26 +520,26 @@ class Exchange:
         return all([network.close(timeout_s) for network in list(self._networks.values())])
 
 
-async def _when_computed(trip: Trip, way: Way) -> None:
-    """Run ``way`` when the device has computed the tensor."""
+async def _when_computed(journey: Journey, coroutine: JourneyCoroutine) -> None:
+    """Run ``coroutine`` when the device has computed the tensor."""
     try:
-        await trip.computed()
+        await journey.computed()
     except BaseException:
-        way.close()
+        coroutine.close()
         raise
-    await way
+    await coroutine
 
 
-Carry = Callable[[Exchange], GradientFuture]
+StartExchange = Callable[[Exchange], GradientFuture]
 
 
 @uncompiled_when_called
-def answered(
+def run_hook(
     state: Any,
     bucket: dist.GradBucket | tuple[Tensor, ...],
     kind: type[HookState] | None,
     remedy: str,
-    carry: Carry,
+    start: StartExchange,
     *,
     compares: bool = True,
     plain: Callable[[Any, dist.GradBucket], GradientFuture] = allreduce_hook,
@@ -540,11 +551,11 @@ def answered(
     them: there they propagate.
 
     Args:
-        state: a `HookState`, whose ``said(bucket)`` all ranks must have in common, or a process group.
+        state: a `HookState`, whose ``fingerprint(bucket)`` all ranks must have in common, or a process group.
         bucket: DDP's.
         kind: the class of the hook's states; another hook's state is refused. None: ``state`` is the process group.
         remedy: for that refusal: how to write it instead.
-        carry: starts the journey of the bucket.
+        start: starts the journey of the bucket.
         compares: whether the parameters of ranks are compared behind the last bucket, see `Exchange.compare`.
         plain: the hook to run instead with ``CROSSOVER_DISABLE=1``.
         refused: called before an error is handed to ``backward()``.
@@ -563,13 +574,13 @@ def answered(
                 mutex = state.mutex  # type: ignore[attr-defined]
                 if mutex is not None and not agreement.disabled:
                     check_turn(mutex.ranks, resolve_group(group))
-                agreement.make(resolve_group(group), lambda: state.said(bucket))  # type: ignore[attr-defined]
+                agreement.make(resolve_group(group), lambda: state.fingerprint(bucket))  # type: ignore[attr-defined]
             if agreement.disabled:
                 return plain(group, bucket)
         if bucket.buffer().is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedConfigurationError(CAPTURED)
         exchange = Exchange.of(group)
-        return exchange.answer(bucket, carry, state) if compares else carry(exchange)
+        return exchange.run(bucket, start, state) if compares else start(exchange)
     except Exception as error:
         if refused is not None:
             refused()

@@ -4,7 +4,7 @@ A journey runs on the thread that starts it until it awaits something that is no
 stores the continuation, and calls it later on a thread of its own choice.
 
 [Note: threads] Thread-local context (grad mode, a stream, a lock) must not be held by a ``with`` around an
-``await``: it would be entered on one thread and left on another. `Trip` enters it around each segment.
+``await``: it would be entered on one thread and left on another. `Journey` enters it around each segment.
 """
 
 import functools
@@ -26,7 +26,7 @@ from crossover_ddp._ddp.compiled import Function, uncompiled
 
 GradientFuture = torch.futures.Future[torch.Tensor]
 Begin = Callable[[], Awaitable[None]]
-Way = Coroutine[Any, Any, None]
+JourneyCoroutine = Coroutine[Any, Any, None]
 Job = Callable[[], None]
 Stop = Callable[[Job], None]
 """A coroutine yields one of these: it receives the continuation and must call it exactly once."""
@@ -39,7 +39,7 @@ _STOP: Final = None
 # --- threads and gates ----------------------------------------------------------------------------
 
 
-class Station:
+class JourneyThread:
     """A daemon thread that runs jobs in order, started by the first of them. Journeys await it.
 
     Between jobs the thread holds only its queue, so it keeps no engine and no process group alive. It
@@ -121,7 +121,7 @@ def _run_jobs(jobs: "queue.SimpleQueue[Job | None]", adopt: Job) -> None:
         del job
 
 
-def stop_all(stations: Sequence[Station], timeout_s: float) -> bool:
+def stop_all(stations: Sequence[JourneyThread], timeout_s: float) -> bool:
     """Stop threads after their queued jobs. Returns whether each ended within ``timeout_s`` seconds.
 
     Args:
@@ -145,7 +145,7 @@ class Gate:
         self.is_open = False
 
     def __await__(self) -> Stops:
-        # Yielding at an open gate would nest one `Trip._run` per gate and overflow the stack.
+        # Yielding at an open gate would nest one `Journey._run` per gate and overflow the stack.
         if not self.is_open:
             yield self._put
 
@@ -189,14 +189,14 @@ class WaitCounter(Protocol):
 class Observer(Protocol):
     """Is told when journeys begin and end. Calls come one at a time, under a lock: they must not block."""
 
-    def begins(self, journey: "Trip") -> None: ...
+    def begins(self, journey: "Journey") -> None: ...
 
-    def ends(self, journey: "Trip", end_s: float, failure: BaseException | None) -> None:
+    def ends(self, journey: "Journey", end_s: float, failure: BaseException | None) -> None:
         """The journey has ended; ``end_s``: when its last collective did."""
 
 
-class Milestone:
-    """An event that the program waits for: a journey's end, or a point on its way."""
+class Completion:
+    """An event that the program waits for: a journey's end, or a point on its coroutine."""
 
     waits: WaitCounter | None = None  # counts the time that callers of `wait` spend there
     _is_followed = False  # whether a caller's stream has been ordered behind the event
@@ -243,7 +243,7 @@ class Milestone:
             self._away.release()
 
 
-class Trip(Milestone):
+class Journey(Completion):
     """A journey: one coroutine, which one thread runs at a time. Its end is the event to wait for.
 
     Args:
@@ -290,15 +290,17 @@ class Trip(Milestone):
             await when_computed()
             self.begun_s = time.monotonic()
 
-    def start(self, way: Way, ended: Callable[["Trip", BaseException | None], None]) -> None:
-        """Run ``way`` to its first stop.
+    def start(
+        self, coroutine: JourneyCoroutine, ended: Callable[["Journey", BaseException | None], None]
+    ) -> None:
+        """Run ``coroutine`` to its first stop.
 
         Args:
-            way: awaits nothing but stations, gates, and coroutines made of these.
+            coroutine: awaits nothing but stations, gates, and coroutines made of these.
             ended: called once on the thread of the last segment, with the error that it raised, or None. It
                 must not hold the journey, or its tensors would live until Python's collector runs.
         """
-        self._way = way
+        self._way = coroutine
         self._ended = ended
         self._run()
 
@@ -412,7 +414,7 @@ def _call(callback: Callable[[], None]) -> None:
 def living(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
     """Return the process group. Raises ``RuntimeError`` if it was destroyed."""
     if (found := group()) is None:
-        raise RuntimeError("the process group was destroyed while an exchange was under way")
+        raise RuntimeError("the process group was destroyed while an exchange was under coroutine")
     return found
 
 

@@ -52,7 +52,7 @@ from torch import Tensor
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .journeys import Place, Station, living, stop_all
+from .journeys import JourneyThread, Place, living, stop_all
 
 Received = TypeVar("Received")
 Layout = Sequence[int]
@@ -195,7 +195,7 @@ class Alone(Link):
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self._settling = Station("crossover-settle", place.adopt_thread)
+        self._settling = JourneyThread("crossover-settle", place.adopt_thread)
 
     def link(self) -> Link:
         """Return the link of the next journey. All ranks make links in the same order."""
@@ -232,16 +232,16 @@ class Gloo:
         self.rank = group.rank()
         self.size = group.size()
         self.others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        self.reducing = Station("crossover-reduce", place.adopt_thread)
-        self.computing = Station("crossover-compute", place.adopt_thread)
-        self.gathering = Station("crossover-gather", place.adopt_thread)
-        self.settling = Station("crossover-settle", place.adopt_thread)
+        self.reducing = JourneyThread("crossover-reduce", place.adopt_thread)
+        self.computing = JourneyThread("crossover-compute", place.adopt_thread)
+        self.gathering = JourneyThread("crossover-gather", place.adopt_thread)
+        self.settling = JourneyThread("crossover-settle", place.adopt_thread)
         self.sums = _Sums(self)
         self.bytes_per_s = 0.0  # the fastest rate so far at which data has arrived
         self._arrived_bytes = 0
         self._arrived_s = 0.0
-        self._relays: list[Station] = []
-        self._idle_relays: list[Station] = []
+        self._relays: list[JourneyThread] = []
+        self._idle_relays: list[JourneyThread] = []
         self._channels = _channels.setdefault(group, set())
         with _taking:
             if not (free := {*range(1 << _CHANNEL_BITS)} - self._channels):
@@ -292,17 +292,17 @@ class Gloo:
         workers = [self.reducing, *self._relays, self.computing, self.gathering, self.settling]
         return stop_all(workers, timeout_s)
 
-    def relay(self) -> Station:
+    def relay(self) -> JourneyThread:
         """Lend a thread for one collective, see [Note: who waits where]."""
         with self._lock:
             if self._is_closed:
                 return self.gathering  # it ends last, and refuses the job
             if not self._idle_relays:
-                self._relays.append(Station("crossover-relay", self.place.adopt_thread))
+                self._relays.append(JourneyThread("crossover-relay", self.place.adopt_thread))
                 return self._relays[-1]
             return self._idle_relays.pop()
 
-    def give_back(self, relay: Station) -> None:
+    def give_back(self, relay: JourneyThread) -> None:
         """Return a thread that was lent. The rest of this journey does not block on it."""
         with self._lock:
             if relay in self._relays:

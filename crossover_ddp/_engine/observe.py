@@ -34,7 +34,7 @@ from crossover_ddp._system.device import default_device, sibling_name
 from crossover_ddp._timeline.record import Detail, Timeline
 
 from .buckets import Backward, Bucket
-from .journeys import Trip, uncompiled_when_called
+from .journeys import Journey, uncompiled_when_called
 from .links import Halfway, Layout, Link, LinkAround, nothing_halfway
 
 Made = TypeVar("Made")
@@ -59,11 +59,11 @@ class Meter:
         self._count = 0  # journeys under way
         self._since_s = math.inf
 
-    def begins(self, journey: Trip) -> None:
+    def begins(self, journey: Journey) -> None:
         """See `Observer`."""
         self._count += 1
 
-    def ends(self, journey: Trip, end_s: float, failure: BaseException | None) -> None:
+    def ends(self, journey: Journey, end_s: float, failure: BaseException | None) -> None:
         """See `Observer`."""
         self.bytes_sent += journey.sent()
         self._count -= 1
@@ -124,10 +124,10 @@ class StepObserver:
         if self.timeline is not None:
             self.timeline.span("wait", since_s, time.monotonic(), step=step)
 
-    def begins(self, journey: Trip) -> None:
+    def begins(self, journey: Journey) -> None:
         """See `Observer`."""
 
-    def ends(self, journey: Trip, end_s: float, failure: BaseException | None) -> None:
+    def ends(self, journey: Journey, end_s: float, failure: BaseException | None) -> None:
         """See `Observer`."""
         if not isinstance(journey, Bucket) or not journey.last:
             return

@@ -52,12 +52,17 @@ class Agreement:
         """Compare again at the next bucket."""
         self.made = False
 
-    def make(self, group: dist.ProcessGroup, said: Callable[[], Mapping[str, object]]) -> None:
-        """Compare what ``said()`` returns; it is not called with ``CROSSOVER_DISABLE=1``. **Collective**."""
+    def make(
+        self, group: dist.ProcessGroup, fingerprint: Callable[[], Mapping[str, object]]
+    ) -> None:
+        """Compare what ``fingerprint()`` returns; it is not called with ``CROSSOVER_DISABLE=1``. **Collective**."""
         if group.size() > 1:
             compare(
                 group,
-                {environment.DISABLE: int(self.disabled), **({} if self.disabled else said())},
+                {
+                    environment.DISABLE: int(self.disabled),
+                    **({} if self.disabled else fingerprint()),
+                },
             )
         self.made = True
 
@@ -79,10 +84,10 @@ class HookState:
 
     def stats(self) -> dict[str, Any]:
         """Return statistics, by the keys of docs/troubleshooting.md. Not collective."""
-        return self._told()
+        return self._common_stats()
 
-    def _told(self, **said: Any) -> dict[str, Any]:
-        return told(self.meter, mutex=self.mutex, **said)  # type: ignore[attr-defined]
+    def _common_stats(self, **more: Any) -> dict[str, Any]:
+        return common_stats(self.meter, mutex=self.mutex, **more)  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def paused(self: Any) -> Iterator[None]:
@@ -241,7 +246,7 @@ class HookState:
 # --- statistics ---------------------------------------------------------------------------------
 
 
-def told(
+def common_stats(
     meter: Meter,
     *,
     mutex: Any = None,
@@ -284,7 +289,7 @@ def _without_turns(turns: Mapping[str, Any]) -> str | None:
     return None if turns["siblings"] else "no sibling is on the device"
 
 
-def counted(state: HookState) -> dict[str, Any]:
+def process_stats(state: HookState) -> dict[str, Any]:
     """Return `HookState.stats` with the steps of this process alone.
 
     In a resumed job some states count the steps of earlier processes as well, but not their bytes.
@@ -292,27 +297,27 @@ def counted(state: HookState) -> dict[str, Any]:
     return {**state.stats(), "steps": state.meter.steps}
 
 
-def line(stats: Mapping[str, Any]) -> str:
+def format_stats(stats: Mapping[str, Any]) -> str:
     """Format statistics, such as "deferred 98 of 100 steps; waited 3.0 ms a step; 12.4 MB a step"."""
     steps = stats["steps"] or 1
-    said = []
+    parts = []
 
     def why(key: str) -> str:
         return f" ({stats[key]})" if stats[key] else ""
 
     if "deferred" in stats:
-        said.append(
+        parts.append(
             f"deferred {stats['steps_deferred']} of {steps} steps{why('not_deferred_because')}"
         )
     if (exchanges := stats.get("exchanges", stats.get("pulls"))) is not None:
-        said.append(f"{exchanges} exchanges of parameters")
+        parts.append(f"{exchanges} exchanges of parameters")
     if stats["codec"] is not None:
-        said.append(f"{stats['codec']['name']} sent {stats['rate']:.3g} of the exact bytes")
+        parts.append(f"{stats['codec']['name']} sent {stats['rate']:.3g} of the exact bytes")
     if "siblings" in stats or stats["turns"]:
-        said.append(f"took {stats['turns']} turns{why('no_turns_because')}")
+        parts.append(f"took {stats['turns']} turns{why('no_turns_because')}")
     if stats["exposed_s"] is not None:
-        said.append(f"waited {1e3 * stats['exposed_s'] / steps:.1f} ms a step")
-    return "; ".join([*said, f"{stats['bytes_sent'] / steps / 1e6:.3g} MB a step"])
+        parts.append(f"waited {1e3 * stats['exposed_s'] / steps:.1f} ms a step")
+    return "; ".join([*parts, f"{stats['bytes_sent'] / steps / 1e6:.3g} MB a step"])
 
 
 # --- checkpoints --------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Gate, Trip
+from crossover_ddp._engine.journeys import Gate, Journey
 from crossover_ddp._engine.links import Link, parts
 from crossover_ddp._engine.observe import Meter
 
@@ -264,7 +264,7 @@ class FactorTraffic:
         # Opened when all factors that were sent so far are in the running means.
         self.arrived = Gate()
         self.arrived.open()
-        self._newest: Trip | None = None
+        self._newest: Journey | None = None
 
     @functools.cached_property
     def can_trail(self) -> bool:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from crossover_ddp._ddp.groups import compare, told_by_all
+from crossover_ddp._ddp.groups import compare, gather_objects
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .factors import WeightSharing
@@ -128,7 +128,7 @@ def agree(
     compare(
         group, {**arguments, "layers": names, **{f"layer {each.name!r}": each for each in costs}}
     )
-    if len(set(told_by_all(group, rounded))) > 1:
+    if len(set(gather_objects(group, rounded))) > 1:
         if group.rank() == 0:
             logger.warning(
                 "layers that dominate their bucket go to one rank as a whole, which costs time: "

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.serialization import default_restore_location
 
 from crossover_ddp._ddp.checks import check_rank, resolve_group
-from crossover_ddp._ddp.groups import let_collectives_go, told_by_all
+from crossover_ddp._ddp.groups import gather_objects, let_collectives_go
 from crossover_ddp._engine.journeys import nothing
 from crossover_ddp._engine.states import HookState
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -119,7 +119,7 @@ class OwnedState:
         is_complete = False
         while not is_complete:
             packed, unsent = self._pack(unsent)
-            received = told_by_all(group, (packed, bool(unsent)))
+            received = gather_objects(group, (packed, bool(unsent)))
             is_complete = not any(has_more for _, has_more in received)
             for rank, (states, _) in enumerate(received):
                 if keeps and rank != self._rank:

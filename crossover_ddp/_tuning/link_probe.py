@@ -8,7 +8,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._ddp.groups import told_by_all
+from crossover_ddp._ddp.groups import gather_objects
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.observe import StepRecord
@@ -51,7 +51,7 @@ def recorded_by_all(
             f"{group.size()}, or a device whose kernels the host's clock does not see; "
             "measure C and M with `crossover-ddp advise`"
         )
-    gathered = told_by_all(group, workload_of_records(steps))
+    gathered = gather_objects(group, workload_of_records(steps))
     workloads = [each for each in gathered if each is not None]
     if len(workloads) < len(gathered):
         raise UnsupportedConfigurationError(
@@ -59,7 +59,7 @@ def recorded_by_all(
             f"{[each is not None for each in gathered]}; train some ten steps before, "
             "with settled buckets"
         )
-    return workloads, told_by_all(group, measure_link(group))[0]
+    return workloads, gather_objects(group, measure_link(group))[0]
 
 
 def _timed(engine: Exchange, tensor: torch.Tensor) -> float:

@@ -51,14 +51,14 @@ def refuse_bucket(
 
 def before_last_bucket(do: Callable[[], object]) -> Patch:
     """Call ``do`` in the hook's call for the last bucket, before the engine carries it."""
-    original = Exchange.carry
+    original = Exchange.send
 
-    def carry(self: Exchange, bucket: dist.GradBucket, *args: Any, **options: Any) -> Any:
+    def send(self: Exchange, bucket: dist.GradBucket, *args: Any, **options: Any) -> Any:
         if bucket.is_last():
             do()
         return original(self, bucket, *args, **options)
 
-    return mock.patch.object(Exchange, "carry", carry)
+    return mock.patch.object(Exchange, "send", send)
 
 
 def break_engine(error: Exception) -> Patch:

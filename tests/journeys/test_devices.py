@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from crossover_ddp._engine.device import Device, Staged
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Trip
+from crossover_ddp._engine.journeys import Journey
 from crossover_ddp.codecs import Half, Int8, PerPair, SIDCo
 from tests.fake_cuda import contexts, late
 from tests.harness import close_pools, in_ranks, run_ranks
@@ -77,13 +77,13 @@ def trained(rank: int, device: str, way: str) -> torch.Tensor:
 def paused(seed: int) -> Any:
     """Pause threads at random before they resume a journey."""
     numbers = random.Random(seed)
-    go_on = Trip.go_on
+    go_on = Journey.go_on
 
-    def pause_and_go_on(trip: Trip) -> None:
+    def pause_and_go_on(trip: Journey) -> None:
         time.sleep(max(0.0, numbers.uniform(-2, 1)) * PAUSE_S)
         go_on(trip)
 
-    return mock.patch.object(Trip, "go_on", pause_and_go_on)
+    return mock.patch.object(Journey, "go_on", pause_and_go_on)
 
 
 def lateness(backend: str, rank: int, world_size: int, seed: int) -> Any:
@@ -182,9 +182,9 @@ def overwritten(rank: int, world_size: int, way: str) -> int:
     Return how many of their numbers the exchange has overwritten.
     """
     found = 0
-    delete = Trip.__del__
+    delete = Journey.__del__
 
-    def delete_late(trip: Trip) -> None:
+    def delete_late(trip: Journey) -> None:
         time.sleep(LATE_S / 2)  # until it is deleted, it keeps its memory
         delete(trip)
 
@@ -194,7 +194,7 @@ def overwritten(rank: int, world_size: int, way: str) -> int:
         training = Training(CELLS[way], rank, device="cuda").run(7)
         made = []
         torch.cuda.synchronize()
-        with late(**knobs), mock.patch.object(Trip, "__del__", delete_late):
+        with late(**knobs), mock.patch.object(Journey, "__del__", delete_late):
             # After this step ranks exchange digests, and with some ways gradients. No later step
             # waits for them.
             training.run(1)

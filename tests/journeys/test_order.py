@@ -15,7 +15,7 @@ from torch import nn
 from crossover_ddp import DecoupledKFACState, ElasticState, decoupled_hook, elastic_hook
 from crossover_ddp._engine import links
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Station
+from crossover_ddp._engine.journeys import JourneyThread
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import in_ranks
 from tests.harness.campaign import IN_CAMPAIGN
@@ -58,10 +58,10 @@ def test_two_journeys_in_another_order_on_another_rank_do_not_block_each_other(
     """
     exchange = Exchange.of(None)
     has_second_begun = [threading.Event(), threading.Event()]
-    put = Station.put
+    put = JourneyThread.put
     found: list[tuple[int, list[float]]] = []
 
-    def held(station: Station, job: Any) -> None:
+    def held(station: JourneyThread, job: Any) -> None:
         if threading.current_thread().name == "late":
             assert has_second_begun[rank].wait(20)
             time.sleep(0.1)  # until the other journey waits
@@ -78,7 +78,7 @@ def test_two_journeys_in_another_order_on_another_rank_do_not_block_each_other(
 
         return run
 
-    with mock.patch.object(Station, "put", held):
+    with mock.patch.object(JourneyThread, "put", held):
         trips = [
             exchange.begin(journey(number), torch.empty(0), f"journey {number}")
             for number in range(2)
@@ -158,7 +158,7 @@ PAIRS = list(
 def test_two_models_on_one_group_train_as_usual_with_late_threads(rank: int, seed: int) -> None:
     chance = random.Random(3 * seed + rank)
     begin = links._GlooLink._both
-    put = Station.put
+    put = JourneyThread.put
     ways = PAIRS[seed % len(PAIRS)] if IN_CAMPAIGN else ("kfac", late_factors_decoupled)
 
     def late(do: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,7 +171,7 @@ def test_two_models_on_one_group_train_as_usual_with_late_threads(rank: int, see
     pair, plain = ([Training(way, rank) for way in ways] for _ in range(2))
     with (
         mock.patch.object(links._GlooLink, "_both", late(begin)),
-        mock.patch.object(Station, "put", late(put)),
+        mock.patch.object(JourneyThread, "put", late(put)),
     ):
         for _ in range(12):
             for each in pair:

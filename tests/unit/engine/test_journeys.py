@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp._engine.journeys import Gate, Place, Station, Trip
+from crossover_ddp._engine.journeys import Gate, Journey, JourneyThread, Place
 from tests.harness.waiting import eventually
 
 
-def start(way: Coroutine[Any, Any, None], ends: list[BaseException | None]) -> Trip:
-    trip = Trip("it", Place())
+def start(way: Coroutine[Any, Any, None], ends: list[BaseException | None]) -> Journey:
+    trip = Journey("it", Place())
     trip.start(way, lambda _, error: ends.append(error))
     return trip
 
@@ -76,7 +76,7 @@ def test_all_orders_of_a_journey_two_wakers_and_two_errors() -> None:
 
 
 def test_a_station_keeps_no_job_alive_and_refuses_jobs_after_stop() -> None:
-    station, done = Station("crossover-test"), threading.Event()
+    station, done = JourneyThread("crossover-test"), threading.Event()
     kept = weakref.WeakMethod(done.set)
     station.put(done.set)
     assert done.wait(60)
@@ -89,7 +89,7 @@ def test_a_station_keeps_no_job_alive_and_refuses_jobs_after_stop() -> None:
 
 
 def test_a_station_refuses_jobs_in_a_fork_made_while_its_lock_was_held() -> None:
-    station = Station("crossover-test")
+    station = JourneyThread("crossover-test")
     with station._lock:  # as another thread might
         if not (child := os.fork()):
             code = 1
