@@ -73,7 +73,7 @@ def test_a_step_has_its_waits_and_both_halves_of_each_bucket(
 
 
 def check_halves(spans: Spans, way: str) -> None:
-    kinds = WHOLE if way in ("split", "crossover", "int8") else HALVES
+    kinds = WHOLE if way in ("split", "crossover") else HALVES
     halves: dict[str, dict[tuple[int, int], dict[str, Any]]] = {kind: {} for kind in kinds}
     for span in spans:
         if span["kind"] in kinds and span["bucket"] >= 0:

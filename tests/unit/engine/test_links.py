@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from crossover_ddp._engine import links
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Gate, Way
+from crossover_ddp._engine.journeys import Gate, JourneyCoroutine
 from crossover_ddp._engine.links import Link
 from crossover_ddp.errors import ExchangeError
 from tests.harness import in_ranks
@@ -54,7 +54,7 @@ def test_short_messages_leave_before_what_arrives_is_asked_for_and_long_ones_aft
             return group().recv(*message)  # type: ignore[no-any-return]
 
     equal = [500, 500]
-    ways: list[Callable[[torch.Tensor, Link], Way]] = [
+    ways: list[Callable[[torch.Tensor, Link], JourneyCoroutine]] = [
         lambda flat, link: link.reduce_scatter(flat, equal),
         lambda flat, link: link.all_gather(flat, equal),
         lambda flat, link: link.all_to_all(flat, equal, flat.clone(), equal),
