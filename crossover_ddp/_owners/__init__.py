@@ -1,4 +1,5 @@
 """Owners of parameters: their choice, the buffers to and from them, the state that they keep.
 
-Shared by K-FAC, Muon and `OwnerState`.
+`optimizer` takes an optimizer's step in parts. Shared by K-FAC, Muon, `OwnerState` and
+`DecoupledState`. Not here: when an owner computes, which the hooks' coroutines decide.
 """
