@@ -155,7 +155,7 @@ class Exchange:
         journey = Journey(name, network.place, link.sent, deferred=deferred)
         journey.tensor = tensor
         journey.waits = meter
-        self._start(journey, _when_computed(journey, make(link)), () if meter is None else (meter,))
+        self._start(journey, _when_computed(journey, make, link), () if meter is None else (meter,))
         return journey
 
     def send(
@@ -520,14 +520,12 @@ class Exchange:
         return all([network.close(timeout_s) for network in list(self._networks.values())])
 
 
-async def _when_computed(journey: Journey, coroutine: JourneyCoroutine) -> None:
-    """Run ``coroutine`` when the device has computed the tensor."""
-    try:
-        await journey.computed()
-    except BaseException:
-        coroutine.close()
-        raise
-    await coroutine
+async def _when_computed(
+    journey: Journey, make: Callable[[Link], JourneyCoroutine], link: Link
+) -> None:
+    """Wait until the device has computed the tensor, then run the coroutine that ``make`` returns."""
+    await journey.computed()
+    await make(link)
 
 
 StartExchange = Callable[[Exchange], GradientFuture]
