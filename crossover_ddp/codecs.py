@@ -102,10 +102,11 @@ class CompressedState(CodedState):
 
 
 async def compressed(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
-    """Average a bucket over the ranks by coded messages, see `CodedLink`.
+    """Average a bucket's gradients over the ranks in backward, by coded messages, see `CodedLink`.
 
-    The part that a message does not hold is added to the residual. If the coroutine raises, all
-    exchange of the process group ends and ``backward()`` raises.
+    Each rank keeps residuals, of its own gradients and of the mean of the shard that it owns. They
+    take up the part that a message does not hold. If the coroutine raises, all exchange of the
+    process group ends, and ``backward()`` raises the error.
     """
     turn.release()  # this step's compute is launched: a sibling may have the device
     await bucket.computed()

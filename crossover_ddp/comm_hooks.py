@@ -54,22 +54,29 @@ Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 async def crossover(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
-    """Average a bucket over the ranks, and let a sibling job compute meanwhile.
+    """Average a bucket's gradients over the ranks in backward, and let a sibling job compute meanwhile.
 
-    The turn's methods do nothing in other buckets than the last, and without a mutex. If the coroutine raises, all
-    exchange of the process group ends and ``backward()`` raises.
+    Sibling jobs take turns by a mutex: ``release()`` gives the turn away, ``request()`` joins the queue for
+    the next turn, and ``acquire()`` waits for it. All three do nothing without a mutex, and in every bucket
+    but the step's last one. If the coroutine raises, all exchange of the process group ends, the turn stays
+    released, and ``backward()`` raises the error.
     """
     turn.release()  # this step's compute is launched: a sibling may have the device
-    await bucket.computed()  # on a GPU the gradients are there only now
-    # A reduce-scatter and an all-gather. The turn's number travels with the gather.
+    await bucket.computed()  # on a GPU backward's kernels may still run
+    # A reduce-scatter and an all-gather. Between them the job joins the queue for its next turn, so that
+    # the request travels to the other ranks while the gradients do.
     await link.all_reduce(bucket.flat, bucket.layout, halfway=turn.request)
-    await turn.acquire()  # before DDP's Future completes: the optimizer follows
+    await turn.acquire()  # before DDP's Future completes, because the optimizer's step follows
 
 
 async def wrapped(
     futures: Sequence[GradientFuture], bucket: Bucket, link: Link, turn: JourneyTurn
 ) -> None:
-    """Wait for the Futures of another library's hook, and let a sibling job compute meanwhile.
+    """Wait for the collectives of another library's hook, and let a sibling job compute meanwhile.
+
+    That hook has launched them. Nothing travels on ``link``, and so nothing marks a half-way point for a
+    request: ``acquire()`` makes it. If a Future fails, all exchange of the process group ends, and
+    ``backward()`` raises the error.
 
     Args:
         futures: of all buckets of the step; ``bucket`` is the last.
@@ -79,11 +86,13 @@ async def wrapped(
     """
     turn.release()
     await bucket.computed()
-    await link.settle()  # on a thread that may block
+    await link.settle()  # resume on a thread that may block, because a Future's wait() does
     for future in futures:
         bucket.result = future.wait()
     if turn.awaits_device:
-        bucket.place.reached()()
+        # wait() may only have queued the results on the GPU. Block until they are there.
+        block_until_reached = bucket.place.reached()
+        block_until_reached()
     await turn.acquire()
 
 

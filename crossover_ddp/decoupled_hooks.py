@@ -51,22 +51,31 @@ __all__ = ["DecoupledKFACState", "DecoupledState", "decoupled_hook"]
 async def decoupled(
     bucket: Bucket, link: Link, turn: JourneyTurn, deferred: DeferredBucket
 ) -> None:
-    """Average a bucket for which backward does not wait, and update its parameters in forward."""
+    """Average a bucket without holding up backward, and update its parameters in the next forward.
+
+    If it raises, all exchange of the process group ends. The next call that waits for it raises the error:
+    ``backward()``, ``step()``, or the first read of a parameter in forward.
+    """
     turn.release()  # backward's compute is launched: a sibling may have the device
     await bucket.computed()
     await link.reduce_scatter(bucket.flat, bucket.layout)
-    # Gathers begin when all buckets are reduced, with the last one, which forward needs first.
+    # No gather begins before all buckets are reduced. Then the last bucket goes first, because forward
+    # needs its parameters first.
     if not await bucket.all_reduced():
-        return  # a later backward pass has replaced this one
+        return  # backward ended early on all ranks, and a later backward pass uses this memory
     await link.all_gather(bucket.flat, bucket.layout)
-    # After step(), on the thread that first reads one of the parameters.
+    # Suspend until, after step(), a parameter of this bucket is first read. The thread that reads it runs
+    # the rest. Forward acquires the turn before that.
     step = await next_stage()
     deferred.complete()
     step.apply(deferred.updates)
 
 
 async def apply_directions(deferred: DeferredBucket) -> None:
-    """Update parameters in forward; K-FAC's own journey has brought the directions."""
+    """Update parameters in the next forward. K-FAC's own coroutine brings the directions.
+
+    Nothing travels here. An error of the optimizer is raised by the first read of a parameter.
+    """
     step = await next_stage()
     deferred.complete()
     step.apply(deferred.updates)

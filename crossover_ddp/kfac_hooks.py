@@ -103,12 +103,12 @@ async def precondition(
         # The KL clip's scale needs this rank's terms of all buckets: wait for their journeys.
         await step.all_preconditioned
         if bucket.deferred:
-            # Gathers of deferred buckets begin when all are summed, so the scale travels ahead of
+            # Gathers of deferred buckets begin when all are reduced, so the scale travels ahead of
             # them. Otherwise it travels behind the last gather (below), which would have to wait
             # for the slowest owner.
             await step.agree_on_scale(link)
 
-    # A deferred bucket waits until all buckets are summed: the next forward needs the last one
+    # A deferred bucket waits until all buckets are reduced: the next forward needs the last one
     # first. If the training thread has dropped the bucket meanwhile, there is nothing to gather.
     if not bucket.deferred or await bucket.all_reduced():
         if solvers_in_turn:
@@ -133,8 +133,8 @@ async def precondition(
     packed.free[packed.number] = packed.flat
     # Late factors leave when the gradients of all buckets are written.
     step.all_written.count_down()
-    # The optimizer and the next forward need the turn. A deferred bucket leaves that to the
-    # forward.
+    # The optimizer and the next forward need the turn. For a deferred bucket this does nothing: the
+    # next forward acquires it.
     await turn.acquire()
 
 

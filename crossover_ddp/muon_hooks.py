@@ -356,18 +356,24 @@ class MuonState(Owning):
         return self._travel(packed, bucket, link, turn)
 
     async def _travel(self, packed: _Packed, bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
-        """Send each whole gradient to its owner, and the owner's direction to all ranks."""
+        """Send each whole gradient to its owner, and the owner's direction to all ranks, in backward.
+
+        If it raises, all exchange of the process group ends, and ``backward()`` raises the error.
+        """
         await bucket.computed()
         plan, flat = packed.plan, packed.flat
         moves = [(span, place.there) for _, span, place in packed.matrices]
         moves += [(span, place.there) for span, place in plan.passing]
         # The bucket's own buffer travels if its layout is that of the plan, as with one matrix.
-        there = (
-            flat if all(span == place for span, place in moves) else flat.new_empty(sum(plan.there))
-        )
-        for span, place in moves if there is not flat else ():
-            part_of(there, place).copy_(part_of(flat, span))
+        if all(span == place for span, place in moves):
+            there = flat
+        else:
+            there = flat.new_empty(sum(plan.there))
+            for span, place in moves:
+                part_of(there, place).copy_(part_of(flat, span))
         await link.reduce_scatter(there, plan.there)
+        # Orthogonalising may take long, so it runs where it delays no other bucket's reduction. It
+        # fills this rank's part of ``packed.back``.
         await link.compute()
         self._orthogonalise(packed, there)
         del there

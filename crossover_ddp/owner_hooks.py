@@ -51,17 +51,23 @@ __all__ = ["OwnerState", "owner_hook"]
 
 
 async def owned(bucket: Bucket, link: Link, turn: JourneyTurn, deferred: OwnedBucket) -> None:
-    """Bring gradients to the owners of their parameters, and updated parameters to all ranks."""
+    """Send gradients to the owners of their parameters, and updated parameters to all ranks.
+
+    If it raises, all exchange of the process group ends. The next call that waits for it raises the error:
+    ``backward()``, ``step()``, or the first read of a parameter in forward.
+    """
     turn.release()  # backward's compute is launched: a sibling may have the device
     await bucket.computed()
     await link.reduce_scatter(deferred.packed, deferred.layout)
-    # In step() of the last optimizer, bucket after bucket.
+    # Suspend until step() of the model's last optimizer reaches this bucket, on the training thread.
     step = await next_stage()
     deferred.take_step(step)
-    # Gathers begin when all buckets are updated, with the last one, which forward needs first.
+    # Suspend until step() has updated all buckets. Then the last bucket goes first, because forward needs
+    # its parameters first.
     await next_stage()
     await link.all_gather(deferred.packed, deferred.layout)
-    # On the thread that first reads one of the parameters.
+    # Suspend until a parameter of this bucket is first read. The thread that reads it runs the rest.
+    # step() or forward acquires the turn before that.
     await next_stage()
     deferred.take_over()
 
