@@ -1,4 +1,4 @@
-"""PyTorch DDP communication hooks that make the network time of distributed training useful."""
+"""PyTorch DDP communication hooks that put the network time of distributed training to use."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -86,7 +86,7 @@ _MODULES = (
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """Import the public modules on the first use of a name, because torch takes seconds."""
+        """Import the public modules on the first use of a name: importing torch takes seconds."""
         if name not in (*__all__, *_MODULES):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         for module in [importlib.import_module(f"{__name__}.{each}") for each in _MODULES]:

@@ -1,15 +1,15 @@
-"""Hooks for replicas that train on their own gradients, and are averaged at intervals.
+"""Hooks for replicas that train on their own gradients and are averaged at intervals.
 
-Register one with ``ddp_model.register_comm_hook``.
+Register a hook with ``ddp_model.register_comm_hook``.
 
-For links on which the exchange of a step's gradients takes longer than the step's computation.
-Parameters are averaged while training continues. After local SGD (arXiv 1805.09767), DaSGD (arXiv
-2006.00441), DiLoCo (arXiv 2311.08105), EASGD (arXiv 1412.6651) and EA-wild (HPC Asia 2020). The
-use of DDP's reducer is our design.
+These hooks are for links on which a step's gradients take longer to exchange than the step takes to
+compute. Parameters are averaged while training continues. The methods follow local SGD (arXiv
+1805.09767), DaSGD (arXiv 2006.00441), DiLoCo (arXiv 2311.08105), EASGD (arXiv 1412.6651) and
+EA-wild (HPC Asia 2020). The use of DDP's reducer is our design.
 
 [Note: around the reducer] The hook returns each bucket at once, with this rank's own gradients, so
 DDP never waits. Parameters and buffers are exchanged instead, in a hook before the model's forward.
-There the training thread is between two steps, whether the optimizer made a step or skipped it.
+At that point the training thread is between two steps, whether the optimizer stepped or not.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -62,9 +62,9 @@ _REMEDY: Final = "register the hook of that state, or make another one"
 
 
 class AveragingState(HookState):
-    """A model whose replicas are averaged between steps.
+    """Base class of states that average a model's replicas between steps.
 
-    Steps are counted as in [Note: the clock] in ``_averaging/local_sgd.py``.
+    [Note: the clock] in ``_averaging/local_sgd.py`` explains how steps are counted.
     """
 
     def __init__(
@@ -79,28 +79,28 @@ class AveragingState(HookState):
         self._cleanup = contextlib.ExitStack()
         # Backward passes that have reached the hook.
         self._steps = 0
-        # The step after which the model got the mean, if it still holds it.
+        # The step after which the model last received the mean. It holds the mean until it steps.
         self._mean_step: int | None = None
         self._has_warned = False
-        # The replica's `begin` has been called, in the first local step.
+        # Whether the replica's `begin` was called; the first local step calls it.
         self._has_begun = False
         self._is_closed = False
-        # The first error of an exchange. Every later step raises it again.
+        # The first error that an exchange raised. Every later step raises it again.
         self._failure: Exception | None = None
-        # When the computation of this step began.
+        # The time at which this step's computation began.
         self._step_begin_s: float | None = None
-        # The computation of recent steps, for `plan`.
+        # How long recent steps computed, for `plan`.
         self._records: deque[StepRecord] = deque(maxlen=16)
 
     def average(self) -> None:
         """Replace every rank's parameters and floating-point buffers by their mean over the ranks.
 
-        Pending exchanges are applied first. Integer buffers stay each rank's own. Call it at the
-        end of training, or before a checkpoint from which training shall continue bit by bit.
+        Pending exchanges are applied first. Each rank keeps its own integer buffers. Call it at the
+        end of training, or before a checkpoint from which training must continue bit for bit.
 
         On failure: ``ExchangeError`` when a peer dies or the group's timeout passes;
         ``UnsupportedConfigurationError`` if the mean is not finite, or before the first
-        ``backward()``. **Collective**: all ranks, after the same number of steps.
+        ``backward()``. **Collective**: all ranks call it, after the same number of steps.
         """
         if self._has_model("average()"):
             self._take_mean("average()", leave=False)
@@ -110,18 +110,18 @@ class AveragingState(HookState):
             self._catch_up()
             beside = []
             for tensor in tensors_in([each.state_dict() for each in optimizers]):
-                # A tensor without dimensions is a count of steps.
+                # A tensor without dimensions is a step count.
                 if tensor.dim() and (tensor.is_floating_point() or tensor.is_complex()):
                     beside.append(tensor)
             self._take_mean("checkpoint()", leave=False, beside=beside)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Let the model hold the mean during the block, and its own values again after it.
+        """Let the model hold the mean inside the block, and its own values again afterwards.
 
-        For evaluation, or for a checkpoint. Training continues as if the block had not been there,
-        so `average` and `checkpoint` are refused inside. The block takes a copy of the parameters.
-        It fails as `average` does. **Collective**, as that.
+        Use it for evaluation or for a checkpoint. Training continues as if the block had not been
+        there, so `average` and `checkpoint` are refused inside it. The block copies the parameters.
+        It fails like `average`, and is **collective** like `average`.
 
         Example::
 
@@ -146,14 +146,14 @@ class AveragingState(HookState):
     def plan(self) -> AveragingPlan:
         """Choose ``sync_every``, ``delay`` and ``fragments`` for this model on this link.
 
-        The plan is the same on all ranks. It follows from the steps so far and a few probes of the
-        link, five megabytes in all. It has the shortest interval for which no step waits. It does
-        not consider convergence, which suffers from longer intervals.
+        The plan is the same on all ranks. It is based on the steps so far and on a few probes of
+        the link, which send five megabytes in all. It uses the shortest interval with which no step
+        waits. It does not consider convergence, which suffers from longer intervals.
 
-        On failure: ``UnsupportedConfigurationError`` on a GPU, where the host's clock does not time
-        kernels, with one rank, and before two steps were made. ``ValueError`` if 4096 steps are too
-        short for one exchange. **Collective**: all ranks, between two steps, with no other traffic
-        on the link.
+        On failure: ``UnsupportedConfigurationError`` with only one rank, after fewer than two
+        steps, and on a GPU, because the host's clock cannot time kernels. ``ValueError`` if even
+        4096 steps are too short for one exchange. **Collective**: all ranks call it between two
+        steps, with no other traffic on the link.
         """
         blocks = self._replica.blocks
         group = checks.resolve_group(self.process_group)
@@ -162,7 +162,7 @@ class AveragingState(HookState):
         return plan_averaging(max(work.compute_s for work in works), size_bytes, link)
 
     def stats(self) -> dict[str, Any]:
-        """Return the common statistics, this rank's exchanges, and "waited_s". Not collective."""
+        """Return the common statistics, this rank's exchanges and "waited_s". Not collective."""
         common = self._common_stats(
             not_deferred="gradients stay on their rank, or are averaged in backward()"
         )
@@ -174,11 +174,12 @@ class AveragingState(HookState):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps, and the state beside the model, by the parameters' names.
+        """Return the number of steps, and the averaging state by the parameters' names.
 
-        The tensors are on the host. The state is the same on all ranks, and serves any number of
-        ranks. It does not hold pending exchanges: save inside of `averaged` or after `average`,
-        where the parameters contain them. **Collective**: all ranks, between two steps.
+        The tensors are on the host. The state is the same on all ranks, and any number of ranks can
+        load it. It does not contain pending exchanges: save it inside `averaged` or after
+        `average`, when the parameters contain them. **Collective**: all ranks call it, between two
+        steps.
         """
         self._catch_up()
         if self._mean_step != self._steps and self._replica.stats().get("in_flight"):
@@ -192,10 +193,10 @@ class AveragingState(HookState):
         return {"steps": self._steps, "kept": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state of `state_dict`; call it before the first ``backward()``.
+        """Continue from a result of `state_dict`. Call this before the first ``backward()``.
 
         Not collective, but all ranks must call it: otherwise the next ``backward()`` raises on all
-        ranks. ``ValueError`` for the state of another model or of other arguments.
+        ranks. Raises ``ValueError`` if the state was saved with another model or other arguments.
         """
         checks.check_keys(state, {"steps", "kept"}, "a state dict with 'steps' and 'kept'")
         if not isinstance(state["steps"], int):
@@ -215,9 +216,9 @@ class AveragingState(HookState):
         self.agreement.forget()
 
     def close(self) -> None:
-        """Stop averaging: later backward passes average gradients as the split hook does.
+        """Stop averaging. Later backward passes average gradients as the split hook does.
 
-        Call `average` before. Not collective, but all ranks must call it, after the same number of
+        Call `average` first. Not collective, but all ranks must call it after the same number of
         steps.
         """
         if not self._is_closed:
@@ -227,7 +228,7 @@ class AveragingState(HookState):
                 self._replica.close()
 
     def _send(self, bucket: dist.GradBucket, exchange: Exchange) -> GradientFuture:
-        """Return the bucket's future; raise to refuse the bucket."""
+        """Return the bucket's Future. Raise an error if the bucket is refused."""
         if self._is_closed:
             return exchange.send(bucket, crossover, state=self).future
         exchange.check(bucket)
@@ -257,7 +258,7 @@ class AveragingState(HookState):
         return future
 
     def _begin_local_steps(self) -> None:
-        """Prepare for the first step that uses this rank's gradients alone."""
+        """Prepare for the first step that uses only this rank's gradients."""
         self._replica.acted = self._steps
         model = self._only.model()
         if model is not None and checks.wants_buffers_broadcast(model):
@@ -270,7 +271,7 @@ class AveragingState(HookState):
         self._cleanup.callback(before_next_step(self._only.names, _check_optimizer))
 
     def _adopt(self, bucket: dist.GradBucket) -> None:
-        """Check the model of the first bucket, and install this state's hooks on it."""
+        """Check the model that owns the first bucket, and install this state's hooks on it."""
         model = checks.needed_model_of(bucket, state=self)
         _check_model(model, self, is_local=self._replica.local_from < math.inf)
         checks.check_forward(model, "parameters are averaged before it")
@@ -297,7 +298,7 @@ class AveragingState(HookState):
         return {"steps": self._steps, **self._replica.settings, "model": tensors}
 
     def _enter(self, bucket: dist.GradBucket) -> None:
-        """Check that ``bucket`` belongs to this state's model; raise the error of a former step."""
+        """Check that ``bucket`` is from this state's model. Raise the error of an earlier step."""
         if self._failure is not None:
             raise self._failure
         if bucket.parameters()[0] not in self._only.names:  # once per bucket
@@ -312,7 +313,7 @@ class AveragingState(HookState):
                 self._step_begin_s = time.monotonic()
 
     def _catch_up(self) -> None:
-        """Run the exchanges that are due; raise the error of a former step."""
+        """Run the exchanges that are due. Raise the error of an earlier step."""
         if self._failure is not None:
             raise self._failure
         if self._has_begun and self._replica.acted < self._steps:
@@ -327,7 +328,7 @@ class AveragingState(HookState):
 
     @contextlib.contextmanager
     def _recording_failure(self) -> Iterator[None]:
-        """Record an error of the block, so that no later step continues in spite of it."""
+        """Record an error that the block raises, so that every later step raises it again."""
         try:
             yield
         except Exception as error:
@@ -335,9 +336,9 @@ class AveragingState(HookState):
             raise
 
     def _has_model(self, call: str) -> bool:
-        """Return whether there is a model to average; raise before the first ``backward()``.
+        """Return whether there is a model to average. Raise before the first ``backward()``.
 
-        There is none with ``CROSSOVER_DISABLE=1``. Then every step is a plain all-reduce, and
+        With ``CROSSOVER_DISABLE=1`` there is no such model: every step is a plain all-reduce, and
         replicas do not differ.
         """
         self._check_outside(call)
@@ -350,17 +351,18 @@ class AveragingState(HookState):
         return bool(self._replica.blocks)
 
     def _take_mean(self, call: str, *, leave: bool, beside: Sequence[torch.Tensor] = ()) -> None:
-        """Replace parameters, and the tensors ``beside``, by their mean. **Collective**.
+        """Replace the parameters and the tensors in ``beside`` by their mean. **Collective**.
 
         Args:
-            call: the public method, which must be the same on all ranks.
-            leave: see `Replica.at_rest`.
+            call: the name of the public method, which must be the same on all ranks.
+            leave: whether pending results stay pending; see `Replica.at_rest`.
             beside: other tensors to average.
         """
         replica = self._replica
         with self._recording_failure(), torch.no_grad():
             if replica.exchange.size > 1:
-                # Without this, a rank that does not call would pair this exchange with its next.
+                # Without this, a rank that does not call would pair this exchange with its next
+                # one.
                 steps = {"steps": self._steps} if replica.steps_together else {}
                 shapes = [(str(each.dtype), tuple(each.shape)) for each in beside]
                 compare(replica.group, {"call": call, "state of the optimizers": shapes, **steps})
@@ -374,7 +376,7 @@ class AveragingState(HookState):
             model.broadcast_buffers = True
 
     def _warn_of_one_replica(self, *_: Any) -> None:
-        """Warn of the first state dict of one rank's own replica: a saver on rank 0 writes that."""
+        """Warn once if a state dict is one rank's own replica, which rank 0 might save for all."""
         differs = self._has_begun and self._mean_step != self._steps
         if differs and not self._has_warned and self._replica.exchange.size > 1:
             self._has_warned = True
@@ -388,41 +390,46 @@ class AveragingState(HookState):
 class LocalSGDState(AveragingState):
     """State of `local_sgd_hook`: each rank trains on its own gradients, and replicas are averaged.
 
-    The training loop stays as it is. ``sync_every`` alone is local SGD, with ``warmup_steps``
-    post-local SGD. ``delay`` gives the mean time to arrive: after step k + delay parameters get
-    mean - snapshot of step k, so that the steps in between are kept. ``outer_optimizer`` makes it
-    DiLoCo, with ``fragments`` and ``delay`` streaming DiLoCo. ``sync_every=1`` is the split hook
-    itself, with plain DDP's gradients.
+    The training loop stays as it is. With ``sync_every`` alone this is local SGD; with
+    ``warmup_steps`` it is post-local SGD. ``delay`` gives the mean time to arrive: after step k +
+    ``delay``, the parameters are corrected by the difference between the mean and the snapshot of
+    step k, so that the steps in between are kept. With ``outer_optimizer`` it is DiLoCo; with
+    ``fragments`` and ``delay`` as well, it is streaming DiLoCo. With ``sync_every=1`` it works like
+    the split hook, with plain DDP's gradients.
 
-    A step is a backward pass that reaches the hook. Several under ``no_sync()`` are one step. A
-    step also counts if a GradScaler skips the optimizer's step on one rank alone.
+    A step is a backward pass that reaches the hook. Several passes under ``no_sync()`` are part of
+    one step. A step counts even if a GradScaler skips the optimizer's step on one rank alone.
 
-    Floating-point buffers (BatchNorm's statistics) are averaged as well, without an outer step. DDP
-    broadcasts no buffers from the first local step until `close`.
+    Floating-point buffers, such as BatchNorm's statistics, are averaged as well, without an outer
+    step. DDP broadcasts no buffers from the first local step until `close`.
 
     Args:
-        sync_every: steps from one exchange of an element to the next.
-        delay: steps from the snapshot to the correction; less than ``sync_every``. Default 0.
-        fragments: equal slices of the flat parameters, which are sent after different steps. The
-            memory for snapshots is two copies of the slices in flight (one with ``delay=0``).
-            Default 1.
-        warmup_steps: steps at the beginning whose gradients are averaged as by DDP. Default 0.
-        outer_optimizer: makes an optimizer of a list of tensors, such as
-            ``functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``. It steps
-            the common parameters by their distance to the mean. Each owner steps its part, in
-            float32 also for half precision. It must treat each element by itself. Default: none.
-        process_group: the ranks of the job; must be the group of the DDP model. Default: the
+        sync_every: the number of steps from one exchange of an element to the next.
+        delay: the number of steps from a snapshot to its correction. It must be less than
+            ``sync_every``. Default 0.
+        fragments: the number of equal slices into which the flat parameters are cut. The slices
+            are sent after different steps. Snapshots take the memory of two copies of the slices in
+            flight (one copy with ``delay=0``). Default 1.
+        warmup_steps: the number of steps at the beginning in which gradients are averaged as DDP
+            does. Default 0.
+        outer_optimizer: a function that creates an optimizer for a list of tensors, such as
+            ``functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``. The
+            optimizer steps the common parameters by their distance to the mean. Each owner steps
+            its own part, in float32 even for half precision. The optimizer must treat each element
+            by itself. Default: no outer optimizer.
+        process_group: the job's process group, which must also be the DDP model's. Default: the
             default group.
-        mutex: release the turn to a sibling job while parameters, or gradients in warm-up, travel.
-            Only with ``delay=0``. Default: no turns.
+        mutex: the mutex for taking turns. The turn is released to a sibling job while parameters
+            travel, or gradients in warm-up. It needs ``delay=0``. Default: no turns.
 
-    On failure: ``ValueError`` for arguments. ``UnsupportedConfigurationError`` from the first
-    ``backward()`` for models that would wait in every step (``find_unused_parameters``,
-    SyncBatchNorm), and on all ranks before a step if parameters are not finite. ``ExchangeError``
-    before a step when a peer has died, in bounded time: restart the job.
+    On failure: the constructor raises ``ValueError`` for wrong arguments. The first ``backward()``
+    raises ``UnsupportedConfigurationError`` for models that would wait in every step
+    (``find_unused_parameters``, SyncBatchNorm). If parameters are not finite, all ranks raise
+    ``UnsupportedConfigurationError`` before a step. When a peer has died, ``ExchangeError`` is
+    raised before a step, in bounded time: restart the job.
 
-    **Collective**: every rank registers the hook, with the same arguments, and makes the same
-    number of steps. ``CROSSOVER_DISABLE=1``, set before, makes it a plain all-reduce.
+    **Collective**: every rank registers the hook with the same arguments and makes the same number
+    of steps. If ``CROSSOVER_DISABLE=1`` is set before that, the hook is a plain all-reduce.
 
     Example::
 
@@ -454,18 +461,18 @@ class LocalSGDState(AveragingState):
 def local_sgd_hook(
     state: LocalSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Return the bucket with this rank's own gradients; see `LocalSGDState` for exchanges.
+    """Return the bucket with this rank's own gradients. `LocalSGDState` describes the exchanges.
 
     Args:
-        state: made once per model.
-        bucket: DDP's bucket.
+        state: the model's state; create one per model.
+        bucket: the bucket that DDP passes.
 
     Returns:
-        A future that is complete already. In warm-up steps, and with ``sync_every=1``, the split
-        hook's future.
+        A Future that is already complete. In warm-up steps, and with ``sync_every=1``, it is the
+        split hook's Future.
 
-    On failure: no error leaves the hook; see `LocalSGDState`. **Collective**: DDP calls it on all
-    ranks in the same order. Source: see the module.
+    On failure: the hook itself raises nothing; see `LocalSGDState`. **Collective**: DDP calls it on
+    all ranks in the same order. Source: see the module's docstring.
     """
 
     def start(exchange: Exchange) -> GradientFuture:
@@ -478,39 +485,43 @@ class ElasticState(AveragingState):
     """State of `elastic_hook`: ranks train on their own gradients, tied to a common centre.
 
     Every ``sync_every`` steps a rank is pulled towards the centre by δ = α(x - c), as if by a
-    spring, and the centre towards the rank by the same δ. The training loop stays as it is. The
-    modes differ in the place of the centre, and in which ranks wait:
+    spring. The centre is pulled towards the rank by the same δ. The training loop stays as it is.
+    The modes differ in where the centre is and in which ranks wait:
 
     * ``"sync"``: EASGD. All ranks pull in the same step, and wait for each other.
-    * ``"async"``: EASGD in which no rank waits. A thread of each rank runs rounds with the threads
-      of the others, with the parameters that each rank has offered last. The pull is applied
-      between two steps when it has arrived. A slow rank delays no other, and its pulls are not
+    * ``"async"``: EASGD in which no rank waits. Each rank has a thread that runs rounds with the
+      other ranks' threads, using the parameters that each rank offered last. A pull is applied
+      between two steps once it has arrived. A slow rank delays no other rank, and its pulls are not
       lost.
-    * ``"wild"``: the ranks of one host pull a centre in shared memory, at the same time and without
-      a lock. Hosts pull their centres together as in "async". EA-wild.
+    * ``"wild"``: EA-wild. The ranks on one host pull a centre in shared memory, at the same time
+      and without a lock. The hosts pull their centres together as in "async".
 
-    The centre and the values on the wire are float32 whatever the parameters' dtype. Each rank owns
-    a part of the centre. In "wild" each host has a centre, and each rank owns a part of the one
-    that hosts pull.
+    The centre and the values on the wire are float32, whatever the parameters' dtype. Each rank
+    owns a part of the centre. In "wild" each host also has a centre of its own, and each rank owns
+    a part of the centre that the hosts share.
 
     Args:
-        sync_every: steps between two pulls of a rank; more in "async" while the network is slower.
-        mode: see above. Default "async".
-        moving_rate: α, less than 2 / (ranks + 1). Default: 0.9 / ranks, as EASGD's authors use it.
-        process_group: the ranks of the job; must be the group of the DDP model. Default: the
+        sync_every: the number of steps between two pulls of a rank. In "async" there are more steps
+            between pulls while the network is slower.
+        mode: one of the modes above. Default "async".
+        moving_rate: α, which must be less than 2 / (ranks + 1). Default: 0.9 / ranks, the value
+            that EASGD's authors use.
+        process_group: the job's process group, which must also be the DDP model's. Default: the
             default group.
-        mutex: release the turn to a sibling job while parameters travel. Only with mode="sync".
-            Default: no turns.
+        mutex: the mutex for taking turns. The turn is released to a sibling job while parameters
+            travel. It needs mode="sync". Default: no turns.
 
-    On failure: ``ValueError`` for arguments. ``UnsupportedConfigurationError`` from the first
-    ``backward()`` for models that would wait in every step (see `LocalSGDState`). ``ExchangeError``
-    before a step when a peer has died or has been silent for the group's timeout. Until then the
-    other ranks train on, but no rank trains alone for longer. A rank whose parameters are not
-    finite offers nothing, with a warning; in "sync" all ranks raise.
+    On failure: the constructor raises ``ValueError`` for wrong arguments. The first ``backward()``
+    raises ``UnsupportedConfigurationError`` for models that would wait in every step (see
+    `LocalSGDState`). ``ExchangeError`` is raised before a step when a peer has died or has been
+    silent for the group's timeout. Until then the other ranks train on, but no rank trains alone
+    for longer. A rank whose parameters are not finite offers nothing and logs a warning; in "sync"
+    all ranks raise an error.
 
-    **Collective**: every rank registers the hook, with the same arguments. In "async" and "wild"
+    **Collective**: every rank registers the hook with the same arguments. In "async" and "wild",
     ranks may make different numbers of steps between two calls of `average`. Training must end with
-    such a call: the model to evaluate is the ranks' mean. The centre is in `state_dict`.
+    such a call, because the model to evaluate is the mean over the ranks. `state_dict` contains the
+    centre.
 
     Example::
 
@@ -543,9 +554,10 @@ class ElasticState(AveragingState):
     def rounds(self) -> list[ElasticRound]:
         """Return the rounds as this rank saw them, for a replay. Not collective.
 
-        In mode "wild" they are the rounds of the hosts. ``offered``: by rank, the number of steps
-        after which it made the offer of this round, or None. ``collected``: the number of steps
-        after which this rank applied its pull, or None.
+        In mode "wild" they are the hosts' rounds. ``offered`` holds, for each rank, the number of
+        steps after which the rank made its offer for this round, or None if it made none.
+        ``collected`` is the number of steps after which this rank applied its pull, or None if it
+        has not applied it yet.
         """
         return [*self._elastic.log]
 
@@ -553,18 +565,19 @@ class ElasticState(AveragingState):
 def elastic_hook(
     state: ElasticState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Return the bucket with this rank's own gradients; see `ElasticState` for exchanges.
+    """Return the bucket with this rank's own gradients. `ElasticState` describes the exchanges.
 
     Args:
-        state: made once per model.
-        bucket: DDP's bucket.
+        state: the model's state; create one per model.
+        bucket: the bucket that DDP passes.
 
     Returns:
-        A future that is complete already.
+        A Future that is already complete.
 
-    On failure: no error leaves the hook; see `ElasticState`. **Collective**: DDP calls it on all
-    ranks in the same order. Source: EASGD (arXiv 1412.6651) and its authors' code; EA-wild (HPC
-    Asia 2020), by its abstract. Rounds without a server, and the centre of a host, are our design.
+    On failure: the hook itself raises nothing; see `ElasticState`. **Collective**: DDP calls it on
+    all ranks in the same order. Sources: EASGD (arXiv 1412.6651) and its authors' code, and the
+    abstract of EA-wild (HPC Asia 2020). Rounds without a server and a centre for each host are our
+    design.
     """
 
     def start(exchange: Exchange) -> GradientFuture:
@@ -574,7 +587,7 @@ def elastic_hook(
 
 
 def _check_waits(mutex: GPUMutex | None, wanted: str, got: str) -> None:
-    """Refuse a mutex if no step waits for an exchange."""
+    """Refuse a mutex in a configuration where no step waits for an exchange."""
     if mutex is not None and got != wanted:
         raise ValueError(
             f"expected {wanted} with a mutex, got {got}: no step waits for an exchange then, so "
@@ -583,7 +596,7 @@ def _check_waits(mutex: GPUMutex | None, wanted: str, got: str) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that steps each parameter on one rank, by that rank's own gradient."""
+    """Refuse an optimizer that steps each parameter on one rank, with only that rank's gradient."""
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         raise UnsupportedConfigurationError(
             "expected an optimizer that steps all of this rank's parameters, got "
@@ -595,7 +608,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_model(model: DistributedDataParallel, state: object, *, is_local: bool) -> None:
-    """Refuse a hook inside of another one, and models that do not suit local steps."""
+    """Refuse a hook inside another hook, and models that do not suit local steps."""
     for hook, registered in getattr(model, "_comm_hooks", ()):
         if registered is not state or not getattr(hook, "__module__", _OWN).startswith(_OWN):
             raise UnsupportedConfigurationError(

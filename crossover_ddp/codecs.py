@@ -1,10 +1,10 @@
-"""Compression of gradients: codecs for any state, and `compressed_hook` for nothing else.
+"""Gradient compression: codecs for any state, and a hook that only compresses, `compressed_hook`.
 
 Each rank sends its coded gradient straight to the owner of each part. The owner adds the decoded
-values in float32, in the order of ranks, encodes the mean and sends it to all. So values are
+values in float32, in rank order. It encodes the mean and sends it to all ranks. So values are
 rounded twice, whatever the number of ranks. The part that a message does not hold is added to the
-next gradient of the same parameter ("error feedback"). Parameters of one dimension travel exact.
-Our design; codecs name their papers.
+next gradient of the same parameter ("error feedback"). Gradients of one-dimensional parameters
+travel without a codec. Our design; each codec names its paper.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -49,35 +49,36 @@ logger = logging.getLogger(__name__)
 
 
 class CompressedState(CodedState):
-    """State of `compressed_hook`: gradients travel coded in both halves, the rest is sent later.
+    """State of `compressed_hook`: both halves of the exchange carry coded gradients.
 
-    The gradients differ from plain DDP's, but are the same on all ranks to the last bit. A single
-    rank keeps its own gradients. The first step, after which DDP rebuilds its buckets, travels
-    exact.
+    What a message does not hold is sent in later steps. The gradients differ from plain DDP's, but
+    are the same on all ranks to the last bit. A single rank keeps its own gradients. The first step
+    is not compressed, because DDP rebuilds its buckets after it.
 
     Args:
-        codec: for both halves, such as ``Int8()``. A pair encodes messages to owners with its
-            first codec, which may be a `PerPair`, and messages to all with its second. None: no
-            compression, the mean of `reduce_scatter_all_gather_hook` to the last bit. An object
-            of your own is a `Codec`.
+        codec: a codec for both halves, such as ``Int8()``, or a pair of codecs. A pair encodes
+            messages to owners with its first codec, which may be a `PerPair`, and messages to all
+            ranks with its second. Your own codecs must implement `Codec`. With None nothing is
+            compressed, and the mean is that of `reduce_scatter_all_gather_hook` to the last bit.
         loss_scale: the factor by which the loss is multiplied before ``backward()``, or a function
-            that returns it, such as ``scaler.get_scale``. Residuals follow its changes. Default 1.
-        process_group: the ranks of the job; must be the group of the DDP model. Default: the
+            that returns it, such as ``scaler.get_scale``. Residuals are rescaled when it changes.
+            Default 1.
+        process_group: the job's process group, which must also be the DDP model's. Default: the
             default group.
-        mutex: take turns with sibling jobs; the turn is released when the last bucket is encoded.
-            Default: no turns.
-        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, …
-            steps, and every thousand. Default True.
+        mutex: the mutex for taking turns with sibling jobs. The turn is released when the last
+            bucket has been encoded. Default: no turns.
+        compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
+            and raise ``ReplicasDifferError`` if they differ between ranks. Default True.
 
-    On failure: ``TypeError`` for an object that is no codec. ``UnsupportedConfigurationError`` from
-    the first ``backward()`` for gradients of float64, and for a `PerPair` of another number of
-    ranks. ``ExchangeError`` from ``backward()`` when a peer dies. A gradient with Inf or NaN makes
-    its owner's part of the bucket NaN on all ranks, so that GradScaler finds it; residuals stay
-    finite.
+    On failure: the constructor raises ``TypeError`` for an object that is not a codec. The first
+    ``backward()`` raises ``UnsupportedConfigurationError`` for float64 gradients, or if a `PerPair`
+    was made for another number of ranks. ``backward()`` raises ``ExchangeError`` when a peer dies.
+    If a gradient contains Inf or NaN, its owner's part of the bucket becomes NaN on all ranks, so
+    that GradScaler finds it; residuals stay finite.
 
-    **Collective**: all ranks make the state with the same arguments and register the hook; all
-    call `drain` before the same step. ``CROSSOVER_DISABLE=1``, set before, makes the hook a plain
-    all-reduce.
+    **Collective**: all ranks create the state with the same arguments and register the hook, and
+    all call `drain` before the same step. If ``CROSSOVER_DISABLE=1`` is set before that, the hook
+    is a plain all-reduce.
 
     Example::
 
@@ -122,19 +123,19 @@ async def compressed(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
 def compressed_hook(
     state: CompressedState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over the ranks, coded on the way to owners and on the way back.
+    """Average the bucket over the ranks, and compress it on the way to the owners and back.
 
     Args:
-        state: made once per model, on all ranks; see `CompressedState`.
-        bucket: DDP's bucket.
+        state: the model's state; create one per model, on all ranks, see `CompressedState`.
+        bucket: the bucket that DDP passes.
 
     Returns:
-        A Future of the bucket's own buffer. On gloo a thread of the package completes it; on NCCL
-        it is complete at once.
+        A Future that holds the bucket's own buffer. On gloo one of the package's threads completes
+        it. On NCCL it is complete at once.
 
-    On failure: as `reduce_scatter_all_gather_hook`; see also `CompressedState`. No error leaves the
-    hook. **Collective**: DDP calls it on all ranks in the same order. Source: our design, see the
-    module.
+    On failure: like `reduce_scatter_all_gather_hook`; see also `CompressedState`. The hook itself
+    raises nothing. **Collective**: DDP calls it on all ranks in the same order. Source: our design;
+    see the module's docstring.
     """
 
     def start(exchange: Exchange) -> GradientFuture:

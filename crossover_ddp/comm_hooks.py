@@ -1,12 +1,13 @@
-"""Communication hooks for DistributedDataParallel: register one with ``ddp_model.register_comm_hook``.
+"""Communication hooks for DistributedDataParallel.
 
-The module begins with its two journeys: the coroutines that carry a bucket. The hooks and their state
-follow.
+Register a hook with ``ddp_model.register_comm_hook``. The module begins with its two journeys, the
+coroutines that carry a bucket. The hooks and their state follow.
 
-[Note: one process, one job] A turn belongs to a job, that is to all its ranks, whatever process groups
-its models use. So all hooks of a process share one mutex, whose ranks are those of the default process
-group. A model on a group of some of these ranks cannot give the job's turn away, since the other ranks
-would not: its exchange runs inside the turn. Our design.
+[Note: one process, one job] A turn belongs to a job, that is, to all its ranks, whichever process
+groups its models use. So all hooks in a process share one mutex, whose ranks are those of the
+default process group. A model whose group has only some of these ranks cannot give the job's turn
+away, because the other ranks would keep it. Such a model exchanges gradients inside the turn. Our
+design.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -56,15 +57,15 @@ Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 async def crossover(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
     """Average a bucket's gradients over the ranks in backward, and let a sibling job compute meanwhile.
 
-    Sibling jobs take turns by a mutex: ``release()`` gives the turn away, ``request()`` joins the queue for
-    the next turn, and ``acquire()`` waits for it. All three do nothing without a mutex, and in every bucket
-    but the step's last one. If the coroutine raises, all exchange of the process group ends, the turn stays
-    released, and ``backward()`` raises the error.
+    Sibling jobs take turns by a mutex: ``release()`` gives the turn away, ``request()`` joins the
+    queue for the next turn, and ``acquire()`` waits for it. All three do nothing without a mutex,
+    and in every bucket but the step's last one. If the coroutine raises, all exchange of the
+    process group ends, the turn stays released, and ``backward()`` raises the error.
     """
     turn.release()  # this step's compute is launched: a sibling may have the device
     await bucket.computed()  # on a GPU backward's kernels may still run
-    # A reduce-scatter and an all-gather. Between them the job joins the queue for its next turn, so that
-    # the request travels to the other ranks while the gradients do.
+    # A reduce-scatter and an all-gather. Between them the job joins the queue for its next turn, so
+    # that the request travels to the other ranks while the gradients do.
     await link.all_reduce(bucket.flat, bucket.layout, halfway=turn.request)
     await turn.acquire()  # before DDP's Future completes, because the optimizer's step follows
 
@@ -74,15 +75,15 @@ async def wrapped(
 ) -> None:
     """Wait for the collectives of another library's hook, and let a sibling job compute meanwhile.
 
-    That hook has launched them. Nothing travels on ``link``, and so nothing marks a half-way point for a
-    request: ``acquire()`` makes it. If a Future fails, all exchange of the process group ends, and
-    ``backward()`` raises the error.
+    That hook has launched them. Nothing travels on ``link``, so nothing marks a half-way point for
+    a request, and ``acquire()`` makes it. If a Future fails, all exchange of the process group
+    ends, and ``backward()`` raises the error.
 
     Args:
-        futures: of all buckets of the step; ``bucket`` is the last.
-        bucket: its result is replaced by the last Future's.
-        link: of the process group; nothing travels on it.
-        turn: the job's.
+        futures: the Futures of all buckets of the step.
+        bucket: the last bucket of the step. Its result becomes the last Future's.
+        link: a link of the process group. Nothing travels on it.
+        turn: the job's turn.
     """
     turn.release()
     await bucket.computed()
@@ -108,35 +109,37 @@ _REMEDY: Final = "make a CrossoverState, or register the hook of that state"
 def reduce_scatter_all_gather_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket by a reduce-scatter and an all-gather instead of one all-reduce.
+    """Average the bucket with a reduce-scatter and an all-gather instead of one all-reduce.
 
-    A drop-in for torch's ``allreduce_hook``. The gradients are those of plain DDP, to the last bit with
-    one or two ranks (float32 and float64). With more ranks they are a balanced tree of sums over ranks.
-    The wire traffic is that of an all-reduce. On gloo the two halves are messages straight to and from
-    owners, driven by threads of this process. Two ranks on CPUs, whose sum is the same on both, leave
-    both halves to gloo's all-reduce.
+    This hook is a drop-in replacement for torch's ``allreduce_hook``. With one or two ranks the
+    gradients match plain DDP to the last bit (float32 and float64). With more ranks they are summed
+    in a balanced tree over the ranks. The hook sends as many bytes as an all-reduce. On gloo,
+    threads of this process send the two halves as messages straight to and from owners. Two ranks
+    on CPUs leave both halves to gloo's all-reduce, since their sum is the same on both.
 
     Args:
-        process_group: the group of the DDP model. None means the default group, as in DDP.
-        bucket: given by DDP.
+        process_group: the DDP model's process group. None means the default group, as in DDP.
+        bucket: the bucket that DDP passes.
 
     Returns:
-        A Future of the bucket's own buffer. On gloo one of our threads completes it, on NCCL it is
-        complete at once.
+        A Future that holds the bucket's own buffer. On gloo one of our threads completes it. On
+        NCCL it is complete at once.
 
-    On failure: no error leaves the hook. When a peer dies or the group's timeout passes, ``backward()``
-    raises ``ExchangeError`` on this rank, in bounded time, and so does every later one: restart the job.
-    On NCCL the host does not wait, and torch's watchdog ends the process after the group's timeout. With
-    ``TORCH_NCCL_BLOCKING_WAIT=1`` ``backward()`` raises as above, in torch 2.14 at least.
-    ``ReplicasDifferError`` after 1, 2, 4, … steps and every thousand if the ranks' parameters differ,
-    unless ``CROSSOVER_COMPARE_REPLICAS=0``. Buckets that cannot be exchanged (sparse gradients, other
-    dtypes than float16, bfloat16, float32 and float64, the Python reducer) raise
-    ``UnsupportedConfigurationError`` from ``backward()``.
+    On failure: the hook itself raises nothing. When a peer dies or the group's timeout passes,
+    ``backward()`` raises ``ExchangeError`` on this rank, in bounded time. Every later
+    ``backward()`` raises it again: restart the job. On NCCL the host does not wait, and torch's
+    watchdog ends the process after the group's timeout. With ``TORCH_NCCL_BLOCKING_WAIT=1``,
+    ``backward()`` raises as above, at least in torch 2.14. The ranks' parameters are compared in
+    steps 1, 2, 4, … and in every thousandth step, unless ``CROSSOVER_COMPARE_REPLICAS=0``; if they
+    differ, ``ReplicasDifferError`` is raised. ``backward()`` raises
+    ``UnsupportedConfigurationError`` for buckets that cannot be exchanged: those with sparse
+    gradients, from the Python reducer, or of a dtype other than float16, bfloat16, float32 and
+    float64.
 
-    **Collective**: runs inside DDP's backward pass, on all ranks in the order of the buckets.
+    **Collective**: DDP calls it in the backward pass, on all ranks, in the order of the buckets.
 
-    A copied or pickled DDP model has no hook, as with every hook. With one of our states a warning is
-    logged then.
+    A copied or pickled DDP model loses its hook, whichever hook that is. If the hook had one of our
+    states, a warning is logged.
 
     Example::
 
@@ -153,35 +156,37 @@ def reduce_scatter_all_gather_hook(
 class CrossoverState(CodedState):
     """State of `crossover_hook`: a sibling job computes while this job's gradients travel.
 
-    ``CrossoverState()`` alone is enough. The gradients are those of plain DDP, with or without siblings;
-    only the time of the job's compute changes. ``codec=`` does change gradients. Without siblings the job
-    trains as with `reduce_scatter_all_gather_hook`.
+    ``CrossoverState()`` works without arguments. The gradients are those of plain DDP, with or
+    without siblings; only the times at which the job computes change. ``codec=`` does change
+    gradients. A job without siblings trains as with `reduce_scatter_all_gather_hook`.
 
     Args:
-        process_group: the ranks of the job; must be the group of the DDP model. Default: the default
-            group.
-        mutex: the mutex to take turns with. Default: the one of this process, on the device of the first
-            bucket, in the group named by ``CROSSOVER_GROUP``. It is made in the first exchange and closed
-            with the process group, and all models of the process share it. A model whose process group
-            has only some of the job's ranks takes no turns; its gradients travel inside the job's turns.
-        codec: compresses both halves of the exchange, with error feedback: one codec for both, or a pair
-            (to owners, to all), such as ``crossover_ddp.codecs.Int8()``; see `CompressedState`. Default:
-            none, and gradients are those of plain DDP.
-        loss_scale: for ``codec``: the factor of the loss in ``backward()``, or a function that returns
-            it, such as ``scaler.get_scale``. Default 1.
-        hook_state: for `crossover_wrapper`: the state of the wrapped hook.
-        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps, and
-            every thousand. Default True.
-        trial: try in some steps whether siblings are faster side by side, and take turns only if they are
-            not; the gradients are the same. If it is False in one job, or ``CROSSOVER_TRIAL=0``, all
-            siblings take turns. It counts for the mutex that the first state of a process makes; a mutex
-            passed by the user has its own ``trial=``.
+        process_group: the job's process group, which must also be the DDP model's. Default: the
+            default group.
+        mutex: the mutex to take turns with. Default: this process's own mutex, on the first
+            bucket's device, in the group named by ``CROSSOVER_GROUP``. It is created in the first
+            exchange and closed with the process group, and all models in the process share it. A
+            model whose process group has only some of the job's ranks takes no turns; its gradients
+            travel inside the job's turns.
+        codec: compress both halves of the exchange, with error feedback. Pass one codec for both
+            halves, such as ``crossover_ddp.codecs.Int8()``, or a pair (to owners, to all); see
+            `CompressedState`. Default: no codec, and the gradients are those of plain DDP.
+        loss_scale: only with ``codec``: the factor by which the loss is multiplied before
+            ``backward()``, or a function that returns it, such as ``scaler.get_scale``. Default 1.
+        hook_state: only with `crossover_wrapper`: the wrapped hook's state.
+        compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
+            and raise ``ReplicasDifferError`` if they differ between ranks. Default True.
+        trial: try in some steps whether siblings are faster side by side, and take turns only if
+            they are not; the gradients are the same. If one job passes False or sets
+            ``CROSSOVER_TRIAL=0``, all siblings take turns. The argument applies to the mutex that
+            the first state in a process creates; a mutex passed by the user has its own ``trial=``.
 
-    On failure: a job that cannot join its siblings, or whose turns fail later, trains on without turns.
-    One warning says why, and `stats` repeats it as ``disabled_because``. Only a wrong ``CROSSOVER_GROUP``
-    is raised, by the first ``backward()``.
+    On failure: a job that cannot join its siblings, or whose turns fail later, trains on without
+    turns. One warning says why, and `stats` repeats the reason as ``disabled_because``. Only a
+    wrong ``CROSSOVER_GROUP`` raises an error, from the first ``backward()``.
 
-    **Collective**: every rank registers the hook. ``CROSSOVER_DISABLE=1`` makes it a plain all-reduce.
+    **Collective**: every rank registers the hook. ``CROSSOVER_DISABLE=1`` turns it into a plain
+    all-reduce.
 
     Example::
 
@@ -208,39 +213,41 @@ class CrossoverState(CodedState):
         self._is_closed = False
 
     def stats(self) -> dict[str, Any]:
-        """Return statistics, with the mutex's counters once the job has joined, see `GPUMutex.stats`.
+        """Return the statistics of the exchange and, once the job has joined, of the mutex.
 
-        Not collective. The table is in docs/troubleshooting.md.
+        `GPUMutex.stats` describes the mutex's counters. docs/troubleshooting.md has the whole
+        table. Not collective.
         """
         turns = {} if self.mutex is None else self.mutex.stats()
         return {**super().stats(), **turns}
 
     def close(self) -> None:
-        """Leave the siblings, with all models of the process group. Later steps take no turns.
+        """Leave the siblings. Later steps take no turns, in all models that share the mutex.
 
-        Not collective. But ranks join together: before another state of the group is used, all ranks must
-        have closed this one.
+        Not collective. But ranks join together: close this state on all ranks before you use
+        another state of the same process group.
         """
         self._is_closed = True
         if self.mutex is not None:
             self.mutex.close()
 
     def _turns(self, bucket: dist.GradBucket) -> dict[str, Any]:
-        """Return ``turn`` and ``join`` for `Exchange.send`."""
+        """Return the ``turn`` or ``join`` argument for `Exchange.send`, if the bucket needs one."""
         if self._is_closed or not _has_turns(self):
             return {}
         if self.mutex is not None:
             return {"turn": self.mutex}
-        # DDP runs the first iteration as one big bucket. It computes before the job has joined.
+        # DDP runs the first iteration as one big bucket. Its compute runs before the job has
+        # joined.
         return {"join": functools.partial(self._join, bucket.buffer().device)}
 
     def _join(self, device: torch.device) -> GPUMutex:
-        """Join the siblings, on a thread of the engine. **Collective**, and may block."""
+        """Join the siblings, on one of the engine's threads. **Collective**; it may block."""
         self.mutex = _mutex_of_job(device, self._trial)
         return self.mutex
 
     def fingerprint(self, bucket: dist.GradBucket) -> dict[str, object]:
-        """See `CodedState`."""
+        """Return the settings that all ranks must have in common, as in `CodedState`."""
         # A mutex passed by the user already has a group.
         siblings = None if self._has_own_mutex else environment.sibling_group()
         return {**super().fingerprint(bucket), environment.GROUP: siblings}
@@ -249,24 +256,25 @@ class CrossoverState(CodedState):
 def crossover_hook(
     state: CrossoverState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket as DDP does, and give the job's turn to a sibling meanwhile.
+    """Average the bucket as DDP does, and meanwhile let a sibling have the job's turn.
 
-    The turn is released when the last bucket's compute is launched (on a GPU behind its last kernel). It
-    is acquired again when the exchange is complete, before the optimizer and the next forward run. The
-    gradients are those of `reduce_scatter_all_gather_hook`.
+    The turn is released when the last bucket's compute has been launched (on a GPU, behind its last
+    kernel). It is acquired again when the exchange is complete, before the optimizer and the next
+    forward run. The gradients are those of `reduce_scatter_all_gather_hook`.
 
     Args:
-        state: made once per model; see `CrossoverState`.
-        bucket: DDP's bucket.
+        state: the model's state; create one per model, see `CrossoverState`.
+        bucket: the bucket that DDP passes.
 
     Returns:
-        A Future of the averaged bucket. On gloo one of our threads completes it, on NCCL it is complete
-        at once.
+        A Future that holds the averaged bucket. On gloo one of our threads completes it. On NCCL it
+        is complete at once.
 
-    On failure: as `reduce_scatter_all_gather_hook`; see also `CrossoverState`.
+    On failure: like `reduce_scatter_all_gather_hook`; see also `CrossoverState`.
 
     **Collective**: DDP calls it on all ranks in the same order. Source: the abstract of
-    CrossoverScheduler (arXiv 2103.07974); order, locking and switch points are our design.
+    CrossoverScheduler (arXiv 2103.07974); the order, the locking and the switch points are our
+    design.
     """
     return run_hook(
         state,
@@ -278,14 +286,16 @@ def crossover_hook(
 
 
 def crossover_wrapper(hook: Hook) -> Hook:
-    """Take turns around another hook: torch's ``fp16_compress_hook``, ``powerSGD_hook``, or your own.
+    """Take turns around another hook, such as torch's ``powerSGD_hook`` or your own.
 
-    The turn is released when ``hook`` has launched the last bucket's compression, and acquired again when
-    all its Futures are complete. Callbacks of these Futures compute outside of the turn. Gradients are
-    those of ``hook``.
+    torch's ``fp16_compress_hook`` is another example. The turn is released when ``hook`` has
+    launched the last bucket's compression, and acquired again when all its Futures are complete.
+    The Futures' callbacks compute outside the turn. The gradients are the ones that ``hook``
+    returns.
 
     Args:
-        hook: a communication hook; called with ``state.hook_state`` of the registered `CrossoverState`.
+        hook: the communication hook to wrap. It is called with the ``hook_state`` of the registered
+            `CrossoverState`.
 
     Returns:
         A hook to register with a `CrossoverState`.
@@ -306,8 +316,9 @@ def crossover_wrapper(hook: Hook) -> Hook:
                     "what travels; leave codec out, or register crossover_hook"
                 )
             compare = functools.partial(exchange.compare, bucket, state)
-            # Not before backward has ended: the other hook may issue collectives on any thread. Join's
-            # shadow passes are no backward. There it comes behind the bucket, as on ranks with a backward.
+            # Compare only after backward has ended: the other hook may issue collectives on any
+            # thread. The shadow passes of DDP's Join have no backward. There the comparison follows
+            # the bucket, as it does on ranks with a backward.
             is_later = after_backward(compare)
             try:
                 future = hook(state.hook_state, bucket)
@@ -326,7 +337,7 @@ def crossover_wrapper(hook: Hook) -> Hook:
 
 
 def _has_turns(state: CrossoverState) -> bool:
-    """Whether a model takes turns of its own, see [Note: one process, one job]."""
+    """Return whether the model takes turns itself; see [Note: one process, one job]."""
     if state.mutex is not None:
         return True
     group = resolve_group(state.process_group)
@@ -345,22 +356,24 @@ def _has_turns(state: CrossoverState) -> bool:
 
 
 def _mutex_of_job(device: torch.device | None, trial: bool) -> GPUMutex:
-    """Return the mutex of all models of this process, see [Note: one process, one job]."""
+    """Return the mutex that all models in this process share; see [Note: one process, one job]."""
     group = resolve_group(None)
-    with _joining:  # two models may end their first exchanges at the same time
+    with _joining:  # two models may finish their first exchanges at the same time
         mutex = _mutexes.get(group)
-        # One that failed stays: another rank's may still work, and making one is collective. One that was closed
-        # does not, failed or not: a rank whose peers are quicker to close may find that they have left.
+        # A failed mutex stays: another rank's may still work, and creating one is collective. A
+        # closed one is replaced, failed or not: its peers may have closed it first, which this rank
+        # sees as a failure.
         if mutex is None or mutex.closed:
             mutex = _mutexes[group] = GPUMutex.for_hook(device, group, trial)
             _warn_of_nccl(device, group)
-            # A process may live on for long; at its exit the kernel's locks show siblings that it has gone.
+            # The process may outlive its process group, so close the mutex with the group. At the
+            # process's exit the kernel's locks tell siblings that it has gone.
             on_destruction(group, functools.partial(_close, weakref.ref(mutex)), at_exit=False)
         return mutex
 
 
 def _warn_of_nccl(device: torch.device | None, group: dist.ProcessGroup) -> None:
-    """Say that turns gain little where NCCL's kernels hold up a sibling's, or the job's own."""
+    """Warn that turns gain little if NCCL's kernels delay a sibling's kernels or the job's own."""
     if device is None or device.type != "cuda" or group.rank():
         return
     backends = str(dist.get_backend_config(group)).split(",")
@@ -368,7 +381,7 @@ def _warn_of_nccl(device: torch.device | None, group: dist.ProcessGroup) -> None
         return
     try:
         enabled = cuda_driver().attribute(device.index or 0, MPS_ENABLED)
-    except (OSError, RuntimeError) as error:  # a driver of before the attribute
+    except (OSError, RuntimeError) as error:  # a driver older than the attribute
         logger.debug("does not know whether %s is shared by MPS: %s", device, error)
         return
     if not enabled:

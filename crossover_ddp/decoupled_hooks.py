@@ -1,18 +1,18 @@
 """Decoupled training: gradients are gathered, and parameters updated, while the next forward runs.
 
-After DeAR (arXiv 2302.12445): reduce-scatter during backward, all-gather during the next forward.
-Our design: the order of the gathers, updates by the user's own optimizer, and guards against
-reading a parameter before its update.
+The method follows DeAR (arXiv 2302.12445): reduce-scatter during backward, and all-gather during
+the next forward. The order of the gathers, the updates by the user's own optimizer, and the guards
+against reading a parameter before its update are our design.
 
 [Note: coded and deferred] The deferred gather carries mean gradients, not parameters. So it is
-coded as under any other hook, and no parameter is ever rounded. The messages of a bucket stay in
-place: no message of a step is written before the step before it is decoded, since forward waits for
-all of its parameters.
+coded as under any other hook, and no parameter is ever rounded. A bucket keeps its message buffers
+from step to step. No step's message is written before the previous step's message is decoded, since
+forward waits for all of its parameters.
 
-[Note: K-FAC decoupled] Owners precondition as soon as a bucket is reduced. The directions that
-forward needs first are gathered first. But none may be applied before the KL clip is known, which
-scales every direction by one number made of all layers: each bucket's journey waits for it. So the
-training is that of `kfac_hook`, bit for bit. Our design.
+[Note: K-FAC decoupled] Owners precondition a bucket as soon as it is reduced. The directions that
+forward needs first are gathered first. But no direction may be applied before the KL clip is known,
+because the clip scales every direction by one number that depends on all layers. Each bucket's
+journey waits for that number. So the training equals that of `kfac_hook`, bit for bit. Our design.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -53,19 +53,19 @@ async def decoupled(
 ) -> None:
     """Average a bucket without holding up backward, and update its parameters in the next forward.
 
-    If it raises, all exchange of the process group ends. The next call that waits for it raises the error:
-    ``backward()``, ``step()``, or the first read of a parameter in forward.
+    If it raises, all exchange of the process group ends. The next call that waits for it raises the
+    error: ``backward()``, ``step()``, or the first read of a parameter in forward.
     """
     turn.release()  # backward's compute is launched: a sibling may have the device
     await bucket.computed()
     await link.reduce_scatter(bucket.flat, bucket.layout)
-    # No gather begins before all buckets are reduced. Then the last bucket goes first, because forward
-    # needs its parameters first.
+    # No gather begins before all buckets are reduced. Then the last bucket goes first, because
+    # forward needs its parameters first.
     if not await bucket.all_reduced():
         return  # backward ended early on all ranks, and a later backward pass uses this memory
     await link.all_gather(bucket.flat, bucket.layout)
-    # Suspend until, after step(), a parameter of this bucket is first read. The thread that reads it runs
-    # the rest. Forward acquires the turn before that.
+    # Suspend until, after step(), a parameter of this bucket is first read. The thread that reads
+    # it runs the rest. Forward acquires the turn before that.
     step = await next_stage()
     deferred.complete()
     step.apply(deferred.updates)
@@ -84,43 +84,45 @@ async def apply_directions(deferred: DeferredBucket) -> None:
 class DecoupledState(DeferredState):
     """State of `decoupled_hook`: gradients arrive, and the step takes effect, in the next forward.
 
-    The training loop stays as it is. ``optimizer.step()`` returns at once. Each parameter is
-    updated by the optimizer's own code, with the hyper-parameters of that moment, just before it
-    is first read: by a module's forward, ``state_dict()``, ``parameters()`` or ``module.weight``.
-    Losses and parameters equal those of plain DDP, bit for bit with one or two ranks, and up to
-    the order of additions with more.
+    The training loop stays as it is. ``optimizer.step()`` returns at once. The optimizer's own code
+    updates each parameter, with the hyper-parameters at the time of ``step()``, just before the
+    parameter is first read: by a module's forward, ``state_dict()``, ``parameters()`` or
+    ``module.weight``. With one or two ranks, losses and parameters equal those of plain DDP bit for
+    bit. With more ranks they are equal up to the order of additions.
 
-    Two reads cannot be detected: of a tensor taken earlier (``p = model.weight``), directly after
-    ``step()``; and of its ``p.grad`` between ``backward()`` and the next forward, which holds the
-    mean only in parts. Call `flush` before them. Writes through such tensors are refused, see
-    docs/decoupled.md; ``CROSSOVER_CHECK=1`` looks harder, in every step.
+    Two reads cannot be detected. One is a read, directly after ``step()``, of a tensor that was
+    taken earlier (``p = model.weight``). The other is a read of its ``p.grad`` between
+    ``backward()`` and the next forward, when ``p.grad`` holds only parts of the mean. Call `flush`
+    before such reads. Writes through such tensors are refused, see docs/decoupled.md.
+    ``CROSSOVER_CHECK=1`` checks more strictly, in every step.
 
     Args:
-        optimizer: any torch optimizer that treats each parameter by itself, with all parameters of
-            the model.
-        process_group: the ranks of the job; must be the group of the DDP model. Default: the
+        optimizer: any torch optimizer that treats each parameter by itself. It must hold all
+            parameters of the model.
+        process_group: the job's process group, which must also be the DDP model's. Default: the
             default group.
-        mutex: takes turns with sibling jobs. The turn is given away when backward's computation is
-            done, and taken before that of the next forward. Default: no turns.
-        defer: "auto": try in the first thirty to ninety steps whether deferring is faster for this
-            model on this link, and keep the faster way; see `deferring`. "always": do not try. The
-            results are the same either way.
-        codec: compresses both halves of the exchange, with error feedback: one codec for both, or a
-            pair (to owners, to all), such as ``crossover_ddp.codecs.Int8()``; see
+        mutex: the mutex for taking turns with sibling jobs. The turn is given away when backward's
+            computation is done, and taken again before the next forward computes. Default: no
+            turns.
+        defer: with "auto" the first thirty to ninety steps try whether deferring is faster for this
+            model on this link, and later steps keep the faster way; see `deferring`. With "always"
+            every step is deferred without a trial. The results are the same either way.
+        codec: compress both halves of the exchange, with error feedback. Pass one codec for both
+            halves, such as ``crossover_ddp.codecs.Int8()``, or a pair (to owners, to all); see
             `CompressedState`. Parameters then differ from plain DDP's, but are equal on all ranks,
-            bit for bit. Default: none.
-        loss_scale: for ``codec``: the factor of the loss in ``backward()``, or a function that
-            returns it, such as ``scaler.get_scale``. Default 1.
-        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, …
-            steps, and every thousand. Default True.
-        owners: deprecated; "layers" returns an `OwnerState`.
-        kfac: deprecated; a ``KFACState`` returns a `DecoupledKFACState`.
+            bit for bit. Default: no codec.
+        loss_scale: only with ``codec``: the factor by which the loss is multiplied before
+            ``backward()``, or a function that returns it, such as ``scaler.get_scale``. Default 1.
+        compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
+            and raise ``ReplicasDifferError`` if they differ between ranks. Default True.
+        owners: deprecated; with "layers" the call returns an `OwnerState`.
+        kfac: deprecated; with a ``KFACState`` the call returns a `DecoupledKFACState`.
 
-    On failure: combinations that cannot work raise ``UnsupportedConfigurationError``, here or from
-    the first ``backward()`` or ``step()``. When a peer dies, code that waits for its gradients
-    raises ``ExchangeError``, in bounded time.
+    On failure: combinations that cannot work raise ``UnsupportedConfigurationError``, either here
+    or from the first ``backward()`` or ``step()``. When a peer dies, code that waits for its
+    gradients raises ``ExchangeError``, in bounded time.
 
-    **Collective**: every rank registers the hook. ``CROSSOVER_DISABLE=1`` makes it a plain
+    **Collective**: every rank registers the hook. ``CROSSOVER_DISABLE=1`` turns it into a plain
     all-reduce.
 
     Example::
@@ -138,7 +140,7 @@ class DecoupledState(DeferredState):
         kfac: Any = None,
         **options: Any,
     ) -> Any:
-        """Return another state for arguments of version 0.2, with a warning."""
+        """Create another state, with a warning, if an argument of version 0.2 asks for it."""
         if owners is not None or kfac is not None:
             return _formerly(optimizer, process_group, owners, kfac, options)
         return super().__new__(cls)
@@ -176,7 +178,7 @@ class DecoupledState(DeferredState):
 
     @property
     def deferring(self) -> bool | None:
-        """Whether steps are deferred, the same on all ranks; None while that is being tried."""
+        """Whether steps are deferred, or None during the trial. It is the same on all ranks."""
         if self._trial is None:
             return True
         return self._trial.defers if self._trial.is_over else None
@@ -184,15 +186,16 @@ class DecoupledState(DeferredState):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``.
+        """Clip the norm of all gradients together, like ``torch.nn.utils.clip_grad_norm_``.
 
-        Call it before ``step()``. Each rank reads its own parts only, and ranks exchange three
-        numbers each. The gradients are scaled when they are applied. If some rank has called
-        `flush` since ``backward()``, all ranks complete their gradients, and each clips its own.
+        Call it before ``step()``. Each rank reads only its own parts, and the ranks exchange
+        three numbers each. The gradients are scaled when they are applied. If any rank has called
+        `flush` since ``backward()``, all ranks complete their gradients, and each rank clips its
+        own.
 
         Args:
-            max_norm: the greatest norm that is left.
-            norm_type: p of the p-norm; may be infinity. Default 2.
+            max_norm: the largest norm allowed.
+            norm_type: the p of the p-norm, which may be infinity. Default 2.
             error_if_nonfinite: raise ``RuntimeError`` if the norm is infinite or NaN. Default
                 False.
 
@@ -207,19 +210,19 @@ class DecoupledState(DeferredState):
         return clip(self._pending, group, max_norm, float(norm_type), error_if_nonfinite)
 
     def drain(self) -> None:
-        """Send the next step exactly, with the residuals; see `CompressedState.drain`.
+        """Let the next step travel without compression, together with the residuals.
 
-        **Collective**.
+        See `CompressedState.drain`. **Collective**.
         """
         if self._compression is not None:
             self._compression.drain()
 
     def stats(self) -> dict[str, Any]:
-        """Return the statistics of all states, and of deferring.
+        """Return the common statistics and those of deferring.
 
-        "deferred": buckets whose updates are still to be applied. "steps_deferred": steps whose
-        updates were not applied within ``optimizer.step()``. The table is in
-        docs/troubleshooting.md. Not collective.
+        "deferred" counts the buckets whose updates have not been applied yet. "steps_deferred"
+        counts the steps whose updates were not applied within ``optimizer.step()``.
+        docs/troubleshooting.md has the whole table. Not collective.
         """
         coded = None if self._compression is None else self._compression.stats()
         return self._deferred_stats(codec=self.codec, coded=coded)
@@ -238,18 +241,20 @@ class DecoupledState(DeferredState):
             self._compression.share(resolve_group(self.process_group))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals, under "codec", if there is a codec; else nothing.
+        """Return this rank's residuals under "codec", or an empty dictionary without a codec.
 
-        Residuals differ between ranks, unless `checkpoint` was called right before. Pending updates
-        are applied first, so that model and optimizer may be saved right after. Not collective.
+        Residuals differ between ranks, unless `checkpoint` was called just before. Pending updates
+        are applied first, so that the model and the optimizer can be saved right afterwards. Not
+        collective.
         """
         self.flush()
         return {} if self._compression is None else {"codec": self._compression.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the residuals of a codec from `state_dict`, or from a checkpoint's "hook".
+        """Load a codec's residuals from a result of `state_dict` or from a checkpoint's "hook".
 
-        On failure: ``ValueError`` for another dictionary. Not collective, but all ranks must.
+        On failure: ``ValueError`` for any other dictionary. Not collective, but all ranks must call
+        it.
         """
         _check_state(state)
         if self._compression is not None and "codec" in state:
@@ -260,7 +265,7 @@ class DecoupledState(DeferredState):
     def _take(
         self, exchange: Exchange, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
-        """Start the exchange of ``bucket``. Raises if it cannot be exchanged."""
+        """Start the exchange of ``bucket``. Raise an error if the bucket cannot be exchanged."""
         pending = self._pending
         if pending.phase is Phase.CLOSED:
             return self._send(exchange, bucket, undeferred).future
@@ -309,10 +314,10 @@ class DecoupledState(DeferredState):
 
 
 class _KFAC(Protocol):
-    """The methods of ``KFACState`` that `DecoupledKFACState` calls."""
+    """The ``KFACState`` methods that `DecoupledKFACState` calls."""
 
     def defer(self, state: Any) -> None:
-        """Become part of ``state``, of the same process group and mutex; see `KFACState`."""
+        """Become part of ``state``, which has the same process group and mutex; see `KFACState`."""
 
     def fingerprint(self, bucket: dist.GradBucket) -> dict[str, object]: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -327,31 +332,31 @@ class _KFAC(Protocol):
         hands_back: bool = False,
         before: Callable[[], object] = ...,
     ) -> Bucket:
-        """Start the exchange of a bucket, after ``before``. Raises if it cannot be exchanged."""
+        """Call ``before``, and start the exchange of a bucket. Raise an error if it is refused."""
 
 
 class DecoupledKFACState(DeferredState):
     """State of `decoupled_hook`: K-FAC's directions arrive, and are applied, in the next forward.
 
-    Layers are preconditioned on their owners when backward has reduced them, and directions are
-    gathered in the next forward. The training is that of `kfac_hook`, bit for bit; reads of
+    Owners precondition their layers when backward has reduced them, and the directions are gathered
+    in the next forward. The training equals that of `kfac_hook`, bit for bit. The rules for reading
     parameters and gradients are those of `DecoupledState`. The ``KFACState`` keeps its own methods,
     such as ``report()``. See docs/kfac.md.
 
     Args:
-        optimizer: as for `DecoupledState`.
-        kfac: a new ``KFACState(model, optimizer)`` of the same process group and mutex, without a
-            codec.
-        process_group: the ranks of the job; must be the group of the DDP model. Default: the
+        optimizer: the optimizer, like that of `DecoupledState`.
+        kfac: a new ``KFACState(model, optimizer)`` with the same process group and mutex, and
+            without a codec.
+        process_group: the job's process group, which must also be the DDP model's. Default: the
             default group.
-        mutex: takes turns with sibling jobs, as for `DecoupledState`. Default: no turns.
-        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, …
-            steps, and every thousand. Default True.
+        mutex: the mutex for taking turns, like that of `DecoupledState`. Default: no turns.
+        compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
+            and raise ``ReplicasDifferError`` if they differ between ranks. Default True.
 
-    On failure: as `DecoupledState`. ``TypeError`` if ``kfac`` is not a ``KFACState``;
+    On failure: like `DecoupledState`. Also ``TypeError`` if ``kfac`` is not a ``KFACState``, and
     ``ValueError`` if it has another process group or mutex.
 
-    **Collective**: every rank registers the hook. ``CROSSOVER_DISABLE=1`` makes it a plain
+    **Collective**: every rank registers the hook. ``CROSSOVER_DISABLE=1`` turns it into a plain
     all-reduce.
 
     Example::
@@ -377,7 +382,7 @@ class DecoupledKFACState(DeferredState):
             )
         super().__init__(process_group, mutex, compare_replicas)
         self.optimizer = optimizer
-        # None with CROSSOVER_DISABLE=1: the KFACState is left alone then.
+        # None with CROSSOVER_DISABLE=1, which leaves the KFACState alone.
         self._kfac = None if self.agreement.disabled else kfac
         if self._kfac is not None:
             self._kfac.defer(self)
@@ -393,14 +398,14 @@ class DecoupledKFACState(DeferredState):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``.
+        """Clip the norm of all gradients together, like ``torch.nn.utils.clip_grad_norm_``.
 
-        Call it before ``step()``. It waits for all directions, so that such a step is not
-        deferred: no rank has its own part before the KL clip is known.
+        Call it before ``step()``. It waits for all directions, because no rank has its own part
+        before the KL clip is known. So a step that is clipped is not deferred.
 
         Args:
-            max_norm: the greatest norm that is left.
-            norm_type: p of the p-norm; may be infinity. Default 2.
+            max_norm: the largest norm allowed.
+            norm_type: the p of the p-norm, which may be infinity. Default 2.
             error_if_nonfinite: raise ``RuntimeError`` if the norm is infinite or NaN. Default
                 False.
 
@@ -417,7 +422,7 @@ class DecoupledKFACState(DeferredState):
         )
 
     def stats(self) -> dict[str, Any]:
-        """Return the statistics of all states, and of deferring; see `DecoupledState.stats`.
+        """Return the common statistics and those of deferring; see `DecoupledState.stats`.
 
         Not collective.
         """
@@ -430,9 +435,9 @@ class DecoupledKFACState(DeferredState):
         return {} if self._kfac is None else {"kfac": self._kfac.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing, after pending updates were applied. K-FAC has a state dict of its own.
+        """Apply pending updates, and return an empty dictionary.
 
-        Not collective.
+        The ``KFACState`` has a state dict of its own. Not collective.
         """
         self.flush()
         return {}
@@ -440,7 +445,8 @@ class DecoupledKFACState(DeferredState):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load K-FAC's state from a checkpoint's "hook".
 
-        On failure: ``ValueError`` for another dictionary. Not collective, but all ranks must.
+        On failure: ``ValueError`` for any other dictionary. Not collective, but all ranks must call
+        it.
         """
         _check_state(state)
         if self._kfac is not None and "kfac" in state:
@@ -451,13 +457,13 @@ class DecoupledKFACState(DeferredState):
     def _take(
         self, exchange: Exchange, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
-        """Start the exchange of ``bucket``. Raises if it cannot be exchanged."""
+        """Start the exchange of ``bucket``. Raise an error if the bucket cannot be exchanged."""
         kfac = self._kfac
         pending = self._pending
         assert kfac is not None
         if pending.phase is Phase.CLOSED:
             return kfac.exchange(exchange, bucket, state=self, turn=None).future
-        # K-FAC first ends a backward pass that did not end, which `begin_with` may wait for.
+        # K-FAC first ends an unfinished backward pass, for which `begin_with` may wait.
         taken = kfac.exchange(
             exchange,
             bucket,
@@ -480,24 +486,25 @@ def decoupled_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Start to average the bucket, and let backward continue; see `DecoupledState`.
 
-    The bucket is reduce-scattered during backward. Gathers begin by themselves when the last bucket
-    is reduced, with that one. The next forward only waits for them, and updates. ``p.grad`` holds
-    the mean from then on, or after `DecoupledState.flush`. A step that is not deferred is that of
-    the split hook.
+    The bucket is reduce-scattered during backward. When the last bucket is reduced, the gathers
+    begin by themselves, starting with that bucket. The next forward only waits for them and
+    updates the parameters. ``p.grad`` holds the mean from then on, or after `DecoupledState.flush`.
+    A step that is not deferred works like a step of the split hook.
 
     Args:
-        state: made once per model and optimizer.
-        bucket: DDP's bucket.
+        state: the model's state; create one per model and optimizer.
+        bucket: the bucket that DDP passes.
 
     Returns:
-        A future that is complete already; in a step that is not deferred, of the mean.
+        A Future that is already complete. In a step that is not deferred, it is a Future of the
+        mean.
 
-    On failure: nothing is raised by the hook; see `DecoupledState`.
+    On failure: the hook itself raises nothing; see `DecoupledState`.
 
-    **Collective**: DDP calls it on all ranks in the same order. Source: after DeAR (arXiv
-    2302.12445); see the module.
+    **Collective**: DDP calls it on all ranks in the same order. Source: DeAR (arXiv 2302.12445);
+    see the module's docstring.
     """
-    if isinstance(state, OwnerState):  # made by `DecoupledState(owners="layers")`
+    if isinstance(state, OwnerState):  # created by `DecoupledState(owners="layers")`
         return owner_hook(state, bucket)
     kind = DecoupledKFACState if isinstance(state, DecoupledKFACState) else DecoupledState
 

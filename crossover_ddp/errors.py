@@ -1,24 +1,24 @@
 """The errors that crossover_ddp raises at run time.
 
-Wrong arguments raise ``ValueError`` or ``TypeError``, as usual in Python. These classes are for
-problems that show only while the job runs.
+Wrong arguments raise ``ValueError`` or ``TypeError``, as usual in Python. These classes report
+problems that appear only while the job runs.
 """
 
 
 class CrossoverError(RuntimeError):
-    """Base of every run-time error of this package."""
+    """Base class of all run-time errors in this package."""
 
 
 class UnsupportedConfigurationError(CrossoverError):
-    """The model, process group or DDP options cannot work with the hook that was registered."""
+    """The model, the process group or the DDP options do not work with the registered hook."""
 
 
 class ExchangeError(CrossoverError):
-    """A collective of the gradient exchange failed (a peer died, a connection broke, a timeout)."""
+    """A collective of the gradient exchange failed: a peer died, a link broke or time ran out."""
 
 
 class ReplicasDifferError(CrossoverError):
-    """Parameters differ between ranks. The message names one of them, the ranks and the step."""
+    """Parameters differ between ranks. The message names one parameter, the ranks and the step."""
 
 
 class SegmentError(CrossoverError):
@@ -26,4 +26,4 @@ class SegmentError(CrossoverError):
 
 
 class TurnError(CrossoverError):
-    """Ranks cannot agree on turns (siblings share only some devices, or the job's store failed)."""
+    """Ranks cannot agree on turns: siblings share only some devices, or the job's store failed."""

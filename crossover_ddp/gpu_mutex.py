@@ -1,12 +1,12 @@
 """The GPU mutex: jobs that share devices take turns on them.
 
 A turn belongs to a job, that is, to all its ranks, and every device sees the same order of turns;
-see [Note: turn order] in `crossover_ddp._turns.rules`. `CrossoverState` and the states of the other
-hooks use a mutex of their own. This class is for code that takes turns without a hook, and for
-giving the turn away during evaluation and checkpoints.
+see [Note: turn order] in `crossover_ddp._turns.rules`. `CrossoverState` creates its own mutex.
+Use this class to take turns with another hook or without one, and to give the turn away during
+evaluation and checkpoints.
 
-The mutex joins and leaves, and keeps every failure of turns away from the job. Turns themselves are
-in `crossover_ddp._turns.turns`.
+The mutex joins the siblings and leaves them, and no failure of turns reaches the job. The turns
+themselves are in `crossover_ddp._turns.turns`.
 """
 
 import contextlib
@@ -30,38 +30,42 @@ from crossover_ddp.errors import CrossoverError, TurnError
 
 logger = logging.getLogger(__name__)
 
-_HOOK_JOIN_TIMEOUT_S = 60.0  # the ranks of a hook come from the same exchange
+_HOOK_JOIN_TIMEOUT_S = 60.0  # a hook's ranks reach this point in the same exchange
 
 
 class GPUMutex:
-    """Take turns on a device with sibling jobs: the jobs of one user that name the same group.
+    """Take turns on a device with sibling jobs: jobs of the same user that name the same group.
 
-    The mutex is advisory and never blocks a job for ever: a rank passes over a sibling that dies at
-    once, and over a stopped one after its lease. If turns fail on this rank, for any reason,
-    the rank trains on without them, with one warning. The results of training do not depend on the
-    mutex.
+    The mutex is advisory and never blocks a job forever. If a sibling dies, a rank passes over it
+    at once; if a sibling stops, a rank passes over it after the sibling's lease. If turns fail on
+    this rank, for any reason, the rank trains on without them, with one warning. The results of
+    training do not depend on the mutex.
 
     Args:
-        name: group of siblings; default ``CROSSOVER_GROUP``, else ``default``.
-        device: the shared device: a ``torch.device``, a GPU's index, or any text that names a
-            device on the whole cluster. Default: the current GPU if this process uses one, else the
-            CPU, whose name is ``CROSSOVER_DEVICE`` or made from the machine's boot id.
-        process_group: the job; default the default group, or this process alone if there is none.
-        lease: seconds that siblings wait for a turn of this job that does not end, or a
-            ``timedelta``. Default four times the job's typical long turn (the fourth longest of the
-            last 16), at least 5 s and at most 60 s. However long siblings' leases are, a rank
-            waits in one `acquire` for at most a quarter of its own group's timeout.
-        trial: for training. If all siblings set it, they try whether they are faster side by side,
-            and if so take no turns; and a rank that computes nothing in its turn (it waits for
-            data, or sleeps) lets the next job begin. Hooks set it for their own mutexes, and
-            ``CROSSOVER_TRIAL=0`` forbids it. Default False: a turn lasts until it is given back.
+        name: the name of the siblings' group. Default: ``CROSSOVER_GROUP``, or ``default`` if that
+            is not set.
+        device: the shared device: a ``torch.device``, a GPU's index, or any text that names the
+            device throughout the cluster. Default: the current GPU if this process uses one, else
+            the CPU, whose name is ``CROSSOVER_DEVICE`` or derived from the machine's boot id.
+        process_group: the ranks that make up the job. Default: the default group, or this process
+            alone if there is none.
+        lease: how long siblings wait for a turn of this job that does not end, in seconds or as a
+            ``timedelta``. Default: four times the job's typical long turn (the fourth longest of
+            the last 16), at least 5 s and at most 60 s. However long the siblings' leases are, a
+            rank waits in one `acquire` for at most a quarter of its own group's timeout.
+        trial: pass True for training only. If all siblings pass True, they try whether they are
+            faster side by side, and if so they take no turns. With True a rank also lets the next
+            job begin when it computes nothing in its turn, because it waits for data or sleeps.
+            Hooks pass True for their own mutexes, and ``CROSSOVER_TRIAL=0`` overrides it. Default
+            False: a turn lasts until it is given back.
 
-    On failure: `SegmentError` for a foreign or malformed segment, `TurnError` for a second mutex of
-    the process in the group, on every rank alike; nothing is held afterwards. A hook that makes its
-    own mutex trains on without turns instead, with one warning.
+    On failure: the constructor raises `SegmentError` for a foreign or malformed segment, and
+    `TurnError` for the process's second mutex in the same group on the same device. Every rank
+    raises alike, and nothing is held afterwards. A hook that creates its own mutex instead
+    trains on without turns, with one warning.
 
     **Collective**: all ranks of the job must call the constructor and `acquire`, and no rank may be
-    a thousand turns ahead of another one. Nothing else is collective.
+    a thousand turns ahead of another. Nothing else is collective.
 
     Example::
 
@@ -95,10 +99,10 @@ class GPUMutex:
     def for_hook(
         cls, device: torch.device | None, process_group: ProcessGroup, trial: bool
     ) -> "GPUMutex":
-        """Make a hook's own mutex. If the job cannot join, it takes no turns, with one warning.
+        """Create a hook's own mutex. If the job cannot join, it takes no turns, with one warning.
 
-        Raises only errors of wrong arguments (a bad ``CROSSOVER_GROUP``): the user has not asked
-        for a mutex, so it must not stop the job. **Collective.**
+        Raises an error only for wrong arguments (a bad ``CROSSOVER_GROUP``): the user has not asked
+        for a mutex, so no other failure may stop the job. **Collective.**
         """
         mutex = cls.__new__(cls)
         try:
@@ -133,7 +137,7 @@ class GPUMutex:
         # Without a default group this process is the job.
         group = (process_group or dist.group.WORLD) if dist.is_initialized() else None
         self.ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
-        """The job, as ranks of the default group; empty for this process alone."""
+        """The job's ranks in the default group; empty if this process alone is the job."""
         self.job = 0
         self.device = ""
         self.closed = False
@@ -143,9 +147,9 @@ class GPUMutex:
         self._lease = Lease(lease_s)
         self._patience = Patience(patience_limit_s(group))
         self._counters = Counters()
-        # None before joining, and once this rank takes no turns any more.
+        # None before joining, and after this rank has stopped taking turns.
         self._turns: Turns | None = None
-        # Leaves when the mutex is closed or collected.
+        # Leaves the siblings when the mutex is closed or collected.
         self._finalizer: weakref.finalize[..., GPUMutex] | None = None
         if environment.is_set(environment.DISABLE):
             self.disabled_because = "CROSSOVER_DISABLE is set"
@@ -161,7 +165,7 @@ class GPUMutex:
         )
         self.job = membership.job
         self.device = membership.segment.device
-        # A weak reference, or the thread of turns would keep the mutex alive.
+        # A weak reference: a strong one would let the thread for turns keep the mutex alive.
         mutex = weakref.ref(self)
 
         def failed(error: Exception) -> None:
@@ -174,7 +178,7 @@ class GPUMutex:
                 membership, self._lease, self._patience, self._counters, trial, failed
             )
         except RuntimeError as error:
-            leave(membership)  # peers, which have joined, are informed that no grants will come
+            leave(membership)  # tells the peers, which have joined, that no grants will come
             problem = TurnError(f"cannot start the thread for turns: {error}; raise ulimit -u")
             raise NotJoinedError(problem, agreed=False) from error
         self._finalizer = weakref.finalize(self, self._turns.close)
@@ -183,10 +187,10 @@ class GPUMutex:
         )
 
     def close(self) -> None:
-        """Leave the siblings, which no longer wait for this job. It takes no turns afterwards.
+        """Leave the siblings, which then stop waiting for this job. The job takes no more turns.
 
-        Not collective; may be called twice. If another thread waits in `acquire`, that returns at
-        once, without a turn.
+        Not collective. It is safe to call more than once. If another thread is waiting in
+        `acquire`, that call returns at once, without a turn.
         """
         self.closed = True
         if self._turns is not None:
@@ -195,7 +199,7 @@ class GPUMutex:
             self._finalizer()
 
     def _give_up(self, error: Exception) -> None:
-        """Train on without turns after an error."""
+        """Stop taking turns after an error, and warn once. The job trains on."""
         if self._turns is None:
             return
         self._disable(f"{type(error).__name__}: {error}")
@@ -230,7 +234,7 @@ class GPUMutex:
 
     @property
     def shared(self) -> bool:
-        """Whether a sibling was on this rank's device when the last turn began.
+        """Whether another job was on this rank's device when the last turn began.
 
         While it is False, `acquire` does not wait.
         """
@@ -241,8 +245,9 @@ class GPUMutex:
     def awaits_device(self) -> bool:
         """Whether the caller should wait for the device before `acquire`.
 
-        It should if `acquire` waits for siblings, and during a trial: a host that runs ahead of its
-        device would time a step in one mode that the device computes in the other.
+        It should if `acquire` waits for siblings, and during a trial. If the host ran ahead of its
+        device in a trial, it would time a step in one mode while the device computes it in the
+        other.
         """
         return self.shared or (
             self._turns is not None and self._counters.mode is Mode.TRYING_SIDE_BY_SIDE
@@ -250,18 +255,18 @@ class GPUMutex:
 
     @property
     def mode(self) -> str:
-        """How this rank computes beside its siblings.
+        """How this rank shares the device with its siblings.
 
-        One of "untried" (in turns, before the first trial), "trying turns", "trying side by side",
-        "turns" and "side by side".
+        The value is "untried" (the rank takes turns, before the first trial), "trying turns",
+        "trying side by side", "turns" or "side by side".
         """
         return self._counters.mode.name.lower().replace("_", " ")
 
     def request(self) -> None:
-        """Draw the turn of the next `acquire` ahead of it, so that its number travels meanwhile.
+        """Draw the turn for the next `acquire` in advance, so that its number travels meanwhile.
 
-        Optional, at most once before each `acquire`. All ranks must call it, or none. Never blocks,
-        never raises.
+        This call is optional. Make it at most once before each `acquire`, and on all ranks or on
+        none. It never blocks and never raises.
         """
         turns = self._turns
         if turns is not None:
@@ -274,23 +279,25 @@ class GPUMutex:
         ahead: bool = False,
         streams: Sequence[torch.cuda.Stream] = (),
     ) -> bool:
-        """Block until this job's turn has come on this device, and siblings' kernels are done.
+        """Block until this job's turn on this device has come, and siblings' kernels are done.
 
-        A sibling that dies is passed over at once, any other one after its lease. Without siblings
-        it does not wait. If turns fail, it returns and the job trains on without them. Inside a
-        turn, a job of one rank stays in it; a job of several ranks first gives it back.
+        A sibling that dies is passed over at once, and any other sibling after its lease. Without
+        siblings the call does not wait. If turns fail, it returns, and the job trains on without
+        them. If the rank is already inside a turn, a job of one rank keeps that turn; a job of
+        several ranks first gives it back.
 
         Args:
-            blocking: if False, do nothing where this would wait for a sibling; call it again with
-                True to wait. Default True.
-            ahead: has no effect, like ``streams``; the next version removes both.
-            streams: has no effect.
+            blocking: whether to wait for siblings. If False and a wait would be necessary, the call
+                does nothing; call it again with True to wait. Default True.
+            ahead: this argument has no effect. The next version removes it.
+            streams: this argument has no effect. The next version removes it.
 
         Returns:
-            True, or False where ``blocking`` is False and it would have waited.
+            False if ``blocking`` is False and the call would have waited, else True.
 
-        On failure: `UnsupportedConfigurationError` while the current stream captures a CUDA graph,
-            whose replays would take no turn; nothing has changed then. Raises nothing else.
+        On failure: raises `UnsupportedConfigurationError` while the current stream captures a CUDA
+            graph, because its replays would take no turn. Nothing has changed then. Raises nothing
+            else.
 
         **Collective.**
         """
@@ -307,13 +314,13 @@ class GPUMutex:
     def release(self, *, streams: Sequence[torch.cuda.Stream] = ()) -> None:
         """Give the turn back: on a CPU at once, on a GPU behind the current stream's queued work.
 
-        Never blocks; does nothing outside a turn. Not collective.
+        It never blocks, and it does nothing outside a turn. Not collective.
 
         Args:
-            streams: further streams of the GPU whose kernels belong to the turn, and for which the
-                current stream does not wait; default none.
+            streams: other streams on the GPU whose kernels belong to the turn, if the current
+                stream does not wait for them. Default: none.
 
-        On failure: as `acquire`.
+        On failure: like `acquire`.
         """
         turns = self._turns
         if turns is not None:
@@ -321,11 +328,11 @@ class GPUMutex:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Give the turn away while the body runs: evaluation, a checkpoint, other long work.
+        """Give the turn away while the body runs evaluation, a checkpoint or other long work.
 
-        Not collective: one rank alone may pause. At the end a job of one rank takes its turn back.
-        A job of several ranks takes its next turn at the end of its next exchange, since a turn
-        belongs to all its ranks or to none.
+        Not collective: one rank alone may pause. At the end, a job of one rank takes its turn back.
+        A job of several ranks takes its next turn at the end of its next exchange, because a turn
+        belongs to all of the job's ranks or to none.
         """
         held = self.holding
         self.release()
@@ -341,9 +348,9 @@ class GPUMutex:
     def stats(self) -> dict[str, Any]:
         """Return this rank's figures: turns, seconds held and waited, hand-overs, siblings.
 
-        "turns_pay" is the verdict of the last trial, None before the first one. A hand-over lasts
-        from a sibling's release to the begin of this rank's turn, in seconds; it is counted if this
-        rank waited for the sibling.
+        "turns_pay" is the verdict of the last trial, or None before the first one. A hand-over is
+        the time in seconds from a sibling's release to the beginning of this rank's turn. It is
+        counted only if this rank waited for the sibling.
         """
         turns = self._turns
         return {
@@ -360,7 +367,7 @@ class GPUMutex:
         }
 
     def _count_siblings(self) -> int | None:
-        """Return how many other jobs are on the device; None if the segment cannot be read."""
+        """Return how many other jobs are on the device, or None if the segment cannot be read."""
         turns = self._turns
         try:
             return turns.count_siblings() if turns is not None else 0

@@ -9,9 +9,9 @@ the coroutine that carries one bucket. The state, `KFACState`, and the hook, `kf
 Each layer has one owner, the rank that keeps its factors. The bucket's reduce-scatter brings the
 layer's gradient to the owner, which preconditions it. The all-gather that the gradient needs anyway
 brings the direction to all ranks. The factors travel in a journey of their own, in
-``_kfac/factor_traffic.py``: just before the bucket in steps that make solvers, else behind the
-gradients of this step and the next ones. Our design. Placement after SPD-KFAC (arXiv 2107.06533),
-local factors after DP-KFAC (arXiv 2206.15143).
+``_kfac/factor_traffic.py``. In steps that compute solvers they travel just before the bucket; in
+other steps they travel behind the gradients of this step and the next ones. Our design. The
+placement follows SPD-KFAC (arXiv 2107.06533), and local factors follow DP-KFAC (arXiv 2206.15143).
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -142,67 +142,73 @@ class KFACState(HookState):
     """State of `kfac_hook`: the exchange preconditions gradients at the wire traffic of SGD.
 
     The training loop stays as it is. After ``backward()`` every ``p.grad`` of a Linear or Conv2d
-    layer holds the K-FAC direction, for any optimizer's ``step()``. Other parameters hold the plain
-    mean. A step that updates the factors adds one reduction of their triangles to the traffic, in
-    this step or behind the next ones. A layer with more than half of a bucket is preconditioned by
-    all ranks together. It adds its solver to the traffic when that is new.
+    layer holds the K-FAC direction, which any optimizer's ``step()`` can apply. Other parameters'
+    gradients hold the plain mean. A step that updates the factors also sends one reduction of their
+    triangles, in the same step or behind the next ones. If a layer takes up more than half of a
+    bucket, all ranks precondition it together. Such a layer also sends its solver whenever that is
+    new.
 
     Args:
         model: the model, wrapped by DDP or not. Its loss must be the mean over the local
             mini-batch.
-        optimizer: the optimizer, or a sequence of several, whose learning rates enter the KL clip.
-            They must hold the parameters of all layers that K-FAC treats. Needed unless ``kl_clip``
-            is None.
-        damping: γ, added to the product of the factors. Default 0.001.
-        factor_decay: weight of the old factors in the running mean, new = decay * old + (1 - decay)
-            * batch. Default 0.95.
-        kl_clip: κ: all preconditioned gradients V are scaled by min(1, √(κ / Σ lr² V·∇)). Default
-            0.001. None leaves them.
-        factor_update_steps: factors are taken in every n-th step. Default 1.
-        inv_update_steps: new solvers are made of the factors in every n-th step. Default 10.
-        solver: "inverse" (default: Cholesky of each damped factor) or "eigen" (damping in the
-            eigenbasis of the product).
-        pi: divide the damping between both factors by their traces; "inverse" only. Default True.
-        weight_sharing: "expand" (default) or "reduce" (Eschenhagen et al., arXiv 2311.00636) for
-            layers applied at many positions of a sample, or "kfac-pytorch", which has that
-            package's scale and start of the factors.
-        factors: "global" (default) averages the factors over the ranks. "local" (DP-KFAC) uses the
-            owner's own factors, without traffic.
-        loss_scale: the number that the loss was multiplied by before ``backward()``, or a function
+        optimizer: the optimizer whose learning rates enter the KL clip, or a sequence of several
+            optimizers. Together they must hold the parameters of all layers that K-FAC treats. This
+            argument is required unless ``kl_clip`` is None.
+        damping: γ, which is added to the product of the factors. Default 0.001.
+        factor_decay: the weight of the old factors in the running mean: new = decay * old +
+            (1 - decay) * batch. Default 0.95.
+        kl_clip: κ. All preconditioned gradients V are scaled by min(1, √(κ / Σ lr² V·∇)). With None
+            they are not scaled. Default 0.001.
+        factor_update_steps: the number of steps from one update of the factors to the next. Default
+            1.
+        inv_update_steps: the number of steps after which new solvers are computed from the factors.
+            Default 10.
+        solver: "inverse" inverts each damped factor by Cholesky. "eigen" applies the damping in the
+            eigenbasis of the product. Default "inverse".
+        pi: divide the damping between both factors according to their traces. This applies only to
+            "inverse". Default True.
+        weight_sharing: how to treat layers that are applied at many positions of a sample: "expand"
+            or "reduce" (Eschenhagen et al., arXiv 2311.00636), or "kfac-pytorch", which scales and
+            initializes the factors as that package does. Default "expand".
+        factors: "global" averages the factors over the ranks. "local" (DP-KFAC) uses the owner's
+            own factors and sends none. Default "global".
+        loss_scale: the factor by which the loss is multiplied before ``backward()``, or a function
             that returns it, such as ``scaler.get_scale``. Default 1.
-        accumulated: with several ``backward()`` per step: "mean" (default) if each loss is its
-            share of the step's loss, such as a mean divided by their number, "sum" if each is a
-            mean of its own.
-        skip: names of modules, or patterns of names, that pass through. Each must match a module.
+        accumulated: how the losses are scaled if a step has several ``backward()`` calls. Pass
+            "mean" if each loss is its share of the step's loss, such as a mean divided by the
+            number of calls. Pass "sum" if each loss is a mean of its own. Default "mean".
+        skip: names of modules, or patterns of names. The gradients of these modules are averaged
+            but not preconditioned. Each name or pattern must match a module.
         max_factor_dim: a layer with more inputs or outputs than this passes through, with a
-            warning. A solver's time grows with the cube and its memory with the square: 14 s of one
-            CPU core and 256 MiB a factor at 8192, the default.
-        process_group: the ranks of the job; must be the group of the DDP model. Default: the group
-            of ``model`` if it is wrapped already, else the default group.
-        mutex: take turns with sibling jobs. Making solvers is compute inside the turn. Default: no
-            turns.
-        codec: compresses gradients on their way to owners, and directions on their way back, with
-            error feedback: one for both, or a pair, such as ``crossover_ddp.codecs.Int8()``.
-            Factors and all else travel exact. With a codec no layer is spread, and the first two
-            steps travel exact. Default: none.
-        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps,
-            and every thousand. Default True.
+            warning. A solver's time grows with the cube of this number and its memory with the
+            square: at 8192, the default, a factor takes 14 s on one CPU core and 256 MiB.
+        process_group: the job's process group, which must also be the DDP model's. Default: the
+            group of ``model`` if it is wrapped already, else the default group.
+        mutex: the mutex for taking turns with sibling jobs. Solvers are computed inside the turn.
+            Default: no turns.
+        codec: compress gradients on their way to owners, and directions on their way back, with
+            error feedback. Pass one codec for both ways, such as ``crossover_ddp.codecs.Int8()``,
+            or a pair. Factors and everything else are not compressed. With a codec no layer is
+            spread, and the first two steps are not compressed. Default: no codec.
+        compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
+            and raise ``ReplicasDifferError`` if they differ between ranks. Default True.
 
-    `DecoupledKFACState` takes a KFACState as well: ``DecoupledKFACState(optimizer,
-    KFACState(model, optimizer))``. The preconditioned gradient then arrives, and is applied, during
+    A KFACState can also be passed to `DecoupledKFACState`: ``DecoupledKFACState(optimizer,
+    KFACState(model, optimizer))``. Then the preconditioned gradient arrives, and is applied, during
     the next forward.
 
     ``damping``, ``factor_decay``, ``kl_clip``, ``factor_update_steps`` and ``inv_update_steps`` may
-    be functions of the step's number, equal on all ranks. Owners, and the choice of spread layers,
-    follow from ``inv_update_steps`` of step 0.
+    be functions of the step's number, which must be equal on all ranks. The value of
+    ``inv_update_steps`` in step 0 determines the owners and the choice of spread layers.
 
-    On failure: ``ValueError`` for arguments. ``UnsupportedConfigurationError``, here or from the
-    first ``backward()``, for models that cannot work. ``ExchangeError`` from ``backward()`` when a
-    peer dies (on NCCL see `reduce_scatter_all_gather_hook`). A factor that cannot be inverted is
-    damped further, and one that is not finite is dropped; `report` counts both.
+    On failure: the constructor raises ``ValueError`` for wrong arguments. For models that cannot
+    work, the constructor or the first ``backward()`` raises ``UnsupportedConfigurationError``.
+    ``backward()`` raises ``ExchangeError`` when a peer dies (for NCCL see
+    `reduce_scatter_all_gather_hook`). A factor that cannot be inverted is damped further, and a
+    factor that is not finite is dropped; `report` counts both.
 
-    **Collective**: all ranks make the state, of the same model with the same arguments, and
-    register the hook. ``CROSSOVER_DISABLE=1`` makes the hook a plain all-reduce.
+    **Collective**: all ranks create the state, for the same model with the same arguments, and
+    register the hook. ``CROSSOVER_DISABLE=1`` turns the hook into a plain all-reduce.
 
     Example::
 
@@ -265,7 +271,7 @@ class KFACState(HookState):
         # A codec cannot encode the rows of a spread layer. In the eigenbasis no gain was measured.
         spread_steps = first.inverse_steps if codec is None and solver == "inverse" else None
         costs = settings.layer_costs(model, layers, group.size(), spread_steps)
-        # Without the last two fields, which are derived from the others.
+        # The last two fields are left out, because they are derived from the others.
         values_at_first_step = dict(zip(hyperparameters._fields, first, strict=False))
         costs = settings.agree(costs, layers, group, {**values_at_first_step, **choices, "pi": pi})
         settings.check_any(layers, self.passing)
@@ -274,8 +280,8 @@ class KFACState(HookState):
         if group.rank() == 0:
             settings.warn_of_large(self.passing)
             settings.warn_of_adaptive(optimizer, layers)
-        # Ends the journeys that a DecoupledKFACState has under way between two steps. Without one
-        # there are none.
+        # Ends the journeys that a DecoupledKFACState has under way between two steps. Without a
+        # DecoupledKFACState there are no such journeys.
         self._flush: Callable[[], None] = nothing
         self._is_deferred = False
         self._preconditioner = Preconditioner(
@@ -306,16 +312,16 @@ class KFACState(HookState):
 
     @property
     def steps(self) -> int:
-        """Number of backward passes whose gradients were exchanged."""
+        """The number of backward passes whose gradients were exchanged."""
         return self._preconditioner.steps
 
     @property
     def owners(self) -> dict[str, int]:
-        """Rank of each layer that K-FAC treats, by the layer's name."""
+        """The rank that owns each layer treated by K-FAC, by the layer's name."""
         return {each.layer.name: each.owner for each in self._preconditioner.layers}
 
     def report(self) -> str:
-        """Describe layers, owners, their loads, and the parameters that pass through.
+        """Describe the layers, owners, each rank's load, and the parameters that pass through.
 
         Not collective.
         """
@@ -330,7 +336,7 @@ class KFACState(HookState):
         return "\n  ".join(lines)
 
     def _described(self, owned: OwnedLayer) -> str:
-        """Return the line of `report` for one layer."""
+        """Return the line for one layer in `report`."""
         cost = owned.cost
         step_s = cost.step_s(self._preconditioner.inverse_steps)
         line = f"{cost.name}: A {cost.a_dim}, G {cost.g_dim}"
@@ -347,7 +353,10 @@ class KFACState(HookState):
         return line
 
     def memory_usage(self) -> dict[str, int]:
-        """Return the bytes of this rank's "factors", "solvers" and "buffers". Not collective."""
+        """Return how many bytes of "factors", "solvers" and "buffers" this rank keeps.
+
+        Not collective.
+        """
         owned = self._preconditioner
         factors = solvers = 0
         for layer in owned.layers:
@@ -360,14 +369,14 @@ class KFACState(HookState):
         return {"factors": factors, "solvers": solvers, "buffers": buffers}
 
     def stats(self) -> dict[str, Any]:
-        """Return the statistics of all states, and two counts of this rank's layers.
+        """Return the common statistics and two counts for this rank's layers.
 
-        "strained" counts factors that were damped further because they could not be inverted.
-        "dropped" counts batches that changed nothing, including those of a layer without a
-        gradient.
+        "strained" counts the factors that were damped further because they could not be inverted.
+        "dropped" counts the batches that changed no factor, including batches in which a layer had
+        no gradient.
 
-        If this state is part of a `DecoupledKFACState`, that one counts the traffic. Not
-        collective. See docs/troubleshooting.md.
+        If this state is part of a `DecoupledKFACState`, the `DecoupledKFACState` counts the
+        traffic. Not collective. See docs/troubleshooting.md.
         """
         own = self._preconditioner.own.values()
         coded = None if self._compression is None else self._compression.stats()
@@ -378,9 +387,9 @@ class KFACState(HookState):
         }
 
     def drain(self) -> None:
-        """Send the next step exact, with all residuals. **Collective**.
+        """Let the next step travel without compression, together with all residuals.
 
-        See `CompressedState.drain`.
+        See `CompressedState.drain`. **Collective**.
         """
         if self._compression is not None:
             self._compression.drain()
@@ -389,19 +398,18 @@ class KFACState(HookState):
         coded = self._compression
         group = self._preconditioner.group
         if coded is not None and all(gather_objects(group, coded.is_drained)):
-            # The next steps travel exact, as a resumed job's do.
+            # The next steps are not compressed, like those of a resumed job.
             coded.load({}, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step's number, and all layers' factors, solvers and counts, on the host.
 
-        It is the same on all ranks, so that any rank can save it and any number of ranks can resume
-        from it. It does not contain a codec's residuals: call `drain` before the last step, or they
-        are lost, with a warning.
+        The result is the same on all ranks, so that any rank can save it and any number of ranks
+        can resume from it. It does not contain a codec's residuals: call `drain` before the last
+        step, or the residuals are lost, with a warning.
 
-        **Collective**: all ranks must call it, between two steps. On failure: ``ExchangeError`` if
-        a rank does not call it within the process group's timeout, or if factors under way are
-        lost.
+        **Collective**: all ranks must call it between two steps. On failure: ``ExchangeError`` if a
+        rank does not call it within the process group's timeout, or if factors are lost on the way.
         """
         self._flush()
         if self._compression is not None and not self._compression.is_drained:
@@ -426,10 +434,10 @@ class KFACState(HookState):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where `state_dict` was called. Not collective, but all ranks must call it.
 
-        With the same number of ranks each layer keeps its owner, so that sums are rounded as
-        before. With another number each rank takes the layers that it owns now.
+        If the number of ranks is the same, each layer keeps its owner, so that sums are rounded as
+        before. If it differs, each rank takes the layers that it owns now.
 
-        Raises ``ValueError`` if the state is of another model, or of another ``solver``.
+        Raises ``ValueError`` if the state was saved with another model or another ``solver``.
         """
         self._flush()
         owned = self._preconditioner
@@ -476,10 +484,10 @@ class KFACState(HookState):
                     )
 
     def close(self) -> None:
-        """Remove the hooks from the model's modules. Later steps use the solvers that exist.
+        """Remove the hooks from the model's modules. Later steps use the existing solvers.
 
-        Not collective, but all ranks must call it between the same two steps: later steps send no
-        factors.
+        Not collective, but all ranks must call it between the same two steps, because later steps
+        send no factors.
         """
         self._flush()
         self._preconditioner.close()
@@ -494,7 +502,7 @@ class KFACState(HookState):
     # --- for the hooks ----------------------------------------------------------------------------
 
     def defer(self, state: Any) -> None:
-        """Become part of a `DecoupledKFACState`, whose ``flush`` ends journeys under way."""
+        """Become part of a `DecoupledKFACState`, whose ``flush`` ends the journeys under way."""
         if self.mutex is not state.mutex:
             raise ValueError(
                 f"expected one mutex, got mutex={state.mutex!r} and a KFACState with "
@@ -526,16 +534,16 @@ class KFACState(HookState):
         hands_back: bool = False,
         before: Callable[[], object] = nothing,
     ) -> Bucket:
-        """Start the exchange of ``bucket``, for the hooks, as `Exchange.send` does.
+        """Start the exchange of ``bucket`` for a hook, as `Exchange.send` does.
 
-        ``before`` is called after an unfinished backward pass was ended. It may raise.
+        This first ends an unfinished backward pass. Then it calls ``before``, which may raise.
 
         Raises the error that refuses the bucket.
         """
         preconditioner = self._preconditioner
 
-        # The codec or else the journey calls this first, when all other checks have passed. It
-        # packs the bucket once.
+        # With a codec, the codec calls this first; otherwise the journey does. By then all other
+        # checks have passed. The bucket is packed only once.
         @functools.cache
         def pack() -> PackedBucket:
             return preconditioner.pack(bucket)
@@ -544,7 +552,7 @@ class KFACState(HookState):
             under_way: Bucket, link: Link, journey_turn: JourneyTurn
         ) -> Coroutine[Any, Any, None]:
             packed = pack()
-            # Nothing below raises, so a bucket that a step expects does travel.
+            # Nothing below raises, so every bucket that a step expects does travel.
             step = preconditioner.expect(under_way, packed)
             solvers_in_turn = step.now.inverts and self.mutex is not None
             return precondition(
@@ -569,16 +577,18 @@ class KFACState(HookState):
 
 
 def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over the ranks and precondition each of its layers on the layer's owner.
+    """Average the bucket over the ranks, and precondition each of its layers on the layer's owner.
 
     Args:
-        state: made once per model, on all ranks; see `KFACState`.
-        bucket: DDP's bucket.
+        state: the model's state; create one per model, on all ranks, see `KFACState`.
+        bucket: the bucket that DDP passes.
 
     Returns:
-        A Future of the bucket's own buffer. With a KL clip all Futures of a step complete together.
+        A Future that holds the bucket's own buffer. With a KL clip all Futures of a step complete
+        together.
 
-    On failure: as `reduce_scatter_all_gather_hook`; see also `KFACState`. No error leaves the hook.
+    On failure: like `reduce_scatter_all_gather_hook`; see also `KFACState`. The hook itself raises
+    nothing.
 
     **Collective**: DDP calls it on all ranks in the same order.
     """

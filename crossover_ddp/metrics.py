@@ -1,4 +1,4 @@
-"""Figures about a hook, per step, for TensorBoard, Weights & Biases and similar tools."""
+"""Per-step figures about a hook, for TensorBoard, Weights & Biases and similar tools."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,30 +14,33 @@ _MS = 1e3
 
 
 def metrics_of(state: object = None) -> Callable[[], dict[str, float]]:
-    """Return a function that reports this rank's figures, by name, since its previous call.
+    """Return a function that reports this rank's figures since its previous call.
 
-    * ``steps``: how many steps there were.
-    * ``bytes_per_step``: bytes that this rank sent.
-    * ``exposed_ms_per_step``: communication that the training thread waited for. Left out where
-      NCCL carries tensors.
-    * ``hidden_ms_per_step``: communication that was hidden behind compute. Left out where NCCL
-      carries tensors.
-    * ``deferred``: the part of the steps that were deferred, from 0 to 1.
-    * ``turns_per_step``: turns that the job had.
-    * ``rate``: bytes sent since the state was made, divided by those of an exact exchange. 1.0
-      without a codec.
+    That function returns a dictionary with these keys:
 
-    docs/troubleshooting.md explains the totals in ``state.stats()`` that these come from.
+    * ``steps``: the number of steps.
+    * ``bytes_per_step``: the bytes that this rank sent.
+    * ``exposed_ms_per_step``: the communication time that the training thread waited for. It is
+      left out where NCCL carries the tensors.
+    * ``hidden_ms_per_step``: the communication time that was hidden behind compute. It is left out
+      where NCCL carries the tensors.
+    * ``deferred``: the fraction of the steps that were deferred, from 0 to 1.
+    * ``turns_per_step``: the turns that the job took.
+    * ``rate``: the bytes sent since the state was created, divided by the bytes that an exact
+      exchange would have sent. It is 1.0 without a codec.
+
+    The figures are computed from the totals in ``state.stats()``, which docs/troubleshooting.md
+    explains.
 
     Args:
         state: the state that the hook was registered with. `reduce_scatter_all_gather_hook` has no
-            state: pass its process group or None, as when it was registered.
+            state: pass the process group or None that it was registered with.
 
     Returns:
-        A function without arguments. It returns an empty dict if there was no step since its
+        A function without arguments. It returns an empty dictionary if there was no step since its
         previous call. It sends nothing and does not block.
 
-    Raises ``TypeError`` for the state of a hook of another package.
+    Raises ``TypeError`` for a state that belongs to another package's hook.
 
     Not collective.
 

@@ -1,21 +1,22 @@
 """Muon on the gradient's own buckets: register `muon_hook` with ``ddp_model.register_comm_hook``.
 
-Our design: under DDP every rank repeats Muon's Newton-Schulz of every matrix. Here each matrix has
-an owner. The reduce-scatter sends the owner the summed gradient. The owner keeps the momentum and
-computes the direction, once for all ranks. The all-gather sends the direction to all ranks in
-bfloat16, as torch computes it: 0.75 of the bytes of an all-reduce of float32 gradients.
-``muon.step()`` stays torch's own. Muon: Keller Jordan, https://kellerjordan.github.io/posts/muon/
+Under DDP every rank repeats Muon's Newton-Schulz iteration for every matrix. Here each matrix has
+an owner. The reduce-scatter sends the summed gradient to the owner. The owner keeps the momentum
+and computes the direction, once for all ranks. The all-gather sends the direction to all ranks in
+bfloat16, the type in which torch computes it. So the exchange sends 0.75 times as many bytes as an
+all-reduce of float32 gradients. ``muon.step()`` stays torch's own. This is our design. Muon: Keller
+Jordan, https://kellerjordan.github.io/posts/muon/
 
-[Note: Muon's packing] In the buffer to the owners, a rank's part holds the gradients of its
-matrices. In the buffer that returns, it holds their directions in bfloat16, two bytes a number
-whatever the bucket's dtype is. Behind each direction lies the squared norm of its gradient, eight
-raw bytes. Both buffers hold the rank's share of the elements that pass through, as
-[Note: packing] explains.
+[Note: Muon's packing] In the buffer sent to the owners, a rank's part holds its matrices'
+gradients. In the buffer that returns, a rank's part holds its matrices' directions in bfloat16, at
+two bytes per number whatever the bucket's dtype. Each direction is followed by the squared norm of
+its gradient, as eight raw bytes. Both buffers also hold the rank's share of the elements that pass
+through, as [Note: packing] explains.
 
 [Note: momentum and skipped steps] A backward pass computes the new momentum beside the old one.
-``muon.step()`` makes it the momentum by exchanging the two. A step that is skipped leaves the old
-one as it was. The two take the memory of two matrices for each owned matrix, instead of one for
-each matrix of the model.
+``muon.step()`` puts the new momentum into effect by swapping the two. A skipped step leaves the old
+momentum as it was. Each rank thus keeps two momenta for each matrix that it owns, instead of one
+for each matrix in the model.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -77,13 +78,13 @@ _SKIPPED_STEPS_TO_WARN: Final = 3  # in a row
 
 
 class _Phase(enum.Enum):
-    """The phases of a MuonState. `_enter` alone changes them."""
+    """The phases of a MuonState. Only `_enter` changes the phase."""
 
-    # Before the first backward(). After muon.step(), muon.zero_grad() or a load of Muon's state.
+    # Before the first backward(), and after muon.step(), muon.zero_grad() or loading Muon's state.
     IDLE = enum.auto()
-    # From a backward pass's first bucket to its last. An exception in between leaves it here.
+    # From a backward pass's first bucket to its last. After an exception in between, still this.
     IN_BACKWARD = enum.auto()
-    # After backward(): directions wait for muon.step().
+    # After backward(), while directions wait for muon.step().
     STEP_DUE = enum.auto()
     # After close(), to the end.
     CLOSED = enum.auto()
@@ -93,30 +94,30 @@ class _Round:
     """One backward pass and its results.
 
     Args:
-        settings: by matrix, the settings at the beginning of the pass.
-        scale: the loss's scale.
+        settings: each matrix's settings at the beginning of the pass.
+        scale: the loss scale.
     """
 
     def __init__(self, settings: dict[Tensor, Settings], scale: float) -> None:
         self.settings = settings
         self.scale = scale
-        # By matrix that had a gradient: bfloat16, equal on all ranks.
+        # The direction of each matrix that had a gradient: bfloat16, equal on all ranks.
         self.directions: dict[Tensor, Tensor] = {}
-        # By matrix, of the mean gradient without the loss's scale: float64 without dimension.
+        # The squared norm of each matrix's mean gradient without the loss scale: a float64 scalar.
         self.squared_norms: dict[Tensor, Tensor] = {}
         # Buffers that other streams may use until the next backward pass.
         self.travelled: list[Tensor] = []
-        # The matrices at the end of backward.
+        # Seals the matrices at the end of backward.
         self.seal: Seal | None = None
 
     @property
     def can_step(self) -> bool:
-        """Whether there are directions of finite mean gradients. The host waits for a device."""
+        """Whether there are directions, and all mean gradients are finite. Waits for a device."""
         return bool(self.directions) and math.isfinite(float(self.grad_norm))
 
     @property
     def grad_norm(self) -> Tensor:
-        """The norm over all matrices. It is summed in one order, whatever their buckets are."""
+        """The norm over all matrices. The order of the sum does not depend on the buckets."""
         squares = [
             self.squared_norms[matrix] for matrix in self.settings if matrix in self.squared_norms
         ]
@@ -137,59 +138,62 @@ class _Packed(NamedTuple):
 
 
 def _norm_in(sent: Tensor) -> Tensor:
-    """View the eight bytes of the squared norm that travel behind a direction."""
+    """Return a view of the squared norm, the eight bytes that travel behind a direction."""
     return sent[-(_NORM_BYTES // sent.itemsize) :]
 
 
 class MuonState(Owning):
-    """State of `muon_hook`: orthogonalise each matrix of a ``torch.optim.Muon`` on its owner only.
+    """State of `muon_hook`: each matrix of a ``torch.optim.Muon`` is orthogonalised by its owner.
 
-    The training loop stays as it is: ``backward()``, then ``muon.step()`` and the step of the
-    optimizer with the other parameters. ``muon.step()`` applies the direction that the exchange has
-    sent, with its present learning rate, weight decay and ``adjust_lr_fn``. ``momentum``,
-    ``nesterov`` and the settings of Newton-Schulz are those of ``backward()``. Parameters equal
-    those of plain DDP and ``torch.optim.Muon`` to the last bit with one or two ranks. With more
-    they are equal up to the order in which gradients are added.
+    The training loop stays as it is: call ``backward()``, then ``muon.step()`` and the ``step()``
+    of the optimizer that has the other parameters. ``muon.step()`` applies the direction that the
+    exchange has sent, with the current learning rate, weight decay and ``adjust_lr_fn``. The values
+    of ``momentum``, ``nesterov`` and the Newton-Schulz settings are those at the time of
+    ``backward()``. With one or two ranks, parameters equal those of plain DDP with
+    ``torch.optim.Muon`` to the last bit. With more ranks they are equal up to the order in which
+    gradients are added.
 
-    After ``backward()`` the gradients of Muon's matrices are zero on all ranks, or NaN if the mean
-    was not finite, so that a GradScaler skips the step everywhere. The other parameters' gradients
-    are the mean over the ranks. Clipping therefore sees the others only. Muon's directions do not
-    depend on the size of a gradient. `grad_norm` returns the norm of the matrices' mean gradients.
+    After ``backward()`` the gradients of Muon's matrices are zero on all ranks. They are NaN if the
+    mean was not finite, so that a GradScaler skips the step everywhere. The other parameters'
+    gradients are the mean over the ranks. Clipping therefore sees only the other parameters. Muon's
+    directions do not depend on the size of a gradient. `grad_norm` returns the norm of the
+    matrices' mean gradients.
 
-    The momentum of a matrix is on its owner only. Call `consolidate` on all ranks before
-    ``muon.state_dict()``. The state dict then has torch's own format, and can be loaded with and
-    without this hook, with any number of ranks.
+    Only a matrix's owner has its momentum. Call `consolidate` on all ranks before
+    ``muon.state_dict()``. The state dict then has torch's own format, and can be loaded with or
+    without this hook, on any number of ranks.
 
-    A step that is not taken changes nothing. After a mean that is not finite the next
-    ``backward()`` is allowed; after any other call ``muon.zero_grad()``. Otherwise a second
-    exchange without ``muon.step()`` is an error. Accumulate in ``no_sync()``.
+    A skipped step changes nothing. After a mean that is not finite, the next ``backward()`` is
+    allowed. After any other mean, call ``muon.zero_grad()`` to skip the step; otherwise a second
+    exchange without ``muon.step()`` is an error. Accumulate gradients in ``no_sync()``.
 
     Args:
-        muon: the optimizer. Its matrices must be the DDP model's. Parameters of other optimizers
-            need no mention.
-        process_group: the ranks of the job; must be the group of the DDP model. Default: the
+        muon: the optimizer. Its matrices must be the DDP model's. Other optimizers are not passed.
+        process_group: the job's process group, which must also be the DDP model's. Default: the
             default group.
-        mutex: take turns with sibling jobs; Newton-Schulz is compute inside the turn. Default: no
-            turns.
-        loss_scale: the factor of the loss before ``backward()``, a power of two, or a function that
-            returns it, such as ``scaler.get_scale``. Default 1.
-        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, … steps,
-            and after every thousandth. Default True.
+        mutex: the mutex for taking turns with sibling jobs. Newton-Schulz runs inside the turn.
+            Default: no turns.
+        loss_scale: the factor by which the loss is multiplied before ``backward()``, or a function
+            that returns it, such as ``scaler.get_scale``. It must be a power of two. Default 1.
+        compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
+            and raise ``ReplicasDifferError`` if they differ between ranks. Default True.
 
     Attributes:
-        owners: rank of each matrix that is not empty, in the order of ``muon.param_groups``.
-        loads: cost of each rank's Newton-Schulz in a step, in FLOP: 20·m²·n + 10·m³ a matrix, m the
-            smaller side.
-        newton_schulz_calls: number of directions that this rank has computed so far.
-        is_disabled: whether ``CROSSOVER_DISABLE=1`` was set when the state was made.
+        owners: the rank that owns each non-empty matrix, in the order of ``muon.param_groups``.
+        loads: the cost of each rank's Newton-Schulz iterations in a step, in FLOP. A matrix costs
+            20·m²·n + 10·m³, where m is its smaller side.
+        newton_schulz_calls: the number of directions that this rank has computed so far.
+        is_disabled: whether ``CROSSOVER_DISABLE=1`` was set when the state was created.
 
-    On failure: ``TypeError`` for another optimizer, ``ValueError`` for a loss scale that is no
-    power of two. ``UnsupportedConfigurationError`` with a remedy for a configuration that cannot
-    work, from the constructor, ``backward()`` or ``muon.step()``. ``ExchangeError`` from
-    ``backward()`` when a peer dies (NCCL: `reduce_scatter_all_gather_hook`).
+    On failure: ``TypeError`` for an optimizer that is not a Muon, and ``ValueError`` for a loss
+    scale that is not a power of two. For a configuration that cannot work, the constructor,
+    ``backward()`` or ``muon.step()`` raises ``UnsupportedConfigurationError`` with a remedy.
+    ``backward()`` raises ``ExchangeError`` when a peer dies (for NCCL see
+    `reduce_scatter_all_gather_hook`).
 
-    **Collective**: all ranks make the state, of Muons that are built alike, and register the hook.
-    ``CROSSOVER_DISABLE=1``, set before, makes the hook a plain all-reduce, and leaves Muon alone.
+    **Collective**: all ranks create the state, with Muons that are built alike, and register the
+    hook. If ``CROSSOVER_DISABLE=1`` is set before that, the hook is a plain all-reduce, and Muon is
+    left alone.
 
     Example::
 
@@ -228,17 +232,17 @@ class MuonState(Owning):
         self.owners = self._assignment.owners
         self.loads = self._assignment.loads
         self._owner_of = dict(zip(costs, self.owners, strict=True))
-        # The new momentum of owned matrices, beside the old one until the step.
+        # The new momentum of each owned matrix, kept beside the old one until the step.
         self._next: dict[Tensor, Tensor] = {}
-        # Whether the matrices were found to be the model's. Done in the first backward.
+        # Whether the first backward has checked that the matrices are the model's.
         self._is_checked = False
-        # Returns the model if it has trained matrices of Muon, and was found.
+        # Returns the model, if it was found and Muon has matrices that are trained.
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._phase = _Phase.IDLE
-        # The latest backward pass that has begun; None before, and where one was refused.
+        # The latest backward pass that has begun. None before the first, and after one was refused.
         self._round: _Round | None = None
         self.newton_schulz_calls = 0
-        self._skipped = 0  # steps in a row
+        self._skipped = 0  # how many steps in a row
         self.is_disabled = self.agreement.disabled
         if self.is_disabled:
             return
@@ -255,9 +259,9 @@ class MuonState(Owning):
     def grad_norm(self) -> torch.Tensor:
         """Return the 2-norm of the matrices' mean gradients in the last backward pass.
 
-        It is without the loss's scale, float64, the same on all ranks. With the norm n of the other
-        parameters' gradients, such as ``clip_grad_norm_`` returns, the norm of the whole model's
-        gradients is ``math.hypot(state.grad_norm(), n)``. Not collective.
+        The norm does not contain the loss scale. It is a float64 and the same on all ranks. If n is
+        the norm of the other parameters' gradients, such as ``clip_grad_norm_`` returns, the norm
+        of the whole model's gradients is ``math.hypot(state.grad_norm(), n)``. Not collective.
 
         Raises ``UnsupportedConfigurationError`` before the first exchange.
         """
@@ -269,10 +273,10 @@ class MuonState(Owning):
         return self._round.grad_norm
 
     def memory_usage(self) -> dict[str, int]:
-        """Return the bytes that this rank keeps. Not collective.
+        """Return how many bytes this rank keeps. Not collective.
 
         Returns:
-            "momentum", "next_momentum" and "buffers".
+            A dictionary with the keys "momentum", "next_momentum" and "buffers".
         """
         travelled: Sequence[Tensor] = ()
         if self._round is not None and self._phase is not _Phase.IN_BACKWARD:
@@ -284,10 +288,10 @@ class MuonState(Owning):
         }
 
     def close(self) -> None:
-        """Restore Muon as torch made it. Later exchanges fail.
+        """Restore torch's own Muon. Later exchanges fail.
 
-        Not collective, but call `consolidate` on all ranks before it. Raises
-        ``UnsupportedConfigurationError`` if Muon would be left with a part of its momentum.
+        Not collective, but call `consolidate` on all ranks first. Raises
+        ``UnsupportedConfigurationError`` if Muon would keep only a part of its momentum.
         """
         if self._owned_state is not None:
             self._owned_state.check_whole()
@@ -326,7 +330,7 @@ class MuonState(Owning):
     def _take(
         self, exchange: Exchange, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
-        """Start the exchange of ``bucket``. Raises if it is refused."""
+        """Start the exchange of ``bucket``. Raise an error if the bucket is refused."""
         try:
             way = functools.partial(self._way, bucket)
             return exchange.send(bucket, way, turn=self.mutex, state=self).future
@@ -339,14 +343,14 @@ class MuonState(Owning):
     def _way(
         self, grad_bucket: dist.GradBucket, bucket: Bucket, link: Link, turn: JourneyTurn
     ) -> Coroutine[Any, Any, None]:
-        """Make a bucket's journey. Called on the hook's thread, in the order of buckets."""
+        """Create a bucket's journey. The hook's thread calls this in the order of the buckets."""
         if self._phase is _Phase.CLOSED:
             raise UnsupportedConfigurationError(
                 "this MuonState is closed, so backward() cannot exchange gradients with it; wrap "
                 "the model in DistributedDataParallel again"
             )
         if self._phase is _Phase.IN_BACKWARD and bucket.index == 0:
-            # The backward pass before this one has ended with an exception.
+            # The previous backward pass has ended with an exception.
             self._enter(_Phase.IDLE)
             self._round = None
         if self._phase is not _Phase.IN_BACKWARD:
@@ -384,7 +388,7 @@ class MuonState(Owning):
         await turn.acquire()
 
     def _begin(self, bucket: dist.GradBucket) -> None:
-        """Begin a backward pass, unless that is refused."""
+        """Begin a backward pass. Raise an error if it is refused."""
         is_step_due = self._phase is _Phase.STEP_DUE
         if is_step_due and self._round is not None and self._round.can_step:
             raise UnsupportedConfigurationError(
@@ -416,7 +420,7 @@ class MuonState(Owning):
             numel = direction_numel(matrix.numel(), flat.itemsize) + norm_numel
             items.append(Item(self._owner_of[matrix], matrix.numel(), numel))
         plan = packing(self._world_size, tuple(items), passing)
-        # Allocated on the hook's stream, since `muon.step` reads it there.
+        # The buffer is allocated on the hook's stream, since `muon.step` reads it there.
         back = flat.new_empty(sum(plan.back))
         round_.travelled.append(back)
         matrices = [(*each, place) for each, place in zip(owned, plan.items, strict=True)]
@@ -426,7 +430,7 @@ class MuonState(Owning):
         """Compute the directions of this rank's matrices, between the halves of the exchange."""
         round_ = packed.round_
         back = packed.back
-        # With one rank, and on NCCL, this runs inside of backward(), perhaps under autocast.
+        # With one rank, and on NCCL, this runs inside backward(), perhaps under autocast.
         with torch.autocast(there.device.type, enabled=False):
             for matrix, _, place in packed.matrices:
                 if place.owner != self._rank:
@@ -462,16 +466,16 @@ class MuonState(Owning):
             square = _norm_in(received).clone().view(torch.float64)[0]
             round_.directions[matrix] = direction_view(received, matrix.shape)
             round_.squared_norms[matrix] = square
-            # NaN if a gradient was not finite, so that a GradScaler skips the step on all ranks.
-            # The host does not wait for a device here.
+            # This fills in NaN if a gradient was not finite, so that a GradScaler skips the step on
+            # all ranks. The host does not wait for a device here.
             part_of(packed.flat, span).fill_((square * 0).to(packed.flat.dtype))
         for span, place in packed.plan.passing:
             part_of(packed.flat, span).copy_(part_of(back, place.back))
 
-    # --- muon.step(), muon.zero_grad() and loads of Muon's state ---
+    # --- muon.step(), muon.zero_grad() and loading Muon's state ---
 
     def _step(self, owned_state: OwnedState, original: Callable[[], Any]) -> Any:
-        """Call torch's step without gradients, and then apply the directions."""
+        """Call torch's step without gradients, then apply the directions."""
         if self._phase is _Phase.CLOSED:
             return original()
         round_ = self._take_round()
@@ -493,7 +497,7 @@ class MuonState(Owning):
         finally:
             for matrix, gradient in gradients.items():
                 matrix.grad = gradient
-        # The new momentum becomes the momentum, see [Note: momentum and skipped steps].
+        # Put the new momentum into effect, see [Note: momentum and skipped steps].
         for matrix in gradients:
             if self._owner_of[matrix] == self._rank:
                 state = self.muon.state[matrix]
@@ -508,7 +512,7 @@ class MuonState(Owning):
         return result
 
     def _take_round(self) -> _Round | None:
-        """Return the backward pass whose directions wait for muon.step(). They no longer do."""
+        """Return the backward pass that awaits muon.step(), if any. It then no longer awaits it."""
         if self._phase is not _Phase.STEP_DUE:
             return None
         self._enter(_Phase.IDLE)
@@ -540,7 +544,7 @@ class MuonState(Owning):
                     yield matrix, group
 
     def _settings(self) -> dict[Tensor, Settings]:
-        """Return the present settings of each matrix."""
+        """Return the current settings of each matrix."""
         return {matrix: settings_of(group) for matrix, group in self._in_groups()}
 
     def _check_model(self, bucket: dist.GradBucket) -> None:
@@ -557,7 +561,7 @@ class MuonState(Owning):
             self._ddp = weakref.ref(model)
 
     def _forget(self) -> None:
-        """Called when user code drops the gradients: it skips the step, or took it elsewhere."""
+        """Note that user code dropped the gradients: it skips the step, or took it elsewhere."""
         dropped = self._take_round()
         if dropped is None or not dropped.can_step:
             return
@@ -579,22 +583,22 @@ class MuonState(Owning):
             )
 
     def _loaded(self) -> None:
-        """Called after a state dict was loaded into Muon."""
+        """Drop pending directions and new momenta, after a state dict was loaded into Muon."""
         self._take_round()
         self._next.clear()
 
 
 def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over the ranks, and send the directions of Muon's matrices to all of them.
+    """Average the bucket over the ranks, and send the directions of Muon's matrices to all ranks.
 
     Args:
-        state: made once per model, on all ranks; see `MuonState`.
-        bucket: DDP's bucket.
+        state: the model's state; create one per model, on all ranks, see `MuonState`.
+        bucket: the bucket that DDP passes.
 
     Returns:
-        A Future of the bucket's own buffer, with zeros for Muon's matrices.
+        A Future that holds the bucket's own buffer, with zeros for Muon's matrices.
 
-    On failure: as `reduce_scatter_all_gather_hook`; see also `MuonState`. The hook itself raises
+    On failure: like `reduce_scatter_all_gather_hook`; see also `MuonState`. The hook itself raises
     nothing.
 
     **Collective**: DDP calls it on all ranks in the same order.
@@ -611,16 +615,16 @@ def muon_parameters(
     """Split the parameters of ``model`` into matrices of hidden layers and all others.
 
     The split follows torch's page on Muon. Embeddings, modules tied to them, and the head are not
-    hidden layers. Matrices that a module has as parameters of its own, such as embeddings of
-    positions, count as hidden.
+    hidden layers. Matrices that are a module's own parameters, such as positional embeddings, count
+    as hidden.
 
     Args:
-        model: the module that is trained.
-        head: the module that makes the outputs. Default: the last one that has a matrix.
+        model: the module to train.
+        head: the module that computes the outputs. Default: the last module with a matrix.
 
     Returns:
-        The parameters for ``torch.optim.Muon`` and those for another optimizer, each in the model's
-        order.
+        The parameters for ``torch.optim.Muon``, and the parameters for another optimizer. Both are
+        in the model's order.
 
     Example::
 
@@ -638,7 +642,7 @@ def muon_parameters(
 
 
 def _power_of_two(scale: float) -> float:
-    """Return ``scale`` if it cannot cause a rounding. Raise ``ValueError`` otherwise."""
+    """Return ``scale`` if multiplying by it is exact. Raise ``ValueError`` otherwise."""
     if not (0 < scale < math.inf and math.frexp(scale)[0] == 0.5):
         raise ValueError(
             f"expected a loss_scale that is a power of two, got loss_scale={scale}; another one "
@@ -649,7 +653,7 @@ def _power_of_two(scale: float) -> float:
 
 
 def _check_optimizer(muon: object) -> None:
-    """Refuse an optimizer other than torch's Muon, or with another step, or that has a state."""
+    """Refuse all but a torch Muon with torch's own step and real matrices, free of other states."""
     if not isinstance(muon, Muon):
         raise TypeError(
             f"expected a torch.optim.Muon, got muon={type(muon).__name__}; give the matrices to "

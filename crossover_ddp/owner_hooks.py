@@ -1,15 +1,15 @@
 """Optimizers on owners: each parameter has one owner, which updates it for all ranks.
 
-[Note: owners of whole parameters] An optimizer that treats parameters one by one may run on one
-rank for all: SOAP and Shampoo with their preconditioners, Muon, AdamW. A bucket is packed by owner
-and reduce-scattered during backward. In ``step()`` each rank takes the optimizers' own step for the
-parameters that it owns, as their sums arrive. The gather brings the new values to all ranks, while
-the next forward runs. Wire bytes are those of plain DDP; work and state are divided by the number
-of ranks. Our design.
+[Note: owners of whole parameters] If an optimizer treats each parameter by itself, one rank can
+update a parameter for all ranks. SOAP and Shampoo with their preconditioners, Muon and AdamW are
+such optimizers. Each bucket is packed by owner and reduce-scattered during backward. In ``step()``
+each rank runs the optimizers' own step on the parameters that it owns, as their sums arrive. The
+gather brings the new values to all ranks while the next forward runs. The hook sends as many bytes
+as plain DDP, and divides work and state by the number of ranks. Our design.
 
-Owners update in ``step()`` itself, on the training thread: an optimizer and its schedulers are not
-made for two threads. And forward needs first the bucket that was reduced last, so that little could
-run ahead.
+Owners update in ``step()`` itself, on the training thread, because optimizers and their schedulers
+are not built for two threads. Little could run ahead anyway: the bucket that forward needs first is
+the one that was reduced last.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -53,21 +53,22 @@ __all__ = ["OwnerState", "owner_hook"]
 async def owned(bucket: Bucket, link: Link, turn: JourneyTurn, deferred: OwnedBucket) -> None:
     """Send gradients to the owners of their parameters, and updated parameters to all ranks.
 
-    If it raises, all exchange of the process group ends. The next call that waits for it raises the error:
-    ``backward()``, ``step()``, or the first read of a parameter in forward.
+    If it raises, all exchange of the process group ends. The next call that waits for it raises the
+    error: ``backward()``, ``step()``, or the first read of a parameter in forward.
     """
     turn.release()  # backward's compute is launched: a sibling may have the device
     await bucket.computed()
     await link.reduce_scatter(deferred.packed, deferred.layout)
-    # Suspend until step() of the model's last optimizer reaches this bucket, on the training thread.
+    # Suspend until step() of the model's last optimizer reaches this bucket, on the training
+    # thread.
     step = await next_stage()
     deferred.take_step(step)
-    # Suspend until step() has updated all buckets. Then the last bucket goes first, because forward needs
-    # its parameters first.
+    # Suspend until step() has updated all buckets. Then the last bucket goes first, because forward
+    # needs its parameters first.
     await next_stage()
     await link.all_gather(deferred.packed, deferred.layout)
-    # Suspend until a parameter of this bucket is first read. The thread that reads it runs the rest.
-    # step() or forward acquires the turn before that.
+    # Suspend until a parameter of this bucket is first read. The thread that reads it runs the
+    # rest. step() or forward acquires the turn before that.
     await next_stage()
     deferred.take_over()
 
@@ -75,35 +76,37 @@ async def owned(bucket: Bucket, link: Link, turn: JourneyTurn, deferred: OwnedBu
 class OwnerState(DeferredState, Owning):
     """State of `owner_hook`: each parameter has an owner, which alone runs the optimizer on it.
 
-    The owner keeps the optimizer's state of its parameters; updated parameters travel instead of
-    gradients. The bytes are those of plain DDP; work and state are divided by the number of ranks.
-    For SOAP, Shampoo, Muon and other optimizers that work on whole matrices, and for AdamW with
-    less memory; see docs/owners.md. Parameters equal those of plain DDP with the same optimizers,
-    bit for bit with one or two ranks; with more ranks they equal those of optimizers applied to the
-    owner's sums.
+    The owner keeps the optimizer state for its parameters. The second half of the exchange carries
+    updated parameters instead of gradients. The hook sends as many bytes as plain DDP, and divides
+    work and state by the number of ranks. Use it for SOAP, Shampoo, Muon and other optimizers that
+    work on whole matrices, and for AdamW with less memory; see docs/owners.md. With one or two
+    ranks the parameters equal those of plain DDP with the same optimizers, bit for bit. With more
+    ranks they equal the result of applying the optimizers to the owner's sums.
 
-    The training loop stays as it is. ``step()`` of the last optimizer updates this rank's own
-    parameters. Those of other owners arrive in the next forward, just before they are first read.
+    The training loop stays as it is. The last optimizer's ``step()`` updates this rank's own
+    parameters. The other owners' parameters arrive in the next forward, just before they are first
+    read.
 
-    Gradients are NaN after ``backward()``, since only the owner has the mean. Clip them by
+    After ``backward()`` the gradients are NaN, since only the owner has the mean. Clip them with
     `clip_grad_norm_`; `flush` does not complete them. Call `consolidate` on all ranks before
     ``optimizer.state_dict()``.
 
     Args:
-        optimizer: a torch optimizer that treats each parameter by itself, or a sequence of them,
-            which have all parameters of the model together.
-        process_group: the ranks of the job; must be the group of the DDP model. Default: the
+        optimizer: a torch optimizer that treats each parameter by itself, or a sequence of such
+            optimizers. Together they must hold all parameters of the model.
+        process_group: the job's process group, which must also be the DDP model's. Default: the
             default group.
-        mutex: takes turns with sibling jobs; owners update inside the turn. Default: no turns.
-        compare_replicas: raise ``ReplicasDifferError`` if parameters differ after 1, 2, 4, …
-            steps, and every thousand. Default True.
+        mutex: the mutex for taking turns with sibling jobs. Owners update inside the turn. Default:
+            no turns.
+        compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
+            and raise ``ReplicasDifferError`` if they differ between ranks. Default True.
 
-    On failure: combinations that cannot work raise ``UnsupportedConfigurationError``, here or from
-    the first ``backward()`` or ``step()``. When a peer dies, code that waits for its parameters
-    raises ``ExchangeError``, in bounded time.
+    On failure: combinations that cannot work raise ``UnsupportedConfigurationError``, either here
+    or from the first ``backward()`` or ``step()``. When a peer dies, code that waits for its
+    parameters raises ``ExchangeError``, in bounded time.
 
-    **Collective**: all ranks make the state, of optimizers that are built alike, and register the
-    hook. ``CROSSOVER_DISABLE=1``, set before, makes the hook a plain all-reduce.
+    **Collective**: all ranks create the state, with optimizers that are built alike, and register
+    the hook. If ``CROSSOVER_DISABLE=1`` is set before that, the hook is a plain all-reduce.
 
     Example::
 
@@ -132,21 +135,22 @@ class OwnerState(DeferredState, Owning):
         self.optimizer = optimizer
         pending = OwnedPending(optimizers, self._check, self._forward_turn)
         self._owned = pending
-        # The rank of each parameter, in the order of the optimizers' groups, and by its id.
+        # The owner of each parameter: in the order of the optimizers' groups, and by the
+        # parameter's id.
         self._ranks: tuple[int, ...] | None = None
         self._owner_of: dict[int, int] = {}
-        # The name of each optimizer and the shapes of its parameters.
+        # Each optimizer's name, with the shapes of its parameters.
         self._contents: list[tuple[str, list[tuple[int, ...]]]] = []
-        # The layout of each bucket's packed buffer, by the ids of its parameters.
+        # The layout of each bucket's packed buffer, by the ids of the bucket's parameters.
         self._packings: dict[tuple[int, ...], Packing] = {}
-        # The error of this rank's own step: other ranks then wait for its parameters.
+        # The error that this rank's own step raised. Other ranks then wait for its parameters.
         self._failure: BaseException | None = None
         if not self.agreement.disabled:
             self._assign(optimizers)
         self._intercept(pending, on_state=None)
 
     def _assign(self, optimizers: Sequence[Optimizer]) -> None:
-        """Choose the owners, by cost."""
+        """Choose the owners by the cost of their parameters, and set up their state."""
         parameters = self._owned.parameters()
         costs = [cost for each in optimizers for cost in costs_of(each)]
         if len({id(parameter) for parameter in parameters}) < len(parameters):
@@ -179,23 +183,23 @@ class OwnerState(DeferredState, Owning):
 
     @property
     def owners(self) -> tuple[int, ...] | None:
-        """Rank of each parameter, in the order of the optimizers' groups.
+        """The rank that owns each parameter, in the order of the optimizers' groups.
 
-        None with ``CROSSOVER_DISABLE=1``.
+        It is None with ``CROSSOVER_DISABLE=1``.
         """
         return self._ranks
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``.
+        """Clip the norm of all gradients together, like ``torch.nn.utils.clip_grad_norm_``.
 
-        Call it before ``step()``. Each rank reads the mean gradients that it owns, and ranks
-        exchange three numbers each. The gradients are scaled when they are applied.
+        Call it before ``step()``. Each rank reads the mean gradients that it owns, and the
+        ranks exchange three numbers each. The gradients are scaled when they are applied.
 
         Args:
-            max_norm: the greatest norm that is left.
-            norm_type: p of the p-norm; may be infinity. Default 2.
+            max_norm: the largest norm allowed.
+            norm_type: the p of the p-norm, which may be infinity. Default 2.
             error_if_nonfinite: raise ``RuntimeError`` if the norm is infinite or NaN. Default
                 False.
 
@@ -210,17 +214,17 @@ class OwnerState(DeferredState, Owning):
         return clip(self._owned, group, max_norm, float(norm_type), error_if_nonfinite)
 
     def stats(self) -> dict[str, Any]:
-        """Return the statistics of all states, and of deferring; see `DecoupledState.stats`.
+        """Return the common statistics and those of deferring; see `DecoupledState.stats`.
 
         Not collective.
         """
         return self._deferred_stats()
 
     def memory_usage(self) -> dict[str, int]:
-        """Return the bytes that this rank keeps.
+        """Return how many bytes this rank keeps.
 
-        "state": state of the optimizers; "buffers": buffers of the current step's exchange. Empty
-        with ``CROSSOVER_DISABLE=1``. Not collective.
+        "state" counts the optimizers' state, and "buffers" counts the current step's exchange
+        buffers. The dictionary is empty with ``CROSSOVER_DISABLE=1``. Not collective.
         """
         if self._owned_state is None:
             return {}
@@ -231,25 +235,25 @@ class OwnerState(DeferredState, Owning):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing, after pending updates were applied. Not collective."""
+        """Apply pending updates, and return an empty dictionary. Not collective."""
         self.flush()
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state dict of an `OwnerState`, in which there is nothing.
+        """Accept the empty state dict of an `OwnerState`.
 
-        On failure: ``ValueError`` for another dictionary. Not collective.
+        On failure: ``ValueError`` for any other dictionary. Not collective.
         """
-        if {*state} - {"forward_order"}:  # which was in those of version 0.1
+        if {*state} - {"forward_order"}:  # a key that state dicts had in version 0.1
             super().load_state_dict(state)
 
     def close(self) -> None:
-        """Apply all updates and release the optimizers and the model.
+        """Apply all updates, and release the optimizers and the model.
 
-        Later steps are those of the split hook. Not collective, but after `consolidate` on all
-        ranks; may be called twice.
+        Later steps work like those of the split hook. Not collective, but call `consolidate` on all
+        ranks first. It is safe to call more than once.
 
-        On failure: ``UnsupportedConfigurationError`` if this rank would be left with a part of the
+        On failure: ``UnsupportedConfigurationError`` if this rank would keep only a part of the
         optimizers' state.
         """
         if self._owned_state is not None and self._owned.phase is not Phase.CLOSED:
@@ -262,7 +266,7 @@ class OwnerState(DeferredState, Owning):
     # --- backward ------------------------------------------------------------------------------
 
     def _trained(self) -> set[int]:
-        """Return the ids of the parameters that have owners, since the state was made."""
+        """Return the ids of the parameters that got an owner when the state was created."""
         return {*self._owner_of}
 
     def _take(
@@ -292,7 +296,7 @@ class OwnerState(DeferredState, Owning):
 
     @torch.no_grad()
     def _packed(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> OwnedBucket:
-        """Pack a bucket's gradients by owner, and withhold them in the bucket."""
+        """Pack a bucket's gradients by owner, and withhold them from the bucket's own buffer."""
         buffer = grad_bucket.buffer()
         parameters = grad_bucket.parameters()
         plan = self._packing(grad_bucket)
@@ -305,7 +309,7 @@ class OwnerState(DeferredState, Owning):
         return OwnedBucket(
             bucket,
             parameters,
-            # Empty if DDP copies gradients out of its bucket: none is copied back.
+            # If DDP copies gradients out of its bucket, this is empty, and none is copied back.
             None if model is not None and model.gradient_as_bucket_view else {},
             packed=packed,
             layout=plan.there,
@@ -314,13 +318,13 @@ class OwnerState(DeferredState, Owning):
         )
 
     def _packing(self, bucket: dist.GradBucket) -> Packing:
-        """Return the layout of a bucket's packed buffer, made and checked once."""
+        """Return the layout of a bucket's packed buffer. It is computed and checked only once."""
         parameters = bucket.parameters()
         key = tuple([*map(id, parameters)])
         if (known := self._packings.get(key)) is not None:
             return known
         dtype = bucket.buffer().dtype
-        contents_of(bucket, bucket.buffer())  # refuses a layout that is not known
+        contents_of(bucket, bucket.buffer())  # refuses an unknown layout
         if any(each.dtype != dtype for each in parameters):
             raise UnsupportedConfigurationError(
                 f"expected gradients of the parameters' own type, got {dtype} ones; updated "
@@ -334,7 +338,7 @@ class OwnerState(DeferredState, Owning):
     # --- step() --------------------------------------------------------------------------------
 
     def _step(self, number: int, original: Callable[[], Any]) -> Any:
-        """Note a step; the last one of several optimizers updates this rank's parameters."""
+        """Note an optimizer's step. When all have stepped, update this rank's parameters."""
         pending = self._owned
         partial = self._partials[number]
         if self._owned_state is None:  # CROSSOVER_DISABLE=1
@@ -370,7 +374,7 @@ class OwnerState(DeferredState, Owning):
         return None
 
     def _check_foreign(self, owned_state: OwnedState) -> None:
-        """Refuse state that other code keeps for parameters of other ranks, as a Lookahead does."""
+        """Refuse state that other code, such as a Lookahead, keeps for other ranks' parameters."""
         if owned_state.is_whole:
             return
         rank = resolve_group(self.process_group).rank()
@@ -404,7 +408,7 @@ class OwnerState(DeferredState, Owning):
                     raise
 
     def _gather(self, buckets: Sequence[OwnedBucket], plans: Mapping[int, StepPlan]) -> None:
-        """Start to gather updated parameters. Forward needs first what backward reduced last."""
+        """Start to gather updated parameters. Forward first needs what backward reduced last."""
         pending = self._owned
         exchange = Exchange.of(self.process_group)
         for each in reversed(buckets):
@@ -423,24 +427,24 @@ class OwnerState(DeferredState, Owning):
 
 
 def _name_of(deferred: OwnedBucket) -> str:
-    """Return the name of the updated parameters of a bucket, in errors."""
+    """Return the name that error messages give to a bucket's updated parameters."""
     return f"the parameters of bucket {deferred.bucket.index}, updated in step()"
 
 
 def owner_hook(state: OwnerState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Start to bring the bucket's gradients to owners, and let backward continue.
+    """Start to send the bucket's gradients to their owners, and let backward continue.
 
     ``step()`` updates the parameters on their owners, and the next forward gathers them; see
     `OwnerState`.
 
     Args:
-        state: made once per model.
-        bucket: DDP's bucket.
+        state: the model's state; create one per model.
+        bucket: the bucket that DDP passes.
 
     Returns:
-        A future that is complete already. The bucket holds NaN.
+        A Future that is already complete. The bucket holds NaN.
 
-    On failure: nothing is raised by the hook; see `OwnerState`.
+    On failure: the hook itself raises nothing; see `OwnerState`.
 
     **Collective**: DDP calls it on all ranks in the same order. Our design.
     """

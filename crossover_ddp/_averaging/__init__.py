@@ -1,5 +1,5 @@
-"""Replicas that train on their own gradients: parameters averaged at intervals, or elastically.
+"""Replicas that train on their own gradients and average parameters at intervals, or elastically.
 
-Not here: the hooks and their states (`crossover_ddp.averaging_hooks`), and the exchange of
-gradients in warm-up steps (`crossover_ddp.comm_hooks`).
+The hooks and their states are in `crossover_ddp.averaging_hooks`. The exchange of gradients in
+warm-up steps is in `crossover_ddp.comm_hooks`.
 """

@@ -1,20 +1,20 @@
 """The centre of elastic averaging, and the background rounds in which ranks pull it.
 
-[Note: elastic pull] With rate α a rank subtracts δ = α(x - c) from its parameters x, and adds δ to
-the centre c. So the centre gains the sum that the ranks lose. If n ranks pull, the distance of
-their mean to the centre shrinks by the factor 1 - α(n + 1), so α must be less than 2 / (n + 1).
-After EASGD (arXiv 1412.6651, and its authors' mpiT).
+[Note: elastic pull] With rate α, a rank subtracts δ = α(x - c) from its parameters x and adds δ to
+the centre c. So the centre gains what all ranks lose. If n ranks pull, the distance between
+their mean and the centre is multiplied by 1 - α(n + 1), so α must be less than 2 / (n + 1). The
+method follows EASGD (arXiv 1412.6651, and its authors' mpiT).
 
-[Note: rounds] The threads of all ranks run the same rounds. A round begins with a table: whether
-each rank offers its parameters, after how many of its steps, and whether it wants to hold. The
-ranks that offer pull the centre and are pulled. The threads of the others only serve their parts of
-the centre, so a slow rank delays no other rank. A thread joins the next round when its rank offers,
-or after a pause. A round with an offer halves the pause, a round without one doubles it, on all
-ranks alike. A rank that has not applied its last pull offers nothing. So no pull is applied twice
-and none is lost. Our design.
+[Note: rounds] The threads of all ranks run the same rounds. A round begins with a table that says
+whether each rank offers its parameters, after how many steps it made the offer, and whether it
+wants to hold. The ranks that offer pull the centre and are pulled by it. The threads of the other
+ranks only serve their parts of the centre, so a slow rank delays no other rank. A thread joins the
+next round when its rank makes an offer, or after a pause. A round with an offer halves the pause on
+all ranks; a round without one doubles it. A rank that has not applied its last pull offers nothing,
+so no pull is lost or applied twice. This is our own design.
 
-[Note: holding] The threads of all ranks stop after the same table: the one in which every rank
-wants to hold. Until then rounds continue, so that a rank that has finished its steps early serves
+[Note: holding] The threads of all ranks stop after the same round: the first one in which every
+rank wants to hold. Rounds continue until then, so a rank that finishes its steps early still serves
 the slower ranks.
 """
 
@@ -42,11 +42,11 @@ _SHORTEST_PAUSE_S: Final = 1e-3
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 5.0
 ROUNDS_KEPT: Final = 100_000
-"""Rounds in the log, at most."""
+"""The maximum number of rounds in the log."""
 
 
 def moving_rate_for(ranks: int, given: float | None) -> float:
-    """Return α; refuse a rate with which the centre and the ranks' mean would diverge."""
+    """Return α; refuse a rate that would make the centre and the ranks' mean diverge."""
     # By default all ranks together move the centre by EASGD's β = 0.9.
     rate = 0.9 / ranks if given is None else given
     if not 0 < rate < 2 / (ranks + 1):
@@ -66,17 +66,17 @@ async def pull(
     pulls: Sequence[bool],
     link: Link,
 ) -> None:
-    """Run one pull: replace ``values`` by this rank's update, -δ, and move the centre.
+    """Run one pull: replace ``values`` with this rank's update, -δ, and move the centre.
 
     See [Note: elastic pull].
 
     Args:
-        values: the parameters of a rank that pulls; the other ranks pass an empty tensor.
-        layout: the owners' parts of the centre.
-        centre: this rank's part of it.
+        values: this rank's parameters if it pulls, otherwise an empty tensor.
+        layout: the length of each owner's part of the centre.
+        centre: this rank's part of the centre.
         rate: α.
-        pulls: by rank, whether it pulls.
-        link: the ranks.
+        pulls: for each rank, whether it pulls.
+        link: the link that connects the ranks.
     """
     is_pulling = pulls[link.rank]
     own_layout = layout if is_pulling else [0] * link.size
@@ -84,7 +84,7 @@ async def pull(
     incoming = centre.new_empty(sum(incoming_layout))
     await link.all_to_all(values, own_layout, incoming, incoming_layout)
     if is_pulling:
-        # all_to_all leaves a rank's part for itself undefined.
+        # all_to_all leaves the part that a rank sends to itself undefined.
         parts(incoming, incoming_layout)[link.rank].copy_(parts(values, layout)[link.rank])
     await link.compute()
     former = _move(centre, incoming.view(sum(pulls), len(centre)), rate)
@@ -94,7 +94,7 @@ async def pull(
         parts(whole, layout)[link.rank].copy_(former)
     if all(pulls):
         await link.all_gather(whole, layout)
-    else:  # the ranks that do not pull need no centre
+    else:  # ranks that do not pull do not need the centre
         await link.all_to_all(former.repeat(sum(pulls)), incoming_layout, whole, own_layout)
     if is_pulling:
         values.sub_(whole).mul_(-rate)
@@ -103,7 +103,7 @@ async def pull(
 def _move(centre: torch.Tensor, addends: torch.Tensor, rate: float) -> torch.Tensor:
     """Pull the centre, and return its former values.
 
-    If an addend is not finite, the centre stays as it is, and NaN is returned, so that every rank
+    If any addend is not finite, leave the centre unchanged and return NaN, so that every rank
     refuses its update.
     """
     former = centre.clone()
@@ -117,13 +117,13 @@ def _move(centre: torch.Tensor, addends: torch.Tensor, rate: float) -> torch.Ten
 
 
 class Centre:
-    """This rank's parts of the centre, one of each block, in float32 or wider.
+    """This rank's parts of the centre: one part per block, in float32 or wider.
 
     Args:
-        exchange: the ranks.
-        initial: the whole centre by block, the same on all ranks.
+        exchange: connects the ranks.
+        initial: the whole centre, one vector per block; it must be the same on all ranks.
         rate: α.
-        meter: counts the bytes and the time of pulls.
+        meter: counts the bytes sent by pulls and the time that they take.
     """
 
     def __init__(
@@ -138,14 +138,14 @@ class Centre:
             self._own.append(parts(vector, layout)[exchange.rank].clone())
 
     def begin_pull(self, block: int, values: torch.Tensor, pulls: Sequence[bool]) -> Journey:
-        """Begin `pull` of the block with this number. **Collective**."""
+        """Start to `pull` the block with this number. **Collective**."""
         way = functools.partial(
             pull, values, self._layouts[block], self._own[block], self._rate, pulls
         )
         return self._exchange.begin(way, values, "parameters", meter=self._meter)
 
     def gathered(self) -> list[torch.Tensor]:
-        """Return the whole centre by block. No pull may be under way. **Collective**."""
+        """Return the whole centre, one vector per block. No pull may be running. **Collective**."""
         found = []
         for part, layout in zip(self._own, self._layouts, strict=True):
             whole = part.new_zeros(sum(layout))
@@ -156,67 +156,67 @@ class Centre:
 
 
 class ElasticRound(NamedTuple):
-    """One round as one rank saw it, see `ElasticState.rounds`."""
+    """One round as one rank saw it; see `ElasticState.rounds`."""
 
     number: int
-    # By rank, the number of steps after which it made its offer; None if it made none.
+    # For each rank, the number of steps after which it made its offer; None if it made none.
     offered: tuple[int | None, ...]
     # The number of steps after which this rank applied its pull; None if it has not yet.
     collected: int | None = None
 
 
 class OfferPhase(enum.Enum):
-    """The use of a rank's vectors. `AveragingThread._enter` changes it.
+    """What a rank's vectors are in use for. Only `AveragingThread._enter` changes the phase.
 
-    An offer goes through all phases in this order. From OFFERED it can return to IDLE: when a new
-    offer is not fit, and when the rank holds.
+    An offer goes through all phases in this order. It can return from OFFERED to IDLE when a
+    replacement offer is unusable, or when the rank holds.
     """
 
-    # No offer. The training thread may write to the vectors.
+    # There is no offer. The training thread may write to the vectors.
     IDLE = enum.auto()
     # An offer waits for the next round. The training thread may still replace it.
     OFFERED = enum.auto()
-    # The averaging thread has the vectors, in a round.
+    # The averaging thread is using the vectors in a round.
     IN_ROUND = enum.auto()
-    # The vectors hold a pull that the training thread has not applied.
+    # The vectors hold a pull that the training thread has not applied yet.
     PULLED = enum.auto()
 
 
 class AveragingThread:
-    """A rank's thread that runs the rounds, and its interface; see [Note: rounds].
+    """The thread that runs a rank's rounds, and its interface; see [Note: rounds].
 
-    Methods are called on the training thread. Only `held` and `close` wait.
+    The training thread calls the public methods. Only `held` and `close` wait.
 
-    The thread has an `Exchange` of its own: it begins journeys at moments that differ from rank to
-    rank, and links must be drawn in the same order on all ranks. If that exchange fails, the
+    The thread has an `Exchange` of its own, because it begins journeys at moments that differ from
+    rank to rank, whereas all ranks must create links in the same order. If that exchange fails, the
     group's connections are closed as usual, the thread ends, and every later call raises the
-    error. **Collective**.
+    error. Creating the thread is **collective**.
 
     Args:
-        group: exchanges host memory by messages.
-        initial: the whole centre by block; without blocks only tables travel.
+        group: a process group that exchanges host memory by messages.
+        initial: the whole centre, one vector per block; without blocks, only tables travel.
         rate: α.
-        meter: counts the bytes of rounds.
+        meter: counts the bytes that rounds send.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, initial: Sequence[torch.Tensor], rate: float, meter: Meter
     ) -> None:
-        # When the group is destroyed, the function that was registered last runs first: no further
-        # round begins, the exchange ends, and then the thread is joined.
+        # When the group is destroyed, these functions run in reverse order of registration: no
+        # further round begins, the exchange ends, and then the thread is joined.
         self._unregister = [on_destruction(group, self._join)]
         self._exchange = Exchange(group)
         self._unregister.append(on_destruction(group, self._stop))
         self.centre = Centre(self._exchange, initial, rate, meter)
         self.log: deque[ElasticRound] = deque(maxlen=ROUNDS_KEPT)
-        # By block, the parameters of an offer, and later the pull.
+        # One vector per block. They hold the parameters of an offer, and later the pull.
         self._vectors = [torch.empty_like(vector) for vector in initial]
-        # Guards the attributes below; it is notified when the thread may have something to do.
+        # Guards the attributes below. It is notified when the thread may have something to do.
         self._changed = threading.Condition()
         self._phase = OfferPhase.IDLE
         # In OFFERED and IN_ROUND: the number of steps after which the offer was made.
         self._offer_steps: int | None = None
-        # In PULLED: the number of the round.
+        # In PULLED: the number of the round that made the pull.
         self._pull_round = 0
         self._wants_hold = False
         self._next_round = 0
@@ -231,7 +231,7 @@ class AveragingThread:
         self._thread.start()
 
     def _enter(self, phase: OfferPhase, offer_steps: int | None = None) -> None:
-        """Enter a phase of the offer; the caller holds the lock."""
+        """Enter a phase of the offer. The caller must hold the lock."""
         self._phase = phase
         self._offer_steps = offer_steps
         self._changed.notify_all()
@@ -240,11 +240,11 @@ class AveragingThread:
         """Offer this rank's parameters, unless its last offer or pull is still in use.
 
         Args:
-            steps: the number of steps after which the offer is made.
-            fill: writes the vectors, and returns whether they are fit to be offered.
+            steps: the number of steps that this rank has taken.
+            fill: writes the parameters to the vectors, and returns whether they may be offered.
 
         Returns:
-            Whether ``fill`` was called.
+            True if ``fill`` was called.
         """
         with self._changed:
             self.check()
@@ -259,12 +259,12 @@ class AveragingThread:
     def collect(
         self, steps: int, apply: Callable[[Sequence[torch.Tensor]], None], *, leave: bool = False
     ) -> bool:
-        """Pass the pull of the last round to ``apply``; return False if there is none.
+        """Pass the last round's pull to ``apply``; return False if no pull is waiting.
 
-        With ``leave`` the pull stays, to be collected again.
+        With ``leave``, keep the pull so that it can be collected again.
         """
         self.check()
-        # Only this thread leaves this phase, so no lock is needed.
+        # Only the training thread leaves this phase, so no lock is needed.
         if self._phase is not OfferPhase.PULLED:
             return False
         apply(self._vectors)
@@ -272,7 +272,7 @@ class AveragingThread:
             with self._changed:
                 self._enter(OfferPhase.IDLE)
                 place = self._pull_round - self.log[0].number
-                if place >= 0:  # the log may have dropped it
+                if place >= 0:  # the log may have dropped the round
                     self.log[place] = self.log[place]._replace(collected=steps)
         return True
 
@@ -283,9 +283,9 @@ class AveragingThread:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Stop the rounds during the block, and withdraw an offer. **Collective**.
+        """Stop the rounds inside the ``with`` block, and withdraw any offer. **Collective**.
 
-        The block begins when all ranks hold, see [Note: holding].
+        The block begins when all ranks hold; see [Note: holding].
         """
         self._hold()
         self.check()
@@ -305,7 +305,7 @@ class AveragingThread:
         self._join(None)
 
     def close(self) -> None:
-        """End the thread when all ranks close, see [Note: holding]. Raises nothing."""
+        """End the thread once all ranks close; see [Note: holding]. Never raises."""
         self._hold()
         self._stop()
         self._exchange.close()
@@ -313,7 +313,7 @@ class AveragingThread:
             unregister()
 
     def _stop(self) -> None:
-        """Begin no further round."""
+        """Prevent further rounds."""
         self._fail(
             ExchangeError(
                 "the averaging thread has stopped: the state was closed, or the process group was "
@@ -341,18 +341,22 @@ class AveragingThread:
             self._fail(error)
 
     def _has_reason(self) -> bool:
-        """Return whether the thread should not wait for the end of its pause."""
+        """Return whether there is a reason to end the pause early."""
         is_offered = self._phase is OfferPhase.OFFERED
         return self._failure is not None or is_offered or self._wants_hold
 
     def _wait_for_round(self) -> bool:
-        """Wait for an offer or for the end of the pause; return False if the rounds have ended."""
+        """Wait until the next round is due; return False if the rounds have ended.
+
+        A round is due at the end of the pause, or earlier if this rank makes an offer or wants to
+        hold.
+        """
         with self._changed:
             self._changed.wait_for(self._has_reason, self._pause_s)
             return self._failure is None
 
     def _run_round(self) -> bool:
-        """Run a round; return whether all ranks hold after it."""
+        """Run a round; return whether all ranks wanted to hold when it began."""
         with self._changed:
             steps = self._offer_steps if self._phase is OfferPhase.OFFERED else None
             holds = self._wants_hold
@@ -375,9 +379,9 @@ class AveragingThread:
         return all([each_holds for _, each_holds in table])
 
     def _pull_blocks(self, pulls: Sequence[bool]) -> None:
-        """Pull one block after the other, so that memory for one block's centre is enough."""
+        """Pull the blocks one at a time, so that only one block's centre is in memory."""
         is_pulling = pulls[self._exchange.rank]
         for block, vector in enumerate(self._vectors):
             trip = self.centre.begin_pull(block, vector if is_pulling else vector[:0], pulls)
-            trip.waits = None  # training does not wait for it
+            trip.waits = None  # training does not wait for this journey
             trip.wait()

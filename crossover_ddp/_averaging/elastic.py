@@ -25,7 +25,7 @@ _HOST_MEMORY: Final = torch.device("cpu")
 
 
 class ElasticReplica(Replica):
-    """A replica that is pulled towards a centre. Subclasses keep the centre in different places."""
+    """A replica that is pulled towards a centre. Each subclass keeps the centre elsewhere."""
 
     mode: ClassVar[str]
 
@@ -33,7 +33,7 @@ class ElasticReplica(Replica):
         self._every = sync_every
         self._given_rate = moving_rate
         self.settings = {"mode": self.mode, "sync_every": sync_every, "moving_rate": moving_rate}
-        # Statistics of this rank. A mode adds its own.
+        # This rank's statistics. Each mode adds its own.
         self._counts = {"pulls": 0}
         self.log: deque[ElasticRound] = deque(maxlen=ROUNDS_KEPT)
         # A state dict that `begin` has not restored yet.
@@ -45,14 +45,14 @@ class ElasticReplica(Replica):
     def _initial_centre(
         self, exchange: Exchange, device: torch.device | None = None
     ) -> list[torch.Tensor]:
-        """Return the centre's initial values by block. **Collective**.
+        """Return the centre's initial values, one vector per block. **Collective**.
 
-        They are those of a checkpoint, or else rank 0's replica: each rank has run a forward, so
-        the buffers of ranks may differ.
+        They come from the loaded checkpoint if there is one, otherwise from rank 0's replica. Rank
+        0's is used because each rank has run a forward, so buffers may differ between ranks.
 
         Args:
-            exchange: the ranks.
-            device: of the values. Default: the model's.
+            exchange: connects the ranks.
+            device: the device of the returned values. Default: the model's device.
         """
         initial = []
         for block in self.blocks:
@@ -70,7 +70,7 @@ class ElasticReplica(Replica):
 
     @abc.abstractmethod
     def _gathered_centre(self) -> Sequence[torch.Tensor]:
-        """Return the whole centre by block. **Collective**."""
+        """Return the whole centre, one vector per block. **Collective**."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_keys(state, {"centre"}, "the state of an ElasticState")
@@ -86,7 +86,7 @@ class ElasticReplica(Replica):
 
 
 class SyncElasticReplica(ElasticReplica):
-    """Synchronous EASGD: every ``sync_every`` steps all ranks pull, and wait for the result."""
+    """Synchronous EASGD: every ``sync_every`` steps, all ranks pull and wait for the result."""
 
     mode = "sync"
 
@@ -109,29 +109,29 @@ class SyncElasticReplica(ElasticReplica):
         self._counts["pulls"] += 1
 
     def close(self) -> None:
-        """There is nothing to stop."""
+        """Do nothing: this replica has no thread to stop."""
 
     def _gathered_centre(self) -> Sequence[torch.Tensor]:
         return self._centre.gathered()
 
 
 class BackgroundElasticReplica(ElasticReplica):
-    """A replica whose exchanges run in the rounds of a thread, see [Note: rounds]."""
+    """A replica whose exchanges run in the rounds of a background thread; see [Note: rounds]."""
 
     steps_together = False
 
     def __init__(self, sync_every: int, moving_rate: float | None) -> None:
         super().__init__(sync_every, moving_rate)
         self._counts |= {"offers": 0, "not_finite": 0}
-        # The blocks that rounds pull: the model's, or a host's centre.
+        # The blocks that rounds pull: the model's blocks, or those of a host's centre.
         self._offered_blocks: Sequence[FlatBlock] = ()
-        # An offer is due, and could not be made yet.
+        # Whether an offer is due that could not be made yet.
         self._owes_offer = False
-        # A process group that this replica made, and destroys.
+        # A process group that this replica created and must destroy.
         self._own_group: dist.ProcessGroup | None = None
 
     def _host_group(self) -> dist.ProcessGroup:
-        """Return a group of the model's ranks that exchanges host memory by messages.
+        """Return a group of the model's ranks that can exchange host memory by messages.
 
         **Collective**.
         """
@@ -150,7 +150,7 @@ class BackgroundElasticReplica(ElasticReplica):
         self.log = self._thread.log
 
     def _collect_and_offer(self) -> None:
-        """Apply the pull that has arrived, if any; make an offer if one is due."""
+        """Apply the pull that has arrived, if any, and make an offer if one is due."""
         self._counts["pulls"] += self._thread.collect(self.acted, self._add_pulls)
         self._owes_offer = self._owes_offer or self._is_due()
         if self._owes_offer and self._thread.offer(self.acted, self._fill):
@@ -158,13 +158,13 @@ class BackgroundElasticReplica(ElasticReplica):
             self._counts["offers"] += 1
 
     def _fill(self, vectors: Sequence[torch.Tensor]) -> bool:
-        """Write an offer; return whether it is finite."""
+        """Write an offer to ``vectors``; return whether it is finite."""
         for block, vector in zip(self._offered_blocks, vectors, strict=True):
             block.pack(block.whole, vector)
         return self._is_finite(vectors)
 
     def _is_finite(self, values: Sequence[torch.Tensor]) -> bool:
-        """Return whether ``values`` are finite; warn when they are not for the first time."""
+        """Return whether ``values`` are finite; warn the first time that they are not."""
         if all(map(all_finite, values)):
             return True
         if not self._counts["not_finite"]:
@@ -183,12 +183,12 @@ class BackgroundElasticReplica(ElasticReplica):
     def close(self) -> None:
         self._thread.close()
         if self._own_group is not None:
-            with contextlib.suppress(ValueError):  # all groups were destroyed before
+            with contextlib.suppress(ValueError):  # all groups have already been destroyed
                 dist.destroy_process_group(self._own_group)
 
 
 class AsyncElasticReplica(BackgroundElasticReplica):
-    """Asynchronous EASGD without a server: rounds pull the parameters of each rank."""
+    """Asynchronous EASGD without a server: background rounds pull each rank's parameters."""
 
     mode = "async"
 
@@ -219,14 +219,14 @@ class AsyncElasticReplica(BackgroundElasticReplica):
 
 
 class WildElasticReplica(BackgroundElasticReplica):
-    """EA-wild: every ``sync_every`` steps a rank pulls its host's centre, without coordination.
+    """EA-wild: every ``sync_every`` steps, a rank pulls its host's centre without coordination.
 
-    If there are several hosts, the first rank of each offers the host's centre in rounds.
+    If there are several hosts, the first rank of each one offers the host's centre in rounds.
     Parameters are never in flight, so `at_rest` has nothing to apply.
 
-    [Note: the watch] A rank that writes to shared memory cannot detect a dead peer. So the threads
-    of all ranks run rounds, even where no rank offers anything. A rank that dies or is stopped ends
-    the rounds of all others, as it does in mode "async".
+    [Note: the watch] A rank cannot detect through shared memory that a peer has died. So the
+    threads of all ranks run rounds, even on a single host, where no rank makes offers. If a rank
+    dies or is stopped, the rounds end on all other ranks, just as in mode "async".
     """
 
     mode = "wild"
@@ -243,9 +243,9 @@ class WildElasticReplica(BackgroundElasticReplica):
         group = self._host_group()
         self._rate = moving_rate_for(group.size(), self._given_rate)
         initial = self._initial_centre(Exchange.of(group), _HOST_MEMORY)
-        # By block, the host's centre in shared memory.
+        # The host's centre in shared memory, one vector per block.
         self._shared, leaders, host_ranks = share(group, initial)
-        # Where in a block this rank begins, as a fraction: each rank begins elsewhere.
+        # Where in a block this rank begins, as a fraction. It differs for each rank of the host.
         self._first = host_ranks.index(group.rank()) / len(host_ranks)
         hosts = len(leaders)
         self._offers = hosts > 1 and group.rank() in leaders
@@ -268,8 +268,8 @@ class WildElasticReplica(BackgroundElasticReplica):
             self._counts["own_pulls"] += 1
 
     def _gathered_centre(self) -> Sequence[torch.Tensor]:
-        """Return the centre of rank 0's host, when no rank writes to it any more."""
-        # A barrier: every rank is between two steps.
+        """Wait until no rank writes to the centre, then return that of rank 0's host."""
+        # A barrier: after it, every rank is between two steps.
         self.exchange.gather_numbers([0.0], self.blocks[0].device)
         found = []
         for block, vector in zip(self.blocks, self._shared, strict=True):

@@ -1,17 +1,17 @@
-"""Local SGD: a snapshot is sent, its mean returns some steps later, and local progress is kept.
+"""Local SGD: ranks send snapshots, receive the mean some steps later, and keep local progress.
 
 [Note: delta rule] A rank sends s, its parameters after step k. After step k + d it adds
-mean(s) - s to its parameters. With d = 0 the result is the mean itself. After CoCoD-SGD and DaSGD
-(arXiv 2006.00441); fragments after streaming DiLoCo.
+mean(s) - s to its parameters. With d = 0 the result is the mean itself. The rule follows CoCoD-SGD
+and DaSGD (arXiv 2006.00441); fragments follow streaming DiLoCo.
 
-[Note: the clock] Steps are counted by the backward passes that reach the hook, since all ranks make
-the same number of those. ``optimizer.step()`` does not count: a GradScaler may skip it on one rank
-alone. Exchanges that are due after n backward passes run before the next training forward. By that
-time the n-th update is in the parameters.
+[Note: the clock] A step is counted for each backward pass that reaches the hook, since all ranks
+run the same number of those. Calls of ``optimizer.step()`` are not counted, because a GradScaler
+may skip one on a single rank. Exchanges that are due after n backward passes run before the next
+training forward. By then the parameters include the n-th update.
 
-[Note: outer steps] After DiLoCo (arXiv 2311.08105, and the code of its followers): z are the
-parameters after the last outer step. The outer optimizer steps them by the gradient z - mean(x).
-Each owner steps its own part.
+[Note: outer steps] These follow DiLoCo (arXiv 2311.08105, and the code of its followers). Let z be
+the parameters after the last outer step. The outer optimizer updates z with the gradient
+z - mean(x). Each owner updates its own part.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ OuterOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
 
 @dataclass(frozen=True)
 class Schedule:
-    """After which backward passes fragments are sent and applied. Pure.
+    """Computes after which backward passes each fragment is sent and applied. Pure.
 
     The fields are arguments of ``LocalSGDState``.
     """
@@ -68,7 +68,7 @@ class Schedule:
 
     @property
     def local_from(self) -> float:
-        """The number of steps after which a step uses this rank's gradients alone."""
+        """The number of steps after which each step uses only this rank's gradients."""
         return self.warmup_steps if self.sync_every > 1 else math.inf
 
     def leaving(self, steps: int) -> list[int]:
@@ -86,12 +86,12 @@ class Schedule:
         return self.leaving(steps - self.delay)
 
     def span(self, numel: int, fragment: int) -> Span:
-        """Return a fragment's slice of a flat vector. Lengths differ by one element at most."""
+        """Return a fragment's slice of a flat vector. Slice lengths differ by at most one."""
         return Span(numel * fragment // self.fragments, numel * (fragment + 1) // self.fragments)
 
 
 def described(make: OuterOptimizer) -> str:
-    """Return the optimizer's class and arguments as text; refuse arguments that make none."""
+    """Return the optimizer's class and arguments as text; refuse a ``make`` that returns none."""
     is_function = callable(make) and not isinstance(make, Optimizer)
     made = make([torch.nn.Parameter(torch.zeros(1))]) if is_function else None
     if not isinstance(made, Optimizer):
@@ -105,16 +105,16 @@ def described(make: OuterOptimizer) -> str:
 
 
 class OuterPart:
-    """An owner's part of a fragment of one block: z, and the outer optimizer's state.
+    """An owner's part of one block's fragment, with its z and its outer optimizer state.
 
-    Only parameters have them. Buffers are averaged without an outer step.
+    Only parameters take outer steps. Buffers are just averaged.
     """
 
     def __init__(
         self, block: FlatBlock, piece: Span, exchange: Exchange, make: OuterOptimizer
     ) -> None:
         self.piece = piece
-        # The owners' parts are those of the exchange, which has the dtype of the block.
+        # The parts must match those of the exchange, which uses the dtype of the block.
         flat = torch.empty(piece.numel, dtype=block.dtype, device=block.device)
         self.layout = exchange.equal_layout(flat)
         rank = exchange.rank
@@ -126,7 +126,7 @@ class OuterPart:
         self._optimizer = make([self.anchor])
 
     def step(self, mean: torch.Tensor) -> None:
-        """Replace the mean of the own part by the next z, see [Note: outer steps]."""
+        """Replace the mean of this part with the next z; see [Note: outer steps]."""
         own = mean[: len(self.anchor)]
         if own.device.type == "cpu" and not all_finite(own):
             return  # the optimizer's state stays finite, and all ranks refuse the mean
@@ -136,7 +136,7 @@ class OuterPart:
         own.copy_(self.anchor.detach())
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """Return the state of each element, z included, and single numbers such as "step"."""
+        """Return the per-element state, including z, and single numbers such as "step"."""
         tensors = {"anchor": self.anchor.detach()}
         numbers: dict[str, float] = {}
         for key, value in self._optimizer.state.get(self.anchor, {}).items():
@@ -151,8 +151,8 @@ class OuterPart:
         """Load the state of this part.
 
         Args:
-            tensors: by key, the state of each element, for the whole block.
-            part: by key, a single number, or None for a key of ``tensors``.
+            tensors: maps each key to the per-element state of the whole block.
+            part: maps each key to a single number, or to None if the state is in ``tensors``.
         """
         state = {}
         for key, number in part.items():
@@ -173,9 +173,9 @@ class LocalSGDReplica(Replica):
         self.local_from = schedule.local_from
         self._schedule = schedule
         self._make_outer = outer_optimizer
-        # By fragment, and for each fragment by block. Empty without an outer optimizer.
+        # A list for each fragment, with one part per block. Empty without an outer optimizer.
         self._outer_parts: list[list[OuterPart]] = []
-        # By fragment, the slices that are under way.
+        # The slices in flight, by fragment.
         self._pending: dict[int, list[PendingSlice]] = {}
         # A state dict that `begin` has not restored yet.
         self._loaded: dict[str, Any] = {}
@@ -250,7 +250,7 @@ class LocalSGDReplica(Replica):
 
     def state_dict(self) -> dict[str, Any]:
         for each in self._in_flight():
-            self.result(each)  # wait: the owner's step of this fragment may be under way
+            self.result(each)  # wait: the owner may still be taking this fragment's outer step
         self.check_late_means(self.acted + 1)
         if self._make_outer is None:
             return {}
@@ -264,16 +264,16 @@ class LocalSGDReplica(Replica):
         return {
             "fragments": self._schedule.fragments,
             "tensors": {name: self._gathered(name) for name in names},
-            # None stands for an entry of "tensors".
+            # None means that the value is in "tensors".
             "parts": [
                 [dict.fromkeys(tensors) | numbers for tensors, numbers in each] for each in states
             ],
         }
 
     def _gathered(self, key: str) -> dict[str, torch.Tensor]:
-        """Gather the owners' state of this key, by the tensors' names. **Collective**.
+        """Gather the owners' state for ``key``; return it by tensor name. **Collective**.
 
-        A fragment that has no such state yet has zeros.
+        Fragments that do not have this state yet are filled with zeros.
         """
         found: dict[str, torch.Tensor] = {}
         for place, block in enumerate(self.blocks):

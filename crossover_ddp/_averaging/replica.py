@@ -1,4 +1,4 @@
-"""One rank's model as flat vectors, and its exchanges outside of a backward pass."""
+"""One rank's model as flat vectors, and its exchanges outside the backward pass."""
 
 import abc
 import contextlib
@@ -23,28 +23,28 @@ from crossover_ddp._engine.observe import Meter
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 OwnerStep = Callable[[torch.Tensor], None]
-# The name of journeys that gather owners' state, in error messages.
+# What error messages call the data of journeys that gather the owners' state.
 OWNED_STATE: Final = "the state of owners"
 _WIDE: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return a dtype in which small changes of parameters of ``dtype`` do not vanish."""
+    """Return a dtype wide enough for small changes to parameters of ``dtype``."""
     return _WIDE.get(dtype, dtype)
 
 
 class FlatEntry(NamedTuple):
-    """One tensor of the model."""
+    """A named tensor of the model."""
 
     name: str
-    # Returns the tensor as it is now: a module may replace a buffer.
+    # Returns the current tensor, since a module may replace a buffer.
     get: Callable[[], torch.Tensor]
 
 
 class FlatBlock:
-    """The parameters, then the buffers, of one dtype on one device, as one flat vector.
+    """All parameters and then all buffers of one dtype on one device, seen as one flat vector.
 
-    The tensors stay where they are. Their elements follow each other in the order of memory.
+    The tensors stay where they are. Each tensor's elements are taken in memory order.
     """
 
     def __init__(self, parameters: Sequence[FlatEntry], buffers: Sequence[FlatEntry]) -> None:
@@ -57,8 +57,8 @@ class FlatBlock:
         self.numel = self._stops[-1]
         self.whole = Span(0, self.numel)
         self.parameters_numel = sum(self._lengths[: len(parameters)])
-        # The part of added values that the block's dtype did not hold. Only `add` of wider values
-        # makes it, and the next `pack` into wider values includes it.
+        # The rounding error of the values that were added, which the block's dtype cannot hold.
+        # Only `add` sets it, for wider values. The next `pack` into wider values includes it.
         self.rounded_off: torch.Tensor | None = None
 
     def copy(
@@ -71,7 +71,7 @@ class FlatBlock:
         return values
 
     def pieces(self, span: Span) -> list[torch.Tensor]:
-        """Return the model's own memory of ``span``, as flat pieces."""
+        """Return flat views of the model's memory that together make up ``span``."""
         first = bisect_right(self._stops, span.start)
         last = bisect_left(self._stops, span.stop) + 1
         start = [0, *self._stops][first]
@@ -91,8 +91,8 @@ class FlatBlock:
     def pack(self, span: Span, values: torch.Tensor) -> None:
         """Copy ``span`` to ``values``.
 
-        If ``values`` are wider than the block, `rounded_off` is added, so ``span`` must then be
-        the whole block.
+        If ``values`` is wider than the block, `rounded_off` is added, so ``span`` must then be the
+        whole block.
         """
         pieces = self.pieces(span)
         if not pieces:
@@ -108,13 +108,13 @@ class FlatBlock:
     def unpack(
         self, span: Span, values: torch.Tensor, rounded_off: torch.Tensor | None = None
     ) -> None:
-        """Replace ``span`` by ``values``, and the former `rounded_off` by that of ``values``."""
+        """Write ``values`` to ``span``, and replace the old `rounded_off` with the new one."""
         pieces = self.pieces(span)
         self.rounded_off = rounded_off
         torch._foreach_copy_(pieces, _split(values, pieces))
 
     def add(self, span: Span, values: torch.Tensor) -> None:
-        """Add ``values`` to ``span``; keep the part of wider values that the dtype cannot hold."""
+        """Add ``values`` to ``span``; if they are wider, keep the rounding error."""
         if values.dtype == self.dtype:
             pieces = self.pieces(span)
             torch._foreach_add_(pieces, _split(values, pieces))
@@ -124,11 +124,11 @@ class FlatBlock:
             self.rounded_off = total.sub_(self.copy(span, values.dtype))
 
     def named(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Cut a vector of the whole block into tensors on the host, by name, in their shapes."""
+        """Split a whole-block vector into tensors by name, on the host and in their own shapes."""
         return {name: shaped.contiguous() for name, shaped in self._shaped(values.cpu())}
 
     def unnamed(self, values: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Undo `named`: return the vector of the whole block."""
+        """Reverse `named`: return the whole-block vector."""
         whole = torch.zeros(self.numel, dtype=dtype, device=self.device)
         for name, shaped in self._shaped(whole):
             given = values.get(name)
@@ -142,17 +142,17 @@ class FlatBlock:
         return whole
 
     def _shaped(self, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor's name, and a view of its part of a vector in its shape."""
+        """Yield each tensor's name and a view of its part of ``whole``, in the tensor's shape."""
         for entry, flat in zip(self.entries, whole.split(self._lengths), strict=True):
             like = _real(entry.get())
             yield entry.name, flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 
 
 def blocks_of(model: DistributedDataParallel) -> list[FlatBlock]:
-    """Return the trainable parameters and floating-point buffers, a block per dtype and device.
+    """Return the trainable parameters and floating-point buffers, in a block per dtype and device.
 
-    Tensors that DDP ignores are left out. So are buffers with infinities, such as an
-    attention mask: they have no mean.
+    Complex buffers are included. Tensors that DDP ignores are left out, and so are buffers that
+    contain infinities or NaN, such as an attention mask, because they have no mean.
     """
     network = model.module
     ignored = set(getattr(model, "parameters_to_ignore", ()))
@@ -181,7 +181,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(entry: FlatEntry) -> torch.Tensor:
-    """Return the tensor's memory as a vector, in the order of memory, not of its dimensions."""
+    """Return a flat view of the tensor's elements in memory order."""
     real = _real(entry.get().detach())
     if not (real.is_contiguous() or is_dense(real)):
         raise UnsupportedConfigurationError(
@@ -196,39 +196,39 @@ def _split(values: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch.T
 
 
 def from_first_rank(exchange: Exchange, values: torch.Tensor) -> torch.Tensor:
-    """Overwrite ``values`` with those of rank 0, and return them. **Collective**."""
+    """Overwrite ``values`` with those of rank 0 and return ``values``. **Collective**."""
     exchange.gather(values, [values.numel()] + [0] * (exchange.size - 1), OWNED_STATE)
     return values
 
 
 class PendingSlice(NamedTuple):
-    """A slice of a block whose exchange is under way."""
+    """A slice of a block that is being exchanged."""
 
     block: FlatBlock
     span: Span
     # The journey writes its result here.
     values: torch.Tensor
     trip: Journey
-    # Add the result to the parameters, instead of replacing them by it.
+    # True if the result is added to the parameters, False if it replaces them.
     adds: bool
-    # The parameters as they were sent, if training continues meanwhile.
+    # A copy of the parameters that were sent, if training continues during the exchange.
     snapshot: torch.Tensor | None = None
 
 
 class Replica(abc.ABC):
-    """The model of one rank, and an algorithm that keeps it close to the other ranks' replicas.
+    """One rank's model, and an algorithm that keeps it close to the other ranks' replicas.
 
-    All methods run on the training thread, between two steps.
+    All methods run on the training thread, between steps.
     """
 
-    # The arguments that must be the same on all ranks.
+    # The constructor's arguments, which must be the same on all ranks.
     settings: Mapping[str, object]
-    # All ranks ask for a mean after the same number of steps.
+    # Whether all ranks must ask for a mean after the same number of steps.
     steps_together = True
-    # From this number of steps on, a step uses this rank's gradients alone.
+    # After this number of steps, each step uses only this rank's gradients.
     local_from: float = 0
-    # The number of backward passes whose update is done, and whose due exchanges have been run, or
-    # are being run.
+    # The number of backward passes whose updates are done. The exchanges that were due after them
+    # have been run or are being run.
     acted = 0
     # Empty until the model is known.
     blocks: Sequence[FlatBlock] = ()
@@ -236,27 +236,31 @@ class Replica(abc.ABC):
     def adopt(
         self, blocks: Sequence[FlatBlock], group: dist.ProcessGroup, turn: Turn | None, meter: Meter
     ) -> None:
-        """Take a model.
+        """Start to work on a model.
 
         Args:
-            blocks: the model.
-            group: the ranks with which it is averaged.
-            turn: released while training waits for an exchange. None: no turns.
-            meter: counts the bytes and the time of exchanges.
+            blocks: the model's blocks.
+            group: the ranks whose replicas are averaged.
+            turn: the turn to release while training waits for an exchange; None if the job takes no
+                turns.
+            meter: counts the bytes that exchanges send and the time that they take.
         """
         self.blocks = blocks
         self.group = group
         self._turn = turn
         self.meter = meter
         self.exchange = Exchange.of(group)
-        # Checks of late means on a device whose results the host has not read yet: the number of
-        # steps, an event behind the copy to the host, and whether the mean and the snapshot were
-        # finite.
+        # Checks of late means on a device. The host has not read their results yet. Each entry has
+        # the number of steps, an event recorded after the copy to the host, and two flags: whether
+        # the mean was finite, and whether the snapshot was.
         self._unread: deque[tuple[int, torch.cuda.Event, torch.Tensor]] = deque()
 
     @abc.abstractmethod
     def begin(self) -> None:
-        """Prepare for the first local step, with the same parameters everywhere. **Collective**."""
+        """Prepare for the first local step. **Collective**.
+
+        All ranks have the same parameters at this point.
+        """
 
     @abc.abstractmethod
     def act(self) -> None:
@@ -264,11 +268,11 @@ class Replica(abc.ABC):
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the state beside the parameters. **Collective**."""
+        """Return all state except the parameters. **Collective**."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a state of `state_dict`, for `begin` to restore."""
+        """Accept an output of `state_dict`. `begin` restores it."""
 
     @abc.abstractmethod
     def stats(self) -> dict[str, Any]:
@@ -280,12 +284,13 @@ class Replica(abc.ABC):
         owner_step: OwnerStep | None = None,
         snapshot: torch.Tensor | None = None,
     ) -> Journey:
-        """Begin to replace ``values`` by their mean over the ranks. **Collective**.
+        """Start to replace ``values`` with their mean over the ranks. **Collective**.
 
         Args:
             values: a flat tensor.
-            owner_step: changes the owner's part of the mean in place, before it is gathered.
-            snapshot: is subtracted from the result, see [Note: delta rule].
+            owner_step: a function that changes the owner's part of the mean in place before it is
+                gathered.
+            snapshot: a tensor to subtract from the result; see [Note: delta rule].
         """
         layout = self.exchange.equal_layout(values)
 
@@ -310,16 +315,19 @@ class Replica(abc.ABC):
         *,
         late: bool = False,
     ) -> PendingSlice:
-        """Begin the mean of a copy of ``span``; with ``late`` training continues meanwhile."""
+        """Start to average a copy of ``span``.
+
+        With ``late``, keep a snapshot as well, so that training can continue meanwhile.
+        """
         values = block.copy(span)
         snapshot = values.clone() if late else None
         trip = self.begin_mean(values, owner_step, snapshot)
         return PendingSlice(block, span, values, trip, late, snapshot)
 
     def apply(self, slices: Sequence[PendingSlice], *, gives_turn: bool = True) -> None:
-        """Wait for all of ``slices``, then write their results to the model.
+        """Wait for all ``slices``, then write their results to the model.
 
-        With ``gives_turn`` the turn is released while this rank waits.
+        With ``gives_turn``, release the turn while this rank waits.
         """
         turn = self._turn if slices and gives_turn else None
         if turn is not None:
@@ -338,10 +346,10 @@ class Replica(abc.ABC):
                 each.block.unpack(each.span, values)
 
     def result(self, pending: PendingSlice) -> torch.Tensor:
-        """Wait for the exchange, and return its result; raise if the result is not finite.
+        """Wait for the exchange and return its result; raise if the result is not finite.
 
-        For a late mean on a device the host does not read whether it is finite. If it is not, the
-        result is zeros, so that nothing is written, and a later step raises.
+        The host does not wait to learn whether a late mean on a device is finite. If it is not,
+        the result is zeros, so that the parameters do not change, and a later step raises.
         """
         pending.trip.wait()
         values = pending.values
@@ -378,10 +386,10 @@ class Replica(abc.ABC):
         )
 
     def take_mean(self, beside: Sequence[torch.Tensor] = ()) -> None:
-        """Replace parameters, buffers and the tensors ``beside`` by means. **Collective**."""
+        """Replace parameters, buffers and the ``beside`` tensors with means. **Collective**."""
         self.check_late_means(self.acted + 1)
         is_finite = all(map(all_finite, map(_real, beside)))
-        # Ranks agree that all is finite before the first parameter is written.
+        # All ranks check that everything is finite before the first parameter is written.
         if beside and [0.0] in self.exchange.gather_numbers([is_finite], self.blocks[0].device):
             self._refuse(self.acted, is_guilty=not is_finite, what="state of the optimizers")
         self.apply([self.send(block, block.whole) for block in self.blocks], gives_turn=False)
@@ -392,10 +400,10 @@ class Replica(abc.ABC):
 
     @contextlib.contextmanager
     def at_rest(self, *, leave: bool) -> Iterator[None]:
-        """Apply all pending results, and exchange nothing during the block. **Collective**.
+        """Apply all pending results, and exchange nothing in the ``with`` block. **Collective**.
 
-        With ``leave`` the results stay pending as well, and are applied again when they are due:
-        the caller restores the parameters.
+        With ``leave``, the results also stay pending and are applied again when they are due, so
+        the caller must restore the parameters.
         """
         yield
 

@@ -1,13 +1,14 @@
-"""One centre for all ranks of a host, in private shared memory, written without a lock.
+"""A centre that all ranks of a host share in private memory and write to without a lock.
 
 [Note: no lock] Ranks add to the centre at the same time. An aligned float32 is read and written as
-a whole, so no value is torn. If two ranks add to one element at the same moment, one addition may
-be lost. Ranks begin at different elements, so that this is rare (measured in docs/averaging.md).
-After EA-wild (HPC Asia 2020) and Hogwild (arXiv 1106.5730).
+a whole, so no value is torn. If two ranks add to the same element at the same moment, one addition
+may be lost. This is rare because ranks begin at different elements (measured in docs/averaging.md).
+The method follows EA-wild (HPC Asia 2020) and Hogwild (arXiv 1106.5730).
 
-[Note: no name] The memory is a file without a name. The first rank of the host makes it, and the
-others open it through that process. So nothing is ever left behind, and no other user can open it.
-A host is a machine and a network namespace on it: nodes of an emulated cluster do not share one.
+[Note: no name] The memory is an unnamed file. The first rank of the host creates it, and the other
+ranks open it through that rank's process. So no file is ever left behind, and no other user can
+open it. Here a host means one network namespace on one machine, so the nodes of an emulated cluster
+count as different hosts.
 """
 
 import contextlib
@@ -39,10 +40,10 @@ def pull_shared(
     See [Note: elastic pull] and [Note: no lock].
 
     Args:
-        centre: of one block, in shared memory.
-        pieces: the memory of the block's parameters.
+        centre: the centre of one block, in shared memory.
+        pieces: flat views of the block's parameters.
         moving_rate: α.
-        first: where to begin, as a fraction of the block.
+        first: the position to begin at, as a fraction of the block.
     """
     for start, values in chunks_from(first, pieces):
         shared = centre[start : start + values.numel()]
@@ -52,11 +53,11 @@ def pull_shared(
 
 
 def chunks_from(first: float, pieces: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    """Cut pieces of a vector into chunks, each with its start in the vector.
+    """Cut the pieces of a vector into chunks; return each chunk with its start in the vector.
 
-    The first chunk is the one at the fraction ``first`` of the vector; the last one is before it.
-    Chunks are small, so that ranks that begin at the same moment do not work on the same one. When
-    two ranks added to the same chunk at the same speed, a fifth of the additions was lost.
+    The list begins with the chunk at the fraction ``first`` of the vector, and wraps around. Chunks
+    are small, so that ranks that begin at the same moment do not work on the same chunk. When two
+    ranks added to the same chunk at the same speed, a fifth of the additions was lost.
     """
     numel = sum(piece.numel() for piece in pieces)
     size = max(_SMALLEST_CHUNK, min(_LARGEST_CHUNK, numel // _CHUNKS))
@@ -70,18 +71,19 @@ def chunks_from(first: float, pieces: Sequence[torch.Tensor]) -> list[tuple[int,
 def share(
     group: dist.ProcessGroup, initial: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[int], list[int]]:
-    """Make one centre for each host, and open it on all ranks of the host. **Collective**.
+    """Create one centre for each host, and open it on all ranks of that host. **Collective**.
 
     Args:
-        group: the ranks.
-        initial: the centre's initial values by block.
+        group: the ranks of all hosts.
+        initial: the centre's initial values, one vector per block.
 
     Returns:
-        This host's centre by block; the first rank of each host, sorted; the ranks of this host.
+        This host's centre, one vector per block; the sorted first ranks of all hosts; and the ranks
+        of this host.
 
-    On failure: ``SegmentError`` on all ranks, if it fails on one of them.
+    On failure: ``SegmentError`` on all ranks if any of them fails.
     """
-    starts = [0]  # of each block, in bytes, and the end
+    starts = [0]  # where each block starts, in bytes, and where the last one ends
     for vector in initial:
         starts.append(starts[-1] + -(-vector.nbytes // _ALIGNMENT) * _ALIGNMENT)
     size_bytes = max(_ALIGNMENT, starts[-1])  # mmap refuses 0 bytes
@@ -89,9 +91,9 @@ def share(
     vectors: list[torch.Tensor] = []
     problem: OSError | None = None
     with contextlib.ExitStack() as files:
-        # Each rank makes a file; only those of the hosts' first ranks are used.
+        # Each rank creates a file. Only those of the hosts' first ranks are used.
         try:
-            own = os.memfd_create("crossover-centre")  # takes no memory yet
+            own = os.memfd_create("crossover-centre")  # uses no memory yet
             files.callback(os.close, own)
             made = os.getpid(), own, os.fstat(own).st_ino
         except OSError as error:
@@ -107,7 +109,7 @@ def share(
             files.callback(os.close, fd)
             if os.fstat(fd).st_ino != inode:
                 raise OSError(f"process {process} is another one in the leader's container")
-            # If there is too little memory, this fails. Without it a later write would crash.
+            # This fails if there is too little memory. Without it, a later write would crash.
             os.posix_fallocate(fd, 0, size_bytes)
             memory = mmap.mmap(fd, size_bytes)
             for start, vector in zip(starts, initial, strict=False):

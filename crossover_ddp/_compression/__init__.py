@@ -1,5 +1,5 @@
-"""Compression of gradients: codecs, error feedback, and the messages of one bucket.
+"""Gradient compression: codecs, error feedback, and the messages of a bucket.
 
-A coded link wraps a link of the engine, so that every hook can have a codec. Not here: the journey
-of a compressed bucket and its hook (`crossover_ddp.codecs`).
+A coded link wraps one of the engine's links, so any hook can use a codec. The journey of a
+compressed bucket and its hook are in `crossover_ddp.codecs`.
 """

@@ -1,9 +1,9 @@
-"""Codecs: they write values into a message of a fixed size. Users may pass codecs of their own.
+"""Codecs, which encode values in a message of a fixed size. Users may pass their own codecs.
 
 [Note: error feedback] The caller adds the residual to the gradient and passes the sum to
-``encode``. ``encode`` writes the part that the message does not hold to the residual. So nothing
-is lost, it only arrives later: values = decoded + residual. Decoding is defined in float32, so
-all ranks that decode the same bytes get the same numbers.
+``encode``. ``encode`` stores whatever the message cannot hold in the residual:
+values = decoded + residual. So nothing is lost; it only arrives later. Decoding is defined in
+float32, so all ranks that decode the same bytes get the same numbers.
 """
 
 import threading
@@ -16,47 +16,47 @@ import torch
 from crossover_ddp._engine.links import all_finite
 
 TILE_NUMEL = 1 << 17
-"""Elements per tile. A tile stays in the core's cache from one operation to the next."""
+"""The number of elements per tile. A tile stays in the core's cache between operations."""
 _REQUIRED: Final = ("nbytes", "encode", "add_decoded")
 
 
 class Codec(Protocol):
-    """Turns values into a message of bytes, and back.
+    """Converts values to a message of bytes and back.
 
-    A codec is frozen and pure: only the residual passes from one step to the next.
+    A codec is frozen and pure: only the residual is carried from one step to the next.
 
     Values are flat and float32. The values of each parameter begin at a multiple of ``multiple``;
     zeros fill the gap before the next parameter. A message is a flat tensor of bytes that begins
-    at a multiple of 16 bytes. On a device, every value that a codec reads makes the host wait.
+    at a multiple of 16 bytes. If a codec reads a device's values on the host, the host must wait.
 
-    A codec may also have ``decode(message, out)``. It overwrites ``out`` with the values that
+    A codec may also define ``decode(message, out)``, which overwrites ``out`` with the values that
     `add_decoded` would add to zeros.
     """
 
     @property
     def multiple(self) -> int:
-        """Number of elements that are encoded together."""
+        """The number of elements that are encoded together."""
         return 1
 
     def nbytes(self, numel: int) -> int:
-        """Return the size of a message of ``numel`` values, a multiple of ``multiple``.
+        """Return the size in bytes of a message that holds ``numel`` values.
 
-        It must be the same on all ranks.
+        ``numel`` is a multiple of ``multiple``. The size must be the same on all ranks.
         """
 
     def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
-        """Write ``values`` to ``message``, and the difference to ``residual``.
+        """Encode ``values`` in ``message``, and write the encoding error to ``residual``.
 
-        If a value is infinite or NaN, ``message`` must decode to NaN, and ``residual`` must stay
-        as it is.
+        If any value is infinite or NaN, ``message`` must decode to NaN, and ``residual`` must not
+        change.
         """
 
     def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        """Add the values of ``message`` to ``out``."""
+        """Add the decoded values of ``message`` to ``out``."""
 
 
 def tiles(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Cut all tensors into tiles of ``rows`` rows. A device gets one tile with all rows."""
+    """Cut all tensors into tiles of ``rows`` rows; on a device, use one tile for all rows."""
     first = tensors[0]
     if first.device.type != "cpu" or len(first) <= rows:
         return iter([tensors])
@@ -64,15 +64,16 @@ def tiles(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...
 
 
 class Scratch(threading.local):
-    """Memory of one thread for intermediate floats; the next `take` returns the same memory.
+    """Reusable per-thread memory for intermediate floats; every `take` returns the same memory.
 
-    New memory would cost more: the kernel takes longer to map it than a codec to fill it.
+    Allocating new memory would be slower: the kernel takes longer to map it than a codec takes to
+    fill it.
     """
 
     _floats = torch.empty(0, dtype=torch.float32)
 
     def take(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Return ``numel`` uninitialized float32."""
+        """Return ``numel`` uninitialized float32 values."""
         if device.type != "cpu":
             # torch caches a device's memory itself.
             return torch.empty(numel, dtype=torch.float32, device=device)
@@ -85,21 +86,21 @@ class Scratch(threading.local):
 
 
 scratch = Scratch()
-"""Holds one tile. Codecs use it inside of one call."""
+"""Holds one tile. Codecs use it only within a single call."""
 
 
 @dataclass(frozen=True)
 class Half(Codec):
     """Send each element in half precision.
 
-    torch's ``fp16_compress_hook`` adds in half precision and drops the rounding error. Here the
-    sum is made in float32, and the rounding error is sent with a later step. A magnitude beyond
-    the largest of ``dtype`` is clamped, and the rest is sent later. Wire bytes over those of
-    float32: 0.5. Source: torch's hooks of that name; the error feedback is our design.
+    torch's ``fp16_compress_hook`` adds in half precision and drops the rounding error. This codec
+    adds in float32 and sends the rounding error with a later step. A value too large for ``dtype``
+    is clamped, and the excess is sent later. A message takes half as many bytes as float32.
+    Source: torch's hooks of that name; the error feedback is our own design.
 
     Args:
-        dtype: ``torch.float16`` or ``torch.bfloat16``. Default ``torch.bfloat16``. ``ValueError``
-            for any other dtype.
+        dtype: ``torch.float16`` or ``torch.bfloat16``. Default: ``torch.bfloat16``. Any other dtype
+            raises ``ValueError``.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -121,11 +122,11 @@ class Half(Codec):
         if finite is False:
             rounded.fill_(torch.nan)
             return
-        # On a device `finite` is a tensor: the host does not read it, so both results are kept.
+        # On a device `finite` is a tensor that the host does not read, so both results are kept.
         former = residual if finite is True else residual.clone()
         for piece, sent, rest in tiles(TILE_NUMEL, values, rounded, residual):
             sent.copy_(torch.clamp(piece, -limit, limit, out=scratch.like(piece)))
-            # Subtracting tensors of two dtypes would take longer than this copy to float32.
+            # Subtracting tensors with different dtypes would be slower than this copy to float32.
             torch.sub(piece, scratch.like(piece).copy_(sent), out=rest)
         if finite is not True:
             rounded.masked_fill_(finite.logical_not(), torch.nan)
@@ -141,20 +142,20 @@ class Half(Codec):
 
 @dataclass(frozen=True)
 class Whole(Half):
-    """Send each element in float32, between ranks that need no codec."""
+    """Send each element in float32. Used between ranks that need no codec."""
 
     dtype: torch.dtype = torch.float32
     _allowed: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
 
 
 _LARGEST_CODE: Final = 127
-# A scale keeps 16 of float32's 24 significant bits. The product of a scale and a code then has at
+# A scale keeps 16 of float32's 24 significant bits. The product of a scale and a code then needs at
 # most 23 bits, so it is exact.
 _DROPPED_BITS: Final = 8
 # Products of a smaller scale could be subnormal, and some processors flush those to zero.
 _SMALLEST_SCALE: Final = 1e-36
-# The largest float32 over 127, rounded down to 16 bits. With a larger scale the code 127 would
-# decode to infinity.
+# The largest float32 divided by 127, rounded down to 16 bits. With a larger scale, the code 127
+# would decode to infinity.
 _LARGEST_SCALE: Final = float.fromhex("0x1.0204p+121")
 
 
@@ -162,15 +163,15 @@ _LARGEST_SCALE: Final = float.fromhex("0x1.0204p+121")
 class Int8(Codec):
     """Send each element as one signed byte, with a float32 scale for each block of elements.
 
-    The scale is the largest magnitude of the block over 127, and codes are rounded to nearest. So
-    the error of an element is at most half the scale. A block never holds elements of two
-    parameters: the last block of a parameter is filled up with zeros. Wire bytes over those of
-    float32: 1/4 + 1/block, 0.254 by default. Relative RMS error about 1 % on gradients. Source:
-    our design.
+    The scale is the block's largest magnitude divided by 127, and codes are rounded to nearest. So
+    the error of an element is at most half the scale. A block never spans two parameters: the last
+    block of each parameter is padded with zeros. A message takes 1/4 + 1/block times as many bytes
+    as float32, 0.254 times by default. On gradients, the relative RMS error is about 1 %. Source:
+    our own design.
 
     Args:
-        block: number of elements that share a scale. Default 256. ``ValueError`` if it is smaller
-            than 1.
+        block: the number of elements that share a scale. Default: 256. A value smaller than 1
+            raises ``ValueError``.
     """
 
     block: int = 256
@@ -195,13 +196,13 @@ class Int8(Codec):
         if finite is False:
             scales.fill_(torch.nan)
             return
-        # Divide by a tensor: CUDA multiplies by the reciprocal of a Python number.
+        # Divide by a tensor: for a Python number, CUDA would multiply by its reciprocal.
         divisor = largest.new_full((), _LARGEST_CODE)
         scales.copy_(_rounded_up(largest / divisor))
         inverse = scales.reciprocal().nan_to_num_(posinf=0.0)  # 0 for a scale of 0
         if finite is not True:
             scales.masked_fill_(finite.logical_not(), torch.nan)
-        # On a device `finite` is a tensor: the host does not read it, so both results are kept.
+        # On a device `finite` is a tensor that the host does not read, so both results are kept.
         former = rest_rows if finite is True else rest_rows.clone()
         for row, code, rest, factor, scale in tiles(
             self._tile_rows, rows, codes, rest_rows, inverse, scales
@@ -224,13 +225,13 @@ class Int8(Codec):
             row.copy_(code).mul_(scale)
 
     def _views(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scales and codes of a message, one row for each block."""
+        """Return views of a message's scales and codes, with one row per block."""
         blocks = message.numel() // (self.block + 4)
         scales, codes = message.split_with_sizes([4 * blocks, self.block * blocks])
         return scales.view(torch.float32)[:, None], codes.view(torch.int8).view(blocks, self.block)
 
     def _largest(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the largest magnitude of each row, as a column."""
+        """Return a column with the largest magnitude of each row."""
         # torch.aminmax and torch.linalg.vector_norm(ord=inf) take ten times as long.
         largest = rows.new_empty(len(rows), 1)
         for row, maximum in tiles(self._tile_rows, rows, largest):
@@ -243,13 +244,13 @@ class Int8(Codec):
 
 
 def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
-    """Round scales of 0 or more up to 16 significant bits; clamp them to the range of scales.
+    """Round non-negative scales up to 16 significant bits, and limit them to the valid range.
 
-    They are rounded up, so that the code 127 reaches the largest magnitude. A scale that is too
-    small becomes 0: the whole block then stays in the residual.
+    They are rounded up so that the code 127 can reach the largest magnitude. A scale that is too
+    small becomes 0, so that the whole block stays in the residual.
     """
-    # The bits of positive float32 numbers are in the order of the numbers, so that an addition to
-    # the bits rounds the number.
+    # The bit patterns of positive float32 numbers are in the same order as the numbers. So adding
+    # to the bits and masking them rounds the number up.
     mask = (1 << _DROPPED_BITS) - 1
     rounded = scales.view(torch.int32).add(mask).bitwise_and_(~mask).view(torch.float32)
     return torch.threshold_(rounded.clamp_max_(_LARGEST_SCALE), _SMALLEST_SCALE, 0)
@@ -257,10 +258,10 @@ def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
 
 _HEAD_BYTES: Final = 4
 _ENTRY_BYTES: Final = 8
-# A message has room for 1.25 times the target. Elements that do not fit are sent later.
+# A message has room for 1.25 times the target number of elements. The rest are sent later.
 _ROOM: Final = 1.25
-# The sample is every sixteenth element. For short tensors it is denser: at least 16384 elements,
-# and at least as many as are needed for 128 of them to exceed the threshold.
+# The sample is every sixteenth element. For short tensors it is denser, so that it has at least
+# 16384 elements, and enough of them for 128 to exceed the threshold.
 _SAMPLE_EVERY: Final = 16
 _SAMPLE_NUMEL: Final = 1 << 14
 _SAMPLE_SENT: Final = 128
@@ -268,16 +269,17 @@ _SAMPLE_SENT: Final = 128
 
 @dataclass(frozen=True)
 class SIDCo(Codec):
-    """Send the elements above a threshold that about ``rate`` of a sample exceeds.
+    """Send the elements whose magnitude exceeds a threshold.
 
-    Magnitudes are compared. The sample has a sixteenth of the elements. A message holds indices
-    (int32) and values (float32), and has room for 1.25 times the target. Elements that do not fit
-    are sent later. Wire bytes over those of float32: 2.5 times ``rate``. Source: SIDCo (arXiv
-    2101.10761) for a threshold instead of a sort. SIDCo fits a distribution; this codec takes the
-    threshold from a sample.
+    The threshold is chosen so that about a fraction ``rate`` of a sample exceeds it. The sample is
+    every sixteenth element, or more of a small tensor. A message holds indices (int32) and values
+    (float32), and has room for 1.25 times the target number of elements. Elements that do not fit
+    are sent later. A message takes 2.5 × ``rate`` times as many bytes as float32. Source: SIDCo
+    (arXiv 2101.10761), which also uses a threshold instead of a sort. SIDCo fits a distribution,
+    whereas this codec takes the threshold from a sample.
 
     Args:
-        rate: the fraction of elements to send, 0 < rate < 1. ``ValueError`` outside of that.
+        rate: the fraction of elements to send, 0 < rate < 1. Any other value raises ``ValueError``.
     """
 
     rate: float
@@ -297,7 +299,7 @@ class SIDCo(Codec):
         if not bool(all_finite(values)):
             head.fill_(torch.nan)
             return
-        # Entries that are not used add 0 to element 0.
+        # Unused entries add 0 to element 0.
         message.zero_()
         chosen = torch.nonzero(values.abs() >= self._threshold(values)).view(-1)
         picked = values[chosen]
@@ -318,7 +320,7 @@ class SIDCo(Codec):
             out.index_add_(0, indices, sent)
 
     def _threshold(self, values: torch.Tensor) -> float:
-        """Return a magnitude that about ``rate`` of the elements reach, estimated from a sample."""
+        """Estimate, from a sample, the magnitude that a fraction ``rate`` of the elements reach."""
         least = max(_SAMPLE_NUMEL, int(_SAMPLE_SENT / self.rate))
         sample = values[:: min(_SAMPLE_EVERY, max(1, values.numel() // least))].abs()
         wanted = max(1, round(self.rate * sample.numel()))
@@ -328,14 +330,17 @@ class SIDCo(Codec):
 
 
 class Threshold(SIDCo):
-    """`SIDCo` under the name of DCT (arXiv 2010.08899).
+    """The same codec as `SIDCo`, for those who know it from DCT (arXiv 2010.08899).
 
-    DCT keeps a threshold for many steps. This codec takes one from each message's values.
+    DCT keeps a threshold for many steps. This codec chooses a new one for each message.
     """
 
 
 def _views(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the head, which is NaN if a value was not finite, the indices and the values."""
+    """Return views of a message's head, indices and values.
+
+    The head is NaN if any value was not finite.
+    """
     half = (message.numel() - _HEAD_BYTES) // 2
     head, indices, sent = message.split_with_sizes([_HEAD_BYTES, half, half])
     return head.view(torch.float32), indices.view(torch.int32), sent.view(torch.float32)
@@ -343,16 +348,17 @@ def _views(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 @dataclass(frozen=True)
 class PerPair:
-    """Choose the codec of messages to owners by the pair of ranks.
+    """Choose the codec for messages to owners by the pair of ranks.
 
-    Ranks that are near each other can use a weak codec or none, distant ranks a stronger one.
-    ``PerPair`` is the first of a pair, ``codec=(PerPair(…), Int8())``: the messages that owners
-    send back travel over all links, and all ranks decode the same bytes. Our design.
+    Ranks that are near each other can use a weak codec or none, and distant ranks a stronger one.
+    ``PerPair`` can only come first in ``codec``, as in ``codec=(PerPair(…), Int8())``: the messages
+    that owners send back travel over all links, and all ranks decode the same bytes. This is our
+    own design.
 
     Args:
-        codecs: a row for each rank of the group, with the codec of its messages to each rank;
-            None stands for float32. A single row of one codec applies to all pairs.
-            ``ValueError`` for a table that is not square.
+        codecs: a square table with a row for each rank of the group. The row lists the codecs for
+            that rank's messages to each rank; None means float32. A single row with one codec
+            applies to all pairs. A table that is not square raises ``ValueError``.
     """
 
     codecs: tuple[tuple[Codec | None, ...], ...]
@@ -367,12 +373,12 @@ class PerPair:
 
     @classmethod
     def by_node(cls, nodes: Sequence[Any], *, far: Codec, near: Codec | None = None) -> "PerPair":
-        """Encode with ``far`` between nodes, and with ``near`` inside of a node.
+        """Return a table that uses ``far`` between nodes and ``near`` within a node.
 
         Args:
-            nodes: the node of each rank of the group, such as ``[0, 0, 1, 1]``.
-            far: for two ranks on different nodes.
-            near: for two ranks on one node. Default: None, float32.
+            nodes: the node of each rank in the group, such as ``[0, 0, 1, 1]``.
+            far: the codec between two ranks on different nodes.
+            near: the codec between two ranks on the same node. Default: None, which means float32.
         """
         rows = []
         for node in nodes:
@@ -392,8 +398,8 @@ class PerPair:
 def in_words(codec: object) -> object:
     """Return a description of ``codec`` that ranks can compare.
 
-    A user's codec may have no ``__repr__``. The default one holds an address, which differs from
-    rank to rank.
+    A user's codec may not define ``__repr__``. The default one contains an address, which differs
+    from rank to rank.
     """
     if isinstance(codec, PerPair):
         codec = codec.codecs
@@ -404,14 +410,14 @@ def in_words(codec: object) -> object:
     return codec
 
 
-# One codec for both halves of an exchange, or a pair: to owners, and from owners to all.
+# One codec for both halves of an exchange, or a pair: one to owners, one from owners to all ranks.
 CodecChoice = Codec | tuple[Codec | PerPair, Codec]
 
 
 def codecs_of(codec: CodecChoice) -> tuple[PerPair, Codec]:
-    """Return the codecs of both halves; raise ``TypeError`` for an object that is no codec."""
+    """Return the codecs of both halves; raise ``TypeError`` for an object that is not a codec."""
     both = codec if isinstance(codec, tuple) else (codec, codec)
-    # A tuple of another length is refused below, as a codec that has no methods.
+    # A tuple of any other length is refused below, because it lacks a codec's methods.
     to_owners, to_all = both if len(both) == 2 else (both, both)
     if isinstance(to_owners, PerPair):
         table = to_owners

@@ -1,15 +1,15 @@
-"""A codec as a link around a link, so that every journey can travel coded without a change.
+"""A link that wraps another link and applies a codec, so that any journey can travel coded.
 
-[Note: residuals] A rank keeps the part that its messages to owners do not hold, in units of its
-gradient. An owner keeps the part that its message to all does not hold, in units of the mean, or
-of the result of its work on the mean. After each step, for each element: the value that all ranks
-apply = mean of gradients + mean of the ranks' former residuals + the owner's former residual − the
-same terms of the new residuals. An owner does not send to itself: its own addend enters the sum
-exact.
+[Note: residuals] A rank keeps what its messages to owners do not hold, in units of its gradient. An
+owner keeps what its message to all ranks does not hold, in units of the mean, or of the result of
+its work on the mean. After each step, the following holds for each element: the value that all
+ranks apply = mean of gradients + mean of the ranks' old residuals + the owner's old residual − the
+same two terms for the new residuals. An owner sends no message to itself, so its own gradient is
+added exactly.
 
-[Note: without a look] Nothing here reads a value on the host, which launches all of this while the
-device is still busy with earlier work. So messages have a fixed size, and tensors on the device
-record which values are not finite and which parameters are not in use.
+[Note: without a look] Nothing here reads a value on the host, because the host launches all of this
+while the device is still busy with earlier work. So messages have a fixed size, and tensors on the
+device record which values are not finite and which parameters are unused.
 """
 
 import math
@@ -27,14 +27,14 @@ from crossover_ddp._engine.links import Layout, Link, LinkAround, parts
 from .codec import Codec, PerPair, Scratch
 
 _ALIGNED: Final = 16
-# NCCL's collectives are slow if a rank's share begins at other addresses.
+# NCCL's collectives are slow if a rank's share begins at an address that is not aligned like this.
 _ALIGNED_BY_COLLECTIVES: Final = 128
-# A parameter of one dimension is a bias or a scale: few elements, and the model reacts to each.
+# A one-dimensional parameter is a bias or a scale. It has few elements, and each one matters.
 _CODED_DIMENSIONS: Final = 2
 
 
 class Part(NamedTuple):
-    """One owner's part of a buffer: the runs that are coded, then the spans that travel exact."""
+    """One owner's part of a buffer: the runs that are coded, and the spans that travel exactly."""
 
     coded: list[Run]
     exact: list[Span]
@@ -44,7 +44,7 @@ class Part(NamedTuple):
         return [*[run.span for run in self.coded], *self.exact]
 
     def slots(self, multiple: int) -> list[Span]:
-        """Return the place of each span among the part's values.
+        """Return where each span lies among the part's values.
 
         Each coded run begins at a multiple of ``multiple``. The exact spans follow without gaps.
         """
@@ -57,12 +57,12 @@ class Part(NamedTuple):
 
 
 def padded(numel: int, multiple: int) -> int:
-    """Round ``numel`` up to a multiple."""
+    """Round ``numel`` up to a multiple of ``multiple``."""
     return -(-numel // multiple) * multiple
 
 
 def parts_of(runs: Sequence[Run], layout: Sequence[int]) -> list[Part]:
-    """Cut ``runs`` at the owners' boundaries, and separate coded runs from exact ones."""
+    """Cut ``runs`` at the owners' boundaries, and separate coded runs from exact spans."""
     found = []
     start = 0
     for numel in layout:
@@ -84,14 +84,14 @@ def parts_of(runs: Sequence[Run], layout: Sequence[int]) -> list[Part]:
 
 
 class MessageBuffer(NamedTuple):
-    """The messages to or from all ranks in one tensor of bytes, as a collective takes them."""
+    """The messages to or from all ranks, in one tensor of bytes that a collective can use."""
 
     tensor: Tensor
     layout: Layout  # bytes per rank
 
 
 class _Message(NamedTuple):
-    """Two views of a message: exact values in float32, and behind them the bytes of a codec."""
+    """Two views of a message: exact values in float32, followed by a codec's bytes."""
 
     codec: Codec
     exact: Tensor
@@ -99,25 +99,25 @@ class _Message(NamedTuple):
 
 
 class CodedLink(LinkAround):
-    """Carries one bucket in coded messages, first to its owners, then from its owners to all.
+    """Carries one bucket in coded messages, first to its owners, then from its owners to all ranks.
 
-    One object serves a bucket for many steps, around each step's link. It holds the residuals of
-    the messages, see [Note: residuals]. Gradients are encoded undivided, added in float32, and
-    divided after that. After `reduce_scatter` the own part holds the values that all ranks will
-    decode. Where owners have work, it holds the mean until `all_gather`.
+    One object serves a bucket for many steps and wraps a new link in each step. It holds the
+    messages' residuals; see [Note: residuals]. Gradients are encoded undivided, added in float32,
+    and only then divided. After `reduce_scatter`, this rank's part holds the values that all ranks
+    will decode. If owners have work to do, it holds the mean until `all_gather`.
 
     Args:
-        link: of the first step.
-        codecs: of messages to owners, and of messages to all.
-        parameters: of the bucket.
+        link: the link for the first step.
+        codecs: the codecs for messages to owners and for messages to all ranks.
+        parameters: the bucket's parameters.
         parts: the owners' parts of the bucket, by rank.
-        device: of the bucket.
-        scratch: memory for values that no call needs afterwards.
-        has_work: owners work on the mean between the halves, and send the result.
-        leaves_unused: DDP may leave the gradient of a parameter None if all ranks have zeros.
+        device: the bucket's device.
+        scratch: memory for values that are not needed after a call.
+        has_work: True if owners work on the mean between the halves and send the result.
+        leaves_unused: True if DDP may leave a parameter's gradient None when no rank uses it.
     """
 
-    # The next step travels exact. Set by `drained`, after which the object is dropped.
+    # Whether the next step travels exactly. Set by `drained`, after which the object is dropped.
     _is_exact = False
 
     def __init__(
@@ -140,26 +140,26 @@ class CodedLink(LinkAround):
         self._has_work = has_work
         self._leaves_unused = leaves_unused
         self._scratch = scratch
-        # Coded runs must begin where every codec may begin.
+        # Coded runs must begin where any of the codecs may begin.
         self._multiple = math.lcm(*[codec.multiple for codec in (*to_owners.all(), to_all)])
-        # By part, the places of its spans among its values.
+        # For each part, where its spans lie among its values.
         self._slots = [part.slots(self._multiple) for part in parts]
-        # By part, the number of its values that are coded, padding included.
+        # For each part, the number of coded values, including padding.
         self._coded_numel = []
-        # By part, the residual of all of its values. It stays 0 for values that travel exact.
+        # For each part, the residual of all its values. It stays 0 for values that travel exactly.
         self._residuals = []
         for part in parts:
             coded = sum(padded(run.span.numel, self._multiple) for run in part.coded)
             exact = sum(span.numel for span in part.exact)
             self._coded_numel.append(coded)
             self._residuals.append(torch.zeros(coded + exact, dtype=torch.float32, device=device))
-        # This rank's own gradient of its part, exact; later the result of its work.
+        # This rank's own exact gradient for its part, and later the result of its work.
         self._own = torch.empty_like(self._residuals[rank])
-        # A tensor: CUDA multiplies by the reciprocal of a Python number, which gives other bits
-        # than the CPU for three ranks or more.
+        # This is a tensor because CUDA would multiply by the reciprocal of a Python number. With
+        # some numbers of ranks, such as three, the bits would then differ from the CPU's.
         self._divisor = torch.full((), float(len(parts)), dtype=torch.float32, device=device)
-        # The messages' memory is never freed between steps: another stream of the device may still
-        # read the last step's messages when the next step begins.
+        # The messages' memory is never freed between steps, because another stream of the device
+        # may still be reading the last step's messages when the next step begins.
         self._outgoing, self._to_owners = self._messages(
             {peer: (peer, to_owners.between(rank, peer)) for peer in peers}
         )
@@ -173,16 +173,16 @@ class CodedLink(LinkAround):
     def _messages(
         self, contents: dict[int, tuple[int, Codec]]
     ) -> tuple[MessageBuffer, dict[int, _Message]]:
-        """Allocate messages; return their buffer, and each message by peer.
+        """Allocate messages; return their buffer, and the messages by peer.
 
         Args:
-            contents: by peer, the owner whose part the message holds, and its codec.
+            contents: for each peer, the owner whose part the message holds, and its codec.
         """
         exact_bytes = [
             4 * (len(residual) - coded)
             for residual, coded in zip(self._residuals, self._coded_numel, strict=True)
         ]
-        # The codec's bytes begin here.
+        # Where the codec's bytes begin in a message with each owner's part.
         heads = [padded(nbytes, _ALIGNED) for nbytes in exact_bytes]
         ends = {}
         for peer, (owner, codec) in contents.items():
@@ -190,9 +190,9 @@ class CodedLink(LinkAround):
         aligned = _ALIGNED_BY_COLLECTIVES if self.in_program_order else _ALIGNED
         sizes = [padded(ends.get(peer, 0), aligned) for peer in range(len(self.parts))]
         if self.in_program_order and len(contents) == len(sizes):
-            # NCCL's all-gather needs equal parts.
+            # NCCL's all-gather needs parts of equal size.
             sizes = [max(sizes)] * len(sizes)
-        # Zeros, not empty: the padding would send old memory of this process to other ranks.
+        # Zero the memory. Otherwise the padding would send this process's old data to other ranks.
         memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._own.device)
         buffer = MessageBuffer(memory, sizes)
         messages = {}
@@ -204,13 +204,14 @@ class CodedLink(LinkAround):
 
     @property
     def nbytes(self) -> int:
-        """Size of the residuals."""
+        """The size of the residuals in bytes."""
         return sum(residual.nbytes for residual in self._residuals)
 
     def residuals(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each coded parameter with its whole residual, flat, in units of this gradient."""
-        # An owner's residual is one of the mean, which the exchange divides by the number of
-        # ranks. A residual of the result of its work has no such unit, and is left out.
+        """Return each coded parameter and its whole flat residual, in units of the gradient."""
+        # An owner's residual is in units of the mean, so it is multiplied by the number of ranks,
+        # by which the exchange divides. If the owner has worked on the mean, its residual has no
+        # such unit and is left out.
         owner_factor = 0 if self._has_work else len(self.parts)
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for owner, part in enumerate(self.parts):
@@ -229,7 +230,7 @@ class CodedLink(LinkAround):
             residual.mul_(factor)
 
     def drained(self, link: Link) -> "CodedLink":
-        """Let the next step travel exact; owners add their residuals to their results."""
+        """Make the next step travel exactly; owners add their residuals to their results."""
         self._link = link
         self._is_exact = True
         return self
@@ -238,14 +239,14 @@ class CodedLink(LinkAround):
         """Encode the messages to the owners.
 
         Args:
-            flat: the gradients; the result is written there.
-            link: carries the messages of this step.
+            flat: the gradients, which the result will overwrite.
+            link: the link that carries this step's messages.
         """
         self._flat = flat
         self._link = link
         for owner, message in self._to_owners.items():
             self._encode(self._pieces(owner), owner, message, self._scratch_values(owner))
-        # A copy: the result will be written over this rank's own gradient.
+        # Copy this rank's own gradient, because the result will overwrite it.
         self._pack(self._pieces(self.rank), self.rank, self._own)
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
@@ -280,16 +281,16 @@ class CodedLink(LinkAround):
                 self._decode(owner)
 
     def sent_bytes(self, flat: Tensor) -> tuple[int, int]:
-        """Return the bytes that this rank sends in both halves, coded and if they were exact."""
+        """Return how many bytes this rank sends in both halves, and how many it would uncoded."""
         exact = flat.numel() * flat.itemsize * (self.size - 1) // self.size
         to_owners = len(self._outgoing.tensor)
         to_all = (self.size - 1) * self._gathered.layout[self.rank]
         return to_owners + to_all, 2 * exact
 
     def _mean(self) -> Tensor:
-        """Add the messages of all ranks and this rank's own gradient, in the order of ranks."""
+        """Add all ranks' messages and this rank's own gradient in rank order; return the mean."""
         own = self._own
-        # a + b = b + a in every bit. So ranks 0 and 1 can add to their own addend in place.
+        # a + b equals b + a in every bit, so ranks 0 and 1 can add to their own gradient in place.
         adds_to_own = self.rank <= 1
         values = own if adds_to_own else self._scratch_values(self.rank).zero_()
         coded, exact = self._halves(values, self.rank)
@@ -304,13 +305,13 @@ class CodedLink(LinkAround):
         return values.div_(self._divisor)
 
     def _encode_own(self, values: Tensor) -> None:
-        """Encode this owner's message to all, and decode it: the owner must have the same bits."""
+        """Encode this owner's message to all ranks; decode it here too, to get the same bits."""
         pieces = self._views(values, self.rank)
         self._encode(pieces, self.rank, self._to_all[self.rank], values)
         self._decode(self.rank)
 
     def _decode(self, owner: int) -> None:
-        """Decode an owner's message to all into the bucket."""
+        """Decode an owner's message to all ranks into the bucket."""
         message = self._to_all[owner]
         values = self._scratch_values(owner)
         coded, exact = self._halves(values, owner)
@@ -326,15 +327,15 @@ class CodedLink(LinkAround):
     def _encode(
         self, pieces: Sequence[Tensor], owner: int, message: _Message, values: Tensor
     ) -> None:
-        """Encode ``pieces`` plus their residuals; keep the residual of an unused parameter.
+        """Encode ``pieces`` plus their residuals, except for residuals of unused parameters.
 
         If no rank uses a parameter, DDP leaves its gradient None, and a residual that was sent
-        for it would be lost.
+        for it would be lost. So such residuals are kept.
 
         Args:
-            pieces: gradients of an owner's part.
-            owner: of the part.
-            message: where they are encoded.
+            pieces: the gradients of an owner's part.
+            owner: the owner of that part.
+            message: the message to write.
             values: memory for the sums.
         """
         coded, exact = self._halves(values, owner)
@@ -353,26 +354,26 @@ class CodedLink(LinkAround):
             piece = residual[slice(*slot)]
             torch.where(is_unused, former[slice(*slot)], piece, out=piece)
 
-    # "Values" are those of one owner's part: padded coded runs, and behind them the exact spans.
+    # "Values" are those of one owner's part: the padded coded runs, followed by the exact spans.
 
     def _scratch_values(self, owner: int) -> Tensor:
         return self._scratch.take(len(self._residuals[owner]), self._own.device)
 
     def _halves(self, values: Tensor, owner: int) -> tuple[Tensor, Tensor]:
-        """Return the coded and the exact values."""
+        """Return views of the coded values and of the exact values."""
         coded = self._coded_numel[owner]
         return values[:coded], values[coded:]
 
     def _views(self, values: Tensor, owner: int) -> list[Tensor]:
-        """Return the values of each span, without padding."""
+        """Return a view of each span's values, without padding."""
         return _slices(values, self._slots[owner])
 
     def _pieces(self, owner: int) -> list[Tensor]:
-        """Return the bucket's memory of each span."""
+        """Return a view of the bucket's memory for each span."""
         return _slices(self._flat, self.parts[owner].spans)
 
     def _unpack(self, owner: int, values: Tensor) -> None:
-        """Copy values to the bucket."""
+        """Copy ``values`` to the owner's part of the bucket."""
         pieces = self._pieces(owner)
         if pieces:
             torch._foreach_copy_(pieces, self._views(values, owner))
@@ -380,7 +381,7 @@ class CodedLink(LinkAround):
     def _pack(
         self, pieces: Sequence[Tensor], owner: int, out: Tensor, residual: Tensor | None = None
     ) -> None:
-        """Write ``pieces``, plus ``residual`` if given, to the values ``out``; zero the padding."""
+        """Write ``pieces``, plus ``residual`` if given, to ``out``, and zero the padding."""
         for slot, _ in zip(self._slots[owner], self.parts[owner].coded, strict=False):
             out[slot.stop : padded(slot.stop, self._multiple)].zero_()
         places = self._views(out, owner)

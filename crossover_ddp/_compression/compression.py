@@ -1,15 +1,15 @@
-"""Compression of all buckets of one model: when buckets are coded, and residuals when they change.
+"""Compression of all of a model's buckets: when they are coded, and where residuals go.
 
-[Note: exact steps] The first step travels exact, because DDP rebuilds its buckets after it. With
-work of owners between the halves, as in K-FAC, the first two steps travel exact: after the second
-one buckets stay as they are, also with ``static_graph``. The step after `drain` travels exact as
-well, and leaves no residuals.
+[Note: exact steps] The first step travels exactly, because DDP rebuilds its buckets after it. If
+owners work on the mean between the halves, as in K-FAC, the first two steps travel exactly: after
+the second one buckets no longer change, even with ``static_graph``. The step after `drain` also
+travels exactly, and leaves no residuals.
 
-[Note: residuals aside] Residuals are set aside in an exact step, and when DDP passes a bucket of
-other parameters than before. Then each rank adds its residuals of these parameters to its
+[Note: residuals aside] Residuals are set aside in an exact step, and whenever DDP passes a bucket
+whose parameters have changed. Each rank then adds its residuals for these parameters to its
 gradients. It multiplies an owner's residual by the number of ranks, since the exchange divides by
-that number. Loaded residuals are added in the same way. Ranks exchange nothing for that, and
-nothing is lost.
+that number. Loaded residuals are added in the same way. Ranks need not exchange anything for this,
+and nothing is lost.
 """
 
 import logging
@@ -46,10 +46,10 @@ class Compression:
     """One model's residuals on this rank, and the messages of its buckets.
 
     Args:
-        codec: for both halves, or a pair.
-        loss_scale: the factor of the loss, or a function that returns it.
-        state: that the hook is registered with.
-        has_work: owners work on the mean, and the buckets' place is taken by other tensors.
+        codec: one codec for both halves, or a pair of codecs.
+        loss_scale: the factor by which the loss is scaled, or a function that returns it.
+        state: the state with which the hook is registered.
+        has_work: True if owners work on the mean, and other tensors travel instead of the buckets.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class Compression:
         self._loss_scale = loss_scale
         self._state = state
         self._has_work = has_work
-        # The loss's scale in the last step. Residuals are in units of gradients of that scale.
+        # The loss scale in the last step. Residuals are in units of gradients with that scale.
         self._scale: Scale | None = None
-        # By the bucket's index. A bucket is here from its first coded step on.
+        # The link of each bucket, by index. A bucket is added in its first coded step.
         self._buckets: dict[int, CodedLink] = {}
         self._scratch = Scratch()
-        # By parameter, the residuals that are in no bucket; see [Note: residuals aside].
+        # Residuals that are in no bucket, by parameter; see [Note: residuals aside].
         self._aside: Any = WeakTensorKeyDictionary()
-        # By name, loaded residuals. They are set aside as soon as the model's names are known.
+        # Loaded residuals, by name. They are set aside as soon as the model's names are known.
         self._loaded: dict[str, torch.Tensor] = {}
         self._model = OnlyModel()
         self._leaves_unused = True
@@ -87,18 +87,18 @@ class Compression:
 
         Args:
             bucket: DDP's bucket.
-            exchange: of the bucket's group.
-            pack: returns an object with ``flat``, ``layout`` and ``runs()``, which travels instead
-                of the bucket. Default: None, the bucket's buffer travels.
+            exchange: the exchange of the bucket's group.
+            pack: a function that returns an object with ``flat``, ``layout`` and ``runs()``, which
+                travels instead of the bucket. Default: None, so that the bucket's buffer travels.
         """
         if exchange.size == 1 and not self._loaded and not self._aside:
-            return None  # a single rank sends nothing, so it has no residuals but loaded ones
+            return None  # a single rank sends nothing, so it can only have loaded residuals
         return lambda link: self._coded(link, bucket, exchange, None if pack is None else pack())
 
     def _coded(self, link: Link, bucket: dist.GradBucket, exchange: Exchange, packed: Any) -> Link:
-        """Add residuals that were set aside, encode the bucket, and return the link around it."""
-        # `.data` has a version counter of its own: decoded values do not count as a change of the
-        # gradients by user code.
+        """Add residuals that were set aside, encode the bucket, and return the wrapped link."""
+        # `.data` has a version counter of its own, so decoded values do not look as if user code
+        # had changed the gradients.
         flat = bucket.buffer().data if packed is None else packed.flat
         parameters = bucket.parameters()
         known = self._buckets.get(bucket.index())
@@ -144,7 +144,7 @@ class Compression:
         return known
 
     def _enter(self, bucket: dist.GradBucket, dtype: torch.dtype, ranks: int) -> None:
-        """Start over if the bucket is of another model; refuse buckets that cannot be encoded."""
+        """Start over if the bucket belongs to a new model; refuse one that cannot be encoded."""
         rows = len(self._codecs[0].codecs)
         if ranks > 1 and rows not in (1, ranks):
             raise UnsupportedConfigurationError(
@@ -162,10 +162,10 @@ class Compression:
             self._leaves_unused = model.find_unused_parameters
 
     def _begin_step(self) -> None:
-        """Rescale residuals if the loss's scale has changed; set loaded residuals aside."""
+        """Rescale residuals if the loss scale has changed, and set loaded residuals aside."""
         former = self._scale
         self._scale = _current(self._loss_scale)
-        # For a scale on a device the host does not read whether it has changed: it always rescales.
+        # The host does not read a scale on a device to see whether it changed: it always rescales.
         if former is not None and (isinstance(self._scale, torch.Tensor) or self._scale != former):
             self._rescale(self._scale / former)
         parameters = {name: parameter for parameter, name in self._model.names.items() if name}
@@ -179,7 +179,7 @@ class Compression:
             residual.mul_(factor if isinstance(factor, float) else factor.to(residual.device))
 
     def _assign_loaded(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Set loaded residuals aside for the model's parameters, which are given by name."""
+        """Set loaded residuals aside for the model's ``parameters``, which are given by name."""
         by_plain_name = {_plain(name): parameter for name, parameter in parameters.items()}
         found: dict[str, Any] = {
             name: parameters.get(name, by_plain_name.get(_plain(name))) for name in self._loaded
@@ -201,47 +201,47 @@ class Compression:
         self._is_new_step = True
 
     def _put_aside(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Set aside the residuals of all buckets that have one of ``parameters``."""
+        """Set aside the residuals of every bucket that contains any of ``parameters``."""
         wanted = set(map(id, parameters))
         for index, each in [*self._buckets.items()]:
             if not wanted.isdisjoint(map(id, each.parameters)):
                 for parameter, residual in each.residuals():
-                    # The residual of an unused parameter can still be aside, see `_add_aside`.
+                    # An unused parameter may already have a residual aside; see `_add_aside`.
                     self._aside[parameter] = residual + self._aside.get(parameter, 0)
                 del self._buckets[index]
 
     def _add_aside(self, flat: torch.Tensor, parts: Sequence[Part]) -> None:
-        """Add the residuals that were set aside to the gradients ``flat``."""
+        """Add the residuals that were set aside to the gradients in ``flat``."""
         for parameter, residual in [*self._aside.items()]:
             runs = [run for part in parts for run in part.coded if run.parameter is parameter]
             pieces = [flat[run.span.start : run.span.stop] for run in runs]
             if self._leaves_unused and not any([bool(piece.any()) for piece in pieces]):
-                continue  # DDP may leave its gradient None, and the residual would be lost
+                continue  # DDP may leave its gradient None, which would lose the residual
             for run, piece in zip(runs, pieces, strict=True):
                 piece.add_(residual[run.begin : run.begin + len(piece)])
             if runs:
                 del self._aside[parameter]
 
     def drain(self) -> None:
-        """Let the next step travel exact, see [Note: exact steps]."""
+        """Make the next step travel exactly; see [Note: exact steps]."""
         self._exact_left = max(1, self._exact_left)
-        # Ranks compare again: if only some were drained, the others could not read their messages.
+        # Make ranks compare again: if only some drained, others could not read their messages.
         self._state.agreement.forget()
 
     @property
     def is_drained(self) -> bool:
-        """Whether no residual is left: an exact step sets those of all buckets aside."""
+        """Whether no residual is left. An exact step sets the residuals of all buckets aside."""
         return not self._buckets and not any(bool(each.any()) for each in self._aside.values())
 
     def state(self) -> dict[str, Any]:
-        """Return the loss's scale and a copy of this rank's residuals, flat, on the host."""
+        """Return the loss scale, and a copy of this rank's flat residuals on the host."""
         pairs = [*self._aside.items()]
         for each in self._buckets.values():
             pairs += each.residuals()
         if not all(self._model.names.get(parameter) for parameter, _ in pairs):
             raise UnsupportedConfigurationError(HIDDEN)
         named = {name: residual.clone() for name, residual in self._loaded.items()}
-        # An unused parameter can have a residual aside and another one in its bucket.
+        # An unused parameter can have one residual aside and another in its bucket.
         for parameter, residual in pairs:
             name = self._model.names[parameter]
             named[name] = residual.cpu() + named.get(name, 0)
@@ -251,7 +251,7 @@ class Compression:
         }
 
     def load(self, residuals: Mapping[str, torch.Tensor], scale: float | None) -> None:
-        """Replace all residuals by ``residuals``; the next step travels exact."""
+        """Replace all residuals with ``residuals``; the next step then travels exactly."""
         self._forget()
         self._loaded = {
             name: residual.detach().float().clone() for name, residual in residuals.items()
@@ -260,7 +260,7 @@ class Compression:
         self._state.agreement.forget()  # as in `drain`
 
     def share(self, group: dist.ProcessGroup) -> None:
-        """Replace each rank's residuals by their mean, as in a resumed job. **Collective**."""
+        """Replace each rank's residuals with their mean, as in a resumed job. **Collective**."""
         state = self.state()
         own: dict[str, torch.Tensor] = state["residuals"]
         means = {}
@@ -279,7 +279,7 @@ class Compression:
 
 
 class CodedState(HookState):
-    """A state with ``codec=`` whose buckets travel by the split; see `CompressedState`."""
+    """A state with a ``codec`` argument whose buckets use the split; see `CompressedState`."""
 
     def __init__(
         self,
@@ -296,12 +296,15 @@ class CodedState(HookState):
         self.agreement = Agreement()
 
     def stats(self) -> dict[str, Any]:
-        """Return the common statistics, "sent_bytes" and "residual_bytes". Not collective."""
+        """Return the common statistics, plus those of the codec. Not collective.
+
+        With a codec, they include "sent_bytes" and "residual_bytes".
+        """
         coded = None if self.compression is None else self.compression.stats()
         return {**(coded or {}), **self._common_stats(codec=self.codec, coded=coded)}
 
     def fingerprint(self, bucket: dist.GradBucket) -> dict[str, object]:
-        """Return the settings that all ranks must have in common."""
+        """Return the settings that must be the same on all ranks."""
         return {"codec": in_words(self.codec)}
 
     def _send(
@@ -313,15 +316,15 @@ class CodedState(HookState):
         turn: Turn | None = None,
         join: Join | None = None,
     ) -> GradientFuture:
-        """Start the journey of ``bucket`` in its hook, on a coded link if there is a codec."""
+        """Start the journey of ``bucket``, on a coded link if there is a codec."""
         around = None if self.compression is None else self.compression.around(bucket, exchange)
         started = exchange.send(bucket, journey, turn=turn, join=join, state=self, around=around)
         return started.future
 
     def drain(self) -> None:
-        """Let the next step travel exact, with all residuals: none are left after it.
+        """Make the next step travel exactly and send all residuals, so that none are left after it.
 
-        Without a codec it does nothing.
+        Without a codec, this does nothing.
 
         **Collective**: all ranks must call it between the same two steps.
         """
@@ -333,21 +336,21 @@ class CodedState(HookState):
             self.compression.share(resolve_group(self.process_group))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals by the parameters' names, on the host.
+        """Return this rank's residuals by parameter name, on the host, and the loss scale.
 
-        They differ from rank to rank. Right after `checkpoint` they are the same on all ranks, and
-        any number of ranks may resume with them. Not collective.
+        Residuals differ from rank to rank. Right after `checkpoint` they are the same on all ranks,
+        and any number of ranks may resume with them. Not collective.
         """
         if self.compression is None:
             return {"residuals": {}, "loss_scale": None}
         return self.compression.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the residuals of `state_dict`; the next step travels exact and adds them.
+        """Load the output of `state_dict`; the next step adds the residuals and travels exactly.
 
         Not collective, but all ranks must call it. A rank that did not exist when the state was
-        saved passes ``{"residuals": {}, "loss_scale": None}``. With another number of ranks the
-        sum of residuals is divided by the new number.
+        saved passes ``{"residuals": {}, "loss_scale": None}``. If the number of ranks has changed,
+        the sum of the residuals is divided by the new number.
         """
         if self.compression is not None:
             check_keys(
@@ -356,31 +359,31 @@ class CodedState(HookState):
             self.compression.load(state["residuals"], state["loss_scale"])
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
-        """Choose the weakest codec whose step is predicted to be about as short as the shortest.
+        """Choose the weakest codec whose predicted step time is close to the shortest.
 
-        The plan follows from the steps so far and a few probes of the link. Train some ten steps
-        first, best without a codec. Then make a new DDP model with a state of ``plan.codec``. The
-        choice is rank 0's, and the same on all ranks. ``plan.options`` has the predicted seconds
-        per step of each candidate.
+        The prediction uses the steps so far and a few probes of the link. First train about ten
+        steps, preferably without a codec. Then create a new DDP model whose state uses
+        ``plan.codec``. Rank 0 makes the choice, and all ranks get the same plan. ``plan.options``
+        has the predicted seconds per step for each candidate.
 
         Args:
-            candidates: codecs, the weakest first; None stands for no codec. Default: none,
-                ``Half()``, ``Int8()``, ``SIDCo(0.05)``, ``SIDCo(0.01)``.
+            candidates: the codecs to consider, weakest first; None means no codec. Default: no
+                codec, ``Half()``, ``Int8()``, ``SIDCo(0.05)`` and ``SIDCo(0.01)``.
 
-        On failure: ``UnsupportedConfigurationError`` on all ranks: with one rank; on a GPU, since
-        the host's clock does not time its work; with a codec of your own, since its processor time
-        is not known; if a rank has recorded no step. ``ValueError`` for a `PerPair` among the
-        candidates.
+        On failure: ``UnsupportedConfigurationError`` on all ranks if there is only one rank; on a
+        GPU, since the host's clock does not time its work; for a codec of your own, since its
+        processor time is not known; or if a rank has recorded no step. ``ValueError`` if any of the
+        candidates contains a `PerPair`.
 
-        **Collective**: all ranks, between two steps.
+        **Collective**: all ranks must call it between the same two steps.
         """
         return plan_from(resolve_group(self.process_group), self.codec, candidates)
 
 
 def _current(loss_scale: LossScale) -> Scale:
-    """Return the loss's scale.
+    """Return the loss scale.
 
-    A GradScaler's scale is returned as a tensor on its device, so that the host need not wait.
+    If a GradScaler keeps the scale on a device, return a tensor there, so the host need not wait.
     """
     scaler = getattr(loss_scale, "__self__", None)
     if isinstance(scaler, torch.amp.GradScaler):
@@ -391,5 +394,5 @@ def _current(loss_scale: LossScale) -> Scale:
 
 
 def _plain(name: str) -> str:
-    """Return a parameter's name without the components that DDP and torch.compile add."""
+    """Return a parameter's name without the parts that DDP and torch.compile add."""
     return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))

@@ -1,4 +1,4 @@
-"""Chooses a codec from recorded steps, a measured link, and the processor time of codecs."""
+"""Chooses a codec from recorded steps, the measured link, and the codecs' processor time."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ AnyCodec = CodecChoice | None
 
 CANDIDATES: Final[tuple[AnyCodec, ...]] = (None, Half(), Int8(), SIDCo(0.05), SIDCo(0.01))
 _NUMEL: Final = 1 << 20
-# Processor time of encoding and of decoding, in seconds per byte of float32. Copies are included.
+# Processor time to encode and to decode, in seconds per byte of float32, including copies.
 # Measured: docs/measurements.md, "Codecs".
 _SECONDS: Final[Mapping[type, tuple[float, float]]] = {
     Whole: (0.2e-9, 0.1e-9),
@@ -31,13 +31,13 @@ _SECONDS: Final[Mapping[type, tuple[float, float]]] = {
 
 @dataclass(frozen=True)
 class CodecPlan:
-    """The codec to use, and the predicted time of a step.
+    """The chosen codec, and the predicted step time.
 
     Args:
-        codec: the choice; None for no codec.
-        step_s: predicted seconds per step with it.
-        compute_s: the part of ``step_s`` that is computation, with encoding and decoding.
-        options: each candidate with its rate and its predicted seconds per step.
+        codec: the chosen codec; None means no codec.
+        step_s: the predicted time per step with that codec, in seconds.
+        compute_s: the part of ``step_s`` that is computation, including encoding and decoding.
+        options: for each candidate, the codec, its rate and its predicted seconds per step.
     """
 
     codec: AnyCodec
@@ -49,7 +49,10 @@ class CodecPlan:
 def plan_from(
     group: dist.ProcessGroup, present: AnyCodec, candidates: Sequence[AnyCodec]
 ) -> CodecPlan:
-    """Return rank 0's plan on all ranks, from steps recorded with ``present``. **Collective**."""
+    """Plan from the steps recorded with the codec ``present``. **Collective**.
+
+    All ranks return rank 0's plan.
+    """
     if any(isinstance(each, tuple) and isinstance(each[0], PerPair) for each in candidates):
         raise ValueError(
             "expected candidates that suit all pairs of ranks, got a PerPair among them; pass its "
@@ -58,7 +61,7 @@ def plan_from(
     present_cost = cost_of(present, group.size())
     costs = [cost_of(codec, group.size()) for codec in candidates]
     works, link = recorded_by_all(group, Exchange.of(group).steps.records.steps)
-    # The recorded steps without the time that the present codec takes.
+    # The recorded steps, less the time that the present codec takes.
     bare = works[0].encoded(-present_cost.hook_s)
     choice, predicted = weakest_codec(bare, link, costs)
     total = sum(bucket.size_bytes for bucket in bare.buckets)
@@ -68,10 +71,10 @@ def plan_from(
 
 
 def cost_of(codec: AnyCodec, world_size: int) -> CodecCost:
-    """Return the cost of ``codec`` for a rank.
+    """Return what ``codec`` costs one rank.
 
-    A rank encodes its messages to the other owners, decodes theirs, encodes its part of the mean,
-    and decodes the whole mean.
+    A rank encodes its messages to the other owners, decodes the messages that it receives, encodes
+    its part of the mean, and decodes the whole mean.
     """
     if codec is None or world_size < 2:
         return EXACT
@@ -85,7 +88,7 @@ def cost_of(codec: AnyCodec, world_size: int) -> CodecCost:
 
 
 def _half_of(codec: Codec) -> tuple[float, float, float]:
-    """Return a codec's rate, and its seconds of encoding and of decoding per byte of float32."""
+    """Return a codec's rate, and its encoding and decoding times in seconds per float32 byte."""
     seconds = _SECONDS.get(type(codec))
     if seconds is None:
         raise UnsupportedConfigurationError(

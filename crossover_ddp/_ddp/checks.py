@@ -1,17 +1,17 @@
-"""Checks of the bucket, the model and the process group that DDP gives to a hook.
+"""Checks the bucket, the model and the process group that DDP gives to a hook.
 
 A configuration that cannot work is refused with an error that gives the reason and the remedy.
 
 [Note: finding the model]
 A bucket has no reference to its model, and DDP passes nothing about the model to a hook. But every
-object refers to its class. So Python's garbage collector, asked for the referrers of
-`DistributedDataParallel` and its subclasses, returns all models. The search takes some tens of
+object refers to its class. So if Python's garbage collector is asked for the referrers of
+`DistributedDataParallel` and its subclasses, it returns all models. The search takes some tens of
 milliseconds for a million objects. It runs once for each model, which `_known_models` remembers.
 
 The collector may return objects that another thread is still building, and CPython's
 ``tuple(generator)`` raises `SystemError` if another thread holds a reference to its unfinished
 tuple. The search can only meet tuples *of these classes*. It drops even those before any other
-thread runs: asking the collector and filtering its answer are one call of C code.
+thread runs, because one call of C code both asks the collector and filters its answer.
 """
 
 import functools
@@ -53,7 +53,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return ``process_group``, or the default group for None. Raises if it cannot be used."""
+    """Return ``process_group``, or the default group for None. Raises if the group is unusable."""
     group = dist.group.WORLD if process_group is None else process_group
     if group is None:
         raise UnsupportedConfigurationError(
@@ -76,13 +76,17 @@ def check_keys(
     *,
     has_more: bool = False,
 ) -> None:
-    """Refuse a dictionary without the keys ``needed``, and other keys unless it ``has_more``."""
+    """Raise ``ValueError`` if a needed key is missing.
+
+    Also raise if there are extra keys and ``has_more`` is false. ``expected`` and ``remedy`` are
+    parts of the error message.
+    """
     if {*given} != needed and not (has_more and needed <= {*given}):
         raise ValueError(f"expected {expected}, got keys {sorted(given)}; {remedy}")
 
 
 def check_rank(to: int | None, group: dist.ProcessGroup) -> None:
-    """Refuse a rank that ``group`` does not have."""
+    """Raise ``ValueError`` if ``to`` is neither None nor a rank of ``group``."""
     if to is not None and not 0 <= to < group.size():
         raise ValueError(
             f"expected 0 <= to < {group.size()}, got to={to}; pass a rank of the group, or None"
@@ -90,14 +94,14 @@ def check_rank(to: int | None, group: dist.ProcessGroup) -> None:
 
 
 def check_turn(ranks: Sequence[int] | None, process_group: dist.ProcessGroup) -> None:
-    """Refuse a mutex whose ranks are not those of the process group.
+    """Refuse a mutex whose ranks are not the ranks of the process group.
 
-    Another process that takes turns with the mutex would wait for ours.
+    Otherwise another process that takes turns with the mutex would wait for ours.
 
     Args:
-        ranks: the mutex's ranks in the default group; empty for a mutex of this process alone, and
-            None if any will do.
-        process_group: of the model.
+        ranks: the mutex's ranks in the default group. It is empty if the mutex belongs to this
+            process alone, and None if any process group will do.
+        process_group: the model's process group.
     """
     if ranks is None:
         return
@@ -112,7 +116,7 @@ def check_turn(ranks: Sequence[int] | None, process_group: dist.ProcessGroup) ->
 
 
 def flat_gradients(bucket: dist.GradBucket) -> torch.Tensor:
-    """Return the bucket's flat dense buffer. Raises if the hooks cannot exchange it."""
+    """Return the bucket's flat buffer. Raises if the hooks cannot exchange its layout or dtype."""
     buffer = bucket.buffer()
     if buffer.layout != torch.strided:
         raise UnsupportedConfigurationError(
@@ -129,7 +133,7 @@ def flat_gradients(bucket: dist.GradBucket) -> torch.Tensor:
 
 
 def wants_buffers_broadcast(model: DistributedDataParallel) -> bool:
-    """Return whether user code asked DDP to broadcast rank 0's buffers before a forward."""
+    """Return whether user code has asked DDP to broadcast rank 0's buffers before each forward."""
     wanted = getattr(model, torch_private.FORWARD_SYNC_BUFFERS, None)
     return bool(model.broadcast_buffers if wanted is None else wanted)
 
@@ -149,7 +153,7 @@ def check_copyable(model: DistributedDataParallel) -> None:
 
 
 def is_joined(model: DistributedDataParallel) -> bool:
-    """Return whether a model is inside of Join."""
+    """Return whether ``model`` is inside of a Join context."""
     config = getattr(model, torch_private.JOIN_CONFIG, None)
     return config is not None and config.enable
 
@@ -157,7 +161,7 @@ def is_joined(model: DistributedDataParallel) -> bool:
 def check_not_joined(model: DistributedDataParallel, why: str) -> None:
     """Refuse a model inside of Join, where a rank without data runs neither forward nor step().
 
-    ``why``: the reason why all ranks must take each step.
+    ``why`` tells the user why all ranks must take each step.
     """
     if is_joined(model):
         raise UnsupportedConfigurationError(
@@ -167,7 +171,10 @@ def check_not_joined(model: DistributedDataParallel, why: str) -> None:
 
 
 def check_forward(model: DistributedDataParallel, why: str) -> None:
-    """Refuse a model whose own forward is never called; ``why``: the reason why it must be."""
+    """Refuse a model whose own forward is never called.
+
+    ``why`` tells the user why it must be called.
+    """
     if isinstance(model.module, torch.nn.ParameterList):
         raise UnsupportedConfigurationError(
             "expected DistributedDataParallel, got replicate(), which never calls forward of the "
@@ -180,7 +187,7 @@ def check_optimized(model: DistributedDataParallel, optimizers: Sequence[Any]) -
     known = set[int]()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            # The list's own iterator passes by the guards of a decoupled model's groups.
+            # The list's own iterator bypasses the guards on a decoupled model's groups.
             known.update(id(parameter) for parameter in list.__iter__(group["params"]))
     trained = [p for _, p in named_parameters_of(model.module) if p is not None and p.requires_grad]
     unknown = [p for p in trained if id(p) not in known]
@@ -194,7 +201,7 @@ def check_optimized(model: DistributedDataParallel, optimizers: Sequence[Any]) -
 
 
 def check_exchanged_group(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> None:
-    """Refuse a model whose process group was replaced by one with other ranks than the hook's."""
+    """Refuse a model whose new process group has other ranks than the hook's process group."""
     got = _ranks(model)
     expected = dist.get_process_group_ranks(process_group)
     if sorted(got) != sorted(expected):
@@ -209,10 +216,10 @@ def check_exchanged_group(model: DistributedDataParallel, process_group: dist.Pr
 def check_group(
     bucket: dist.GradBucket, process_group: dist.ProcessGroup
 ) -> DistributedDataParallel | None:
-    """Refuse a hook whose process group has other ranks than the DDP model behind ``bucket``.
+    """Return the DDP model that owns ``bucket``, or None if ``gc.freeze()`` has hidden it.
 
-    Such a hook would average over the wrong ranks without an error. Returns the model, or None if
-    ``gc.freeze()`` has hidden it.
+    Raises if the model's process group has other ranks than ``process_group``, which is the hook's.
+    Such a hook would average over the wrong ranks without an error.
     """
     expected = dist.get_process_group_ranks(process_group)
     models: list[DistributedDataParallel] = []
@@ -232,7 +239,10 @@ def check_group(
 
 
 def _ranks(model: DistributedDataParallel) -> list[int]:
-    """Return the ranks of a model's group; none if it is destroyed, as after an elastic restart."""
+    """Return the ranks of a model's process group.
+
+    The list is empty if the group was destroyed, for example after an elastic restart.
+    """
     try:
         return dist.get_process_group_ranks(model.process_group)
     except (KeyError, ValueError, RuntimeError):
@@ -248,7 +258,7 @@ def _warn_hidden() -> None:
 
 
 def unknown_to_ddp(model: DistributedDataParallel) -> list[str]:
-    """Return the names of parameters whose requires_grad was set after the model was wrapped."""
+    """Return the names of trained parameters that were still frozen when the model was wrapped."""
     list_buckets = getattr(model.reducer, torch_private.ZERO_BUCKETS, None)
     if list_buckets is None:
         return []
@@ -267,11 +277,11 @@ def unknown_to_ddp(model: DistributedDataParallel) -> list[str]:
 
 
 def model_of(bucket: dist.GradBucket, *, state: object = None) -> DistributedDataParallel | None:
-    """Return the DDP model whose gradients ``bucket`` holds; None if ``gc.freeze()`` has hidden it.
+    """Return the DDP model that owns ``bucket``, or None if ``gc.freeze()`` has hidden it.
 
-    Several models may wrap one module, as when training begins again and the old model is not
-    collected yet. Then ``state`` distinguishes them: the state that the model's hook was registered
-    with, or one that a wrapper of hooks has as its ``hook_state``.
+    Several models may wrap the same module, for example if training has started again and the old
+    model is not yet collected. ``state`` then tells them apart. It is the state that the model's
+    hook was registered with, or the ``hook_state`` inside of a hook wrapper's state.
     """
     found: DistributedDataParallel | None = None
     for search in _SEARCHES:
@@ -283,7 +293,7 @@ def model_of(bucket: dist.GradBucket, *, state: object = None) -> DistributedDat
 
 
 def needed_model_of(bucket: dist.GradBucket, *, state: object) -> DistributedDataParallel:
-    """Return what `model_of` does; raise if ``gc.freeze()`` has hidden the model."""
+    """Return the DDP model that owns ``bucket``. Raises if ``gc.freeze()`` has hidden it."""
     model = model_of(bucket, state=state)
     if model is None:
         raise UnsupportedConfigurationError(HIDDEN)
@@ -291,7 +301,11 @@ def needed_model_of(bucket: dist.GradBucket, *, state: object) -> DistributedDat
 
 
 def registered_model(state: object) -> DistributedDataParallel:
-    """Return the DDP model whose hook has ``state``. Raises if there is none, or it is hidden."""
+    """Return the DDP model whose hook was registered with ``state``.
+
+    It raises if there is no such model, if ``gc.freeze()`` has hidden it, or if the model's own
+    forward is never called.
+    """
     found = (model for search in _SEARCHES for model in search() if _is_hooked(model, state))
     model = next(found, None)
     if model is None:
@@ -305,16 +319,23 @@ def registered_model(state: object) -> DistributedDataParallel:
 
 
 class OnlyModel:
-    """The one DDP model that a hook's state serves. The state keeps tensors of its buckets."""
+    """The only DDP model that a hook's state serves.
+
+    It is for states that keep tensors of the model's buckets.
+    """
 
     def __init__(self) -> None:
-        # By parameter. The name is "" as long as gc.freeze() hides the model.
+        # The name of each parameter. It is "" if gc.freeze() has hidden the model.
         self.names: Any = WeakTensorKeyDictionary()
-        # A weak reference, called. None before the first bucket.
+        # A weak reference to the model. It returns None before the first bucket.
         self.model: Callable[[], DistributedDataParallel | None] = lambda: None
 
     def enter(self, bucket: dist.GradBucket, state: object) -> DistributedDataParallel | None:
-        """Return the model behind ``bucket`` the first time; refuse a bucket of a second model."""
+        """Register the model that owns ``bucket``, and return it. Refuse a second model.
+
+        Returns None if the bucket's parameters are already known, or if ``gc.freeze()`` has hidden
+        the model.
+        """
         parameters = bucket.parameters()
         if parameters[0] in self.names:
             return None
@@ -342,11 +363,11 @@ class OnlyModel:
 def _holders(
     bucket: dist.GradBucket, models: Iterable[DistributedDataParallel]
 ) -> list[DistributedDataParallel]:
-    """Return those of ``models`` that have the bucket's parameters, and remember them."""
+    """Return the models that have the bucket's parameters, and remember these models."""
     parameter = bucket.parameters()[0]
     found = []
     for model in models:
-        # Where a constructor or a copy of the model has failed half-way, there is no network.
+        # If a constructor or a copy of the model has failed half-way, the model has no network.
         network = vars(model).get(torch_private.SUBMODULES, {}).get("module")
         if network is None:
             continue
@@ -379,11 +400,11 @@ def _all_models() -> list[DistributedDataParallel]:
         classes += type.__subclasses__(each)
     referrers = itertools.chain.from_iterable(itertools.starmap(gc.get_referrers, [classes]))
     collects = gc.isenabled()
-    # The lists that are made below could set off a collection, whose finalizers let other threads
-    # run.
+    # The lists that are created below could trigger a collection, whose finalizers let other
+    # threads run.
     gc.disable()
     try:
-        # Only C code runs until the list is made, and only the list is left of it afterwards.
+        # Only C code runs until the list exists, and nothing else is left afterwards.
         return list(_of_types(frozenset(classes), *itertools.tee(referrers)))
     finally:
         if collects:
@@ -391,11 +412,14 @@ def _all_models() -> list[DistributedDataParallel]:
 
 
 def _of_types(types: frozenset[type], objects: Iterator[Any], same: Iterator[Any]) -> Iterator[Any]:
-    """Select by type. `isinstance` would run the ``__class__`` property of lazy objects."""
+    """Select the objects that have one of ``types``.
+
+    `isinstance` would run the ``__class__`` property of lazy objects.
+    """
     return itertools.compress(objects, map(types.__contains__, map(type, same)))
 
 
-# Where to search for a model, the cheap place first.
+# The searches for a model, cheapest first.
 _SEARCHES: tuple[Callable[[], list[DistributedDataParallel]], ...] = (
     _remembered_models,
     _all_models,
@@ -403,7 +427,10 @@ _SEARCHES: tuple[Callable[[], list[DistributedDataParallel]], ...] = (
 
 
 def named_parameters_of(network: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield parameters without setting off the pending update of a decoupled model."""
+    """Yield the names and parameters of ``network``, without triggering pending updates.
+
+    A decoupled model has such updates.
+    """
     for prefix, module in network.named_modules():
         own = torch_private.own_parameters(module)
         # A scripted module has no dictionary here, and no guards.
@@ -413,7 +440,7 @@ def named_parameters_of(network: torch.nn.Module) -> Iterator[tuple[str, torch.T
 
 
 def names_of(parameters: list[torch.Tensor], network: torch.nn.Module) -> str:
-    """Name the first few of ``parameters`` as ``network`` does, for a message."""
+    """Return the names that the first few ``parameters`` have in ``network``, for a message."""
     names = {id(p): name for name, p in named_parameters_of(network)}
     known = [names[id(p)] for p in parameters if id(p) in names]
     if not known:

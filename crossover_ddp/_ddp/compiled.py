@@ -1,4 +1,4 @@
-"""Keeps dynamo out of functions of this package, and makes module hooks that it need not trace."""
+"""Keeps dynamo out of functions of this package, and has module hooks that it need not trace."""
 
 import functools
 from collections.abc import Callable
@@ -10,14 +10,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """Keep dynamo out of ``function``."""
+    """Return ``function`` in a form that dynamo does not trace."""
     return cast(Function, torch.compiler.disable(function))
 
 
 class OwnHook(functools.partial[None]):
-    """A hook of one module, which a copy of the module does not get: the copy's hook does nothing.
+    """A module hook that does nothing in a copy of the module.
 
-    A partial, so that calling the hook runs no Python code of this package.
+    It is a partial, so that calling the hook itself runs no Python code of this package.
     """
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Where the gradients of a DDP bucket lie in its flat buffer."""
+"""Finds the gradients of a DDP bucket in its flat buffer."""
 
 from typing import NamedTuple
 
@@ -12,30 +12,30 @@ from .layout import Span
 
 
 class Content(NamedTuple):
-    """One parameter in a bucket."""
+    """One parameter of a bucket, with its gradient."""
 
     parameter: Tensor
     gradient: Tensor
-    span: Span  # of the gradient in the flat buffer
+    span: Span  # the gradient's place in the flat buffer
 
 
 class Run(NamedTuple):
     """Consecutive elements of a parameter that travel together."""
 
     parameter: Tensor
-    begin: int  # the first element
-    span: Span  # of the elements in the buffer that travels
+    begin: int  # the index of the first element
+    span: Span  # the elements' place in the buffer that travels
 
 
 def part_of(flat: Tensor, span: Span) -> Tensor:
-    """Return a view of the elements of a span."""
+    """Return a view of the elements of ``flat`` that ``span`` covers."""
     return flat[span.start : span.stop]
 
 
 def contents_of(bucket: dist.GradBucket, buffer: Tensor) -> list[Content]:
-    """List the parameters of a bucket, whose gradients follow each other in ``buffer``.
+    """Return the parameters of a bucket, in the order of their gradients in ``buffer``.
 
-    Raises if ``buffer`` has another length than these gradients.
+    Raises if the gradients do not fill ``buffer`` exactly.
     """
     contents = []
     start = 0
@@ -56,10 +56,10 @@ def contents_of(bucket: dist.GradBucket, buffer: Tensor) -> list[Content]:
 
 
 def _as_parameter(parameter: Tensor, gradient: Tensor, part: Tensor) -> Tensor:
-    """Return the gradient in the memory order of the parameter, as DDP lays it out in the buffer.
+    """Return the gradient in the parameter's memory order, as DDP lays it out in the buffer.
 
-    ``bucket.gradients()`` has the parameter's shape, but reads the elements in contiguous order
-    whatever the parameter's own order is.
+    The tensors in ``bucket.gradients()`` have the parameters' shapes. But they read the elements in
+    contiguous order, whatever order the parameter itself has.
     """
     if parameter.is_contiguous() or parameter.is_complex():
         return gradient
@@ -67,19 +67,22 @@ def _as_parameter(parameter: Tensor, gradient: Tensor, part: Tensor) -> Tensor:
 
 
 def view_of(part: Tensor, parameter: Tensor) -> Tensor:
-    """View a part of a flat buffer as DDP lays out the gradient of ``parameter`` in it."""
+    """Return ``part`` of a flat buffer as a view with the shape of ``parameter``.
+
+    The strides are the ones that DDP uses for the gradient of ``parameter``.
+    """
     return part.as_strided(parameter.shape, _strides_in_bucket(parameter))
 
 
 def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
     if parameter.is_contiguous() or is_dense(parameter):
         return parameter.stride()
-    # The parameter has gaps or overlaps: DDP takes the contiguous order.
+    # The parameter has gaps or overlaps, so DDP uses contiguous order.
     return torch.empty(parameter.shape, device="meta").stride()
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill their memory, in any order, without gaps or overlaps."""
+    """Return whether the elements fill their memory without gaps or overlaps, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

@@ -1,22 +1,22 @@
 """Compares the parameters of all ranks, in some steps. Our design.
 
-[Note: digests] In a model's steps 1, 2, 4, 8, … and in every thousandth each rank sums the bits of
-its parameters. The ranks' sums travel behind the last bucket of the next step, some bytes each: one
-number for trained parameters, one for frozen ones. A rank that does not know its model, or that is
-not to compare, sends 0, and then nothing is compared. So all ranks send equally often, whatever
-each of them knows.
+[Note: digests] In a model's steps 1, 2, 4, 8, … and in every thousandth step, each rank sums the
+bits of its parameters. The ranks' sums travel behind the last bucket of the next step. They take
+only a few bytes: one number for trained parameters and one for frozen ones. A rank that does not
+know its model, or that is not to compare, sends 0, and then nothing is compared. So all ranks send
+equally often, whatever each of them knows.
 
-[Note: moments] Parameters may differ on purpose while gradients travel. SAM perturbs them by a
-gradient of each rank's own; adversarial weight perturbation and weight noise do the same. All put
-the parameters back before ``step()``, or in it. So ranks sum at several moments, see `Moment`, and
-only a difference at all of them is an error. Where no optimizer has stepped (a GradScaler skips, a
-script updates by hand), the next steps are compared as well, and from then on the beginning of
-forward is a moment.
+[Note: moments] Parameters may differ on purpose while gradients travel. SAM perturbs them by each
+rank's own gradient. Adversarial weight perturbation and weight noise perturb them too. All of these
+restore the parameters before ``step()``, or in it. So ranks sum at several moments, see `Moment`,
+and only a difference at all of them is an error. If no optimizer has stepped (a GradScaler skips, a
+script updates by hand), the next steps are compared as well. From then on the beginning of forward
+is a moment too.
 
-With owners the end of ``step()`` is no moment: the step sends the owners' values to all ranks,
-whatever these had before.
+With owners the end of ``step()`` is not a moment: the step sends the owners' values to all ranks,
+whatever values these had before.
 
-Frozen parameters that differ are a warning only. DDP does not train them, and adapters that are
+Frozen parameters that differ only cause a warning. DDP does not train them, and adapters that are
 merged and taken out again leave a rounding error.
 """
 
@@ -41,17 +41,18 @@ from .compiled import OwnHook, uncompiled
 logger = logging.getLogger(__name__)
 
 COMPARED_EVERY: Final = 1000
-_NAMED: Final = 3  # parameters that an error names
-_STEPS_WITHOUT_OPTIMIZER: Final = 3  # compared before a difference counts without step()
-_KINDS: Final = 2  # of digests: of trained parameters and of frozen ones
-# Sends an object to all ranks, and returns the objects of all ranks.
+_NAMED: Final = 3  # the number of parameters that an error names
+_STEPS_WITHOUT_OPTIMIZER: Final = 3  # steps to compare until a difference counts without step()
+_KINDS: Final = 2  # one digest for trained parameters, one for frozen ones
+# A function that sends an object to all ranks, and returns the objects of all ranks.
 GatherObjects = Callable[[Any], list[Any]]
 
 
 class Moment(enum.IntEnum):
-    """When parameters are summed, in the order of preference for an error's list of names.
+    """The points in time at which parameters are summed.
 
-    The moments lie between the last bucket of the compared step and that of the next one.
+    They lie between the last bucket of the compared step and the last bucket of the next step. They
+    are in order of preference: an error names the parameters that differ at the first of them.
     """
 
     STEP_BEGINS = 0  # an optimizer's step() begins, the first time
@@ -61,12 +62,12 @@ class Moment(enum.IntEnum):
 
 
 def is_compared(step: int) -> bool:
-    """Return whether parameters are compared in a step, see [Note: digests]."""
+    """Return whether parameters are compared in ``step``, see [Note: digests]."""
     return step & (step - 1) == 0 or step % COMPARED_EVERY == 0
 
 
 class Sums(NamedTuple):
-    """The sum of each parameter's bits at one moment, by name."""
+    """The sums of all parameters' bits at one moment, with the parameters' names."""
 
     names: Sequence[str]
     is_trained: Sequence[bool]
@@ -74,7 +75,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor], device: torch.device) -> "Sums":
-        """Sum the bits of ``parameters``, given by name. The sums are on ``device``."""
+        """Sum the bits of ``parameters``, whose keys are names. The sums are on ``device``."""
         values = [fingerprint(each).to(device) for each in parameters.values()]
         trained = [each.requires_grad for each in parameters.values()]
         return cls([*parameters], trained, torch.stack(values))
@@ -82,7 +83,7 @@ class Sums(NamedTuple):
     def digests(self) -> Tensor:
         """Return one number for trained parameters and one for frozen ones. Neither is 0."""
         device = self.values.device
-        # Odd factors, so that values that change places change the digest.
+        # The factors are odd and all different, so that the digest changes if values change places.
         factors = torch.arange(1, 2 * len(self.values), 2, device=device)
         trained = torch.tensor(self.is_trained, device=device)
         both = torch.stack([(self.values * factors * mask).sum() for mask in (trained, ~trained)])
@@ -90,15 +91,15 @@ class Sums(NamedTuple):
 
 
 class Digests:
-    """The comparisons of one model, see [Note: digests]."""
+    """Compares one model's parameters between ranks, see [Note: digests]."""
 
     def __init__(self) -> None:
-        # Steps that the model has taken so far.
+        # The number of steps that the model has taken so far.
         self.steps = 0
-        # A comparison whose sums are still to be sent.
+        # The comparison whose sums are still to be sent.
         self.comparison: Comparison | None = None
-        # None before the search for the model, which happens once. Returns None if the model has
-        # gone, or if gc.freeze() hides it.
+        # None until the model was searched for, which happens once. Then a function, which returns
+        # None if the model has gone or gc.freeze() has hidden it.
         self._ddp: Callable[[], DistributedDataParallel | None] | None = None
         self._has_warned = False
 
@@ -110,21 +111,23 @@ class Digests:
         begin: Callable[..., Any],
         at_each_step: Callable[..., Any],
     ) -> Callable[[GatherObjects], None] | None:
-        """Send the sums of the previous step if it was compared. Begin to sum if this one is.
+        """Send the previous step's sums if it was compared, and begin to sum if this step is.
 
-        Call it in the hook of the last bucket, where there is a ``comparison`` or `is_compared`.
+        Call it in the hook of a step's last bucket, if there is a ``comparison`` or if
+        `is_compared` is true for the step.
 
         Args:
             bucket: the last bucket of a step.
-            group: the ranks that are compared.
+            group: the process group whose ranks are compared.
             state: the hook's state. Its ``compare_replicas`` decides whether parameters are
-                compared; where it has none, ``CROSSOVER_COMPARE_REPLICAS`` does.
-            begin: see `Exchange.begin`.
-            at_each_step: see that in ``_engine/observe.py``.
+                compared. If that is missing or None, ``CROSSOVER_COMPARE_REPLICAS`` decides.
+            begin: the method `Exchange.begin`.
+            at_each_step: the function `at_each_step` in ``_engine/observe.py``.
 
         Returns:
-            None if nothing was sent, else a function that examines the ranks' digests and raises a
-            difference on all ranks. All ranks of ``group`` must call it.
+            None if nothing was sent. Otherwise a function that examines the digests of all ranks.
+            If trained parameters differ, it raises on all ranks. All ranks of ``group`` must call
+            it.
         """
         look = None
         if self.comparison is not None:
@@ -171,7 +174,7 @@ class Digests:
     def _compared_model(
         self, bucket: dist.GradBucket, state: object
     ) -> DistributedDataParallel | None:
-        """Return the model; None if it was not found, or is not to be compared."""
+        """Return the model, or None if it was not found or must not be compared."""
         wanted = getattr(state, "compare_replicas", None)
         if wanted is None:
             wanted = environment.is_set(environment.COMPARE_REPLICAS, default="1")
@@ -183,7 +186,7 @@ class Digests:
     def _report(self, step: int, sums: Sums | None, gather_objects: GatherObjects) -> None:
         """Raise on all ranks, or warn if only frozen parameters differ. **Collective**.
 
-        ``sums``: this rank's, of the first moment at which all ranks have summed.
+        ``sums`` has this rank's sums at the first moment at which all ranks have summed.
         """
         model = None if self._ddp is None else self._ddp()
         unknown = unknown_to_ddp(model) if model is not None else ()
@@ -205,15 +208,15 @@ class Digests:
 
 
 class Comparison:
-    """The sums of one step's parameters at several moments, see [Note: moments].
+    """The sums of a step's parameters at several moments, see [Note: moments].
 
-    Made in the hook of the step's last bucket.
+    Create it in the hook of the step's last bucket.
 
     Args:
-        step: the step that is compared.
-        model: the model whose parameters are summed. None: this rank sums nothing.
-        device: where the sums are.
-        at_each_step: see that in ``_engine/observe.py``.
+        step: the number of the step that is compared.
+        model: the model whose parameters are summed; None if this rank sums nothing.
+        device: the device that holds the sums.
+        at_each_step: the function `at_each_step` in ``_engine/observe.py``.
     """
 
     def __init__(
@@ -228,7 +231,8 @@ class Comparison:
         self._device = device
         # A moment is missing where this rank has not summed.
         self.sums_at: dict[Moment, Sums] = {}
-        # How often ranks have compared their sums: once a step, until they are settled.
+        # How often the ranks have compared their sums. They do so once a step, until the comparison
+        # is settled.
         self._times_compared = 0
         # Functions that remove the hooks of this comparison.
         self._leave: list[Callable[[], object]] = []
@@ -241,7 +245,7 @@ class Comparison:
             )
 
     def sum_again(self) -> None:
-        """Sum up to the last bucket of the next step as well, also where forward begins."""
+        """Keep summing up to the last bucket of the next step, and also when forward begins."""
         self.sums_at.clear()
         model = self._model()
         if model is not None and self._times_compared == 1:
@@ -271,7 +275,7 @@ class Comparison:
             self._sum(Moment.FORWARD_BEGINS)
 
     def _sum(self, moment: Moment) -> None:
-        """Sum the parameters as they are now, if they are to be compared at all."""
+        """Sum the parameters as they are now, if they can be compared now."""
         self.sums_at.pop(moment, None)
         parameters = _compared(self._model())
         if parameters:
@@ -279,19 +283,20 @@ class Comparison:
 
 
 class _Found:
-    """The digests of all ranks, compared.
+    """The result of comparing the digests of all ranks.
 
     Args:
-        table: by rank, moment and kind of parameters a digest, or 0 where the rank has not summed.
+        table: the digests, indexed by rank, moment and kind of parameters. A digest is 0 where the
+            rank has not summed.
     """
 
     def __init__(self, table: list[list[list[int]]]) -> None:
         by_moment = [*zip(*table, strict=True)]
-        # Moments at which all ranks have summed.
+        # The moments at which all ranks have summed.
         known = [
             moment for moment in Moment if all(0 not in digests for digests in by_moment[moment])
         ]
-        # Whether all ranks have summed around a step of an optimizer.
+        # Whether all ranks have summed at the beginning or at the end of an optimizer's step.
         self.has_step = Moment.STEP_BEGINS in known or Moment.STEP_ENDS in known
         # Whether parameters of one kind differ at all known moments.
         self.differs = False
@@ -301,23 +306,24 @@ class _Found:
             ]
             if known and all(different):
                 self.differs = True
-        # The moment whose sums a report compares by name. Only used where parameters differ.
+        # The moment whose sums a report compares by name. It is only used if parameters differ.
         self.first = known[0] if known else Moment.STEP_BEGINS
 
 
 class _Difference(NamedTuple):
-    name: str  # of a parameter
+    name: str  # the parameter's name
     is_trained: bool
     is_unknown_to_ddp: bool
-    ranks: list[list[int]]  # the ranks of each list have the same bits
+    ranks: list[list[int]]  # the ranks in each list have the same bits
 
 
 def _differing(
     by_rank: list[tuple[dict[str, int], dict[str, bool], Sequence[str]]],
 ) -> list[_Difference]:
-    """Return the parameters whose sums of bits differ.
+    """Return the parameters whose sums differ between ranks.
 
-    ``by_rank``: sums, whether trained, names that DDP does not know; see `Digests._report`.
+    ``by_rank`` has three entries for each rank: the sum of each parameter, whether each parameter
+    is trained, and the names of the parameters that DDP does not know. See `Digests._report`.
     """
     found = []
     for name in dict.fromkeys(name for sums, _, _ in by_rank for name in sums):
@@ -332,7 +338,7 @@ def _differing(
 
 
 def _raise(step: int, differing: Sequence[_Difference]) -> None:
-    """Raise on all ranks, with the names of the parameters that differ."""
+    """Raise `ReplicasDifferError` with the names of the parameters that differ."""
     first = differing[0]
     names = _listed([each.name for each in differing])
     text = (
@@ -358,7 +364,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _compared(model: DistributedDataParallel | None) -> dict[str, Tensor]:
-    """Return the parameters that must be equal on all ranks now; empty to compare none."""
+    """Return the parameters that must be equal on all ranks now, by name.
+
+    The dictionary is empty if no parameters can be compared now.
+    """
     if model is None or is_joined(model):
         return {}
     ignored = getattr(model, torch_private.IGNORED_NAMES, ())
@@ -369,7 +378,10 @@ def _compared(model: DistributedDataParallel | None) -> dict[str, Tensor]:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Sum the bits of ``tensor`` as integers: in any order the same, and equal for equal NaNs."""
+    """Return the sum of the bits of ``tensor`` as integers.
+
+    The sum is the same in any order of addition, and equal for equal NaNs.
+    """
     values = tensor.detach()
     if hasattr(values, "to_local"):  # the part of a DTensor that is on this rank
         values = values.to_local()

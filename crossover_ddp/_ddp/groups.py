@@ -1,4 +1,4 @@
-"""Process groups: their end, the end of their collectives, a job's name, comparisons of ranks."""
+"""Helpers for process groups: their end, a job's name, and comparisons between ranks."""
 
 import contextlib
 import logging
@@ -21,16 +21,16 @@ _log = logging.getLogger(__name__)
 
 _JOB_KEY: Final = "crossover-timeline-job"
 _LET_GO_S: Final = 0.1
-_LONGEST: Final = 300  # characters of one rank's value in an error
+_LONGEST: Final = 300  # the number of characters that an error shows of one rank's value
 
 
 def on_destruction(
     process_group: dist.ProcessGroup, end: Callable[[], Any], *, at_exit: bool = True
 ) -> Callable[[], object]:
-    """Call ``end`` in ``destroy_process_group``, or at exit if ``at_exit``.
+    """Have ``end`` called once: in ``destroy_process_group``, or at exit if ``at_exit`` is true.
 
-    A group object that a DDP model has used is never collected (torch 2.15), so a finalizer of the
-    group itself would not run. But torch's registry holds the only handle of the group's store, and
+    A group object that a DDP model has used is never collected (torch 2.15), so a finalizer for the
+    group itself would not run. But torch's registry has the only handle to the group's store, and
     drops it when the group is destroyed. The ranks of a default group leave together after ``end``,
     see [Note: the life before] in `leaving`.
 
@@ -38,7 +38,7 @@ def on_destruction(
         A function that cancels the call.
     """
     with contextlib.suppress(KeyError, TypeError, ValueError):
-        # Registered first, since the finalizers of one store run in reverse order.
+        # This must be registered first, since the finalizers of a store run in reverse order.
         with contextlib.suppress(RuntimeError):  # the store's process has ended
             leave_together(process_group)
         finalizer = weakref.finalize(process_group_store(process_group), end)
@@ -48,21 +48,21 @@ def on_destruction(
 
 
 def let_collectives_go(process_group: dist.ProcessGroup) -> None:
-    """Wait a moment after collectives of a group, because the process may end now.
+    """Wait until gloo has released the group's last collectives, because the process may end now.
 
-    gloo's threads release a collective shortly after it has ended. They abort a process that exits
-    before (https://github.com/pytorch/pytorch/pull/179291). gloo does not report the release, hence
-    a fixed wait. Other backends need none.
+    gloo's threads release a collective shortly after it has ended. If the process exits earlier,
+    they abort it (https://github.com/pytorch/pytorch/pull/179291). gloo does not report the
+    release, so the wait has a fixed length. Other backends need no wait.
     """
     if "gloo" in dist.get_backend(process_group):
         time.sleep(_LET_GO_S)
 
 
 def job_name(process_group: dist.ProcessGroup) -> str | None:
-    """Return a name that no other job has, chosen by the first rank that asks for it.
+    """Return a name that no other job has. The first rank that asks for it chooses it.
 
-    Waits for no other rank. None where the store cannot do that; a timeline's job is then called
-    after its directory.
+    The call waits for no other rank. It returns None if the store does not support this; the
+    timeline then names the job after its directory.
     """
     try:
         store = process_group_store(process_group)
@@ -76,9 +76,10 @@ def job_name(process_group: dist.ProcessGroup) -> str | None:
 
 
 def compare(group: dist.ProcessGroup, settings: Mapping[str, object]) -> None:
-    """Raise on all ranks of ``group`` unless each setting has the same ``repr`` on all of them.
+    """Compare settings across the ranks of ``group``. Each must have the same ``repr`` on all.
 
-    On failure: ``UnsupportedConfigurationError`` on all ranks. ``ExchangeError`` if a peer is gone.
+    On failure: ``UnsupportedConfigurationError`` on all ranks if a setting differs;
+    ``ExchangeError`` if a peer is gone.
 
     **Collective**.
     """
@@ -94,7 +95,7 @@ def compare(group: dist.ProcessGroup, settings: Mapping[str, object]) -> None:
 
 
 def gather_objects(group: dist.ProcessGroup, value: Value) -> list[Value]:
-    """Return the ``value`` of each rank of ``group``, by rank. **Collective**.
+    """Return a list with the ``value`` of each rank of ``group``, in rank order. **Collective**.
 
     On failure: ``ExchangeError`` if a peer is gone.
     """

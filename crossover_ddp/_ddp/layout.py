@@ -1,4 +1,7 @@
-"""Cuts a flat buffer into consecutive parts, one per rank. Pure: no tensors, no processes."""
+"""Cuts a flat buffer into consecutive parts, one per rank.
+
+Pure: it needs neither tensors nor processes.
+"""
 
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -13,7 +16,7 @@ class Span(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return self.stop - self.start
 
 
@@ -21,7 +24,8 @@ class Span(NamedTuple):
 def equal_lengths(numel: int, parts: int, multiple: int = 1) -> tuple[int, ...]:
     """Return the length of each part, in elements.
 
-    All parts are equal, and multiples of ``multiple``; the remainder is added to the last one.
+    All parts are equally long, and their length is a multiple of ``multiple``. Only the last part
+    also gets the remainder.
     """
     share = numel // parts // multiple * multiple
     return (*(share,) * (parts - 1), numel - share * (parts - 1))
@@ -29,6 +33,6 @@ def equal_lengths(numel: int, parts: int, multiple: int = 1) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def spans_of(lengths: tuple[int, ...]) -> tuple[Span, ...]:
-    """Return the span of each part, in the order of ranks."""
+    """Return the span of each part, in rank order."""
     stops = accumulate(lengths)
     return tuple([Span(stop - length, stop) for length, stop in zip(lengths, stops, strict=True)])

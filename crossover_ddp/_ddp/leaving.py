@@ -1,21 +1,21 @@
-"""The ranks of a job leave its default process group together, and remove its keys from the store.
+"""Lets the ranks of a job leave their default process group together, and removes its keys.
 
-[Note: the life before] A process may destroy its default group and make another one. Torch gives
-the store's keys of both lives the same names: the addresses of gloo's ranks, NCCL's id. The store
-often outlives the group: torchrun holds it, or rank 0, as long as a DDP model of the former life
-exists. A rank that begins a life before its peers do then reads an address of the life before, and
-connects to a rank that has closed. The difference is milliseconds, and our threads take some of
-them to end. So all ranks wait for each other in ``destroy_process_group``, rank 0 removes the
-group's keys, and then they return.
+[Note: the life before] A process may destroy its default group and create another one. Torch gives
+the keys in the store (the addresses of gloo's ranks, NCCL's id) the same names in both lives. The
+store often outlives the group: torchrun holds it, or rank 0 does as long as a DDP model of the
+previous life exists. If a rank begins its next life earlier than its peers do, it then reads an
+address from the previous life, and connects to a rank that has closed. The difference is a matter
+of milliseconds, and our threads take some of them to end. So all ranks wait for each other in
+``destroy_process_group``, rank 0 removes the group's keys, and then they return.
 
-Rank 0's store ends a moment later where no model keeps it. A rank that connects to it in this
-moment loses its next group, so the other ranks give rank 0 a lead: they return when its store has
-ended, or after `_LEAD_S`.
+If no model keeps rank 0's store, it ends a moment later. A rank that connects to it in this moment
+loses its next group, so the other ranks give rank 0 a lead: they return when its store has ended,
+or after `_LEAD_S`.
 
 A rank that has waited for `_TOGETHER_S` leaves alone. Then rank 0 removes no key, since the ranks
-that have left may be making their next group. A rank that leaves because of an exception
-(``finally: destroy_process_group()``) waits for no other. Another may be blocked in a collective
-until this rank has gone. Our design.
+that have left may already be creating their next group. A rank that leaves because of an exception
+(``finally: destroy_process_group()``) does not wait, because another rank may be blocked in a
+collective until this rank has gone. Our design.
 """
 
 import contextlib
@@ -35,30 +35,31 @@ from crossover_ddp._system.stores import innermost
 from .torch_private import process_group_store
 
 _TOGETHER_S: Final = 10.0  # how long a rank waits for the others
-_ANSWER_S: Final = 1.0  # without an answer for so long, the store's process is stopped
+_ANSWER_S: Final = 1.0  # if the store does not answer for this long, its process is stopped
 _LEAD_S: Final = 0.3
-# The polling interval of the store begins short and doubles.
+# The interval at which the store is polled begins short and doubles.
 _SHORTEST_POLL_S: Final = 5e-4
 _LONGEST_POLL_S: Final = 2e-2
-# Keys of the store. Behind those of _WAITS and _READ stands a rank.
+# Keys in the store. A rank is appended to _WAITS and _READ.
 _LEAVING: Final = "crossover-leaving/"
 _WAITS: Final = (
     f"{_LEAVING}waits/"  # _YES while the rank waits for rank 0, _GONE if it has given up
 )
-_READ: Final = f"{_LEAVING}read/"  # the rank has read _FREE, and asks the store nothing more
+_READ: Final = f"{_LEAVING}read/"  # the rank has read _FREE, and will ask the store nothing more
 _FREE: Final = f"{_LEAVING}free"  # set by rank 0: the others return when the store has ended
 _YES: Final = "yes"
 _GONE: Final = "gone"
 
-# Stores whose ranks leave together already.
+# The stores whose ranks already leave together.
 _known: "weakref.WeakSet[dist.Store]" = weakref.WeakSet()
 
 
 def leave_together(group: dist.ProcessGroup) -> None:
     """Let the ranks leave together when ``group`` is destroyed.
 
-    They do so after every finalizer of the store that is registered later. Does nothing for a group
-    that is not the default one, and with a store that cannot list its keys. May be called twice.
+    They leave after every finalizer of the store that is registered later. The call does nothing if
+    ``group`` is not the default group or has only one rank, or if its store cannot list its keys.
+    It is safe to call it more than once.
 
     **Collective**, but it waits for no other rank.
     """
@@ -68,19 +69,19 @@ def leave_together(group: dist.ProcessGroup) -> None:
     if not isinstance(innermost(store), dist.TCPStore) or not hasattr(store, "list_keys"):
         return
     _known.add(store)
-    # A connection of our own, which user code cannot block. It does not keep rank 0's server alive.
+    # Our own connection, which user code cannot block. It does not keep rank 0's server alive.
     own = store.clone()
     if group.rank() == 0:
-        # All ranks have made this group, so they have left the life before.
+        # All ranks have created this group, so they have left the previous life.
         _remove(own, _LEAVING)
-    # Not at exit: a process that ends makes no other group.
+    # Not at exit, since a process that ends creates no other group.
     weakref.finalize(store, _leave, own, group.rank(), group.size(), os.getpid()).atexit = False
 
 
 def _leave(store: dist.Store, rank: int, size: int, pid: int) -> None:
     if os.getpid() != pid or sys.exc_info()[0] is not None:
         return
-    # On a thread, since a call of the store blocks while the process that serves it is stopped.
+    # On a thread, since a call to the store blocks while the process that serves it is stopped.
     thread = threading.Thread(
         target=_take_part, args=(store, rank, size), name="crossover-leave", daemon=True
     )
@@ -112,7 +113,7 @@ def _wait_for_rank_0(store: dist.Store, rank: int) -> None:
 
 
 def _free_others(store: dist.Store, others: Sequence[int]) -> None:
-    """Remove the group's keys if all other ranks wait. Let the ranks that wait return."""
+    """Remove the group's keys if all other ranks wait, and let the waiting ranks return."""
     _wait_until_set(store, [f"{_WAITS}{rank}" for rank in others], _TOGETHER_S)
     come = [rank for rank in others if store.check([f"{_WAITS}{rank}"])]
     waiting = [rank for rank in come if store.get(f"{_WAITS}{rank}") == _YES.encode()]
@@ -120,7 +121,7 @@ def _free_others(store: dist.Store, others: Sequence[int]) -> None:
     if are_all:
         _remove(store)
     store.set(_FREE, _YES)
-    # The store may end with this rank. A rank that asks it afterwards prints a traceback.
+    # The store may end with this rank. A rank that asked it afterwards would print a traceback.
     if (
         waiting
         and _wait_until_set(store, [f"{_READ}{rank}" for rank in waiting], _ANSWER_S)
@@ -130,9 +131,9 @@ def _free_others(store: dist.Store, others: Sequence[int]) -> None:
 
 
 def _wait_until_set(store: dist.Store, keys: Sequence[str], timeout_s: float) -> bool:
-    """Wait until all keys are set, and return whether they are.
+    """Wait until all keys are set or the timeout has passed, and return whether they are set.
 
-    Polls, because ``store.wait`` prints a traceback where its timeout passes.
+    It polls the store, because ``store.wait`` prints a traceback when it times out.
     """
     deadline_s = time.monotonic() + timeout_s
     interval_s = _SHORTEST_POLL_S

@@ -3,25 +3,25 @@
 [Note: buffers behind the gradients]
 With ``broadcast_buffers=True`` DDP broadcasts rank 0's buffers when the forward after a
 synchronised step begins. All ranks wait for the broadcast, inside the job's turn, while a sibling's
-gradients are on the link. Mostly the buffers have not changed since the step's last bucket. So rank
-0 sends them behind that bucket. Where DDP would broadcast them, rank 0 broadcasts one byte instead:
-whether the buffers still have the same bits.
+gradients are on the link. Usually the buffers have not changed since the step's last bucket. So
+rank 0 sends them behind that bucket. At the point where DDP would broadcast them, rank 0 broadcasts
+only one byte, which tells whether the buffers still have the same bits.
 
-* If they have, the other ranks copy in the values that have arrived, which overwrites their own
+* If they do, the other ranks copy in the values that have arrived, which overwrites their own
   changes. Then ``require_forward_param_sync`` is set to False, and DDP broadcasts nothing.
-* If they have not (a flag that was set between two steps, a checkpointed segment that was computed
-  again), DDP broadcasts them as without a hook.
+* If they do not (a flag was set between two steps, or a checkpointed segment was computed again),
+  DDP broadcasts them, as it would without a hook.
 
 So every forward begins with the same buffers as with plain DDP, and no buffer changes at any other
 moment. A second forward before backward, a skipped backward, or an evaluation through DDP finds no
-copy, and DDP broadcasts.
+copy, and then DDP broadcasts.
 
-All ranks must do this, or none. It depends on the model's settings, and on whether the model was
-found, which may differ between ranks. So ranks agree once for each model and state, and compare the
-size of the buffers with it.
+Either all ranks must do this or none. It depends on the model's settings, and on whether the model
+was found, which may differ between ranks. So the ranks agree once for each model and state, and at
+the same time compare the sizes of the buffers.
 
 Buffers stay with DDP inside of `Join`, where another rank's buffers may count; if user code has
-registered a buffer hook; with a wrapped hook in `crossover_wrapper`, whose collectives any thread
+registered a buffer hook; if `crossover_wrapper` wraps another hook, whose collectives any thread
 may issue; and on NCCL, where the host must not wait for a byte.
 """
 
@@ -41,11 +41,11 @@ from .digests import Digests
 
 
 class BufferCopy:
-    """Rank 0's buffers of one model at one moment, on their way to the other ranks."""
+    """A copy of one model's buffers on rank 0, which travels to the other ranks."""
 
-    # Returns when the values have arrived. Set by the exchange that sends them.
+    # Blocks until the values have arrived. The exchange that sends them sets it.
     wait: Callable[[], None]
-    # The buffers as bytes. On the ranks that receive them, undefined before `wait` has returned.
+    # The buffers as bytes. On the receiving ranks they are undefined until `wait` has returned.
     flat: torch.Tensor
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, sends: bool) -> None:
@@ -56,18 +56,18 @@ class BufferCopy:
             self.flat = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether these buffers have the bits of the copy. On a device the host waits."""
+        """Return whether ``tensors`` have the bits of the copy. The host waits for a device."""
         return torch.equal(_flat(tensors), self.flat)
 
     def put_in(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Wait for the values and copy them into these buffers."""
+        """Wait for the values, and copy them into ``tensors``."""
         self.wait()
         stops = itertools.accumulate(tensor.nbytes for tensor in tensors)
         values = [
             self.flat[stop - tensor.nbytes : stop].view(tensor.dtype).view(tensor.shape)
             for tensor, stop in zip(tensors, stops, strict=True)
         ]
-        # Autograd may have saved buffers. It must not see a new version, as with DDP's broadcast.
+        # Autograd may have saved buffers. As with DDP's broadcast, it must not see a new version.
         with torch.no_grad(), torch_private.preserved_versions(tuple(tensors)):
             torch._foreach_copy_(list(tensors), values)
 
@@ -77,17 +77,18 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class ModuleBuffers:
-    """The source of one model's buffers: rank 0's, by a copy behind the gradients or from DDP.
+    """Keeps one model's buffers equal to rank 0's, by a copy behind the gradients or through DDP.
 
     Args:
-        bucket: the last bucket of a backward pass of the model.
-        state: the state that the hook was registered with. It distinguishes models that wrap the
-            same module.
+        bucket: the last bucket of one of the model's backward passes.
+        state: the state that the hook was registered with. It tells apart models that wrap the same
+            module.
         sends: whether this is rank 0.
-        byte_device: where the process group can broadcast a tensor without a wait for a device.
+        byte_device: a device on which the process group can broadcast a byte, if possible one that
+            the host need not wait for.
     """
 
-    # Whether the buffers travel behind the last bucket. All ranks must have agreed, see `begin`.
+    # Whether the buffers travel behind the last bucket. All ranks must agree on it, see `begin`.
     travel = False
 
     def __init__(
@@ -99,11 +100,11 @@ class ModuleBuffers:
         self._ignored: frozenset[str] = frozenset(getattr(model, torch_private.IGNORED_NAMES, ()))
         self._sends = sends
         self._byte_device = byte_device
-        # The copy of the last backward pass, until the forward where DDP would broadcast.
+        # The copy from the latest backward pass, until the forward in which DDP would broadcast.
         self._latest: BufferCopy | None = None
 
     def nbytes(self, device: torch.device) -> int:
-        """Return the bytes that this rank would send or receive; 0 if they must stay with DDP."""
+        """Return the total size of the buffers in bytes, or 0 if they must stay with DDP."""
         model = self._model()
         if model is None or not _broadcasts(model):
             return 0
@@ -119,7 +120,7 @@ class ModuleBuffers:
         return sum(tensor.nbytes for tensor in tensors)
 
     def begin(self) -> None:
-        """Let the buffers travel from now on. Call it once all ranks have agreed."""
+        """Let the buffers travel from now on. Call it after all ranks have agreed."""
         model = self._model()
         if model is not None:
             self.travel = True
@@ -127,7 +128,7 @@ class ModuleBuffers:
             model.register_forward_pre_hook(before, prepend=True)
 
     def copy(self) -> BufferCopy | None:
-        """Return a copy of the buffers to be sent; None if they stay with DDP this time."""
+        """Return a copy of the buffers to send, or None if they stay with DDP this time."""
         model = self._model()
         tensors = self._tensors()
         self._latest = None
@@ -136,7 +137,7 @@ class ModuleBuffers:
         return self._latest
 
     def _before_forward(self, *_: Any) -> None:
-        """Replace DDP's broadcast by the copy that has travelled, if rank 0 still has the same."""
+        """Replace DDP's broadcast with the copy, if rank 0's buffers still have the same bits."""
         model = self._model()
         if self._latest is None or model is None or not _broadcasts(model):
             return
@@ -148,8 +149,8 @@ class ModuleBuffers:
         is_old = torch.zeros(1, dtype=torch.uint8, device=self._byte_device)
         if self._sends:
             is_old.fill_(not latest.holds(tensors))
-        # A broadcast like DDP's own: where one rank alone runs a forward, it meets the broadcast of
-        # the other ranks' next forward, as with plain DDP.
+        # A broadcast like DDP's own: if only one rank runs a forward, its broadcast meets the one
+        # in the other ranks' next forward, as with plain DDP.
         dist.broadcast(is_old, group=model.process_group, group_src=0)
         if is_old.item():
             return
@@ -158,21 +159,21 @@ class ModuleBuffers:
         model.require_forward_param_sync = False
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Return the buffers, sorted so that each begins at a multiple of its element's size."""
+        """Return the buffers, sorted so that each begins at a multiple of its element size."""
         module = self._module()
         if module is None:
             return []
-        # Looked up in each step, as DDP does, because a module may have replaced a buffer.
+        # Like DDP, look them up in each step, because a module may have replaced a buffer.
         found = [buffer for name, buffer in module.named_buffers() if name not in self._ignored]
         return sorted(found, key=lambda buffer: -buffer.itemsize)
 
 
 class BehindBuckets:
-    """The traffic of one model behind its last bucket: digests of parameters, and buffers."""
+    """What one model sends behind its last bucket: digests of its parameters, and buffers."""
 
     def __init__(self) -> None:
         self.digests = Digests()
-        # By the state that the model's hook was registered with.
+        # The keys refer to the state that the model's hook was registered with.
         self.buffers: dict[weakref.ref[Any] | None, ModuleBuffers] = {}
 
 

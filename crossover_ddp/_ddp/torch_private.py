@@ -1,19 +1,19 @@
-"""Every private name of torch that this package uses. Modules take them from here.
+"""Every private name of torch that this package uses. Other modules take them from here.
 
-A private name may change or go with any release of torch. So each has a comment with its purpose,
-the damage if it is missing, and the test that guards it. All of them were seen in torch 2.11 to
-2.14 unless the comment gives a version. `tests/unit/ddp/test_torch_private.py` looks each up in
-the installed torch, and fails where a module of the package uses a private name that is not here.
+A private name may change or disappear with any release of torch. So each has a comment with its
+purpose, the damage if it is missing, and the test that guards it. All of them exist in torch 2.11
+to 2.14 unless the comment gives a version. `tests/unit/ddp/test_torch_private.py` looks each up in
+the installed torch, and fails if a module of the package uses a private name that is not here.
 
-Functions are bound under a name without underscore. Attributes that may be missing are strings, for
-``getattr``. Attributes that must be there are C functions of `operator`. No Python code of this
+Functions are bound to a name without an underscore. Attributes that may be missing are strings, for
+``getattr``. Attributes that must exist are C functions from `operator`. No Python code of this
 module runs in a training step.
 
-[Note: relied on without a name] Three more facts are private to torch without being names:
+[Note: relied on without a name] The package relies on three more facts that are private to torch:
 
 * ``torch.optim.optimizer`` and ``torch.optim.lr_scheduler`` wrap ``Optimizer.step`` in functions
-  whose code is called "wrapper". `stripped` in `_owners/optimizer.py` takes them off; without them
-  it returns the function as it is. Guard: tests/unit/owners/test_optimizer.py.
+  whose code is called "wrapper". `stripped` in `_owners/optimizer.py` removes these wrappers;
+  without any, it returns the function unchanged. Guard: tests/unit/owners/test_optimizer.py.
 * A live DDP model refers to its class, so the garbage collector finds it, see
   [Note: finding the model] in `checks.py`. Guard: tests/unit/ddp/test_model_search.py.
 * DDP compares the annotations of a hook as objects. Guard: tests/conformance.
@@ -32,9 +32,9 @@ from torch.optim import optimizer as torch_optimizer
 
 # --- process groups ---
 
-# The store of a process group. Torch's registry drops the only handle of it in
-# destroy_process_group, which is how the package notices the end of a group, and job names and
-# turns travel through it. Without it: no import of the package.
+# Returns the store of a process group. In destroy_process_group torch's registry drops the only
+# handle to it, which is how the package notices the end of a group. Job names and turns travel
+# through the store. Without it: the package cannot be imported.
 # Guards: tests/journeys/test_ends.py, tests/unit/ddp/test_leaving.py.
 process_group_store: Callable[[dist.ProcessGroup], dist.Store] = (
     distributed_c10d._get_process_group_store
@@ -42,36 +42,37 @@ process_group_store: Callable[[dist.ProcessGroup], dist.Store] = (
 
 # --- DistributedDataParallel ---
 
-# Pairs of hook and state that were registered with a model. They distinguish models that wrap the
-# same module. Without them: checkpoint() and restore() report that the hook is not registered.
+# The pairs of hook and state that were registered with a model. They tell apart models that wrap
+# the same module. Without them: checkpoint() and restore() report that the hook is not registered.
 # Guard: tests/unit/ddp/test_model_search.py.
 COMM_HOOKS: Final = "_comm_hooks"
 
-# Whether the model is inside of Join. Without it: Join counts as not entered, and buffers stay with
-# DDP.
+# The configuration that tells whether the model is inside of Join. Without it: Join counts as not
+# entered, and buffers stay with DDP.
 # Guards: tests/journeys/test_replicas.py, the joined cases of tests/conformance.
 JOIN_CONFIG: Final = "_join_config"
 
 # A method of the reducer that lists the parameters of each bucket. It finds parameters whose
-# requires_grad was set after the model was wrapped. Without it: the error about parameters that
-# differ does not name this cause. Guard: tests/journeys/test_replicas.py, "unfrozen".
+# requires_grad was set after the model was wrapped. Without it: an error about differing parameters
+# does not name this cause. Guard: tests/journeys/test_replicas.py, "unfrozen".
 ZERO_BUCKETS: Final = "_get_zeros_like_grad_buckets"
 
-# Names of parameters and buffers that DDP leaves alone, by the model's
-# _set_params_and_buffers_to_ignore_for_model. Without it: they are compared like the others.
+# The names of parameters and buffers that DDP leaves alone, as set by the model's
+# _set_params_and_buffers_to_ignore_for_model. Without it: they are compared like all others.
 # Guard: tests/journeys/test_replicas.py, "on purpose".
 IGNORED_NAMES: Final = "parameters_to_ignore"
 
-# Whether DDP broadcasts rank 0's buffers before a forward. Since 2.14; before, broadcast_buffers
-# alone decides. Guard: tests/multiprocess/test_module_buffers.py.
+# Whether DDP broadcasts rank 0's buffers before a forward. It exists since 2.14; in earlier
+# versions broadcast_buffers alone decides. Guard: tests/multiprocess/test_module_buffers.py.
 FORWARD_SYNC_BUFFERS: Final = "forward_sync_buffers"
 
 # A buffer hook that user code has registered; such buffers stay with DDP. Without it: our copy
 # would replace the hook. Guard: tests/multiprocess/test_module_buffers.py, "buffer_hook".
 BUFFER_HOOK: Final = "buffer_hook"
 
-# Whether this forward of DDP would broadcast buffers, and the flag that it looks at: setting it to
-# False replaces the broadcast by our copy. Without one of them: buffers stay with DDP.
+# A method that returns whether this forward of DDP would broadcast buffers, and the flag that it
+# reads. We set the flag to False when our copy replaces the broadcast. Without either: buffers stay
+# with DDP.
 # Guard: tests/multiprocess/test_module_buffers.py.
 is_broadcast_due: Callable[[DistributedDataParallel], bool] = operator.methodcaller(
     "_check_sync_bufs_pre_fwd"
@@ -85,45 +86,45 @@ NEEDED_FOR_BUFFERS: Final = (
 
 # --- modules and tensors ---
 
-# A module's own parameters and submodules by name, read past the guards of a decoupled model, and
-# where a constructor or a copy of DDP has failed half-way. Without them: nothing works.
-# Guard: tests/unit/ddp/test_model_search.py.
+# A module's own parameters and submodules by name. Reading them bypasses the guards of a decoupled
+# model, and is safe even if a constructor or a copy of DDP has failed half-way. Without them:
+# nothing works. Guard: tests/unit/ddp/test_model_search.py.
 own_parameters: Callable[[torch.nn.Module], Any] = operator.attrgetter("_parameters")
 SUBMODULES: Final = "_modules"
 
-# The version counter, which notices in-place changes by user code. Without it: nothing works.
+# The version counter, which reveals in-place changes by user code. Without it: nothing works.
 # Guard: tests/multiprocess/test_written_between_steps.py.
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
-# A context manager inside which tensors can be written without a new version. Autograd may have
-# saved buffers when they are replaced, as with DDP's own broadcast. Without it: buffers stay with
+# A context manager that lets us write tensors without giving them a new version. Autograd may have
+# saved the buffers that are overwritten, as with DDP's own broadcast. Without it: buffers stay with
 # DDP. Guard: tests/multiprocess/test_module_buffers.py, "between_steps".
 preserved_versions: Final[Any] = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
 
-# Set on parameters that torch.distributed.optim updates inside of backward. Replicas are not
-# compared then. Without it: they are compared while they change.
+# An attribute of parameters that torch.distributed.optim updates inside of backward. Replicas with
+# such parameters are not compared. Without it: they are compared while they change.
 # Guard: tests/unit/ddp/test_torch_private.py alone.
 IN_BACKWARD_OPTIMIZERS: Final = "_in_backward_optimizers"
 
-# Whether a profiler is on; parts of a step have spans only then. Without it (bool() is False): no
-# spans. Guard: tests/unit/ddp/test_torch_private.py alone.
+# Returns whether a profiler is on. Only then do the parts of a step have spans. Without it, bool()
+# returns False: no spans. Guard: tests/unit/ddp/test_torch_private.py alone.
 profiler_is_on: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", bool)
 
 # --- optimizers ---
 
-# Schedulers warn if the optimizer lacks this mark of a step. Without it: a warning by torch.
+# Marks that step() was called; schedulers warn if the optimizer lacks it. Without it: torch warns.
 # Guard: tests/unit/ddp/test_torch_private.py alone.
 STEP_WAS_CALLED: Final = "_opt_called"
 
-# Hooks of one optimizer's step, and those of all optimizers. Owners refuse them, since parameters
-# are not updated when torch calls them. Without them: hooks are not noticed.
+# The step hooks of one optimizer, and those of all optimizers. Owners refuse such hooks, since the
+# parameters are not yet updated when torch calls them. Without these names: hooks go unnoticed.
 # Guard: tests/unit/owners/test_states.py, "hooks_of_muons_step".
 STEP_HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 GLOBAL_STEP_HOOKS: Final = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 optimizer_module: Final = torch_optimizer
 
-# The functions that torch.optim.Muon is made of, see [Note: torch's own arithmetic] in
-# `_owners/muon.py`. None where torch lacks them; MuonState then raises
+# The functions that torch.optim.Muon consists of, see [Note: torch's own arithmetic] in
+# `_owners/muon.py`. They are None if torch lacks them; MuonState then raises
 # UnsupportedConfigurationError. Guards: `check_torch`, tests/multiprocess/test_owners.py.
 _muon: Final = getattr(torch.optim, "_muon", None)
 newton_schulz: Final[Callable[..., Tensor] | None] = getattr(

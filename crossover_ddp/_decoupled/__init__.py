@@ -1,5 +1,5 @@
 """Deferred updates: buckets between backward, ``step()`` and the next forward, and guarded reads.
 
-Not here: the journeys and the states that users make (`crossover_ddp.decoupled_hooks` and
-`crossover_ddp.owner_hooks`), and taking an optimizer's step in parts (`_owners.optimizer`).
+The journeys, and the states that users create, are in `crossover_ddp.decoupled_hooks` and
+`crossover_ddp.owner_hooks`. `_owners.optimizer` takes an optimizer's step in parts.
 """

@@ -1,8 +1,8 @@
-"""Clips the norm of all gradients together, by parts on each rank or by whole gradients.
+"""Clips the total norm of all gradients, from each rank's parts or from whole gradients.
 
-[Note: one norm] A clock may decide whether a step is deferred, and the results of a run must not
-depend on it. So norms are summed in float64, over the same elements in any order, and rounded to
-the gradients' type at the end.
+[Note: one norm] A clock may decide whether a step is deferred, but the results of a run must not
+depend on the clock. So powers are summed in float64 over the same elements, in any order, and the
+norm is rounded to the gradients' type at the end.
 """
 
 import functools
@@ -26,20 +26,20 @@ def clip(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
-    """Clip gradients, see `DecoupledState.clip_grad_norm_`.
+    """Clip gradients; see `DecoupledState.clip_grad_norm_`.
 
-    Each rank reads its own parts, unless some rank has completed its gradients.
+    Each rank reads only its own parts, unless some rank has already completed its gradients.
 
-    **Collective**: three numbers per rank are exchanged.
+    **Collective**: each rank exchanges three numbers.
     """
-    with pending.lock:  # a thread that saves would complete gradients in the middle
+    with pending.lock:  # a thread that saves a checkpoint could complete gradients meanwhile
         pending.collect()
         buckets = pending.awaiting_step
         parameters = pending.parameters()
         _check_real(buckets, norm_type)
         pieces = [piece for each in buckets for piece in each.own_pieces()]
         summed = _sum_of_powers(pieces, norm_type, parameters[0].device)
-        # gloo's maximum loses NaN, so NaN travels beside the sums.
+        # gloo's maximum drops NaN, so a separate number says whether there is one.
         is_nan = summed.isnan()
         is_whole = torch.full_like(summed, not buckets)
         exchanged = torch.stack((summed.nan_to_num(nan=0.0, posinf=math.inf), is_nan, is_whole))
@@ -58,14 +58,14 @@ def clip(
                 return torch.zeros(())
             summed = _sum_of_powers(gradients, norm_type, gradients[0].device)
             norm = _root(summed, norm_type, [gradient.dtype.to_real() for gradient in gradients])
-        if error_if_nonfinite and not bool(norm.isfinite()):  # torch raises it for the same reason
+        if error_if_nonfinite and not bool(norm.isfinite()):  # torch raises RuntimeError here, too
             raise RuntimeError(
                 "expected a finite norm of the gradients, got "
                 f"norm={norm.item()} for norm_type={norm_type}; look for the step that diverged, "
                 "or pass error_if_nonfinite=False"
             )
         if pending.awaiting_step is not buckets:
-            # The gradients are complete: here, or by a signal handler that has read them.
+            # The gradients are complete: this call, or a signal handler's read, has completed them.
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for each in buckets:
@@ -85,17 +85,17 @@ def _check_real(buckets: Sequence[DeferredBucket], norm_type: float) -> None:
 def _sum_of_powers(
     tensors: Iterable[torch.Tensor], norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """Return the sum of the numbers' powers, or the greatest number, see [Note: one norm]."""
+    """Return the sum of the elements' powers, or the largest magnitude; see [Note: one norm]."""
     summed = torch.zeros((), dtype=torch.float64, device=device)
     for values in tensors:
         if math.isinf(norm_type):
             norm = torch.linalg.vector_norm(values, norm_type)
             summed = torch.maximum(summed, norm.to(device, torch.float64))
             continue
-        if values.is_complex() and norm_type == 2.0:  # parts of buckets are real
+        if values.is_complex() and norm_type == 2.0:  # the parts of buckets are real too
             values = torch.view_as_real(values)
         dtype = torch.complex128 if values.is_complex() else torch.float64
-        # In pieces, since torch makes a copy in the type of the sum.
+        # Work in pieces, because torch makes a copy in the type of the sum.
         for piece in values.reshape(-1).split(_PIECE_NUMEL):
             norm = torch.linalg.vector_norm(piece, norm_type, dtype=dtype)
             summed = summed + norm.to(device, torch.float64) ** norm_type
@@ -103,6 +103,6 @@ def _sum_of_powers(
 
 
 def _root(summed: torch.Tensor, norm_type: float, dtypes: Iterable[torch.dtype]) -> torch.Tensor:
-    """Return the norm for this sum of powers, in the widest of the gradients' types."""
+    """Compute the norm from the sum of powers; return it in the widest of the gradients' types."""
     norm: torch.Tensor = summed if math.isinf(norm_type) else summed ** (1.0 / norm_type)
     return norm.to(functools.reduce(torch.promote_types, dtypes))

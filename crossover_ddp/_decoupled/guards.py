@@ -1,21 +1,20 @@
-"""A read of a parameter whose update is pending applies the update first.
+"""Guards that apply a parameter's pending update before the parameter is read.
 
 [Note: no stale read] Parameters are read in two ways: by the forward of the module that has them,
 and by code that asks a module for them (``module.weight``, ``parameters()``, ``state_dict()``, an
-exponential moving average, tied weights in another module's forward). A forward pre-hook sees the
-first, also where a module keeps references of its own (``nn.LSTM``). A dictionary that replaces
-``module._parameters`` sees the second. Guards are up only while something is pending, see [Note:
+exponential moving average, tied weights in another module's forward). A forward pre-hook notices
+the first kind, even if a module keeps its own references (``nn.LSTM``). A dictionary that replaces
+``module._parameters`` notices the second. Guards are up only while something is pending; see [Note:
 compiled code and guards].
 
-[Note: unseen reads] A module may keep another one's parameter outside of ``_parameters``. Its
-forward then reads the parameter past the guards. So a parameter counts as guarded only when a
-forward has read it through a guard. A parameter that has not been read so is updated before every
-forward.
+[Note: unseen reads] A module may keep another module's parameter outside ``_parameters``. Its
+forward then bypasses the guards when it reads the parameter. So a parameter counts as guarded only
+once a forward has read it through a guard. Until then, it is updated before every forward.
 
 [Note: compiled code and guards] Dynamo traces Python hooks and dictionaries, and recompiles when
-they change. So none of ours may be in sight while compiled code runs. Before it is entered, and
-outside of its graph, the parameters that it reads are updated and their guards are taken down. All
-functions of ours that traced code may call are disabled for dynamo.
+they change. So it must not see any of ours while compiled code runs. Before compiled code is
+entered, and outside its graph, the parameters that it reads are updated and their guards are taken
+down. All our functions that traced code may call are disabled for dynamo.
 """
 
 import contextlib
@@ -38,7 +37,10 @@ Reads = Callable[[Iterable[torch.Tensor | None]], None]
 
 
 class GuardedParameters(dict[str, Entry]):
-    """A module's parameters, updated whenever they are read. A copy is a plain dictionary."""
+    """A module's parameter dictionary, which applies pending updates before each read.
+
+    A copy is a plain dictionary.
+    """
 
     def __init__(
         self, entries: dict[str, Entry], is_fresh: Callable[[Entry], bool], reads: Reads
@@ -49,7 +51,7 @@ class GuardedParameters(dict[str, Entry]):
 
     def __getitem__(self, name: str) -> Entry:
         entry = dict.__getitem__(self, name)
-        # `reads` is disabled for dynamo, which costs as much as a small layer.
+        # Avoid calling `reads`: it is disabled for dynamo, and that costs as much as a small layer.
         if not self._is_fresh(entry):
             self._reads((entry,))
         return entry
@@ -59,27 +61,27 @@ class GuardedParameters(dict[str, Entry]):
         return super().__iter__()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As ``dict.get``."""
+        """Like ``dict.get``."""
         return self[name] if name in self else default  # noqa: SIM401  # it would call itself
 
     def items(self) -> ItemsView[str, Entry]:  # type: ignore[override]  # a private view
-        """As ``dict.items``."""
+        """Like ``dict.items``."""
         self._reads(super().values())
         return super().items()
 
     def values(self) -> ValuesView[Entry]:  # type: ignore[override]  # the same
-        """As ``dict.values``."""
+        """Like ``dict.values``."""
         self._reads(super().values())
         return super().values()
 
     def pop(self, name: str, *default: Any) -> Any:
-        """As ``dict.pop``."""
+        """Like ``dict.pop``."""
         if name in self:
             self._reads((super().__getitem__(name),))
         return super().pop(name, *default)
 
     def copy(self) -> dict[str, Entry]:
-        """Make a plain dictionary."""
+        """Return a copy as a plain dictionary."""
         return dict(self.items())
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -87,11 +89,11 @@ class GuardedParameters(dict[str, Entry]):
 
 
 class _Guard:
-    """The guard of one module: it replaces the dictionary of parameters, and hooks forward.
+    """The guard of one module, which replaces its parameter dictionary and hooks its forward.
 
     Args:
-        module: the guarded module.
-        hook: the hook of its forward; None if it is compiled.
+        module: the module to guard.
+        hook: the hook for its forward; None if the module is compiled.
     """
 
     __slots__ = ("call", "count", "guarded", "hook", "module", "plain")
@@ -102,13 +104,13 @@ class _Guard:
         # The module's own dictionary, and the one that replaces it while the guard is up.
         self.plain: dict[str, Entry] = module._parameters
         self.guarded: GuardedParameters | None = None
-        # The number of parameters and the compiled code that the module had, see `is_as_before`.
+        # The module's number of parameters and compiled code at the last scan; see `is_as_before`.
         self.count = len(self.plain)
         self.call = compiled_call(module)
 
     @property
     def is_as_before(self) -> bool:
-        """Whether the module has as many parameters as before, and the same compiled code."""
+        """Whether the module's number of parameters and its compiled code are unchanged."""
         variables = vars(self.module)
         return (
             len(variables["_parameters"]) == self.count
@@ -116,7 +118,7 @@ class _Guard:
         )
 
     def up(self, is_fresh: Callable[[Entry], bool], reads: Reads, key: int) -> None:
-        """Raise the guard; ``key`` is that of its hook."""
+        """Raise the guard, and register its hook under ``key``."""
         variables = vars(self.module)
         self.plain = variables["_parameters"]
         self.guarded = variables["_parameters"] = GuardedParameters(self.plain, is_fresh, reads)
@@ -126,7 +128,7 @@ class _Guard:
             hooks.move_to_end(key, last=False)
 
     def down(self, key: int) -> None:
-        """Take the guard down, and keep parameters that were set meanwhile."""
+        """Take the guard down, but keep any changes to the module's parameters."""
         if self.guarded is None:
             return
         variables = vars(self.module)
@@ -138,20 +140,21 @@ class _Guard:
             return
         now = [(name, id(parameter)) for name, parameter in dict.items(guarded)]
         if now != [(name, id(parameter)) for name, parameter in self.plain.items()]:
-            # Written only if it differs: a thread that saves may be iterating over it.
+            # Write only if it differs, because a thread that saves may be iterating over it.
             self.plain.clear()
             self.plain.update(dict.items(guarded))
         variables["_parameters"] = self.plain
 
 
 class Guards:
-    """Guards of all parameters of ``network``, up or down.
+    """The guards of all parameters of ``network``, which are either all up or all down.
 
     Args:
-        network: the network of the model.
-        is_fresh: returns whether a parameter may be read without calling ``reads``.
-        reads: called with parameters before they are read; it applies their pending updates.
-        before: called before the forward of any guarded module.
+        network: the module that DDP wraps.
+        is_fresh: a function that returns whether a parameter may be read without calling ``reads``.
+        reads: a function to call with parameters before they are read; it applies their pending
+            updates.
+        before: a function to call before the forward of each guarded module.
 
     On failure: raises ``UnsupportedConfigurationError`` for modules that cannot be guarded.
     """
@@ -171,10 +174,10 @@ class Guards:
         self._before = before
         self._uncompiled_reads = uncompiled(reads)
         self._hook = OwnHook(uncompiled(self.before_forward))
-        # The key of the hooks, unique in the process.
+        # The hooks' key, which is unique in the process.
         self.key = RemovableHandle(OrderedDict()).id
         self._guards: list[_Guard] = []
-        # Undoes the changes of compiled modules.
+        # Undoes the changes to compiled modules.
         self._regions = contextlib.ExitStack()
         self._scan()
 
@@ -190,24 +193,24 @@ class Guards:
             guard.up(self._is_fresh, self._uncompiled_reads, self.key)
 
     def down(self) -> None:
-        """Take all guards down: the network is as it was."""
+        """Take all guards down, so that the network is as it was."""
         if self.are_up:
             self.are_up = False
             for guard in self._guards:
                 guard.down(self.key)
 
     def before_forward(self, module: nn.Module, *_: Any) -> None:
-        """Report the module's parameters, which its forward may read by references of its own."""
+        """Report that the module's parameters are read: forward may use its own references."""
         self._before()
         self._reads([*dict.values(module._parameters)])
 
     def close(self) -> None:
-        """Release the network."""
+        """Take all guards down, and undo the changes to compiled modules."""
         self.down()
         self._regions.close()
 
     def _scan(self) -> None:
-        """Find all modules: some may be new, or compiled since the last scan."""
+        """Find all modules again, since some may be new or newly compiled."""
         self._regions.close()
         modules = [*self.network.named_modules()]
         self._ids = [id(module) for _, module in modules]
@@ -234,7 +237,10 @@ class Guards:
             guard.call = compiled_call(guard.module)
 
     def _watch(self, entry: nn.Module, guards: list[_Guard]) -> None:
-        """Update all parameters in ``entry``, which is compiled as a whole, when it is called."""
+        """Make each call of ``entry``, a compiled module, first update all its parameters.
+
+        The call then takes their guards down.
+        """
 
         @uncompiled
         def update_and_unguard() -> None:
@@ -244,7 +250,7 @@ class Guards:
                     guard.down(self.key)
 
         def enter(*_: Any) -> None:
-            # Within a larger graph the entry of that graph has done this already.
+            # Inside a larger graph, that graph's entry has already done this.
             if not torch.compiler.is_compiling():
                 update_and_unguard()
 
@@ -271,8 +277,8 @@ class Guards:
 
 
 def called_by_compiled_code() -> bool:
-    """Return whether compiled code is among the callers, and may compile their next call."""
-    # Code that is disabled for dynamo, as ours is, has frames of dynamo's modules as well.
+    """Return whether compiled code is among the callers, so that dynamo may trace what follows."""
+    # Code that is disabled for dynamo, such as ours, is also called from a frame of dynamo's.
     disabling = _code_that_disables()
     frame = sys._getframe(1)
     while (caller := frame.f_back) is not None:
@@ -291,7 +297,7 @@ def _code_that_disables() -> CodeType:
 
 
 def compiled_modules(network: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules of ``network`` that run compiled code or a CUDA graph."""
+    """Yield the outermost modules in ``network`` that run compiled code or a CUDA graph."""
     seen: set[nn.Module] = set()
     waiting = [network]
     while waiting:
@@ -306,7 +312,10 @@ def compiled_modules(network: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether compiled code or a CUDA graph, which calls no hooks, replaces ``module``."""
+    """Return whether ``module`` is replaced by compiled code or a CUDA graph.
+
+    A CUDA graph calls no hooks.
+    """
     return (
         isinstance(module, torch._dynamo.OptimizedModule)
         or compiled_call(module) is not None
@@ -316,5 +325,5 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the callable that ``module.compile()`` has made, if any."""
+    """Return the callable that ``module.compile()`` created, if any."""
     return cast(Callable[..., Any] | None, vars(module).get("_compiled_call_impl"))

@@ -1,9 +1,9 @@
-"""Buckets whose parameters have owners, and the steps that wait for all optimizers.
+"""Buckets whose parameters have owners, and steps that wait until all optimizers have stepped.
 
-[Note: gradients that are withheld] Code that looks at such a gradient must not take it for the
-mean. So it is NaN, a signalling one: arithmetic turns it into an ordinary NaN. A change therefore
-shows in its bits, even a change that counts no version, such as those by GradScaler and through
-``.data``. Copies keep the bits.
+[Note: gradients that are withheld] If only the owner has the mean, other code must not mistake a
+gradient for it. So the gradient is filled with a signalling NaN, which arithmetic turns into an
+ordinary NaN. A change therefore shows in the bits, even if no version counter records it, as with
+GradScaler or ``.data``. Copies keep the bits.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ UNEXCHANGED: Final = (
     "model.no_sync()"
 )
 
-# By the gradient's type: the type of its bits, and their value in a withheld gradient.
+# For each gradient dtype: the dtype of its bits, and their value in a withheld gradient.
 _MARKS: Final = {
     torch.float16: (torch.int16, 0x7D00),
     torch.bfloat16: (torch.int16, 0x7FA0),
@@ -58,25 +58,28 @@ _MARKS: Final = {
 
 
 def withhold(gradient: torch.Tensor) -> None:
-    """Mark a gradient whose mean only the owner has. Counts no version."""
+    """Fill a gradient with the mark that only the owner has its mean.
+
+    This does not change the gradient's version counter.
+    """
     bits, value = _MARKS[gradient.dtype]
     gradient.data.view(bits).fill_(value)
 
 
 def is_computed_with(gradient: torch.Tensor) -> bool:
-    """Return whether arithmetic has changed a withheld gradient. To drop or zero it is none."""
+    """Return whether arithmetic has changed a withheld gradient. Zeroing it does not count."""
     bits, value = _MARKS[gradient.dtype]
     return bool((gradient.isnan() & (gradient.view(bits) != value)).any())
 
 
 class OwnedStep(NamedTuple):
-    """The calls of `step()` of all optimizers after one backward pass, by the optimizer's place."""
+    """The optimizers' calls of `step()` after one backward pass, by the optimizer's number."""
 
     optimizers: Sequence[PartialOptimizer]
     plans: Mapping[int, StepPlan]
 
     def apply(self, updates: Iterable[Update]) -> None:
-        """Update these parameters, each by its optimizer."""
+        """Update each parameter with its own optimizer."""
         for number, plan in self.plans.items():
             of_this = [each for each in updates if id(each.parameter) in plan.group_of]
             self.optimizers[number].apply(plan, of_this)
@@ -84,14 +87,14 @@ class OwnedStep(NamedTuple):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class OwnedBucket(DeferredBucket):
-    """A bucket of one step whose parameters have owners; see `DeferredBucket`.
+    """One step's bucket whose parameters have owners; see `DeferredBucket`.
 
     Args:
-        packed: the buffer that travels, in parts by owner. It holds gradients, which are reduced,
-            and after the step the parameters that owners have updated.
-        layout: the length of each part.
-        pieces: the place of each parameter in ``packed``, by the parameter's id.
-        own: ids of the parameters that this rank owns.
+        packed: the buffer that travels, with one part per owner. It first holds the gradients to
+            reduce, and after the step the parameters that the owners have updated.
+        layout: the length of each owner's part.
+        pieces: the view of ``packed`` that belongs to each parameter, by the parameter's id.
+        own: the ids of the parameters that this rank owns.
     """
 
     changed: ClassVar[str] = TOUCHED  # see [Note: gradients that are withheld]
@@ -111,13 +114,13 @@ class OwnedBucket(DeferredBucket):
             withhold(gradient)
 
     def _own_updates(self) -> list[Update]:
-        """Scale the mean, and put it into the gradients of this rank's parameters.
+        """Scale the mean, copy it into the gradients of this rank's parameters, and return those.
 
-        The mean goes where plain DDP would leave it: the bits of sums over a matrix may depend on
-        where it begins in memory.
+        The mean goes where plain DDP would leave it, because the bits of a sum over a matrix may
+        depend on where the matrix begins in memory.
         """
-        # Aliases: an optimizer may change them, which is no change by the user, see [Note:
-        # versions].
+        # These are aliases. If an optimizer changes them, it does not look like a change by the
+        # user; see [Note: versions].
         own = [Update(p, gradient.data) for p, gradient in self.updates if id(p) in self.own]
         means = [*self.own_pieces()]
         if self.factor is not None:
@@ -129,27 +132,27 @@ class OwnedBucket(DeferredBucket):
         return own
 
     def own_pieces(self) -> Iterator[torch.Tensor]:
-        """Yield the mean gradients that this rank owns."""
+        """Yield the mean gradient of each parameter that this rank owns."""
         self.bucket.own_shard.wait()
         for parameter, _ in self.updates:
             if id(parameter) in self.own:
                 yield self.pieces[id(parameter)]
 
     def gather(self, link: Link) -> JourneyCoroutine:
-        """Return the stage of the journey that gathers updated parameters, for the engine."""
+        """Return the journey stage that gathers updated parameters, for the engine to run."""
         return self.stages.travel()
 
     def take_over(self) -> None:
-        """Overwrite the parameters of other owners by the values that these have sent."""
+        """Overwrite other owners' parameters with the values that the owners have sent."""
         others = [parameter for parameter, _ in self.updates if id(parameter) not in self.own]
         if others:
             torch._foreach_copy_(others, [self.pieces[id(parameter)] for parameter in others])
 
 
 class OwnedPending(Pending):
-    """The buckets and updates of a model whose parameters have owners; see `Pending`.
+    """The pending buckets and updates of a model whose parameters have owners; see `Pending`.
 
-    Gradients are never completed on this rank. A step that the user skips is dropped.
+    No rank ever completes its gradients. If the user skips a step, it is dropped.
     """
 
     def __init__(
@@ -159,35 +162,35 @@ class OwnedPending(Pending):
         turn: ForwardTurn | None,
     ) -> None:
         super().__init__(optimizers, check, turn)
-        # The place of the optimizer that has a parameter, by the parameter's id.
+        # The number of the optimizer that has each parameter, by the parameter's id.
         self.number_of = {
             id(p): number for number in range(len(optimizers)) for p in self.parameters(number)
         }
-        # The calls of `step()` since the latest backward pass, by the optimizer's place.
+        # The calls of `step()` since the latest backward pass, by the optimizer's number.
         self.plans: dict[int, StepPlan] = {}
-        # Optimizers whose gradients were dropped since then.
+        # The numbers of the optimizers whose gradients have been dropped since then.
         self._dropped: set[int] = set()
-        # Number of steps in a row that were skipped.
+        # How many steps in a row were skipped.
         self._skipped = 0
 
     @property
     def owned(self) -> list[OwnedBucket]:
-        """The buckets that await `step()`."""
+        """The buckets that await `step()`, with their own type."""
         return cast(list[OwnedBucket], self.awaiting_step)
 
     @property
     def owned_unread(self) -> set[OwnedBucket]:
-        """The buckets whose updates are still to be applied."""
+        """The buckets whose updates have not been applied yet, with their own type."""
         return cast(set[OwnedBucket], self.unread)
 
     def make_whole(self) -> None:
-        """Leave the gradients: only owners have the mean."""
+        """Leave the gradients alone, because only owners have the mean."""
 
     def _gradients_are_read(self) -> None:
-        """Leave the gradients: they show that they are withheld."""
+        """Leave the gradients alone, because their mark shows that they are withheld."""
 
     def check_backward(self) -> None:
-        """Refuse a second backward pass without a step. Called before each bucket."""
+        """Refuse a second backward pass without a step. This is called before each bucket."""
         if self.phase in (Phase.BACKWARD, Phase.REFUSED):
             return
         self._dropped.clear()
@@ -199,7 +202,7 @@ class OwnedPending(Pending):
             )
 
     def before_forward(self, *_: Any) -> None:
-        """Called before DDP's forward, see `Pending`; drop a step that is skipped."""
+        """Drop a skipped step, then prepare for DDP's forward as in `Pending`."""
         self.check_all_stepped()
         self._forget_dropped()
         model = self.model()
@@ -210,12 +213,12 @@ class OwnedPending(Pending):
         super().before_forward()
 
     def add_plan(self, number: int, plan: StepPlan) -> None:
-        """Note a call of `step()`."""
+        """Record that optimizer ``number`` has called `step()`."""
         self.plans[number] = plan
         self._enter(Phase.STEPPING)
 
     def take_plans(self) -> Mapping[int, StepPlan] | None:
-        """Return the calls of `step()` if all optimizers with gradients have stepped, else None."""
+        """Return all calls of `step()`; None until every optimizer with gradients has stepped."""
         updates = [update for each in self.awaiting_step for update in each.updates]
         if not {self.number_of[id(update.parameter)] for update in updates} <= {*self.plans}:
             return None
@@ -226,12 +229,12 @@ class OwnedPending(Pending):
         return plans
 
     def drop(self, number: int) -> None:
-        """Note that the gradients of an optimizer were dropped."""
+        """Record that the gradients of optimizer ``number`` were dropped."""
         self._dropped.add(number)
         self._forget_dropped()
 
     def _forget_dropped(self) -> None:
-        """Drop a step that cannot be taken, since its gradients were dropped."""
+        """Drop the waiting step if its gradients were dropped."""
         if self.phase in (Phase.BACKWARD, Phase.REFUSED) or not self.awaiting_step:
             return
         parameters = [p for each in self.awaiting_step for p in each.parameters]
@@ -243,9 +246,9 @@ class OwnedPending(Pending):
         self.plans = {}
         self._forget_buckets()
         for each in buckets:
-            with contextlib.suppress(ExchangeError):  # final: the next backward pass raises it
-                each.bucket.own_shard.wait()  # before its memory is freed
-        if self.phase is not Phase.BROKEN:  # a refused backward has added to the gradients
+            with contextlib.suppress(ExchangeError):  # it is final: the next backward raises it
+                each.bucket.own_shard.wait()  # before the bucket's memory is freed
+        if self.phase is not Phase.BROKEN:  # a refused backward pass has added to the gradients
             _check_dropped(buckets)
         if plans:
             names = [type(self.optimizers[number]).__name__ for number in sorted(plans)]
@@ -265,9 +268,9 @@ class OwnedPending(Pending):
 
 
 def _check_dropped(buckets: Sequence[OwnedBucket]) -> None:
-    """Refuse to drop a step whose gradients, which are NaN, user code has used."""
+    """Refuse to drop a step if user code has used its gradients, which are NaN."""
     if any([each.is_written() for each in buckets]):
         raise UnsupportedConfigurationError(UNOWNED)
-    # The user may be skipping steps because of the NaNs.
+    # The user may be skipping steps because of these NaNs.
     if any([is_computed_with(gradient) for each in buckets for gradient in each.sealed()]):
         raise UnsupportedConfigurationError(TOUCHED)

@@ -1,11 +1,12 @@
-"""The bytes that a parameter costs its owner, found by trying the optimizer.
+"""Finds out how many bytes each parameter costs its owner, by trying the optimizer.
 
-[Note: trial of owners] `check_separable` has compared whole steps with parts, on tiny parameters.
-An owner's step must also work without the other ranks: an optimizer with collectives of its own
-would wait forever. So it takes two steps on a stand-in for each different parameter, of its real
-shape, with collectives refused. The state that it keeps afterwards is the cost of the parameter:
-sides, preconditioners and limits of sizes are up to the optimizer. Behaviour that depends on the
-values of gradients, such as clipping that begins at a large norm, does not show here.
+[Note: trial of owners] `check_separable` has already compared whole steps with partial steps on
+tiny parameters. An owner's step must also work without the other ranks: an optimizer that calls
+collectives itself would wait forever. So the optimizer takes two steps on a stand-in for each kind
+of parameter, in its real shape, while collectives are refused. The state that it then holds shows
+what the parameter costs, since only the optimizer knows its preconditioners and size limits. The
+trial does not show behaviour that depends on gradient values, such as clipping that begins at a
+large norm.
 """
 
 import copy
@@ -24,12 +25,12 @@ _TRIED_STEPS: Final = 2
 
 
 def costs_of(optimizer: Optimizer) -> list[int]:
-    """Return the bytes that each parameter costs, in the order of the groups.
+    """Return the cost of each parameter in bytes, in the order of the parameter groups.
 
-    A parameter costs its own bytes and those of its optimizer state; a frozen one costs nothing.
-    Raises if the optimizer cannot run on owners alone.
+    A parameter costs its own size plus that of its optimizer state. A frozen parameter costs
+    nothing. Raises ``UnsupportedConfigurationError`` if the optimizer cannot run on owners alone.
 
-    Not collective; takes the time of two steps on one parameter of each shape.
+    Not collective. It takes as long as two steps on one parameter of each shape.
     """
     modes = [f"{name}()" for name in ("train", "eval") if callable(getattr(optimizer, name, None))]
     if modes:
@@ -53,7 +54,7 @@ def costs_of(optimizer: Optimizer) -> list[int]:
 
 
 class _NoCollectives(TorchDispatchMode):
-    """Refuses an optimizer that calls collectives."""
+    """A mode that refuses an optimizer's calls of collectives."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,7 +77,7 @@ class _NoCollectives(TorchDispatchMode):
 
 
 def _tried_alone(optimizer: Optimizer, group: Group, parameter: torch.Tensor) -> int:
-    """Take two steps on a stand-in for ``parameter``; return the bytes that it costs."""
+    """Take two steps on a stand-in for ``parameter``, and return its cost in bytes."""
     stand_in = _wave(parameter, 0).requires_grad_()
     tried = copy_on(optimizer, [(group, [stand_in])])
     if optimizer.state.get(parameter):
@@ -98,7 +99,7 @@ def _tried_alone(optimizer: Optimizer, group: Group, parameter: torch.Tensor) ->
 
 
 def _wave(like: torch.Tensor, phase: int) -> torch.Tensor:
-    """Return numbers between -1 and 1, of the shape, type and order in memory of ``like``."""
+    """Return numbers between -1 and 1 with the shape, dtype and memory order of ``like``."""
     made = torch.empty_like(like, requires_grad=False)
     numbers = torch.arange(like.numel(), dtype=torch.float32, device=like.device)
     return made.copy_(torch.sin(0.7 * numbers + phase).view(like.shape))

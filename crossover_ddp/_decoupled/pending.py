@@ -1,16 +1,18 @@
-"""Buckets that await `step()`, and deferred updates, applied when a parameter is first read.
+"""Buckets that await `step()`, and deferred updates that wait until a parameter is first read.
 
-Forward, a read of a parameter, or `flush` applies an update. `Phase` has the steps of one cycle.
+An update is applied by forward, by a read of a parameter, or by `flush`. `Phase` lists the phases
+of one cycle.
 
-[Note: versions] A tensor counts its in-place changes. The package writes a bucket through an alias
-that has a counter of its own. A change of `grad._version` therefore means that user code modified
-a partially reduced gradient.
+[Note: versions] A tensor counts its in-place changes. The package writes to a bucket through an
+alias that has a counter of its own. So if `grad._version` changes, user code has modified a
+partially reduced gradient.
 
-[Note: checked steps] A change through ``.data`` counts no version, see [Note: changes that no
-counter sees] in ``_owners/optimizer.py``. In the first steps the exchange is awaited at the end of
-backward, after which the package writes no more. Checksums of pending gradients and parameters are
-compared whenever they are used. In every step a few elements of each parameter are compared when
-its update is applied. ``CROSSOVER_CHECK=1`` compares checksums in every step.
+[Note: checked steps] The version counter does not record a change through ``.data``; see [Note:
+changes that no counter sees] in ``_owners/optimizer.py``. In the first steps, the end of backward
+waits for the exchange, after which the package writes nothing more. Checksums of pending gradients
+and parameters are then compared whenever they are used. In every step, a few elements of each
+parameter are compared when its update is applied. With ``CROSSOVER_CHECK=1``, checksums are
+compared in every step.
 """
 
 import contextlib
@@ -57,7 +59,7 @@ from .guards import Guards, called_by_compiled_code
 logger = logging.getLogger(__name__)
 
 States = dict[torch.Tensor, dict[str, Any]]
-"""An optimizer's state, by parameter."""
+"""Maps each parameter to its optimizer state."""
 
 _CHECKED_STEPS: Final = 3
 _EARLY_STEPS_TO_WARN: Final = 3
@@ -108,26 +110,27 @@ UNFROZEN: Final = (
 
 
 class Phase(enum.Enum):
-    """The phases of one step. `Pending._enter` alone changes them."""
+    """The phases of one step. Only `Pending._enter` changes the phase."""
 
-    # Nothing is pending. Entered at first; when gradients were completed or dropped; after a
-    # backward pass that was not deferred; and when the last update has been applied.
+    # Nothing is pending. This is the first phase. It is also entered when gradients have been
+    # completed or dropped, after a backward pass that was not deferred, and when the last update
+    # has been applied.
     IDLE = enum.auto()
     # Entered with the first bucket of a backward pass.
     BACKWARD = enum.auto()
     # Entered when a bucket of the backward pass is refused. DDP still hands over the other buckets.
     REFUSED = enum.auto()
-    # Entered when such a pass ends, when a bucket was refused before anything of the pass was
-    # noted, and when an owner's step raised. `step()` is refused until the next backward pass.
+    # Entered when such a pass ends, when a bucket is refused before the pass has been noted, and
+    # when an owner's step raises. `step()` is refused until the next backward pass.
     BROKEN = enum.auto()
     # Entered when DDP has finished backward. Buckets await `step()`.
     REDUCED = enum.auto()
-    # Entered when an optimizer on owners has stepped; the buckets await the others.
+    # Entered with owners when an optimizer has stepped. The buckets await the other optimizers.
     STEPPING = enum.auto()
-    # Entered by `step()`, of the last optimizer if there are several. Updates await a reader.
+    # Entered by the `step()` of the last or only optimizer. Updates await a reader.
     DEFERRED = enum.auto()
-    # Entered when DDP's forward begins. Updates are applied as it reads. A forward that raises
-    # leaves it to the next forward or backward pass.
+    # Entered when DDP's forward begins. Updates are applied as forward reads. If forward raises,
+    # the phase lasts until the next forward or backward pass.
     FORWARD = enum.auto()
     # Entered by `close()`, and never left.
     CLOSED = enum.auto()
@@ -144,26 +147,26 @@ _STAGE_ENDS: Final = object()
 
 @types.coroutine
 def next_stage() -> Generator[object, Any, Any]:
-    """End a stage of a journey. Returns the value that the caller of the next stage passes."""
+    """End a stage of a journey; return the value that the next stage is run with."""
     return (yield _STAGE_ENDS)
 
 
 class Stages:
-    """A journey that is run in stages, which `next_stage` separates.
+    """A journey that runs in stages, which are separated by `next_stage`.
 
-    The engine runs the stages that await collectives. The thread that steps, or reads a parameter,
-    runs the others: an optimizer belongs to that thread, and its errors are raised there.
+    The engine runs the stages that await collectives. The thread that steps or reads a parameter
+    runs the others, because an optimizer belongs to that thread and its errors are raised there.
     """
 
     def __init__(self, make: Callable[[], JourneyCoroutine]) -> None:
-        # The coroutine is made when its first stage begins: Python warns of one that never ran.
+        # The coroutine is created when its first stage begins: Python warns if one never runs.
         self._make: Callable[[], JourneyCoroutine] | None = make
         self._journey: JourneyCoroutine | None = None
-        # Whether it awaits `next_stage`, so that no thread runs it.
+        # Whether the journey is between stages, so that no thread is running it.
         self._is_between = True
 
     async def travel(self) -> None:
-        """Run a stage that awaits collectives. This is a journey for the engine."""
+        """Run a stage that awaits collectives. This is a journey that the engine runs."""
         await self._travel()
 
     @types.coroutine
@@ -184,7 +187,10 @@ class Stages:
         self._is_between = True
 
     def run(self, value: object = None) -> None:
-        """Run a stage on this thread. It awaits `next_stage` alone, which returns ``value``."""
+        """Run a stage on this thread, with ``value`` as the result of the previous `next_stage`.
+
+        The stage must not await anything except `next_stage`.
+        """
         assert self._is_between, "the engine still runs the stage before"
         journey = self._begun()
         with contextlib.suppress(StopIteration):
@@ -193,13 +199,13 @@ class Stages:
     def _begun(self) -> JourneyCoroutine:
         if self._make is not None:
             self._journey = self._make()
-            # It may hold the bucket, which holds these stages: memory would wait for the collector.
+            # Break a reference cycle through the bucket, which would delay the release of memory.
             self._make = None
         assert self._journey is not None
         return self._journey
 
     def close(self) -> None:
-        """End the journey, unless the engine runs it: its next stage is not needed."""
+        """End the journey if no stage is running, since its next stage is not needed."""
         if self._journey is not None and self._is_between:
             self._journey.close()
 
@@ -208,49 +214,49 @@ class Stages:
 
 
 class DeferredStep(NamedTuple):
-    """A call of `step()`, with the hyper-parameters of that moment."""
+    """A call of `step()`, with the hyper-parameters at that moment."""
 
     optimizer: PartialOptimizer
     plan: StepPlan
 
     def apply(self, updates: Iterable[Update]) -> None:
-        """Update these parameters."""
+        """Apply ``updates`` with the optimizer."""
         self.optimizer.apply(self.plan, updates)
 
 
 @dataclass(eq=False, slots=True)
 class DeferredBucket:
-    """A bucket of one step: exchanged, then awaiting `step()`, then a reader of its parameters.
+    """One step's bucket. It is exchanged, then awaits `step()`, then a reader of its parameters.
 
     Args:
-        bucket: the exchange of its gradients.
+        bucket: the engine's bucket, which exchanges the gradients.
         parameters: the parameters whose gradients it holds.
-        views: views of ``bucket.flat``, by the parameter's id, if gradients are not views of DDP's
-            buffer themselves. The mean is copied into the gradients then; DDP allows nothing else.
+        views: views of ``bucket.flat`` by the parameter's id, if gradients are not themselves views
+            of DDP's buffer. The mean is then copied to the gradients, the only way DDP allows.
     """
 
-    # Messages, which differ where owners keep the mean.
+    # Error messages, which differ if owners keep the mean.
     changed: ClassVar[str] = CHANGED
     replaced: ClassVar[str] = REPLACED
 
     bucket: Bucket
     parameters: list[torch.Tensor]
     views: Mapping[int, torch.Tensor] | None = None
-    # The stages of its journey.
+    # The stages of the bucket's journey.
     stages: Stages = field(init=False)
-    # The gradients to be applied, from `step()` on.
+    # The gradients to apply. Set by `step()`.
     updates: list[Update] = field(default_factory=list)
-    # Scales the gradients before they are applied: the product of all clipping.
+    # The product of all clipping factors. It scales the gradients before they are applied.
     factor: torch.Tensor | None = None
     # Passed to the journey's last stage.
     step: object = None
-    # Whether its update is still to be applied.
+    # Whether the bucket's update has not been applied yet.
     is_due: bool = False
     # The update waits for the end of this journey.
     arriving: Journey = field(init=False)
-    # The parameters that listeners receive when it is updated.
+    # The parameters that listeners receive when the bucket is updated.
     updated: list[torch.Tensor] = field(init=False)
-    # These show writes by user code.
+    # These detect writes by user code.
     gradient_seal: Seal = field(init=False)
     parameter_seal: Seal | None = None
     parameter_sample: Sample | None = None
@@ -264,7 +270,7 @@ class DeferredBucket:
         self.gradient_seal = Seal([self.bucket.result])
 
     def travel(self, make: Callable[[], JourneyCoroutine]) -> JourneyCoroutine:
-        """Return the first stage of the journey that ``make`` makes, for the engine."""
+        """Return the first stage of the journey that ``make`` creates, for the engine to run."""
         self.stages = Stages(make)
         return self.stages.travel()
 
@@ -274,7 +280,7 @@ class DeferredBucket:
         self.stages.run()
 
     def collect(self) -> None:
-        """Note which gradients are to be applied. A gradient that the user has dropped is not."""
+        """Record which gradients to apply: all but those that the user has dropped."""
         self.check_gradients()
         self.updates = []
         begin = self.bucket.result.data_ptr()
@@ -292,12 +298,12 @@ class DeferredBucket:
             self.updates.append(Update(parameter, gradient))
 
     def note_separate(self) -> None:
-        """Note gradients that are no views; DDP has written them when backward has ended."""
+        """Record gradients that are not views. DDP has finished writing them after backward."""
         self._separate = {id(p): p.grad for p in self.parameters if p.grad is not None}
         self.gradient_seal = Seal(self._separate.values())
 
     def complete(self) -> None:
-        """Scale the mean, which has arrived, and put it where gradients still are."""
+        """Scale the mean, which has arrived, and copy it to the gradients that still exist."""
         if self.factor is not None:
             self.bucket.flat.mul_(self.factor)
             self.factor = None
@@ -309,7 +315,7 @@ class DeferredBucket:
         kept = [
             p for p in self.parameters if p.grad is not None and self._separate.get(id(p)) is p.grad
         ]
-        if kept:  # mostly `zero_grad()` has dropped them
+        if kept:  # usually `zero_grad()` has dropped them
             gradients = [p.grad.data for p in kept if p.grad is not None]  # counts no version
             torch._foreach_copy_(gradients, [views[id(p)] for p in kept])
         self.updates = [Update(parameter, views[id(parameter)]) for parameter, _ in self.updates]
@@ -321,7 +327,7 @@ class DeferredBucket:
     def note_parameters(
         self, parameters: Sequence[torch.Tensor], *, bits: bool, views: dict[int, torch.Tensor]
     ) -> None:
-        """Note parameters that user code must not write from now on; see `Seal` and `Sample`."""
+        """Start to detect writes to ``parameters`` by user code; see `Seal` and `Sample`."""
         self.parameter_seal = Seal(parameters, bits=bits)
         self.parameter_sample = Sample(parameters, views)
 
@@ -329,7 +335,7 @@ class DeferredBucket:
         """Return whether user code has written the parameters since they were noted.
 
         Args:
-            compares_values: compare the sample as well, for which the host waits for a device.
+            compares_values: compare the sample as well, which makes the host wait for a device.
         """
         if self.parameter_seal is None or self.parameter_sample is None:
             return False
@@ -341,8 +347,8 @@ class DeferredBucket:
         """Refuse the update if user code has written its parameters or their optimizer state.
 
         Args:
-            evaluates: gradients are not recorded, so the host may wait for a device to compare
-                values on it.
+            evaluates: True if gradients are not being recorded. The host may then wait for a device
+                to compare values on it.
         """
         if self.is_written(compares_values=evaluates or not self.bucket.flat.is_cuda):
             raise UnsupportedConfigurationError(WRITTEN)
@@ -350,12 +356,12 @@ class DeferredBucket:
             raise UnsupportedConfigurationError(STATE_WRITTEN)
 
     def check_gradients(self) -> None:
-        """Refuse gradients that user code has changed, see [Note: versions]."""
+        """Refuse gradients that user code has changed; see [Note: versions]."""
         if self.gradient_seal.is_broken:
             raise UnsupportedConfigurationError(self.changed)
 
     def own_pieces(self) -> Iterator[torch.Tensor]:
-        """Yield this rank's part of the mean, without gradients that are not applied."""
+        """Yield this rank's pieces of the mean, leaving out gradients that are not applied."""
         self.bucket.own_shard.wait()
         flat = self.bucket.flat
         layout = self.bucket.layout
@@ -364,7 +370,7 @@ class DeferredBucket:
         start = sum(layout[:rank])
         for update in self.updates:
             place = update.gradient if self.views is None else self.views[id(update.parameter)]
-            reals = place.itemsize // flat.itemsize  # DDP shows complex as real
+            reals = place.itemsize // flat.itemsize  # DDP views complex as real
             begin = place.storage_offset() * reals - flat.storage_offset()
             first = max(begin, start)
             stop = min(begin + place.numel() * reals, start + own.numel())
@@ -373,13 +379,13 @@ class DeferredBucket:
 
 
 class StateSeal:
-    """Notes the tensors of an optimizer's state for some parameters, to detect writes.
+    """Detects writes to the tensors in an optimizer's state for some parameters.
 
     Args:
         states: the optimizer's ``state``.
-        parameters: the parameters whose entries are noted.
-        shared: ids of tensors that several parameters share. The update of one parameter may write
-            them, so they are left out.
+        parameters: the parameters whose state is watched.
+        shared: the ids of tensors that several parameters share. They are left out, because the
+            update of one parameter may write to them.
         bits: see `Seal`.
     """
 
@@ -394,7 +400,7 @@ class StateSeal:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a tensor was written, replaced or removed since."""
+        """Whether a tensor has been written, replaced or removed since then."""
         now = self._now()
         same = len(now) == len(self._tensors) and all(
             [a is b for a, b in zip(now, self._tensors, strict=True)]
@@ -409,7 +415,7 @@ class StateSeal:
 
 
 def tensors_of(states: States, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors in an optimizer's state of a parameter, past the guard of ``state``."""
+    """Return the tensors in a parameter's optimizer state, bypassing the guard of ``state``."""
     kept = dict.get(states, parameter)
     if kept is None:
         return []
@@ -420,14 +426,16 @@ def tensors_of(states: States, parameter: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Pending:
-    """The buckets and updates of one model between `backward()` and their use.
+    """One model's buckets and updates between `backward()` and their use.
 
-    It has one lock: a thread that saves a checkpoint may read parameters while another trains.
+    A lock protects them, because one thread may read parameters to save a checkpoint while another
+    thread trains.
 
     Args:
         optimizers: the optimizers whose steps are deferred.
-        check: called with a bucket that has a parameter not seen before; it may refuse the bucket.
-        turn: the job's turn, if it takes turns.
+        check: a function to call with each bucket that has a new parameter; it may refuse the
+            bucket.
+        turn: the job's turn, or None if the job takes no turns.
     """
 
     def __init__(
@@ -442,41 +450,41 @@ class Pending:
         self.turn = turn
         # The exchange of the latest backward pass.
         self.exchange: Exchange | None = None
-        # The model and its guards; None and no model before the first backward pass.
+        # Returns the model. The model and its guards are None before the first backward pass.
         self.model: Callable[[], DistributedDataParallel | None] = lambda: None
         self.guards: Guards | None = None
         self._check = check
-        # Ids of the model's parameters.
+        # The ids of the model's parameters.
         self.known: set[int] = set()
 
         # The buckets of the latest backward pass, until `step()` takes them.
         self.awaiting_step: list[DeferredBucket] = []
-        # The buckets whose updates are still to be applied, by the id of each parameter.
+        # The buckets whose updates have not been applied yet, by the id of each parameter.
         self.awaiting_read: dict[int, DeferredBucket] = {}
-        # Those of them that forward may read past the guards.
+        # The buckets among them whose parameters forward may read past the guards.
         self._unguarded: list[DeferredBucket] = []
         self.forward_reads = ForwardReads()
 
-        # Whether DDP's buckets stay as they are from now on; the same on all ranks.
+        # Whether DDP's buckets no longer change. The same on all ranks.
         self.is_settled = False
-        # Number and contents of the buckets of the latest backward pass, and the number of passes.
+        # The sizes and parameters of the latest backward pass's buckets, and the number of passes.
         self._shape: tuple[object, ...] = ()
         self._backwards = 0
-        # Number of steps that were deferred.
+        # The number of steps that were deferred.
         self.steps = 0
         # Why the latest step was not deferred; None if it was.
         self.why_whole: str | None = BEGINS
 
-        # The error of an update, after which parameters are undefined.
+        # The error that an update raised. Parameters are undefined after it.
         self._failure: BaseException | None = None
-        # Threads whose reads are not of values, see `unwatched`.
+        # The threads whose reads do not read values; see `unwatched`.
         self._blind: set[int] = set()
-        # The thread whose optimizer reads its own state in an update; 0: none.
+        # The thread that is applying an update, which may read the optimizer's state; 0 if none.
         self._applying = 0
         self._always_checked = environment.is_set(environment.CHECK)
-        # Views of parameters, see `Sample`.
+        # Views of parameters; see `Sample`.
         self._sampled: dict[int, torch.Tensor] = {}
-        # Called with updated parameters, see `DeferredState.on_update`.
+        # Functions to call with updated parameters; see `DeferredState.on_update`.
         self.listeners: OrderedDict[int, Callable[[Sequence[torch.Tensor]], object]] = OrderedDict()
         self._early_reads = _Often(
             "parameters or the optimizer's state are read between optimizer.step() and the next "
@@ -490,7 +498,7 @@ class Pending:
         )
 
     def _enter(self, phase: Phase) -> None:
-        """Change the phase. Guards are up as long as a read may have to do something."""
+        """Enter a phase, and raise the guards only if a read may require some work."""
         if self.phase is not Phase.CLOSED:
             self.phase = phase
         self._guard()
@@ -506,22 +514,22 @@ class Pending:
 
     @property
     def is_checked(self) -> bool:
-        """Whether the current step is checked, see [Note: checked steps]."""
+        """Whether the current step is checked; see [Note: checked steps]."""
         return self._always_checked or self.steps < _CHECKED_STEPS
 
     @property
     def unread(self) -> set[DeferredBucket]:
-        """The buckets whose updates are still to be applied."""
+        """The buckets whose updates have not been applied yet."""
         return {*self.awaiting_read.values()}
 
     def parameters(self, number: int | None = None) -> list[torch.Tensor]:
-        """Return the parameters of one optimizer, or of all, past the guards of their groups."""
+        """Return the parameters of one or all optimizers, bypassing the guards of their groups."""
         chosen = self.optimizers if number is None else self.optimizers[number : number + 1]
         groups = [group for each in chosen for group in each.param_groups]
         return [parameter for group in groups for parameter in list.__iter__(group["params"])]
 
     def close(self) -> None:
-        """Forget the buckets; every later step is the optimizer's own."""
+        """Drop the buckets, and leave every later step to the optimizer itself."""
         self._forget_buckets()
         self._enter(Phase.CLOSED)
         self.guards = None
@@ -529,27 +537,27 @@ class Pending:
     # --- backward ------------------------------------------------------------------------------
 
     def begin_with(self, exchange: Exchange, bucket: dist.GradBucket) -> None:
-        """Note the next bucket. It may begin a backward pass, which ends all of the former one."""
+        """Record the next bucket. If it begins a backward pass, finish the previous one's work."""
         self.exchange = exchange
         if bucket.index() == 0:  # DDP goes through its buckets in order
             self._begin_backward()
-        elif self.phase not in _IN_BACKWARD:  # the buckets before were refused before this call
+        elif self.phase not in _IN_BACKWARD:  # earlier buckets were refused before this call
             self._enter(Phase.REFUSED if self.phase is Phase.BROKEN else Phase.BACKWARD)
         if not self.known.issuperset(map(id, bucket.parameters())):
             self._check(bucket)
         if bucket.is_last() and self.turn is not None:
-            self.turn.is_held = False  # the exchange gives it away
+            self.turn.is_held = False  # the exchange releases it
 
     def _begin_backward(self) -> None:
         self._enter(Phase.BACKWARD)
         for each in self.awaiting_step:
             each.bucket.drop()
         self._forget_buckets()
-        # Needed only if no forward came between, as when Join answers for a rank without inputs.
+        # Needed only if there was no forward, as when Join stands in for a rank without inputs.
         self.update_all()
 
     def deferred(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> DeferredBucket:
-        """Make the deferred part of a bucket; ``bucket`` is its exchange."""
+        """Create the deferred bucket for DDP's ``grad_bucket``, which ``bucket`` exchanges."""
         views = None
         model = self.model()
         if model is not None and not model.gradient_as_bucket_view:
@@ -558,7 +566,7 @@ class Pending:
         return DeferredBucket(bucket, grad_bucket.parameters(), views)
 
     def hand_back(self, deferred: DeferredBucket) -> None:
-        """Note a bucket whose exchange is under way, for which backward does not wait."""
+        """Record a bucket whose exchange is running without backward waiting for it."""
         self.awaiting_step.append(deferred)
         if deferred.bucket.last:
             self._note_buckets()
@@ -566,30 +574,30 @@ class Pending:
                 self.end_backward(Phase.REDUCED)
 
     def refuse(self) -> None:
-        """Note that a bucket was refused."""
+        """Record that a bucket was refused."""
         self._enter(Phase.REFUSED if self.phase in _IN_BACKWARD else Phase.BROKEN)
 
     def end_backward(self, phase: Phase) -> None:
-        """Enter ``phase`` at the end of a backward pass, unless a bucket of it was refused."""
+        """End a backward pass: enter ``phase``, or BROKEN if one of its buckets was refused."""
         self._enter(Phase.BROKEN if self.phase is Phase.REFUSED else phase)
 
     def _note_buckets(self) -> None:
         buckets = self.awaiting_step
         shape = tuple([(each.bucket.flat.numel(), *map(id, each.parameters)) for each in buckets])
         for each in buckets:
-            # Code that writes parameters before `step()` may read gradients.
+            # Code that writes to parameters before `step()` may have read gradients.
             each.note_parameters(each.parameters, bits=False, views=self._sampled)
         self._backwards += 1
         same = shape == self._shape
         self._shape = shape
-        # DDP rebuilds its buckets after this backward pass at the latest.
+        # After this many backward passes, DDP no longer rebuilds its buckets.
         model = self.model()
         rebuilt_after = 2 if model is not None and model.static_graph else 1
         self.is_settled = same and self._backwards > rebuilt_after
         self._guard()
 
     def _backward_ends(self) -> None:
-        """Note gradients, which DDP has finished writing; see [Note: checked steps]."""
+        """Record the gradients that DDP has finished writing; see [Note: checked steps]."""
         for each in self.awaiting_step:
             if each.views is not None:  # DDP has copied gradients out of the bucket
                 each.note_separate()
@@ -601,17 +609,17 @@ class Pending:
         self.end_backward(Phase.REDUCED)
 
     def _forget_buckets(self) -> None:
-        """Let the buckets go that await `step()`: it is not going to use them."""
+        """Drop the buckets that await `step()`, which no longer needs them."""
         for each in self.awaiting_step:
             each.stages.close()
-        # Another list: a thread may be going through the former one.
+        # Use a new list, because another thread may be iterating over the old one.
         self.awaiting_step = []
         self._enter(Phase.IDLE if self.phase in (Phase.REDUCED, Phase.STEPPING) else self.phase)
 
     # --- before step() -------------------------------------------------------------------------
 
     def check_all_stepped(self) -> None:
-        """Refuse a read or a forward while only some of the optimizers have stepped."""
+        """Refuse a read or a forward if only some of the optimizers have stepped."""
         if self.phase is Phase.STEPPING:
             raise UnsupportedConfigurationError(
                 "parameters are read while some optimizers have stepped and others have not; call "
@@ -619,7 +627,10 @@ class Pending:
             )
 
     def check_stepped(self) -> None:
-        """Refuse parameters that were written without `step()`, by partially reduced gradients."""
+        """Refuse parameters that were written without `step()`.
+
+        The code that wrote them may have used partially reduced gradients.
+        """
         with self.lock:
             if self.phase is Phase.REDUCED and any(
                 [each.is_written() for each in self.awaiting_step]
@@ -628,13 +639,13 @@ class Pending:
                 raise UnsupportedConfigurationError(UNSTEPPED)
 
     def make_whole(self) -> None:
-        """Wait until ``p.grad`` holds the mean, in all buckets that await `step()`."""
+        """Wait until ``p.grad`` holds the mean in all buckets that await `step()`."""
         with self.lock:
             buckets = self.awaiting_step
             for each in buckets:
                 each.bucket.wait()
-            # Not before all have arrived: code that catches the error may let the next backward
-            # pass write into any of the buckets.
+            # Check only after all have arrived: if user code catches the error, the next backward
+            # pass may write to any of the buckets.
             for each in buckets:
                 each.check_gradients()
                 with as_in_step(each.bucket.flat.device.type):
@@ -643,7 +654,7 @@ class Pending:
                 self._forget_buckets()
 
     def collect(self) -> None:
-        """Collect the step's gradients. Refuse them if the result would not be plain DDP's."""
+        """Collect the step's gradients; refuse them if the result would differ from plain DDP's."""
         if self.phase in _WITHOUT_STEP:
             raise UnsupportedConfigurationError(
                 "the last backward() or step() raised; run another backward() before step() or "
@@ -666,7 +677,7 @@ class Pending:
         raise UnsupportedConfigurationError(STRANGERS % len(strangers))
 
     def drop(self, number: int) -> None:
-        """Called after ``zero_grad`` of optimizer ``number``: the buckets still await `step()`."""
+        """Do nothing after ``zero_grad`` of optimizer ``number``: buckets still await `step()`."""
 
     # --- step() --------------------------------------------------------------------------------
 
@@ -676,14 +687,15 @@ class Pending:
         number: int,
         original: Callable[[], Any],
     ) -> Any:
-        """Called instead of `step()` of optimizer ``number``.
+        """Take a step of optimizer ``number``. This is called instead of its own `step()`.
 
         Args:
-            take: defers the step; called with the number and the whole step, which it may call.
-            number: the place of the optimizer.
+            take: a function that takes or defers the step. It receives ``number`` and a function
+                that takes the whole step at once.
+            number: the optimizer's index in ``optimizers``.
             original: the optimizer's own step.
         """
-        with self.lock:  # a thread that saves may be completing gradients
+        with self.lock:  # another thread may be saving, and completing gradients
             if self.phase is Phase.CLOSED:  # a scheduler may still call this
                 return original()
             self.update_all()
@@ -700,15 +712,15 @@ class Pending:
             return take(number, whole)
 
     def break_step(self) -> None:
-        """Note that a step has raised after it had changed parameters."""
+        """Record that a step raised an error after it had changed parameters."""
         self._enter(Phase.BROKEN)
 
     def defer(self, step: object, states: States | None = None) -> None:
         """Defer the last stage of all buckets that await a step until their parameters are needed.
 
         Args:
-            step: passed to that stage.
-            states: the state of the optimizer that ``step`` is going to update; None: none.
+            step: the value to pass to that stage.
+            states: the optimizer state that ``step`` will update; None if it updates none.
         """
         with self.lock:
             checked = self.is_checked
@@ -730,7 +742,7 @@ class Pending:
             self._enter(Phase.DEFERRED)
 
     def _shared_in(self, states: States) -> set[int]:
-        """Return the ids of tensors that several parameters share in an optimizer's state."""
+        """Return the ids of tensors in an optimizer's state that several parameters share."""
         seen = set[int]()
         shared = set[int]()
         for update in [update for each in self.awaiting_step for update in each.updates]:
@@ -743,7 +755,7 @@ class Pending:
     # --- forward -------------------------------------------------------------------------------
 
     def before_forward(self, *_: Any) -> None:
-        """Called before DDP's forward: apply the updates that it may read past the guards."""
+        """Prepare for DDP's forward by applying the updates that it may read past the guards."""
         is_compiled = called_by_compiled_code()
         self.check_all_stepped()
         self.check_stepped()
@@ -751,7 +763,7 @@ class Pending:
             self.update_all()
         else:
             self.update_unguarded()
-        # Without a step gradients are completed here, since backward will write into the buckets.
+        # If there was no step, complete gradients now, since backward will write to the buckets.
         self.make_whole()
         if self.phase in (Phase.IDLE, Phase.DEFERRED):
             self._enter(Phase.FORWARD)
@@ -764,14 +776,14 @@ class Pending:
             self.exchange.compute_begins()
 
     def after_forward(self, *_: Any) -> None:
-        """Called after DDP's forward: leave nothing that backward would write into."""
+        """Finish DDP's forward, and complete everything that backward would overwrite."""
         self.forward_reads.end()
         self.update_all()
         self.make_whole()
         self._enter(Phase.IDLE if self.phase is Phase.FORWARD else self.phase)
 
     def take_turn(self, until_needed: Callable[[], None]) -> None:
-        """Take the turn, unless it is held. ``until_needed`` waits for something to compute."""
+        """Take the turn if there is one; see `ForwardTurn.take`."""
         if self.turn is not None and self.exchange is not None:
             self.turn.take(self.exchange, until_needed)
 
@@ -780,21 +792,22 @@ class Pending:
         buckets = [each.bucket for each in self.awaiting_read.values()]
         if buckets and self.turn is not None:
             first = max(buckets, key=lambda each: each.index)
-            # Without a sibling the host runs ahead of the device, as it would without a mutex.
+            # Without a sibling job, the host runs ahead of the device, as it would without a mutex.
             first.wait(on_host=self.turn.turn.awaits_device)
 
     # --- reads ---------------------------------------------------------------------------------
 
     def is_fresh(self, parameter: torch.Tensor | None) -> bool:
-        """Return whether a read of the parameter need not call `reads`."""
+        """Return whether ``parameter`` may be read without calling `reads`."""
         return not (
             self.forward_reads.thread or self.awaiting_step or id(parameter) in self.awaiting_read
         )
 
     def reads(self, parameters: Iterable[torch.Tensor | None]) -> None:
-        """Called before these parameters are read: apply their updates.
+        """Apply the updates of ``parameters``, which are about to be read.
 
-        Before `step()` the gradients are completed first, since the reader may want to use them.
+        If `step()` has not been called yet, complete the gradients first, because the reader may
+        want to use them.
         """
         if threading.get_ident() in self._blind:
             return
@@ -812,17 +825,17 @@ class Pending:
 
     def _gradients_are_read(self) -> None:
         with self.lock:
-            if self.phase is Phase.REDUCED:  # else another thread was first
+            if self.phase is Phase.REDUCED:  # otherwise another thread has done this
                 self.check_stepped()
                 self._early_looks.note(self._backwards)
                 self.make_whole()
 
     def look(self) -> None:
-        """Called before user code iterates over the optimizers' parameters."""
+        """Apply pending updates before user code iterates over the optimizers' parameters."""
         self.reads(self.parameters() if self.awaiting_read else ())
 
     def state_is_read(self) -> None:
-        """Called before user code uses the optimizer's state, which pending updates will change."""
+        """Apply pending updates before user code uses the optimizer's state."""
         thread = threading.get_ident()
         if not self.awaiting_read or thread in self._blind or thread == self._applying:
             return
@@ -833,7 +846,7 @@ class Pending:
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Suspend the guards on this thread: it enumerates parameters but reads no values."""
+        """Suspend the guards on this thread while it lists parameters without reading values."""
         thread = threading.get_ident()
         was_blind = thread in self._blind
         self._blind.add(thread)
@@ -846,7 +859,7 @@ class Pending:
     # --- updates -------------------------------------------------------------------------------
 
     def update_unguarded(self) -> None:
-        """Apply the updates of [Note: unseen reads]."""
+        """Update parameters that may be read past the guards; see [Note: unseen reads]."""
         self._update_these(self._unguarded)
 
     def update_all(self) -> None:
@@ -857,11 +870,11 @@ class Pending:
         if buckets:
             with self.lock:
                 for each in sorted({*buckets}, key=lambda each: -each.bucket.index):
-                    if each.is_due:  # else another thread was first
+                    if each.is_due:  # otherwise another thread has applied it
                         self._update(each)
 
     def _update(self, deferred: DeferredBucket) -> None:
-        """Wait for one bucket, and run the last stage of its journey: the update."""
+        """Wait for one bucket, and run the last stage of its journey, which is the update."""
         if self._failure is not None:
             raise UnsupportedConfigurationError(
                 f"an earlier update raised {type(self._failure).__name__}, and an unknown part of "
@@ -872,7 +885,7 @@ class Pending:
         deferred.check_gradients()
         with as_in_step(deferred.bucket.flat.device.type):
             deferred.check_pending(evaluates=evaluates)
-        # A signal handler may read in the middle of the update. It gets the values of that moment.
+        # A signal handler may read in the middle of the update. It gets the values at that moment.
         deferred.is_due = False
         try:
             with as_in_step(deferred.bucket.flat.device.type):
@@ -893,7 +906,7 @@ class Pending:
         self.report(deferred.updated)
 
     def report(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Call the listeners with parameters that a step has updated."""
+        """Call the listeners with ``parameters``, which a step has updated."""
         if self.listeners and parameters:
             with torch.no_grad():
                 for listener in [*self.listeners.values()]:
@@ -901,31 +914,31 @@ class Pending:
 
 
 class ForwardReads:
-    """Records which parameters forward reads through guards, see [Note: unseen reads]."""
+    """Records which parameters forward reads through guards; see [Note: unseen reads]."""
 
     def __init__(self) -> None:
-        # The thread whose forward is recorded; 0: none.
+        # The thread whose forward is being recorded; 0 if none.
         self.thread = 0
-        # Ids of the parameters that a forward has read through guards, and that this one has.
+        # The ids of the parameters that any forward, or only this one, has read through guards.
         self._seen: set[int] = set()
         self._read: set[int] = set()
-        # Whether all parameters of the latest deferred step had been seen.
+        # Whether forwards have read all parameters of the latest deferred step through guards.
         self._all_seen = False
         self._has_recorded = False
         self._has_warned = False
 
     def begin(self, may_record: bool) -> bool:
-        """Begin a forward. The last forward of a step counts.
+        """Begin a forward. The reads of an earlier forward that raised do not count.
 
         Returns:
-            Whether it is the first one that is recorded, so that guards must go up for it.
+            True if this is the first forward that is recorded, so that guards must go up for it.
         """
         self.thread = threading.get_ident() if may_record and not self._all_seen else 0
         self._read = set()
         return self.thread > 0 and not self._has_recorded
 
     def note(self, parameter: torch.Tensor) -> None:
-        """Note a read through a guard. Reads by other threads are not forward's."""
+        """Record a read through a guard, unless it comes from a thread other than forward's."""
         if self.thread == threading.get_ident():
             self._read.add(id(parameter))
 
@@ -938,7 +951,7 @@ class ForwardReads:
     def unguarded(
         self, buckets: Sequence[DeferredBucket], network: nn.Module | None
     ) -> list[DeferredBucket]:
-        """Return the buckets of a step that forward may read past the guards; warn once."""
+        """Return the buckets that forward may read past the guards; warn once if there are any."""
         found = [
             each for each in buckets if not self._seen.issuperset(id(p) for p, _ in each.updates)
         ]
@@ -957,7 +970,7 @@ class ForwardReads:
 
 
 class _Often:
-    """Warns once when an event occurs in three steps that are close together."""
+    """Warns once, as soon as an event has occurred in three steps that are close together."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -965,7 +978,7 @@ class _Often:
         self._has_warned = False
 
     def note(self, step: int) -> None:
-        """Note the event. A step counts once."""
+        """Record the event in ``step``. Each step counts only once."""
         if self._has_warned or step in self._steps:
             return
         self._steps.append(step)
@@ -981,7 +994,7 @@ class _Often:
 
 
 def defer_step(pending: Pending, optimizer: PartialOptimizer, original: Callable[[], Any]) -> Any:
-    """Defer a step of the only optimizer, or call ``original`` if it cannot be deferred."""
+    """Defer a step of the only optimizer, or call ``original`` if the step cannot be deferred."""
     guard_state(optimizer.optimizer, pending.state_is_read)
     pending.collect()
     if not pending.awaiting_step:
@@ -1003,14 +1016,14 @@ def defer_step(pending: Pending, optimizer: PartialOptimizer, original: Callable
 
 
 def check_not_scaled(optimizer: Optimizer, text: str) -> None:
-    """Refuse, with ``text``, a step for which a GradScaler has given the optimizer its scale."""
+    """Refuse a step, with ``text``, if a GradScaler has passed its scale to the optimizer."""
     if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
         raise UnsupportedConfigurationError(text)
 
 
 @contextlib.contextmanager
 def as_in_step(device_type: str) -> Iterator[None]:
-    """Compute as in `step()`, without forward's autocast, inference mode and torch.func."""
+    """Compute as in `step()`: turn off forward's autocast, inference mode and torch.func."""
     with contextlib.ExitStack() as stack:
         if peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())

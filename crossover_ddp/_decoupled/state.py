@@ -1,4 +1,4 @@
-"""The base of states whose updates are applied in the next forward."""
+"""The base class of states whose updates are applied in the next forward."""
 
 import contextlib
 import functools
@@ -43,7 +43,7 @@ _LARGEST_BUCKET_BYTES: Final = 25 * 2**20  # DDP's default
 
 
 async def undeferred(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
-    """Average a bucket for which backward waits, as `crossover_hook` does."""
+    """Average a bucket while backward waits for it, like `crossover_hook`."""
     turn.release()
     await bucket.computed()
     await link.all_reduce(bucket.flat, bucket.layout, halfway=turn.request)
@@ -53,7 +53,7 @@ async def undeferred(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
 class DeferredState(HookState):
     """A state whose updates are applied in the next forward.
 
-    A subclass makes its `Pending`, starts the exchange of buckets and takes steps.
+    A subclass creates its `Pending`, starts the buckets' exchanges and takes steps.
     """
 
     mutex: GPUMutex | None
@@ -71,15 +71,15 @@ class DeferredState(HookState):
         self.agreement = Agreement()
         self._turn = cast(Turn | None, mutex)
         self._forward_turn = None if self._turn is None else ForwardTurn(self._turn)
-        # Undoes all changes of the optimizers and the model.
+        # Undoes all changes to the optimizers and the model.
         self._hooks = contextlib.ExitStack()
 
     def _intercept(self, pending: Pending, on_state: Callable[[], None] | None) -> None:
-        """Override the methods of the optimizers, whose steps `_step` takes from now on.
+        """Override the optimizers' methods, so that `_step` takes their steps from now on.
 
         Args:
-            pending: the buckets and updates of the optimizers.
-            on_state: called before user code uses the state of an optimizer.
+            pending: the optimizers' pending buckets and updates.
+            on_state: a function to call before user code uses an optimizer's state.
         """
         self._pending = pending
         for number, optimizer in enumerate(pending.optimizers):
@@ -95,27 +95,27 @@ class DeferredState(HookState):
             self._hooks.enter_context(methods)
 
     def _step(self, number: int, original: Callable[[], Any]) -> Any:
-        """Take a step of optimizer ``number``; ``original`` is the whole step at once."""
+        """Take a step of optimizer ``number``. Calling ``original`` would take it all at once."""
         raise NotImplementedError
 
     # --- for users -----------------------------------------------------------------------------
 
     @staticmethod
     def ddp_options(model: nn.Module, *, compiled: bool | None = None) -> dict[str, Any]:
-        """Return arguments of ``DistributedDataParallel`` that suit decoupled training.
+        """Return ``DistributedDataParallel`` arguments that suit decoupled training.
 
-        Gradients are views of the buckets. A bucket holds a sixteenth of them, but at least
-        256 KiB and at most 25 MiB: updates are deferred bucket by bucket, and each bucket costs
-        processor time.
+        With these arguments, gradients are views of the buckets. A bucket holds a sixteenth of the
+        gradients, but at least 256 KiB and at most 25 MiB: updates are deferred bucket by bucket,
+        and each bucket costs processor time.
 
         Args:
-            model: the module that is going to be wrapped.
-            compiled: whether a part of it is compiled while it is wrapped: torch then needs
-                buckets of at least 1 MiB. Default: whether a part of it is compiled already; pass
-                True for ``torch.compile(ddp)``.
+            model: the module that you are going to wrap.
+            compiled: whether any part of the wrapped module is compiled; torch then needs buckets
+                of at least 1 MiB. Default: whether a part of it is already compiled. Pass True for
+                ``torch.compile(ddp)``.
 
         Returns:
-            Keyword arguments of ``DistributedDataParallel``.
+            Keyword arguments for ``DistributedDataParallel``.
 
         Not collective.
 
@@ -133,32 +133,32 @@ class DeferredState(HookState):
         return {"gradient_as_bucket_view": True, "bucket_cap_mb": cap_bytes / 2**20}
 
     def flush(self) -> None:
-        """Complete all exchanges and updates: parameters and gradients are then plain DDP's.
+        """Complete all exchanges and updates, so that parameters and gradients are as in plain DDP.
 
-        Between ``backward()`` and ``step()`` it completes ``p.grad``, for code that reads or
-        changes gradients (not with `OwnerState`, where only owners have the mean). After
-        ``step()`` it applies the update. Not collective.
+        Between ``backward()`` and ``step()``, this completes ``p.grad`` for code that reads or
+        changes gradients (but not with `OwnerState`, where only owners have the mean). After
+        ``step()``, it applies the update. Not collective.
 
-        On failure: ``ExchangeError`` when a peer died; ``UnsupportedConfigurationError`` when user
-        code has written pending gradients or parameters.
+        On failure: ``ExchangeError`` if a peer has died; ``UnsupportedConfigurationError`` if user
+        code has written to pending gradients or parameters.
         """
         self._pending.update_all()
         self._pending.make_whole()
 
     def on_update(self, listener: Callable[[Sequence[torch.Tensor]], object]) -> RemovableHandle:
-        """Call ``listener`` with the parameters that a step has just updated.
+        """Call ``listener`` with the parameters that each step has just updated.
 
-        For code that follows the parameters, such as a moving average, without waiting for the
-        network. The update of a step is applied in parts. Each trained parameter is in one call
-        per step, before any other code reads it. The listener runs without recording gradients, on
-        the thread that has updated, and must not read other parameters.
+        This is for code that follows the parameters, such as a moving average, without waiting for
+        the network. A step's update is applied in parts. Each trained parameter is passed to the
+        listener once per step, before any other code reads it. The listener runs with gradient
+        recording off, on the thread that applied the update, and must not read other parameters.
 
         Args:
-            listener: receives parameters of the model. Its result is ignored. Its error is raised
-                where the parameters were to be read.
+            listener: a function that receives a sequence of the model's parameters. Its result is
+                ignored. If it raises, the error appears where the parameters were to be read.
 
         Returns:
-            A handle, whose ``remove()`` ends the calls. `close` ends them as well.
+            A handle whose ``remove()`` ends the calls. `close` ends them as well.
 
         Not collective.
 
@@ -174,7 +174,10 @@ class DeferredState(HookState):
         return handle
 
     def _deferred_stats(self, **more: Any) -> dict[str, Any]:
-        """Return the statistics of states with deferred updates; ``more``: arguments of `common_stats`."""
+        """Return the statistics of a state with deferred updates.
+
+        ``more`` is passed on to `_common_stats`.
+        """
         pending = self._pending
         return {
             **self._common_stats(not_deferred=self._why_not_deferred(), **more),
@@ -191,9 +194,10 @@ class DeferredState(HookState):
         return self._pending.why_whole
 
     def close(self) -> None:
-        """Apply all updates and release the optimizers and the model.
+        """Apply all updates, and release the optimizers and the model.
 
-        Later steps are those of the split hook. Not collective; may be called twice.
+        Later steps run like the split hook's. Not collective. It is safe to call this more than
+        once.
         """
         if self._pending.phase is Phase.CLOSED:
             return
@@ -206,11 +210,11 @@ class DeferredState(HookState):
     # --- the model -----------------------------------------------------------------------------
 
     def _trained(self) -> set[int]:
-        """Return the ids of the parameters that the model may have."""
+        """Return the ids of the parameters that the model may train."""
         return {*map(id, self._pending.parameters())}
 
     def _check(self, bucket: dist.GradBucket) -> None:
-        """Check the new parameters of a bucket, and the model."""
+        """Check the model and the parameters of a bucket that contains a new parameter."""
         flat_gradients(bucket)
         model = needed_model_of(bucket, state=self)
         former = self._pending.model()
@@ -235,7 +239,7 @@ class DeferredState(HookState):
         self._pending.known.update(map(id, bucket.parameters()))
 
     def _adopt(self, model: DistributedDataParallel) -> None:
-        """Guard the parameters of the model, and register hooks on its forward."""
+        """Guard the model's parameters, and register hooks on its forward."""
         if not model.gradient_as_bucket_view:
             check_copyable(model)
         pending = self._pending
@@ -259,7 +263,7 @@ class DeferredState(HookState):
 def check_optimizers(
     optimizer: Optimizer | Sequence[Optimizer],
 ) -> tuple[Optimizer, ...]:
-    """Return one optimizer or several as a tuple; refuse an optimizer whose step has no parts."""
+    """Return the given optimizers as a tuple; refuse any whose step cannot be taken in parts."""
     optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
     if not optimizers:
         raise ValueError(
@@ -272,7 +276,7 @@ def check_optimizers(
 
 
 def check_one_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
-    """Return the optimizer; refuse several."""
+    """Return the only optimizer; refuse more than one."""
     optimizers = check_optimizers(optimizer)
     if len(optimizers) > 1:
         raise UnsupportedConfigurationError(

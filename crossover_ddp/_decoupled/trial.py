@@ -1,13 +1,14 @@
-"""Tries whether deferring is worth it: steps of both kinds by the host's clock. Our design.
+"""Times deferred and undeferred steps by the host's clock to see which are faster. Our own design.
 
-[Note: trial of deferring] Deferring costs processor time. It gains only time that would otherwise
-be spent waiting: nothing on a fast link, little where buckets are few. Only training shows which of
-them is larger. So when buckets have settled, blocks of steps are alternately deferred and not. All
-ranks keep the kind that was faster for the slowest rank, as soon as the difference is plain.
-Deferring must save at least 2 %, since it also costs processor time that is not measured. A step
-that is not deferred is that of the split hook, whose additions are those of a deferred step: the
-results are the same, bit for bit, whatever is chosen. The trial counts backward passes, whose
-number is the same on all ranks, whatever else a rank does.
+[Note: trial of deferring] Deferring costs processor time. It saves only time that would otherwise
+be spent waiting: none on a fast link, and little if there are few buckets. Only training shows
+whether the cost or the gain is larger. So once buckets have settled, blocks of steps are
+alternately deferred and not. As soon as the difference is clear, all ranks keep the kind that was
+faster for the slowest rank. Deferring must save at least 2 %, because it also costs processor time
+that is not measured. A step that is not deferred runs like the split hook's, with the same
+additions as a deferred step. So the results are the same, bit for bit, whichever kind is chosen.
+The trial counts backward passes because all ranks run the same number of them, whatever else a rank
+does.
 """
 
 import logging
@@ -24,9 +25,9 @@ from crossover_ddp._system.comparing import is_faster
 logger = logging.getLogger(__name__)
 
 WARM_UP: Final = 6
-"""Backward passes on settled buckets before the trial: the first ones record and check."""
+"""The number of backward passes on settled buckets to skip: the first ones record and check."""
 BLOCK: Final = 5
-"""Backward passes of one kind in a row. The first one still ends the former kind: not timed."""
+"""The length of a block in backward passes. The first is not timed: it ends the previous kind."""
 
 
 class Trial:
@@ -37,18 +38,18 @@ class Trial:
     def __init__(self) -> None:
         # Whether the next backward pass is deferred; the same on all ranks.
         self.defers = True
-        # Whether that is decided.
+        # Whether the trial has decided.
         self.is_over = False
-        # Number of backward passes on settled buckets, and the moment when the block began.
+        # The number of backward passes on settled buckets, and the time when the block began.
         self._count = 0
         self._begin_s = 0.0
-        # Seconds per step of each block, deferred and not.
+        # The seconds per step in each block: deferred blocks first, then the others.
         self._step_s: tuple[list[float], list[float]] = ([], [])
 
     def backward_ended(self, exchange: Exchange, device: torch.device) -> None:
-        """Note the end of a backward pass on settled buckets, whose gradients are on ``device``.
+        """Record the end of a backward pass on settled buckets; the gradients are on ``device``.
 
-        **Collective** after each pair of blocks.
+        This is **collective** after each pair of blocks.
         """
         if self.is_over:
             return
@@ -65,7 +66,7 @@ class Trial:
         self.defers = block < 0 or block % 2 == 0
         if place or not self.defers or block <= 0:
             return
-        # The lower of two blocks: an evaluation may be in the other.
+        # The low median, because an evaluation may have slowed down some of the blocks.
         numbers = exchange.gather_numbers([*map(statistics.median_low, self._step_s)], device)
         deferred_s, whole_s = map(max, zip(*numbers, strict=True))
         faster = is_faster(math.log(whole_s / deferred_s), block // 2)

@@ -1,18 +1,20 @@
-"""The buckets of one backward pass, whose failures reach the training thread, and the turn around the last one.
+"""The buckets of a backward pass, their failures, and the turn that the last one hands on.
 
-[Note: errors after backward] An exception must not leave a hook: DDP is unusable afterwards. An exception in
-the Future that the hook returned surfaces as a misleading cast error. So a failing bucket is completed like any
-other, and the failure is raised on the training thread after DDP's own end of backward, by a callback of the
-autograd engine: ``backward()`` raises that very error. DDP queues its end of backward after our hook has run,
-hence a callback that queues another one. Outside of a backward pass, as in Join's shadow pass, no callback runs.
-There the Future carries the exception.
+[Note: errors after backward] An exception must not leave a hook, because DDP is unusable
+afterwards. An exception in the Future that the hook returned surfaces as a misleading cast error.
+So a failing bucket is completed like any other. The failure is raised on the training thread after
+DDP has finished the backward pass, in a callback of the autograd engine: ``backward()`` raises that
+very error. DDP queues its own callback for the end of backward after our hook has run, so our
+callback queues another one. Outside of a backward pass, for example in Join's shadow pass, no
+callback runs. There the Future carries the exception.
 
-[Note: the turn in a journey] The journey of a step's last bucket releases the job's turn, requests the next one
-and acquires it, in this order, on all ranks. The step's compute is launched when the hook of the last bucket
-runs, so ``release()`` comes first, on the hook's thread, unless owners compute for this step as well. The request
-travels while gradients are gathered: a sibling that computes meanwhile sees that this job waits. ``acquire()``
-comes before DDP's Future completes, since optimizer and forward follow. A deferred journey acquires nothing: the
-next forward does.
+[Note: the turn in a journey] The journey of a step's last bucket releases the job's turn, requests
+the next one and acquires it, in this order, on all ranks. When the hook of the last bucket runs,
+the step's compute has been launched. So ``release()`` comes first, on the hook's thread, unless
+owners also compute for this step. The request travels while gradients are gathered: a sibling that
+computes meanwhile sees that this job waits. ``acquire()`` comes before DDP's Future completes,
+because the optimizer and forward follow. A deferred journey does not acquire the turn; the next
+forward does.
 """
 
 import functools
@@ -44,41 +46,45 @@ if TYPE_CHECKING:
 
 
 class Turn(Protocol):
-    """What the engine needs of a mutex. ``backward()`` raises what a method raises."""
+    """The interface of a mutex, as far as the engine needs it.
+
+    If a method raises, ``backward()`` raises the same error.
+    """
 
     @property
     def awaits_device(self) -> bool:
-        """Whether the device must have finished a step's buckets before the next turn is acquired."""
+        """Whether the device must finish a step's buckets before the next turn is acquired."""
 
     @property
     def mode(self) -> str:
-        """How the job computes beside its siblings, for the timeline."""
+        """The name that the timeline shows for how the job shares the device with its siblings."""
 
     def release(self) -> None:
-        """Give the turn away: the step's compute is launched. Never blocks.
+        """Give the turn away, because the step's compute has been launched. Must not block.
 
-        Called on the hook's thread, or on the thread of owners' work.
+        It is called on the hook's thread, or on the thread where owners compute.
         """
 
     def request(self) -> None:
-        """Join the siblings' queue before `acquire`. Called on a thread of the engine."""
+        """Join the siblings' queue ahead of `acquire`. It is called on a thread of the engine."""
 
     def acquire(self, *, blocking: bool = True) -> bool:
-        """Acquire the next turn, see ``awaits_device``.
+        """Acquire the next turn, see ``awaits_device``. Return whether it was acquired.
 
-        Called on a thread that may block, unless ``blocking`` is False: then return False where it would.
+        It is called on a thread that may block. If ``blocking`` is False, it returns False instead
+        of blocking.
         """
 
 
 class Backward:
-    """The buckets of one backward pass, up to the one that DDP calls the last."""
+    """The buckets of one backward pass, up to and including the one that DDP calls the last."""
 
     turn: Turn | None = None
     # Whether DDP has handed out the last bucket.
     is_whole = False
     # Whether the step's compute has been launched, so that a sibling may have the turn.
     compute_ended = False
-    # Until when the program has waited for these buckets, as far as that was counted.
+    # The time up to which waits for these buckets have been counted.
     waited_s: float | None = None
 
     def __init__(
@@ -87,9 +93,9 @@ class Backward:
         self.number = number
         # Deferred buckets stay here until all are reduced, since forward needs the last one first.
         self.gathers = Gate()
-        # Of each bucket: its bytes, and when its hook ran.
+        # For each bucket, its size in bytes and the time when its hook ran.
         self.ready: list[tuple[int, float]] = []
-        # Of another library's hook below `crossover_wrapper`.
+        # The Futures of another library's hook that `crossover_wrapper` wraps.
         self.futures: list[GradientFuture] = []
         self._compute_ends = compute_ends
         self._lock = threading.Lock()
@@ -97,17 +103,18 @@ class Backward:
         self._error: BaseException | None = None
 
     def watch(self, *, is_last: bool) -> None:
-        """Raise a failure when DDP has finished this backward pass. Call it in each bucket's hook.
+        """Have a failure raised once DDP has finished this backward pass.
 
-        The first bucket's callback catches early failures. The last one's runs at the end of backward even
-        if earlier buckets were ready in a nested backward pass that ended before.
+        Call it in each bucket's hook. The first bucket's callback catches early failures. The last
+        bucket's callback runs at the end of backward, even if earlier buckets were ready in a
+        nested backward pass that has already ended.
         """
         if (not self.ready or is_last) and after_backward(self._after_ddp):
             with self._lock:
                 self._watching += 1
 
     def complete(self, future: GradientFuture, result: Tensor, error: BaseException | None) -> None:
-        """Complete a bucket's Future. It carries an error only if no callback will raise that."""
+        """Complete a bucket's Future. It carries ``error`` only if no callback will raise it."""
         with self._lock:
             is_watched = self._watching > 0
             if is_watched:
@@ -120,8 +127,9 @@ class Backward:
         future.set_exception(error)  # type: ignore[arg-type]
 
     def _after_ddp(self) -> None:
-        # A nested backward pass (re-entrant checkpointing) may end before the last bucket. From then on no
-        # callback is left, and a later failure goes into its Future.
+        # A nested backward pass (re-entrant checkpointing) may end before the last bucket is ready.
+        # From then on no callback is left, so a bucket that fails later puts its error in its
+        # Future.
         with self._lock:
             self._watching -= 1
             error = self._error
@@ -130,7 +138,10 @@ class Backward:
             raise error
 
     def end_compute(self) -> None:
-        """Release the turn: the step's compute is launched. Only the first call counts."""
+        """Note that the step's compute has been launched, and release the turn.
+
+        Only the first call counts.
+        """
         if self.compute_ended:
             return
         self.compute_ended = True
@@ -140,7 +151,10 @@ class Backward:
             self.turn.release()
 
     def refuse(self, grad_bucket: dist.GradBucket) -> None:
-        """A bucket is not exchanged. The last one still ends the step's compute, and opens the gate."""
+        """Note that a bucket is not exchanged.
+
+        If it is the last one, the step's compute still ends and the gate still opens.
+        """
         if grad_bucket.is_last():
             self.end_compute()
             self.gathers.open()
@@ -149,9 +163,9 @@ class Backward:
 class Bucket(Journey):
     """The journey of one of DDP's buckets."""
 
-    # Of the hook; set by the exchange that starts the journey.
+    # The hook's meter. The exchange that starts the journey sets it.
     meter: "Meter"
-    # Whether the memory will be reused before the gather: `summed` returns False then.
+    # Whether the memory will be reused before the gather. `all_reduced` then returns False.
     _is_dropped = False
 
     def __init__(
@@ -166,20 +180,21 @@ class Bucket(Journey):
         self.index = grad_bucket.index()
         self.last = grad_bucket.is_last()
         self.result = grad_bucket.buffer()
-        # The same memory with a version counter of its own: user code that writes to gradients bumps theirs.
+        # The same memory with its own version counter: user code that writes to gradients bumps
+        # theirs.
         self.flat = self.result.data
         self.layout = layout  # equal shards
         self.backward = backward
         self.link = link
         self.future = place.future()
-        self.own_shard = Completion()  # this rank's shard is reduced
+        self.own_shard = Completion()  # reached when this rank's shard is reduced
         self._on_device: Callable[[], None] = nothing
 
     async def all_reduced(self) -> bool:
-        """Mark this rank's shard as reduced, and wait until all buckets of the step are.
+        """Mark this rank's shard as reduced, and wait until all buckets of the step are reduced.
 
-        The last bucket opens the gate and resumes first: reductions end in the order of buckets. Returns
-        False if the bucket was dropped meanwhile.
+        Reductions end in the order of the buckets, so the last bucket opens the gate, and it
+        resumes first. Returns False if the bucket was dropped meanwhile.
         """
         self.own_shard.reach(None, self.place.mark())
         gathers = self.backward.gathers
@@ -190,12 +205,12 @@ class Bucket(Journey):
         return not self._is_dropped
 
     def wait(self, *, on_host: bool = False) -> None:
-        """Block until the mean has arrived. On a device the caller's later work is ordered behind it.
+        """Block until the mean has arrived. On a device, order the caller's later work behind it.
 
-        May be called again.
+        It is safe to call it more than once.
 
         Args:
-            on_host: also block until the device has it.
+            on_host: whether to block also until the device has the mean.
         """
         gathers = self.backward.gathers
         if not self.backward.is_whole and not gathers.is_open:
@@ -210,7 +225,7 @@ class Bucket(Journey):
             self._on_device()
 
     def drop(self) -> None:
-        """Let the next backward pass use the memory: no rank will wait for this bucket."""
+        """Let the next backward pass reuse the memory. No rank will wait for this bucket."""
         self._is_dropped = self.link.in_program_order and not self.backward.is_whole
         if self._is_dropped:
             self.own_shard.wait()
@@ -218,7 +233,10 @@ class Bucket(Journey):
             self.wait()
 
     def exposed_until(self, end_s: float) -> float:
-        """Return the seconds that backward has waited for this bucket alone: from the last hook on."""
+        """Return the seconds that backward has waited for this bucket alone.
+
+        Waiting begins when the hook of the step's last bucket runs.
+        """
         backward = self.backward
         since_s = self.begun_s if self.last else backward.waited_s
         if since_s is None or end_s <= since_s:
@@ -227,17 +245,20 @@ class Bucket(Journey):
         return end_s - since_s
 
     def end(self, error: BaseException | None) -> None:
-        """Complete the Future. An error is raised after backward, if that waits for the bucket."""
+        """End the journey, and complete the Future if backward waits for the bucket.
+
+        An error is then raised after backward, see [Note: errors after backward].
+        """
         if error is None and self.when_computed is not None:
             raise RuntimeError("its journey has sent it without awaiting bucket.computed() first")
         if self.last:
-            self.backward.end_compute()  # if the journey ended before it released the turn
+            self.backward.end_compute()  # in case the journey has not released the turn
         if self.deferred and error is None:
             self._on_device = self.place.reached()
         super().end(error)
         self.own_shard.reach(error, self._follow)
         if not self.deferred:
-            self._is_followed = True  # by the waiter of the Future
+            self._is_followed = True  # the Future orders its waiter behind the work
             with self.place.side():
                 self.backward.complete(self.future, self.result, error)
 
@@ -246,17 +267,19 @@ Join = Callable[[], Turn]
 
 
 class JourneyTurn:
-    """The job's turn, for the journey of a bucket, see [Note: the turn in a journey].
+    """The job's turn as a bucket's journey uses it, see [Note: the turn in a journey].
 
-    Its methods do nothing for other buckets than the last, and without a mutex. `request` and `acquire` do
-    nothing in a deferred journey either: the next forward acquires.
+    `release` acts only in the journey of a step's last bucket. So do `request` and `acquire`, which
+    also need a mutex and do nothing in a deferred journey: there the next forward acquires the
+    turn.
 
     Args:
         bucket: the bucket.
-        link: its link.
-        turn: the mutex of the job; None: it has none, or has yet to join its siblings.
-        join: joins them, and returns the mutex. It is collective and may block, so it is called in `request`
-            over gloo, and in `acquire` on NCCL and with one rank: all ranks reach these in the same order.
+        link: the bucket's link.
+        turn: the job's mutex; None if the job has none, or has yet to join its siblings.
+        join: a function that joins the siblings and returns the mutex; None if there is nothing to
+            join. It is collective and may block. So it is called in `request` over gloo, and in
+            `acquire` on NCCL and with one rank: all ranks reach these in the same order.
     """
 
     def __init__(self, bucket: Bucket, link: Link, turn: Turn | None, join: Join | None) -> None:
@@ -265,38 +288,47 @@ class JourneyTurn:
         self._turn = turn
         self._join = join
         self._is_shared = bucket.last and (turn is not None or join is not None)
-        # On NCCL: blocks until the device has reached the point of the request.
+        # On NCCL, a function that blocks until the device has reached the point of the request.
         self._reached = bucket.place.reached() if self._is_shared else nothing
 
     @property
     def awaits_device(self) -> bool:
-        """See `Turn.awaits_device`. The first time is before the job has joined."""
+        """Whether to wait for the device, see `Turn.awaits_device`.
+
+        Until the job has joined its siblings, the device is always awaited.
+        """
         if self._turn is None:
             return self._is_shared
         return self._is_shared and self._turn.awaits_device
 
     def release(self) -> None:
-        """Give the turn to a sibling: this step's compute is launched. Later calls do nothing."""
+        """Give the turn to a sibling, because this step's compute has been launched.
+
+        Later calls do nothing.
+        """
         bucket = self._bucket
         if not bucket.last:
             return
         if bucket.when_computed is None:
             bucket.backward.end_compute()  # owners' work ends on the journey's stream
         else:
-            bucket.as_starter(bucket.backward.end_compute)  # backward's kernels are on the hook's
+            bucket.as_starter(bucket.backward.end_compute)  # backward ran on the hook's stream
 
     def request(self) -> None:
-        """Join the siblings' queue: the exchange is half-way."""
+        """Join the siblings' queue, because the exchange is half-way."""
         if not self._is_shared or self._bucket.deferred:
             return
         if self._link.in_program_order:
-            # Ranks may issue nothing but collectives here; `acquire` requests when the device is there.
+            # Ranks may issue only collectives here. `acquire` requests once the device gets here.
             self._reached = self._bucket.place.reached()
         elif self._link.size > 1:
             self._joined().request()
 
     async def acquire(self) -> None:
-        """Wait for the next turn. With no sibling the host runs ahead of its device as without a mutex."""
+        """Wait for the next turn.
+
+        Without siblings the host may run ahead of its device, as it would without a mutex.
+        """
         if not self._is_shared or self._bucket.deferred:
             return
         turn = self._turn
@@ -324,9 +356,10 @@ BucketJourney = Callable[[Bucket, Link, JourneyTurn], JourneyCoroutine]
 
 
 def after_backward(callback: Callable[[], None]) -> bool:
-    """Call ``callback`` when DDP has finished this backward pass. Returns False outside of one.
+    """Have ``callback`` called once DDP has finished this backward pass.
 
-    Call it in a hook. ``backward()`` raises what ``callback`` raises.
+    Call it in a hook. ``backward()`` raises what ``callback`` raises. Returns False outside of a
+    backward pass, where ``callback`` will not be called.
     """
     return _queue(functools.partial(_run_at_end, callback))
 

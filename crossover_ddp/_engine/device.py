@@ -1,25 +1,30 @@
 """CUDA devices of journeys, and networks for their tensors.
 
-[Note: the side stream] Journeys issue all their work on a device on one stream of ours. It follows the stream of the
-thread that starts a journey, and the stream of a thread that waits for a journey follows it. `Journey` makes it current
-around each segment, so that memory allocated by a journey belongs to it as well.
+[Note: the side stream] On a device, journeys issue all their work on one stream of ours, the side
+stream. It follows the stream of the thread that starts a journey. The stream of a thread that waits
+for a journey follows the side stream. `Journey` makes the side stream current around each segment,
+so that memory allocated by a journey belongs to that stream as well.
 
-[Note: who waits for the compute stream] Where the host drives journeys (gloo), one of our threads waits for the compute
-stream before a journey begins. If the side stream waited instead, the copies of an earlier journey, enqueued behind
-that, would wait for gradients of another bucket. Where the device drives them (NCCL), the side stream waits.
+[Note: who waits for the compute stream] Where the host drives journeys (gloo), one of our threads
+waits for the compute stream before a journey begins. If the side stream waited instead, and an
+earlier journey then enqueued copies on it, these copies would wait for the gradients of another
+bucket. Where the device drives journeys (NCCL), the side stream waits.
 
-[Note: one order] Ranks that issue a backend's own collectives in different orders deadlock. So all collectives are
-issued on the thread that starts the journey, among the model's own. Journeys do not suspend there.
+[Note: one order] Ranks that issue a backend's own collectives in different orders deadlock. So all
+collectives are issued on the thread that starts the journey, among the model's own. Journeys do not
+suspend there.
 
-[Note: staging] A collective copies its input to pinned memory, on a stream for copies down, which follows the side
-stream. A thread sleeps until the copy has ended, and hands it to the network. Received data is copied back on a stream
-for copies up, which the side stream follows. PCIe carries both directions at once.
+[Note: staging] A collective copies its input to pinned memory, on a stream for copies down, which
+follows the side stream. A thread sleeps until the copy has ended, and hands the data to the
+network. Received data is copied back on a stream for copies up, which the side stream follows. PCIe
+carries both directions at once.
 
-Memory needs no further events. Pinned memory is simply dropped: torch reuses it only after the copies that read or fill
-it, and gloo holds a reference to memory in use. Device memory that is copied into is free of earlier kernels: the copy
-down followed the side stream, and the thread has waited for it, even where there is nothing to copy. The program may
-drop a tensor of a journey without waiting. Such a journey makes the stream that it was started on follow when it is
-deleted, before its tensors are.
+Memory needs no further events. Pinned memory is simply dropped: torch reuses it only after the
+copies that read or fill it, and gloo holds a reference to memory in use. No earlier kernel still
+uses device memory that is copied into: the copy down followed the side stream, and the thread has
+waited for the copy, even where there was nothing to copy. The program may drop a journey's tensor
+without waiting for the journey. Then the journey's own deletion, which comes before that of its
+tensors, makes the stream that started the journey follow the side stream.
 """
 
 import copy
@@ -44,10 +49,10 @@ _ALL_GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 class Device(Place):
-    """A CUDA device with an index, see [Note: the side stream].
+    """A CUDA device and its side stream, see [Note: the side stream].
 
     Args:
-        device: a CUDA device.
+        device: a CUDA device with an index.
         by_host: whether the host drives journeys, see [Note: who waits for the compute stream].
     """
 
@@ -74,9 +79,9 @@ class Device(Place):
         current = torch.cuda.current_stream(self.device)
 
         def order(follow: Callable[[], None]) -> None:
-            # The device as well: a thread of user code goes back to device 0, see `adopt_thread`.
+            # Set the device too: a thread of user code returns to device 0, see `adopt_thread`.
             with torch.cuda.device(self.device), torch.cuda.stream(current):
-                # An event from outside of a CUDA graph's capture would break it.
+                # An event from outside of a CUDA graph's capture would break the capture.
                 if not torch.cuda.is_current_stream_capturing():
                     follow()
 
@@ -97,10 +102,11 @@ class Device(Place):
         return GradientFuture(devices=[self.device])
 
     def adopt_thread(self) -> None:
-        """Also make this the thread's current device.
+        """Prepare the calling thread, and make this device its current one.
 
-        A new thread's device is number 0, and leaving a stream's ``with`` block returns to it: each rank would create
-        a context there, half a gigabyte.
+        A new thread's current device is number 0, and the thread returns to it when it leaves the
+        ``with`` block of a stream. Each rank would then create a context on that device, which
+        takes half a gigabyte.
         """
         super().adopt_thread()
         torch.cuda.set_device(self.device)
@@ -111,21 +117,20 @@ class Device(Place):
 
 
 def sleeping_event() -> torch.cuda.Event:
-    """Return an event whose waiters sleep instead of spinning on a core."""
+    """Return an event whose waiters sleep, rather than spin on a core."""
     return torch.cuda.Event(blocking=True)
 
 
 class Native(Alone):
-    """A backend's own collectives, such as NCCL's, see [Note: one order]. Its links are copies of the network.
+    """A network that uses a backend's own collectives, such as NCCL's, see [Note: one order].
 
-    On a device all work goes to the current stream, which `Journey` has chosen. The group is held weakly. Bytes are
-    counted as for a ring.
+    Its links are copies of the network. On a device all work goes to the current stream, which
+    `Journey` has chosen. The process group is held by a weak reference. Sent bytes are counted as
+    if the backend used a ring.
     """
 
     in_program_order = True
-    alignment_bytes = (
-        128  # NCCL is much slower on parts that begin elsewhere (pytorch#195450, nccl#413)
-    )
+    alignment_bytes = 128  # NCCL is much slower on unaligned parts (pytorch#195450, nccl#413)
 
     def __init__(self, group: dist.ProcessGroup, place: Place) -> None:
         super().__init__(place)
@@ -137,7 +142,10 @@ class Native(Alone):
         return copy.copy(self)
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """Send equal shards in one collective, and the rest of a longer shard by itself."""
+        """Reduce equal shards in one collective, and the rest of a longer last shard in another.
+
+        Shards of other lengths take one collective each.
+        """
         group = living(self._group)
         front, rest = self._front_and_rest(flat, layout)
         flat.div_(self.size)
@@ -173,7 +181,11 @@ class Native(Alone):
     def _front_and_rest(
         self, flat: Tensor, layout: Layout
     ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-        """Return the part that is cut equally and the last rank's rest; or nothing, and all parts with elements."""
+        """Split ``flat`` into a front that is cut into equal shards, and the rest.
+
+        The rest is a list of parts with their owners: at most one, the last rank's. If the layout
+        has no such front, the front is empty and the list has all parts that are not empty.
+        """
         share = layout[0]
         if all(length == share for length in layout[:-1]) and layout[-1] >= share:
             front, last = flat[: share * self.size], flat[share * self.size :]
@@ -184,14 +196,14 @@ class Native(Alone):
 
 
 def _wait(work: Any) -> None:
-    """Make the current stream (on a CPU this thread) wait for a ``dist.Work``."""
+    """Make the current stream wait for a ``dist.Work``; on a CPU, the calling thread waits."""
     work.wait()
 
 
 class Staged(Gloo):
-    """A network over gloo for tensors of a device, see [Note: staging]."""
+    """A network over gloo for tensors on a device, see [Note: staging]."""
 
-    divides = False  # the device has divided them
+    divides = False  # the device divides the addends
 
     def __init__(self, group: dist.ProcessGroup, place: Device) -> None:
         super().__init__(group, place)
@@ -204,12 +216,12 @@ class Staged(Gloo):
         return _StagedLink(self, super().link())
 
     def close(self, timeout_s: float) -> bool:
-        """Stop the threads in the order in which journeys pass through them."""
+        """Stop the threads, in the order in which journeys pass through them."""
         closed = [self.place.close(timeout_s), stop_all([self._copying], timeout_s)]
         return all([*closed, super().close(timeout_s)])
 
     async def down(self, pairs: Sequence[Pair]) -> None:
-        """Copy to the host, and resume when the copies have ended."""
+        """Copy tensors to the host, and resume when the copies have ended."""
         self._down.wait_stream(self.device.stream)
         with torch.cuda.stream(self._down):
             for host, device in pairs:
@@ -219,7 +231,7 @@ class Staged(Gloo):
         there.synchronize()
 
     def up(self, pairs: Sequence[Pair]) -> None:
-        """Start copies to the device. Later work of the journey is ordered behind them."""
+        """Start copying tensors to the device. Order the journey's later work behind the copies."""
         with torch.cuda.stream(self._up):
             for device, host in pairs:
                 device.copy_(host, non_blocking=True)
@@ -227,9 +239,10 @@ class Staged(Gloo):
 
 
 class _StagedLink(LinkAround):
-    """The collectives of one journey.
+    """The collectives of one journey, for tensors on a device.
 
-    Owners compute on the thread of the host's link: launching kernels takes time as well.
+    Owners compute on the same thread as with the host's link, since launching kernels takes time
+    too.
     """
 
     def __init__(self, net: Staged, link: Link) -> None:
@@ -254,7 +267,7 @@ class _StagedLink(LinkAround):
     async def all_reduce(
         self, flat: Tensor, layout: Layout, halfway: Halfway = nothing_halfway
     ) -> None:
-        """Copy down and up once."""
+        """Average ``flat`` on all ranks, with only one copy down and one copy up."""
         host = await self._addend(flat)
         await self._link.all_reduce(host, layout, halfway)
         self._net.up([(flat, host)])

@@ -1,8 +1,8 @@
 """Starts the journeys of a process group, fails them and closes them.
 
-[Note: failed] An error of a journey is a failure: other ranks may wait for data that it would have sent. The first
-failure is final for the process group. It is thrown into every journey of this rank, and the connections are closed,
-so that it reaches all ranks.
+[Note: failed] An error in a journey is a failure, because other ranks may wait for data that the
+journey would have sent. The first failure is final for the process group. It is thrown into every
+journey of this rank, and the connections are closed, so that it reaches all ranks.
 """
 
 import functools
@@ -59,7 +59,7 @@ Network = Alone | Gloo
 
 _END_S: Final = 0.5
 _NEEDED_BY_OTHERS_S: Final = 30.0
-_TOLD_AFTER: Final = 100  # steps, before the line of the log
+_TOLD_AFTER: Final = 100  # the number of steps after which statistics are logged
 _DESTROYED: Final = (
     "the process group that the hook was registered with was destroyed; wrap the module in DistributedDataParallel "
     "again, with a group that exists, and register the hook with a new state"
@@ -71,10 +71,10 @@ _TIMED_OUT: Final = (
 
 
 class _Checked(NamedTuple):
-    """A bucket that was checked, by weak references."""
+    """Weak references to the model and the process group that a bucket was checked with."""
 
-    model: Callable[[], DistributedDataParallel | None]  # None: not known
-    group: Callable[[], dist.ProcessGroup | None]  # the model's, which is the hook's
+    model: Callable[[], DistributedDataParallel | None]  # returns None if the model is not known
+    group: Callable[[], dist.ProcessGroup | None]  # the model's group, which is the hook's too
 
     @classmethod
     def of(cls, model: DistributedDataParallel | None) -> "_Checked":
@@ -84,7 +84,7 @@ class _Checked(NamedTuple):
 
 
 class Exchange:
-    """The journeys of one process group, which is held weakly."""
+    """The journeys of one process group. It holds the group by a weak reference."""
 
     _of_group: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange]"] = (
         weakref.WeakKeyDictionary()
@@ -100,15 +100,15 @@ class Exchange:
         self._backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
         self._networks: dict[torch.device, Network] = {}
         self._timeline = timeline_of(group)
-        self._numbers = itertools.count()  # of journeys that belong to no bucket
+        self._numbers = itertools.count()  # for journeys that belong to no bucket
         self.steps = StepObserver(self._timeline)
-        self.meter = Meter()  # of hooks without a state
-        # Must be set alike on all ranks before the first backward; it is not checked.
+        self.meter = Meter()  # for hooks without a state
+        # Must be set to the same value on all ranks before the first backward. This is not checked.
         self.leaves_buffers_to_ddp = False
-        self._models: Any = WeakTensorKeyDictionary()  # by the parameters of a last bucket
+        self._models: Any = WeakTensorKeyDictionary()  # keys: the parameters of a last bucket
         self._backward = Backward(compute_ends=self.steps.compute_ends)
-        self._entered = 0  # buckets whose hook ran
-        self._checked: Any = WeakTensorKeyDictionary()  # by a parameter of each bucket
+        self._entered = 0  # number of buckets whose hook has run
+        self._checked: Any = WeakTensorKeyDictionary()  # keys: one parameter of each bucket
         self._lock = threading.Lock()
         self._under_way: set[Journey] = set()
         self._failure: CrossoverError | None = None
@@ -116,7 +116,10 @@ class Exchange:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None) -> "Exchange":
-        """Return the exchange of a group, or of the default group. It lives as long as the group. Not collective."""
+        """Return the exchange of ``process_group``, or of the default group for None.
+
+        The exchange lives as long as its group. Not collective.
+        """
         group = dist.group.WORLD if process_group is None else process_group
         with cls._registry_lock:
             if group is None or group not in cls._of_group:
@@ -134,17 +137,19 @@ class Exchange:
         link: Link | None = None,
         meter: Meter | None = None,
     ) -> Journey:
-        """Start a journey of a tensor that belongs to no bucket.
+        """Start a journey for a tensor that belongs to no bucket.
 
         Args:
-            make: returns the coroutine, given the link.
-            tensor: on the device of the journey; kept alive until the journey ends.
-            name: of the tensor, for errors.
-            deferred: the program goes on without it. Other ranks may need it although this rank ends.
-            link: of an earlier journey that this one continues. Default: the next one of the network.
-            meter: counts traffic and waits.
+            make: a function that takes the link and returns the coroutine.
+            tensor: the tensor that travels. The journey runs on its device, and keeps it alive.
+            name: the name of the tensor in error messages.
+            deferred: whether the program goes on without waiting. Other ranks may then still need
+                the journey when this rank ends.
+            link: the link of an earlier journey that this one continues. By default the network
+                supplies its next link.
+            meter: the meter that counts the traffic and the waits; None counts nothing.
 
-        **Collective**: all ranks start the same journeys in the same order.
+        **Collective**: all ranks must start the same journeys in the same order.
         """
         self._check_process()
         network = self.network(tensor.device)
@@ -170,25 +175,32 @@ class Exchange:
         hands_back: bool = False,
         leaves_buffers: bool = False,
     ) -> Bucket:
-        """Start the journey of a bucket, in its hook. Its ``future`` will hold the bucket's buffer.
+        """Start a bucket's journey. Call it in the bucket's hook.
+
+        The ``future`` of the returned bucket will hold DDP's buffer.
 
         Args:
-            grad_bucket: DDP's.
-            make: called here with the bucket, its link and the turn; returns the coroutine. An error of the call
-                refuses the bucket. An error of the coroutine, even before its first ``await``, is a failure, see
-                [Note: failed]: an ``async def`` cannot refuse.
-            turn: the mutex of the job. Default: no turns.
-            join: returns it if the job has yet to join its siblings; called within the first journey.
-            state: the state that the hook was registered with; see `ModuleBuffers`. Its meter counts, if it has one.
-            around: wraps the link of the group for this bucket; may raise, to refuse the bucket.
-            hands_back: complete the Future at once. Whoever needs the bucket calls its ``wait()``.
-            leaves_buffers: leave the model's buffers to DDP, which broadcasts them in forward.
+            grad_bucket: the bucket that DDP passed to the hook.
+            make: a function that takes the bucket, its link and the turn, and returns the
+                coroutine. It is called here, and may raise to refuse the bucket. An error in the
+                coroutine, even before its first ``await``, is a failure instead, see
+                [Note: failed]. So an ``async def`` cannot refuse.
+            turn: the job's mutex; None if the job takes no turns, or has yet to join its siblings.
+            join: a function that joins the siblings and returns the mutex. It is called within the
+                first journey.
+            state: the state that the hook was registered with, see `ModuleBuffers`. If it has a
+                meter, that meter counts this bucket.
+            around: a function that wraps the bucket's link. It may raise to refuse the bucket.
+            hands_back: whether to complete the Future at once. Whoever needs the bucket must then
+                call its ``wait()``.
+            leaves_buffers: whether to leave the model's buffers to DDP, which broadcasts them in
+                forward.
 
-        Raises the refusal of the bucket.
+        If the bucket is refused, the call raises the reason.
         """
         backward = self._enter(grad_bucket, turn)
         meter = self.meter_of(state)
-        # A refused bucket draws a link as well: ranks count alike.
+        # A refused bucket takes a link too, so that all ranks count the same.
         link = self.network(grad_bucket.buffer().device).link()
         try:
             bucket = self._bucket(grad_bucket, link, backward)
@@ -204,7 +216,8 @@ class Exchange:
             bucket.waits = meter
             bucket.own_shard.waits = meter
             if bucket.last and self.size > 1 and not (leaves_buffers or self.leaves_buffers_to_ddp):
-                # Before the bucket: the next forward begins with them, and gathers arrive one after the other.
+                # Ahead of the bucket, since the next forward begins with the buffers, and gathers
+                # arrive one after the other.
                 self._send_buffers(grad_bucket, state, meter)
             coroutine = make(bucket, link, JourneyTurn(bucket, link, turn, join))
         except Exception:
@@ -225,10 +238,11 @@ class Exchange:
         turn: Turn | None = None,
         join: Join | None = None,
     ) -> GradientFuture:
-        """Count a bucket that another library's hook exchanges; ``future`` is its result.
+        """Register a bucket that another library's hook exchanges, and return the Future for DDP.
 
-        The step's last bucket starts the journey that ``make`` returns for all Futures of the step. Its Future is the
-        result for DDP.
+        ``future`` is what that hook returned. For the step's last bucket, ``make`` gets the Futures
+        of all buckets of the step, and returns the coroutine of a journey. DDP then gets that
+        journey's Future. For any other bucket it gets ``future`` itself.
         """
         futures = self._backward.futures
         futures.append(future)
@@ -244,12 +258,16 @@ class Exchange:
     def run(
         self, grad_bucket: dist.GradBucket, start: "StartExchange", state: object
     ) -> GradientFuture:
-        """Call ``start`` for a bucket. Behind a step's last bucket parameters are compared. **Collective**."""
+        """Call ``start`` for a bucket, then `compare` the parameters if it is the last.
+
+        **Collective**.
+        """
         entered = self._entered
         try:
             future = start(self)
         except Exception:
-            if self._entered == entered:  # refused before a journey was started: ranks count alike
+            # It was refused before a journey was started, but all ranks must count the same.
+            if self._entered == entered:
                 self._enter(grad_bucket).refuse(grad_bucket)
                 self.network(grad_bucket.buffer().device).link()
             raise
@@ -257,7 +275,10 @@ class Exchange:
         return future
 
     def compare(self, grad_bucket: dist.GradBucket, state: object) -> None:
-        """Compare the ranks' parameters in steps 1, 2, 4, 8, … and every thousandth, behind the last bucket."""
+        """Compare the ranks' parameters, behind the last bucket of a step.
+
+        This happens in steps 1, 2, 4, 8, … and in every thousandth step.
+        """
         group = self._group()
         if self.size == 1 or group is None or not grad_bucket.is_last():
             return
@@ -272,7 +293,10 @@ class Exchange:
                 look()
 
     def meter_of(self, state: object) -> Meter:
-        """Return the meter of a hook with or without a state. Rank 0 logs once what its first steps did."""
+        """Return the meter of a hook, which may have no state.
+
+        After the first steps rank 0 also logs the statistics of the hook, once.
+        """
         meter = state.meter if isinstance(state, HookState) else self.meter
         if meter.steps == _TOLD_AFTER and not meter.is_logged:
             meter.is_logged = True
@@ -284,7 +308,10 @@ class Exchange:
         return meter
 
     def _model_of(self, last: dist.GradBucket) -> BehindBuckets:
-        """Return the record of the model of a last bucket. DDP may just have rebuilt it with other parameters."""
+        """Return the record of the model that ``last`` belongs to.
+
+        DDP may just have rebuilt the bucket with other parameters, so any known parameter will do.
+        """
         parameters = last.parameters()
         if (found := self._models.get(parameters[0])) is None:
             known = (self._models[each] for each in parameters if each in self._models)
@@ -305,7 +332,7 @@ class Exchange:
         return backward
 
     def _bucket(self, grad_bucket: dist.GradBucket, link: Link, backward: Backward) -> Bucket:
-        """Make the journey's bucket, or raise its refusal."""
+        """Create the journey for ``grad_bucket``. Raises if `check` refuses it."""
         flat = grad_bucket.buffer()
         self.check(grad_bucket)
         backward.ready.append((flat.nbytes, time.monotonic()))
@@ -320,7 +347,7 @@ class Exchange:
         parameter = grad_bucket.parameters()[0]
         checked = self._checked.get(parameter)
         if checked is None:
-            flat_gradients(grad_bucket)  # once: parameters do not change their kind
+            flat_gradients(grad_bucket)  # checked once, since parameters do not change their kind
             model = check_group(grad_bucket, group)
         else:
             model = checked.model()
@@ -344,7 +371,7 @@ class Exchange:
                 observer.begins(journey)
             failure = self._failure
         if failure is None:
-            # Mostly in backward, where gradients are not recorded anyway.
+            # Most journeys start in backward, where gradients are not recorded anyway.
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 journey.start(coroutine, self._ended)
         else:
@@ -380,16 +407,18 @@ class Exchange:
             ).wait
 
     def equal_layout(self, flat: Tensor) -> Layout:
-        """Return the layout of equal shards for a tensor of this size, dtype and device."""
+        """Return a layout that cuts ``flat`` into equal shards, aligned as its network prefers."""
         network = self.network(flat.device)
         return equal_lengths(
             flat.numel(), self.size, max(1, network.alignment_bytes // flat.itemsize)
         )
 
     def gather_numbers(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-        """Return each rank's numbers, as many on all ranks. Blocks until all ranks have called.
+        """Return the numbers of every rank, by rank. Blocks until all ranks have made the call.
 
-        **Collective**, over the network of ``device``.
+        All ranks must pass equally many numbers. They travel over the network of ``device``.
+
+        **Collective**.
         """
         flat = torch.zeros(self.size, len(numbers), dtype=torch.float64, device=device)
         flat[self.rank] = torch.tensor(numbers, dtype=flat.dtype)
@@ -397,7 +426,10 @@ class Exchange:
         return flat.tolist()
 
     def gather(self, flat: Tensor, layout: Layout, name: str) -> None:
-        """Copy each rank's shard of ``flat`` to all ranks, and wait for it. **Collective**."""
+        """Copy each rank's shard of ``flat`` to all ranks, and wait until it is there.
+
+        **Collective**.
+        """
         self.begin(lambda link: link.all_gather(flat, layout), flat, name).wait()
 
     def _check_process(self) -> None:
@@ -407,24 +439,30 @@ class Exchange:
             )
 
     def compute_begins(self) -> None:
-        """Forward begins."""
+        """Report that forward begins."""
         self.steps.compute_begins()
 
     def waited(self, since_s: float) -> None:
-        """Forward has waited for its turn from ``since_s`` until now."""
+        """Report that forward has waited for its turn from ``since_s`` until now."""
         self.steps.waited(since_s, self._backward.number)
 
     @property
     def devices(self) -> set[str]:
-        """Return the types of devices whose tensors travel."""
+        """The types of the devices that have a network, such as "cuda"."""
         return {device.type for device in self._networks}
 
     def sends_messages(self, device: torch.device) -> bool:
-        """Whether tensors on ``device`` travel by messages (gloo), not by a backend's collectives."""
+        """Return whether tensors on ``device`` travel as gloo messages.
+
+        Otherwise they travel by a backend's own collectives.
+        """
         return self._backends.get(device.type) == "gloo"
 
     def network(self, device: torch.device) -> Network:
-        """Return the network of ``device``. The first call makes it, at the same point on all ranks."""
+        """Return the network for tensors on ``device``.
+
+        The first call for a device creates it. All ranks must make that call at the same point.
+        """
         if (found := self._networks.get(device)) is None:
             if (group := self._group()) is None:
                 raise ExchangeError(_DESTROYED)
@@ -453,7 +491,7 @@ class Exchange:
                 observer.ends(journey, end_s, failure)
         try:
             journey.end(failure)
-        except RuntimeError as lost:  # the device
+        except RuntimeError as lost:  # the device is lost
             journey.end(self.fail(journey.name, lost))
 
     def fail(self, name: str, cause: BaseException) -> CrossoverError:
@@ -462,11 +500,13 @@ class Exchange:
         See [Note: failed].
 
         Args:
-            name: of the tensor whose journey failed.
-            cause: the error.
+            name: the name of the tensor whose journey failed.
+            cause: the error that made it fail.
 
-        Returns the group's failure: an earlier one, or ``cause`` if it is one of our errors, or an
-        ``ExchangeError`` that names both.
+        Returns:
+            The group's failure. If the group had failed already, this is the earlier failure.
+            Otherwise it is ``cause`` if that is a `CrossoverError`, else an ``ExchangeError`` that
+            names the tensor and the cause.
         """
         lower = str(cause).lower()
         hint = _TIMED_OUT if "timed out" in lower or "timeout" in lower else ""
@@ -489,15 +529,19 @@ class Exchange:
         return failure
 
     def close(self) -> None:
-        """Stop the threads when journeys under way have ended. Later journeys fail. May be called again."""
+        """Stop the threads once the journeys under way have ended. Later journeys fail.
+
+        It is safe to call it more than once.
+        """
         self._leave_group()
         self._end()
 
     def _end(self) -> None:
         """Shut down: the process group, the interpreter or the owner of this exchange is going away.
 
-        Peers may still need data from this rank, so it waits for deferred journeys. A thread that returns from gloo
-        while the interpreter is torn down would crash the process, so the threads must end before.
+        Peers may still need data from this rank, so it waits for deferred journeys. A thread that
+        returns from gloo while the interpreter is torn down would crash the process, so all threads
+        must end first.
         """
         if os.getpid() != self._pid:
             return
@@ -543,20 +587,23 @@ def run_hook(
     plain: Callable[[Any, dist.GradBucket], GradientFuture] = allreduce_hook,
     refused: Callable[[], None] | None = None,
 ) -> GradientFuture:
-    """Check a hook's arguments, and run it for ``bucket``. Returns the Future for DDP.
+    """Check a hook's arguments, run the hook for ``bucket``, and return the Future for DDP.
 
-    Errors are re-raised by ``backward()``. The exception is torch's Python reducer, where nothing would report
-    them: there they propagate.
+    ``backward()`` raises any error. With torch's Python reducer nothing would report the error
+    later, so it is raised here.
 
     Args:
-        state: a `HookState`, whose ``fingerprint(bucket)`` all ranks must have in common, or a process group.
-        bucket: DDP's.
-        kind: the class of the hook's states; another hook's state is refused. None: ``state`` is the process group.
-        remedy: for that refusal: how to write it instead.
-        start: starts the journey of the bucket.
-        compares: whether the parameters of ranks are compared behind the last bucket, see `Exchange.compare`.
-        plain: the hook to run instead with ``CROSSOVER_DISABLE=1``.
-        refused: called before an error is handed to ``backward()``.
+        state: a `HookState`, or a process group if ``kind`` is None. ``fingerprint(bucket)`` of the
+            state must return the same on all ranks.
+        bucket: the bucket that DDP passed to the hook.
+        kind: the class that ``state`` must have; None if ``state`` is the process group.
+        remedy: the end of the error message for a state of another class. It says what to write
+            instead.
+        start: a function that starts the bucket's journey.
+        compares: whether to compare the ranks' parameters behind the last bucket, see
+            `Exchange.compare`.
+        plain: the hook that runs instead if ``CROSSOVER_DISABLE=1``.
+        refused: a function to call before ``backward()`` gets an error.
     """
     if isinstance(bucket, tuple):
         raise UnsupportedConfigurationError(PYTHON_REDUCER)
@@ -584,5 +631,6 @@ def run_hook(
             refused()
         backward, future = Backward(), GradientFuture()
         backward.watch(is_last=True)
-        backward.complete(future, bucket.buffer(), error)  # as it is: nothing was sent
+        # The buffer is unchanged, since nothing was sent.
+        backward.complete(future, bucket.buffer(), error)
         return future

@@ -1,10 +1,11 @@
 """Journeys: coroutines that threads resume, and the devices that their work is issued on.
 
-A journey runs on the thread that starts it until it awaits something that is not there yet. The awaitable
-stores the continuation, and calls it later on a thread of its own choice.
+A journey runs on the thread that starts it until it awaits something that is not ready. The
+awaitable stores the continuation, and later calls it on a thread of its own choice.
 
-[Note: threads] Thread-local context (grad mode, a stream, a lock) must not be held by a ``with`` around an
-``await``: it would be entered on one thread and left on another. `Journey` enters it around each segment.
+[Note: threads] A ``with`` around an ``await`` must not hold thread-local context (grad mode, a
+stream, a lock): it would be entered on one thread and left on another. `Journey` enters it around
+each segment.
 """
 
 import functools
@@ -29,7 +30,7 @@ Begin = Callable[[], Awaitable[None]]
 JourneyCoroutine = Coroutine[Any, Any, None]
 Job = Callable[[], None]
 Stop = Callable[[Job], None]
-"""A coroutine yields one of these: it receives the continuation and must call it exactly once."""
+"""What a coroutine yields: a function that gets the continuation, and must call it exactly once."""
 Stops = Generator[Stop, None, None]
 
 _NO_CONTEXT: Final = nullcontext()
@@ -40,14 +41,14 @@ _STOP: Final = None
 
 
 class JourneyThread:
-    """A daemon thread that runs jobs in order, started by the first of them. Journeys await it.
+    """A daemon thread that runs jobs in order. A journey awaits it to resume there.
 
-    Between jobs the thread holds only its queue, so it keeps no engine and no process group alive. It
-    blocks on the queue and never polls.
+    The first job starts the thread. Between jobs the thread holds only its queue, so it keeps no
+    engine and no process group alive. It blocks on the queue and never polls.
 
     Args:
-        name: of the thread, as debuggers show it.
-        adopt: called on the thread before the first job.
+        name: the thread's name, as debuggers show it.
+        adopt: a function to call on the thread before the first job.
     """
 
     def __init__(self, name: str, adopt: Job = lambda: None) -> None:
@@ -60,12 +61,12 @@ class JourneyThread:
         self._pid = os.getpid()
 
     def __await__(self) -> Stops:
-        """Resume on this thread. Raises ``RuntimeError`` if it takes no more jobs."""
+        """Resume on this thread. Raises ``RuntimeError`` if the thread takes no more jobs."""
         yield self.put
 
     def put(self, job: Job) -> None:
         """Queue ``job``, which must not raise. Raises ``RuntimeError`` after `stop` and in a fork."""
-        if os.getpid() != self._pid:  # the lock may be held forever there
+        if os.getpid() != self._pid:  # in a fork the lock may be held forever
             raise RuntimeError(
                 f"thread {self._name} takes no more work: this process is a fork of its owner"
             )
@@ -81,9 +82,9 @@ class JourneyThread:
             self._jobs.put(job)
 
     def stop(self, then: Job | None = None) -> None:
-        """Take no more jobs. The thread ends after its queued jobs and the first call's ``then``.
+        """Take no more jobs. The thread ends after its queued jobs, with ``then`` as its last job.
 
-        May be called again, and in a fork.
+        It is safe to call it more than once, and in a fork. Only the first call's ``then`` runs.
         """
         if os.getpid() != self._pid:
             return
@@ -100,7 +101,7 @@ class JourneyThread:
             then()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end after `stop`. Returns whether it has."""
+        """Wait for the thread to end after `stop`, and return whether it has ended."""
         thread = self._thread
         if thread is None or thread is threading.current_thread() or os.getpid() != self._pid:
             return True
@@ -109,25 +110,26 @@ class JourneyThread:
 
 
 def _run_jobs(jobs: "queue.SimpleQueue[Job | None]", adopt: Job) -> None:
-    # torch.set_num_threads() on the main thread reaches another thread only with that thread's first
-    # parallel kernel. Until then a matrix product may be divided, and so rounded, differently.
-    # Asking for the number applies it.
+    # torch.set_num_threads() on the main thread reaches another thread only with that thread's
+    # first parallel kernel. Until then a matrix product may be divided, and so rounded,
+    # differently. Asking for the number applies it.
     torch.get_num_threads()
     adopt()
     del adopt
     while (job := jobs.get()) is not _STOP:
         job()
-        # Otherwise the last job would keep its bucket, engine and group alive while the queue is empty.
+        # Otherwise the last job would keep its bucket, its engine and its group alive while the
+        # queue is empty.
         del job
 
 
 def stop_all(stations: Sequence[JourneyThread], timeout_s: float) -> bool:
-    """Stop threads after their queued jobs. Returns whether each ended within ``timeout_s`` seconds.
+    """Stop threads after their queued jobs, and return whether all of them ended in time.
 
     Args:
-        stations: a thread that gives jobs to another one stands before it. A thread that takes longer
-            than the timeout still stops the next one when it ends.
-        timeout_s: for each thread.
+        stations: the threads. A thread that gives jobs to another one must come first. If it takes
+            longer than the timeout, it still stops the next thread when it ends.
+        timeout_s: the number of seconds to wait for each thread.
     """
     stop: Job = nothing
     for station in reversed(stations):
@@ -137,7 +139,10 @@ def stop_all(stations: Sequence[JourneyThread], timeout_s: float) -> bool:
 
 
 class Gate:
-    """A one-shot gate. Journeys that await it resume on the thread that opens it, in LIFO order."""
+    """A gate that opens once. Journeys that await it resume on the thread that opens it.
+
+    They resume in LIFO order.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -151,7 +156,7 @@ class Gate:
 
     @types.coroutine
     def passed_first(self) -> Stops:
-        """Open the gate, and resume before all journeys that wait for it."""
+        """Open the gate, and resume ahead of all journeys that wait for it."""
 
         def put_and_open(go_on: Job) -> None:
             self._put(go_on)
@@ -160,7 +165,10 @@ class Gate:
         yield put_and_open
 
     def open(self) -> None:
-        """Resume all waiting journeys; later ones do not wait. May be called again."""
+        """Resume all waiting journeys. Later journeys do not wait.
+
+        It is safe to call it more than once.
+        """
         with self._lock:
             self.is_open = True
             waiting = self._waiting
@@ -187,32 +195,36 @@ class WaitCounter(Protocol):
 
 
 class Observer(Protocol):
-    """Is told when journeys begin and end. Calls come one at a time, under a lock: they must not block."""
+    """An object that is told when journeys begin and end.
+
+    The exchange calls it under a lock, one call at a time, so the methods must not block.
+    """
 
     def begins(self, journey: "Journey") -> None: ...
 
     def ends(self, journey: "Journey", end_s: float, failure: BaseException | None) -> None:
-        """The journey has ended; ``end_s``: when its last collective did."""
+        """Note that the journey has ended. ``end_s`` is the time when its last collective ended."""
 
 
 class Completion:
-    """An event that the program waits for: a journey's end, or a point on its coroutine."""
+    """An event that the program waits for: the end of a journey, or a point in its coroutine."""
 
     waits: WaitCounter | None = None  # counts the time that callers of `wait` spend there
     _is_followed = False  # whether a caller's stream has been ordered behind the event
 
     def __init__(self) -> None:
         self._is_reached = False
-        # Held until the event: a threading.Event costs ten times as much.
+        # This lock is held until the event. A threading.Event costs ten times as much.
         self._away = threading.Lock()
         self._away.acquire()
         self._error: BaseException | None = None
         self._follow: Callable[[], None] = nothing
 
     def wait(self) -> None:
-        """Block until the event. On a device the caller's later work is ordered behind it.
+        """Block until the event has happened. On a device, order the caller's later work behind it.
 
-        May be called again. Raises the failure of the process group if there was one.
+        It is safe to call it more than once. If the process group has failed, it raises that
+        failure.
         """
         since_s = time.monotonic()
         self.block()
@@ -224,17 +236,18 @@ class Completion:
         self._is_followed = True
 
     def block(self, timeout_s: float = -1) -> None:
-        """Block until the event, at most ``timeout_s`` seconds; -1 is without a bound."""
-        # A signal handler may wait as well, just when this thread holds the lock: it is released at once.
+        """Block until the event has happened, or for ``timeout_s`` seconds; -1 means no limit."""
+        # A signal handler may wait too, just while this thread holds the lock. So it is released at
+        # once.
         if not self._is_reached and self._away.acquire(timeout=timeout_s):
             self._away.release()
 
     def reach(self, error: BaseException | None, follow: Callable[[], None]) -> None:
-        """Release all waiters. The first call counts.
+        """Release all waiters. Only the first call counts.
 
         Args:
-            error: what `wait` raises; None: the event has happened.
-            follow: orders its caller's stream behind the event.
+            error: the error that `wait` is to raise; None if the event has happened.
+            follow: a function that orders its caller's stream behind the event.
         """
         if not self._is_reached:
             self._error = error
@@ -244,22 +257,23 @@ class Completion:
 
 
 class Journey(Completion):
-    """A journey: one coroutine, which one thread runs at a time. Its end is the event to wait for.
+    """One coroutine, which one thread at a time runs. Its end is the event to wait for.
 
     Args:
-        name: of the tensor that travels, for errors.
-        place: the device of the tensor; each segment of the coroutine is issued there.
-        sent: returns the bytes sent since its last call.
-        deferred: the program goes on without it. Other ranks may need it although this rank ends.
+        name: the name of the tensor that travels, for error messages.
+        place: the device of the tensor. Each segment of the coroutine issues its work there.
+        sent: a function that returns the number of bytes sent since its previous call.
+        deferred: whether the program goes on without waiting. Other ranks may then still need the
+            journey when this rank ends.
     """
 
-    # Memory that the journey writes, kept alive until it ends. None: a bucket of DDP.
+    # The memory that the journey writes, kept alive until it ends. None for a bucket of DDP.
     tensor: Tensor | None = None
-    # `time.monotonic()` when the tensor was computed, on a device as well.
+    # The `time.monotonic()` at which the tensor had been computed, also on a device.
     begun_s = float("inf")
-    # When the last collective ended, if the journey then waits for something else.
+    # The time when the last collective ended, if the journey then waits for something else.
     done_s: float | None = None
-    # Set by the exchange that starts it.
+    # The exchange that starts the journey sets these two.
     observers: Sequence[Observer] = ()
     when_computed: Begin | None = None
 
@@ -278,12 +292,16 @@ class Journey(Completion):
         self.sent = sent
         self._lock = threading.Lock()
         self.as_starter = place.here()
-        # True while parked. The thread that flips it to False owns the next run.
+        # True while no thread runs the coroutine. The thread that sets it to False owns the next
+        # run.
         self._is_parked = False
         self._doom: BaseException | None = None  # thrown into the coroutine at its next stop
 
     async def computed(self) -> None:
-        """Wait until the device has computed the tensor. On a CPU it has; on NCCL the stream waits."""
+        """Wait until the device has computed the tensor.
+
+        On a CPU that is already the case. On NCCL the stream waits instead of the host.
+        """
         if self.when_computed is not None:
             when_computed = self.when_computed
             self.when_computed = None
@@ -296,29 +314,33 @@ class Journey(Completion):
         """Run ``coroutine`` to its first stop.
 
         Args:
-            coroutine: awaits nothing but stations, gates, and coroutines made of these.
-            ended: called once on the thread of the last segment, with the error that it raised, or None. It
-                must not hold the journey, or its tensors would live until Python's collector runs.
+            coroutine: a coroutine that awaits only threads, gates, and coroutines made of these.
+            ended: a function that is called once, on the thread of the last segment, with the error
+                that the coroutine raised or None. It must not hold the journey; otherwise the
+                journey's tensors would live until Python's collector runs.
         """
         self._way = coroutine
         self._ended = ended
         self._run()
 
     def go_on(self) -> None:
-        """Run to the next stop on this thread. No-op if an error was thrown into it meanwhile."""
+        """Run to the next stop on this thread, unless `throw` has run the journey meanwhile."""
         if self._claim():
             self._run()
 
     def throw(self, error: BaseException) -> None:
-        """Raise ``error`` inside the coroutine: at once if it is parked, else at its next stop."""
+        """Raise ``error`` inside the coroutine: at once if it is stopped, else at its next stop."""
         if self._claim(error):
             self._run()
 
     def __del__(self) -> None:
-        """If nobody waited for it, make the next user of its memory wait for the device."""
+        """If nobody has waited for the journey, order the starter's stream behind its work.
+
+        Then the next user of the memory waits for the device.
+        """
         writes = self.tensor is None or self.tensor.numel()
         if writes and not self._is_followed and self._error is None:
-            # At the end of a process and in a fork there is no next user.
+            # At the end of a process, or in a fork, there is no next user.
             with suppress(Exception):
                 self.as_starter(self._follow)
 
@@ -352,12 +374,12 @@ class Journey(Completion):
                 try:
                     stop(self.go_on)
                     return
-                except Exception as error:  # the thread that should resume it has ended
+                except Exception as error:  # the thread that should resume the journey has ended
                     if not self._claim(error):
                         return
 
     def end(self, error: BaseException | None) -> None:
-        """Release all waiters. Raises if the device is lost and there is no ``error``."""
+        """Release all waiters. Raises if ``error`` is None but the device is lost."""
         self.reach(error, self.place.mark() if error is None else nothing)
 
 
@@ -365,12 +387,16 @@ class Journey(Completion):
 
 
 class Place:
-    """The device of a journey's tensors. This one is a CPU, where a call returns when its work is done."""
+    """The device of a journey's tensors. The base class is a CPU.
+
+    On a CPU, work is done when the call that issued it returns.
+    """
 
     def follow(self) -> Begin:
-        """Called on the thread that starts a journey, behind the work that computes its tensor.
+        """Return a function whose awaitable ends when the journey's tensor has been computed.
 
-        Returns a function whose awaitable ends when that work is done.
+        It is called on the thread that starts the journey, after the work that computes the tensor
+        has been issued.
         """
         return at_once
 
@@ -379,31 +405,34 @@ class Place:
         return _call
 
     def side(self) -> AbstractContextManager[object]:
-        """Return the context manager entered around each segment of a journey.
+        """Return the context manager to enter around each segment of a journey.
 
-        It is not made by `contextlib.contextmanager`: a coroutine ends with a StopIteration, which a
-        generator may not let through.
+        It must not come from `contextlib.contextmanager`: a coroutine ends with a StopIteration,
+        which a generator may not let through.
         """
         return _NO_CONTEXT
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that orders its caller's work behind all that journeys have issued so far."""
+        """Return a function that orders its caller's work behind all earlier work of journeys."""
         return nothing
 
     def reached(self) -> Callable[[], None]:
-        """Return a function that blocks until all that journeys have issued so far is done."""
+        """Return a function that blocks until all earlier work of journeys is done."""
         return nothing
 
     def future(self) -> GradientFuture:
-        """Make a Future. Its waiter is ordered behind the work of the stream that completes it."""
+        """Return a new Future. Its waiter is ordered behind the stream that completes it."""
         return GradientFuture()
 
     def adopt_thread(self) -> None:
-        """Prepare the calling thread, which is ours, for journeys: gradients are not recorded there."""
+        """Prepare the calling thread, which is one of ours, for journeys.
+
+        Gradients are not recorded there.
+        """
         torch.set_grad_enabled(False)
 
     def close(self, timeout_s: float) -> bool:
-        """Stop the threads of the device. Returns whether they ended within ``timeout_s`` seconds."""
+        """Stop the device's threads, and return whether they ended within ``timeout_s`` seconds."""
         return True
 
 
@@ -412,7 +441,7 @@ def _call(callback: Callable[[], None]) -> None:
 
 
 def living(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
-    """Return the process group. Raises ``RuntimeError`` if it was destroyed."""
+    """Return the process group behind ``group``. Raises ``RuntimeError`` if it was destroyed."""
     if (found := group()) is None:
         raise RuntimeError("the process group was destroyed while an exchange was under coroutine")
     return found
@@ -425,8 +454,8 @@ async def at_once() -> None:
 def uncompiled_when_called(function: Function) -> Function:
     """Keep dynamo out of ``function``, which compiled code may call through ``backward()``.
 
-    For functions of a module. `uncompiled` loads dynamo, which takes seconds; DDP has loaded it by the
-    first call.
+    Use it for module-level functions. `uncompiled` loads dynamo, which takes seconds. This
+    decorator applies `uncompiled` at the first call, when DDP has already loaded dynamo.
     """
     made: list[Function] = []
 

@@ -1,38 +1,42 @@
-"""Links: the collectives of one journey, over flat tensors, the same whatever carries them.
+"""Links: the collectives of one journey, over flat tensors, with one interface for all networks.
 
-A network makes links for the tensors of one device. This module has the network of a single rank, and the
-one that exchanges CPU tensors by messages over gloo. `device` has networks of a backend's own collectives
-(NCCL), and of device tensors that travel over gloo.
+A network creates links for the tensors of one device. This module has the network for a single
+rank, and the one that exchanges CPU tensors as gloo messages. `device` has the network for a
+backend's own collectives (NCCL), and the one for device tensors that travel over gloo.
 
-[Note: straight to the owner] Every shard goes to its owner in one hop. The owner adds all addends as a
-balanced tree over ranks, and sends the result to all ranks in one hop. A rank sends (W - 1)/W of the tensor
-in either half, which is the minimum. No rank forwards data that it receives. So sends are handed to gloo as
-soon as their values are final, and our threads only wait and add.
+[Note: straight to the owner] Every shard goes to its owner in one hop. The owner adds all addends
+as a balanced tree over ranks, and sends the result to all ranks in one hop. A rank sends (W - 1)/W
+of the tensor in either half, which is the minimum. No rank forwards data that it receives. So sends
+are handed to gloo as soon as their values are final, and our threads only wait and add.
 
-[Note: which first] gloo sends nothing before it knows that the peer has posted a receive. This notice queues
-behind the data that is being sent already, and until it arrives the other direction is idle. That speaks for
-posting receives first. But while one of our threads writes, gloo's thread spins on arriving data, on the same
-core if a rank has only one. That speaks for sending first. So sends come first where they are short, judged by
-the fastest rate at which a megabyte has arrived: a link's burst lets less than that pass at once. Measured in
-docs/measurements.md.
+[Note: which first] gloo sends nothing before it knows that the peer has posted a receive. This
+notice queues behind data that is already being sent, and until it arrives the other direction is
+idle. That speaks for posting receives first. But while one of our threads writes, gloo's thread
+spins on arriving data, on the same core if a rank has only one. That speaks for sending first. So
+short sends come first. Whether a send is short is judged by the fastest rate at which a megabyte
+has arrived, because the burst allowance of a link lets less than a megabyte pass at once.
+docs/measurements.md has the measurements.
 
-[Note: around a ring] If one rank owns most of a large tensor, W - 1 copies of that would leave through its
-cable. Such a layout travels around a ring instead: each rank adds and forwards. A shard's sum begins behind
-its owner and ends there.
+[Note: around a ring] If one rank owns most of a large tensor, W - 1 copies of its shard would leave
+through its cable. Such a layout travels around a ring instead, where each rank adds and forwards. A
+shard's sum begins at the owner's right neighbour and ends at the owner.
 
-[Note: who waits where] A blocked thread can block peers. A journey's first collective is posted when the
-journey starts, in one order on all ranks: it waits on the reducing thread. Whether a journey's first gather
-is posted depends on no gather behind it: it waits on the gathering thread. A later exchange or gather, and
-a rank that forwards around a ring, has a thread of its own and waits for its like only.
+[Note: who waits where] A blocked thread can block peers. A journey's first collective is posted
+when the journey starts, in the same order on all ranks, so it waits on the reducing thread. A
+journey's first gather can be posted whatever later gathers do, so it waits on the gathering thread.
+A later exchange or gather, or a rank that forwards around a ring, has a thread of its own and waits
+only for the same collective on other ranks.
 
-[Note: memory for sums] Data that arrives to be added needs memory: W - 1 times the shard on its owner. So it is
-received piece by piece, in the order of journeys, at most some megabytes ahead of the addition. This cannot
-deadlock: no sum waits for a later one, and around a ring no hop waits for a later hop.
+[Note: memory for sums] Data that arrives to be added needs memory: W - 1 times the shard on its
+owner. So it is received piece by piece, in the order of journeys, and at most a few megabytes ahead
+of the addition. This cannot deadlock: no sum waits for a later sum, and around a ring no hop waits
+for a later hop.
 
-[Note: two addends] Two addends have one sum, whichever rank adds them. So if nothing happens between the
-halves, two ranks leave both to gloo's all-reduce, whose own thread sends and adds. That takes as many bytes and
-less of the processor. gloo tells collectives apart by their order, so this is only for collectives posted on the
-thread that starts journeys. A codec's link goes by halves.
+[Note: two addends] Two addends have the same sum, whichever rank adds them. So if nothing happens
+between the halves, two ranks leave both halves to gloo's all-reduce, whose own thread sends and
+adds. That sends as many bytes but takes less processor time. gloo tells collectives apart by their
+order, so only collectives that are posted on the thread that starts journeys can do this. A codec's
+link runs the two halves separately.
 """
 
 import contextlib
@@ -56,32 +60,33 @@ from .journeys import JourneyThread, Place, living, stop_all
 
 Received = TypeVar("Received")
 Layout = Sequence[int]
-"""Number of elements of each rank's part of a flat tensor, in rank order."""
+"""The number of elements in each rank's part of a flat tensor, in rank order."""
 Halfway = Callable[[], None]
 
-# gloo's tags are an int32. Bit 30 is ours, far from tags that users count up from 0. Channel and number
-# of the collective follow.
+# gloo's tags are int32 numbers. Bit 30 is ours, far from tags that users count up from 0. The
+# channel and the number of the collective follow.
 _PRIVATE_TAG: Final = 1 << 30
 _CHANNEL_BITS: Final = 4
 _NUMBER_BITS: Final = 30 - _CHANNEL_BITS
-_STAGES: Final = 8  # collectives of one link, at most
-# Measured: with two pieces of a shard the link is busy while one is added. Shorter pieces cost more, and
-# longer ones gain nothing.
+_STAGES: Final = 8  # the maximum number of collectives on one link
+# Measured: with two pieces per shard the link stays busy while one of them is added. Shorter pieces
+# cost more, and longer ones gain nothing.
 _PIECES: Final = 2
 _MIN_PIECE_BYTES: Final = 1 << 20
 _MAX_PIECE_BYTES: Final = 4 << 20
-_MIN_ADDEND_BYTES: Final = 512 << 10  # of as many ranks as there may be
+_MIN_ADDEND_BYTES: Final = 512 << 10  # however many ranks there are
 _ROW_BYTES: Final = 4 << 20
 _AHEAD_BYTES: Final = 8 << 20
 _AHEAD_ROWS: Final = 2
 _BURST_BYTES: Final = 1 << 20
 _SHORT_S: Final = 2e-3  # sends shorter than this are posted before receives
-# Around a ring each hop waits for a piece, and a later journey's sends must not delay forwarded pieces.
+# Around a ring each hop waits for a piece, and a later journey's sends must not delay forwarded
+# pieces.
 _RING_PIECES: Final = 16
 _MIN_RING_PIECE_BYTES: Final = 128 << 10
 _RING_AHEAD_BYTES: Final = 1 << 20
 _MIN_RING_BYTES: Final = 4 << 20
-_UNEVEN: Final = 1.2  # the largest shard over the mean
+_UNEVEN: Final = 1.2  # ratio of the largest shard to the mean shard
 
 
 def nothing_halfway() -> None:
@@ -89,35 +94,39 @@ def nothing_halfway() -> None:
 
 
 class Link:
-    """The collectives of one journey, over the ranks of a process group. This one is of a single rank.
+    """The collectives of one journey over the ranks of a process group.
 
-    Collective: all ranks make the same calls in the same order, on links that were made in the same order.
-    A result is for work that is issued where the journey runs. On a device it need not be there yet.
+    The base class is a link of a single rank. All methods are collective: all ranks make the same
+    calls in the same order, on links that were created in the same order. Work that the journey
+    issues later may use a result. On a device the result need not be there yet when the call
+    returns.
     """
 
     rank: int
     size: int
-    # Whether all ranks must issue all collectives in one order, on the thread that starts journeys (NCCL).
+    # Whether all ranks must issue all collectives in the same order, on the thread that starts
+    # journeys (NCCL).
     in_program_order: bool
     _sent_bytes = 0
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """Average ``flat`` over the ranks, each shard on its owner. Returns this rank's shard, in place.
+        """Average ``flat`` over the ranks, each shard on its owner, and return this rank's shard.
 
-        Values are divided before they are added, so that half precision does not overflow. The other shards
-        are undefined afterwards.
+        The shard is a view of ``flat``; the other shards are undefined afterwards. Values are
+        divided before they are added, so that half precision does not overflow.
         """
         return flat
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        """Copy each owner's shard to all ranks."""
+        """Copy each shard from its owner to all ranks, in place."""
 
     async def all_reduce(
         self, flat: Tensor, layout: Layout, halfway: Halfway = nothing_halfway
     ) -> None:
-        """`reduce_scatter` followed by `all_gather`, bit for bit. Only as a journey's first collective.
+        """Average ``flat`` on all ranks, with the same bits as `reduce_scatter` and `all_gather`.
 
-        ``halfway`` is called in between, or at the end where both are one message.
+        Call it only as a journey's first collective. ``halfway`` is called between the two halves,
+        or at the end where both are one message.
         """
         await self.reduce_scatter(flat, layout)
         halfway()
@@ -127,36 +136,40 @@ class Link:
         """Send each rank its part of ``outgoing``, and receive each rank's part of ``incoming``."""
 
     async def compute(self) -> None:
-        """Resume on a thread on which an owner may compute for long."""
+        """Resume on a thread where an owner may compute for a long time."""
 
     async def settle(self) -> None:
-        """Resume on a thread that may block. The journey issues no collective afterwards."""
+        """Resume on a thread that may block. The journey must issue no collective afterwards."""
 
     def sent(self) -> int:
-        """Return the bytes that this rank has sent since the last call."""
+        """Return the number of bytes that this rank has sent since the previous call."""
         sent = self._sent_bytes
         self._sent_bytes = 0
         return sent
 
 
 def parts(flat: Tensor, layout: Layout) -> list[Tensor]:
-    """Return each rank's part of ``flat``, as views."""
+    """Return each rank's part of ``flat`` as a view."""
     return list(flat.split(list(layout)))
 
 
 def all_finite(values: Tensor) -> bool | Tensor:
-    """Whether all values are finite. For device tensors a tensor, so that the host does not synchronize."""
+    """Return whether all values are finite.
+
+    For a device tensor the result is a tensor too, so that the host does not wait for the device.
+    """
     if values.device.type != "cpu":
         return torch.isfinite(values).all()
-    # isfinite takes 8 ms for a million elements. The sum of finite values may overflow, so it only
-    # decides where it is finite.
+    # isfinite takes 8 ms for a million elements, so try the sum first. The sum of finite values may
+    # overflow, so it only decides if it is finite.
     return math.isfinite(values.sum()) or bool(torch.isfinite(values).all())
 
 
 class LinkAround(Link):
-    """A link that forwards to another link.
+    """A link that forwards its calls to another link.
 
-    `all_reduce` is not forwarded. It calls the two halves, so that a subclass sees them.
+    It does not forward `all_reduce`, which calls the two halves instead, so that a subclass sees
+    them.
     """
 
     def __init__(self, link: Link) -> None:
@@ -185,12 +198,15 @@ class LinkAround(Link):
 
 
 class Alone(Link):
-    """A single rank, whose own values are the mean: both the network, for tensors of ``place``, and its link."""
+    """The network of a single rank, for tensors on ``place``. It is its own link.
+
+    The rank's own values are the mean.
+    """
 
     rank = 0
     size = 1
     in_program_order = False
-    # Where an equal shard should begin.
+    # Equal shards should begin at multiples of this.
     alignment_bytes = 1
 
     def __init__(self, place: Place) -> None:
@@ -198,14 +214,17 @@ class Alone(Link):
         self._settling = JourneyThread("crossover-settle", place.adopt_thread)
 
     def link(self) -> Link:
-        """Return the link of the next journey. All ranks make links in the same order."""
+        """Return the link for the next journey. All ranks must create links in the same order."""
         return self
 
     def interrupt(self) -> None:
-        """End every wait of this rank with an error, and those of peers for it, as far as the backend can."""
+        """Make every wait of this rank fail, and the peers' waits for it, if the backend can."""
 
     def close(self, timeout_s: float) -> bool:
-        """Stop the threads after their queued work. Returns whether they ended in time. May be called again."""
+        """Stop the threads after their queued work, and return whether they ended in time.
+
+        It is safe to call it more than once.
+        """
         return all([self.place.close(timeout_s), stop_all([self._settling], timeout_s)])
 
     async def settle(self) -> None:
@@ -220,10 +239,15 @@ _taking = threading.Lock()
 
 
 class Gloo:
-    """A network by messages over gloo: the connections of a group, which is held weakly, threads, and memory."""
+    """A network that sends messages over gloo.
+
+    It has the connections of a process group, threads, and memory. It holds the group by a weak
+    reference.
+    """
 
     alignment_bytes = 1
-    # Whether a reduce-scatter has yet to divide its addends. Device tensors come divided, on another thread.
+    # Whether a reduce-scatter must divide its addends. The device has already divided device
+    # tensors.
     divides = True
 
     def __init__(self, group: dist.ProcessGroup, place: Place) -> None:
@@ -237,7 +261,7 @@ class Gloo:
         self.gathering = JourneyThread("crossover-gather", place.adopt_thread)
         self.settling = JourneyThread("crossover-settle", place.adopt_thread)
         self.sums = _Sums(self)
-        self.bytes_per_s = 0.0  # the fastest rate so far at which data has arrived
+        self.bytes_per_s = 0.0  # the fastest rate at which data has arrived so far
         self._arrived_bytes = 0
         self._arrived_s = 0.0
         self._relays: list[JourneyThread] = []
@@ -256,7 +280,7 @@ class Gloo:
         self._is_closed = False
 
     def arrived(self, nbytes: int, since_s: float) -> None:
-        """Count data that has arrived since ``since_s``, for the fastest rate."""
+        """Count ``nbytes`` of data, which have arrived since ``since_s``, for the fastest rate."""
         with self._lock:
             self._arrived_bytes += nbytes
             self._arrived_s += time.monotonic() - since_s + 1e-9
@@ -277,8 +301,9 @@ class Gloo:
     def interrupt(self) -> None:
         """Close all connections.
 
-        gloo cannot cancel a wait, but a wait that times out closes all connections of its group. A receive from a
-        rank whose connection is closed fails at once, so the next rank is tried.
+        gloo cannot cancel a wait, but a wait that times out closes all connections of its group. A
+        receive from a rank whose connection is already closed fails at once, so the next rank is
+        tried.
         """
         for rank in self.others:
             with contextlib.suppress(RuntimeError, ValueError):
@@ -287,7 +312,7 @@ class Gloo:
     def close(self, timeout_s: float) -> bool:
         with self._lock:
             if not self._is_closed:
-                self._channels.discard(self._channel)  # no message is under way
+                self._channels.discard(self._channel)  # no message is under way any more
             self._is_closed = True
         workers = [self.reducing, *self._relays, self.computing, self.gathering, self.settling]
         return stop_all(workers, timeout_s)
@@ -303,14 +328,14 @@ class Gloo:
             return self._idle_relays.pop()
 
     def give_back(self, relay: JourneyThread) -> None:
-        """Return a thread that was lent. The rest of this journey does not block on it."""
+        """Take back a thread from `relay`. The rest of the journey must not block on it."""
         with self._lock:
             if relay in self._relays:
                 self._idle_relays.append(relay)
 
 
 class _GlooLink(Link):
-    """One journey's messages, see [Note: straight to the owner] and [Note: around a ring]."""
+    """A link over gloo, see [Note: straight to the owner] and [Note: around a ring]."""
 
     in_program_order = False
 
@@ -345,7 +370,8 @@ class _GlooLink(Link):
         if goes_around(layout, flat.itemsize):
             ahead_bytes = _RING_AHEAD_BYTES
             sources = [left]
-            # Shards that this rank adds to, in the order in which they come by; its own is the last.
+            # The shards that this rank adds to, in the order in which they come by. Its own is
+            # last.
             added = [*net.others[-2::-1], self.rank]
             outgoing = [(piece, right) for piece in _ring_pieces(shards[left])]
             sums = [(part, piece) for part in added for piece in _ring_pieces(shards[part])]
@@ -378,7 +404,7 @@ class _GlooLink(Link):
         return shards[self.rank]
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        """Copy each owner's shard to all ranks, in one hop or around a ring."""
+        """Copy each shard from its owner to all ranks, in one hop or around a ring."""
         if goes_around(layout, flat.itemsize):
             await self._gather_around(flat, layout)
         else:
@@ -401,7 +427,7 @@ class _GlooLink(Link):
         thread = net.relay() if self._has_gathered else net.gathering
         self._has_gathered = True
         await thread
-        for work in reversed(arriving + leaving):  # the last one first: fewer wake-ups
+        for work in reversed(arriving + leaving):  # waiting for the last first saves wake-ups
             work.wait()
         net.give_back(thread)
 
@@ -434,7 +460,7 @@ class _GlooLink(Link):
     async def all_reduce(
         self, flat: Tensor, layout: Layout, halfway: Halfway = nothing_halfway
     ) -> None:
-        """See [Note: two addends]."""
+        """Average ``flat`` on all ranks, see [Note: two addends]."""
         net = self._net
         if self.size > 2 or not net.divides:  # divided tensors are posted by a device's thread
             return await super().all_reduce(flat, layout, halfway)
@@ -471,34 +497,42 @@ class _GlooLink(Link):
         await self._net.computing
 
     async def settle(self) -> None:
-        """Resume on one thread for all journeys, or one would wait for a later step's turn."""
+        """Resume on one thread for all journeys.
+
+        With several threads, a journey could wait for the turn of a later step.
+        """
         await self._net.settling
 
 
 class _Row(NamedTuple):
-    """One piece of a shard, as all ranks that add to it here have it."""
+    """The addends of one piece of a shard, which this rank adds."""
 
-    addends: Sequence[Tensor]  # in the order of ranks
+    addends: Sequence[Tensor]  # in rank order
     arriving: Sequence[dist.Work]
-    memory: Tensor  # holds all addends but this rank's own
+    memory: Tensor  # holds all addends except this rank's own
 
 
 class _Sums:
-    """The receives of all sums, see [Note: memory for sums]."""
+    """Posts the receives for all sums, see [Note: memory for sums]."""
 
     def __init__(self, net: Gloo) -> None:
-        # Weakly: threads hold rows that are under way, and must not keep the exchange of a destroyed group.
+        # A weak reference: threads hold rows that are under way, and must not keep the exchange of
+        # a destroyed group alive.
         self._net = weakref.ref(net)
         self._lock = threading.Lock()
-        # Each piece with its sources, its tag, the bytes that may be ahead, and where its row goes.
+        # For each piece: the piece, its sources, its tag, the number of bytes that may be received
+        # ahead, and the queue that its row goes to.
         self._waiting: deque[tuple[Tensor, Sequence[int], int, int, deque[_Row]]] = deque()
-        self._posted: deque[int] = deque()  # bytes of each row
+        self._posted: deque[int] = deque()  # the size of each row in bytes
         self._free: list[Tensor] = []
 
     def post(
         self, pieces: Sequence[Tensor], sources: Sequence[int], tag: int, ahead_bytes: int
     ) -> Iterator[_Row]:
-        """Receive addends of ``pieces`` as early as memory allows. Call `done` on each row in turn."""
+        """Receive the addends for ``pieces`` as early as memory allows, and yield a row for each.
+
+        Call `done` on each row in turn.
+        """
         rows: deque[_Row] = deque()
         with self._lock:
             self._waiting.extend((piece, sources, tag, ahead_bytes, rows) for piece in pieces)
@@ -536,24 +570,29 @@ class _Sums:
 
 
 def tree_sum(addends: Sequence[Tensor], out: Tensor) -> None:
-    """Add as a balanced tree over ranks, ((0 + 1) + (2 + 3)) + …, so that all ranks get the same bits.
+    """Add tensors as a balanced tree over ranks, ((0 + 1) + (2 + 3)) + ….
+
+    So the result has the same bits, whichever rank adds.
 
     Args:
-        addends: two or more, in the order of ranks. They are overwritten.
-        out: one of them.
+        addends: at least two tensors, in rank order. They are overwritten.
+        out: one of the addends; it receives the sum.
     """
     while len(addends) > 2:
         sums = [
             torch.add(addends[index], addends[index + 1], out=addends[index])
             for index in range(0, len(addends) - 1, 2)
         ]
-        rest = addends[2 * len(sums) :]  # the last one, if their number is odd
+        rest = addends[2 * len(sums) :]  # the last addend if there is an odd number of them
         addends = [*sums, *rest]
     torch.add(*addends, out=out)
 
 
 def goes_around(layout: Layout, itemsize: int) -> bool:
-    """Whether a ring spares the busiest cable enough to pay for its hops, see docs/measurements.md. Pure."""
+    """Return whether a tensor with this layout should travel around a ring. Pure.
+
+    A ring must relieve the busiest cable enough to pay for its hops, see docs/measurements.md.
+    """
     numel = sum(layout)
     is_uneven = max(layout) * len(layout) > _UNEVEN * numel
     return len(layout) > 2 and is_uneven and numel * itemsize >= _MIN_RING_BYTES

@@ -1,11 +1,13 @@
 """Observers of journeys, and of the training loop around them.
 
-The exchange knows none of them: it reports to each journey's observers when the journey begins and ends.
+The exchange knows none of them. It only tells each journey's observers when the journey begins and
+ends.
 
-[Note: steps of optimizers] torch calls its global step hooks around every ``step()``, including the steps of
-optimizers inside a wrapper. Decoupled training takes a step in parts, which calls no hook, so
-`DecoupledState` reports that it begins. The two hooks stay for the rest of the process once they are needed:
-removing a hook while torch iterates over them, on any thread, is an error there.
+[Note: steps of optimizers] torch calls its global step hooks around every ``step()``, including the
+steps of optimizers inside a wrapper. Decoupled training takes a step in parts, which calls no hook,
+so `DecoupledState` itself reports the beginning. Once the two hooks are registered, they stay for
+the rest of the process: removing a hook while torch iterates over its hooks, on any thread, is an
+error in torch.
 """
 
 import functools
@@ -43,16 +45,19 @@ _STEPS_KEPT: Final = 16
 
 
 class Meter:
-    """Traffic of one hook, and how long the program has waited for it. See docs/troubleshooting.md."""
+    """The traffic of one hook, and how long the program has waited for it.
+
+    See docs/troubleshooting.md.
+    """
 
     def __init__(self) -> None:
         self.steps = 0
         self.bytes_sent = 0
-        # Seconds in which at least one journey was under way.
+        # Seconds during which at least one journey was under way.
         self.under_way_s = 0.0
-        # Seconds in which the program waited for journeys.
+        # Seconds during which the program waited for journeys.
         self.exposed_s = 0.0
-        # Whether the host sees when journeys end: not on NCCL.
+        # Whether the host sees when journeys end. On NCCL it does not.
         self.is_timed = True
         # Whether rank 0 has logged the summary of the first steps.
         self.is_logged = False
@@ -60,11 +65,11 @@ class Meter:
         self._since_s = math.inf
 
     def begins(self, journey: Journey) -> None:
-        """See `Observer`."""
+        """Count a journey that begins, see `Observer`."""
         self._count += 1
 
     def ends(self, journey: Journey, end_s: float, failure: BaseException | None) -> None:
-        """See `Observer`."""
+        """Count the traffic and the time of a journey that has ended, see `Observer`."""
         self.bytes_sent += journey.sent()
         self._count -= 1
         self._since_s = min(self._since_s, journey.begun_s)
@@ -78,17 +83,27 @@ class Meter:
 # --- steps ----------------------------------------------------------------------------------------
 
 StepRecord = tuple[tuple[int, float], ...]
-"""A step that backward waited for: each bucket's bytes, and the seconds from the last exchange to its hook."""
+"""A step that backward waited for.
+
+For each bucket it has the size in bytes, and the time in seconds from the beginning of the step's
+compute to the bucket's hook.
+"""
 
 
 class StepRecords:
-    """The last steps, all with the same buckets. Filled on the thread that ends a step."""
+    """Records of the latest steps, which all have the same buckets.
+
+    The thread that ends a step adds its record.
+    """
 
     def __init__(self) -> None:
         self.steps: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
 
     def add(self, buckets: list[tuple[int, float]], begin_s: float | None) -> None:
-        """Add a step of ``buckets`` (bytes, time of the hook). Without ``begin_s`` it does not count."""
+        """Add a step, unless ``begin_s`` is None or there are no buckets.
+
+        ``buckets`` has each bucket's size in bytes and the time when its hook ran.
+        """
         if begin_s is None or not buckets:
             return
         if self.steps and [nbytes for nbytes, _ in self.steps[-1]] != [
@@ -99,20 +114,20 @@ class StepRecords:
 
 
 class StepObserver:
-    """Keeps records of the steps of a process group, and writes their spans to the timeline, if there is one."""
+    """Records the steps of a process group, and writes their spans to the timeline, if any."""
 
     def __init__(self, timeline: Timeline | None) -> None:
         self.records = StepRecords()
         self.timeline = timeline
-        # When the compute of the current step began; None: unknown.
+        # The time when the current step's compute began; None if it is unknown.
         self._begun_s: float | None = None
 
     def compute_begins(self) -> None:
-        """Forward begins."""
+        """Note that forward begins."""
         self._begun_s = time.monotonic()
 
     def compute_ends(self, backward: Backward) -> None:
-        """The compute of a step has been launched."""
+        """Write the span of a step's compute, which has been launched."""
         if self.timeline is not None and self._begun_s is not None and backward.ready:
             mode = {} if backward.turn is None else {"turns": backward.turn.mode}
             self.timeline.span(
@@ -120,15 +135,15 @@ class StepObserver:
             )
 
     def waited(self, since_s: float, step: int) -> None:
-        """Forward has waited for its turn from ``since_s`` until now."""
+        """Write the span of forward's wait for its turn, from ``since_s`` until now."""
         if self.timeline is not None:
             self.timeline.span("wait", since_s, time.monotonic(), step=step)
 
     def begins(self, journey: Journey) -> None:
-        """See `Observer`."""
+        """Do nothing, see `Observer`."""
 
     def ends(self, journey: Journey, end_s: float, failure: BaseException | None) -> None:
-        """See `Observer`."""
+        """Record the step if its last bucket has ended, see `Observer`."""
         if not isinstance(journey, Bucket) or not journey.last:
             return
         if failure is not None or journey.deferred:
@@ -148,7 +163,10 @@ _timelines: "weakref.WeakKeyDictionary[dist.ProcessGroup, Timeline]" = weakref.W
 
 
 class TracedLink(LinkAround):
-    """Records in a timeline when the collectives of a link begin and end, with ``details`` of the journey."""
+    """Writes a span to a timeline for each collective of a link.
+
+    Each span has the given ``details`` of the journey.
+    """
 
     def __init__(self, link: Link, timeline: Timeline, **details: Detail) -> None:
         super().__init__(link)
@@ -164,7 +182,7 @@ class TracedLink(LinkAround):
     async def all_reduce(
         self, flat: Tensor, layout: Layout, halfway: Halfway = nothing_halfway
     ) -> None:
-        # Not by halves: ranks without a timeline may send one message.
+        # Not as two halves, since ranks without a timeline may send both as one message.
         await self._recorded("all_reduce", self._link.all_reduce(flat, layout, halfway), flat)
 
     async def _recorded(self, kind: str, collective: Awaitable[Made], flat: Tensor) -> Made:
@@ -175,7 +193,7 @@ class TracedLink(LinkAround):
 
 
 def timeline_of(process_group: dist.ProcessGroup) -> Timeline | None:
-    """Return the timeline of this rank of the job, if ``CROSSOVER_TIMELINE`` asks for one."""
+    """Return this rank's timeline, or None unless ``CROSSOVER_TIMELINE`` names a directory."""
     if not (directory := os.environ.get(environment.TIMELINE)):
         return None
     if process_group not in _timelines:
@@ -197,7 +215,7 @@ _at_end: Final[dict[int, Report]] = {}
 
 @uncompiled_when_called
 def step_begins(optimizer: Optimizer, *_: Any) -> None:
-    """Report the beginning of a step."""
+    """Report that a step of ``optimizer`` begins."""
     for report in [*_at_begin.values()]:
         report(optimizer)
 
@@ -205,10 +223,15 @@ def step_begins(optimizer: Optimizer, *_: Any) -> None:
 def at_each_step(
     parameters: Iterable[Tensor], *, begins: Callable[[], object], ends: Callable[[], object]
 ) -> Callable[[], None]:
-    """Have functions called at the beginning and the end of each step of an optimizer that has one of ``parameters``.
+    """Have ``begins`` and ``ends`` called around the steps of certain optimizers.
+
+    Args:
+        parameters: an optimizer counts if it has at least one of these. They are held weakly.
+        begins: a function to call when a step begins.
+        ends: a function to call when a step ends.
 
     Returns:
-        A function that ends it.
+        A function that stops the calls.
     """
     known = _weakly(parameters)
 
@@ -234,10 +257,10 @@ def at_each_step(
 def before_next_step(parameters: Iterable[Tensor], check: Report) -> Callable[[], None]:
     """Have ``check`` called once, with the next optimizer that is about to step one of ``parameters``.
 
-    ``step()`` raises what ``check`` raises, and changes nothing then.
+    If ``check`` raises, ``step()`` raises the same error and changes nothing.
 
     Returns:
-        A function that ends it.
+        A function that cancels the call.
     """
     known = _weakly(parameters)
 
@@ -276,7 +299,10 @@ def _register_step_hooks() -> None:
 
 
 def _weakly(parameters: Iterable[Tensor]) -> Any:
-    """Return a dictionary of these parameters that keeps none of them; an id may be another tensor's later."""
+    """Return a dictionary with weak references to ``parameters`` as its keys.
+
+    A set of ids would not do, because a later tensor may have the same id.
+    """
     known = WeakTensorKeyDictionary()
     for each in parameters:
         known[each] = True

@@ -1,10 +1,11 @@
 """The base of all hook states: compared settings, statistics, checkpoints. Our design.
 
-[Note: checkpoints] A checkpoint first gathers sharded state, in place: replicas are averaged, owners' parts of the
-optimizer state are copied to all ranks, residuals are made equal on all ranks. Then one rank's dictionary holds the
-whole job, for any number of ranks. So do the files of a loop that saves in its own way (``model.state_dict()`` on
-rank 0 alone), if it calls ``checkpoint()`` on all ranks before. The running job continues from the gathered state as
-well, so that a resumed job produces bitwise identical results.
+[Note: checkpoints] A checkpoint first gathers sharded state, in place: replicas are averaged,
+owners' parts of the optimizer state are copied to all ranks, residuals are made equal on all ranks.
+Then one rank's dictionary holds the whole job, for any number of ranks. So do the files of a loop
+that saves in its own way (``model.state_dict()`` on rank 0 alone), if it first calls
+``checkpoint()`` on all ranks. The running job also continues from the gathered state, so that a
+resumed job produces bitwise identical results.
 """
 
 import contextlib
@@ -38,9 +39,9 @@ _PATIENCE_S: Final = 10.0
 
 
 class Agreement:
-    """Compares the settings of all ranks, at the first bucket and after each load or drain.
+    """Compares settings across all ranks, at the first bucket and after each load or drain.
 
-    It uses torch's own collectives, so that a rank with ``CROSSOVER_DISABLE=1`` takes part as well.
+    It uses torch's own collectives, so that a rank with ``CROSSOVER_DISABLE=1`` also takes part.
     """
 
     made = False  # whether the settings have been compared
@@ -49,13 +50,17 @@ class Agreement:
         self.disabled = environment.is_set(environment.DISABLE)
 
     def forget(self) -> None:
-        """Compare again at the next bucket."""
+        """Forget the comparison, so that the next bucket repeats it."""
         self.made = False
 
     def make(
         self, group: dist.ProcessGroup, fingerprint: Callable[[], Mapping[str, object]]
     ) -> None:
-        """Compare what ``fingerprint()`` returns; it is not called with ``CROSSOVER_DISABLE=1``. **Collective**."""
+        """Compare the settings that ``fingerprint()`` returns across ranks. **Collective**.
+
+        With ``CROSSOVER_DISABLE=1`` ``fingerprint`` is not called, and only that variable is
+        compared.
+        """
         if group.size() > 1:
             compare(
                 group,
@@ -68,22 +73,26 @@ class Agreement:
 
 
 class HookState:
-    """The state of one of our hooks, whose job can be saved and resumed. It has a ``mutex``, which may be None."""
+    """Base class of the states of our hooks. It saves and resumes the job.
+
+    Every subclass has a ``mutex`` attribute, which may be None.
+    """
 
     process_group: dist.ProcessGroup | None
     agreement: Agreement
-    # The optimizers that the state was made with; None: it knows none.
+    # The optimizers that were passed to the constructor, or None.
     optimizer: Optimizers = None
-    # The call, such as "averaged()", whose block is entered. At its end ranks differ again.
+    # The call whose ``with`` block is active, such as "averaged()". Ranks differ again after the
+    # block.
     _block: str | None = None
 
     @functools.cached_property
     def meter(self) -> Meter:
-        """Traffic counters."""
+        """The traffic counters of this hook."""
         return Meter()
 
     def stats(self) -> dict[str, Any]:
-        """Return statistics, by the keys of docs/troubleshooting.md. Not collective."""
+        """Return statistics under the keys that docs/troubleshooting.md lists. Not collective."""
         return self._common_stats()
 
     def _common_stats(self, **more: Any) -> dict[str, Any]:
@@ -91,37 +100,46 @@ class HookState:
 
     @contextlib.contextmanager
     def paused(self: Any) -> Iterator[None]:
-        """Give the turn away during the block: evaluation, a checkpoint; see `GPUMutex.paused`."""
+        """Give the turn away during the block, for example to evaluate or to save a checkpoint.
+
+        See `GPUMutex.paused`.
+        """
         with self.mutex.paused() if self.mutex is not None else contextlib.nullcontext():
             yield
 
     def checkpoint(self, optimizer: Optimizers = None, *, to: int | None = None) -> dict[str, Any]:
-        """Gather sharded state, and return all that the job needs to resume; see `restore`.
+        """Gather sharded state, and return everything that the job needs to resume; see `restore`.
 
-        Until the next step model and optimizers are whole on all ranks (the optimizers on rank ``to``
-        only), so that any code can save them. Side effects: replicas are averaged, and so is optimizer
-        state that has as many numbers as its parameter; the step after the checkpoint travels without a
-        codec. From here on a resumed job produces bitwise identical results. (K-FAC with a codec: only
-        after ``drain()`` and a step; else its residuals are lost, with a warning.)
+        Until the next step, the model and the optimizers are whole on all ranks, so that any code
+        can save them. With ``to``, the optimizers are whole on that rank only.
+
+        The call has side effects. It averages the replicas, and any optimizer state that has as
+        many numbers as its parameter. The step after the checkpoint travels without a codec. From
+        here on a resumed job produces bitwise identical results. K-FAC with a codec does so only if
+        the checkpoint follows ``drain()`` and one more step; otherwise its residuals are lost, with
+        a warning.
 
         Args:
-            optimizer: the optimizers of the model, one or a sequence. Default: those that the state was made with;
-                ``()``: none.
-            to: the rank of the group that receives the checkpoint; the others receive an empty dictionary. Default:
-                all ranks receive it, so that any can save it, and each needs memory for the whole optimizer state.
+            optimizer: one optimizer of the model, or a sequence of all of them. Pass ``()`` to save
+                none. The default is the optimizers that were passed to the state's constructor.
+            to: the rank of the group that receives the checkpoint; the other ranks receive an empty
+                dictionary. By default all ranks receive it, so that any of them can save it. Each
+                then needs memory for the whole optimizer state.
 
         Returns:
-            "model": ``ddp.module.state_dict()``; "optimizer": the optimizer's state dict, or a list of them for a
-            sequence, as plain DDP loads them; "hook": the state's `state_dict`. The tensors are those of the training:
-            save or copy them before the next step.
+            A dictionary with three keys. "model" holds ``ddp.module.state_dict()``. "optimizer"
+            holds the optimizer's state dict, or a list of state dicts for a sequence; plain DDP can
+            load them. "hook" holds the state's own `state_dict`. The tensors are the ones that
+            training uses, so save or copy them before the next step.
 
-        On failure: ``UnsupportedConfigurationError`` if the hook is not registered, if the state does not know the
-        optimizer of a trained parameter, inside of ``averaged()``, and on all ranks if their arguments differ or an
-        average is not finite. ``ValueError`` if there is no rank ``to``. If only some ranks call it, they log a warning
-        after ten seconds and raise ``ExchangeError`` after the group's timeout; on NCCL torch's watchdog ends the
-        process then.
+        On failure: ``UnsupportedConfigurationError`` if the hook is not registered, if the state
+        does not know the optimizer of a trained parameter, or if the call is inside of
+        ``averaged()``; also on all ranks if their arguments differ or an average is not finite.
+        ``ValueError`` if the group has no rank ``to``. If only some ranks make the call, they log a
+        warning after ten seconds and raise ``ExchangeError`` after the group's timeout; on NCCL,
+        torch's watchdog then ends the process.
 
-        **Collective**: all ranks, between two steps.
+        **Collective**: call it on all ranks, between two steps.
 
         Example::
 
@@ -155,18 +173,20 @@ class HookState:
         return {"model": model.module.state_dict(), "optimizer": saved, "hook": kept}
 
     def restore(self, checkpoint: Mapping[str, Any], optimizer: Optimizers = None) -> None:
-        """Load model, optimizers and state from a `checkpoint`, before the first ``backward()``.
+        """Load the model, the optimizers and the state from a `checkpoint`.
 
-        The checkpoint may be of another number of ranks, or of plain DDP.
+        Call it before the first ``backward()``. The checkpoint may come from a job with another
+        number of ranks, or from plain DDP.
 
         Args:
-            checkpoint: its "hook" may be missing or None. Then the state starts afresh.
-            optimizer: as for `checkpoint`.
+            checkpoint: the dictionary that `checkpoint` returned. If its "hook" is missing or None,
+                the state starts afresh.
+            optimizer: the same optimizers as for `checkpoint`, with the same default.
 
-        On failure: ``ValueError`` for another dictionary, or another number of optimizers;
-        ``UnsupportedConfigurationError`` if the hook is not registered.
+        On failure: ``ValueError`` if the dictionary lacks a key or holds another number of
+        optimizers; ``UnsupportedConfigurationError`` if the hook is not registered.
 
-        Not collective, but all ranks must.
+        Not collective, but all ranks must call it.
 
         Example::
 
@@ -196,11 +216,14 @@ class HookState:
         self.agreement.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state's own data, beside model and optimizers. This one has none."""
+        """Return the state's own data, apart from the model and the optimizers.
+
+        The base class has none.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`."""
+        """Load a dictionary that `state_dict` returned."""
         if state:
             raise ValueError(
                 f"expected an empty state dict, got keys {sorted(state)}; pass the result of "
@@ -208,13 +231,17 @@ class HookState:
             )
 
     def close(self) -> None:
-        """Release resources outside of the model's memory. This state has none, and later steps are as before.
+        """Release the resources that the state holds outside of the model's memory.
 
-        Not collective. May be called twice, as ``close()`` of every state.
+        The base class holds none, so later steps work as before. Not collective. Like every state's
+        ``close()``, it is safe to call more than once.
         """
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle as None: a state belongs to one model in one process, and DDP drops the hook as well."""
+        """Pickle the state as None, with a warning.
+
+        A state belongs to one model in one process, and DDP drops the hook as well.
+        """
         logger.warning(
             "a copied or pickled model has no hook, and its %s was replaced by None; make a new state for the "
             "copy, and use checkpoint() and restore() to continue from this one",
@@ -223,7 +250,10 @@ class HookState:
         return type(None), ()
 
     def _check_outside(self, call: str) -> None:
-        """Refuse ``call`` inside of ``_block``: the job would not continue from the values that it gathers."""
+        """Refuse ``call`` while ``_block`` is active.
+
+        The job would not continue from the values that ``call`` gathers there.
+        """
         if self._block is not None:
             raise UnsupportedConfigurationError(
                 f"{call} was called inside of {self._block}, where the model holds a mean only until the block ends; "
@@ -234,8 +264,8 @@ class HookState:
         """Gather sharded state on rank ``to``, or on all ranks, see [Note: checkpoints]. **Collective**.
 
         Args:
-            optimizers: those that are saved with the model.
-            to: a rank of the group; None: all.
+            optimizers: the optimizers that are saved with the model.
+            to: the rank of the group that gathers the state; None means all ranks.
         """
 
     def _kept_by_hook(self) -> dict[str, Any]:
@@ -254,14 +284,14 @@ def common_stats(
     coded: Mapping[str, Any] | None = None,
     not_deferred: str | None = "gradients are whole when backward() ends",
 ) -> dict[str, Any]:
-    """Return the statistics that all states have, by the keys of docs/troubleshooting.md.
+    """Return the statistics that all states share, under the keys in docs/troubleshooting.md.
 
     Args:
-        meter: traffic counters.
-        mutex: None: no turns.
-        codec: None: gradients travel exactly.
-        coded: `Compression.stats`, with a codec.
-        not_deferred: why steps are not deferred; None: they are.
+        meter: the traffic counters.
+        mutex: the job's mutex; None if it takes no turns.
+        codec: the codec; None if gradients travel exactly.
+        coded: the result of `Compression.stats`; None without a codec.
+        not_deferred: the reason why steps are not deferred; None if they are.
     """
     turns = {} if mutex is None else mutex.stats()
     hidden_s = max(0.0, meter.under_way_s - meter.exposed_s)
@@ -290,15 +320,18 @@ def _without_turns(turns: Mapping[str, Any]) -> str | None:
 
 
 def process_stats(state: HookState) -> dict[str, Any]:
-    """Return `HookState.stats` with the steps of this process alone.
+    """Return `HookState.stats`, but count only the steps of this process.
 
-    In a resumed job some states count the steps of earlier processes as well, but not their bytes.
+    In a resumed job, some states include the steps of earlier processes but not their bytes.
     """
     return {**state.stats(), "steps": state.meter.steps}
 
 
 def format_stats(stats: Mapping[str, Any]) -> str:
-    """Format statistics, such as "deferred 98 of 100 steps; waited 3.0 ms a step; 12.4 MB a step"."""
+    """Format statistics as one line of text.
+
+    Example: "deferred 98 of 100 steps; waited 3.0 ms a step; 12.4 MB a step".
+    """
     steps = stats["steps"] or 1
     parts = []
 
@@ -331,7 +364,7 @@ def _sequence(value: Any) -> Sequence[Any]:
 
 @contextlib.contextmanager
 def _warning_of_missing_ranks() -> Iterator[None]:
-    """Warn if the other ranks do not call within ten seconds."""
+    """Warn if the block, which waits for the other ranks, takes more than ten seconds."""
     text = (
         "checkpoint() has waited %g seconds for the other ranks: call it on all ranks, not inside of "
         "`if rank == 0:`; with to=0 rank 0 alone receives the checkpoint"

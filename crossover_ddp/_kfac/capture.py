@@ -1,46 +1,47 @@
-"""The hooks that record the factors of this rank's mini-batch, while a model trains.
+"""Hooks that record the factors of this rank's mini-batch while a model trains.
 
-[Note: one step of several calls] A layer may be called more than once in a step: it is used twice
-in one forward, or the gradient is accumulated over m micro-batches of nᵢ samples, n in all. Each
-call adds its factors to a sum. A is the mean over all calls, weighted by the samples of each. The
-gradient of the weight is a sum over the calls of one micro-batch, and so is its Gᵢ, which takes a
-sample's own gradient to be nᵢ g. If the loss of each micro-batch is its share of the step's loss, a
-sample's own gradient is n g instead, so G is Σ n/nᵢ Gᵢ. If it is a mean of its own ("sum"), G is
-the mean Σ nᵢ/n Gᵢ. "kfac-pytorch" takes plain means of both over the calls, as that package does:
-the result that one large batch would have given there. Gradients outside of the step do not count:
-see [Note: uncommitted sums].
+[Note: one step of several calls] A layer may be called more than once in a step. It may be used
+twice in one forward, or the gradient may be accumulated over m micro-batches of nᵢ samples, n in
+total. Each call adds its factors to a sum. A is the mean over all calls, weighted by their numbers
+of samples. The weight's gradient is a sum over the calls in one micro-batch, and so is the
+micro-batch's Gᵢ, which takes a sample's own gradient to be nᵢ g. If the loss of each micro-batch is
+its share of the step's loss ("mean"), a sample's own gradient is n g instead, so G is Σ n/nᵢ Gᵢ. If
+the loss is a mean of its own ("sum"), G is the mean Σ nᵢ/n Gᵢ. "kfac-pytorch" takes plain means of
+both factors over the calls, like that package: this is what one large batch would give there.
+Gradients outside of the step do not count, see [Note: uncommitted sums].
 
 [Note: unequal micro-batches] Weights are relative to the first size, nᵢ/n₁ or n₁/nᵢ, and the sum is
-multiplied by n/n₁, or its inverse, when it is taken: equal micro-batches weigh exactly 1. A
-micro-batch of unknown size weighs as the first known size. A call without samples does not count,
-neither in A nor as a micro-batch. A rank whose whole step is empty has no factors, and the mean
-over ranks leaves it out. Several forwards in one micro-batch (two views) give it the size of the
-largest. A forward whose graph is gone when backward begins gives none.
+multiplied by n/n₁, or its inverse, when it is taken. So equal micro-batches weigh exactly 1. A
+micro-batch of unknown size has the same weight as the first one of known size. A call without
+samples is left out of A and does not count as a micro-batch. A rank whose whole step is empty has
+no factors, and the mean over ranks leaves it out. If there are several forwards in one micro-batch
+(two views), the largest decides its size. A forward whose graph is gone when backward begins is
+ignored.
 
-[Note: few columns] A factor is C Cᵀ of columns, one per sample and position. If a mini-batch has
-few of them, they are smaller than the factor. They are then kept, and sent, instead of it. The
-result is exactly the same with less traffic, and the layer's owner computes the product. Each rank
-decides that for itself, see `placement.most_columns`.
+[Note: few columns] A factor is C Cᵀ, where C has one column per sample and position. If a
+mini-batch has only a few columns, they are smaller than the factor. They are then kept and sent in
+its place. The result is exactly the same with less traffic, and the layer's owner computes the
+product. Each rank decides this for itself, see `placement.most_columns`.
 
-[Note: uncommitted sums] Only the gradients that `optimizer.step()` will see may form factors. A
-forward may be followed by no backward at all (its loss was not finite), by ``torch.autograd.grad``
-(an adversarial attack, a gradient penalty), which leaves ``p.grad`` alone, or by a backward whose
-gradients are thrown away by ``zero_grad()``. So A of a call is referenced by the call's own node in
-autograd's graph only, and is freed with it. The factors of one backward pass are collected in
-`PassSums`. They are committed to the step when the same pass adds to the weight's ``.grad``, and
-not otherwise. Committed sums are dropped when that ``.grad`` was cleared since.
+[Note: uncommitted sums] Only gradients that `optimizer.step()` will see may form factors. A forward
+may be followed by no backward at all (its loss was not finite), by ``torch.autograd.grad`` (for an
+adversarial attack or a gradient penalty), which leaves ``p.grad`` alone, or by a backward whose
+gradients ``zero_grad()`` throws away. So only the call's own node in autograd's graph references
+the call's A, which is freed with the node. `PassSums` collects the factors of one backward pass.
+They are committed to the step only when the same pass adds to the weight's ``.grad``. Committed
+sums are dropped if that ``.grad`` has been cleared since.
 
-[Note: hooks on views] A hook on a tensor belongs to the tensor's node in autograd's graph. If a
-layer returns a view (a Linear layer of three-dimensional inputs does before torch 2.15, a
-convolution of one picture everywhere), and the view is changed in place, as by
-``ReLU(inplace=True)``, that node is no longer part of the graph: autograd continues at the base
-tensor of the view. So the hook is put there.
+[Note: hooks on views] A hook on a tensor belongs to the tensor's node in autograd's graph. A layer
+may return a view: a Linear layer with three-dimensional inputs does so before torch 2.15, and a
+convolution of a single picture always does. If the view is changed in place, for example by
+``ReLU(inplace=True)``, that node is no longer part of the graph: autograd continues at the view's
+base tensor. So the hook is put on the base.
 
-[Note: directions that wait] After an exchange the gradient of a layer's weight is its direction. If
-a backward pass added to it, in ``no_sync()`` or not, the owner would precondition the sum, and so
-the direction a second time. Therefore a hook inspects each gradient just before a pass adds to it:
-by then it must be None or zero. The gradient's version does not show this: ``p.grad.data.zero_()``
-does not change it, and clipping does.
+[Note: directions that wait] After an exchange, the gradient of a layer's weight holds its
+direction. If a backward pass added to it, in ``no_sync()`` or not, the owner would precondition the
+sum, and thus the direction a second time. Therefore a hook inspects each gradient just before a
+pass adds to it: by then the gradient must be None or zero. The gradient's version does not show
+this: ``p.grad.data.zero_()`` does not change the version, but clipping does.
 """
 
 import enum
@@ -67,7 +68,7 @@ from .placement import most_columns
 
 logger = logging.getLogger(__name__)
 
-_NO_BACKWARD: Final = -1  # torch's number of the backward pass, outside of one
+_NO_BACKWARD: Final = -1  # torch's number for the backward pass when none is running
 _NOTHING_SEEN: Final = (
     "K-FAC has seen no call of any layer whose gradient came, so gradients stay as they are: "
     "layers are seen in training mode, in calls after the KFACState was made. Call train() on the "
@@ -95,27 +96,27 @@ _USED_BESIDE: Final = (
 
 
 class Phase(enum.Enum):
-    """The current micro-batch of a `FactorCapture`. `FactorCapture._enter` alone changes it."""
+    """The phase of a `FactorCapture`'s current micro-batch, set by `FactorCapture._enter` alone."""
 
     # Entered by begin_step(). The first forward of the model begins micro-batch 1.
     IDLE = enum.auto()
-    # Entered by the first forward of a micro-batch. Further forwards belong to the same
+    # Entered by the first forward in a micro-batch. Further forwards belong to the same
     # micro-batch.
     FORWARD = enum.auto()
     # Entered when a backward pass adds to the gradient of a layer's weight. The next forward
     # outside of backward begins another micro-batch. A forward inside of backward is recomputed
-    # (activation checkpointing) and belongs to this one.
+    # (activation checkpointing) and belongs to the current one.
     GRADIENTS = enum.auto()
-    # Entered by close(). Never left: the hooks are gone.
+    # Entered by close(). It is never left: the hooks are gone.
     CLOSED = enum.auto()
 
 
 @dataclass(eq=False)
 class Forward:
-    """One forward of the model. Its calls, and the capture if it is the latest, hold it."""
+    """One forward of the model. Its calls reference it, and the capture references the latest."""
 
     micro_batch: int = 0
-    # The number of samples that the model was called with. None: not known.
+    # The number of samples that the model was called with. None if it is unknown.
     samples: int | None = None
 
 
@@ -123,34 +124,37 @@ class Forward:
 class Call:
     """One call of a layer with gradients enabled. Only autograd's graph references it."""
 
-    # Orders calls.
+    # Calls are ordered by it.
     number: int
     step: int
     forward: Forward
-    # Returns A, or its columns. None: A is counted already, or the call is empty.
+    # Returns A, or its columns. None if A has been counted already, or if the call is empty.
     make_a: Callable[[], BatchFactor] | None
-    # The call has no samples, or none for this layer.
+    # Whether the call has no samples, or none for this layer.
     is_empty: bool
 
 
 @dataclass
 class Sum:
-    """The sum of one factor of one layer, see [Note: unequal micro-batches]."""
+    """The sum of a layer's A or G over several calls, see [Note: unequal micro-batches]."""
 
-    # The sum is kept as columns up to this number of columns.
+    # The sum is kept as columns while it has at most this many.
     room: int
-    # A part of n samples weighs n to this power: 1, -1, or 0 if all parts weigh the same.
+    # A part with n samples weighs n to this power: 1, -1, or 0 if all parts weigh the same.
     power: int
     value: BatchFactor | None = None
-    # The number of samples that weighs 1: that of the first part whose number is known.
+    # The number of samples that has weight 1. The first part of known size sets it.
     unit: int | None = None
-    # The sum of all weights.
+    # The total weight of all parts.
     weight: float = 0.0
 
     def add(self, part: BatchFactor | None, samples: int | None, weight: float = 1.0) -> None:
-        """Add a part of ``samples`` samples. It may be changed.
+        """Add a part to the sum.
 
-        ``weight`` is the sum of weights in the part, if the part is a sum itself.
+        Args:
+            part: the factor or its columns. It may be changed in place. None adds nothing.
+            samples: the number of samples in the part. None if it is unknown.
+            weight: the total weight of the part if it is itself a sum.
         """
         if part is None:
             return
@@ -173,7 +177,10 @@ class Sum:
             self.value = multiplied(value).add_(multiplied(part))
 
     def take(self, scale: float) -> BatchFactor | None:
-        """Return the sum, or its columns, times ``scale``, and forget it. None: there is none."""
+        """Return the sum times ``scale``, or its columns, and reset it.
+
+        Return None if nothing was added.
+        """
         value = self.value
         self.value = None
         self.unit = None
@@ -185,28 +192,28 @@ class Sum:
 
 @dataclass
 class PassSums:
-    """One layer in one backward pass: its G so far, and the calls whose A belongs to it."""
+    """A layer's sums in one backward pass: its G so far, and the calls that its A comes from."""
 
     g: Sum
     calls: list[Call] = field(default_factory=list)
 
 
 class LayerSums:
-    """Both factors of one layer in one step, see [Note: uncommitted sums].
+    """The sums of both factors of a layer in one step, see [Note: uncommitted sums].
 
     Args:
-        rooms: how many columns of A and of G may be kept.
-        powers: the powers of the number of samples by which parts of A and of G weigh.
+        rooms: the maximum numbers of columns to keep for A and for G.
+        powers: the powers of the number of samples by which parts of A and of G are weighted.
     """
 
     def __init__(self, rooms: tuple[int, int], powers: tuple[int, int]) -> None:
         self.a = Sum(rooms[0], powers[0])
         self.g = Sum(rooms[1], powers[1])
-        # By number of the backward pass.
+        # The sums of each backward pass, by the number of the pass.
         self.uncommitted: dict[int, PassSums] = {}
-        # Calls whose A is not counted yet.
+        # Calls whose A has not been counted yet.
         self.open: weakref.WeakSet[Call] = weakref.WeakSet()
-        # Micro-batches in the weight's `.grad`, without the empty ones.
+        # The micro-batches that have added to the weight's `.grad`, without empty ones.
         self.micro_batches: set[int] = set()
         # The weight's `.grad` and its version after the last pass that added to it.
         self._left: tuple[weakref.ref[Tensor], int] | None = None
@@ -215,7 +222,10 @@ class LayerSums:
         return self.uncommitted.setdefault(number, PassSums(Sum(self.g.room, self.g.power)))
 
     def commit(self, of_pass: PassSums) -> None:
-        """Add a backward pass to the step: it has added to the weight's ``.grad``."""
+        """Add the sums of a backward pass to the step.
+
+        The pass has added to the weight's ``.grad``.
+        """
         for call in sorted(of_pass.calls, key=lambda call: call.number):
             make_a = call.make_a
             call.make_a = None
@@ -225,19 +235,19 @@ class LayerSums:
         self.g.add(of_pass.g.value, of_pass.g.unit, of_pass.g.weight)
 
     def note_gradient(self, gradient: Tensor | None, micro_batches: Iterable[int]) -> None:
-        """Remember the weight's ``.grad`` after a pass has added ``micro_batches`` to it."""
+        """Remember the weight's ``.grad`` after a pass has added these micro-batches to it."""
         self.micro_batches.update(micro_batches)
         self._left = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def is_unchanged(self, gradient: Tensor) -> bool:
-        """Return whether nothing was written to ``.grad`` since, as far as its version shows."""
+        """Return whether ``gradient`` is the noted ``.grad``, and its version has not changed."""
         if self._left is None:
             return False
         noted, version = self._left
         return noted() is gradient and version == gradient._version
 
     def drop(self) -> None:
-        """Forget the committed sums: the gradient was cleared."""
+        """Forget the committed sums because the gradient was cleared."""
         self.a = Sum(self.a.room, self.a.power)
         self.g = Sum(self.g.room, self.g.power)
         self.micro_batches.clear()
@@ -248,24 +258,25 @@ class FactorCapture:
 
     See [Note: one step of several calls].
 
-    The hooks act only while `active`, in training mode and with gradients enabled. On a copy of the
-    model (an average of its weights) the hooks do nothing. Not collective: ranks may capture
-    different layers.
+    The hooks act only while `active` is set, in training mode and with gradients enabled. On a copy
+    of the model (an average of its weights) they do nothing. The capture is not collective: ranks
+    may capture different layers.
 
     Under ``torch.compile`` a hook runs outside of the graph, which is cut around each captured
-    layer. Make the capture before the model's first call: compiled code does not see hooks that are
-    added later.
+    layer. Create the capture before the model's first call: compiled code does not see hooks that
+    are added later.
 
     Args:
-        layers: of `find_layers`. An index below is an index in this list.
-        sharing: how the factors sum over the positions of a sample, see `WeightSharing`.
-        model: each of its forwards belongs to a micro-batch.
-        loss_scale: returns the number that the loss was multiplied by. Called once per micro-batch.
+        layers: the layers that `find_layers` returned. All layer indices refer to this list.
+        sharing: how the factors sum over the positions in a sample, see `WeightSharing`.
+        model: the model whose forwards are counted. Each forward belongs to a micro-batch.
+        loss_scale: returns the number that the loss was multiplied by. It is called once per
+            micro-batch.
         accumulated: whether the loss of each micro-batch is its share of the step's loss ("mean"),
             or a mean of its own ("sum").
-        only: the indices of the layers to capture. Other layers cost nothing. Default: all.
-        ranks: how many ranks send columns of the same factor, see [Note: few columns]. 1: none
-            does.
+        only: the indices of the layers to capture. Other layers cost nothing. Default: all layers.
+        ranks: the number of ranks that send columns of the same factor, see [Note: few columns].
+            With 1, no columns are kept.
     """
 
     def __init__(
@@ -279,11 +290,11 @@ class FactorCapture:
         only: Collection[int] | None = None,
         ranks: int = 1,
     ) -> None:
-        # Whether this step's factors are captured. The owner of the capture sets it before each
-        # step.
+        # Whether this step's factors are captured. The object that holds the capture sets it before
+        # each step.
         self.active = True
         self._layers = list(layers)
-        # By layer: how many columns of A and of G may be kept.
+        # For each layer, the maximum numbers of columns to keep for A and for G.
         self._rooms: list[tuple[int, int]] = []
         for layer in layers:
             shape = layer.shape
@@ -297,28 +308,29 @@ class FactorCapture:
             self._powers = (0, 0)
         self._captured = frozenset(range(len(self._layers)) if only is None else only)
         self._phase = Phase.IDLE
-        # Counts steps, to recognize the gradients of calls of an earlier step.
+        # Counts steps, so that gradients of calls in an earlier step are recognized.
         self._step = 0
-        # Sums of all layers: layers that are not captured also show which micro-batches count.
+        # The sums of all layers: even layers that are not captured show which micro-batches count.
         self._sums = self._new_sums()
         self._numbers = itertools.count()
-        # The backward pass for which `_begin_pass` ran last.
+        # The last backward pass for which `_begin_pass` ran.
         self._newest_pass = _NO_BACKWARD
-        # By index of a layer whose gradient came in this step: whether a call of it was captured.
+        # For each layer whose gradient came in this step, by index: whether a call of it was
+        # captured.
         self._seen: dict[int, bool] = {}
-        # Messages of warnings that were given.
+        # The warnings that have been given.
         self._warned: set[str] = set()
         self._has_compared_uses = False
 
         # --- the current micro-batch ---
         self._forward = Forward()
         self._began_in_backward = False
-        # Calls of each layer outside of backward.
+        # The number of calls of each layer outside of backward.
         self._calls: Counter[int] = Counter()
-        # The loss scale. None: not read yet.
+        # The loss scale. None if it has not been read yet.
         self._scale: float | None = None
 
-        # Forwards of this step whose graphs are alive, and the samples of each micro-batch.
+        # The forwards in this step whose graphs are alive, and the size of each micro-batch.
         self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._samples: dict[int, int | None] = {}
         self._handles = list(self._hooked(unwrapped(model)))
@@ -344,14 +356,14 @@ class FactorCapture:
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches that are not empty have added to the step's gradients so far."""
+        """The number of non-empty micro-batches that have added to the step's gradients so far."""
         return len(self._counted())
 
     def _counted(self) -> set[int]:
         return set().union(*(sums.micro_batches for sums in self._sums))
 
     def begin_step(self) -> None:
-        """Forget all sums that were not taken, and count micro-batches from 1 again."""
+        """Forget all sums that were not taken, and start counting micro-batches from 1 again."""
         self._warn_of_unseen()
         self._seen.clear()
         for sums in self._sums:
@@ -367,7 +379,7 @@ class FactorCapture:
         self._scale = None
 
     def _warn_of_unseen(self) -> None:
-        """Warn of layers whose gradients came in this step without a call that was captured."""
+        """Warn of layers whose gradients came in this step although no call was captured."""
         unseen = [self._layers[index].name for index, is_seen in self._seen.items() if not is_seen]
         if not unseen:
             return
@@ -379,15 +391,16 @@ class FactorCapture:
     def begin_exchange(self) -> None:
         """Drop sums whose gradients were cleared, before the step's gradients are exchanged.
 
-        Does nothing if a layer's gradient in the same backward pass has done so already.
+        This does nothing if it has already happened when a layer's gradient came in the same
+        backward pass.
         """
         if self.active:
             self._begin_pass()
 
     def take(self, index: int) -> tuple[BatchFactor | None, BatchFactor | None]:
-        """Return A and G of a layer as they are now, or their columns, and forget them.
+        """Return a layer's A and G so far, or their columns, and reset them.
 
-        None for a factor without a call in this step.
+        A factor is None if no call in this step has contributed to it.
         """
         sums = self._sums[index]
         a = sums.a.take(1 / (sums.a.weight or 1))
@@ -416,12 +429,12 @@ class FactorCapture:
     def _on_root(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
-        """A forward of the model begins: assign it to the current micro-batch or to a new one.
+        """Assign a forward of the model that begins now to the current micro-batch or to a new one.
 
-        Several forwards before a gradient comes (two views of a picture, a recomputed forward) are
-        one micro-batch.
+        All forwards before the first gradient (two views of a picture, a recomputed forward) belong
+        to one micro-batch.
         """
-        # Whatever mode the model is in: in eval mode parts of it may train.
+        # The model's own mode does not matter: parts of a model in eval mode may train.
         if not (self.active and torch.is_grad_enabled()):
             return
         joins = self._joins_micro_batch()
@@ -455,16 +468,17 @@ class FactorCapture:
         if not self._captures(module) or not output.requires_grad:
             return
         sums = self._sums[index]
-        # The layer's only argument. torch's layers name it input, transformers' Conv1D names it x.
+        # The layer's only argument. It is called input in torch's layers and x in transformers'
+        # Conv1D.
         (input,) = args or kwargs.values()
         if input.layout is not torch.strided or input.is_nested:
             return
         in_forward = not _in_backward()
         if in_forward:
-            # Backward passes that have added to no gradient.
+            # What is left belongs to backward passes that have added to no gradient.
             sums.uncommitted.clear()
-        # Activation checkpointing calls a layer again. With the kind that is not reentrant the
-        # second output has no gradient: the first output's hook fires. So A is computed when it is
+        # Activation checkpointing calls a layer again. With non-reentrant checkpointing the second
+        # output has no gradient: the first output's hook fires. So A is computed only when it is
         # needed.
         make = self._made if in_forward else self._made_later
         is_empty = self._forward.samples == 0 or input.numel() == 0
@@ -476,7 +490,7 @@ class FactorCapture:
             self._calls[index] += 1
 
     def _on_output(self, module: nn.Module, args: object, output: object) -> None:
-        """Warn of weights that the model also uses outside of their layers. Looks once."""
+        """Warn, once, of weights that the model also uses outside of their layers."""
         if self._has_compared_uses or not self._calls or not self._captures(module):
             return
         self._has_compared_uses = True
@@ -492,11 +506,11 @@ class FactorCapture:
         return self.active and module.training and torch.is_grad_enabled()
 
     def _made(self, index: int, module: nn.Module, input: Tensor) -> Callable[[], BatchFactor]:
-        """Return a function that returns A of one call, which is computed now.
+        """Return a function that returns the A of one call. A is usually computed now.
 
-        Except if other calls of the layer wait for their gradients, and the input is smaller than
-        A: then a copy of the input is kept. A copy, because an input may be changed in place if
-        activations are recomputed.
+        If other calls of the layer still wait for their gradients and the input is smaller than A,
+        A is computed later from a copy of the input. It takes a copy because the input may be
+        changed in place if activations are recomputed.
         """
         shape = self._layers[index].shape
         room = self._rooms[index][0]
@@ -509,7 +523,7 @@ class FactorCapture:
     def _made_later(
         self, index: int, module: nn.Module, input: Tensor
     ) -> Callable[[], BatchFactor]:
-        """Return a function that computes A of one call when it is called."""
+        """Return a function that computes the A of one call from its input when it is called."""
         version = input._version
         shape = self._layers[index].shape
 
@@ -545,7 +559,7 @@ class FactorCapture:
         of_pass.g.add(part, self._samples.get(call.forward.micro_batch))
 
     def _on_accumulated(self, index: int, weight: Tensor) -> None:
-        """A backward pass has added to the weight's ``.grad``: commit its sums to the step."""
+        """Commit the sums of a backward pass that has added to the weight's ``.grad``."""
         if not self.active:
             return
         sums = self._sums[index]
@@ -563,12 +577,15 @@ class FactorCapture:
         sums.note_gradient(weight.grad, made_in)
 
     def _begin_pass(self) -> None:
-        """Drop sums whose gradients were cleared, once per backward pass, before it adds to any."""
+        """Drop sums whose gradients were cleared.
+
+        This happens once per backward pass, before the pass adds to any gradient.
+        """
         if _backward_pass() <= self._newest_pass:
             return
         self._newest_pass = _backward_pass()
         self._size_micro_batches()
-        # Gradients that were written since: cleared in place, or clipped, or scaled.
+        # Gradients that have been written since: cleared in place, clipped, or scaled.
         written: list[tuple[LayerSums, Tensor]] = []
         for sums, layer in zip(self._sums, self._layers, strict=True):
             gradient = layer.weight.grad
@@ -586,9 +603,9 @@ class FactorCapture:
                     sums.drop()
 
     def _size_micro_batches(self) -> None:
-        """Note the size of each micro-batch whose gradients have not come.
+        """Note the size of each micro-batch whose gradients have not come yet.
 
-        It is the size of the largest forward whose graph is alive.
+        A micro-batch is as large as its largest forward whose graph is alive.
         """
         counted = self._counted()
         sizes = Counter[int]()
@@ -608,7 +625,7 @@ def _in_small(columns: Columns, room: int) -> BatchFactor:
 
 
 def _multiply(part: BatchFactor, factor: float) -> None:
-    """Multiply in place."""
+    """Multiply a factor, or the factor that the columns stand for, by ``factor`` in place."""
     if isinstance(part, Columns):
         part.source.mul_(math.sqrt(factor))
     else:
@@ -618,10 +635,10 @@ def _multiply(part: BatchFactor, factor: float) -> None:
 def _samples_of(inputs: Sequence[object]) -> int | None:
     """Return the number of samples in a model's inputs.
 
-    It is the first dimension of the first tensor with two dimensions or more.
-
-    0: all tensors are empty. None: not known, since a list of tensors may hold samples or parts of
-    them.
+    This is the size of the first dimension of the first non-empty tensor that has at least two
+    dimensions. Tensors in lists and tuples are not considered, since such a list may hold samples
+    or parts of samples. If there is no such tensor, the result is 0 if all tensors in the inputs
+    are empty, and None (unknown) otherwise.
     """
     found = next(_first_dimensions(inputs), None)
     if found is not None:
@@ -644,7 +661,7 @@ def _uses(outputs: Iterable[Tensor]) -> Counter[Tensor]:
     """Return how often each leaf was used to compute ``outputs``."""
     seen = {each.grad_fn for each in outputs if each.grad_fn is not None}
     to_visit = list(seen)
-    # Edges into each node, and each leaf with the nodes that read it.
+    # The number of edges into each node, and pairs of a leaf and a node that reads it.
     users = Counter[object]()
     leaves: list[tuple[Tensor, Any]] = []
     while to_visit:
@@ -660,7 +677,7 @@ def _uses(outputs: Iterable[Tensor]) -> Counter[Tensor]:
                 to_visit.append(child)
     uses = Counter[Tensor]()
     for leaf, node in leaves:
-        # autocast casts a weight once, for all uses.
+        # autocast casts a weight only once for all its uses.
         uses[leaf] += users[node] if node.name() == "ToCopyBackward0" else 1
     return uses
 
@@ -669,17 +686,17 @@ class WaitingDirections:
     """Tracks the weights whose gradients hold directions, see [Note: directions that wait].
 
     Args:
-        layers: of the model.
+        layers: the layers that K-FAC treats. All layer indices refer to this list.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
-        # By layer whose gradient held a direction after the last exchange: None until a backward
-        # pass adds to it, then whether any of it was left when the pass did. Tensors, so that the
-        # host need not wait for the device.
+        # For each layer whose gradient held a direction after the last exchange: None until a
+        # backward pass adds to it, then whether any of the direction was left at that time. The
+        # values are tensors so that the host need not wait for the device.
         self._added_to: dict[int, Tensor | None] = {}
-        # The same for a pass that may be about to add. It need not: `torch.autograd.grad` adds to
-        # none.
+        # The same for a pass that may be about to add. It may also add nothing, like
+        # `torch.autograd.grad`.
         self._about_to_add: dict[int, Tensor] = {}
         for index, layer in enumerate(layers):
             layer.weight.register_hook(weak_hook(self, "_before_adding", index))
@@ -690,7 +707,7 @@ class WaitingDirections:
         self._added_to.update((index, None) for index in layers)
 
     def check(self, layers: Iterable[int]) -> None:
-        """Refuse a bucket if a pass has added to a direction of these layers."""
+        """Refuse a bucket if a backward pass has added to the direction of any of these layers."""
         for index in layers:
             added = self._added_to.get(index)
             if added is not None and bool(added):
@@ -710,7 +727,8 @@ class WaitingDirections:
             return
         before = self._added_to[index]
         left = gradient.detach().any()
-        # A gradient that was cleared once holds no direction any more, only later passes.
+        # A gradient that was cleared once no longer holds a direction, only the sum of later
+        # passes.
         self._about_to_add[index] = left if before is None else before & left
 
     def _added(self, index: int, _: Tensor) -> None:
@@ -719,9 +737,9 @@ class WaitingDirections:
 
 
 def _hook_output(output: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call ``hook`` with the gradient of the present value of ``output``.
+    """Call ``hook`` with the gradient of the value that ``output`` has now.
 
-    See [Note: hooks on views].
+    A later in-place change of ``output`` does not matter, see [Note: hooks on views].
     """
     base = output._base if output._is_view() else None
     if base is None:
@@ -742,22 +760,22 @@ def _hook_output(output: Tensor, hook: Callable[[Tensor], None]) -> None:
 
 
 def _backward_pass() -> int:
-    """Return autograd's number of the backward pass that runs on this thread."""
+    """Return autograd's number for the backward pass that runs on this thread, or -1 if none."""
     return torch._C._current_graph_task_id()
 
 
 def _in_backward() -> bool:
-    """Return whether autograd is running this, on any thread."""
+    """Return whether a backward pass runs on this thread."""
     return _backward_pass() != _NO_BACKWARD
 
 
 def weak_hook(owner: object, method: str, *arguments: object) -> OwnHook:
-    """Make a hook that holds its owner weakly. Copies of the hook do nothing."""
+    """Return a hook that calls a method and holds its owner weakly. Copies of it do nothing."""
     known = weakref.ref(owner)
 
     def run(*given: object) -> None:
         if (found := known()) is not None:
             getattr(found, method)(*arguments, *given)
 
-    # A compiler would bake the present sums and flags into its graph, as constants.
+    # A compiler would bake the current sums and flags into its graph as constants.
     return OwnHook(uncompiled(run))

@@ -1,6 +1,6 @@
-"""The state of a layer on its owner: the running factors, and the solver made of them.
+"""A layer's state on its owner: the running factors, and the solver computed from them.
 
-Only the owner has them. So their memory, and the work of making solvers, is divided among the
+Only the owner has this state. So its memory and the work of computing solvers are divided among the
 ranks.
 """
 
@@ -23,37 +23,44 @@ _RETRIES: Final = 8
 
 
 class Solver:
-    """Turns a layer's gradient into its K-FAC direction. Made of the layer's two factors."""
+    """Turns a layer's gradient into its K-FAC direction. A solver is computed from both factors."""
 
-    # How many times a factor (of one group) had to be damped further than asked. 0 after a
-    # checkpoint.
+    # How many times a factor (of one group) needed more damping than asked for. 0 if the solver
+    # comes from a checkpoint.
     strained: int
 
     @classmethod
     def compute(cls, a: Tensor, g: Tensor, damping: float, *, pi: bool) -> "Solver":
-        """Make a solver of finite factors, [groups, a, a] and [groups, g, g].
+        """Compute a solver from finite factors, [groups, a, a] and [groups, g, g].
 
-        The factors are not changed. Only their lower triangles may be read. ``pi`` divides the
-        damping between them by their size. A factor that cannot be solved is damped ten times more,
-        several times, and finally replaced by its diagonal; see `strained`.
+        The factors are not changed. Only their lower triangles may be read. With ``pi``, the
+        damping is divided between the two factors according to their size. If a factor cannot be
+        solved, its damping is increased tenfold, several times if necessary. If that does not help,
+        the factor is replaced by its diagonal. `strained` counts these attempts.
         """
         raise NotImplementedError
 
     def precondition(self, matrix: Tensor) -> Tensor:
-        """Return V for the gradients [groups, g, a], in the factors' dtype. Not in place."""
+        """Return the direction V for the gradients ``matrix``, which are not changed.
+
+        The gradients have the shape [groups, g, a]. The direction has the factors' dtype.
+        """
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint holds, by argument of the class. Not copies."""
+        """Return the tensors to store in a checkpoint, by the names of constructor arguments.
+
+        The tensors are not copied.
+        """
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True)
 class DampedInverse(Solver):
-    """V = (G + √γ/π I)⁻¹ ∇ (A + √γ π I)⁻¹ by Cholesky.
+    """Computes V = (G + √γ/π I)⁻¹ ∇ (A + √γ π I)⁻¹ by Cholesky decomposition.
 
-    π = √((tr A / a) / (tr G / g)) per group, 1 where a trace is zero (Martens and Grosse, section
-    6.3), or 1.
+    With ``pi``, each group has π = √((tr A / a) / (tr G / g)), or 1 if a trace is zero (Martens and
+    Grosse, section 6.3). Otherwise π is 1.
     """
 
     a_inverse: Tensor
@@ -74,7 +81,7 @@ class DampedInverse(Solver):
 
 @dataclass(frozen=True)
 class Eigenbasis(Solver):
-    """V = Q_G [(Q_Gᵀ ∇ Q_A) / (d_G d_Aᵀ + γ)] Q_Aᵀ, with negative eigenvalues set to zero.
+    """Computes V = Q_G [(Q_Gᵀ ∇ Q_A) / (d_G d_Aᵀ + γ)] Q_Aᵀ. Negative eigenvalues count as zero.
 
     The damping applies to the whole Fisher block (George et al., arXiv 1806.03884). It is not
     divided between the factors, so ``pi`` has no effect.
@@ -110,48 +117,48 @@ class Curvature:
     """The second-order state of one layer on its owner."""
 
     shape: LayerShape
-    # How the factors are inverted.
+    # The class of solver, which determines how the factors are inverted.
     kind: type[Solver]
-    # Whether the damping is divided between both factors by their traces.
+    # Whether the damping is divided between both factors according to their traces.
     pi: bool
     # Whether the running means begin with the first batch or with the identity.
     start: Literal["batch", "identity"]
-    # None before the first solver.
+    # None before the first solver has been computed.
     solver: Solver | None = None
-    # How many times a factor had to be damped further before it could be inverted.
+    # How many times a factor needed more damping before it could be inverted.
     strained: int = 0
     # The running factors. None before the first finite batch.
     _a: Tensor | None = None
     _g: Tensor | None = None
-    # The solver as all ranks have it, if the layer is spread and the solver is of the right kind.
+    # The solver in the form that all ranks receive. None if it is not needed, or not computed yet.
     _spread: SpreadSolver | None = None
-    # On a device a tensor, so that the host need not wait for it.
+    # A tensor if the factors are on a device, so that the host need not wait for it.
     _dropped: Tensor | int = 0
 
     @property
     def dropped(self) -> int:
-        """How many batches changed nothing: their factors were missing or not finite."""
+        """The number of batches that were ignored because a factor was missing or not finite."""
         return int(self._dropped)
 
     def add(self, a: BatchFactor, g: BatchFactor, decay: float) -> None:
-        """Add the factors of one batch to the running means, unless one of them is not finite."""
+        """Add one batch's factors to the running means, unless one of them is not finite."""
         usable = is_finite(a) & is_finite(g)
         self._dropped = self._dropped + ~usable
         if self._a is None or self._g is None or not usable.is_cuda:
             if not bool(usable):
                 return
         else:
-            # The host must not wait for the device, so a batch that is not usable is replaced by
-            # the old mean, whose mean with itself is the same.
+            # The host must not wait for the device. So an unusable batch is replaced by the old
+            # mean, and adding the old mean to itself changes nothing.
             a = torch.where(usable, multiplied(a), self._a)
             g = torch.where(usable, multiplied(g), self._g)
         self._a = update_running(self._a, a, decay, start=self.start)
         self._g = update_running(self._g, g, decay, start=self.start)
 
     def invert(self, damping: float) -> None:
-        """Make a new solver of the running factors.
+        """Compute a new solver from the running factors.
 
-        The former solver stays if there are no factors, or if they are not finite.
+        If there are no factors, or if they are not finite, the previous solver stays.
         """
         if self._a is None or self._g is None or not is_finite(self._a) & is_finite(self._g):
             return
@@ -162,8 +169,8 @@ class Curvature:
     def spread(self, root: Tensor | None = None) -> SpreadSolver | None:
         """Return the solver in the form that all ranks receive if the layer is spread.
 
-        ``root`` is the root of the smaller inverse, from a checkpoint. None: compute it. Returns
-        None if there is no solver yet, or one of another kind.
+        Return None if there is no solver yet, or if it is not a `DampedInverse`. ``root`` is the
+        root of the smaller inverse from a checkpoint. If it is None, the root is computed.
         """
         if self._spread is None and isinstance(self.solver, DampedInverse):
             self._spread = SpreadSolver.of(
@@ -181,7 +188,7 @@ class Curvature:
         return sum(tensor.nbytes for tensor in tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all tensors on the host, and the counts."""
+        """Return the factors, the solver's tensors and the counts. All tensors are on the host."""
         tensors = {} if self.solver is None else self.solver.tensors()
         return {
             "a": None if self._a is None else self._a.cpu(),
@@ -202,8 +209,8 @@ class Curvature:
             kind: type[Any] = self.kind
             tensors = state["solver"].items()
             self.solver = kind(**{name: each.to(device, copy=True) for name, each in tensors})
-            # The root that all ranks had, if the layer was spread: another one may be rounded
-            # otherwise.
+            # If the layer was spread, use the root that all ranks had: a new one might be rounded
+            # differently.
             root = state.get("root")
             if root is not None:
                 self.spread(root.to(device, copy=True))
@@ -215,14 +222,14 @@ class Curvature:
 class OwnedLayer:
     """A layer that K-FAC treats, and this rank's part of it."""
 
-    # In the order of layers.
+    # The layer's position in the list of layers that K-FAC treats.
     index: int
     layer: Layer
     cost: LayerCost
     owner: int
     # None unless this rank is the owner.
     curvature: Curvature | None
-    # On all ranks if the layer is spread. None before the first solver, and after NaN factors.
+    # All ranks have it if the layer is spread. None while the owner has no solver to send.
     solver: SpreadSolver | None = None
 
 
@@ -232,7 +239,7 @@ def _mean_diagonal(factor: Tensor) -> Tensor:
 
 
 def _balance(a: Tensor, g: Tensor) -> Tensor:
-    """Return π of each group, [groups]."""
+    """Return π for each group, [groups]."""
     of_a = _mean_diagonal(a)
     of_g = _mean_diagonal(g)
     pi = (of_a / of_g).sqrt().clamp(*_PI_RANGE)
@@ -240,23 +247,24 @@ def _balance(a: Tensor, g: Tensor) -> Tensor:
 
 
 Solved = tuple[Tensor, ...]
-"""An inverse, or eigenvalues and eigenvectors, of each group: [groups, ...] each."""
+"""The inverse, or the eigenvalues and the eigenvectors, of each group. Each is [groups, ...]."""
 
 
 def _solved(
     factor: Tensor, damping: Tensor, attempt: Callable[[Tensor], Solved]
 ) -> tuple[Solved, int]:
-    """Call ``attempt`` with factor + damping · I. Damp groups that it cannot solve further.
+    """Call ``attempt`` with factor + damping · I, and increase the damping of groups that fail.
 
-    A group is not solved if the result is not finite. After all retries its diagonal alone is
-    solved.
+    A group has failed if its result is not finite. If it still fails after all retries, only its
+    diagonal is solved.
 
-    Returns the result of ``attempt``, and how many times a group was damped further.
+    Returns:
+        The result of ``attempt``, and how many times the damping of a group was increased.
     """
     solved = attempt(_plus_identity(factor, damping))
     strained = 0
     failed = _failed(solved)
-    # Below this, damping is lost in the rounding of the factor.
+    # Damping below this limit is lost when the factor is rounded.
     limits = torch.finfo(factor.dtype)
     rounding = limits.eps * _mean_diagonal(factor).clamp(min=limits.tiny)
     for retry in range(_RETRIES + 1):
@@ -286,7 +294,7 @@ def _plus_identity(factor: Tensor, amount: Tensor) -> Tensor:
 
 def _inverse(factor: Tensor) -> Solved:
     triangle, info = torch.linalg.cholesky_ex(factor)
-    # An incomplete triangle, or a zero on its diagonal, would make the inversion of all groups
+    # If a triangle is incomplete or has a zero on its diagonal, the inversion of all groups would
     # raise.
     triangle[(info != 0) | (triangle.diagonal(dim1=-2, dim2=-1) == 0).any(-1)] = math.nan
     return (torch.cholesky_inverse(triangle),)
@@ -296,7 +304,7 @@ def _eigen(factor: Tensor) -> Solved:
     try:
         values, vectors = torch.linalg.eigh(factor)
     except torch.linalg.LinAlgError:
-        # One group is enough to make all fail: solve them one by one to find it.
+        # A single group can make the whole call fail: solve the groups one by one to find it.
         if factor.shape[0] > 1:
             each = [_eigen(group) for group in factor.split(1)]
             return tuple([torch.cat(parts) for parts in zip(*each, strict=True)])

@@ -1,22 +1,22 @@
-"""K-FAC's factors on their way to the layers' owners: with the gradients' buckets, or behind them.
+"""Bring K-FAC's factors to the layers' owners, along with the gradients' buckets or behind them.
 
-Factors always travel in journeys of their own. Only the moment differs. In steps that make solvers
-the factors of a bucket's layers leave just before its gradients.
+Factors always travel in journeys of their own, but they leave at different times. In steps that
+compute solvers, the factors of a bucket's layers leave just before the bucket's gradients.
 
-[Note: late factors] The running factors matter only when solvers are made of them, and most steps
-make none. In such steps the factors wait until the step's gradients are gathered. Then they leave
-in groups, one behind the gradients of each following step, while the ranks compute. All of them
-have left before the next step that takes factors or makes solvers begins its exchange, so the
-running means are the same as if they had travelled at once. kfac-pytorch lets factors trail as
-well; the groups are our design.
+[Note: late factors] The running factors matter only when solvers are computed from them, and most
+steps compute none. In such steps the factors wait until the step's gradients are gathered. Then
+they leave in groups, one group behind the gradients of each following step, while the ranks
+compute. All groups have left before the next step that takes factors or computes solvers begins its
+exchange, so the running means are the same as if all factors had travelled at once. kfac-pytorch
+also lets factors trail, and the groups are our own design.
 
-[Note: forms of a factor] A rank sends the triangle of a factor or the columns that it is made of,
-whichever is shorter, or nothing if it has none. So the ranks first send the owners the form of each
-factor. They do so when the journey begins, also for late factors: in one order on all ranks, see
-[Note: who waits where] in `_engine.links`. Where collectives are issued in the program's order, the
-host would have to wait for the forms, so all ranks send triangles. One more number behind a
-triangle is 1 if the rank has the factor. An owner that receives no other rank's factor uses its own
-as it is.
+[Note: forms of a factor] A rank sends either the triangle of a factor or the columns that it is
+computed from, whichever is shorter, or nothing if the rank has no such factor. So the ranks first
+send the owners the form of each factor. They do so when the journey begins, even for late factors:
+the order is the same on all ranks, see [Note: who waits where] in `_engine.links`. Where
+collectives are issued in the program's order, the host would have to wait for the forms, so all
+ranks send triangles. Each triangle is followed by one more number, which is 1 if the rank has the
+factor. If no other rank contributes to a factor, the owner uses its own factor unchanged.
 
 All ranks send the same groups in the same order. The owners add them to the running means in that
 order.
@@ -49,24 +49,24 @@ from .factors import (
     unpack_triangle,
 )
 
-# The form of a factor: one of these, or else the number of its columns.
+# The form of a factor is one of these values, or the number of its columns.
 _NONE: Final = 0
 _TRIANGLE: Final = -1
 
 
 class Contribution(NamedTuple):
-    """One rank's factor as it travels, see [Note: forms of a factor]."""
+    """One rank's factor in the form in which it travels, see [Note: forms of a factor]."""
 
     form: int
     flat: Tensor
 
 
 class Factor(NamedTuple):
-    """A or G of one layer in one step, as this rank has captured it."""
+    """The A or G that this rank has captured for one layer in one step."""
 
     of: OwnedLayer
     dim: int
-    # [groups, dim, dim], or its columns. None: this rank has none.
+    # [groups, dim, dim], or its columns. None if this rank has no such factor.
     value: BatchFactor | None = None
 
     @property
@@ -75,7 +75,7 @@ class Factor(NamedTuple):
 
     @property
     def triangle_numel(self) -> int:
-        """Elements of the triangle, and the number behind it."""
+        """The number of elements in the triangle, including the number behind it."""
         return triangle_numel(self.groups, self.dim) + 1
 
     @property
@@ -89,7 +89,7 @@ class Factor(NamedTuple):
         return self.value.width if isinstance(self.value, Columns) else _TRIANGLE
 
     def numel(self, form: int) -> int:
-        """Return the elements that this factor takes in a form, its own or another rank's."""
+        """Return the number of elements that this factor has in a form, perhaps another rank's."""
         return self.triangle_numel if form == _TRIANGLE else self.groups * self.dim * form
 
     def pack(self, form: int, out: Tensor) -> None:
@@ -101,7 +101,7 @@ class Factor(NamedTuple):
             out.view(self.value.source.shape).copy_(self.value.source)
 
     def mean(self, contributions: Sequence[Contribution], like: Tensor) -> BatchFactor:
-        """Average the ranks' contributions. NaN if there are none."""
+        """Return the mean of the ranks' contributions, or NaNs if there are none."""
         if not contributions:
             return like.new_full((self.groups, self.dim, self.dim), math.nan)
         columns = [
@@ -120,16 +120,16 @@ class Factor(NamedTuple):
                 source = flat.view(self.groups, self.dim, form)
                 _pack_triangle(multiplied(Columns(source)), triangle)
                 total += triangle
-        # The number behind the triangles has counted the ranks that have the factor.
+        # The sum of the numbers behind the triangles counts the ranks that have the factor.
         return unpack_triangle(total[:-1], self.groups, self.dim).div_(total[-1])
 
     def alone(self, like: Tensor) -> BatchFactor:
-        """Return the mean of this rank's contribution alone."""
+        """Return this rank's own factor as the mean, or NaNs if it has none."""
         if self.value is None:
             return self.mean((), like)
         value = multiplied(self.value)
         if value.is_cuda:
-            # The host drops it before the device has read it, as in `FactorMessages.travel`.
+            # The host drops it before the device has read it, like in `FactorMessages.travel`.
             value.record_stream(torch.cuda.current_stream(value.device))
         return value.to(like.dtype)
 
@@ -140,13 +140,13 @@ def _pack_triangle(value: Tensor, out: Tensor) -> None:
 
 
 class FactorMessages:
-    """The factors of some layers, packed for their way to the owners.
+    """The factors of some layers, packed for the journey to their owners.
 
     Args:
-        factors: the same in the same order on all ranks.
+        factors: the factors to send. All ranks must pass the same factors in the same order.
         rank: this rank.
-        size: number of ranks.
-        like: a tensor of the factors' device and of the dtype in which they travel.
+        size: the number of ranks.
+        like: a tensor on the factors' device, with the dtype in which they travel.
         sends_forms: whether ranks first send the owners the forms, see [Note: forms of a factor].
     """
 
@@ -156,7 +156,7 @@ class FactorMessages:
         self._rank = rank
         self._size = size
         self._sends_forms = sends_forms
-        # By rank: the factors that it owns, and the forms in which this rank sends them.
+        # For each rank: the factors that it owns, and the forms in which this rank sends them.
         self._by_owner: list[list[Factor]] = [[] for _ in range(size)]
         for factor in factors:
             self._by_owner[factor.of.owner].append(factor)
@@ -165,7 +165,7 @@ class FactorMessages:
             for of_owner in self._by_owner
         ]
         by_owner = list(zip(self._by_owner, self._forms, strict=True))
-        # By rank: the number of elements that this rank sends.
+        # For each rank: the number of elements that this rank sends to it.
         self._layout = [sum(_numels(of_owner, forms)) for of_owner, forms in by_owner]
         self._flat = like.new_empty(sum(self._layout))
         for (of_owner, forms), part in zip(by_owner, parts(self._flat, self._layout), strict=True):
@@ -174,10 +174,13 @@ class FactorMessages:
                 factor.pack(form, out)
 
     async def travel(self, link: Link, after: Gate | None) -> Iterator[tuple[Factor, BatchFactor]]:
-        """Send all factors to their owners. Return this rank's own factors and their means.
+        """Send all factors to their owners.
 
         The factors leave when ``after`` is open, unless collectives are issued in the program's
         order.
+
+        Returns:
+            Each factor that this rank owns, with its mean.
         """
         if self._flat.is_cuda:
             # The host drops the tensor before the device has read it.
@@ -185,7 +188,7 @@ class FactorMessages:
         own = self._by_owner[self._rank]
         forms = [self._forms[self._rank]] * self._size
         if self._sends_forms:
-            # First the forms, so that each owner knows how much it will receive.
+            # The forms travel first, so that each owner knows how much it will receive.
             forms = await self._exchange_forms(link)
             # Late factors wait here for the gradients in front of them.
             if after is not None:
@@ -205,9 +208,11 @@ class FactorMessages:
     def _means(
         self, forms: Sequence[Sequence[int]], flats: Sequence[Sequence[Tensor]]
     ) -> Iterator[tuple[Factor, BatchFactor]]:
-        """Yield each of this rank's own factors with its mean, one at a time to save memory.
+        """Yield each factor that this rank owns, with its mean.
 
-        ``forms`` and ``flats`` are indexed by rank, then by factor.
+        The means are computed one at a time to save memory.
+
+        ``forms`` and ``flats`` are indexed by rank and then by factor.
         """
         for index, factor in enumerate(self._by_owner[self._rank]):
             contributions = [
@@ -218,7 +223,7 @@ class FactorMessages:
             yield factor, factor.mean(contributions, self._flat)
 
     async def _exchange_forms(self, link: Link) -> list[list[int]]:
-        """Return, by rank, the forms in which this rank's own factors come from it."""
+        """Return, for each rank, the forms in which it sends the factors that this rank owns."""
         device = self._flat.device
         count = len(self._forms[self._rank])
         outgoing = torch.tensor(
@@ -239,41 +244,41 @@ def _numels(factors: Sequence[Factor], forms: Sequence[int]) -> list[int]:
 
 
 def _alone(factors: Iterable[Factor], like: Tensor) -> Iterator[tuple[Factor, BatchFactor]]:
-    """Yield each factor with its mean where no other rank contributes to it."""
+    """Yield each factor with its mean if no other rank contributes to it."""
     for factor in factors:
         yield factor, factor.alone(like)
 
 
 @dataclass(eq=False)
 class FactorTraffic:
-    """Decides for each step when its factors travel. All ranks decide alike."""
+    """Decides when each step's factors travel. All ranks make the same decisions."""
 
-    # The model's layers, in the order of the capture's. Their curvatures receive the factors.
+    # The layers, in the same order as in the capture. Their curvatures receive the factors.
     layers: Sequence[OwnedLayer]
     capture: FactorCapture
     group: dist.ProcessGroup
-    # Owners use their own factors: none travel.
+    # Whether owners use only their own factors, so that no factors travel.
     local: bool
 
     def __post_init__(self) -> None:
-        # Counts the traffic. Set by each backward pass.
+        # Counts the traffic. Each backward pass sets it.
         self.meter: Meter | None = None
-        # Groups of factors that leave behind the gradients of later steps.
+        # Groups of factors that will leave behind the gradients of later steps.
         self.late: list[list[Factor]] = []
         self._late_decay = 0.0
-        # Opened when all factors that were sent so far are in the running means.
+        # Opened when all factors sent so far have been added to the running means.
         self.arrived = Gate()
         self.arrived.open()
         self._newest: Journey | None = None
 
     @functools.cached_property
     def can_trail(self) -> bool:
-        """Whether factors that are not needed yet can travel behind the gradients."""
+        """Whether factors that are not needed yet may travel behind the gradients."""
         on_host = all(each.layer.weight.device.type == "cpu" for each in self.layers)
         return self.group.size() > 1 and not self.local and on_host
 
     def taken(self, layer: OwnedLayer) -> list[Factor]:
-        """Take a layer's factors of this step: A and G, or nothing if this rank needs none."""
+        """Take a layer's A and G for this step, or return no factors if this rank needs none."""
         if self.local and layer.curvature is None:
             return []
         shape = layer.layer.shape
@@ -281,9 +286,9 @@ class FactorTraffic:
         return [Factor(layer, shape.a_dim, a), Factor(layer, shape.g_dim, g)]
 
     def hold(self, taken: Sequence[Sequence[Factor]], groups: int, decay: float) -> None:
-        """Keep a step's factors, by layer, in at most ``groups`` groups.
+        """Keep a step's factors for later, in at most ``groups`` groups.
 
-        See [Note: late factors].
+        ``taken`` has the factors of each layer. See [Note: late factors].
         """
         sizes = [sum(factor.triangle_numel for factor in of_layer) for of_layer in taken]
         self.late = []
@@ -292,7 +297,7 @@ class FactorTraffic:
         self._late_decay = decay
 
     def leave(self, after: Gate | None = None, *, all_groups: bool = False) -> None:
-        """Send the next group of late factors, or all that are left, when ``after`` is open."""
+        """Send the next group of late factors, or all remaining groups, when ``after`` is open."""
         while self.late:
             self.send(self.late.pop(0), self._late_decay, after)
             if not all_groups:
@@ -301,7 +306,7 @@ class FactorTraffic:
     def settle(self) -> None:
         """Send all late factors, and wait until all factors have arrived. **Collective**.
 
-        Raises the error that has ended the journeys of the group.
+        If an error has ended the journeys in this group, that error is raised.
         """
         self.leave(all_groups=True)
         newest = self._newest
@@ -315,10 +320,10 @@ class FactorTraffic:
 
     @torch.no_grad()
     def send(self, factors: Sequence[Factor], decay: float, after: Gate | None = None) -> None:
-        """Begin the journey of factors that were `taken`, to the running means of their owners.
+        """Begin the journey that adds factors from `taken` to their owners' running means.
 
-        They leave when ``after`` is open. They are added after the factors that were sent before
-        them. ``decay`` is the weight of the old mean.
+        The factors leave when ``after`` is open. They are added after all factors that were sent
+        earlier. ``decay`` is the weight of the old mean.
         """
         exchange = Exchange.of(self.group)
         weight = self.layers[0].layer.weight
@@ -335,39 +340,39 @@ class FactorTraffic:
         self.arrived = arrived
 
         async def bring(link: Link) -> None:
-            # The factors go to their owners. Each rank receives the other ranks' factors of its
-            # layers.
+            # The factors go to their owners. Each rank receives the other ranks' factors for the
+            # layers that it owns.
             means = (
                 _alone(factors, like) if messages is None else await messages.travel(link, after)
             )
 
-            # Products of columns take long, so they run where they delay no other journey's
-            # reduction.
+            # Multiplying columns takes a long time, so it runs where it does not delay the
+            # reduction of another journey.
             await link.compute()
-            # A running mean depends on the order: wait for the factors that were sent before these.
+            # A running mean depends on the order, so wait for the factors that were sent earlier.
             await former
             with torch.autocast(like.device.type, enabled=False):
                 for factor, a in means:
-                    # `taken` lists G of a layer behind its A.
+                    # In the result of `taken`, a layer's G follows its A.
                     _, g = next(means)
                     if factor.of.curvature is not None:
                         factor.of.curvature.add(a, g, decay)
-            # Solvers may be made of these factors now.
+            # Solvers may be computed from these factors now.
             arrived.open()
 
         self._newest = exchange.begin(bring, like, "factors of K-FAC", meter=self.meter)
 
 
 def in_equal_groups(sizes: Sequence[int], count: int) -> Iterator[list[int]]:
-    """Cut into at most ``count`` consecutive groups of about the same sum. None is empty.
+    """Divide the sizes into at most ``count`` consecutive groups with about equal sums.
 
-    Yields the indices in each group.
+    Yield the indices in each group. No group is empty.
     """
     total = max(1, sum(sizes))
     ends = list(itertools.accumulate(sizes))
 
     def group(index: int) -> int:
-        """Return which ``count``-th of the whole holds the middle of this size."""
+        """Return which of ``count`` equal parts of the total contains the middle of this size."""
         return min(count - 1, int((ends[index] - sizes[index] / 2) * count / total))
 
     for _, indices in itertools.groupby(range(len(sizes)), key=group):

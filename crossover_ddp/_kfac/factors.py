@@ -1,35 +1,34 @@
-"""The maths of K-FAC for one layer: factors, their running mean, the gradient as a matrix.
+"""The mathematics of K-FAC for one layer: factors, running means, and the gradient as a matrix.
 
-[Note: definition of the factors] For a layer with inputs a (a column of ones appended if there is a
-bias) and output gradients g, K-FAC approximates the Fisher matrix by a Kronecker product of A = E[a
-aᵀ] and G = E[g gᵀ]. There g is the gradient of one sample's own loss (Martens and Grosse, arXiv
-1503.05671; convolutions: Grosse and Martens, arXiv 1602.01407). Autograd computes the gradient of a
-*mean* over the N samples of this rank, so a sample's own gradient is N times that. N is the number
-of samples that the model was called with. A layer's first dimension may be another one: sequences
-may come first, windows of a picture may be samples, and an expert sees only some samples. A layer
-that is applied at S positions of a sample (pixels, tokens) leaves a choice, named by
-`WeightSharing` ("expand" and "reduce": Eschenhagen et al., arXiv 2311.00636):
+[Note: definition of the factors] For a layer with inputs a (with a one appended to each if there is
+a bias) and output gradients g, K-FAC approximates the Fisher matrix by a Kronecker product of A =
+E[a aᵀ] and G = E[g gᵀ]. Here g is the gradient of one sample's own loss (Martens and Grosse, arXiv
+1503.05671; for convolutions: Grosse and Martens, arXiv 1602.01407). Autograd computes the gradient
+of a *mean* over the N samples on this rank, so a sample's own gradient is N times as large. N is
+the number of samples that the model was called with. The first dimension of a layer's input may
+have another size: sequences may come first, windows of a picture may be samples, and an expert sees
+only some samples. If a layer is applied at S positions in a sample (pixels, tokens), there is a
+choice, which `WeightSharing` names ("expand" and "reduce": Eschenhagen et al., arXiv 2311.00636):
 
 ============== ====================================== ========================================
                A                                      G
 ============== ====================================== ========================================
 expand         1/(N S) Σₙ Σₛ a aᵀ                     N Σₙ Σₛ g gᵀ
 reduce         1/N Σₙ āₙ āₙᵀ, āₙ the mean over s      N Σₙ ĝₙ ĝₙᵀ, ĝₙ the sum over s
-kfac-pytorch   Linear: as expand                      Linear: 1/(N S) Σₙ Σₛ g gᵀ
-               Conv2d: as expand, divided by S²       Conv2d: 1/(N S³) Σₙ Σₛ g gᵀ
+kfac-pytorch   Linear: like expand                    Linear: 1/(N S) Σₙ Σₛ g gᵀ
+               Conv2d: like expand, divided by S²     Conv2d: 1/(N S³) Σₙ Σₛ g gᵀ
 ============== ====================================== ========================================
 
-The last row has the constants of the public package of that name: its users have tuned their
-damping to them. A convolution of several groups is a row of layers side by side: every factor is
-[groups, d, d].
+The last row has the constants of the public package with that name, because its users have tuned
+their damping to them. A convolution with several groups acts like several layers side by side:
+every factor is [groups, d, d].
 
-[Note: columns] A factor is C Cᵀ of its scaled columns, [groups, features, count]. Columns rather
-than rows, because an unfolded picture lies so in memory. If there are few columns, they are smaller
-than the factor.
+[Note: columns] A factor is C Cᵀ, where C holds its scaled columns, [groups, features, count]. It
+has columns rather than rows because an unfolded picture has this memory order. If there are only a
+few columns, they are smaller than the factor.
 
 [Note: copies before products] The rounding of a product may depend on where its operands lie in
-memory. Gradients lie in the buckets, which are different after a resume. So operands are copied
-first.
+memory. Gradients lie in the buckets, which differ after a resume. So operands are copied first.
 """
 
 import math
@@ -45,26 +44,25 @@ from .layers import LayerShape
 
 WeightSharing = Literal["expand", "reduce", "kfac-pytorch"]
 
-# Width of the strips in which C Cᵀ is computed: each only from the diagonal to the right. Four
-# strips take five eighths of the work.
+# The height of the strips in which C Cᵀ is computed. Each strip is computed only from the diagonal
+# to the right, so four strips take five eighths of the work.
 _GRAM_STRIP: Final = 256
-# How many unfolded inputs are in memory at a time: 64 MiB of float32.
+# The number of unfolded input elements that are in memory at a time: 64 MiB of float32.
 _CHUNK_NUMEL: Final = 1 << 24
-# Diagonal blocks of a packed triangle. The order of elements depends on it, so it must be equal on
-# all ranks.
+# The size of the diagonal blocks in a packed triangle. The order of elements depends on it, so it
+# must be equal on all ranks.
 _PACK_BLOCK: Final = 128
 
 
 class Columns(NamedTuple):
-    """Columns C of a factor, which is ``scale`` · C Cᵀ, see [Note: definition of the factors]."""
+    """The columns C of a factor ``scale`` · C Cᵀ, see [Note: definition of the factors]."""
 
-    # [groups, features, count], or the result of `_windows_of`, which is unfolded when it is
-    # needed.
+    # [groups, features, count], or the output of `_windows_of`, which is unfolded when needed.
     source: Tensor
     scale: float = 1.0
     # Whether a one is appended to each column.
     with_ones: bool = False
-    # The groups of a source that is not unfolded.
+    # The number of groups. It is used only for a source that is not unfolded.
     groups: int = 1
 
     @property
@@ -73,11 +71,11 @@ class Columns(NamedTuple):
         return sizes[2] if len(sizes) == 3 else sizes[1:4].numel()
 
     def kept(self) -> "Columns":
-        """Return a copy, for a source that may be changed in place."""
+        """Return an unfolded copy. Use this if the source may be changed in place."""
         return self._replace(source=_unfolded(self.source, self.groups).clone())
 
     def scaled(self) -> "Columns":
-        """Return columns C with C Cᵀ equal to the factor."""
+        """Return columns C such that C Cᵀ is the factor, with a scale of 1."""
         columns = _unfolded(self.source, self.groups)
         if self.with_ones:
             columns = torch.cat(
@@ -86,7 +84,10 @@ class Columns(NamedTuple):
         return Columns(columns * math.sqrt(self.scale))
 
     def factor(self) -> Tensor:
-        """Return the factor, exactly symmetric, without gradient. Without columns it is finite."""
+        """Return the factor, which is exactly symmetric and has no gradient.
+
+        If there are no columns, the factor is still finite.
+        """
         with torch.no_grad(), torch.autocast(self.source.device.type, enabled=False):
             factor, *others = (self._multiplied(chunk) for chunk in self._chunks())
             for other in others:
@@ -119,9 +120,10 @@ class Columns(NamedTuple):
 def input_columns(
     module: nn.Module, shape: LayerShape, input: Tensor, sharing: WeightSharing
 ) -> Columns:
-    """Return the columns of A for one call of ``module``, whose parameters are not read.
+    """Return the columns of A for one call of ``module``. The module's parameters are not read.
 
-    ``input`` is the argument of the call, of any dtype: [..., features], [N, C, H, W] or [C, H, W].
+    ``input`` is the argument of the call. It may have any dtype and one of the shapes
+    [..., features], [N, C, H, W] and [C, H, W].
     """
     with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
         x = at_least_float32(input)
@@ -153,9 +155,14 @@ def output_columns(
 ) -> Columns:
     """Return the columns of G for one call of ``module``.
 
-    ``grad_output`` is the gradient of the loss, a mean over samples, with respect to the output of
-    the call. ``model_samples`` is the number of samples, if the output has a dimension for them.
-    None: it is the first dimension.
+    Args:
+        module: the module that was called.
+        shape: the shape of its layer.
+        grad_output: the gradient of the loss, a mean over samples, with respect to the output of
+            the call.
+        sharing: how to sum over the positions in a sample, see `WeightSharing`.
+        model_samples: the number of samples that the model was called with. It is ignored if the
+            output has no dimension for samples. Default: the size of the first dimension.
     """
     with torch.no_grad(), torch.autocast(grad_output.device.type, enabled=False):
         g = at_least_float32(grad_output)
@@ -176,18 +183,24 @@ def output_columns(
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Return ``x`` in a dtype whose range is enough for sums of squares."""
+    """Return ``x``, detached, in a dtype with enough range for sums of squares."""
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _counts(x: Tensor) -> tuple[int, int]:
-    """Return samples N and positions S of [N, ..., d]: 1 if there is none, or it is empty."""
+    """Return the numbers of samples N and of positions S in ``x``, which is [N, ..., d] or [d].
+
+    Each is at least 1, even if there is no such dimension or if it is empty.
+    """
     samples = x.shape[0] if x.dim() > 1 else 1
     return max(1, samples), max(1, math.prod(x.shape[1:-1]))
 
 
 def _unfolded(windows: Tensor, groups: int) -> Tensor:
-    """Return [groups, features, count], features in the order of the weight's own dimensions."""
+    """Return ``windows`` as [groups, features, count].
+
+    The features are in the order of the weight's own dimensions.
+    """
     if windows.dim() == 3:
         return windows
     channels, *counts, rows, columns = windows.shape
@@ -197,12 +210,12 @@ def _unfolded(windows: Tensor, groups: int) -> Tensor:
 
 
 def _windows_of(module: nn.Conv2d, x: Tensor) -> Tensor:
-    """View [N, C, H, W] as the kernel's windows.
+    """View ``x``, [N, C, H, W], as the windows that the kernel sees.
 
-    They are [C, N, H_out, W_out, kernel rows, kernel columns].
+    The result is [C, N, H_out, W_out, kernel rows, kernel columns].
     """
-    # Channels first, so that unfolding copies runs as long as a row of the picture, in any memory
-    # format. Faster than F.unfold, whose result has to be transposed.
+    # Channels come first, so that unfolding copies runs as long as a row of the picture, whatever
+    # the memory format. This is faster than F.unfold, whose result has to be transposed.
     x = x.transpose(0, 1).contiguous()
     if module.padding_mode == "zeros":
         x = F.pad(x, _zero_padding(module))
@@ -216,13 +229,13 @@ def _windows_of(module: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def _zero_padding(module: nn.Conv2d) -> list[int]:
-    """Return left, right, top, bottom: the order of ``F.pad``."""
+    """Return the padding in the order of ``F.pad``: left, right, top, bottom."""
     padding = module.padding
     if not isinstance(padding, str):
         return [padding[1], padding[1], padding[0], padding[0]]
     if padding == "valid":
         return [0, 0, 0, 0]
-    # "same": the second side has one more if the total is odd.
+    # "same": the second side gets one more if the total is odd.
     sides = []
     for dim in (1, 0):
         total = module.dilation[dim] * (module.kernel_size[dim] - 1)
@@ -231,7 +244,7 @@ def _zero_padding(module: nn.Conv2d) -> list[int]:
 
 
 def factor_of(columns: Tensor) -> Tensor:
-    """Return C Cᵀ of [groups, d, count], exactly symmetric."""
+    """Return C Cᵀ for the columns C, [groups, d, count]. The result is exactly symmetric."""
     with torch.no_grad(), torch.autocast(columns.device.type, enabled=False):
         size = columns.shape[1]
         gram = columns.new_empty(columns.shape[0], size, size)
@@ -247,7 +260,7 @@ def factor_of(columns: Tensor) -> Tensor:
 
 
 BatchFactor = Tensor | Columns
-"""The factor of one mini-batch, [groups, d, d], or its columns, the result of `Columns.scaled`."""
+"""The factor of one mini-batch: [groups, d, d], or columns that `Columns.scaled` has returned."""
 
 
 def multiplied(batch: BatchFactor) -> Tensor:
@@ -255,9 +268,9 @@ def multiplied(batch: BatchFactor) -> Tensor:
 
 
 def is_finite(batch: BatchFactor) -> Tensor:
-    """Return whether a factor is finite, as a tensor without dimensions."""
+    """Return a tensor without dimensions that says whether the factor is finite."""
     if isinstance(batch, Columns):
-        # Without the product: no element of C Cᵀ is greater than the sum of all squares.
+        # This does not need the product: no element of C Cᵀ exceeds the sum of all squares.
         return torch.isfinite(torch.linalg.vector_norm(batch.source) ** 2)
     return torch.isfinite(batch).all()
 
@@ -266,21 +279,21 @@ def is_finite(batch: BatchFactor) -> Tensor:
 def _triangle_of_block(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the rows and the columns of the upper triangle of a [size, size] block."""
     rows, columns = torch.triu_indices(size, size)
-    # Copied from the host, and so complete for any stream that uses it.
+    # The indices are copied from the host, so they are complete for any stream that uses them.
     return rows.to(device), columns.to(device)
 
 
 def triangle_numel(groups: int, dim: int) -> int:
-    """Return the number of elements in the packed triangles of [groups, dim, dim]."""
+    """Return the number of elements in the packed triangles of a factor [groups, dim, dim]."""
     return groups * dim * (dim + 1) // 2
 
 
 def _strips(flat: Tensor, groups: int, size: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """Yield each strip of rows of a packed triangle, as (low, high, triangle, beside).
+    """Yield the strips of rows in a packed triangle as (low, high, triangle, beside).
 
-    The strip has the rows [low, high). ``triangle`` and ``beside`` are views of ``flat``: the
-    packed triangle on the diagonal, and the block to the right of it. The order of elements depends
-    on ``groups`` and ``size`` alone.
+    A strip has the rows from ``low`` up to, but not including, ``high``. ``triangle`` and
+    ``beside`` are views of ``flat``: the packed triangle on the diagonal, and the block to its
+    right. The order of elements depends only on ``groups`` and ``size``.
     """
     packed = flat.view(groups, -1)
     begin = 0
@@ -297,7 +310,7 @@ def _strips(flat: Tensor, groups: int, size: int) -> Iterator[tuple[int, int, Te
 def pack_triangle(factor: Tensor, out: Tensor) -> None:
     """Write the upper triangles of ``factor``, [groups, d, d], to ``out``.
 
-    ``out`` is flat, of any dtype. It is filled without gaps.
+    ``out`` is flat and may have any dtype. It is filled without gaps.
     """
     groups, size, _ = factor.shape
     for low, high, triangle, beside in _strips(out, groups, size):
@@ -307,7 +320,7 @@ def pack_triangle(factor: Tensor, out: Tensor) -> None:
 
 
 def unpack_triangle(flat: Tensor, groups: int, size: int) -> Tensor:
-    """Return the [groups, d, d] that `pack_triangle` wrote to ``flat``, as a copy in its dtype."""
+    """Return the factor that `pack_triangle` wrote to ``flat``, as a copy in the same dtype."""
     factor = flat.new_empty(groups, size, size)
     for low, high, triangle, beside in _strips(flat, groups, size):
         rows, columns = _triangle_of_block(high - low, flat.device)
@@ -324,10 +337,11 @@ def update_running(
 ) -> Tensor:
     """Add a mini-batch's factor to the running mean: new = decay * old + (1 - decay) * batch.
 
-    So a decay of 0.95 forgets slowly; some code bases call the other weight the decay. The mean is
-    not damped. Values are not checked: a batch that is not finite makes the mean permanently so.
-    ``running`` is updated in place. The first mean is the batch itself, not a copy of it. With
-    "identity" it is decay * identity + (1 - decay) * batch, as in kfac-pytorch.
+    So a decay of 0.95 forgets slowly. (Some code bases call the other weight the decay.) The mean
+    is not damped. Values are not checked: after a batch that is not finite, the mean is never
+    finite again. ``running`` is updated in place. If it is None, ``start`` decides the result. With
+    "batch", the first mean is the batch itself, not a copy. With "identity", it is decay * identity
+    + (1 - decay) * batch, like in kfac-pytorch.
     """
     if running is not None and isinstance(batch, Columns):
         with torch.no_grad(), torch.autocast(running.device.type, enabled=False):
@@ -346,9 +360,9 @@ def update_running(
 def gradient_matrix(
     shape: LayerShape, weight_grad: Tensor, bias_grad: Tensor | None = None
 ) -> Tensor:
-    """Return the gradients of a layer as [groups, g_dim, a_dim], the bias in the last column.
+    """Return a layer's gradients as [groups, g_dim, a_dim], with the bias in the last column.
 
-    The columns have the order of A's rows. The result has the gradients' dtype. It may be a view.
+    The columns are in the order of A's rows. The result has the gradients' dtype and may be a view.
     """
     matrix = weight_grad.reshape(shape.groups, shape.g_dim, -1)
     if bias_grad is None:
@@ -357,7 +371,10 @@ def gradient_matrix(
 
 
 def split_gradient(matrix: Tensor, weight_out: Tensor, bias_out: Tensor | None = None) -> None:
-    """Write [groups, g_dim, a_dim] to weight and bias, of any memory format and dtype."""
+    """Write ``matrix``, [groups, g_dim, a_dim], to the tensors for the weight and the bias.
+
+    These may have any memory format and dtype.
+    """
     if bias_out is not None:
         bias_out.copy_(matrix[..., -1].reshape(bias_out.shape))
         matrix = matrix[..., :-1]

@@ -1,4 +1,4 @@
-"""Finds the layers of a model that K-FAC can treat, and why other parameters pass through."""
+"""Find the layers in a model that K-FAC can treat, and say why other parameters pass through."""
 
 import functools
 from collections.abc import Collection, Iterator, Sequence
@@ -15,13 +15,14 @@ TOO_LARGE: Final = "above max_factor_dim"
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The properties of a layer that decide the size of its factors."""
+    """The properties of a layer that determine the sizes of its factors."""
 
-    # Layers side by side. Above 1 only for grouped convolutions.
+    # The number of groups, which act like layers side by side. It exceeds 1 only in grouped
+    # convolutions.
     groups: int
-    # Input features per group, and the column of ones if there is a bias.
+    # The number of input features per group, plus one for the column of ones if there is a bias.
     a_dim: int
-    # Outputs per group.
+    # The number of outputs per group.
     g_dim: int
     # Whether there is a bias that is trained.
     has_bias: bool
@@ -32,10 +33,11 @@ class LayerShape:
 def layer_shape(module: nn.Module) -> LayerShape | None:
     """Return the shape of an ``nn.Linear`` or ``nn.Conv2d`` whose weight is trained, else None.
 
-    ``Conv1D`` of the package transformers, as in GPT-2, is a Linear layer with a transposed weight.
-    A subclass counts if it computes the same as the class. None also for a lazy, quantized, pruned
-    or parametrized layer, since the optimizer does not update its weight itself, and for the
-    projection in ``nn.MultiheadAttention``, whose weight is read without a call of the module.
+    ``Conv1D`` from the transformers package, which GPT-2 uses, counts as a Linear layer with a
+    transposed weight. A subclass counts if it computes the same as its base class. The result is
+    also None for a lazy, quantized, pruned or parametrized layer, because the optimizer does not
+    update such a layer's weight itself, and for the projection in ``nn.MultiheadAttention``, whose
+    weight is read without a call of the module.
     """
     if not _computes_as_known(module) or not _trained(module, "weight"):
         return None
@@ -50,7 +52,7 @@ def layer_shape(module: nn.Module) -> LayerShape | None:
 
 
 def _computes_as_known(module: nn.Module) -> bool:
-    """Return whether a module computes the same as its class among Linear, Conv2d, Conv1D."""
+    """Return whether a module computes the same as its base class Linear, Conv2d or Conv1D."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return False
     known = _known_class(module)
@@ -66,14 +68,14 @@ def _known_class(module: nn.Module) -> type[nn.Module] | None:
     for known in type(module).__mro__:
         if known in (nn.Linear, nn.Conv2d):
             return known
-        # Compared by name: importing it would require the package.
+        # Conv1D is recognized by its name: importing it would require the package.
         if known.__name__ == "Conv1D" and known.__module__ == "transformers.pytorch_utils":
             return known
     return None
 
 
 def _trained(module: nn.Module, name: str) -> bool:
-    # Not a subclass of Parameter: those are lazy, quantized or sharded.
+    # Subclasses of Parameter do not count: they are lazy, quantized or sharded.
     parameter = getattr(module, name, None)
     return type(parameter) is nn.Parameter and parameter.requires_grad
 
@@ -82,13 +84,14 @@ def _trained(module: nn.Module, name: str) -> bool:
 class Layer:
     """A layer that K-FAC treats, and its parameters."""
 
-    # The name of its first module in the model, without the prefixes of DDP and torch.compile.
+    # The name of the layer's first module in the model, without the prefixes of DDP and
+    # torch.compile.
     name: str
-    # All modules that share these parameters, usually one.
+    # All modules that share these parameters. Usually there is only one.
     modules: tuple[nn.Module, ...]
     shape: LayerShape
     weight: nn.Parameter
-    # None if it has none or a frozen one.
+    # None if the layer has no bias, or if the bias is frozen.
     bias: nn.Parameter | None
 
     @functools.cached_property
@@ -102,10 +105,10 @@ class Layer:
 
 
 class _Use(NamedTuple):
-    """A module that has a parameter."""
+    """A module that has a given parameter."""
 
     module: nn.Module
-    # The parameter's name in the module, and in the model.
+    # The parameter's names in the module and in the model.
     attribute: str
     name: str
 
@@ -117,7 +120,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the process group of a DDP model. None: the default one, or no DDP model."""
+    """Return a DDP model's process group, or None for the default group or a model without DDP."""
     for each in _wrapped(model):
         if isinstance(each, nn.parallel.DistributedDataParallel):
             group: dist.ProcessGroup = each.process_group
@@ -139,20 +142,21 @@ def _wrapped(model: nn.Module) -> Iterator[nn.Module]:
 def find_layers(
     model: nn.Module, skip: Sequence[str] = (), max_dim: int | None = None
 ) -> tuple[list[Layer], dict[str, str]]:
-    """List the layers that K-FAC can treat, and the reason why each other parameter passes through.
+    """List the layers that K-FAC can treat, and the reasons why other parameters pass through.
 
     Modules of equal shape that share all their parameters are one layer. A weight that is shared
     with another kind of module (an embedding) passes through.
 
     Args:
-        model: plain, or wrapped by DDP or ``torch.compile``.
-        skip: modules that pass through: names, which include all modules below, or shell patterns.
-            Each must match a module.
-        max_dim: a layer with a larger factor passes through. None: no limit.
+        model: the model. It may be wrapped by DDP or ``torch.compile``.
+        skip: names or shell patterns of modules that pass through. A name includes all modules
+            inside that module. Each entry must match a module.
+        max_dim: the maximum size of a factor. A layer with a larger factor passes through. None
+            means no limit.
 
     Returns:
-        The layers in the order of registration, the same on all ranks, and the reasons by name of
-        the parameter.
+        The layers in the order of registration, which is the same on all ranks, and the reasons by
+        the parameter's name.
     """
     root = unwrapped(model)
     names: dict[nn.Module, list[str]] = {}
@@ -229,7 +233,7 @@ def _layer_of(
 
 
 def _reason(parameter: nn.Parameter, uses: list[_Use], reasons: dict[nn.Module, str]) -> str:
-    """Return the reason why a parameter passes through, from the reasons of its modules."""
+    """Return why a parameter passes through, given the reasons for the modules that use it."""
     if not parameter.requires_grad:
         return "frozen"
     why = {reasons.get(use.module, "shared") for use in uses}

@@ -1,9 +1,10 @@
-"""Chooses owners of layers, spread layers, and factors that travel as columns.
+"""Choose the owners of layers, the layers to spread, and the factors that travel as columns.
 
-A and G are the factors of a layer: a_dim × a_dim of its inputs, g_dim × g_dim of its outputs'
-gradients. The upper triangle of a factor travels, d·(d+1)/2 values. One half of an exchange of m
-bytes costs α + β·m. Every decision follows from its arguments alone, so ranks with the same costs
-make the same plan. Pure: no tensors, processes or clock. Our design.
+A layer has two factors: A, a_dim × a_dim, from its inputs, and G, g_dim × g_dim, from the gradients
+of its outputs. The upper triangle of a factor travels, which has d·(d+1)/2 values. One half of an
+exchange of m bytes costs α + β·m. Every decision depends only on its arguments, so ranks with the
+same costs make the same plan. This module is pure: it uses no tensors, processes or clock. It is
+our own design.
 """
 
 from collections.abc import Sequence
@@ -11,46 +12,47 @@ from typing import Final, NamedTuple
 
 from crossover_ddp._owners.assignment import assign
 
-# The time of one core. Their ratio matters: the cubic term dominates from some 130 rows on.
+# The times on one core. Their ratio matters: the cubic term dominates from about 130 rows on.
 _CUBIC_S: Final = 2.5e-11
 _INVERSION_S: Final = 5e-5
 _WIRE_S_PER_BYTE: Final = 8e-9  # 1 Gbit/s
-# For smaller layers, messages and starts of products cost more than spreading saves.
+# For smaller layers, sending messages and launching products costs more than spreading saves.
 _LEAST_SPREAD_NUMEL: Final = 64 * 1024
 
 
 class LayerCost(NamedTuple):
-    """The sizes of one layer that decide its costs.
+    """The sizes that determine a layer's costs.
 
-    The costs are typical ones, not measured: so the same job has the same owners in each run.
+    The costs are typical values, not measurements, so a job has the same owners in every run.
     """
 
     name: str
-    # How many pairs of factors it has: 1, or the groups of a convolution.
+    # The number of pairs of factors: 1, or the number of groups in a convolution.
     groups: int
     # The size of each A and of each G.
     a_dim: int
     g_dim: int
-    # The weight's and the bias's.
+    # The size of the weight's and the bias's gradients together.
     gradient_bytes: int
-    # The index of the bucket in which its gradient is expected.
+    # The index of the bucket in which the layer's gradient is expected.
     bucket: int = 0
-    # Whether all ranks precondition a part of it.
+    # Whether each rank preconditions a part of the layer.
     spread: bool = False
 
     @property
     def inverse_s(self) -> float:
-        """Seconds to invert all factors of this layer, one after the other."""
+        """The time in seconds to invert all factors of this layer, one after the other."""
         return self.groups * sum(
             _INVERSION_S + _CUBIC_S * dim**3 for dim in (self.a_dim, self.g_dim)
         )
 
     def step_s(self, inverse_steps: int) -> float:
-        """Return its owner's mean seconds in a step, if a solver serves ``inverse_steps``.
+        """Return the mean time in seconds that the layer costs its owner per step.
 
-        They are the inversion's share, both products, and the gradient on the wire. A
-        multiplication in a product is assumed to cost as much as one in the inversion, and the wire
-        to be typical.
+        A solver serves for ``inverse_steps`` steps, so each step has a share of the inversion. The
+        other costs are two products and sending the gradient. The estimate assumes that a
+        multiplication in a product takes as long as one in the inversion, and that the wire has a
+        typical speed.
         """
         if self.spread:
             # The owner shares everything else with the other ranks.
@@ -63,8 +65,8 @@ class LayerCost(NamedTuple):
 def place(layers: Sequence[LayerCost], world_size: int, inverse_steps: int) -> tuple[int, ...]:
     """Return an owner for each layer, so that all ranks take about the same time, see `assign`.
 
-    Layers of equal cost are assigned in the order of their names, then of their positions. The
-    rarer inversions are, the more the costs of every step count.
+    Layers of equal cost are assigned in the order of their names and then their positions. The
+    rarer inversions are, the more the costs that arise in every step matter.
     """
     return assign(
         [layer.step_s(inverse_steps) for layer in layers],
@@ -75,12 +77,12 @@ def place(layers: Sequence[LayerCost], world_size: int, inverse_steps: int) -> t
 
 
 def spreads(layer: LayerCost, world_size: int, inverse_steps: int) -> bool:
-    """Return whether spreading saves time, for a layer that dominates its bucket.
+    """Return whether spreading saves time for a layer that dominates its bucket.
 
-    See [Note: spread layers] in ``spread``. Let s <= l be the sizes of the layer's factors and β
-    the wire's seconds per byte. On a ring the way to the owner and back costs 8·s·l·β/W more than
-    an even cut in both halves. Spreading does s·l·(2s + l/W) multiplications one after the other
-    instead of s·l·(s + l). New solvers cost their broadcast.
+    See [Note: spread layers] in ``spread``. Let s <= l be the sizes of the layer's factors, and let
+    β be the time in seconds to send one byte. On a ring, the way to the owner and back costs
+    8·s·l·β/W more than an even cut in both halves. With spreading, s·l·(2s + l/W) multiplications
+    run one after the other, instead of s·l·(s + l). Each new solver has to be broadcast.
     """
     small = min(layer.a_dim, layer.g_dim)
     large = max(layer.a_dim, layer.g_dim)
@@ -94,7 +96,11 @@ def spreads(layer: LayerCost, world_size: int, inverse_steps: int) -> bool:
 
 
 def expected_buckets(sizes_bytes: Sequence[int], cap_bytes: int, first_cap_bytes: int) -> list[int]:
-    """Return each parameter's bucket. DDP fills them in reverse order, up to the cap or beyond."""
+    """Return the index of each parameter's bucket.
+
+    DDP fills the buckets with the parameters in reverse order. A bucket is full when its size
+    reaches or exceeds the cap.
+    """
     found = []
     bucket = 0
     filled = 0
@@ -108,9 +114,9 @@ def expected_buckets(sizes_bytes: Sequence[int], cap_bytes: int, first_cap_bytes
 
 
 def most_columns(dim: int, world_size: int) -> int:
-    """Return up to how many columns of a factor a rank sends instead of the triangle.
+    """Return the maximum number of columns that a rank sends in place of a factor's triangle.
 
-    The columns of W ranks come together at the owner: at most as many numbers as the d·(d+1)/2 of
-    one triangle. 0 with one rank, where nothing travels.
+    Together, the columns from all W ranks have at most as many numbers as one triangle, d·(d+1)/2.
+    With one rank the result is 0, since nothing travels.
     """
     return dim // (2 * world_size) if world_size > 1 else 0

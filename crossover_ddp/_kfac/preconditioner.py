@@ -1,4 +1,4 @@
-"""K-FAC on the hook's thread: prepares each step, and packs each bucket."""
+"""The part of K-FAC that runs on the hook's thread: it prepares each step and packs each bucket."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,17 +33,17 @@ from .step import (
     WholeLayer,
 )
 
-# The most groups in which the late factors of a step leave. Each group costs messages.
+# The maximum number of groups in which a step's late factors leave. Each group costs messages.
 _MAX_LATE_GROUPS: Final = 16
 
 
 def learning_rates(
     optimizer: Optimizer | Sequence[Optimizer] | None, layers: Sequence[Layer]
 ) -> dict[int, float]:
-    """Return the present learning rates by the parameters' ids.
+    """Return the current learning rates by the parameters' ids.
 
-    Raises ``UnsupportedConfigurationError`` if the optimizers do not hold all parameters of the
-    layers.
+    On failure: ``UnsupportedConfigurationError`` if a parameter of the layers is in none of the
+    optimizers.
     """
     groups = [group for each in listed(optimizer) for group in each.param_groups]
     rates = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
@@ -61,7 +61,7 @@ def learning_rates(
 
 
 def listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """Return a list of the optimizers: of one, of several or of none."""
+    """Return the optimizers as a list. There may be one, several or none."""
     found: list[Any] = [optimizer] if hasattr(optimizer, "param_groups") else [*(optimizer or ())]
     for each in found:
         if not hasattr(each, "param_groups"):
@@ -76,8 +76,8 @@ def listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]
 class Preconditioner:
     """Packs each bucket, counts steps, and holds the layers that this rank owns."""
 
-    # The model inside of DDP and torch.compile. A weak reference, because DDP holds the state where
-    # Python's collector does not see it.
+    # The model inside of DDP and torch.compile. The reference is weak because DDP holds the state
+    # where Python's garbage collector does not see it.
     model: weakref.ref[nn.Module]
     # The layers that K-FAC treats, and their costs in the same order.
     treated: Sequence[Layer]
@@ -85,11 +85,11 @@ class Preconditioner:
     hyperparameters: Hyperparameters
     group: dist.ProcessGroup
     solver: Literal["inverse", "eigen"]
-    # Divide the damping between both factors by their traces.
+    # Whether the damping is divided between both factors according to their traces.
     pi: bool
     sharing: WeightSharing
     accumulated: Literal["mean", "sum"]
-    # Owners use their own factors: none travel.
+    # Whether owners use only their own factors, so that no factors travel.
     local: bool
     loss_scale: Callable[[], float]
     # Returns the learning rates by the parameters' ids.
@@ -98,10 +98,10 @@ class Preconditioner:
     def __post_init__(self) -> None:
         self.rank = self.group.rank()
         self.world_size = self.group.size()
-        # How often solvers are made in step 0. Owners are chosen by it.
+        # The number of steps between two solvers, as of step 0. The choice of owners depends on it.
         self.inverse_steps = self.hyperparameters.at(0).inverse_steps
         self._waiting = WaitingDirections(self.treated)
-        # Index of the layer by the ids of its parameters.
+        # The index of each parameter's layer, by the parameter's id.
         self._layer_of: dict[int, int] = {}
         for index, layer in enumerate(self.treated):
             for parameter in layer.parameters.values():
@@ -111,9 +111,9 @@ class Preconditioner:
     def begin(self, owners: Sequence[int], steps: int = 0) -> None:
         """Begin after ``steps`` steps, without factors or solvers.
 
-        ``owners`` has the owner of each layer.
+        ``owners`` lists the owner of each layer.
         """
-        # Backward passes whose gradients were exchanged.
+        # The number of backward passes whose gradients have been exchanged.
         self.steps = steps
         # This rank's part of each layer.
         self.layers: list[OwnedLayer] = []
@@ -133,31 +133,32 @@ class Preconditioner:
             ranks=1 if self.local else self.world_size,
         )
         self.traffic = FactorTraffic(self.layers, self.capture, self.group, self.local)
-        # By index of a bucket: the tensor that travelled for it in the last step, to be used again.
+        # For each bucket, by index: the tensor that travelled for it in the last step, for reuse.
         self.free: dict[int, Tensor] = {}
         # The backward pass under way. None before its first bucket is packed.
         self._step: Step | None = None
-        # A bucket of the backward pass under way was refused, perhaps before `_step` was made.
+        # Whether a bucket in the backward pass under way was refused, perhaps before `_step` was
+        # created.
         self._has_refused = False
         self._is_closed = False
-        # Ids of the model's parameters, as far as buckets were checked.
+        # The ids of the model's parameters, as they were when a bucket was last compared with them.
         self._known: set[int] = set()
         self._prepare_step()
 
     def curvature(self, layer: Layer) -> Curvature:
-        """Return the state of a layer on its owner, without factors or a solver."""
+        """Create the state that a layer's owner keeps, without factors or a solver."""
         start: Any = "identity" if self.sharing == "kfac-pytorch" else "batch"
         return Curvature(layer.shape, SOLVERS[self.solver], self.pi, start)
 
     @property
     def own(self) -> dict[str, Curvature]:
-        """The curvatures of the layers that this rank owns, by name of the layer."""
+        """The curvatures of the layers that this rank owns, by the layer's name."""
         return {
             each.layer.name: each.curvature for each in self.layers if each.curvature is not None
         }
 
     def close(self) -> None:
-        """Take no factors and make no solvers from now on."""
+        """Take no more factors and compute no more solvers from now on."""
         self._is_closed = True
         self.traffic.late.clear()
         self.capture.close()
@@ -167,14 +168,14 @@ class Preconditioner:
     def _prepare_step(self, after: Gate | None = None) -> None:
         """Prepare the next step: switch the capture on or off, and send late factors.
 
-        The factors leave when ``after``, the gate of the last step's gradients, is open.
+        ``after`` is the gate of the previous step's gradients. The factors leave when it is open.
         """
-        # Raised by the next backward pass, if there is one.
+        # The next backward pass raises it, if there is one.
         self._error: Exception | None = None
         try:
             now = self._now()
         except Exception as error:
-            # A schedule may end with the last step.
+            # A schedule may end with the last step, so this may never be raised.
             self._error = error
             self.capture.active = False
             return
@@ -190,19 +191,19 @@ class Preconditioner:
 
     @torch.no_grad()
     def enter(self, bucket: dist.GradBucket, meter: Meter) -> None:
-        """Prepare a backward pass if ``bucket`` is its first one. ``meter`` counts its factors."""
+        """Prepare a backward pass if ``bucket`` is its first. ``meter`` counts factor traffic."""
         if bucket.index():
             return
         self.traffic.meter = meter
         if self._step is not None:
-            # The last backward pass ended before its last bucket.
+            # The previous backward pass ended before its last bucket.
             self._step.refuse()
         self._step = None
         self._has_refused = False
         self.capture.begin_exchange()
 
     def refuse(self, bucket: dist.GradBucket) -> None:
-        """Note that ``bucket`` is not exchanged, so that no journey waits for it."""
+        """Note that ``bucket`` will not be exchanged, so that no journey waits for it."""
         self._has_refused = True
         if self._step is not None:
             self._step.refuse()
@@ -212,7 +213,7 @@ class Preconditioner:
             self.end()
 
     def end(self) -> None:
-        """Count a step whose last bucket is under way, or refused, and prepare the next one."""
+        """Count the step whose last bucket is under way or refused, and prepare the next step."""
         ended = self._step
         after = None
         self._step = None
@@ -243,10 +244,10 @@ class Preconditioner:
     def pack(self, bucket: dist.GradBucket) -> PackedBucket:
         """Pack the tensor that travels for ``bucket``, and send the factors of its layers.
 
-        Raises the error that refuses the bucket.
+        If the bucket has to be refused, this raises the error that says why.
         """
-        # `.data` has a version counter of its own. So in the gradients' counters user code's writes
-        # show and ours do not.
+        # `.data` has a version counter of its own. So user code's writes show in the gradients'
+        # counters, and ours do not.
         buffer = bucket.buffer().data
         if self._step is None:
             self._step = self._begin(buffer.device)
@@ -284,7 +285,7 @@ class Preconditioner:
             self.traffic.send([each for of_layer in factors for each in of_layer], step.now.decay)
 
     def expect(self, bucket: Bucket, packed: PackedBucket) -> Step:
-        """Count a packed bucket whose journey is about to begin. Return its step."""
+        """Count a packed bucket whose journey is about to begin, and return its step."""
         step = self._step
         assert step is not None
         step.all_preconditioned.expect_one_more()
@@ -297,10 +298,11 @@ class Preconditioner:
     def _sorted(
         self, step: Step, contents: Sequence[Content]
     ) -> tuple[list[WholeLayer | SpreadLayer], tuple[Span, ...], list[Gate]]:
-        """Sort a bucket's contents.
+        """Sort a bucket's contents into layers and spans that pass through.
 
-        Returns the layers that the bucket completes, the spans that pass through, and gates of the
-        layers that a later bucket completes.
+        Returns:
+            The layers that the bucket completes, the spans that pass through, and one gate for each
+            layer that a later bucket completes.
         """
         complete = []
         passing = []
@@ -325,10 +327,10 @@ class Preconditioner:
     def _bucket_layer(self, step: Step, owned: OwnedLayer) -> WholeLayer | SpreadLayer:
         parameters = owned.layer.parameters.values()
         weight, *bias = [step.gradients[id(each)] for each in parameters]
-        # Without a clip there are no rates, and they are not read.
+        # Without a clip there are no rates, and none are needed.
         lr, *of_bias = [step.rates.get(id(each), 0.0) for each in parameters]
         bias_lr = of_bias[0] if of_bias else lr
-        # A row holds weights and a bias, so its term of the clip's sum allows for one rate only.
+        # A row may hold weights and a bias, so its term in the clip's sum allows for only one rate.
         is_whole = step.now.inverts or owned.solver is None or bias_lr != lr
         kind = WholeLayer if is_whole else SpreadLayer
         gradients = [weight.mT if owned.layer.shape.transposed else weight, *bias]
@@ -347,9 +349,10 @@ class Preconditioner:
             )
 
     def _check_complete(self, step: Step) -> None:
-        """Refuse a layer with a part that DDP has not delivered by the end of the backward pass.
+        """Refuse the last bucket in a backward pass if some of a layer's gradients have not come.
 
-        The parts that came would be exchanged neither as plain gradients nor as a direction.
+        The layer's other gradients would be exchanged neither as plain gradients nor as a
+        direction.
         """
         for layer in self.treated:
             missing = [

@@ -1,4 +1,4 @@
-"""Checks K-FAC's arguments and the model, and compares them between ranks before the first step."""
+"""Check K-FAC's arguments and the model, and compare them between ranks before the first step."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ _CHOICES: Final[dict[str, tuple[str, ...]]] = {
 
 
 def check_choices(given: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` unless each argument is one of its choices."""
+    """Raise ``ValueError`` if an argument is not among its choices."""
     for name, value in given.items():
         if value not in _CHOICES[name]:
             raise ValueError(
@@ -40,7 +40,7 @@ def check_choices(given: Mapping[str, str]) -> None:
 
 
 def check_parameters(layers: Sequence[Layer], model: nn.Module) -> None:
-    """Refuse models that are not whole on one device, and parameters of float16."""
+    """Refuse a model that is not whole on one device, and layers whose weight is float16."""
     sharded = [
         name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")
     ]
@@ -79,11 +79,11 @@ def check_any(layers: Sequence[Layer], passing: Mapping[str, str]) -> None:
 def layer_costs(
     model: nn.Module, layers: Sequence[Layer], world_size: int, inverse_steps: int | None
 ) -> list[LayerCost]:
-    """Return the costs of all layers, with their expected buckets and the choice of spread layers.
+    """Return the cost of each layer, with its expected bucket and whether it is spread.
 
-    A layer may be spread if it has more than half of a full bucket. The bucket that it comes in
-    does not count: a resumed run has other first buckets, and must round as before. If
-    ``inverse_steps`` is None no layer is spread.
+    A layer may be spread if it fills more than half of a full bucket. The bucket that it actually
+    comes in does not matter: a resumed run has different first buckets but must round in the same
+    way. If ``inverse_steps`` is None, no layer is spread.
     """
     cap = int(getattr(model, "bucket_bytes_cap", _DEFAULT_BUCKET_BYTES))
     first = cap
@@ -102,7 +102,7 @@ def layer_costs(
         spread = (
             2 * cost.gradient_bytes > full
             and inverse_steps is not None
-            # 16-bit numbers are too coarse for T ∇, which is summed on the way.
+            # 16-bit numbers are too coarse for T ∇, which is summed over the ranks on the way.
             and layer.weight.itemsize >= 4
             and spreads(cost, world_size, inverse_steps)
         )
@@ -116,10 +116,14 @@ def agree(
     group: dist.ProcessGroup,
     arguments: Mapping[str, object],
 ) -> list[LayerCost]:
-    """Return the layers' ``costs``, equal on all ranks. **Collective**.
+    """Check that all ranks have the same layers and arguments, and return the layers' costs.
 
-    No layer is spread if the ranks would round its last product differently. Raises
-    ``UnsupportedConfigurationError``, on all ranks, if layers or arguments differ.
+    If the ranks would round the last product of spread layers differently, no layer is spread in
+    the returned costs.
+
+    On failure: all ranks raise ``UnsupportedConfigurationError`` if layers or arguments differ.
+
+    **Collective**.
     """
     device = layers[0].weight.device if layers else torch.device("cpu")
     spread = [layer.shape for layer, each in zip(layers, costs, strict=True) if each.spread]
@@ -140,7 +144,7 @@ def agree(
 
 
 def warn_of_large(passing: Mapping[str, str]) -> None:
-    """Warn, once, of the parameters whose layers are too large."""
+    """Give one warning that names the parameters whose layers are too large."""
     large = [name for name, reason in passing.items() if TOO_LARGE in reason]
     if large:
         logger.warning(
@@ -155,7 +159,7 @@ def warn_of_large(passing: Mapping[str, str]) -> None:
 def warn_of_adaptive(
     optimizer: Optimizer | Sequence[Optimizer] | None, layers: Sequence[Layer]
 ) -> None:
-    """Warn, once, of optimizers of the layers' parameters that divide gradients by their size."""
+    """Give one warning if an optimizer of the layers' weights divides gradients by their size."""
     weights = {id(layer.weight) for layer in layers}
     dividing = [
         each for each in listed(optimizer) if any(_divides(kind) for kind in type(each).__mro__)

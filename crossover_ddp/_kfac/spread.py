@@ -1,21 +1,21 @@
-"""Preconditions a dominant layer on all ranks: each rank has some rows of its gradient.
+"""Precondition a dominant layer on all ranks. Each rank computes some rows of its gradient.
 
-[Note: spread layers] A layer that fills most of a bucket would travel to its owner and back as a
-whole. With two ranks that takes twice the time of an even cut, and one rank multiplies while the
-others wait. All ranks can multiply a part of the layer if they have its solver. With the inverse of
-the smaller factor written as TᵀT, the direction is, up to transposition,
+[Note: spread layers] Without spreading, a layer that fills most of a bucket travels to its owner
+and back as a whole. With two ranks that takes twice as long as an even cut, and one rank multiplies
+while the others wait. If all ranks have the layer's solver, each can multiply a part of the layer.
+With the inverse of the smaller factor written as TᵀT, the direction is, up to transposition,
 
     V = Tᵀ U,   U = (T ∇) A⁻¹,
 
-and a row of U needs only the same row of T ∇. So every rank sends T times its own gradient. Each
-rank receives the sum over ranks of its rows and multiplies it by the larger inverse. All rows are
-gathered, and every rank multiplies them by Tᵀ. The KL clip sums V · ∇ = U · (T ∇), which is a sum
-over rows as well. Our design.
+and a row of U depends only on the same row of T ∇. So every rank sends T times its own gradient.
+Each rank receives its rows, summed over the ranks, and multiplies them by the larger inverse. Then
+all rows are gathered, and every rank multiplies them by Tᵀ. The KL clip sums V · ∇ = U · (T ∇),
+which is also a sum over rows. This is our own design.
 
-The owner makes the solver. In the step in which it is new the layer travels as a whole, and the
-owner sends the solver to all ranks. That pays if a solver serves for some steps: see
-`placement.spreads`. All ranks use the owner's T, so that their summands belong to one sum. Each
-rank computes the last product itself: ranks that round it differently would drift apart, so layers
+The owner computes the solver. In the step in which the solver is new, the layer travels as a whole,
+and the owner sends the solver to all ranks. This pays off if a solver serves for several steps, see
+`placement.spreads`. All ranks use the owner's T, so that their terms belong to the same sum. Each
+rank computes the last product itself. Ranks that round it differently would drift apart, so layers
 are spread only if all ranks round a test product alike, see `rounding`.
 """
 
@@ -34,15 +34,15 @@ from .layers import LayerShape
 
 
 def sides(shape: LayerShape) -> tuple[int, int]:
-    """Return the smaller and the larger of both factors' sizes, for a layer without groups."""
+    """Return the smaller and the larger of the two factors' sizes, for a layer without groups."""
     return min(shape.g_dim, shape.a_dim), max(shape.g_dim, shape.a_dim)
 
 
 @lru_cache(maxsize=256)
 def rows_of(shape: LayerShape, world_size: int) -> tuple[Span, ...]:
-    """Return each rank's rows of T ∇.
+    """Return the rows of T ∇ that belong to each rank.
 
-    They depend on the arguments only, so that a resumed run rounds as before.
+    They depend only on the arguments, so a resumed run rounds in the same way.
     """
     return spans_of(equal_lengths(sides(shape)[0], world_size))
 
@@ -55,20 +55,20 @@ def spread_numel(shape: LayerShape) -> int:
 
 @dataclass(frozen=True)
 class SpreadSolver:
-    """The solver of a spread layer as all ranks have it, see [Note: spread layers]."""
+    """The solver that all ranks have for a spread layer, see [Note: spread layers]."""
 
     # The layer's shape. It has no groups.
     shape: LayerShape
-    # T, [s, s].
+    # T, of shape [s, s].
     root: Tensor
-    # The larger factor's inverse, [l, l].
+    # The larger factor's inverse, of shape [l, l].
     right: Tensor
 
     @classmethod
     def of(
         cls, a_inverse: Tensor, g_inverse: Tensor, shape: LayerShape, root: Tensor | None = None
     ) -> "SpreadSolver":
-        """Make it of the owner's inverses, and of T if a checkpoint has it."""
+        """Create the solver from the owner's inverses. ``root`` is T if a checkpoint has it."""
         small = g_inverse[0]
         large = a_inverse[0]
         if _transposed(shape):
@@ -76,7 +76,10 @@ class SpreadSolver:
         return cls(shape, _root(small) if root is None else root, large)
 
     def pack(self, out: Tensor) -> None:
-        """Write it to ``out``, `spread_numel` elements. The first is 1, see `unpack`."""
+        """Write the solver to ``out``, which has `spread_numel` elements.
+
+        The first element is 1, so that `unpack` can tell a solver from zeros.
+        """
         numel = self.root.numel()
         out[0] = 1.0
         out[1 : 1 + numel].copy_(self.root.flatten())
@@ -84,9 +87,9 @@ class SpreadSolver:
 
     @classmethod
     def unpack(cls, packed: Tensor, shape: LayerShape) -> "SpreadSolver | None":
-        """Read the result of `pack`. None if the owner had no solver and sent zeros.
+        """Read the output of `pack`. Return None if the owner had no solver and sent zeros.
 
-        The host waits for a device here.
+        If the tensor is on a device, the host waits for it here.
         """
         if not bool(packed[0]):
             return None
@@ -95,7 +98,13 @@ class SpreadSolver:
         return cls(shape, root, unpack_triangle(packed[1 + small**2 :], 1, large)[0])
 
     def before(self, matrix: Tensor, rows: Span, out: Tensor) -> None:
-        """Write these rows of T ∇, for a gradient [g, a], to ``out``, [rows, l]."""
+        """Write some rows of T ∇ to ``out``.
+
+        Args:
+            matrix: the gradient ∇, of shape [g, a].
+            rows: the rows to compute.
+            out: the tensor to write to, of shape [rows, l].
+        """
         oriented = matrix.mT if _transposed(self.shape) else matrix
         gradient = oriented.to(self.root.dtype)
         root = self.root[rows.start : rows.stop]
@@ -105,8 +114,8 @@ class SpreadSolver:
             torch.mm(root, gradient, out=out)
 
     def after(self, rows: Sequence[Tensor]) -> Tensor:
-        """Return V, [g, a], from all rows of U in their order."""
-        # `cat` copies them, see [Note: copies before products] in `factors`.
+        """Return V, of shape [g, a], from all rows of U in order."""
+        # `cat` copies the rows, see [Note: copies before products] in `factors`.
         direction = self.root.mT @ torch.cat([each.to(self.root.dtype) for each in rows])
         return direction.mT if _transposed(self.shape) else direction
 
@@ -116,7 +125,7 @@ class SpreadSolver:
 
 
 def rounding(shapes: Sequence[LayerShape], device: torch.device) -> str:
-    """Return a digest of test products of these layers' sizes, to compare the rounding of ranks."""
+    """Return a digest of test products with these layers' sizes, to compare the ranks' rounding."""
     generator = torch.Generator().manual_seed(0)
     digest = hashlib.sha256()
     for small, large in sorted({sides(shape) for shape in shapes}):
@@ -127,17 +136,17 @@ def rounding(shapes: Sequence[LayerShape], device: torch.device) -> str:
 
 
 def _transposed(shape: LayerShape) -> bool:
-    """Return whether the smaller factor is that of the inputs."""
+    """Return whether the inputs' factor is the smaller one."""
     return shape.g_dim > shape.a_dim
 
 
 def _root(inverse: Tensor) -> Tensor:
-    """Return T with TᵀT = ``inverse``."""
+    """Return a matrix T with TᵀT = ``inverse``."""
     triangle, info = torch.linalg.cholesky_ex(inverse)
     if not bool(info):
         upper: Tensor = triangle.mT.contiguous()
         return upper
-    # Rounding has made it indefinite, or nearly so: set negative eigenvalues to zero.
+    # Rounding has made the inverse indefinite, or nearly so: set negative eigenvalues to zero.
     values, vectors = torch.linalg.eigh(inverse.double())
     root: Tensor = values.clamp(min=0).sqrt().unsqueeze(-1) * vectors.mT
     return root.to(inverse.dtype).contiguous()

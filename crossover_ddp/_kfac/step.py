@@ -1,12 +1,12 @@
-"""One backward pass under K-FAC: hyper-parameters, packed buckets, gates between journeys.
+"""One backward pass under K-FAC: hyper-parameters, packed buckets, and gates between journeys.
 
-The journey itself, one per bucket, is `precondition` in `crossover_ddp.kfac_hooks`.
+Each bucket's journey itself is `precondition` in `crossover_ddp.kfac_hooks`.
 
-[Note: two routes of a layer] Most layers travel to their owner, which preconditions them:
-`WholeLayer`. If all ranks have a layer's solver, each rank preconditions some of its rows:
-`SpreadLayer`, see [Note: spread layers] in `spread`. Both have the same three methods. `pack` runs
-on the hook's thread, `precondition` between the reduce-scatter and the all-gather, and `unpack` at
-the end of the bucket's journey.
+[Note: two routes of a layer] Most layers travel to their owner, which preconditions them. These are
+`WholeLayer` objects. If all ranks have a layer's solver, each rank preconditions some of the
+layer's rows. Such a layer is a `SpreadLayer`, see [Note: spread layers] in `spread`. Both classes
+have the same three methods. `pack` runs on the hook's thread, `precondition` runs between the
+reduce-scatter and the all-gather, and `unpack` runs at the end of the bucket's journey.
 """
 
 import math
@@ -30,11 +30,11 @@ from .layers import LayerShape
 from .spread import SpreadSolver, rows_of, sides, spread_numel
 
 Hyperparameter = float | Callable[[int], float]
-"""A number, or a function of the step."""
+"""A number, or a function that maps a step to a number."""
 
 
 class StepHyperparameters(NamedTuple):
-    """The hyper-parameters in one step, as in `Hyperparameters`, and the work due in it."""
+    """The values of the `Hyperparameters` in one step, and the work that is due in it."""
 
     damping: float
     decay: float
@@ -43,12 +43,12 @@ class StepHyperparameters(NamedTuple):
     inverse_steps: int
     # Whether this step's factors enter the running means.
     takes_factors: bool
-    # Whether this step makes new solvers.
+    # Whether new solvers are computed in this step.
     inverts: bool
 
 
 class Hyperparameters(NamedTuple):
-    """The hyper-parameters, each a number or a function of the step."""
+    """The hyper-parameters. Each is a number or a function of the step."""
 
     damping: Hyperparameter
     factor_decay: Hyperparameter
@@ -57,7 +57,7 @@ class Hyperparameters(NamedTuple):
     inv_update_steps: int | Callable[[int], int]
 
     def at(self, step: int) -> StepHyperparameters:
-        """Return their values in ``step``. Raises ``ValueError`` for a value out of range."""
+        """Return the values in ``step``. Raise ``ValueError`` if a value is out of range."""
         given: list[Any] = [value(step) if callable(value) else value for value in self]
         damping, decay, kl_clip, factor_steps, inverse_steps = given
         periods = (("factor_update_steps", factor_steps), ("inv_update_steps", inverse_steps))
@@ -86,12 +86,12 @@ class Hyperparameters(NamedTuple):
 
 
 class CountdownLatch(Gate):
-    """A gate that opens once `count_down` was called for each bucket and for the backward pass."""
+    """A gate that opens when `count_down` has been called for each bucket and the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
         # One count belongs to the backward pass itself, so that the latch cannot open between two
-        # buckets. `Step.end` takes it.
+        # buckets. `Step.end` counts it down.
         self._remaining = 1
 
     def expect_one_more(self) -> None:
@@ -115,34 +115,35 @@ class Step:
     rates: Mapping[int, float]
     loss_scale: float
     device: torch.device
-    # Gradients of treated layers that DDP has delivered so far, by the parameters' ids.
+    # The gradients that DDP has delivered so far for treated layers, by the parameters' ids.
     gradients: dict[int, Tensor] = field(default_factory=dict)
-    # By index of a layer whose gradients come in two buckets: opened when both are written. The
-    # journey of the first bucket awaits it, the journey of the last one opens it.
+    # For each layer whose gradients come in two buckets, by index: opened when both gradients are
+    # written. The journey of the first bucket awaits the gate, and the journey of the last bucket
+    # opens it.
     layer_written: dict[int, Gate] = field(default_factory=dict)
-    # By layer: factors that are sent behind the gradients, see [Note: late factors].
+    # For each layer: the factors to send behind the gradients, see [Note: late factors].
     late_factors: list[list[Factor]] = field(default_factory=list)
-    # This rank's terms of the KL clip's sum, by index of the layer. They are added in the order of
+    # This rank's terms in the KL clip's sum, by index of the layer. They are added in the order of
     # the layers, so that the rounding does not depend on the order of the buckets.
     kl_terms: dict[int, Tensor] = field(default_factory=dict)
-    # Opens when this rank has done its share of the preconditioning of all buckets.
+    # Opens when this rank has done its share of the preconditioning in all buckets.
     all_preconditioned: CountdownLatch = field(default_factory=CountdownLatch)
     # Opens when the results of all buckets are in DDP's buffers.
     all_written: CountdownLatch = field(default_factory=CountdownLatch)
     # Opened when `scale` is known.
     scale_known: Gate = field(default_factory=Gate)
-    # All directions are multiplied by it. None: they stay as they are.
+    # All directions are multiplied by this scale. None leaves them unchanged.
     scale: Tensor | None = None
-    # A bucket was refused: nothing is written any more.
+    # Whether a bucket was refused. Nothing more is written then.
     is_refused: bool = False
 
     def end(self) -> None:
-        """Expect no more buckets. May be called again."""
+        """Expect no more buckets. It is safe to call this more than once."""
         self.all_preconditioned.count_down()
         self.all_written.count_down()
 
     def refuse(self) -> None:
-        """Release all journeys that wait for a bucket: it will not come."""
+        """Release all journeys that wait for a bucket, since it will not come."""
         self.is_refused = True
         self.all_preconditioned.open()
         self.scale_known.open()
@@ -157,7 +158,7 @@ class Step:
         """
         if not self.is_refused and self.now.kl_clip is not None:
             await self._sum_kl_terms(link, self.now.kl_clip)
-        # Open the gate, and continue before the journeys that wait at it.
+        # Open the gate, and resume before the journeys that wait at it.
         await self.scale_known.passed_first()
 
     async def _sum_kl_terms(self, link: Link, kl_clip: float) -> None:
@@ -171,8 +172,8 @@ class Step:
         # Each rank sends its one number to all others.
         await link.all_to_all(own.repeat(link.size), counts, sums, counts)
         sums[link.rank] = own
-        # Added in the order of ranks, so that all ranks compute the same scale. If all gradients
-        # are zero, it is min(1, inf).
+        # The sums are added in the order of ranks, so that all ranks compute the same scale. If all
+        # gradients are zero, the scale is min(1, inf).
         total = sums.sum().abs() / self.loss_scale**2
         self.scale = (kl_clip / total).sqrt().clamp(max=1.0)
 
@@ -182,11 +183,12 @@ class BucketLayer:
     """A layer whose last gradient came in this bucket."""
 
     owned: OwnedLayer
-    # The weight's, and the bias's if there is one: views of DDP's buckets.
+    # The gradients of the weight and, if there is one, of the bias. They are views of DDP's
+    # buckets.
     gradients: list[Tensor]
     lr: float
     bias_lr: float
-    # Opened when the layer is written, if an earlier bucket holds a part of it.
+    # Opened when the layer is written. None unless an earlier bucket holds a part of the layer.
     written: Gate | None
 
     @property
@@ -194,24 +196,27 @@ class BucketLayer:
         return self.owned.layer.shape
 
     def needs_solver(self, now: StepHyperparameters) -> bool:
-        """Return whether this rank owns the layer and has to make a solver now, if it has factors.
+        """Return whether this rank owns the layer and should now compute a solver, given factors.
 
-        A first solver is made in any step: if the first factors were not finite, the layer would
-        otherwise send plain gradients until the next step that is due.
+        The first solver may be computed in any step. Otherwise, if the first factors were not
+        finite, the layer would send plain gradients until the next step in which solvers are due.
         """
         curvature = self.owned.curvature
         return curvature is not None and (now.inverts or curvature.solver is None)
 
 
 class WholeLayer(BucketLayer):
-    """A layer that travels to its owner as a whole."""
+    """A layer that travels as a whole to its owner, which preconditions it."""
 
     def pieces(self, size: int) -> list[tuple[int, int]]:
-        """Return (rank, number of elements) for each piece that travels, with ``size`` ranks."""
+        """Return (rank, number of elements) for each piece of the layer that travels.
+
+        ``size`` is the number of ranks.
+        """
         return [(self.owned.owner, sum(each.numel() for each in self.gradients))]
 
     def pack(self, flat: Tensor, spans: Sequence[Span]) -> None:
-        """Copy the gradients to ``flat``. ``spans`` has one span for each of `pieces`."""
+        """Copy the gradients to ``flat``. ``spans`` has one span for each piece from `pieces`."""
         (self.span,) = spans
         parts = part_of(flat, self.span).split([each.numel() for each in self.gradients])
         self._mean = [
@@ -221,9 +226,10 @@ class WholeLayer(BucketLayer):
             part.copy_(gradient)
 
     def precondition(self, now: StepHyperparameters, rank: int) -> Tensor | None:
-        """Precondition the mean gradient in place, if this rank is the owner.
+        """Precondition the mean gradient in place if this rank is the owner.
 
-        Returns the layer's term of the KL clip's sum. None without a clip, and on other ranks.
+        Return the layer's term in the KL clip's sum. Return None if there is no clip, or if another
+        rank is the owner.
         """
         curvature = self.owned.curvature
         if curvature is None:
@@ -234,10 +240,12 @@ class WholeLayer(BucketLayer):
         matrix = gradient_matrix(self.shape, *self._mean)
         preconditioned = matrix
         if solver is not None:
-            # With a bias it is a copy already, see [Note: copies before products] in `factors`.
+            # With a bias the matrix is already a copy, see [Note: copies before products] in
+            # `factors`.
             preconditioned = solver.precondition(matrix if self.shape.has_bias else matrix.clone())
         term = None
-        # Computed before `split_gradient` below, which overwrites the gradient with the direction.
+        # This comes before `split_gradient` below, which overwrites the gradient with the
+        # direction.
         if now.kl_clip is not None:
             term = self._kl_term(preconditioned * matrix.to(preconditioned.dtype))
         if solver is not None:
@@ -245,7 +253,7 @@ class WholeLayer(BucketLayer):
         return term
 
     def unpack(self, scale: Tensor | None) -> None:
-        """Write the direction, times ``scale``, to DDP's bucket. None stands for 1."""
+        """Write the direction, times ``scale``, to DDP's bucket. None means a scale of 1."""
         for source, target in zip(self._mean, self.gradients, strict=True):
             if scale is None:
                 target.copy_(source)
@@ -253,7 +261,10 @@ class WholeLayer(BucketLayer):
                 torch.mul(source, scale, out=target)
 
     def _kl_term(self, products: Tensor) -> Tensor:
-        """Sum lr²·V·∇. ``products`` is V·∇, [groups, g, a], with the bias in the last column."""
+        """Return the sum of lr²·V·∇ over the layer.
+
+        ``products`` is V·∇ elementwise, [groups, g, a], with the bias, if any, in the last column.
+        """
         if self.bias_lr == self.lr:
             return products.sum(dtype=torch.float64) * self.lr**2
         weight = products[..., :-1].sum(dtype=torch.float64)
@@ -262,7 +273,10 @@ class WholeLayer(BucketLayer):
 
 
 class SpreadLayer(BucketLayer):
-    """A layer of which each rank preconditions some rows. The methods are those of `WholeLayer`."""
+    """A layer whose rows are divided among all ranks. Each rank preconditions its own rows.
+
+    The class has the same methods as `WholeLayer`.
+    """
 
     @property
     def solver(self) -> SpreadSolver:
@@ -270,20 +284,23 @@ class SpreadLayer(BucketLayer):
         return self.owned.solver
 
     def pieces(self, size: int) -> list[tuple[int, int]]:
-        """Return a pair as `WholeLayer.pieces` for each rank's rows."""
+        """Return (rank, number of elements) for each rank's rows, like `WholeLayer.pieces`."""
         self._rows = rows_of(self.shape, size)
         self._width = sides(self.shape)[1]
         return [(rank, rows.numel * self._width) for rank, rows in enumerate(self._rows)]
 
     def pack(self, flat: Tensor, spans: Sequence[Span]) -> None:
-        """Write T ∇ of this rank's own gradient to ``flat``, cut by rows."""
+        """Compute T ∇ from this rank's own gradient, and write each rank's rows to its span."""
         self._parts = [part_of(flat, span).view(-1, self._width) for span in spans]
         matrix = gradient_matrix(self.shape, *self.gradients)[0]
         for rows, part in zip(self._rows, self._parts, strict=True):
             self.solver.before(matrix, rows, part)
 
     def precondition(self, now: StepHyperparameters, rank: int) -> Tensor | None:
-        """Precondition this rank's rows in place. Return as `WholeLayer.precondition`."""
+        """Precondition this rank's rows in place.
+
+        Return this rank's term in the KL clip's sum, or None if there is no clip.
+        """
         own = self._parts[rank]
         # See [Note: copies before products] in `factors`.
         mean = own.to(self.solver.right.dtype, copy=True)
@@ -294,7 +311,7 @@ class SpreadLayer(BucketLayer):
         return (preconditioned * mean).sum(dtype=torch.float64) * self.lr**2
 
     def unpack(self, scale: Tensor | None) -> None:
-        """Make the direction from all rows. Write it, times ``scale``, to DDP's bucket."""
+        """Compute the direction from all rows, and write it, times ``scale``, to DDP's bucket."""
         direction = self.solver.after(self._parts)
         if scale is not None:
             direction *= scale
@@ -303,10 +320,10 @@ class SpreadLayer(BucketLayer):
 
 @dataclass(eq=False)
 class PackedBucket:
-    """The flat tensor that travels instead of a bucket: the same gradients, sorted by rank.
+    """The flat tensor that travels in place of a bucket. It has the same gradients, sorted by rank.
 
-    A rank's part begins with the layers that it owns and its rows of the spread layers. Its share
-    of the parameters that pass through lies behind them.
+    A rank's part begins with the layers that it owns and its rows of the spread layers. They are
+    followed by the rank's share of the parameters that pass through.
     """
 
     # The bucket's index, flat buffer and contents.
@@ -315,15 +332,15 @@ class PackedBucket:
     contents: Sequence[Content]
     # The layers that the bucket completes.
     layers: Sequence[WholeLayer | SpreadLayer]
-    # Spans of `buffer` that pass through: plain means, not preconditioned.
+    # The spans of `buffer` that pass through: they become plain means and are not preconditioned.
     passing: tuple[Span, ...]
     rank: int
     size: int
-    # By index of a bucket: the tensor that travelled for it in the last step, to be used again.
+    # For each bucket, by index: the tensor that travelled for it in the last step, for reuse.
     free: dict[int, Tensor]
-    # Opened when all factors that were sent so far are in the running means.
+    # Opened when all factors sent so far have been added to the running means.
     factors_added: Gate
-    # Gates of the layers that a later bucket completes. Each is opened when its layer is written.
+    # One gate for each layer that a later bucket completes. It is opened when the layer is written.
     completed_later: Sequence[Gate]
 
     def __post_init__(self) -> None:
@@ -341,7 +358,7 @@ class PackedBucket:
             part_of(self.flat, place.there).copy_(part_of(self.buffer, span))
 
     def _tensor_of(self, numel: int) -> Tensor:
-        """Return the bucket's tensor of the last step if it fits, else a new one."""
+        """Return the tensor that this bucket used in the last step if it fits, else a new one."""
         buffer = self.buffer
         used = self.free.pop(self.number, None)
         if used is not None:
@@ -353,7 +370,8 @@ class PackedBucket:
     async def share_solvers(self, link: Link, *, renew: bool) -> None:
         """Copy the solvers of spread layers from their owners to all ranks.
 
-        With ``renew`` of all spread layers in the bucket, else of those that have none yet.
+        With ``renew``, this includes all spread layers in the bucket. Otherwise it includes only
+        layers that have no solver yet.
         """
         spread = [each.owned for each in self.layers if each.owned.cost.spread]
         new = [each for each in spread if renew or each.solver is None]
@@ -373,7 +391,7 @@ class PackedBucket:
                     part.zero_()
                 else:
                     own.pack(part)
-        # All ranks wait for the owners here: none can use a solver before it has arrived.
+        # All ranks wait for the owners here: no rank can use a solver before it has arrived.
         await link.all_gather(flat, counts)
         for each, part in zip(new, parts, strict=True):
             own = None if each.curvature is None else each.curvature.spread()
@@ -386,12 +404,15 @@ class PackedBucket:
     def precondition(
         self, layer: WholeLayer | SpreadLayer, now: StepHyperparameters
     ) -> Tensor | None:
-        """Precondition this rank's part of a layer. Return its term of the KL clip's sum."""
+        """Precondition this rank's part of a layer, and return its term in the KL clip's sum."""
         with self._exact():
             return layer.precondition(now, self.rank)
 
     def unpack(self, scale: Tensor | None) -> None:
-        """Write the results to DDP's buckets, directions times ``scale``. None stands for 1."""
+        """Write the results to DDP's buckets.
+
+        Directions are multiplied by ``scale`` unless it is None.
+        """
         with self._exact():
             for layer in self.layers:
                 layer.unpack(scale)
@@ -401,12 +422,12 @@ class PackedBucket:
             part_of(self.buffer, span).copy_(part_of(self.flat, place.there))
 
     def _exact(self) -> torch.autocast:
-        # The thread that calls backward(), or the forward that resumes a journey, may have entered
-        # autocast, which would compute directions in half precision.
+        # Autocast would compute directions in half precision. It may be on in the thread that calls
+        # backward(), or in the forward that resumes a journey.
         return torch.autocast(self.flat.device.type, enabled=False)
 
     def runs(self) -> list[Run]:
-        """List where each parameter lies in `flat`, for a codec."""
+        """Return the runs that tell a codec where each parameter lies in `flat`."""
         found = []
         for each in self.layers:
             assert isinstance(each, WholeLayer)

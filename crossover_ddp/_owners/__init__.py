@@ -1,5 +1,5 @@
-"""Owners of parameters: their choice, the buffers to and from them, the state that they keep.
+"""Choose the owners of parameters, lay out the buffers sent to and from them, and keep their state.
 
-`optimizer` takes an optimizer's step in parts. Shared by K-FAC, Muon, `OwnerState` and
-`DecoupledState`. Not here: when an owner computes, which the hooks' coroutines decide.
+`optimizer` takes an optimizer's step in parts. K-FAC, Muon, `OwnerState` and `DecoupledState` share
+this package. It does not decide when an owner computes: the hooks' coroutines do.
 """

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 
 class Assignment(NamedTuple):
-    """The owners of things."""
+    """The owner of each thing, and the load of each rank."""
 
-    owners: tuple[int, ...]  # rank of each thing, in the order in which the costs were given
-    loads: tuple[float, ...]  # by rank, the cost of all that it owns
+    owners: tuple[int, ...]  # the rank that owns each thing, in the order of the given costs
+    loads: tuple[float, ...]  # by rank, the total cost of the things that it owns
 
     @property
     def busiest_share(self) -> float:
-        """The busiest rank's part of the total cost; 0 if nothing costs anything."""
+        """The busiest rank's share of the total cost, or 0 if the total cost is 0."""
         return max(self.loads) / sum(self.loads) if any(self.loads) else 0.0
 
 
@@ -23,20 +23,21 @@ def assign(
     buckets: Sequence[int] | None = None,
     ties: Sequence[Any] | None = None,
 ) -> Assignment:
-    """Give each thing to the rank with the least load so far, the most expensive thing first.
+    """Give each thing to the rank with the least load so far, starting with the most expensive.
 
-    Among ranks with equal loads it goes to the lowest. With one bucket no rank has more than
-    4/3 − 1/(3·W) times the least possible maximum (Graham's bound for this order, 1969).
+    If several ranks have the same load, the lowest rank gets the thing. With one bucket, no rank's
+    load exceeds 4/3 − 1/(3·W) times the smallest possible maximum (Graham's bound for this order,
+    1969).
 
     Args:
-        costs: of each thing.
-        world_size: number W of ranks.
-        buckets: the bucket of each thing, by number. Pass it if each bucket waits for the rank with
-            the largest load in it. Then a rank's load is that in the thing's bucket, plus its load
-            in all buckets divided by their number. Default: one bucket.
-        ties: among equal costs, the thing with the least of these goes first. Default: the last
-            thing, since backward makes gradients in about that order, so that things of one bucket
-            spread over the ranks.
+        costs: the cost of each thing.
+        world_size: the number W of ranks.
+        buckets: the number of each thing's bucket. Pass it if each bucket waits for the rank with
+            the largest load in it. A rank's load is then its load in the thing's bucket plus its
+            total load divided by the number of buckets. Default: one bucket.
+        ties: one key per thing. Among things of equal cost, the one with the smallest key goes
+            first. Default: the last thing goes first. Backward computes gradients in about that
+            order, so the things of one bucket spread over the ranks.
     """
     loads: list[float] = [0] * world_size
     bucket_of = [0] * len(costs) if buckets is None else buckets

@@ -1,9 +1,11 @@
-"""torch's Muon in two halves: an owner computes a matrix's direction, and all ranks apply it.
+"""Take the step of torch's Muon in two halves.
 
-[Note: torch's own arithmetic] Both halves call the functions that ``torch.optim.Muon`` is made of,
-in the same order, so that results are equal to the last bit whatever torch computes in them. These
-functions are private to torch. So `check_torch` compares both halves with a whole step, once in
-each process, and refuses a version of torch in which the results differ.
+An owner computes the direction of a matrix, and all ranks apply it.
+
+[Note: torch's own arithmetic] Both halves call the functions that ``torch.optim.Muon`` itself
+calls, in the same order, so the results are bitwise equal whatever torch computes in them. These
+functions are private to torch. So `check_torch` compares the two halves with a whole step, once per
+process, and refuses a version of torch in which the results differ.
 """
 
 import functools
@@ -18,20 +20,20 @@ from torch.optim import Muon
 from crossover_ddp._ddp import torch_private
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-# Key of the momentum in the state that torch's Muon keeps of a parameter.
+# The key of the momentum in the state that torch's Muon keeps for a parameter.
 MOMENTUM: Final = "momentum_buffer"
 
 Settings = Mapping[str, Any]
 
 
 def settings_of(group: Mapping[str, Any]) -> Settings:
-    """Return a parameter group's present settings that a direction depends on."""
+    """Return the current settings in a parameter group that affect a direction."""
     return {name: group[name] for name in ("momentum", "nesterov", *_ns_names())}
 
 
 @functools.cache
 def _ns_names() -> tuple[str, ...]:
-    """Return the names of Newton-Schulz's settings, which differ between versions of torch."""
+    """Return the names of the Newton-Schulz settings, which differ between versions of torch."""
     if torch_private.newton_schulz is None or torch_private.adjusted_lr is None:
         raise _unknown_torch("lacks functions that torch.optim.Muon was made of")
     names = list(inspect.signature(torch_private.newton_schulz).parameters)
@@ -41,13 +43,13 @@ def _ns_names() -> tuple[str, ...]:
 def direction_of(
     gradient: Tensor, momentum: Tensor, new_momentum: Tensor, settings: Settings
 ) -> Tensor:
-    """Return the direction of a matrix, bfloat16, as torch's Muon computes it.
+    """Return the direction of a matrix in bfloat16, as torch's Muon computes it.
 
     Args:
-        gradient: the mean over the ranks, in the matrix's shape and memory order.
-        momentum: the momentum before the step. It is not changed.
-        new_momentum: filled with the momentum after the step. It may be ``momentum`` itself.
-        settings: those of the matrix's group.
+        gradient: the mean gradient over the ranks, in the matrix's shape and memory order.
+        momentum: the momentum before the step. It is not changed, unless it is ``new_momentum``.
+        new_momentum: receives the momentum after the step. It may be ``momentum`` itself.
+        settings: the result of `settings_of` for the matrix's group.
     """
     torch.lerp(momentum, gradient, 1 - settings["momentum"], out=new_momentum)
     update = new_momentum
@@ -61,7 +63,7 @@ def direction_of(
 
 
 def take_step(parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
-    """Update ``parameter`` as torch's Muon does, with the group's present settings."""
+    """Update ``parameter`` as torch's Muon does, with the group's current settings."""
     # A tensor stays a tensor, as in torch, because it rounds in its own dtype.
     lr: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
     assert torch_private.adjusted_lr is not None  # or `check_torch` has raised
@@ -71,29 +73,29 @@ def take_step(parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> No
 
 
 def newton_schulz_flop(shape: Sequence[int], steps: int = 5) -> int:
-    """Return the floating-point operations of one Newton-Schulz of a matrix.
+    """Return the number of floating-point operations in one Newton-Schulz iteration of a matrix.
 
-    With m <= n its sides, a step multiplies X·Xᵀ (2·m²·n), G·G (2·m³) and G·X (2·m²·n). Five steps
-    cost 20·m²·n + 10·m³.
+    If the matrix is m × n or n × m with m <= n, each step computes X·Xᵀ (2·m²·n), G·G (2·m³) and
+    G·X (2·m²·n). Five steps cost 20·m²·n + 10·m³.
 
     Args:
-        shape: rows and columns of the matrix.
-        steps: ``ns_steps`` of the parameter group.
+        shape: the numbers of rows and columns.
+        steps: the parameter group's ``ns_steps``.
     """
     small, large = sorted(shape)
     return steps * (4 * small**2 * large + 2 * small**3)
 
 
 def direction_numel(numel: int, itemsize: int) -> int:
-    """Return how many elements of ``itemsize`` bytes hold a direction of ``numel`` numbers."""
+    """Return the number of elements of ``itemsize`` bytes that hold ``numel`` bfloat16 values."""
     return -(-numel * torch.bfloat16.itemsize // itemsize)
 
 
 def direction_view(flat: Tensor, shape: torch.Size) -> Tensor:
-    """View ``flat`` as a direction in the memory order of torch's own, for the same roundings.
+    """View ``flat`` as a direction with the memory order that torch uses, so that rounding agrees.
 
     Args:
-        flat: at least `direction_numel` elements.
+        flat: a flat tensor of at least `direction_numel` elements.
         shape: the shape of the matrix.
     """
     rows, columns = shape
@@ -102,7 +104,7 @@ def direction_view(flat: Tensor, shape: torch.Size) -> Tensor:
 
 
 def matrix_view(flat: Tensor, like: Tensor) -> Tensor:
-    """View ``flat`` as a matrix with the shape of ``like``, and with its strides if it is dense."""
+    """View ``flat`` as a matrix with the shape of ``like``, and its strides if it is dense."""
     if not like.is_contiguous() and like.T.is_contiguous():
         return flat.view(like.shape[1], like.shape[0]).T
     return flat.view(like.shape)
@@ -110,9 +112,9 @@ def matrix_view(flat: Tensor, like: Tensor) -> Tensor:
 
 @functools.cache
 def check_torch() -> None:
-    """Refuse a torch whose Muon computes another step than our two halves.
+    """Refuse a version of torch whose Muon computes a different step than our two halves.
 
-    Takes about a millisecond, once in each process.
+    The check takes about a millisecond and runs once per process.
     """
     generator = torch.Generator().manual_seed(0)
     for shape in ((5, 3), (3, 5)):

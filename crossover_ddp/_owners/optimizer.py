@@ -1,40 +1,41 @@
-"""Intercepts an optimizer's methods, and takes its step in parts, some parameters at a time.
+"""Intercept an optimizer's methods, and take its step in parts, some parameters at a time.
 
-[Note: one step in several parts] A torch optimizer goes through its ``param_groups`` and skips
-parameters without a gradient. So a part of a step is a whole call of ``step()`` on groups that hold
-only some parameters, with the hyper-parameters of the moment when the user called ``step()``. State
+[Note: one step in several parts] A torch optimizer loops over its ``param_groups`` and skips
+parameters without a gradient. So a part of a step is a full call of ``step()`` on groups that hold
+only some parameters, with the hyper-parameters that were set when the user called ``step()``. State
 that the optimizer keeps per parameter stays in place, and so does its state dict. State that it
-keeps per group or for itself, such as a count of steps, is updated by a dry step: at ``step()`` the
-optimizer runs once on groups without parameters, which also counts groups without a gradient. Parts
-run on copies of the groups, whose changes are dropped.
+keeps per group or for itself, such as a step count, is updated by a dry step: when the user calls
+``step()``, the optimizer runs once on groups without parameters. This also counts the step in
+groups without a gradient. Parts run on copies of the groups, and changes to these copies are
+dropped.
 
-Both run on a shadow: an object of the optimizer's class with its attributes and other groups. So a
-scheduler never sees the groups of a part that another thread runs. A function that user code has
-put around ``step`` expects whole steps, and is bound to the optimizer itself. Where there is one,
-no step is taken in parts.
+The dry step and the parts run on a shadow: an object of the optimizer's class with the optimizer's
+attributes but other groups. So a scheduler never sees the groups of a part that another thread
+runs. A function that user code has wrapped around ``step`` expects whole steps, and is bound to the
+optimizer itself. If there is one, no step is taken in parts.
 
-Optimizers that mix parameters (a global norm, a line search) are detected by a trial on two tiny
-parameters, see `check_separable`.
+A trial on two tiny parameters detects optimizers that mix parameters (through a global norm or a
+line search), see `check_separable`.
 
-[Note: state of an optimizer] User code that restarts momentum (``optimizer.state.clear()``) or
-scales it between two steps means the steps after that. A pending update belongs to the step before.
-So the dictionary in ``optimizer.state`` reports each access by user code, and pending updates are
-applied first.
+[Note: state of an optimizer] If user code resets momentum (``optimizer.state.clear()``) or scales
+it between two steps, it wants to change the steps that follow. A pending update belongs to the
+previous step. So the dictionary in ``optimizer.state`` reports each access by user code, and
+pending updates are applied first.
 
-[Note: groups] Code that goes through ``group["params"]`` (GradScaler, clipping, weight clamping, a
-Lookahead around the optimizer) reads parameters or gradients, and the list in the group reports it.
-Schedulers, which read hyper-parameters in every step, are not reported.
+[Note: groups] Code that loops over ``group["params"]`` (GradScaler, clipping, weight clamping, a
+Lookahead around the optimizer) reads parameters or gradients. So the list in the group reports each
+access. Schedulers read hyper-parameters in every step, and these accesses are not reported.
 
 [Note: changes that no counter sees] A tensor's version counter counts in-place changes, but not
-those through ``.data``. Three checks of different cost detect such a change:
+changes made through ``.data``. Three checks of different cost detect such a change:
 
-* An exchange of storages (``p.data = average``) moves the tensor's memory.
+* Replacing the storage (``p.data = average``) changes the tensor's address.
 * `Sample` compares the bits of a few elements of each tensor. Reading them takes microseconds, so
-  it is done in every step. An average that is swapped in for an evaluation differs in nearly all
-  elements. A clamp that changes a few elements may be missed.
-* `Seal` with ``bits=True`` compares a checksum of all bits. That reads the whole tensor, so only
-  the first steps do it, or all of them with ``CROSSOVER_CHECK=1``. Code that writes gradients or
-  parameters mostly does so in every step.
+  this is done in every step. An average that is swapped in for an evaluation differs in nearly all
+  elements. A clamp that changes only a few elements may be missed.
+* `Seal` with ``bits=True`` compares a checksum of all bits. That reads the whole tensor, so it is
+  done in the first steps only, or in all steps with ``CROSSOVER_CHECK=1``. Code that writes
+  gradients or parameters usually does so in every step.
 """
 
 import contextlib
@@ -56,55 +57,55 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 Group = dict[str, Any]
 
-# Modules of torch that wrap Optimizer.step: in spans for a profiler, and in a count of steps.
+# Modules of torch that wrap Optimizer.step: one adds profiler spans, the other counts steps.
 SPANS: Final = "torch.optim.optimizer"
 _SCHEDULERS: Final = "torch.optim.lr_scheduler"
 _MISSING: Final = object()
 _TRIED_STEPS: Final = 2
 _MARK: Final = "_crossover_ddp_state"  # attribute of an optimizer that is intercepted
 _OURS: Final = ("step", "zero_grad", "__getstate__")  # methods that are intercepted
-_SAMPLED: Final = 8  # elements of a tensor
-# Integers of as many bytes as an element has.
+_SAMPLED: Final = 8  # number of elements that are sampled in each tensor
+# The integer type with as many bytes as an element.
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Update(NamedTuple):
-    """One parameter and the gradient to be applied to it."""
+    """A parameter and the gradient to apply to it."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor
 
 
 class StepPlan(NamedTuple):
-    """The optimizer's settings at the moment when ``step()`` was called."""
+    """The optimizer's settings at the time ``step()`` was called."""
 
-    groups: list[Group]  # hyper-parameters
-    group_of: dict[int, int]  # index of a parameter's group, by the parameter's id
-    attributes: dict[str, Any]  # of the optimizer
+    groups: list[Group]  # the hyper-parameters of each group
+    group_of: dict[int, int]  # the index of each parameter's group, by the parameter's id
+    attributes: dict[str, Any]  # the optimizer's own attributes
 
 
 class PartialOptimizer:
-    """Takes the step of an optimizer for some parameters at a time.
+    """Takes an optimizer's step for some parameters at a time.
 
     Args:
-        optimizer: one that treats each parameter separately, see `check_separable`.
+        optimizer: an optimizer that treats each parameter separately, see `check_separable`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         # A part of a step runs no step hooks, see `is_watched`, and a scheduler counts whole steps.
-        # The first of these functions has torch's spans for a profiler.
+        # The first of these two functions still has torch's profiler spans.
         self._spanned_step = stripped(optimizer.step, _SCHEDULERS)
         self._bare_step = stripped(optimizer.step, _SCHEDULERS, SPANS)
-        # Whether user code has left the step as its class defines it.
+        # Whether the step is the one that the class defines, without wrappers from user code.
         self.is_own = self._bare_step is stripped(type(optimizer).step, SPANS)
 
     def take_whole(self) -> None:
-        """Take the whole step, without torch's spans and hooks."""
+        """Take the whole step without torch's profiler spans and step hooks."""
         self._bare_step(self.optimizer)
 
     def plan(self) -> StepPlan:
-        """Copy the present hyper-parameters and count the step.
+        """Copy the current hyper-parameters, and count the step with a dry step.
 
         See [Note: one step in several parts].
         """
@@ -114,7 +115,7 @@ class PartialOptimizer:
         plan = StepPlan(
             [_hyper_parameters(group) for group in groups], group_of, {**vars(self.optimizer)}
         )
-        # The dry step, for its changes in groups and in the optimizer itself.
+        # Take the dry step, and keep its changes to the groups and to the optimizer itself.
         empty = [{**group, "params": []} for group in groups]
         after = self._run(self._bare_step, empty, plan.attributes)
         for group, counted in zip(groups, empty, strict=True):
@@ -123,7 +124,7 @@ class PartialOptimizer:
         return plan
 
     def apply(self, plan: StepPlan, updates: Iterable[Update]) -> None:
-        """Update these parameters with the settings of ``plan``. Their ``.grad`` is restored."""
+        """Update these parameters with the settings in ``plan``. Their ``.grad`` is restored."""
         used: dict[int, Group] = {}
         kept = []
         for parameter, gradient in updates:
@@ -134,7 +135,8 @@ class PartialOptimizer:
             kept.append((parameter, parameter.grad, gradient))
         if not kept:
             return
-        # A profiler sees a span for each part. Spans cost time, so they are left out without one.
+        # A profiler sees a span for each part. Spans cost time, so without a profiler there are
+        # none.
         step = self._spanned_step if torch_private.profiler_is_on() else self._bare_step
         try:
             for parameter, _, gradient in kept:
@@ -147,7 +149,7 @@ class PartialOptimizer:
     def _run(
         self, step: Callable[..., Any], groups: list[Group], attributes: dict[str, Any]
     ) -> dict[str, Any]:
-        """Take a step with other groups. Return the attributes of the shadow after it."""
+        """Take a step on a shadow with these groups, and return the shadow's attributes."""
         shadow: Optimizer = object.__new__(type(self.optimizer))
         shadow.__dict__.update(attributes, param_groups=groups)
         step(shadow)
@@ -155,7 +157,7 @@ class PartialOptimizer:
 
 
 def check_separable(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose step is not the sum of its parts. Its own state is not changed."""
+    """Refuse an optimizer whose step cannot be taken in parts. The optimizer is not changed."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -183,7 +185,7 @@ def check_separable(optimizer: Optimizer) -> None:
 
 
 def _check_not_wrapping(optimizer: Optimizer, name: str) -> None:
-    """Refuse an optimizer that forwards to another one."""
+    """Refuse an optimizer that wraps another one."""
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     if not inner and "param_groups" in vars(optimizer):
         return
@@ -201,7 +203,10 @@ def _check_not_wrapping(optimizer: Optimizer, name: str) -> None:
 
 
 def _difference(whole: Optimizer, parts: Optimizer) -> str | None:
-    """Compare two copies of an optimizer that were tried. Return a difference and the remedy."""
+    """Compare two copies of an optimizer after their trials.
+
+    Return the first difference with its remedy, or None if they agree.
+    """
     for index, group in enumerate(whole.param_groups):
         counted = parts.param_groups[index]
         for key in sorted({*group, *counted} - {"params"}):
@@ -221,16 +226,16 @@ def _difference(whole: Optimizer, parts: Optimizer) -> str | None:
 
 
 def _take_over(after: dict[str, Any], before: dict[str, Any], target: dict[str, Any]) -> None:
-    """Write into ``target`` the changes of a step, except in parameters and groups."""
+    """Copy the attributes that a step has changed to ``target``, except parameters and groups."""
     for key, value in after.items():
         if key not in ("params", "param_groups") and before.get(key, _MISSING) is not value:
             target[key] = value
 
 
 def stripped(step: Callable[..., Any], *modules: str) -> Callable[..., Any]:
-    """Return ``step`` without the functions that these modules of torch have wrapped around it."""
+    """Return ``step`` without the wrappers that the given modules of torch have put around it."""
     function: Any = getattr(step, "__func__", step)
-    # Recognized by their code, since functools.wraps copies names and attributes.
+    # Wrappers are recognized by their code, since functools.wraps copies names and attributes.
     while getattr(getattr(function, "__code__", None), "co_name", None) == "wrapper":
         if function.__globals__.get("__name__") not in modules:
             break
@@ -241,8 +246,8 @@ def stripped(step: Callable[..., Any], *modules: str) -> Callable[..., Any]:
 def _tried(optimizer: Optimizer, *, in_parts: bool) -> Optimizer:
     """Take some steps with a copy of ``optimizer`` on tiny parameters, and return the copy.
 
-    Parts are taken in the reverse order of a step, so that random numbers drawn for each parameter
-    make a difference.
+    Parts are taken in the reverse of the optimizer's order. So an optimizer that draws random
+    numbers for each parameter gives a different result in parts.
     """
     groups = []
     for group in optimizer.param_groups:
@@ -274,9 +279,11 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def copy_on(optimizer: Optimizer, groups: Iterable[tuple[Group, list[torch.Tensor]]]) -> Optimizer:
-    """Return a copy of ``optimizer`` without state.
+    """Return a copy of ``optimizer`` that has no state and updates other parameters.
 
-    ``groups``: groups of the optimizer, each with the parameters that the copy has instead.
+    Args:
+        optimizer: the optimizer to copy.
+        groups: pairs of a parameter group of ``optimizer`` and the parameters that replace its own.
     """
     copy: Optimizer = object.__new__(type(optimizer))
     copy.__dict__.update(vars(optimizer))
@@ -292,13 +299,16 @@ def copy_on(optimizer: Optimizer, groups: Iterable[tuple[Group, list[torch.Tenso
 
 
 def _ramp(like: torch.Tensor, start: float) -> torch.Tensor:
-    """Return ``start``, ``start`` + 1, … like ``like``. Their norms are beyond any limit."""
+    """Return ``start``, ``start`` + 1, … in a tensor like ``like``.
+
+    The norm exceeds any usual clipping limit.
+    """
     steps = torch.arange(like.numel(), dtype=torch.float32, device=like.device)
     return (steps + start).to(like.dtype).reshape(like.shape)
 
 
 def _hyper_parameters(group: Group) -> Group:
-    # Tensors are cloned: a learning rate may be one that a scheduler changes in place.
+    # Tensors are cloned: a learning rate may be a tensor that a scheduler changes in place.
     return {
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
@@ -313,7 +323,10 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class GuardedList(list[torch.Tensor]):
-    """The parameters of a group. Reports when user code reads them. Copies are plain lists."""
+    """A group's list of parameters that calls ``look`` before user code reads it.
+
+    Copies are plain lists.
+    """
 
     def __init__(self, parameters: list[torch.Tensor], look: Callable[[], None]) -> None:
         super().__init__(parameters)
@@ -347,7 +360,7 @@ class GuardedList(list[torch.Tensor]):
 
 
 def _reported(name: str) -> Any:
-    """Return the dictionary's method of that name, with a call of ``look`` before it."""
+    """Return the dictionary method called ``name``, wrapped so that it calls ``look`` first."""
     original = getattr(defaultdict, name)
 
     @functools.wraps(original)
@@ -359,7 +372,10 @@ def _reported(name: str) -> Any:
 
 
 class GuardedState(defaultdict[torch.Tensor, dict[str, Any]]):
-    """An optimizer's state. Reports each access by user code. Copies are plain dictionaries."""
+    """An optimizer's state dictionary that calls ``look`` before each access by user code.
+
+    Copies are plain dictionaries.
+    """
 
     def __init__(
         self, entries: Mapping[torch.Tensor, dict[str, Any]], look: Callable[[], None]
@@ -397,7 +413,7 @@ class GuardedState(defaultdict[torch.Tensor, dict[str, Any]]):
 
 
 def check_not_intercepted(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that another state intercepts already."""
+    """Refuse an optimizer that another state already intercepts."""
     if getattr(optimizer, _MARK, None) is not None:
         raise UnsupportedConfigurationError(
             "expected an optimizer without a DecoupledState, OwnerState or MuonState, got one that "
@@ -416,7 +432,7 @@ def is_watched(optimizer: Optimizer) -> bool:
 
 
 def check_unhooked(optimizer: Optimizer) -> None:
-    """Refuse step hooks of an optimizer whose parameters have owners."""
+    """Refuse step hooks on an optimizer whose parameters have owners."""
     if is_watched(optimizer):
         raise UnsupportedConfigurationError(
             "expected no step hooks where parameters have owners, got some "
@@ -439,15 +455,17 @@ def intercept(
     """Override the optimizer's methods on the instance. Closing the returned stack restores them.
 
     Args:
-        optimizer: one that is not intercepted yet.
-        on_step: called instead of ``step``, with the original one, after a closure.
+        optimizer: an optimizer that is not intercepted yet.
+        on_step: called in place of ``step``, with the original method as its argument. A closure
+            has run by then.
         on_zero_grad: called after ``zero_grad``.
-        on_look: called before user code goes through the parameters in the groups. Default: these
-            are not guarded.
+        on_look: called before user code reads the lists of parameters in the groups. Default: the
+            lists are not guarded.
         on_state: called before user code reads or writes ``optimizer.state``, see
-            [Note: state of an optimizer]. Default: it is not guarded.
-        flush: called where user code needs parameters and state to be up to date.
-        unwatched: entered where this thread goes through parameters without reading values.
+            [Note: state of an optimizer]. Default: the state is not guarded.
+        flush: called when user code needs parameters and state to be up to date.
+        unwatched: a context that is entered while this thread loops over parameters without reading
+            their values.
     """
     stack = contextlib.ExitStack()
     own = {name: vars(optimizer).get(name) for name in _OURS}
@@ -460,7 +478,7 @@ def intercept(
     def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if closure is None:
             return on_step(original_step)
-        # As torch's optimizers do: the closure runs once, before the step reads gradients.
+        # Like in torch's optimizers, the closure runs once, before the step reads gradients.
         with torch.enable_grad():
             loss = closure()
         on_step(original_step)
@@ -476,7 +494,7 @@ def intercept(
         on_zero_grad()
 
     def getstate() -> Any:
-        """Called for a copy or a pickle, which reads momentum before it goes through the groups."""
+        """Flush first: copying and pickling read momentum before they read the groups."""
         flush()
         return original_getstate()
 
@@ -497,7 +515,7 @@ def intercept(
         if type(optimizer.state) is GuardedState:
             optimizer.state = optimizer.state.copy()
         for name, value in own.items():
-            # A scheduler may have wrapped our method meanwhile. Then it stays, and only forwards.
+            # A scheduler may have wrapped our method since. Then our method stays, and forwards.
             if vars(optimizer).get(name) is ours[name]:
                 del vars(optimizer)[name]
                 vars(optimizer).update({} if value is None else {name: value})
@@ -516,14 +534,14 @@ def intercept(
 
 
 def guard_groups(optimizer: Optimizer, look: Callable[[], None]) -> None:
-    """Guard the lists of parameters in all groups. Call it again where there may be new groups."""
+    """Guard the lists of parameters in all groups. Call this again when there may be new groups."""
     for group in optimizer.param_groups:
         if type(group["params"]) is not GuardedList:
             group["params"] = GuardedList(group["params"], look)
 
 
 def guard_state(optimizer: Optimizer, look: Callable[[], None]) -> None:
-    """Guard the optimizer's state. Call it again where the state may have been replaced."""
+    """Guard the optimizer's state. Call this again when the state may have been replaced."""
     if type(optimizer.state) is not GuardedState:
         optimizer.state = GuardedState(optimizer.state, look)
 
@@ -532,11 +550,12 @@ def guard_state(optimizer: Optimizer, look: Callable[[], None]) -> None:
 
 
 class Seal:
-    """A snapshot of version counters and addresses, to detect writes by user code.
+    """A snapshot of version counters and addresses that detects writes by user code.
 
     Args:
-        tensors: tensors that only this package may write from now on.
-        bits: also take a checksum of their bits, see [Note: changes that no counter sees].
+        tensors: the tensors that user code must not write from now on.
+        bits: whether to take a checksum of their bits too, see
+            [Note: changes that no counter sees].
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, bits: bool = False) -> None:
@@ -547,7 +566,7 @@ class Seal:
 
     @property
     def is_broken(self) -> bool:
-        """Whether one of the tensors was written since."""
+        """Whether any of the tensors has been written since the snapshot."""
         for tensor, version, begin, _ in self._noted:
             if torch_private.version_of(tensor) != version or tensor.data_ptr() != begin:
                 return True
@@ -562,12 +581,12 @@ class Seal:
 class Sample:
     """A snapshot of a few elements of each tensor, see [Note: changes that no counter sees].
 
-    On a device, `differs` makes the host wait.
+    If the tensors are on a device, `differs` makes the host wait for it.
 
     Args:
-        tensors: tensors of one device.
-        views: views of the sampled elements, by the tensor's id. A cache, filled here, which makes
-            later samples cheaper.
+        tensors: the tensors to sample, all on the same device.
+        views: a cache of views of the sampled elements, by the tensor's id. It is filled here and
+            makes later samples cheaper.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], views: dict[int, torch.Tensor]) -> None:
@@ -575,7 +594,7 @@ class Sample:
         self._noted = self._read()
 
     def differs(self) -> bool:
-        """Return whether one of the elements has changed."""
+        """Return whether any sampled element has changed."""
         return any(
             [
                 not torch.equal(now, then)
@@ -591,7 +610,11 @@ class Sample:
 
 
 def _sampled(tensor: torch.Tensor, views: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-    """Return a view of some elements, spread over the tensor, as integers; none if it has gaps."""
+    """Return a list with one integer view of a few elements, spread over the tensor.
+
+    The list is empty if the tensor cannot be sampled because it is empty, not dense, or not a plain
+    strided tensor.
+    """
     known = views.get(id(tensor))
     if known is not None and known.data_ptr() == tensor.data_ptr():
         return [known]

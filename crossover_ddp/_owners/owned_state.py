@@ -1,4 +1,4 @@
-"""Optimizer state that only owners keep: removed on other ranks, gathered before it is saved."""
+"""Keep optimizer state on the owners only: drop it elsewhere, and gather it before it is saved."""
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,17 +18,20 @@ from crossover_ddp._engine.states import HookState
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 _EXCHANGED_BYTES: Final = 64 * 2**20
-"""Bytes that a rank sends in one exchange: each rank has memory for them from all ranks."""
+"""The number of bytes that a rank packs for one exchange.
+
+A rank needs memory for this many bytes from every rank.
+"""
 
 
 class OwnedState:
-    """The optimizers' state of parameters that have owners. Each rank keeps that of its own ones.
+    """The optimizer state of parameters that have owners. Each rank keeps only its own part.
 
     Args:
-        optimizers: the optimizers of the parameters.
-        owner_of: the owner of each parameter that has one, by the parameter's id.
+        optimizers: the optimizers that update the parameters.
+        owner_of: maps the id of each parameter that has an owner to the owner's rank.
         rank: this rank.
-        loaded: called after a state dict was loaded into one of the optimizers.
+        loaded: called after a state dict has been loaded into one of the optimizers.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class OwnedState:
         ]
         self._rank = rank
         self._on_load = loaded
-        # Whether this rank has the state of all parameters that have one.
+        # Whether this rank has the state of all parameters, other ranks' parameters included.
         self.is_whole = True
         self._remove_foreign()
         # Hooks on the optimizers' state dicts. Closing the stack removes them.
@@ -60,12 +63,12 @@ class OwnedState:
             self.hooks.callback(after_load.remove)
 
     def stepped(self) -> None:
-        """Drop state that was consolidated before the step. Call it after a step if `is_whole`."""
+        """Drop the state that `consolidate` gathered. Call this after a step if `is_whole`."""
         self.is_whole = all(owner == self._rank for _, _, owner in self._parameters)
         self._remove_foreign()
 
     def _adopt(self) -> None:
-        """Take over state that was loaded into an optimizer."""
+        """Take over the state that was loaded into an optimizer."""
         self.is_whole = True
         self._remove_foreign()
         self._on_load()
@@ -77,16 +80,17 @@ class OwnedState:
                 self.is_whole = False
 
     def only_makes_state(self, optimizer: Optimizer) -> bool:
-        """Return whether a step is an optimizer's first, with gradients of zero.
+        """Return whether the next step only creates the optimizer's state.
 
-        Torch's distributed checkpoints take such a step to make the optimizer's state.
+        That is a step of an optimizer without state, in which all gradients are zero. Torch's
+        distributed checkpoints take such a step to create the state.
         """
         gradients = [each.grad for owning, each, _ in self._parameters if owning is optimizer]
         zeros = [not gradient.any() for gradient in gradients if gradient is not None]
         return not optimizer.state and bool(zeros) and all(zeros)
 
     def check_whole(self) -> None:
-        """Refuse to save a part of the state."""
+        """Refuse to save the state if this rank has only a part of it."""
         if not self.is_whole:
             raise UnsupportedConfigurationError(
                 "this rank has the optimizer's state of its own parameters only, and state_dict() "
@@ -96,16 +100,16 @@ class OwnedState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the optimizers keep on this rank for parameters that have owners."""
+        """The number of bytes that the optimizers keep on this rank for parameters with owners."""
         states = [optimizer.state.get(each, {}) for optimizer, each, _ in self._parameters]
         return sum(tensor.nbytes for tensor in tensors_in(states))
 
     @torch.no_grad()
     def consolidate(self, group: dist.ProcessGroup, to: int | None) -> None:
-        """Send each parameter's state from its owner to the others, where rank ``to`` keeps it.
+        """Gather the state of all parameters on rank ``to``, or on all ranks if it is None.
 
-        For None all ranks keep it. The number of exchanges depends on the bytes that an owner has,
-        not on the number of parameters: each rank packs as many states as `_EXCHANGED_BYTES` holds.
+        The number of exchanges depends on how many bytes an owner has, not on the number of
+        parameters: in each exchange, a rank packs states until they exceed `_EXCHANGED_BYTES`.
 
         **Collective**: all ranks, between two steps.
         """
@@ -128,10 +132,12 @@ class OwnedState:
         let_collectives_go(group)  # these may be a job's last
 
     def _pack(self, places: Sequence[int]) -> tuple[dict[int, bytes], list[int]]:
-        """Save the states of some of these parameters, at least of one.
+        """Serialize the states of these parameters, in order, until they fill one exchange.
+
+        The last state may exceed `_EXCHANGED_BYTES`. Parameters without state are skipped.
 
         Returns:
-            The saved states by place, and the places that are left for the next exchange.
+            The serialized states by place, and the places that are left for the next exchange.
         """
         packed: dict[int, bytes] = {}
         nbytes = 0
@@ -152,20 +158,20 @@ class OwnedState:
 
 
 class Owning(HookState):
-    """A hook's state with optimizers whose state of a parameter only its owner may keep."""
+    """A hook state that may leave each parameter's optimizer state to its owner alone."""
 
-    # None where each rank keeps all of it.
+    # None if every rank keeps all of the optimizer state.
     _owned_state: OwnedState | None = None
 
     def consolidate(self, to: int | None = None) -> None:
-        """Gather the owners' optimizer state on all ranks, where it stays until the next step.
+        """Gather the owners' optimizer state, which then stays complete until the next step.
 
-        Does nothing where each rank keeps all of it.
+        This does nothing if every rank keeps all of the state anyway.
 
         Args:
-            to: the rank of the group that keeps all of it. Default: all ranks do.
+            to: the rank in the group that keeps the complete state. Default: all ranks keep it.
 
-        On failure: ``ValueError`` if there is no such rank; ``ExchangeError`` when a peer has died.
+        On failure: ``ValueError`` if there is no such rank; ``ExchangeError`` if a peer has died.
 
         **Collective**: all ranks, between two steps.
         """
@@ -187,7 +193,7 @@ def _saved(state: Any) -> bytes:
 
 
 def _loaded(saved: bytes, device: torch.device) -> Any:
-    """Return the state that was saved. Tensors of another rank's device are put on ``device``."""
+    """Return the state that was saved. Tensors that were on a device are put on ``device``."""
 
     def restored(storage: Any, location: str) -> Any:
         return default_restore_location(storage, location if location == "cpu" else str(device))

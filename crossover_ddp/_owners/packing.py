@@ -1,8 +1,11 @@
-"""Lays owned things out in the two buffers that travel for one bucket. Pure: no tensors.
+"""Lay out owned things in the two buffers that travel for one bucket.
 
-[Note: packing] One buffer goes to the owners and is summed, the other one returns from them. A
-rank's part of each begins with the things that it owns. Behind them lie elements of the bucket that
-pass through unchanged, and make the parts, both ways together, as equal as possible.
+This module is pure: it touches no tensors.
+
+[Note: packing] One buffer goes to the owners and is summed, and the other one returns from them. A
+rank's part of each buffer begins with the things that it owns. They are followed by elements of the
+bucket that pass through unchanged. These elements are divided so that the total length of each
+rank's two parts is as equal as possible.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +17,7 @@ from crossover_ddp._ddp.layout import Span, spans_of
 
 
 class Item(NamedTuple):
-    """A thing with an owner."""
+    """A thing that has an owner."""
 
     owner: int
     there: int  # elements that go to the owner
@@ -22,7 +25,7 @@ class Item(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a thing of ``owner`` lies in both buffers."""
+    """The place of one thing in both buffers, and its owner."""
 
     owner: int
     there: Span
@@ -30,26 +33,26 @@ class Place(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """The contents of both buffers, see [Note: packing]."""
+    """The layout of both buffers, see [Note: packing]."""
 
     # By rank, the length of its part of the buffer that is summed.
     there: tuple[int, ...]
     # By rank, the length of its part of the buffer that returns.
     back: tuple[int, ...]
-    # The places of the items, in their order.
+    # The place of each item, in the order of the items.
     items: tuple[Place, ...]
-    # The elements that pass through: their span in the bucket, and their place.
+    # For each run of elements that pass through: its span in the bucket, and its place.
     passing: tuple[tuple[Span, Place], ...]
 
 
 @lru_cache(maxsize=1024)
 def packing(world_size: int, items: tuple[Item, ...], passing: tuple[Span, ...] = ()) -> Packing:
-    """Lay both buffers out. The result is equal on all ranks: it depends on the arguments only.
+    """Lay out both buffers. The layout depends only on the arguments, so all ranks get the same.
 
     Args:
-        world_size: number of parts.
-        items: the things with owners.
-        passing: spans of the bucket that pass through, in order. They are cut where parts end.
+        world_size: the number of parts.
+        items: the things that have owners.
+        passing: the spans of the bucket that pass through, in order. They are cut where parts end.
     """
     there = [0] * world_size
     back = [0] * world_size
@@ -74,10 +77,12 @@ def packing(world_size: int, items: tuple[Item, ...], passing: tuple[Span, ...] 
 
 
 def _stack(items: Sequence[Item], there: list[int], back: list[int]) -> list[tuple[int, int]]:
-    """Append each item to its owner's parts, whose lengths so far are ``there`` and ``back``.
+    """Append each item to its owner's two parts.
+
+    ``there`` and ``back`` hold the lengths of the parts so far. They are updated in place.
 
     Returns:
-        For each item where it begins in the two parts. The lengths grow by the items.
+        For each item, the offsets at which it begins in the two parts.
     """
     offsets = []
     for owner, numel_there, numel_back in items:
@@ -91,14 +96,14 @@ def fill_up(filled: Sequence[int], numel: int) -> tuple[int, ...]:
     """Divide ``numel`` elements so that the fullest part becomes as small as possible.
 
     Args:
-        filled: length of each part so far.
-        numel: elements to be added.
+        filled: the length of each part so far.
+        numel: the number of elements to add.
 
     Returns:
-        How many elements each part gets.
+        The number of elements that each part gets.
     """
-    # Fill the emptiest parts up to a common level, as water fills vessels: find how many parts
-    # the water reaches, and its level.
+    # Fill the emptiest parts up to a common level, like water in connected vessels: find how many
+    # parts the water reaches, and its level.
     order = sorted(range(len(filled)), key=lambda rank: (filled[rank], rank))
     for count in range(1, len(order) + 1):
         lowest = order[:count]
@@ -113,11 +118,11 @@ def fill_up(filled: Sequence[int], numel: int) -> tuple[int, ...]:
 
 
 def cut_up(passing: Sequence[Span], shares: Sequence[int]) -> Iterator[tuple[Span, int]]:
-    """Cut the spans into pieces and yield each with its rank, rank 0's pieces first.
+    """Cut the spans into pieces and yield each piece with its rank, starting with rank 0.
 
     Args:
-        passing: spans of the bucket, in order.
-        shares: elements that each rank gets.
+        passing: the spans of the bucket that pass through, in order.
+        shares: the number of elements that each rank gets.
     """
     borders = list(accumulate(shares))
     done = 0

@@ -1,4 +1,4 @@
 """Services of the machine: shared memory, environment variables, devices, child processes.
 
-Not here: anything that knows of process groups or gradients.
+Code that knows about process groups or gradients does not belong here.
 """

@@ -1,11 +1,11 @@
 """Child processes: starts them, waits for them without polling, and ends them.
 
 [Note: no process is left behind]
-There are three safeguards. The kernel sends a child a signal when the thread that started it ends,
-even if that thread was killed. A child leads a session, so that one signal reaches all processes in
-the session. Processes that have left the session, as torchrun's ranks do, have inherited an
-environment variable, the *mark*, by which they are found in /proc. A process that clears its
-environment is not found. Our design.
+There are three safeguards. First, the kernel sends a child a signal when the thread that started it
+ends, even if that thread was killed. Second, a child leads a session, so one signal reaches all
+processes in the session. Third, processes that have left the session, like torchrun's ranks, have
+inherited an environment variable, the *mark*, by which they are found in /proc. A process that
+clears its environment is not found. Our design.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 
 SHELLS_OFFSET: Final = 128
-"""A program that signal n ended has the exit code 128 + n in shells."""
+"""Shells report the exit code 128 + n for a program that was ended by signal n."""
 KILL_S: Final = 5.0
-"""How long a killed process may take: it may write a core, or be in a system call."""
+"""How long a killed process may take to end. It may be writing a core or be in a system call."""
 _GRACE_S: Final = 2.0
 _PR_SET_PDEATHSIG: Final = 1
 _ATTEMPTS: Final = 10
@@ -30,17 +30,18 @@ _prctl = ctypes.CDLL(None).prctl
 
 
 class Child(subprocess.Popen[Any]):
-    """A process that leads a new session, and is signalled when the thread that started it ends.
+    """A process that leads a new session, and gets a signal when the thread that started it ends.
 
     Args:
-        words: the command.
-        environment: all variables of the process.
-        death_signal: the signal that the kernel sends it when its parent dies. Default SIGTERM.
-        core: the only core that it may run on. Default None: any.
-        unblocked: signals that this process blocks and the child must not. Default none.
-        options: further options of ``subprocess.Popen``.
+        words: the command and its arguments.
+        environment: the complete environment of the process.
+        death_signal: the signal that the kernel sends to the process when that thread ends.
+            Default SIGTERM.
+        core: the only core on which the process may run. Default None, which means any core.
+        unblocked: signals that this process blocks but the child must not. Default none.
+        options: further options for ``subprocess.Popen``.
 
-    On failure: `OSError` if it cannot be started.
+    On failure: `OSError` if the process cannot be started.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Child(subprocess.Popen[Any]):
 
         def begin() -> None:  # runs between fork and exec: no import, no lock
             _prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
-            if os.getppid() != parent:  # it died before the line above
+            if os.getppid() != parent:  # the parent died before the line above
                 os._exit(SHELLS_OFFSET + death_signal)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, unblocked)
             if core is not None:
@@ -68,10 +69,10 @@ class Child(subprocess.Popen[Any]):
         )
 
     def poll(self) -> int | None:
-        """Return the exit code, -n for signal n. None while the process runs.
+        """Return the exit code, which is -n after signal n, or None while the process runs.
 
-        The process stays a zombie until `wait`, so that its id and that of its session are not
-        reused meanwhile.
+        The process stays a zombie until `wait`, so that its id and its session's id are not reused
+        meanwhile.
         """
         if self.returncode is not None:
             return self.returncode
@@ -81,7 +82,7 @@ class Child(subprocess.Popen[Any]):
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def signal_session(self, *numbers: int) -> None:
-        """Send signals to all processes of the session. Does nothing after `wait`."""
+        """Send signals to all processes in the session. After `wait` this does nothing."""
         if self.returncode is None:
             for number in numbers:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -89,18 +90,18 @@ class Child(subprocess.Popen[Any]):
 
 
 def wait_any(children: Iterable[Child], timeout_s: float) -> None:
-    """Block until one of the children has ended, or the time is up."""
+    """Block until one of the children has ended or the time is up."""
     _wait_for_one([child.pid for child in children], timeout_s)
 
 
 def end(children: Iterable[Child], *, grace_s: float = _GRACE_S) -> None:
-    """End children and their sessions: SIGTERM, and SIGKILL after ``grace_s``.
+    """End children and their sessions with SIGTERM, and after ``grace_s`` seconds with SIGKILL.
 
-    With ``grace_s=0`` they are killed at once.
+    If ``grace_s`` is 0, they are killed at once.
     """
     unreaped = [child for child in children if child.returncode is None]
     for child in unreaped if grace_s else ():
-        # SIGCONT: a stopped process handles SIGTERM once it continues.
+        # A stopped process handles SIGTERM only once SIGCONT makes it continue.
         child.signal_session(signal.SIGTERM, signal.SIGCONT)
     deadline_s = time.monotonic() + grace_s
     while (
@@ -116,23 +117,23 @@ def end(children: Iterable[Child], *, grace_s: float = _GRACE_S) -> None:
 
 
 def marked(variable: str) -> Iterator[tuple[int, str]]:
-    """Yield every other process that has the environment variable, and its value.
+    """Yield (process id, value) for every other process that has the environment variable.
 
-    Processes of other users are found only as root.
+    Only root finds the processes of other users.
     """
     prefix = f"{variable}=".encode()
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and entry.name != str(os.getpid()):
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
+            with contextlib.suppress(OSError):  # the process has ended, or is another user's
                 for each in Path(entry.path, "environ").read_bytes().split(b"\0"):
                     if each.startswith(prefix):
                         yield int(entry.name), os.fsdecode(each.removeprefix(prefix))
 
 
 def end_marked(variable: str, value: str) -> list[int]:
-    """Kill every process with this mark, and return their ids."""
+    """Kill all other processes in which ``variable`` is ``value``, and return their ids."""
     killed: set[int] = set()
-    # Repeated until none is found: a process may fork between the search and the kill.
+    # Repeat until none is found, since a process may fork between the search and the kill.
     for _ in range(_ATTEMPTS):
         found = [pid for pid, mark in marked(variable) if mark == value]
         if not found:
@@ -157,7 +158,7 @@ def _wait_for_one(pids: Iterable[int], timeout_s: float) -> None:
             try:
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
-                return  # it has ended and was reaped
+                return  # this process has ended and was reaped
             opened.callback(os.close, descriptor)
             ends.register(descriptor, select.POLLIN)
         ends.poll(max(0.0, timeout_s) * 1000)

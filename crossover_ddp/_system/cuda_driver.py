@@ -1,7 +1,7 @@
-"""The few calls of the CUDA driver that torch does not offer, through ctypes on ``libcuda.so.1``.
+"""The few CUDA driver calls that torch does not offer, made with ctypes on ``libcuda.so.1``.
 
-Names, numbers and meanings are those of ``cuda.h`` (13.1). Importing this module loads no library.
-No call makes a CUDA context.
+Names, numbers and meanings are those in ``cuda.h`` (13.1). Importing this module loads no library.
+No call creates a CUDA context.
 """
 
 import contextlib
@@ -31,7 +31,10 @@ _UUID_BYTES: Final = 16
 
 
 class CudaDriver:
-    """Calls of a loaded ``libcuda``. A failed one raises ``RuntimeError`` with its CUresult."""
+    """Call functions of a loaded ``libcuda``.
+
+    On failure: a failed call raises ``RuntimeError`` with its CUresult.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -55,22 +58,27 @@ class CudaDriver:
         return device.value
 
     def initialize(self) -> None:
-        """Initialize the driver, unless torch has done it. Makes no context."""
+        """Initialize the driver, unless torch has done so already. This creates no context."""
         self._call("cuInit", 0)
 
     def attribute(self, index: int, attribute: int) -> int:
-        """Return an attribute of a device. ``index`` is torch's index in this process."""
+        """Return the value of a device attribute.
+
+        Args:
+            index: torch's index of the device in this process.
+            attribute: the attribute's number in ``CUdevice_attribute``.
+        """
         value = _INT()
         self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, self._device(index))
         return value.value
 
     def name(self, index: int) -> str:
-        """Return the device's name as nvidia-smi lists it.
+        """Return the device's name in the form that nvidia-smi uses.
 
-        That is ``GPU-<uuid>``, or ``MIG-<uuid>`` for an instance of a partitioned GPU.
+        This is ``GPU-<uuid>``, or ``MIG-<uuid>`` for an instance of a partitioned GPU.
         """
         own = card = self._uuid(index, "cuDeviceGetUuid_v2")
-        with contextlib.suppress(RuntimeError):  # a driver without the call for the whole card
+        with contextlib.suppress(RuntimeError):  # this driver has no call for the whole card
             card = self._uuid(index, "cuDeviceGetUuid")
         return f"{'GPU' if own == card else 'MIG'}-{own}"
 
@@ -80,7 +88,7 @@ class CudaDriver:
         return uuid.UUID(bytes=found.raw)
 
     def ignore_other_threads_captures(self) -> None:
-        """Allow this thread to query and wait while another one captures a CUDA graph."""
+        """Allow this thread to query and wait while another thread captures a CUDA graph."""
         self._call(
             "cuThreadExchangeStreamCaptureMode", ctypes.byref(_INT(_CAPTURE_MODE_THREAD_LOCAL))
         )
@@ -88,9 +96,9 @@ class CudaDriver:
 
 @functools.cache
 def cuda_driver() -> CudaDriver:
-    """Return the driver.
+    """Return the initialized CUDA driver, which is loaded once.
 
-    Raises ``OSError`` if there is none, ``RuntimeError`` if it finds no GPU.
+    Raises ``OSError`` if there is no driver, and ``RuntimeError`` if the driver finds no GPU.
     """
     driver = CudaDriver(ctypes.CDLL(_LIBRARY))
     driver.initialize()
@@ -101,12 +109,14 @@ _threads = threading.local()
 
 
 def adopt_thread() -> None:
-    """Keep this thread of the package from invalidating CUDA graph captures of user threads.
+    """Keep the calling thread from invalidating the CUDA graph captures of other threads.
 
-    While a graph is captured in torch's default mode, a query of an event or a wait for one on
-    *any* thread invalidates the capture. Does nothing where the driver lacks the call.
+    Threads of this package call it, so that they do not disturb user code.
+
+    While a graph is captured in torch's default mode, the capture becomes invalid if *any* thread
+    queries an event or waits for one. This function does nothing if the driver lacks the call.
     """
     if not getattr(_threads, "adopted", False):
         _threads.adopted = True
-        with contextlib.suppress(OSError, RuntimeError):  # without it only captures are at risk
+        with contextlib.suppress(OSError, RuntimeError):  # without the call, only captures may fail
             cuda_driver().ignore_other_threads_captures()

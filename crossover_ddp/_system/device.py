@@ -1,4 +1,4 @@
-"""Finds the device that a process uses, and a name for it that all processes of a machine share."""
+"""Finds the device that a process uses, and its name, which is the same in all processes."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the UUID of a GPU, or of a MIG instance. It is the same in all processes."""
+    """Return the name of a GPU or MIG instance, with its UUID. It is the same in all processes."""
     try:
         return cuda_driver().name(device.index or 0)
     except (OSError, RuntimeError) as error:
@@ -22,7 +22,7 @@ def device_name(device: torch.device) -> str:
 
 
 def default_device() -> torch.device:
-    """Return the current GPU if this process uses one, else the CPU."""
+    """Return the current GPU if this process already uses CUDA, else the CPU."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -31,9 +31,9 @@ def default_device() -> torch.device:
 def sibling_name(device: torch.device) -> str:
     """Return the name by which siblings know ``device``.
 
-    A GPU has its UUID. For a CPU it is ``CROSSOVER_DEVICE``, or the name of the machine. A process
-    that is pinned to some of the machine's cores adds their mask, since jobs that are pinned to
-    different cores do not share a device.
+    For a GPU, the name contains its UUID. For a CPU, it is the value of ``CROSSOVER_DEVICE``. If
+    that is not set, it is the name of the machine, followed by a mask of cores if the process is
+    pinned to some of them, since jobs that are pinned to different cores do not share a device.
     """
     if device.type == "cuda":
         return device_name(device)
@@ -41,8 +41,8 @@ def sibling_name(device: torch.device) -> str:
 
 
 def _cores() -> str:
-    """Return a suffix with the mask of this process's cores. It is empty if it may use all."""
-    # The main thread's cores: OpenMP may have bound other threads to one core each.
+    """Return a suffix with the mask of this process's cores, or "" if it may use all cores."""
+    # These are the main thread's cores. OpenMP may have bound other threads to one core each.
     cores = os.sched_getaffinity(os.getpid())
     if len(cores) == os.cpu_count():
         return ""
@@ -54,12 +54,12 @@ def named_device(wanted: torch.device | str | int | None) -> tuple[torch.device,
 
     Args:
         wanted: a device, its name, or a GPU's index. Any other text is a name that the user chose
-            for a device that is no GPU. None means the default device.
+            for a device that is not a GPU. None means the default device.
     """
     if isinstance(wanted, str):
         try:
             found = torch.device(wanted)
-        except RuntimeError:  # not a device of torch: a name that the user chose
+        except RuntimeError:  # the text is not a torch device, but a name that the user chose
             return torch.device("cpu"), wanted
     elif isinstance(wanted, int):
         found = torch.device("cuda", wanted)

@@ -1,4 +1,4 @@
-"""The private directory of this user in shared memory.
+"""Finds and opens this user's private directory in shared memory.
 
 Our design; see the notes in `crossover_ddp._turns.segment`.
 """
@@ -22,16 +22,23 @@ SHARED_MEMORY = "/dev/shm"
 
 
 def segment_directory(base: str) -> str:
-    """Return the path of the directory below ``base`` that holds all segments of this user."""
+    """Return the path of the directory that holds all of this user's segments.
+
+    Args:
+        base: the shared-memory mount point.
+    """
     return os.path.join(base, f"crossover_ddp-{outer_user(os.geteuid(), _uid_map())}")
 
 
 def outer_user(user: int, uid_map: str) -> int:
-    """Return the user id outside of the container, which is unique on the machine.
+    """Return a user's id outside the container, which is unique on the machine.
 
-    In rootless containers every user has id 0. ``uid_map`` is the text of ``/proc/self/uid_map``.
-    Each line has three numbers: the first id inside, the first id outside, and how many ids there
-    are. An id that it does not map is returned as it is.
+    Inside a rootless container, every user has id 0.
+
+    Args:
+        user: the id inside the container. If it is not mapped, it is returned unchanged.
+        uid_map: the text of ``/proc/self/uid_map``. Each line has three numbers: the first id
+            inside, the first id outside, and the number of ids.
     """
     for line in uid_map.splitlines():
         inside, outside, count = map(int, line.split())
@@ -52,10 +59,11 @@ def open_directory(base: str, *, make: bool = False) -> int:
     """Open the directory of this user's segments, and return its file descriptor.
 
     Args:
-        base: the mount of shared memory.
-        make: make the directory if it is missing.
+        base: the shared-memory mount point.
+        make: create the directory if it is missing; default False.
 
-    Raises ``FileNotFoundError`` if the directory is missing, ``SegmentError`` if it is not private.
+    Raises ``FileNotFoundError`` if the directory is missing, and ``SegmentError`` if it is not
+    private, cannot be created or opened, or if the system is not Linux with ``base``.
     """
     path = segment_directory(base)
     if not sys.platform.startswith("linux") or not os.path.isdir(base):

@@ -1,4 +1,4 @@
-"""Record when jobs computed and communicated; merge, measure and draw the recordings.
+"""Records when jobs computed and communicated, and reads the recordings.
 
-Not here: the calls that record a journey (`_engine.observe`).
+The calls that record a journey are in `_engine.observe`.
 """

@@ -1,12 +1,13 @@
 """Records when a process computed, communicated and waited, as a trace that Perfetto opens.
 
-The file is a JSON array of events in the Chrome format, one event a line. Its closing bracket may
-be missing, so the file is a valid trace while the job runs, and after a kill. A process of the
-trace stands for a device, a thread for a lane of one rank of one job. The ids of both are digests
-of names, so traces can be merged by concatenation (`_timeline.trace`).
+The file is a JSON array of events in the Chrome format, with one event per line. The format allows
+the closing bracket to be missing, so the file is a valid trace while the job runs, and after a
+kill. In the trace, a process stands for a device, and a thread stands for a lane of one rank of one
+job. The ids of both are digests of names, so traces can be merged by concatenation
+(`_timeline.trace`).
 
-Recording a span is one append to a list. The file is written when some hundreds of spans are
-waiting, or once a second.
+Recording a span only appends to a list. The list is written to the file when some hundreds of spans
+are waiting, or once a second.
 """
 
 import atexit
@@ -26,9 +27,9 @@ from typing import Final
 _log = logging.getLogger(__name__)
 
 FORMAT_VERSION: Final = 3
-"""Version of the file format."""
+"""The version of the file format."""
 RECORDING: Final = "recording"
-"""Name of the event that identifies the job, rank and device. Viewers ignore it."""
+"""The name of the event that identifies the job, rank and device. Viewers ignore this event."""
 LANES: Final = {"compute": "turns", "wait": "turns", "exchange": "turns"}
 _MICROSECONDS: Final = 1e6
 _FLUSH_SPANS: Final = 512
@@ -44,10 +45,11 @@ class Timeline:
     If that file exists, the name is ``rank<r>-<pid>-2.json``, and so on.
 
     Args:
-        directory: where the file goes. It is made if it is missing.
-        rank: rank of this process in its job.
-        device: name of the device, the same for all jobs that share it.
-        job: a text that identifies the job, the same on all its ranks. None if it is not known.
+        directory: the directory for the file. It is created if it is missing.
+        rank: the rank of this process in its job.
+        device: the name of the device. It must be the same in all jobs that share the device.
+        job: a text that identifies the job. It must be the same on all its ranks. None if it is
+            not known.
 
     On failure: a file that cannot be written causes one warning and ends the recording. No
     exception reaches the journey of a bucket. Not collective. Thread-safe.
@@ -56,7 +58,8 @@ class Timeline:
     def __init__(
         self, directory: str | os.PathLike[str], *, rank: int, device: str, job: str | None = None
     ) -> None:
-        # `_begin_file` changes it if another state, or an earlier process of this id, has the file.
+        # `_begin_file` changes the path if another state, or an earlier process with the same id,
+        # has created that file.
         self.path = Path(directory).absolute() / f"rank{rank}-{os.getpid()}.json"
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -64,24 +67,32 @@ class Timeline:
         self._waiting: list[_WaitingSpan] = []
         self._written_s = time.monotonic()
         self._closed = False
-        # Added to each reading of the monotonic clock. It is read once, so that later corrections
-        # of the wall clock by NTP do not distort the trace.
+        # The offset of the wall clock from the monotonic clock, which is added to all times. It is
+        # computed once, so that later corrections by NTP do not distort the trace.
         self._wall_s = time.time() - time.monotonic()
-        # By name, for each lane: when its last span ended.
+        # When the last span of each lane ended. Lanes are grouped by name.
         self._ends_s: dict[str, list[float]] = {}
         self._rank_name = f"{job or self.path.parent.name} · rank {rank}"
         self._device_id = _digest(device)
         self._begin_file({"version": FORMAT_VERSION, "job": job, "rank": rank, "device": device})
-        # Not a weak reference: spans must not get lost when a state is dropped before the exit.
+        # This is not a weak reference, since no spans may be lost if a state is dropped before the
+        # process exits.
         atexit.register(self.close)
 
     def span(self, kind: str, begin_s: float, end_s: float, **detail: Detail) -> None:
-        """Record that ``kind`` lasted from ``begin_s`` to ``end_s`` (``time.monotonic()``)."""
+        """Record a span of time.
+
+        Args:
+            kind: the activity that filled the span, such as ``compute``.
+            begin_s: when the span began, by ``time.monotonic()``.
+            end_s: when the span ended, by the same clock.
+            detail: further values to record with the span.
+        """
         with self._lock:
             if self._closed:
                 return
             self._waiting.append((kind, begin_s, end_s, detail))
-            # The end of the span serves as the current time, which saves a call of the clock.
+            # The end of the span serves as the current time, which saves reading the clock.
             due = len(self._waiting) >= _FLUSH_SPANS or end_s - self._written_s >= _FLUSH_S
             if due:
                 self._written_s = end_s
@@ -89,8 +100,8 @@ class Timeline:
             self.flush()
 
     def flush(self) -> None:
-        """Write the waiting spans."""
-        if os.getpid() != self._pid:  # in a fork the locks may be held forever
+        """Write the waiting spans to the file."""
+        if os.getpid() != self._pid:  # in a forked child, the locks may be held forever
             return
         with self._write_lock:
             with self._lock:
@@ -100,7 +111,7 @@ class Timeline:
                 self._append("".join(event for span in spans for event in self._events(span)))
 
     def close(self) -> None:
-        """Write the waiting spans and record no more. May be called again."""
+        """Write the waiting spans, and stop recording. It is safe to call this more than once."""
         if os.getpid() == self._pid:  # see `flush`
             with self._lock:
                 self._closed = True
@@ -123,9 +134,9 @@ class Timeline:
         return _line({"ph": "M", "name": name, "pid": self._device_id, "tid": thread, "args": args})
 
     def _events(self, span: _WaitingSpan) -> Iterator[str]:
-        """Yield the event of a span, after that of its lane if the lane is new.
+        """Yield the event for a span. If the span needs a new lane, first yield the lane's event.
 
-        Spans of one lane must not overlap, because a trace allows only nested spans in a thread.
+        Spans in one lane must not overlap, because a trace allows only nested spans in a thread.
         """
         kind, begin_s, end_s, detail = span
         name = LANES.get(kind, kind.replace("_", "-"))
@@ -153,10 +164,10 @@ class Timeline:
 
     def _append(self, text: str) -> None:
         try:
-            # Unbuffered: a fork would write the content of a buffer again.
+            # Do not buffer: a forked child would write the contents of the buffer again.
             with open(self.path, "ab", buffering=0) as file:
                 rest = text.encode()
-                while rest:  # a nearly full disk accepts a part and refuses the next one
+                while rest:  # a nearly full disk accepts one part and refuses the next
                     rest = rest[file.write(rest) :]
         except OSError as error:
             self._give_up(error)
@@ -171,7 +182,10 @@ class Timeline:
 
 
 def _new_file(path: Path) -> Path:
-    """Create ``path``, or the first of its numbered variants that does not exist, and return it."""
+    """Create a new file and return its path.
+
+    This is ``path``, or the first of its numbered variants if that file exists already.
+    """
     numbered = (
         path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2)
     )

@@ -1,4 +1,4 @@
-"""Finds and reads the traces that ranks have recorded."""
+"""Finds and reads the traces that ranks recorded."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,9 @@ Event = dict[str, Any]
 
 
 def recordings(directories: Sequence[Path]) -> list[Path]:
-    """Return all recordings in and below the directories.
+    """Return the paths of all recordings in the directories and their subdirectories.
 
-    Raises `NotADirectoryError` if one of them is not a directory.
+    Raises `NotADirectoryError` if one of ``directories`` is not a directory.
     """
     for directory in directories:
         if not directory.is_dir():
@@ -24,10 +24,10 @@ def recordings(directories: Sequence[Path]) -> list[Path]:
 
 
 def events(path: Path) -> Iterator[Event]:
-    """Yield the events of one rank. The first one identifies the rank.
+    """Yield the events in one rank's recording. The first event identifies the rank.
 
-    A line that a kill has cut off is skipped. Raises ``ValueError`` if the file is not a recording
-    of this version.
+    A line is skipped if a kill has cut it off. Raises ``ValueError`` if the file is not a recording
+    in this version of the format.
     """
     lines = path.read_text(errors="replace").splitlines(keepends=True)
     whole = [line[:-2] for line in lines if line.endswith(",\n")]

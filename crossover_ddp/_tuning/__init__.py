@@ -1,5 +1,5 @@
-"""Predicts the step time on a link: a cost model, and a probe that measures the link.
+"""Predicts the step time on a link, with a cost model and a probe that measures the link.
 
-Not here: the plans of single hooks, which their states make, and pipelines
+Not here: the plans for single hooks, which the hooks' states make, and plans for pipelines
 (`crossover_ddp.pipeline`).
 """

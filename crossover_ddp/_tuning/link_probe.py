@@ -1,4 +1,4 @@
-"""Measures the cost of an exchange on a link, with a few exchanges of buffers made for that."""
+"""Measures the cost of an exchange on a link, with a few exchanges of temporary buffers."""
 
 import statistics
 import time
@@ -21,10 +21,12 @@ _SMALL_PROBE_BYTES: Final = 1 << 10
 
 
 def measure_link(process_group: dist.ProcessGroup) -> LinkModel:
-    """Measure the cost of one half of an exchange. A dozen exchanges send about five megabytes.
+    """Measure the cost of one half of an exchange, and return it as a model of the link.
 
-    **Collective**: all ranks of the group call it, with nothing else on the wire. The results of
-    the ranks differ a little.
+    The measurement takes sixteen exchanges, in which each rank sends about five megabytes. The
+    ranks' results differ slightly.
+
+    **Collective**: all ranks of the group call it, with nothing else on the wire.
     """
     engine = Exchange.of(process_group)
     samples = []
@@ -38,12 +40,14 @@ def measure_link(process_group: dist.ProcessGroup) -> LinkModel:
 def recorded_by_all(
     group: dist.ProcessGroup, steps: Sequence[StepRecord]
 ) -> tuple[list[Workload], LinkModel]:
-    """Return the workload that each rank has recorded, and the link as rank 0 measures it.
+    """Return the workload that each rank has recorded, and rank 0's measurement of the link.
 
-    The results are the same on all ranks, so that all ranks make the same plan.
+    The results are the same on all ranks, so all ranks make the same plan.
 
-    **Collective**: as `measure_link`. Raises ``UnsupportedConfigurationError`` on all ranks if
-    there is only one rank, if the model is on a GPU, or if a rank has not recorded a step yet.
+    Raises ``UnsupportedConfigurationError`` on all ranks if there is only one rank, if the model is
+    on a GPU, or if a rank has not recorded a step yet.
+
+    **Collective**, like `measure_link`.
     """
     if group.size() == 1 or Exchange.of(group).devices - {"cpu"}:
         raise UnsupportedConfigurationError(
@@ -78,7 +82,16 @@ def _timed(engine: Exchange, tensor: torch.Tensor) -> float:
 def measure_pair(
     peer: int, process_group: dist.ProcessGroup | None, size_bytes: int, repeats: int
 ) -> LinkModel:
-    """Time round trips with one peer, and return the cost of one direction. Both ranks call it."""
+    """Time round trips with one peer, and return the cost of one direction.
+
+    **Collective**: both ranks call it, each with the other one as ``peer``.
+
+    Args:
+        peer: the other rank in the group.
+        process_group: the group; None for the default group.
+        size_bytes: the size of the larger of the two messages, which is at least 2 KiB.
+        repeats: how many round trips count for each message. One more is made first.
+    """
     leads = dist.get_rank(process_group) < peer
     samples = []
     for size in (_SMALL_PROBE_BYTES, max(size_bytes, 2 * _SMALL_PROBE_BYTES)):

@@ -1,7 +1,7 @@
-"""Cost model: predicts the step of plain DDP, and from it chooses a codec or an averaging interval.
+"""Predicts the step time of plain DDP, and uses it to choose a codec or an averaging interval.
 
-Pure: no tensors, no processes, no clock. One half of an exchange (reduce-scatter or all-gather) of
-m bytes costs α + β·m, the common model.
+These functions are pure: they use no tensors, no processes and no clock. As in the common cost
+model, one half of an exchange of m bytes (a reduce-scatter or all-gather) costs α + β·m.
 """
 
 import math
@@ -11,28 +11,30 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 _INDIFFERENCE: Final = 0.02
-"""A stronger codec must shorten the step by more than this, since it also costs convergence."""
+"""A stronger codec must shorten the step by more than this fraction, since it also slows down
+convergence."""
 _FULL: Final = 0.9
-"""Greatest part of the compute time for which a plan of averaging may occupy the wire."""
+"""The largest fraction of the compute time for which an averaging plan may occupy the wire."""
 _LONGEST_INTERVAL: Final = 4096
 
 
 @dataclass(frozen=True)
 class LinkModel:
-    """Cost of one half of an exchange: α, and β per byte."""
+    """The cost of one half of an exchange: α, plus β per byte."""
 
     alpha_s: float
     beta_s: float
 
     def half_s(self, size_bytes: float) -> float:
-        """Return the time of a reduce-scatter or all-gather of a bucket of ``size_bytes``."""
+        """Return the seconds for a reduce-scatter or all-gather of a bucket of ``size_bytes``."""
         return self.alpha_s + self.beta_s * size_bytes
 
     @classmethod
     def fitted(cls, samples: Iterable[tuple[float, float]]) -> "LinkModel":
-        """Fit α and β to pairs (bytes, seconds of one half) of several sizes by least squares.
+        """Fit α and β by least squares, and return the model. Negative results are replaced by 0.
 
-        Negative results are replaced by 0.
+        Args:
+            samples: pairs (bytes, seconds for one half), for at least two different sizes.
         """
         points = list(samples)
         mean_x = sum(x for x, _ in points) / len(points)
@@ -43,16 +45,19 @@ class LinkModel:
 
 
 class BucketTimes(NamedTuple):
-    """One bucket of a recorded step, in the order of backward."""
+    """The size of one bucket in a recorded step, and the time at which it was ready."""
 
     size_bytes: int
-    # Seconds of backward's compute until the bucket's last gradient.
+    # Seconds that backward had computed when the bucket's last gradient was ready.
     ready_s: float
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One training step of one rank: compute and buckets."""
+    """The compute time and the buckets of one rank's training step.
+
+    The buckets are in the order in which backward fills them.
+    """
 
     forward_s: float
     backward_s: float
@@ -60,13 +65,14 @@ class Workload:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of the whole step without communication."""
+        """Seconds that the whole step takes without communication."""
         return self.forward_s + self.backward_s
 
     def encoded(self, hook_s: float) -> "Workload":
-        """Return the workload with ``hook_s`` seconds of encoding per byte added to backward.
+        """Return the workload with the time for encoding added to backward.
 
-        A negative ``hook_s`` removes them.
+        Args:
+            hook_s: seconds of encoding per byte. A negative value removes this time instead.
         """
         filled_bytes = 0
         buckets = []
@@ -79,19 +85,23 @@ class Workload:
 
 
 def workload_of_records(records: Sequence[Sequence[tuple[int, float]]]) -> Workload | None:
-    """Return the median of recorded steps. None if there are no records."""
+    """Return a workload with the median times of the recorded steps. None if there are no records.
+
+    Args:
+        records: for each step, pairs (bytes, seconds until ready) of its buckets.
+    """
     if not records:
         return None
     buckets = [
         BucketTimes(size_bytes, statistics.median(each[place][1] for each in records))
         for place, (size_bytes, _) in enumerate(records[-1])
     ]
-    # Records do not have the end of forward, so the whole compute time counts as backward.
+    # Records do not contain the end of forward, so the whole compute time counts as backward.
     return Workload(0.0, max(bucket.ready_s for bucket in buckets), tuple(buckets))
 
 
 def all_reduce_step_s(work: Workload, link: LinkModel) -> float:
-    """Return the time of a step of plain DDP.
+    """Return the seconds that a step of plain DDP takes.
 
     Every bucket is all-reduced during backward, and backward waits for all buckets.
     """
@@ -103,15 +113,15 @@ def all_reduce_step_s(work: Workload, link: LinkModel) -> float:
 
 @dataclass(frozen=True)
 class AveragingPlan:
-    """Arguments of ``LocalSGDState`` that suit a model on a link, and a prediction of their effect.
+    """Arguments for ``LocalSGDState`` that suit a model on a link, with their predicted effect.
 
     Args:
-        sync_every: steps between two rounds.
-        delay: steps that a round may take.
-        fragments: parts in which the parameters are averaged.
-        step_s: predicted seconds of a step.
+        sync_every: the number of steps between two rounds.
+        delay: the number of steps that a round may take.
+        fragments: the number of parts in which the parameters are averaged.
+        step_s: the predicted seconds per step.
         compute_s: C, the seconds of compute in a step.
-        wire_s: M, the seconds of one exchange of all parameters.
+        wire_s: M, the seconds that one exchange of all parameters takes.
     """
 
     sync_every: int
@@ -127,10 +137,17 @@ class AveragingPlan:
 
 
 def plan_averaging(compute_s: float, size_bytes: float, link: LinkModel) -> AveragingPlan:
-    """Choose the shortest interval that the wire keeps up with, and a delay that no step waits for.
+    """Choose the shortest interval that the wire can sustain, and a delay that makes no step wait.
 
-    One fragment is sent in every step if the link's start-up time allows it. Otherwise all
+    If the link's start-up time allows it, one fragment is sent in every step. Otherwise all
     parameters are sent at once. Our design.
+
+    Args:
+        compute_s: the seconds of compute in a step.
+        size_bytes: the size of all parameters.
+        link: the cost model of the link.
+
+    Raises ``ValueError`` if the wire does not keep up even with the longest interval.
     """
     room_s = _FULL * compute_s
     wire_s = 2 * link.half_s(size_bytes)
@@ -148,12 +165,12 @@ def plan_averaging(compute_s: float, size_bytes: float, link: LinkModel) -> Aver
 
 @dataclass(frozen=True)
 class CodecCost:
-    """Cost of an exchange with a codec, per byte of gradient.
+    """The cost of an exchange with a codec, per byte of gradient.
 
     Args:
-        rate: bytes on the wire, divided by those of an exact exchange.
-        hook_s: seconds of encoding on the training thread.
-        worker_s: processor seconds of adding, encoding again and decoding on other threads.
+        rate: the bytes on the wire, divided by the bytes of an exact exchange.
+        hook_s: the seconds of encoding on the training thread.
+        worker_s: the processor seconds of adding, encoding again and decoding on other threads.
     """
 
     rate: float
@@ -165,11 +182,16 @@ EXACT: Final = CodecCost(1.0, 0.0, 0.0)
 
 
 def coded_step_s(work: Workload, link: LinkModel, cost: CodecCost) -> float:
-    """Return the time of a step with a codec, if compute and workers share one core.
+    """Return the seconds that a step with a codec takes if compute and workers share one core.
 
-    The workers of a bucket wait for its first half on the wire, and its second half waits for the
-    workers, so their time is added to that of the wire. A step takes at least the compute time of
-    the model and the workers together. ``work`` is the workload without a codec.
+    A bucket's workers wait for the first half of its exchange, and the second half waits for the
+    workers, so the workers' time is added to the time on the wire. A step takes at least as long as
+    the model and the workers compute together.
+
+    Args:
+        work: the workload without a codec.
+        link: the cost model of the link.
+        cost: the cost of the codec.
     """
     coded = work.encoded(cost.hook_s)
     total_bytes = sum(bucket.size_bytes for bucket in work.buckets)
@@ -180,11 +202,18 @@ def coded_step_s(work: Workload, link: LinkModel, cost: CodecCost) -> float:
 def weakest_codec(
     work: Workload, link: LinkModel, costs: Sequence[CodecCost]
 ) -> tuple[int, tuple[float, ...]]:
-    """Return the index of the codec to use, and the predicted seconds of a step with each codec.
+    """Return the index of the codec to use, and the predicted seconds per step with each codec.
 
-    ``costs`` has the weakest codec first. The result is the weakest one whose step is about as
-    short as the shortest: once the exchange is hidden, a stronger codec gains nothing. Source: our
-    design, after the abstract of FusionLLM (arXiv 2410.12707).
+    The choice is the weakest codec whose step is about as short as the shortest one, since a
+    stronger codec gains nothing once the exchange is hidden. Source: our design, after the abstract
+    of FusionLLM (arXiv 2410.12707).
+
+    Args:
+        work: the workload without a codec.
+        link: the cost model of the link.
+        costs: the costs of the codecs, with the weakest codec first.
+
+    Raises ``ValueError`` if ``costs`` is empty.
     """
     if not costs:
         raise ValueError(

@@ -1,26 +1,26 @@
-"""How the ranks of a job agree on turns: through the key-value store of their process group.
+"""Carries turns between the ranks of a job, through the key-value store of their process group.
 
 [Note: grants through the store]
-Every job has such a store, and all its ranks can reach it, whatever the backend of the gradients is
+Every job has such a store, and all its ranks can reach it, whatever backend exchanges the gradients
 and whatever address the host's name resolves to. The lead rank writes a grant without waiting,
-under one key for all ranks. Each other rank has a thread that asks for a grant as soon as the rank
+under one key for all ranks. Every other rank has a thread that asks for a grant as soon as the rank
 wants a turn, and the store answers once the grant is there. So a grant travels while the last
 bucket is still being gathered, and needs no place in the order of the job's collectives. The first
-of the other ranks removes old grants, or the lead rank if that one has left. Stores other than
-torch's ``TCPStore`` poll, or keep every key for ever. Beside such a store, rank 0 opens a
-``TCPStore``.
+of the other ranks removes old grants. If that rank has left, the lead rank removes them. Stores
+other than torch's ``TCPStore`` poll, or keep every key forever. If the group has such a store, rank
+0 opens a ``TCPStore`` as well.
 
 [Note: one life of a store]
 A store may outlive the group: after ``destroy_process_group``, or when torchrun restarts ranks, the
-next life finds the keys of the previous one. So rank 0 draws a number for each channel, which is
-part of the keys, and hands it to each rank that asks for it. A rank asks under a number of *its*
-own, so an answer proves that rank 0 is alive. Rank 0 may also answer a question of an earlier life;
-no rank reads that answer.
+next life finds the keys of the previous one. So rank 0 draws a random number for each channel, and
+gives it to each rank that asks for it. The number is part of the channel's keys. A rank asks under
+a random number of *its* own, so an answer proves that rank 0 is alive. Rank 0 may also answer a
+question from an earlier life, but no rank reads that answer.
 
 [Note: one verdict]
 All ranks must know whether they agreed, or some would wait for turns that others do not take. So
-each round ends with one ``compare_set`` of the store: a rank that has all answers, or has waited
-long enough, proposes a verdict, and the first proposal counts for all. Our design.
+each round ends with a ``compare_set`` on the store: a rank that has all answers, or has waited long
+enough, proposes a verdict, and the first proposal counts for all ranks. Our design.
 """
 
 import contextlib
@@ -46,10 +46,10 @@ from crossover_ddp.errors import TurnError
 
 from .rules import Grant, Mode
 
-UNKNOWN_TIMEOUT_S = 600.0  # the shorter one of torch's defaults (NCCL 10 minutes, gloo 30)
+UNKNOWN_TIMEOUT_S = 600.0  # the shorter of torch's defaults (10 minutes for NCCL, 30 for gloo)
 _PATIENCE_SHARE = 0.25
 _KEPT = 1024  # grants; a rank that is this far behind has left, or will not catch up
-_CHECK_EVERY = 64  # turns after which the lead rank checks whether old grants are removed
+_CHECK_EVERY = 64  # turns after which the lead rank checks that old grants were removed
 _END_TIMEOUT_S = 1.0
 _ALL, _NOT_ALL = "all", "not all"
 _END = Grant(0, ())  # sent by the lead rank: no further grant will come
@@ -63,10 +63,10 @@ _servers: "weakref.WeakKeyDictionary[dist.Store, dist.TCPStore]" = weakref.WeakK
 
 
 def group_timeout_s(group: dist.ProcessGroup | None) -> float:
-    """Return how long a group's collectives wait: the shortest timeout of its backends, in seconds.
+    """Return the timeout of a group's collectives, in seconds.
 
-    `UNKNOWN_TIMEOUT_S` if no backend has one. Torch has no public function for it, so the options
-    of the backends are read.
+    This is the shortest timeout of the group's backends, or `UNKNOWN_TIMEOUT_S` if no backend has
+    one. Torch has no public function for it, so it is read from the backends' options.
     """
     found: list[float] = []
     for device in getattr(group, "_device_types", ()):
@@ -81,8 +81,8 @@ def group_timeout_s(group: dist.ProcessGroup | None) -> float:
 def patience_limit_s(group: dist.ProcessGroup | None) -> float:
     """Return how many seconds a rank of the job may wait for siblings in one `acquire`.
 
-    A quarter of the group's timeout, since the rank's peers wait for it in their next collective.
-    Infinite for a job of one process.
+    This is a quarter of the group's timeout, since the rank's peers wait for it in their next
+    collective. For a job of one process it is infinite.
     """
     if group is None or group.size() == 1:
         return math.inf
@@ -90,58 +90,59 @@ def patience_limit_s(group: dist.ProcessGroup | None) -> float:
 
 
 class _Phase(IntEnum):
-    """Where a channel is. It only goes forward; only `TurnChannel._enter` changes it."""
+    """The phase of a channel. It only moves forward, and only `TurnChannel._enter` changes it."""
 
     OPEN = auto()
-    """Entered by the constructor: ranks agree, and grants travel."""
+    """Entered by the constructor: ranks can agree, and grants travel."""
     ENDED = auto()
     """Entered by `TurnChannel.interrupt`: no further grant is received, for the reason given."""
     CLOSED = auto()
-    """Entered by `TurnChannel.close`: the store is let go of."""
+    """Entered by `TurnChannel.close`: the channel releases the store."""
 
 
 class TurnChannel:
     """Carry agreements and grants between the job's ranks.
 
     Args:
-        group: the job; None for this process alone.
-        timeout_s: how much later than the first rank the last one may come to an agreement.
+        group: the job's process group. None for a job that consists of this process alone.
+        timeout_s: how much later than the first rank the last rank may join an agreement.
 
     On failure: `TurnError`, on all ranks alike if the store works.
 
-    **Collective**: every rank of ``group`` constructs it, and all call `gather` equally often.
+    **Collective**: every rank of ``group`` constructs a channel, and all ranks call `gather`
+    equally often.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self.timeout_s = timeout_s
-        # The rank that sends grants; set before any grant is sent or received.
+        # The rank that sends grants. It is set before any grant is sent or received.
         self.lead = 0
         self._grant_timeout_s = group_timeout_s(group) / 2
         self._pid = os.getpid()
         self._phase = _Phase.OPEN
-        # Why no further grant will come; set when `_phase` leaves OPEN.
+        # Why no further grant will come. It is set when `_phase` leaves OPEN.
         self._end_reason = ""
-        # How many agreements were made, and how many grants were sent, have arrived, and were
-        # returned by `receive`.
+        # How many agreements this rank took part in, and how many grants were sent, arrived, and
+        # were returned by `receive`.
         self._gathered = 0
         self._sent = 0
         self._arrived = 0
         self._received = 0
         # For the listener: True asks for a grant, False ends it.
         self._asks: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        # Grants that have arrived, in order; None behind the last one.
+        # Grants that have arrived, in order. None follows the last one.
         self._grants: queue.SimpleQueue[Grant | None] = queue.SimpleQueue()
         self._listener: threading.Thread | None = None
-        # None in a job of one rank, and once the channel is closed.
+        # The store; None in a job of one rank, and once the channel is closed.
         self._store = self._connect(group) if group is not None and self.size > 1 else None
 
     def _connect(self, group: dist.ProcessGroup) -> dist.Store:
         try:
             shared = _get_process_group_store(group)
             is_served = isinstance(innermost(shared), dist.TCPStore)
-            # A clone, since a wait on a store blocks its other users.
+            # Use a clone, since a wait on a store blocks its other users.
             own = shared.clone() if is_served else shared
             name = f"crossover-turns-{self._meet(dist.PrefixStore(_MEETING, own))}"
             if not is_served:
@@ -155,7 +156,7 @@ class TurnChannel:
         return dist.PrefixStore(name, own)
 
     def _meet(self, store: dist.Store) -> str:
-        """Return rank 0's number for this channel; see [Note: one life of a store]."""
+        """Return the number that rank 0 draws for this channel; see [Note: one life of a store]."""
         own = secrets.token_hex(8)
         if self.rank:
             store.set(f"asks/{self.rank}", own)
@@ -184,9 +185,13 @@ class TurnChannel:
         return own
 
     def _open_tcp_store(self, life: dist.Store, shared: dist.Store) -> dist.Store:
-        """Return a ``TCPStore`` to use in place of ``shared``, a store of another kind.
+        """Return a ``TCPStore`` to use in place of ``shared``, which is a store of another kind.
 
-        See [Note: grants through the store]. ``life`` is ``shared`` with the keys of this channel.
+        See [Note: grants through the store].
+
+        Args:
+            life: ``shared``, with this channel's prefix for the keys.
+            shared: the store of the process group.
         """
         if self.rank == 0:
             if shared not in _servers:
@@ -202,9 +207,12 @@ class TurnChannel:
     # --- agreeing -------------------------------------------------------------------------------
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the ``value`` of every rank, by rank. JSON must be able to hold it. Collective.
+        """Return every rank's ``value`` in the order of ranks. Collective.
 
         Raises `TurnError` on all ranks if one does not answer in time; see [Note: one verdict].
+
+        Args:
+            value: anything that can be encoded as JSON.
         """
         if self.size == 1:
             return [value]
@@ -237,12 +245,12 @@ class TurnChannel:
     # --- grants ---------------------------------------------------------------------------------
 
     def send(self, grant: Grant) -> None:
-        """On the lead rank: send ``grant`` to all ranks, itself included, without waiting."""
+        """Send ``grant`` to all ranks, including this one, without waiting. For the lead rank."""
         if self.size > 1:
             store = self._connected()
             store.set(f"grant/{self._sent}", json.dumps(grant))
-            # The rank that removes grants may have left. Checking that waits for the store's
-            # answer, so it is done seldom.
+            # The rank that removes grants may have left. Checking this means waiting for the
+            # store's answer, so it is done rarely.
             old = self._sent - _KEPT - _CHECK_EVERY
             if not self._sent % _CHECK_EVERY and old > 0 and store.check([f"grant/{old - 1}"]):
                 for number in range(old - _CHECK_EVERY, old):
@@ -255,13 +263,13 @@ class TurnChannel:
         self._arrived += 1
 
     def listen(self, on_grant: Callable[[], None]) -> None:
-        """On other ranks: start the thread that asks for grants.
+        """Start the thread that asks for grants. For ranks other than the lead rank.
 
         Args:
-            on_grant: called on that thread when a grant has arrived.
+            on_grant: called on that thread whenever a grant has arrived.
         """
-        # A clone, since a wait on a store blocks its other users. Its timeout is longer than that
-        # of `receive`, which therefore gives up first.
+        # A wait on a store blocks its other users, so the thread has a clone. The clone's timeout
+        # is longer than that of `receive`, which therefore gives up first.
         store = self._connected().clone()
         store.set_timeout(datetime.timedelta(seconds=2 * self._grant_timeout_s))
         self._listener = threading.Thread(
@@ -270,16 +278,23 @@ class TurnChannel:
         self._listener.start()
 
     def ask(self) -> None:
-        """On other ranks: ask for the next grant, once before each `receive`. Never blocks."""
+        """Ask for the next grant. Call this once before each `receive`. It never blocks.
+
+        For ranks other than the lead rank.
+        """
         self._asks.put(True)
 
     @property
     def arrived(self) -> bool:
-        """Whether a grant has arrived that `receive` has not returned."""
+        """Whether a grant has arrived that `receive` has not returned yet."""
         return self._received < self._arrived
 
     def receive(self) -> Grant:
-        """Return the next grant; raises `TurnError` after half the process group's timeout."""
+        """Wait for the next grant and return it.
+
+        Raises `TurnError` if none arrives within half of the process group's timeout, or if the
+        channel has ended.
+        """
         try:
             grant = self._grants.get(timeout=self._grant_timeout_s)
         except queue.Empty:
@@ -295,28 +310,32 @@ class TurnChannel:
     # --- ending ---------------------------------------------------------------------------------
 
     def _enter(self, phase: _Phase, reason: str) -> None:
-        """Go forward to a phase. The first reason is kept.
+        """Move forward to a phase. The first reason is kept.
 
-        It takes no lock, since a signal handler or Python's collector may run `interrupt`. If a
-        late ENDED thereby replaces CLOSED, a second `close` runs, which does nothing new.
+        This takes no lock, since a signal handler or Python's collector may run `interrupt`. So a
+        late ENDED may replace CLOSED. Then a second `close` runs, which has no further effect.
         """
         if phase > self._phase:
             self._end_reason = self._end_reason or reason
             self._phase = phase
 
     def interrupt(self, reason: str = "the channel of turns was closed") -> None:
-        """End the `receive` of another thread, after the grants that have arrived."""
+        """Make `receive` raise, on any thread, once it has returned the grants that have arrived.
+
+        Args:
+            reason: the message of the error.
+        """
         self._enter(_Phase.ENDED, reason)
         self._grants.put(None)
 
     def close(self, *, end_grants: bool = False) -> None:
-        """Leave the job's other ranks. Not collective; may be called again.
+        """Close the channel. Not collective. It is safe to call this more than once.
 
         In a forked child it does nothing.
 
         Args:
-            end_grants: on the lead rank: also announce to all other ranks, after the grants sent so
-                far, that no further one will come; default False.
+            end_grants: also announce to all other ranks, after the grants sent so far, that no
+                further grant will come. For the lead rank; default False.
         """
         if os.getpid() != self._pid or self._phase is _Phase.CLOSED:
             return
@@ -326,13 +345,14 @@ class TurnChannel:
         self.interrupt()
         self._enter(_Phase.CLOSED, self._end_reason)
         self._asks.put(False)
-        # The listener only waits for a grant that the lead rank is about to send, or for the end.
+        # The listener may be waiting for a grant that the lead rank is about to send, or for the
+        # end.
         if self._listener is not None and self._listener is not threading.current_thread():
             self._listener.join(_END_TIMEOUT_S)
         self._store = None
 
     def _listen(self, store: dist.Store, on_grant: Callable[[], None]) -> None:
-        """Ask for one grant after the other, so that they have arrived when they are needed."""
+        """Ask for grants one after the other, so that they have arrived when they are needed."""
         removes_grants = self.rank == (0 if self.lead else 1)  # the first rank that listens
         try:
             while self._asks.get() and self._phase is _Phase.OPEN:
@@ -345,6 +365,7 @@ class TurnChannel:
                 if removes_grants and self._arrived > _KEPT:
                     store.delete_key(f"grant/{self._arrived - _KEPT - 1}")
         except Exception as error:
-            # Mostly the process that serves the store has ended, with the job. `receive` raises it.
+            # Usually the job is ending, and the process that serves the store has ended already.
+            # `receive` raises the error.
             problem = f"{type(error).__name__}: {error}"
             self.interrupt(f"the job's store failed ({problem}); turns need it")

@@ -1,6 +1,6 @@
-"""The end of a turn on the device, whose kernels may still run when the host gives the turn back.
+"""Waits for the end of a turn on a GPU, whose kernels may still run when the host has finished.
 
-An event is recorded behind the turn's kernels. The thread of turns waits for it, and only then
+An event is recorded behind the turn's kernels. The thread of turns waits for the event before it
 publishes the turn as given back, so no stream and no other process waits for the device. A wait
 queued on a stream would be dangerous: a process may die before its kernels are done, and such a
 wait cannot be cancelled. Our design.
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 def order_on(device: torch.device) -> "DeviceOrder | None":
-    """Return the order on a device of this process.
+    """Return a `DeviceOrder` for one of this process's devices.
 
-    None for a CPU, which has finished a turn when the host has.
+    Return None for a CPU, where a turn's work is done as soon as the host has finished it.
     """
     if os.environ.get(environment.DEVICE_ORDER, "") not in ("", "host"):
         warnings.warn(
@@ -36,11 +36,11 @@ def order_on(device: torch.device) -> "DeviceOrder | None":
 
 
 class DeviceOrder:
-    """Marks the ends of turns on a GPU, and waits for them."""
+    """Mark the ends of turns on a GPU, and wait for them."""
 
     def __init__(self, gpu: torch.device) -> None:
         self._gpu = gpu
-        # Joins several streams at the end of a turn; made when it is first needed.
+        # A stream that joins several streams at the end of a turn. It is created when first needed.
         self._end_stream: torch.cuda.Stream | None = None
         # The streams on which the last turn ended.
         self._computing: Sequence[torch.cuda.Stream] = ()
@@ -57,12 +57,18 @@ class DeviceOrder:
     def streams(self) -> Sequence[torch.cuda.Stream]:
         """Return the streams on which a turn that begins now may compute.
 
-        They are the current and the default stream.
+        These are the current stream and the default stream.
         """
         return torch.cuda.current_stream(self._gpu), torch.cuda.default_stream(self._gpu)
 
     def mark(self, streams: Sequence[torch.cuda.Stream] = ()) -> torch.cuda.Event:
-        """Mark the end of a turn behind all work queued on the current stream and ``streams``."""
+        """Record an event behind all work queued on the current stream and on ``streams``.
+
+        The event marks the end of a turn.
+
+        Args:
+            streams: further streams on which the turn computed; default none.
+        """
         stream = torch.cuda.current_stream(self._gpu)
         self._computing = (stream, *streams)
         if streams:
@@ -75,20 +81,20 @@ class DeviceOrder:
         return end
 
     def wait(self, end: torch.cuda.Event) -> None:
-        """Block until the device has reached ``end``. Call it on a thread of this package."""
+        """Block until the device has reached ``end``. Call this on a thread of this package."""
         torch.cuda.set_device(self._gpu)
         adopt_thread()
         try:
             end.synchronize()
         except RuntimeError as error:
-            # A broken CUDA context runs no kernel any more. Training meets the same error.
+            # A broken CUDA context no longer runs kernels. Training gets the same error.
             logger.debug("a turn on %s ended with an error of the device: %s", self._gpu, error)
 
     def is_done(self, streams: Sequence[torch.cuda.Stream]) -> bool:
-        """Return whether the device has finished all work of a turn, so far as it was queued.
+        """Return whether the device has finished all of a turn's work that was queued so far.
 
-        The streams on which the last turn ended count as well: user code may compute on another
-        stream than the one that took the turn. Call it on a thread of this package.
+        This also checks the streams on which the last turn ended, since user code may compute on a
+        stream other than the one that took the turn. Call this on a thread of this package.
 
         Args:
             streams: the streams on which the turn began.

@@ -1,10 +1,11 @@
 """How a job joins its siblings: on all ranks, or on none. Our design.
 
 [Note: leads]
-The machine with the smallest number among a job's machines is its *lead* machine. Its log holds
-the order of the job's turns on all its devices. The job's first rank there, the *lead rank*, draws
-them. Jobs with the same lead machine are in one order, whatever devices they use. Jobs with
-different lead machines are in no common order: they ignore each other where they meet, and warn.
+Among a job's machines, the one with the smallest number is its *lead* machine. The log of that
+machine holds the order of the job's turns on all its devices. The job's first rank there, the *lead
+rank*, draws the turns. Jobs with the same lead machine share one order, whatever devices they use.
+Jobs with different lead machines have no common order: where they meet on a device, they ignore
+each other and warn.
 """
 
 import contextlib
@@ -28,20 +29,21 @@ from .segment import TurnSegment
 
 logger = logging.getLogger(__name__)
 
-# Errors that keep their class on other ranks. All others become `SegmentError` there.
+# Errors that keep their class when other ranks raise them. All others become `SegmentError`.
 _ERRORS: dict[str, type[Exception]] = {
     each.__name__: each for each in (TurnError, ValueError, TypeError)
 }
-# Where this process takes turns: (pid, group, device). A fork is another process.
+# Where this process takes turns: (pid, group, device). A forked child has another pid, so its
+# parent's claims do not count for it.
 _claims: set[tuple[int, str, str]] = set()
 _claiming = threading.Lock()
 
 
 class NotJoinedError(CrossoverError):
-    """The job has not joined its siblings, and holds nothing.
+    """Raised if the job has not joined its siblings. It then holds no resources.
 
     Args:
-        reason: the error of a rank.
+        reason: the error that kept a rank from joining.
         agreed: whether all ranks have the same reason, so that one warning is enough.
     """
 
@@ -54,12 +56,12 @@ class NotJoinedError(CrossoverError):
 class Membership(NamedTuple):
     """A rank's connections to its job and to the job's siblings."""
 
-    # A random number, the same on all ranks of the job.
+    # A random number that identifies the job. It is the same on all its ranks.
     job: int
     # Whether this is the job's lead rank.
     is_lead: bool
     segment: TurnSegment
-    # None on a CPU.
+    # The order of turns on a GPU; None on a CPU.
     order: DeviceOrder | None
     channel: TurnChannel
 
@@ -73,16 +75,16 @@ def join(
     trial: bool,
     timeout_s: float | None,
 ) -> Membership:
-    """Join the siblings of group ``name`` with all ranks of the job.
+    """Join the siblings in group ``name``, with all ranks of the job.
 
     Args:
         name: the siblings' group, as in `GPUMutex`.
         device: the shared device, as in `GPUMutex`.
-        group: the job; None for this process alone.
+        group: the job's process group. None for a job that consists of this process alone.
         lease_s: how many seconds siblings wait for a turn of the job.
         trial: whether the job takes part in trials of turns.
-        timeout_s: how many seconds later than the first rank the last one may come; None: as many
-            as their collectives may take.
+        timeout_s: how many seconds after the first rank the last rank may arrive, but at most a
+            quarter of the timeout of their collectives. None means that whole timeout.
 
     On failure: `NotJoinedError`; the job holds nothing afterwards.
 
@@ -125,7 +127,7 @@ def join(
                 _warn_of_other_leads(segment, machines[lead])
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
-            # Every rank has shown its slot before the first turn is drawn.
+            # After this, every rank has shown its slot. No turn is drawn before that.
             _agree(channel, (problem,))
             undo.pop_all()
             return Membership(job, channel.rank == lead, segment, order, channel)
@@ -136,9 +138,14 @@ def join(
 
 
 def _claim(name: str, device: str, undo: contextlib.ExitStack) -> None:
-    """Refuse a second mutex of this process in the same group on the same device.
+    """Refuse a second mutex of this process for the same group and device.
 
-    The two would wait for each other, a lease each time.
+    The two mutexes would wait for each other, one lease each time.
+
+    Args:
+        name: the siblings' group.
+        device: the name of the device.
+        undo: receives a callback that gives up the claim.
     """
     claim = (os.getpid(), name, device)
     with _claiming:
@@ -152,9 +159,10 @@ def _claim(name: str, device: str, undo: contextlib.ExitStack) -> None:
 
 
 def _agree(channel: TurnChannel, answer: tuple[Any, ...]) -> list[Any]:
-    """Return all ranks' answers. An answer ends with the rank's problem, "" for none.
+    """Exchange answers between all ranks of the job, and return them.
 
-    Raises the first problem on all ranks.
+    The last item of an answer is the rank's problem, or "" if it has none. If any rank has a
+    problem, all ranks raise the first one.
     """
     everyone = channel.gather(answer)
     for rank, (*_, problem) in enumerate(everyone):
@@ -179,7 +187,7 @@ def _warn_of_other_leads(segment: TurnSegment, lead: int) -> None:
 
 
 def leave(membership: Membership) -> None:
-    """Give up everything that `join` has taken. Not collective; may be called again."""
+    """Give up everything that `join` has taken. Not collective, and safe to call more than once."""
     _claims.discard((os.getpid(), membership.segment.group, membership.segment.device))
     membership.segment.leave()
     membership.channel.close(end_grants=membership.is_lead)

@@ -1,47 +1,46 @@
 """Pure decisions about turns: whom a rank waits for, for how long, and whether jobs take turns.
 
 [Note: turn order]
-All devices that a set of jobs share see one and the same sequence of turns, and a turn belongs to a
-job, not to a process. The machine with the smallest number of a job's machines is its *lead*
-machine; jobs on the same machines have the same lead machine, whatever devices they use. Only the
-job's *lead rank*, its first rank on that machine, draws a turn number. It appends one record to the
-machine's log, and the position of the record *is* the number, so the kernel's append is the only
-arbiter. The number travels to the job's other ranks in a `Grant`, together with the last turn that
-every other live job has drawn before it. A rank may start turn n when, on its own device, every
-live slot of the other jobs has given back the turns that the grant names.
+All devices shared by a set of jobs see the same sequence of turns, and a turn belongs to a job, not
+to a process. Among a job's machines, the one with the smallest number is its *lead* machine. Jobs
+on the same machines have the same lead machine, whatever devices they use. Only the job's *lead
+rank*, its first rank on that machine, draws a turn number. It appends one record to the machine's
+log, and the position of the record *is* the number, so the kernel's append is the only arbiter. The
+number travels to the job's other ranks in a `Grant`, together with the last turn that each of the
+other live jobs has drawn before it. A rank may start turn n when, on its own device, every live
+slot of the other jobs has given back the turns that the grant names.
 
 Why nothing can deadlock: a rank that waits for turn n waits only for turns below n, each of which
 waits only for turns below itself, and no rank holds a turn while it waits for another one. A
 collective that a rank enters inside its turn depends only on ranks of its own job, and those wait
-only for turns below n. Deaths remove slots from the wait; a stopped job costs its siblings one
-lease. `tests/unit/turns/test_turn_model.py` explores every interleaving of two and three jobs on
-two or three devices with these functions.
+only for turns below n. When a process dies, its slot drops out of the wait. A stopped job costs its
+siblings one lease. `tests/unit/turns/test_turn_model.py` uses these functions to explore every
+interleaving of two and three jobs on two or three devices.
 
 [Note: one lease a job]
-A rank that has waited for a whole lease passes the job over. It passes a slot over for as long as
-the slot shows the same last turns started and given back: its owner cannot have begun a later turn,
-or the slot would show it. When the owner moves again, the rank waits for it again. Passing over a
-slot removes a wait and adds none, so it cannot make a deadlock.
+A rank that has waited for a whole lease passes the job over. It keeps passing over a slot while
+the last turn started and the last turn given back in that slot stay the same: if the owner had
+begun a later turn, the slot would show it. When the owner moves again, the rank waits for it again.
+Passing over a slot removes a wait and adds none, so it cannot cause a deadlock.
 
 [Note: alone on a device]
 A rank that sees no sibling on its device has no turn to wait for, so it begins without knowing its
 turn's number. It publishes the number as soon as it is known, and siblings that have joined in the
-meantime wait for it. A sibling that joins at this very moment may compute beside the turn.
+meantime wait for the turn. A sibling that joins at this very moment may compute beside the turn.
 
 [Note: trial of turns]
-Siblings take turns for some steps and train side by side for some, in alternation, and keep the
-faster way. There is no coordinator: both the way that is tried and the verdict are *words* in the
-log of turns. All lead ranks of the siblings read that log in the same order, and the meaning of a
-record for a job follows from the records before it. Any lead rank that draws a turn may write the
-word that is due, and a word that is written twice does no harm. So any writer of words may die,
-stop or leave. A turn that is drawn side by side does not wait, but siblings' later turns wait for
-it as for every other. Waiting less cannot make a deadlock, so ranks need not change their mode at
-the same moment.
+Siblings alternate between taking turns and training side by side for some steps each, and then keep
+the faster way. There is no coordinator: both the start of a trial and its verdict are *words* in
+the log of turns. All the siblings' lead ranks read that log in the same order, and earlier records
+determine the meaning of a record for a job. Any lead rank that draws a turn may write the word that
+is due, and writing a word twice does no harm. So any writer of words may die, stop or leave. A turn
+drawn side by side does not wait, but siblings' later turns wait for it like for any other. Waiting
+less cannot cause a deadlock, so ranks need not change their mode at the same moment.
 
-A block lasts until every job has drawn `BLOCK` turns in it. Each lead rank publishes in its slot
-the medians of its own steps over all blocks of a kind. Any lead rank that sees the votes of all
-jobs decides, and decides early where the difference is plain. Jobs that are not connected to this
-one by shared devices have a trial of their own.
+A block lasts until every job has drawn `BLOCK` turns in it. For each of the two ways, each lead
+rank publishes in its slot the median step time over all its blocks. Any lead rank that sees the
+votes of all jobs decides, and it decides early if the difference is clear. Jobs that are not
+connected to this one by shared devices have a trial of their own.
 
 This module has no clock and does no I/O: the bytes of the log, the contents of slots and the time
 are arguments. Our design.
@@ -63,25 +62,27 @@ _LEASE_TURNS = 4.0
 _RECENT_TURNS = 16
 _OUTLIERS = 3
 BLOCK: Final = 5
-"""Steps of each job in a block of a trial. Side by side is tried first: turns may cost more than
-they can gain."""
+"""How many steps each job takes in a block of a trial. Side by side is tried first, since turns may
+cost more than they can gain."""
 UNCOUNTED: Final = 1
-"""Steps at the begin of a block that are not measured: the first one still ends the other way."""
+"""How many steps at the start of a block are not measured. The first one overlaps the previous
+block."""
 WARM_UP: Final = 16
-"""Steps of each job before the first trial: the first steps compile and benchmark."""
+"""How many steps each job takes before the first trial. The first steps compile and benchmark."""
 REST: Final = 200
-"""Steps of each job between two trials where siblings come and go."""
+"""How many steps each job takes between two trials if siblings come and go."""
 REPEAT: Final = 4000
-"""Steps of each job between two trials where siblings stay the same."""
+"""How many steps each job takes between two trials if the siblings stay the same."""
 SIDE_STEPS: Final = 8
-"""Steps for which a job that stays side by side draws one turn. Drawing a turn costs each rank a
-quarter of a millisecond."""
+"""A job that stays side by side draws one turn for this many steps, since drawing a turn costs each
+rank a quarter of a millisecond."""
 _LONGEST_BLOCK: Final = 8
-"""A block also ends after this many times its turns, in case a job is stopped or does not train."""
+"""A block also ends after this many times its usual number of turns, in case a job is stopped or
+does not train."""
 
 
 class Word(IntEnum):
-    """A record of the log that is not a turn. The record behind it names the slot of its writer."""
+    """A record in the log that is not a turn. The next record names its writer's slot."""
 
     TRY = 253
     """Begins a trial."""
@@ -92,22 +93,22 @@ class Word(IntEnum):
 
 
 class Mode(IntEnum):
-    """How a job computes beside its siblings."""
+    """The way a job shares a device with its siblings."""
 
     UNTRIED = 0
     """In turns, until the first trial begins."""
     TRYING_TURNS = 1
-    """In turns, in every second block of a trial."""
+    """In turns, during every second block of a trial."""
     TRYING_SIDE_BY_SIDE = 2
-    """Side by side, in the first block of a trial and in every second block after it."""
+    """Side by side, during the first block of a trial and every second block after it."""
     TURNS = 3
     """In turns, after a trial in which turns were faster (`Word.TAKE_TURNS`)."""
     SIDE_BY_SIDE = 4
-    """Side by side, after a trial in which that was faster (`Word.SIDE_BY_SIDE`)."""
+    """Side by side, after a trial in which this was faster (`Word.SIDE_BY_SIDE`)."""
 
     @property
     def waits(self) -> bool:
-        """Whether the job's turns wait for those of siblings."""
+        """Whether the job's turns wait for its siblings' turns."""
         return self not in (Mode.TRYING_SIDE_BY_SIDE, Mode.SIDE_BY_SIDE)
 
 
@@ -121,34 +122,35 @@ class Vote(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """One turn of a job, as its lead rank sends it to the job's other ranks."""
+    """A message that grants a turn to all ranks of a job. The job's lead rank sends it."""
 
     turn: int
-    # (job, turn): the turns that the other live jobs must have given back on a device before this
+    # Pairs (job, turn). Each of these jobs must have given back its turn on a device before this
     # turn starts there. Empty for a turn that does not wait.
     after: tuple[tuple[int, int], ...]
-    # How the turn is computed.
+    # The mode of the job in this turn.
     mode: Mode = Mode.UNTRIED
-    # How many times the job may `acquire` with this grant. Only the first of them takes the turn:
-    # the others do not wait for siblings, and siblings do not wait for them.
+    # How many calls of `acquire` this grant covers. Only the first call takes the turn: the others
+    # do not wait for siblings, and siblings do not wait for them.
     steps: int = 1
 
 
 Process = tuple[int, int]
-"""A process that has joined: its slot, and the incarnation of the slot's owner."""
+"""Identifies a process that has joined, by its slot and the incarnation of the slot's owner."""
 
 
 class Member(NamedTuple):
-    """One local process of one job, as its slot in shared memory shows it.
+    """The data that one process of a job publishes in its slot in shared memory.
 
-    Numbers of turns are 0 before the first turn. `segment` defines where each field is stored.
+    Turn numbers are 0 before the first turn. `segment` defines where each field is stored.
     """
 
     slot: int = 0
     job: int = 0
-    # Random, so that two owners of one slot differ.
+    # A random number that distinguishes the owners of one slot.
     incarnation: int = 0
-    # Length of the log when the process joined: earlier records of the slot are an earlier owner's.
+    # Length of the log when the process joined. Earlier records with this slot belong to an
+    # earlier owner.
     joined_at: int = 0
     # The last turn started, and the last turn given back.
     started: int = 0
@@ -159,15 +161,15 @@ class Member(NamedTuple):
     device: int = 0
     # Whether the job takes part in trials.
     trial: bool = True
-    # The job's vote: the trial that it is of, by its first record, and the measurement. `pairs` is
-    # 0 while the others are being written.
+    # The job's vote: the trial that it belongs to (`Trial.begun_at`), and the measurement. `pairs`
+    # is 0 while the other fields are being written.
     tried: int = 0
     pairs: int = 0
     turns_s: float = 0.0
     side_s: float = 0.0
-    # The job's lead machine: the one whose log holds its turns.
+    # The job's lead machine, whose log holds its turns.
     lead: int = 0
-    # When `returned` was published: CLOCK_MONOTONIC of this machine.
+    # When `returned` was published, by this machine's CLOCK_MONOTONIC.
     returned_at_ns: int = 0
     # The last turn that the process waited for.
     queued: int = 0
@@ -175,17 +177,17 @@ class Member(NamedTuple):
     # No decision depends on the fields from here on: `crossover-ddp status` shows them.
     # How many turns were given back.
     turns: int = 0
-    # The `Mode` that the job's lead rank last drew a turn in.
+    # The `Mode` of the last turn that the job's lead rank drew.
     mode: int = 0
     rank: int = 0
     world_size: int = 0
     pid: int = 0
-    # The begin of the device's name.
+    # The beginning of the device's name.
     device_name: bytes = b""
 
     @property
     def process(self) -> Process:
-        """The process that owns the slot."""
+        """The identity of the process that owns the slot."""
         return self.slot, self.incarnation
 
     @property
@@ -195,29 +197,30 @@ class Member(NamedTuple):
 
 
 class Blocker(NamedTuple):
-    """A member that has not yet given back ``turn``, which must be over first."""
+    """A member that another rank waits for, because it has not yet given back ``turn``."""
 
     member: Member
     turn: int
 
 
 class TurnLog:
-    """Reads the lead machine's log and passes its records to ``trial``.
+    """Read the lead machine's log, and pass its records to ``trial``.
 
-    Record k (from 1) is the number of the slot that drew turn k, or a word, or a word's writer.
+    Records are counted from 1. Record k is the number of the slot that drew turn k, or a word, or
+    the slot of a word's writer.
     """
 
     def __init__(self, trial: "Trial") -> None:
         self._trial = trial
         # How many records have been read.
         self.read_numel = 0
-        # By slot.
+        # The last turn that each slot has drawn.
         self._last_turn: dict[int, int] = {}
-        # A word whose second record, the writer's slot, is still to come; 0 for none.
+        # A word that was read without its second record, the writer's slot; 0 if there is none.
         self._word = 0
 
     def read(self, records: bytes) -> None:
-        """Read the records that follow those read so far."""
+        """Read ``records``, which must continue where the previous call stopped."""
         for number, record in enumerate(records, start=self.read_numel + 1):
             if self._word:
                 self._trial.word(number, Word(self._word), record)
@@ -230,10 +233,9 @@ class TurnLog:
         self.read_numel += len(records)
 
     def grant(self, turn: int, own_job: int, members: Iterable[Member]) -> Grant:
-        """Return the grant of ``turn``. All records before it must have been read.
+        """Return the grant for ``turn``. All earlier records must have been read.
 
-        Records from before a slot's present owner joined belong to an earlier owner and are
-        ignored.
+        Records that a slot's earlier owner wrote are ignored.
         """
         mode = self._trial.mode
         after: dict[int, int] = {}
@@ -245,7 +247,13 @@ class TurnLog:
 
 
 def blockers(grant: Grant, own_job: int, members: Iterable[Member]) -> list[Blocker]:
-    """Return the members that ``grant`` still waits for on this device, lowest turn first."""
+    """Return the members that ``grant`` still waits for on this device, with the lowest turn first.
+
+    Args:
+        grant: the turn that this rank wants to start.
+        own_job: the job of this rank, which does not wait for itself.
+        members: all members on the device.
+    """
     needed = dict(grant.after)
     waiting = [
         Blocker(member, needed[member.job])
@@ -256,17 +264,17 @@ def blockers(grant: Grant, own_job: int, members: Iterable[Member]) -> list[Bloc
 
 
 class Lost(NamedTuple):
-    """A turn of a job that a rank no longer waits for."""
+    """A sibling's turn that a rank no longer waits for."""
 
     job: int
     turn: int
-    # Less than the lease if the rank's own limit ended the wait.
+    # This is less than the lease if the rank's own limit ended the wait.
     waited_s: float
     lease_s: float
 
 
 Progress = tuple[int, int, int, int]
-"""(slot, incarnation, started, returned) of a member."""
+"""A member's ``(slot, incarnation, started, returned)``."""
 
 
 def _progress(member: Member) -> Progress:
@@ -274,33 +282,34 @@ def _progress(member: Member) -> Progress:
 
 
 class Patience:
-    """Decides when a rank stops waiting for a job that neither gives its turn back nor dies.
+    """Decide when a rank stops waiting for a job that neither gives its turn back nor dies.
 
-    It waits for one lease, see [Note: one lease a job]. The lease runs from the moment at which the
-    waiting rank sees the job's turn at the front, on the waiting rank's own clock; clocks of
-    different processes are not compared. If the job's members on the device have different leases,
-    the longest one counts.
+    The rank waits for one lease, see [Note: one lease a job]. The lease starts when the waiting
+    rank first finds the job's turn at the front, and is measured on that rank's own clock. Clocks
+    of different processes are not compared. If the job's members on the device have different
+    leases, the longest one counts.
 
     Args:
-        limit_s: the longest time of one wait, in seconds, whatever leases siblings have published;
-            default none.
-        passed: `passed` of another `Patience`, to continue from; default empty.
+        limit_s: the longest that one wait may last, in seconds, whatever leases siblings have
+            published. There is no limit by default.
+        passed: the `passed` of another `Patience`, whose state this one continues. Empty by
+            default.
     """
 
     def __init__(
         self, limit_s: float = math.inf, passed: frozenset[Progress] = frozenset()
     ) -> None:
         self.limit_s = limit_s
-        # The members that the rank does not wait for, each with the turns that its slot showed.
+        # The members that the rank does not wait for, each with the last turns in its slot.
         self.passed = passed
-        # The turns that the present wait has given up.
+        # The turns that the rank has given up on during the current wait.
         self.lost: list[Lost] = []
         # How often this rank has given up waiting for a job.
         self.expired_count = 0
-        # The (job, turn) that the present wait has to outlast first, and since when.
+        # The (job, turn) at the front of the current wait, and since when it has been there.
         self._front: tuple[int, int] | None = None
         self._front_since_s = 0.0
-        # When the present wait began; None between waits.
+        # When the current wait began; None between waits.
         self._since_s: float | None = None
 
     def remaining(
@@ -308,12 +317,12 @@ class Patience:
     ) -> float | None:
         """Return the seconds until the rank passes over the job at the front.
 
-        None if it need not wait.
+        Return None if the rank need not wait.
 
         Args:
-            waiting: from `blockers`, the lowest turn first.
+            waiting: the result of `blockers`, which has the lowest turn first.
             members: all members on the device, read at the same moment.
-            now_s: the waiting rank's monotonic clock, in seconds.
+            now_s: the current time on the waiting rank's monotonic clock, in seconds.
         """
         if self._since_s is None:
             self._since_s = now_s
@@ -335,25 +344,25 @@ class Patience:
     def _lose(self, lost: Lost, members: Sequence[Member]) -> None:
         self.lost.append(lost)
         self.expired_count += 1
-        # All slots of the job, so that each further slot does not cost another lease.
+        # Pass over all slots of the job, so that each further slot does not cost another lease.
         still = [each for each in members if each.job == lost.job or _progress(each) in self.passed]
         self.passed = frozenset(map(_progress, still))
 
     def started(self) -> None:
-        """End the present wait. The next one begins with the full limit and without losses."""
+        """End the current wait. The next one begins with the full limit and without losses."""
         self._front = None
         self._since_s = None
         self.lost = []
 
 
 class Lease:
-    """How long siblings are asked to wait for a turn of this job that does not end.
+    """The time for which siblings should wait if a turn of this job does not end.
 
-    A lease that the user gave is used as it is. The default is four times the fourth longest of the
-    16 recent turns, but at least 5 s and at most 60 s. The three longest turns do not count: they
-    may contain an evaluation, or a rank of the job may have waited for a stopped sibling while the
-    others waited for that rank, and such turns do not predict the next ones. So a stop that costs
-    the job a lease does not make the job's own lease longer, nor in turn its siblings' leases.
+    A lease that the user gave is used unchanged. The default is four times the fourth longest of
+    the last 16 turns, but at least 5 s and at most 60 s. The three longest turns do not count,
+    since they do not predict the next ones: a turn may contain an evaluation, or one rank may have
+    waited for a stopped sibling while the job's other ranks waited for that rank. So a stop that
+    costs the job a lease does not lengthen the job's own lease, nor in turn its siblings' leases.
     """
 
     def __init__(self, given_s: float | None = None) -> None:
@@ -362,7 +371,7 @@ class Lease:
         self._recent_s: deque[float] = deque(maxlen=_RECENT_TURNS)
 
     def note(self, turn_s: float) -> bool:
-        """Record the length of a turn. Return whether the lease has changed."""
+        """Record the length of a turn, and return whether the lease has changed."""
         self._recent_s.append(turn_s)
         before_s = self.seconds
         if not self._given:
@@ -376,10 +385,7 @@ class Lease:
 
 
 def siblings_of(job: int, members: Iterable[Member]) -> frozenset[int]:
-    """Return the jobs that share a device with ``job``, directly or through other jobs.
-
-    ``job`` itself is included.
-    """
+    """Return ``job`` and all jobs that share a device with it, directly or through other jobs."""
     devices_of = defaultdict[int, set[int]](set)
     for member in members:
         devices_of[member.job].add(member.device)
@@ -393,42 +399,42 @@ def siblings_of(job: int, members: Iterable[Member]) -> frozenset[int]:
 
 
 class Trial:
-    """Follows the trial of a job and its siblings, on the job's lead rank.
+    """Follow the trials of a job and its siblings on the job's lead rank.
 
     See [Note: trial of turns].
     """
 
     def __init__(self, job: int) -> None:
         self._job = job
-        # The record that began the last trial; 0 before the first trial.
+        # The record number of the word that began the last trial; 0 before the first trial.
         self.begun_at = 0
         # The job's own measurement in that trial.
         self.vote = Vote()
-        # Whether a trial is running. Only `word` changes it, with the verdict.
+        # Whether a trial is running. Only `word` changes it, together with the verdict.
         self._running = False
         # The last verdict; None before the first one.
         self._verdict: Word | None = None
         # The jobs that take part in the last trial.
         self._jobs = frozenset[int]()
-        # The present block of the trial, from 0, and how many turns each job has drawn in it.
+        # The current block of the trial, from 0, and how many turns each job has drawn in it.
         self._block = 0
         self._drawn = Counter[int]()
-        # All members, by slot, and the jobs among them that are siblings, this job included.
+        # All members by slot, and the jobs that are siblings of this one, including this job.
         self._members: Mapping[int, Member] = {}
         self._siblings = frozenset({job})
         # Steps of all siblings since a sibling joined or left.
         self._settled = 0
         # Steps of all siblings since the last word.
         self._since = 0
-        # When the job drew its turns in the block that it is measuring, and which block that is.
+        # When the job drew its turns in the block that it is measuring, and the block's number.
         self._draws_s: list[float] = []
         self._drawn_in = 0
-        # Seconds per step of each measured block: side by side, in turns.
+        # Seconds per step in each measured block: first side by side, then in turns.
         self._times_s: tuple[list[float], list[float]] = [], []
 
     @property
     def mode(self) -> Mode:
-        """How the job computes in a turn that it draws now."""
+        """The mode for a turn drawn at this point."""
         if self._running:
             return Mode.TRYING_TURNS if self._block % 2 else Mode.TRYING_SIDE_BY_SIDE
         if self._verdict is None:
@@ -437,15 +443,15 @@ class Trial:
 
     @property
     def steps(self) -> int:
-        """For how many steps a job draws one turn."""
+        """The number of steps that one turn covers if it is drawn at this point."""
         return SIDE_STEPS if self.mode is Mode.SIDE_BY_SIDE else 1
 
     # --- reading the log ------------------------------------------------------------------------
 
     def look(self, members: Sequence[Member]) -> None:
-        """Note the members on all devices.
+        """Store the current members on all devices.
 
-        Call it before `TurnLog.read`, whose records are interpreted by them.
+        Call this before `TurnLog.read`: the meaning of a record depends on the members.
         """
         before = self._siblings
         self._members = {each.slot: each for each in members}
@@ -454,14 +460,19 @@ class Trial:
             self._settled = 0
 
     def _job_of(self, slot: int, record: int) -> int | None:
-        """Return the sibling job that wrote a record; None if it has left, or is no sibling."""
+        """Return the job that wrote a record. None if it has left or is not a sibling."""
         member = self._members.get(slot)
         if member is None or member.joined_at >= record or member.job not in self._siblings:
             return None
         return member.job
 
     def turn(self, record: int, slot: int) -> None:
-        """Process a record that draws a turn."""
+        """Process a record in which a slot's owner draws a turn.
+
+        Args:
+            record: the number of the record in the log.
+            slot: the slot that drew the turn.
+        """
         job = self._job_of(slot, record)
         if job is None:
             return
@@ -476,8 +487,14 @@ class Trial:
             self._drawn.clear()
 
     def word(self, record: int, word: Word, slot: int) -> None:
-        """Process a word, which begins at ``record``."""
-        # No trial can end in its first blocks, so an earlier verdict is of the trial before.
+        """Process a word.
+
+        Args:
+            record: the number of the word's second record in the log.
+            word: the word.
+            slot: the slot of its writer.
+        """
+        # No trial can end in its first blocks, so an early verdict belongs to the previous trial.
         too_early = self._running and self._block <= min(PLAIN) and self._all_try
         if self._job_of(slot, record) is None or (too_early and word is not Word.TRY):
             return
@@ -498,9 +515,9 @@ class Trial:
     # --- measuring ------------------------------------------------------------------------------
 
     def drew(self, now_s: float) -> bool:
-        """Note that the job draws a turn, which it does once a step during a trial.
+        """Record that the job draws a turn at ``now_s``, and return whether `vote` has changed.
 
-        Return whether `vote` has changed.
+        During a trial the job draws one turn per step.
         """
         if not self._running:
             return False
@@ -512,14 +529,14 @@ class Trial:
             pairs = min(map(len, self._times_s))
             voted = pairs > self.vote.pairs
             if voted:
-                # The low median: of two values the one without an evaluation in it.
+                # The low median of two values is the one without an evaluation in it.
                 side_s, turns_s = map(statistics.median_low, self._times_s)
                 self.vote = Vote(pairs, turns_s, side_s)
         self._draws_s.append(now_s)
         return voted
 
     def _measure_block(self) -> None:
-        """Add the mean time of a step in the block `_drawn_in`, which is over."""
+        """Record the mean step time of the block `_drawn_in`, which is over."""
         counted_s = self._draws_s[UNCOUNTED:]
         if len(counted_s) > 1:
             step_s = (counted_s[-1] - counted_s[0]) / (len(counted_s) - 1)
@@ -532,7 +549,7 @@ class Trial:
         return all(each.trial for each in self._members.values() if each.job in self._siblings)
 
     def due(self) -> Word | None:
-        """Return the word that the job is to write after drawing a turn; None for none."""
+        """Return the word that the job must write after drawing a turn. None if no word is due."""
         jobs = self._siblings
         if not self._all_try:
             return Word.TAKE_TURNS if self._running or not self.mode.waits else None
@@ -558,11 +575,12 @@ class Trial:
 
 
 def verdict(votes: Sequence[Vote], standing: Word | None, *, last: bool = False) -> Word | None:
-    """Return the faster way, by the geometric mean over jobs; None while it is not plain.
+    """Return the faster way, by the geometric mean over jobs. None if it is not clear yet.
 
     Args:
-        votes: one of each job.
-        standing: the verdict of the trial before; None if there was none, which means turns.
+        votes: one vote per job.
+        standing: the verdict of the previous trial. None if there was none, which counts as a
+            verdict for turns.
         last: decide now, even if the difference is small.
     """
     if not votes:

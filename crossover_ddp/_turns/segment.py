@@ -1,24 +1,26 @@
 """Turns in shared memory: one segment per group and machine, one slot per local process.
 
+A group has these files:
+
+- ``<group>@.turns`` holds the slots, up to the last one that was ever taken. Every field has one
+  writer, the slot's owner. A free slot that was never used is all zeros.
+- ``<group>@.log`` is the order of turns on all devices, with one byte (the slot) per turn; see
+  [Note: turn order] in `rules`.
+- ``<group>@.<slot>.bell`` is a FIFO that the slot's owner holds open for reading.
+
 All files are in one directory of mode 0700 that belongs to the user
 (``/dev/shm/crossover_ddp-<uid>``), so no other user can put files there. The directory stays when
-the last file is removed. The last process to leave removes the files of its group. If all processes
-of a group were killed, the next process that joins any group removes them:
-
-- ``<group>@.turns``: the slots, up to the last one that was ever taken. Every field has one writer,
-  the slot's owner. Zeros are free slots.
-- ``<group>@.log``: the order of turns on all devices, one byte (the slot) per turn; see
-  [Note: turn order] in `rules`.
-- ``<group>@.<slot>.bell``: a FIFO that the slot's owner holds open for reading.
+the last file is removed. The last process to leave a group removes the group's files. If all
+processes of a group were killed, the next process that joins any group removes the files.
 
 A slot belongs to the process that holds the lock on its byte. It is an open-file-description lock,
 which the kernel drops when the owner ends, for whatever reason.
 
 [Note: plain reads and writes]
 Slots are read with ``pread`` and written with ``pwrite``, not mapped. If the file is truncated
-while jobs run, that costs an error, which is caught (the job trains on without turns); with a
-mapping it would cost a SIGBUS. On the machines that run torch the kernel copies an aligned field of
-eight bytes in one piece.
+while jobs run, the process gets an error, which is caught, and the job continues to train without
+turns. With a mapping the process would get a SIGBUS. On the machines that run torch, the kernel
+copies an aligned field of eight bytes in one piece.
 
 [Note: forks]
 A forked child inherits the open files, and with them the lock and the bell, so it would keep the
@@ -28,8 +30,8 @@ thread may fork between opening a file and noting it, so both happen under `no_f
 [Note: bells]
 A bell does two things that a futex cannot do together: a byte written to it wakes the owner, and a
 process that holds it open for writing gets POLLERR from the kernel as soon as the last reader is
-gone. So one ``poll`` waits for "given back", "died" and the end of the lease at once. There is no
-watching thread, no polling loop, and no process id is interpreted. So it works between containers
+gone. So one ``poll`` waits for "given back", "died" and the end of the lease at once. This needs no
+watching thread and no polling loop. It interprets no process ids, so it works between containers
 that share /dev/shm. Our design.
 """
 
@@ -69,7 +71,8 @@ _NO_SLOT: Final = -1
 # Locked bytes lie beyond the end of the file, so that they never cover its contents.
 _LOCK_BASE = 1 << 32
 _RETRY_S = 1e-3
-# The last process to leave holds all slots while it removes the files: on a busy machine for long.
+# The last process to leave holds all slots while it removes the files, which may take long on a
+# busy machine.
 _SLOT_PATIENCE_S = 5.0
 _CLOSED: Final = -1  # a descriptor that every system call refuses
 _LONGEST_WAIT_S = 3600.0
@@ -84,8 +87,8 @@ _REMEDIES: Final = {
 }
 
 no_fork: Final = threading.RLock()
-"""A fork waits for this lock. It is held while files are opened, closed, written or rung, never
-while a thread waits."""
+"""A fork waits for this lock. A thread holds it while it opens, closes or writes files or rings
+bells, but never while it waits."""
 _open_files: "weakref.WeakSet[OpenFile]" = weakref.WeakSet()
 
 
@@ -98,20 +101,20 @@ def digest(text: str) -> int:
 
 
 class SlotState(IntEnum):
-    """The state of a slot's owner, as siblings see it. Only `TurnSegment._show` changes it."""
+    """The state that siblings see for a slot's owner. Only `TurnSegment._show` changes it."""
 
     FREE = 0
     """Not in the group. Entered by `TurnSegment.reserve`, which locks the slot, and by
-    `TurnSegment.leave`. A slot that was never used is zeros, which is the same."""
+    `TurnSegment.leave`. A slot that was never used is all zeros and so has this state."""
     JOINED = int.from_bytes(b"XDDPTU12", "little")
     """Among the siblings. Entered by `TurnSegment.join`, after all other fields were written. A
-    process that is killed leaves its slot in this state. Every change of the format changes this
-    number, so that a version refuses the slots of another one."""
+    process that is killed leaves its slot in this state. Every change to the format changes this
+    number, so that each version refuses the slots of other versions."""
 
 
-# The slot's state, and the fields of a `Member` behind it: the offset in bytes, and the code of
-# `struct` (Q: unsigned integer, d: float64, 64s: 64 bytes). The file never leaves the machine, so
-# numbers have its own byte order. Processes of other jobs read the slots, perhaps with another
+# The slot's state, followed by the fields of a `Member`. Each has its offset in bytes and its
+# `struct` code (Q: unsigned integer, d: float64, 64s: 64 bytes). The file never leaves the machine,
+# so numbers are in native byte order. Processes of other jobs read the slots, perhaps with another
 # version of this package: see `SlotState.JOINED` before you change anything here.
 _SLOT_FORMAT: Final = {
     "state": (0, "Q"),
@@ -143,7 +146,7 @@ _SLOT: Final = struct.Struct("".join(code for _, code in _SLOT_FORMAT.values()))
 
 
 def pack_slot(state: SlotState, member: Member) -> bytes:
-    """Return the bytes of a slot."""
+    """Return the contents of a slot as bytes."""
     values: dict[str, Any] = {"state": state, **member._asdict()}
     return _SLOT.pack(*[values[name] for name in _SLOT_FORMAT])
 
@@ -156,7 +159,15 @@ def _unpack_slot(raw: bytes, slot: int) -> Member:
 
 
 def read_slots(fd: int, path: str) -> list[Member]:
-    """Return the slots that show `SlotState.JOINED`, whether or not their owners are alive."""
+    """Return the slots in state `SlotState.JOINED`, whether or not their owners are alive.
+
+    Raises `SegmentError` if another version of this package wrote the file, or if the file was cut
+    short.
+
+    Args:
+        fd: the open file of slots.
+        path: its path, for messages.
+    """
     # Usually a few hundred bytes: the file ends with the last slot that was ever taken.
     raw = os.pread(fd, FILE_BYTES + 1, 0)
     if len(raw) % SLOT_BYTES:
@@ -175,7 +186,7 @@ def read_slots(fd: int, path: str) -> list[Member]:
     return [_unpack_slot(raw, slot) for slot in used]
 
 
-# --- locks of slots, which belong to the open file and end with it ------------------------------
+# --- locks on slots, which belong to the open file and end with it ------------------------------
 
 
 def _lock_request(kind: int, start: int, length: int) -> bytes:
@@ -183,7 +194,7 @@ def _lock_request(kind: int, start: int, length: int) -> bytes:
 
 
 def lock_slots(fd: int, start: int, length: int, kind: int = fcntl.F_WRLCK) -> bool:
-    """Try to lock slots, or to unlock them. Return whether that succeeded."""
+    """Try to lock or unlock slots, and return whether this succeeded."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _lock_request(kind, start, length))
     except OSError as error:
@@ -196,7 +207,7 @@ def lock_slots(fd: int, start: int, length: int, kind: int = fcntl.F_WRLCK) -> b
 def slots_are_locked(fd: int, start: int, length: int) -> bool:
     """Return whether another open file holds a lock on any of the slots.
 
-    It takes no lock, so ``fd`` may be read-only.
+    This takes no lock, so ``fd`` may be read-only.
     """
     found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _lock_request(fcntl.F_WRLCK, start, length))
     return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
@@ -209,27 +220,27 @@ class OpenFile:
     """An open file that a forked child closes before it does anything else. Thread-safe."""
 
     def __init__(self) -> None:
-        # The descriptor; `_CLOSED` while the file is closed.
+        # The file's descriptor, or `_CLOSED` while the file is closed.
         self.fd = _CLOSED
         with no_fork:
             _guard_forks()
             _open_files.add(self)
 
     def open(self, opening: Callable[[], int]) -> None:
-        """Hold the descriptor that ``opening`` returns, and close the one before."""
+        """Close the file that is open, if any, and hold the descriptor that ``opening`` returns."""
         with no_fork:
             self.close()
             self.fd = opening()
 
     def close(self) -> None:
-        """Close the file, if it is open."""
+        """Close the file if it is open."""
         with no_fork:
             fd, self.fd = self.fd, _CLOSED
             if fd != _CLOSED:
                 os.close(fd)
 
     def is_removed(self) -> bool:
-        """Return whether the file is open and was removed from its directory."""
+        """Return whether the file is open but no longer in its directory."""
         return self.fd != _CLOSED and not os.fstat(self.fd).st_nlink
 
 
@@ -246,10 +257,12 @@ def _guard_forks() -> None:
 
 
 class GroupFiles(OpenFile):
-    """The directory that holds a group's files. A file's name is the group and a ``suffix``.
+    """Give access to a group's files in their directory.
 
-    On failure: `SegmentError` names the file and the remedy; ``FileNotFoundError`` where a file is
-    missing.
+    A file's name consists of the group's name, an ``@`` and the ``suffix`` that the methods take.
+
+    On failure: `SegmentError` names the file and the remedy. A missing file raises
+    ``FileNotFoundError``.
     """
 
     def __init__(self, group: str, base: str) -> None:
@@ -274,7 +287,7 @@ class GroupFiles(OpenFile):
             raise self.failure(suffix, error) from error
 
     def failure(self, suffix: str, error: OSError) -> SegmentError:
-        """Return the error to raise for a file that cannot be opened or created."""
+        """Return the error to raise when a file cannot be opened or created."""
         found = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
         remedy = _REMEDIES.get(error.errno or 0, "remove it while no job runs")
         return SegmentError(
@@ -282,15 +295,15 @@ class GroupFiles(OpenFile):
         )
 
     def remove(self, suffix: str) -> None:
-        """Remove a file, if it exists."""
+        """Remove a file if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{self.stem}{suffix}", dir_fd=self.fd)
 
     def remove_dead_groups(self) -> None:
-        """Remove the files of other groups whose processes all ended without leaving.
+        """Remove the files of every other group whose processes all ended without leaving.
 
-        Such processes were killed, or called ``os._exit``; see `remove_if_unused`. Files that this
-        version cannot open, or did not write, are left alone.
+        A process ends without leaving if it is killed or calls ``os._exit``. See
+        `remove_if_unused`. Files that this version cannot open, or did not write, are left alone.
         """
         for name in os.listdir(self.fd):
             group, _, suffix = name.partition("@")
@@ -313,9 +326,13 @@ class GroupFiles(OpenFile):
 def remove_if_unused(files: GroupFiles, slots: OpenFile) -> None:
     """Remove all files of a group if no process has a slot in it.
 
-    All slots stay locked until ``slots`` is closed. A process that joins meanwhile finds all slots
-    locked, or a slot of a removed file, and opens the file of that name once more
+    All slots stay locked until ``slots`` is closed. A process that joins meanwhile either finds all
+    slots locked or gets a slot of a removed file. In both cases it opens the file by name again
     (`TurnSegment.reserve`).
+
+    Args:
+        files: the group's files.
+        slots: the group's open file of slots.
     """
     if not lock_slots(slots.fd, 0, SLOT_COUNT) or slots.is_removed():
         return
@@ -323,34 +340,40 @@ def remove_if_unused(files: GroupFiles, slots: OpenFile) -> None:
     for name in os.listdir(files.fd):
         if group_file.fullmatch(name):
             files.remove(name.removeprefix(files.stem))
-    # The slots last: while that file exists with all its slots locked, no process can join and
-    # create the others again.
+    # Remove the slots last: while that file exists with all its slots locked, no process can join
+    # and create the other files again.
     files.remove(_SLOTS)
 
 
 class Bells:
-    """The bell of this process, and the bells of its siblings; see [Note: bells].
+    """The bell of this process and the bells of its siblings; see [Note: bells].
 
-    Thread-safe, except `make_own` and `wait`: any thread may publish a turn, which rings.
+    All methods except `make_own` and `wait` are thread-safe, since any thread may publish a turn,
+    which rings the siblings' bells.
     """
 
     def __init__(self, files: GroupFiles) -> None:
         self._files = files
-        # The bell of this process; closed before `make_own`.
+        # The bell of this process. It is closed until `make_own` opens it.
         self.own = OpenFile()
-        # The bells of siblings, by slot, and the sibling for which each was opened.
+        # The bells of siblings, by slot, and the sibling for which each bell was opened.
         self._others: defaultdict[int, OpenFile] = defaultdict(OpenFile)
         self._opened_for: dict[int, Process] = {}
 
     def make_own(self, slot: int) -> None:
-        """Create the bell of this process, which has that slot. Replaces any file of its name."""
+        """Create the bell of this process, replacing any file of the same name.
+
+        Args:
+            slot: the slot of this process.
+        """
         files, suffix = self._files, _BELL.format(slot)
         try:
             files.remove(suffix)
             os.mkfifo(f"{files.stem}{suffix}", 0o600, dir_fd=files.fd)
         except OSError as error:
             raise files.failure(suffix, error) from error
-        # Also open for writing, or its poll would report a hang-up whenever no sibling holds it.
+        # It is also opened for writing. Otherwise its poll would report a hang-up whenever no
+        # sibling holds it open.
         self.own.open(lambda: files.open_file(suffix, os.O_RDWR))
 
     def close(self) -> None:
@@ -365,25 +388,25 @@ class Bells:
 
     def ring(self, sibling: Process) -> None:
         """Wake a sibling."""
-        # Under the lock, so that no thread can close the bell, and have its descriptor reused by
-        # another file, before the byte is written.
+        # The lock keeps other threads from closing the bell, and the descriptor from being reused
+        # for another file, before the byte is written.
         with no_fork:
             fd = self._open_for_writing(sibling)
             if fd is None:
                 return
-            # A full bell belongs to a sibling that is awake, a broken one to a dead sibling.
+            # If the bell is full, the sibling is awake. If it is broken, the sibling is dead.
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(fd, b"\0")
 
     def _open_for_writing(self, sibling: Process) -> int | None:
-        """Return a descriptor of the sibling's bell; None if the sibling, its reader, is dead."""
+        """Return a descriptor of the sibling's bell, or None if the sibling is dead."""
         slot, _ = sibling
         with no_fork:
             bell = self._others[slot]
-            # The open one may be the bell of the slot's earlier owner.
+            # The bell that is open may belong to an earlier owner of the slot.
             if self._opened_for.get(slot) != sibling or bell.fd < 0:
                 self._opened_for[slot] = sibling
-                # It has no reader, or does not exist, if its owner has ended.
+                # The bell has no reader, or does not exist, if its owner has ended.
                 with contextlib.suppress(OSError):
                     bell.open(lambda: self._files.open_file(_BELL.format(slot), os.O_WRONLY))
             if bell.fd < 0:
@@ -401,7 +424,12 @@ class Bells:
             os.write(self.own.fd, b"\0")
 
     def wait(self, watched: Iterable[Process], timeout_s: float) -> None:
-        """Block until this bell is rung, one of ``watched`` dies, or the time is over."""
+        """Block until this process's bell rings, a watched sibling dies, or the time is up.
+
+        Args:
+            watched: the siblings whose death ends the wait.
+            timeout_s: how long to wait at most.
+        """
         poll = select.poll()
         poll.register(self.own.fd, select.POLLIN)
         for sibling in watched:
@@ -422,9 +450,10 @@ class TurnSegment:
     """The membership of this process in one group on one machine: its slot, its bell and the log.
 
     Args:
-        group: siblings name the same group; letters, digits, ``.``, ``_``, ``-``.
-        device: any text that names the device on the whole cluster (a GPU's UUID).
-        base: where shared memory is mounted; default ``/dev/shm``.
+        group: the name of the group, which is the same for all siblings. It may contain letters,
+            digits, ``.``, ``_`` and ``-``.
+        device: any text that identifies the device in the whole cluster, such as a GPU's UUID.
+        base: the shared-memory mount point; default ``/dev/shm``.
 
     On failure: `SegmentError` names the file and the remedy; files of other users stay untouched.
     Not thread-safe, except `publish_returned` and the bells.
@@ -437,21 +466,21 @@ class TurnSegment:
             )
         self.group = group
         self.device = device
-        # `_NO_SLOT` before `reserve`, and again after `leave`.
+        # The slot of this process. It is `_NO_SLOT` before `reserve`, and again after `leave`.
         self.slot = _NO_SLOT
         self._base = base
         self._device_digest = digest(device)
         # The job's lead machine, once the process has joined.
         self._lead = 0
-        # How many turns were given back, for `crossover-ddp status`.
+        # How many turns were given back. `crossover-ddp status` shows it.
         self._turns = 0
-        # The last turn that is known to be drawn: a later draw with a lower number is an error.
+        # The last turn that is known to be drawn. A later draw must have a higher number.
         self._last_drawn = 0
         self._files = GroupFiles(group, base)
         # The path of the file that holds the slots.
         self.path = self._files.path(_SLOTS)
         self.slots_file = OpenFile()
-        # Opened by the first draw or read, so only on lead ranks.
+        # The first draw or read opens it, so it is open only on lead ranks.
         self.log_file = OpenFile()
         self.bells = Bells(self._files)
         try:
@@ -462,21 +491,25 @@ class TurnSegment:
 
     @property
     def machine(self) -> int:
-        """A number that all processes that see this segment share, and no other segment has now."""
+        """A number that identifies this segment in all processes that see it.
+
+        No other segment has the same number at the same time.
+        """
         found = os.fstat(self.slots_file.fd)
         return digest(f"{machine()} {found.st_dev} {found.st_ino}")
 
     # --- joining and leaving --------------------------------------------------------------------
 
     def _open_slots(self) -> None:
-        """Open the file of slots that other jobs find now; create it if there is none."""
+        """Open the file of slots that other jobs find at the moment, or create it if missing."""
         self.slots_file.open(lambda: self._files.open_file(_SLOTS, os.O_RDWR | os.O_CREAT))
         read_slots(self.slots_file.fd, self.path)  # raises if another version wrote the file
 
     def join(self, member: Member) -> None:
-        """Show ``member`` in the slot that this process has reserved, or in a free one.
+        """Join the siblings: show ``member`` in the slot that this process has reserved.
 
-        The slot's number and the fields that identify the process are filled in here.
+        If no slot was reserved, reserve a free one. This method fills in the fields that identify
+        the process and its device.
         """
         self.reserve()
         self._lead = member.lead
@@ -492,12 +525,12 @@ class TurnSegment:
         raw = pack_slot(SlotState.FREE, own)
         os.pwrite(self.slots_file.fd, raw, self.slot * SLOT_BYTES)
         self._show(SlotState.JOINED)
-        # Wake all: a sibling that has just taken our new bell for the bell of the slot's dead owner
-        # would wait for a whole lease.
+        # Wake all siblings: one that has just mistaken our new bell for the bell of the slot's dead
+        # owner would wait for a whole lease.
         self.ring_others()
 
     def reserve(self) -> None:
-        """Lock a free slot without joining yet. May be called again.
+        """Lock a free slot without joining yet. This does nothing if a slot is already locked.
 
         From here on no other process removes the segment's files.
         """
@@ -508,7 +541,7 @@ class TurnSegment:
             slot = next((slot for slot in slots if lock_slots(fd, slot, 1)), _NO_SLOT)
             if slot != _NO_SLOT and not self.slots_file.is_removed():
                 try:
-                    # The whole slot in one call, so that readers never see a part of it.
+                    # Allocate the whole slot in one call, so that readers never see a part of it.
                     os.posix_fallocate(fd, slot * SLOT_BYTES, SLOT_BYTES)
                 except OSError as error:
                     raise self._files.failure(_SLOTS, error) from error
@@ -526,9 +559,9 @@ class TurnSegment:
                 self._open_slots()
 
     def leave(self) -> None:
-        """Give the slot up, wake the siblings, and remove the files if none is left.
+        """Give up the slot, wake the siblings, and remove the files if no process is left.
 
-        May be called again.
+        It is safe to call this more than once.
         """
         if self.slots_file.fd < 0:
             self.forget()
@@ -536,24 +569,24 @@ class TurnSegment:
         was_removed = False
         with contextlib.suppress(OSError, SegmentError):
             was_removed = self.slots_file.is_removed()
-            # In a removed file, the bell of this name may be another process's.
+            # If the file was removed, the bell of this name may belong to another process.
             if self.slot != _NO_SLOT and not was_removed:
                 self._show(SlotState.FREE)
                 self.ring_others()
                 self._files.remove(_BELL.format(self.slot))
-        # Before the slot is unlocked: from then on it may be another process's, and a late
-        # publication must not go into it.
+        # Forget the slot before unlocking it. From then on it may belong to another process, and a
+        # late publication must not go into it.
         with no_fork:
             self.slot = _NO_SLOT
         with contextlib.suppress(OSError):
-            # Unlocked before the files are removed: of two processes that leave at the same time,
-            # neither may take the other one for a user of the files.
+            # Unlock the slot before removing the files: if two processes leave at the same time,
+            # neither may mistake the other one for a user of the files.
             lock_slots(self.slots_file.fd, 0, SLOT_COUNT, fcntl.F_UNLCK)
             remove_if_unused(self._files, self.slots_file)
         self.forget()
         if was_removed:
             # The slots were removed from outside, but perhaps not the bells and the log. Only a
-            # process that holds all slots may remove those, so come and go once more, in the
+            # process that holds all slots may remove those, so join and leave once more, in the
             # segment that other processes would find.
             with contextlib.suppress(OSError, SegmentError):
                 TurnSegment(self.group, self.device, base=self._base).leave()
@@ -567,16 +600,16 @@ class TurnSegment:
     # --- publishing -----------------------------------------------------------------------------
 
     def _show(self, state: SlotState) -> None:
-        """Change the state of this process's slot; siblings see it from here on."""
+        """Change the state of this process's slot. Siblings see it from here on."""
         self.publish(state=state)
 
     def publish(self, **values: int | float) -> None:
-        """Write eight-byte fields of this process's slot, in the order given."""
+        """Write eight-byte fields of this process's slot in the order of the arguments."""
         for name, value in values.items():
             offset, code = _SLOT_FORMAT[name]
             raw = struct.pack(code, value)
-            # Under the lock, or another thread could leave meanwhile, and the descriptor become
-            # another file's.
+            # Without the lock, another thread could leave meanwhile, and the descriptor could
+            # become that of another file.
             with no_fork:
                 os.pwrite(self.slots_file.fd, raw, self.slot * SLOT_BYTES + offset)
 
@@ -594,10 +627,10 @@ class TurnSegment:
     # --- members --------------------------------------------------------------------------------
 
     def members(self, *, in_order: bool = False) -> list[Member]:
-        """Return every living process on this device, this one included.
+        """Return every living process on this device, including this one.
 
         Args:
-            in_order: return every living process in the job's order of turns instead, whatever
+            in_order: return every living process with the same lead machine instead, whatever
                 device it uses; default False.
 
         On failure: `SegmentError` if a file that siblings need was removed.
@@ -608,7 +641,7 @@ class TurnSegment:
             if (each.lead == self._lead if in_order else each.device == self._device_digest)
             and (each.slot == self.slot or self.bells.is_alive(each.process))
         ]
-        # Without its slot or files, siblings would compute beside this process.
+        # If its slot or files are missing, siblings compute beside this process.
         has_slot = any(each.slot == self.slot for each in found)
         files = (self.slots_file, self.log_file, self.bells.own)
         if not has_slot or any(file.is_removed() for file in files):
@@ -640,7 +673,10 @@ class TurnSegment:
             self.log_file.open(lambda: self._files.open_file(_LOG, flags))
 
     def draw_turn(self) -> int:
-        """Append this process's slot to the log. The record's position, from 1, is the turn."""
+        """Append this process's slot to the log, and return the number of the turn drawn.
+
+        The number is the position of the record, counted from 1.
+        """
         self._open_log()
         with no_fork:  # for the same reason as in `publish`
             os.write(self.log_file.fd, bytes([self.slot]))
@@ -654,12 +690,15 @@ class TurnSegment:
         return turn
 
     def write_word(self, word: int) -> None:
-        """Append a word and this process's slot to the log, in one write. After a `draw_turn`."""
+        """Append a word and this process's slot to the log in one write.
+
+        `draw_turn`, which opens the log, must have been called before.
+        """
         with no_fork:  # for the same reason as in `publish`
             os.write(self.log_file.fd, bytes([word, self.slot]))
 
     def read_log(self, start: int, stop: int) -> bytes:
-        """Return the records ``start + 1`` to ``stop``."""
+        """Return the log's records from number ``start + 1`` to number ``stop``."""
         self._open_log()
         records = os.pread(self.log_file.fd, stop - start, start)
         if len(records) != stop - start:

@@ -1,24 +1,25 @@
-"""One rank's turns: the calls of its users, and the thread that draws, waits and publishes.
+"""One rank's turns: the methods that users call, and the thread that draws, waits and publishes.
 
 [Note: one draw for each acquire]
-The lead rank draws turns, and the job's other ranks receive their numbers in the same order. If a
-process trains two models, the exchange of one may end before or after the compute of the other,
-differently on each rank. So neither the number of turns drawn, nor the turn that a rank is in, may
-depend on whether it is inside a turn at that moment. In a job of several ranks every `acquire`
-therefore draws one, and a rank that is still inside a turn first gives that back. If it kept both,
-it would hold a turn that a sibling waits for, while its own peers already wait behind that sibling:
-a deadlock. A job that stays side by side draws one turn for several `acquire` (`Grant.steps`), the
-same ones on all ranks. Therefore a rank asks for the next turn only once it knows how many
-`acquire` the last one covers. All but the first of them have no number, and siblings do not see
-them.
+The lead rank draws turns, and the job's other ranks receive the turns' numbers in the same order.
+If a process trains two models, the exchange of one may end before or after the compute of the
+other, differently on each rank. So neither the number of turns drawn nor the turn that a rank is in
+may depend on whether the rank is inside a turn at that moment. Therefore, in a job of several
+ranks, every `acquire` draws a turn, and a rank that is still inside a turn first gives that one
+back. If the rank kept both, it would hold a turn that a sibling waits for, while its own peers
+already wait behind that sibling: a deadlock. A job that stays side by side draws one turn for
+several calls of `acquire` (`Grant.steps`), which are the same calls on all ranks. Therefore a rank
+asks for the next turn only once it knows how many calls the last one covers. The turns of all these
+calls but the first have no number, and siblings do not see them.
 
 [Note: a turn is for computing]
 A rank that waits for data, writes a checkpoint or sleeps inside its turn does not use the device.
-The processor time of the process shows that. On a GPU so do the streams on which the turn began and
-the last turn ended: all their work is done. If both have stood still for longer than a hand-over
-lasts, and a sibling queues, the thread *lends* the turn: it publishes the turn as given back, on
-this rank alone. When the rank computes again, it does so beside the sibling; it never waits inside
-its turn. That removes waits and adds none, so ranks need not do it alike. Our design.
+Two signs show this. The process uses almost no processor time. On a GPU, moreover, all work is done
+on the streams on which this turn began and the last turn ended. If the process has been idle for
+longer than a hand-over lasts, and a sibling is waiting, the thread *lends* the turn: it publishes
+the turn as given back, on this rank alone. When the rank computes again, it does so beside the
+sibling; it never waits inside its turn. Lending removes waits and adds none, so each rank may
+decide it separately. Our design.
 """
 
 import contextlib
@@ -48,38 +49,40 @@ _FAILED_TIMEOUT_S = 1.0
 _LATENCIES_KEPT = 100
 _CHECK_S, _LONGEST_CHECK_S = 0.005, 0.08
 _IDLE_CHECKS = 2
-_IDLE_SHARE = 0.1  # a process that computes nothing may run for this part of the time
+_IDLE_SHARE = 0.1  # a process that computes nothing may run for this fraction of the time
 _NO_NUMBER: Final = 0
-"""The number of a turn that has none: a later `acquire` of the same grant."""
+"""The number of a turn without a number: one of a later `acquire` that the same grant covers."""
 
 
 class Counters:
-    """Figures of one rank's turns. They outlive the turns themselves."""
+    """Statistics about one rank's turns. They outlive the `Turns` object."""
 
     def __init__(self) -> None:
-        # The number of the last turn, as far as it is known; 0 before the first turn.
+        # The last known turn number; 0 before the first turn.
         self.turn = 0
         self.count = 0
         self.held_s = 0.0
         self.waited_s = 0.0
-        # The mode of the last grant that has arrived.
+        # The mode of the last grant that arrived.
         self.mode = Mode.UNTRIED
         self._hand_overs_s: deque[float] = deque(maxlen=_LATENCIES_KEPT)
 
     def hand_over(self, since_s: float, given_back_ns: int) -> None:
-        """Count the hand-over of a turn from a sibling to this rank, which has just begun it.
+        """Record the delay between a sibling's turn and this rank's turn, which starts now.
+
+        Nothing is recorded if the sibling gave its turn back before this rank began to wait.
 
         Args:
             since_s: when this rank began to wait.
             given_back_ns: when the sibling gave its turn back.
         """
         now_ns = time.monotonic_ns()
-        # A sibling's clock may be another one, since containers can have their own time namespace.
+        # The sibling's clock may differ, since containers can have their own time namespace.
         if since_s * 1e9 < given_back_ns <= now_ns:
             self._hand_overs_s.append((now_ns - given_back_ns) / 1e9)
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures for `GPUMutex.stats`, with the last hundred hand-overs."""
+        """Return the statistics for `GPUMutex.stats`, including the last hundred hand-overs."""
         latencies = sorted(self._hand_overs_s)
         return {
             "turn": self.turn,
@@ -94,10 +97,10 @@ class Counters:
 
 
 class IdleDetector:
-    """Detects that the process has computed nothing for a while, by its processor time."""
+    """Detect from its processor time that the process has computed nothing for a while."""
 
     def __init__(self) -> None:
-        # How many checks in a row have found the process idle, or running.
+        # How many of the last checks in a row have found the process idle, or running.
         self._idle_count = 0
         self._running_count = 0
         self._last_s = time.monotonic()
@@ -105,11 +108,14 @@ class IdleDetector:
 
     @property
     def interval_s(self) -> float:
-        """Seconds until the next check. Each check takes the GIL, so a busy process has few."""
+        """Seconds until the next check.
+
+        Each check takes the GIL, so checks become rarer while the process is busy.
+        """
         return min(_LONGEST_CHECK_S, _CHECK_S * 2.0 ** max(0, self._running_count - 1))
 
     def is_idle(self) -> bool:
-        """Check once more. Return whether the last checks in a row have found the process idle."""
+        """Check again, and return whether the last two checks in a row found the process idle."""
         now_s = time.monotonic()
         cpu_s = time.process_time()
         if cpu_s - self._last_cpu_s > _IDLE_SHARE * (now_s - self._last_s):
@@ -124,13 +130,13 @@ class IdleDetector:
 
 
 class _TurnPhase(IntEnum):
-    """Where a turn is. A turn only goes forward; only `_Turn.enter` changes its phase."""
+    """The phase of a turn. A turn only moves forward, and only `_Turn.enter` changes its phase."""
 
     WANTED = auto()
     """Entered by `Turns.acquire`, which waits for the turn, or begins it at once."""
     ABANDONED = auto()
-    """Entered when the wait was interrupted (Ctrl-C). The thread still takes the turn, without a
-    wait for siblings, and gives it back."""
+    """Entered when the wait was interrupted (Ctrl-C). The thread still takes the turn, without
+    waiting for siblings, and gives it back."""
     HELD = auto()
     """Entered by `Turns._begin`: the rank is inside, and siblings wait."""
     LENT = auto()
@@ -140,41 +146,44 @@ class _TurnPhase(IntEnum):
 
 
 class _Turn:
-    """One turn of this rank: of one `acquire`, up to the end of its work on the device.
+    """One turn of this rank. It lasts from an `acquire` until the device has done the turn's work.
 
-    It is published as given back once it is lent or over, and its number is known.
+    The turn is published as given back once it is lent or over, and its number is known.
     """
 
     def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
         # The streams on which the turn may compute, see `DeviceOrder.streams`.
         self.streams = streams
         self.phase = _TurnPhase.WANTED
-        # None until it is known; `_NO_NUMBER` if the turn has none.
+        # None until the number is known; `_NO_NUMBER` if the turn has none.
         self.number: int | None = None
         self.began_s = 0.0
         # Set when the wait is over: the turn has begun, or never will.
         self.awaited = threading.Event()
-        # Made by the thread when it first checks the turn.
+        # The thread creates it when it first checks the turn.
         self.idle_detector: IdleDetector | None = None
 
     def enter(self, phase: _TurnPhase) -> None:
-        """Go forward to a phase, unless the turn is further already. Under the lock of `Turns`."""
+        """Move forward to a phase, unless the turn is already in a later one.
+
+        The caller holds the lock of `Turns`.
+        """
         self.phase = max(self.phase, phase)
 
     @property
     def is_given_back(self) -> bool:
-        """Whether siblings no longer wait for the turn, if its number is known."""
+        """Whether the turn is lent or over. Siblings then stop waiting once its number is known."""
         return self.phase >= _TurnPhase.LENT
 
 
 class Phase(Enum):
-    """Where a rank's turns are. Only `Turns._enter` changes it."""
+    """The phase of a `Turns` object. Only `Turns._enter` changes it."""
 
     TAKING_TURNS = auto()
     """Entered by the constructor, after the rank has joined its siblings."""
     CLOSING = auto()
-    """Entered by `Turns.close`. Calls do nothing; the thread ends its wait, finishes the work that
-    was queued before, and leaves."""
+    """Entered by `Turns.close`. Calls do nothing. The thread ends its wait, finishes the work that
+    is already queued, and leaves."""
     LEFT = auto()
     """Entered by `Turns._leave`: after `Turns.close`, or after an error. Calls do nothing."""
 
@@ -182,17 +191,17 @@ class Phase(Enum):
 class Turns:
     """Take the turns of one rank on its device, one after the other. Thread-safe.
 
-    If anything fails, the thread leaves the siblings, and every call does nothing from then on.
+    If anything fails, the thread leaves the siblings, and from then on every call does nothing.
     Calls in a forked child do nothing either.
 
     Args:
-        membership: of this rank, from `joining.join`.
-        lease: how long siblings wait for a turn of this job.
-        patience: how long this rank waits for a turn of a sibling.
-        counters: where figures are counted.
-        lends: whether a turn ends early while the process computes nothing, see
+        membership: this rank's membership, from `joining.join`.
+        lease: decides how long siblings wait for a turn of this job.
+        patience: decides how long this rank waits for a sibling's turn.
+        counters: the statistics to update.
+        lends: whether a turn may end early while the process computes nothing, see
             [Note: a turn is for computing].
-        on_failure: called with the error, on the thread. It must not raise.
+        on_failure: called with the error on the thread of turns. It must not raise.
     """
 
     def __init__(
@@ -206,7 +215,7 @@ class Turns:
     ) -> None:
         self.membership = membership
         self.counters = counters
-        # Whether the last turn was to wait for siblings, and there was one when it began.
+        # Whether the last `acquire` had to wait for siblings' turns, and there was a sibling.
         self.shared = True
         self._segment = membership.segment
         self._order = membership.order
@@ -218,29 +227,29 @@ class Turns:
         self._pid = os.getpid()
         self._phase = Phase.TAKING_TURNS
 
-        # Guards the fields of this paragraph and the phases and numbers of turns. It is held for
-        # moments only, and reentrant, since a signal handler may run in one.
+        # Guards the fields of this paragraph, and the phases and numbers of turns. It is held only
+        # for moments. It is reentrant, since a signal handler may run at such a moment.
         self._lock = threading.RLock()
         # The turn that the rank is inside.
         self._current: _Turn | None = None
         # The turns that threads wait for.
         self._wanted: set[_Turn] = set()
-        # How many further `acquire` the last grant covers.
+        # How many further calls of `acquire` the last grant covers.
         self._steps_left = 0
 
-        # Only the thread uses the fields of this paragraph. An `acquire` *claims* one grant, and
-        # `request` may do so ahead of it.
+        # Only the thread uses the fields of this paragraph. Each `acquire` *claims* one grant, and
+        # `request` may claim it in advance.
         self._trial = Trial(membership.job)
         self._log = TurnLog(self._trial)
-        # Claims of `request` whose `acquire` is still to come.
+        # How many claims `request` has made for a later `acquire`.
         self._requested = 0
-        # Claims without a grant. While there are any, one grant is being asked for.
+        # How many claims have no grant yet. If there are any, the next grant has been asked for.
         self._outstanding = 0
-        # The grants of claims, in order, that no turn has taken yet.
+        # Grants that have been claimed but that no turn has taken yet, in order.
         self._grants: deque[Grant] = deque()
-        # Turns that have begun, or are over, without a grant.
+        # Turns that have begun, and may be over, without a grant.
         self._unnumbered: deque[_Turn] = deque()
-        # The warnings that were given, by whether this rank's own limit ended the wait.
+        # Which warnings were given: True if this rank's own limit ended the wait, False if a lease.
         self._warned_of: set[bool] = set()
 
         # Work for the thread; None ends it. `SimpleQueue.put` is safe in a signal handler.
@@ -263,16 +272,22 @@ class Turns:
         return self._channel.size > 1
 
     def count_siblings(self) -> int:
-        """Return how many other jobs are on the device."""
+        """Return how many other jobs use the device."""
         return len({each.job for each in self._segment.members()} - {self.membership.job})
 
     def request(self) -> None:
-        """Draw the turn of the next `acquire`, if that would wait for it."""
+        """Draw the turn of the next `acquire` in advance, if that call would wait for siblings."""
         if self.counters.mode.waits:
             self._enqueue(self._request)
 
     def acquire(self, *, blocking: bool = True) -> bool:
-        """Begin the job's next turn when it has come; as `GPUMutex.acquire`."""
+        """Wait for the job's next turn and begin it, like `GPUMutex.acquire`.
+
+        Return whether the rank may compute, which is false only if ``blocking`` is false.
+
+        Args:
+            blocking: if false, return False instead of waiting for siblings.
+        """
         if not self._is_active():
             return True
         inside = self._current
@@ -282,7 +297,8 @@ class Turns:
                 self._order.check_usable()
             streams = self._order.streams()
         if inside is not None and not self.has_peers:
-            # Siblings may wait for this turn, so this rank must not wait for them: it stays inside.
+            # Siblings may be waiting for this turn, so this rank must not wait for them. It stays
+            # inside its turn.
             self._enqueue(self._take_requested_number, inside)
             return True
         try:
@@ -305,7 +321,7 @@ class Turns:
         return True
 
     def _begin_without_number(self, turn: _Turn) -> None:
-        """Begin a turn that waits for no sibling, and let the thread find out its number.
+        """Begin a turn that waits for no sibling. The thread finds out its number later.
 
         See [Note: alone on a device] in `rules`. A turn side by side does not wait either.
         """
@@ -323,7 +339,7 @@ class Turns:
         self._enqueue(self._take, turn)
         try:
             turn.awaited.wait()
-        except BaseException:  # Ctrl-C: siblings need not wait for a turn that is not used
+        except BaseException:  # Ctrl-C: siblings need not wait for an unused turn
             with self._lock:
                 turn.enter(_TurnPhase.ABANDONED)
             self._segment.bells.ring_own()
@@ -335,7 +351,11 @@ class Turns:
             self.release()
 
     def release(self, streams: Sequence[torch.cuda.Stream] = ()) -> None:
-        """Give the turn back, if the rank is inside one; as `GPUMutex.release`."""
+        """Give the turn back if the rank is inside one, like `GPUMutex.release`.
+
+        Args:
+            streams: further streams whose queued work belongs to the turn.
+        """
         if not self._is_active() or not self.holding:
             return
         if self._order is not None:
@@ -353,9 +373,9 @@ class Turns:
             self._fail(error)
 
     def close(self) -> None:
-        """Leave the siblings, once the device has done the last turn, or after 10 s.
+        """Leave the siblings once the device has finished the last turn, or after 10 s.
 
-        May be called again, on any thread.
+        It is safe to call this more than once, on any thread.
         """
         if os.getpid() != self._pid:
             return
@@ -364,12 +384,13 @@ class Turns:
             self._segment.bells.ring_own()
             self._channel.interrupt()
         self._jobs.put(None)
-        # Python's collector may close a mutex while this thread has `no_fork`, and a signal handler
-        # while it has the lock. The thread of turns needs both to end, so it is not waited for.
+        # Python's collector may run this method while this thread holds `no_fork`, and a signal
+        # handler may run it while this thread holds the lock. The thread of turns needs both to
+        # end, so it is not waited for then.
         is_inside = no_fork._is_owned() or self._lock._is_owned()  # type: ignore[attr-defined]
         if threading.current_thread() is not self._thread and not is_inside:
             self._thread.join(_CLOSE_TIMEOUT_S)
-            if self._thread.is_alive():  # the device does not finish the turn
+            if self._thread.is_alive():  # the device has not finished the turn
                 self._leave()
 
     # --- the phase ------------------------------------------------------------------------------
@@ -377,9 +398,9 @@ class Turns:
     def _enter(self, phase: Phase) -> None:
         """Change the phase.
 
-        It takes no lock, since `close` may run in a signal handler or in Python's collector. If
-        `close` thereby replaces LEFT with CLOSING, the difference matters to `_leave` alone, which
-        may be called twice.
+        This takes no lock, since `close` may run in a signal handler or in Python's collector. So
+        `close` may replace LEFT with CLOSING. The difference matters only to `_leave`, which may
+        run twice.
         """
         if self._phase is not Phase.LEFT:
             self._phase = phase
@@ -398,7 +419,7 @@ class Turns:
             turn.awaited.set()
 
     def _fail(self, error: Exception) -> None:
-        """Let the thread leave the siblings, because of an error on another thread."""
+        """Make the thread leave the siblings because of an error on the calling thread."""
         self._enqueue(_raise, error)
         self._thread.join(_FAILED_TIMEOUT_S)
 
@@ -412,14 +433,17 @@ class Turns:
         try:
             while (job := self._next_job()) is not None:
                 job()
-                del job  # it holds a turn with its streams
+                del job  # it keeps a turn and its streams alive
         except Exception as error:
             if self._phase is Phase.TAKING_TURNS:
                 self._on_failure(error)
         self._leave()
 
     def _next_job(self) -> Callable[[], None] | None:
-        """Return the next job. While there is none, lend the turn if the rank computes nothing."""
+        """Wait for the next job and return it.
+
+        Meanwhile, lend the turn if the rank computes nothing.
+        """
         while True:
             turn = self._current
             if turn is None or turn.is_given_back or not self._may_lend(turn):
@@ -435,14 +459,14 @@ class Turns:
         return self._lends and self.shared and bool(turn.number)
 
     def _lend_if_wanted(self, turn: _Turn) -> None:
-        """Lend a turn if a sibling queues; see [Note: a turn is for computing]."""
+        """Lend a turn if a sibling is waiting; see [Note: a turn is for computing]."""
         own_job = self.membership.job
         members = self._segment.members()
         wanted = any(each.job != own_job and each.queued > each.started for each in members)
         if wanted and (self._order is None or self._order.is_done(turn.streams)):
             self._give_back(turn, _TurnPhase.LENT)
 
-    # --- the begin and the end of a turn --------------------------------------------------------
+    # --- the beginning and the end of a turn ----------------------------------------------------
 
     def _begin(self, turn: _Turn) -> None:
         turn.began_s = time.monotonic()
@@ -464,16 +488,23 @@ class Turns:
         return self._order.mark(streams) if self._order is not None else None
 
     def _end(self, turn: _Turn, end: torch.cuda.Event | None = None) -> None:
-        """Give a turn back once the device has reached ``end``, which its length includes."""
+        """Wait until the device has reached ``end``, then give the turn back.
+
+        The wait counts as part of the turn.
+        """
         if end is not None and self._order is not None:
             self._order.wait(end)
         self.counters.held_s += time.monotonic() - turn.began_s
         self._give_back(turn, _TurnPhase.RETURNED)
 
     def _give_back(self, turn: _Turn, phase: _TurnPhase) -> None:
-        """Publish a turn as given back, unless it is lent already.
+        """Mark a turn as given back, and publish this unless the turn was lent before.
 
-        If its number is not known yet, `_give_number` publishes it.
+        If the turn's number is not known yet, `_give_number` publishes it later.
+
+        Args:
+            turn: the turn to give back.
+            phase: the phase that the turn enters: LENT or RETURNED.
         """
         with self._lock:
             was_given_back = turn.is_given_back
@@ -486,7 +517,7 @@ class Turns:
                 self._publish_returned(turn.number)
 
     def _give_number(self, turn: _Turn, number: int) -> None:
-        """Note and publish the number of a turn: as given back if it is, else as started."""
+        """Store a turn's number, and publish the turn as given back if it is, else as started."""
         self.counters.turn = number or self.counters.turn
         with self._lock:
             turn.number = number
@@ -508,14 +539,14 @@ class Turns:
         self._requested += 1
 
     def _claim_for_acquire(self) -> None:
-        """Claim a grant, unless `request` has claimed one."""
+        """Claim a grant for an `acquire`, unless `request` has already claimed it."""
         if self._requested:
             self._requested -= 1
         else:
             self._claim()
 
     def _claim(self) -> None:
-        """Claim one more grant: the last one once more, if it covers this step, or a new one."""
+        """Claim one more grant: the last one again if it covers this step, else a new one."""
         self._receive_grants()
         if self._use_grant_again():
             self._grants.append(Grant(_NO_NUMBER, (), self.counters.mode))
@@ -525,7 +556,7 @@ class Turns:
             self._draw()
 
     def _use_grant_again(self) -> bool:
-        """Use the last grant for one more step, if it covers more steps."""
+        """Use the last grant for one more step, and return whether it covers that step."""
         with self._lock:
             if not self._steps_left:
                 return False
@@ -535,14 +566,16 @@ class Turns:
     def _receive_grants(self, *, wait: bool = False) -> None:
         """Receive the grant that was asked for, if it has arrived, and ask for the next one.
 
+        This repeats until no claim is outstanding or no grant has arrived.
+
         Args:
-            wait: block until the first one arrives; default False.
+            wait: block until the first grant arrives; default False.
         """
         while self._outstanding and (wait or self._channel.arrived):
             wait = False
             grant = self._channel.receive()
             self.counters.mode = grant.mode
-            # It serves as many outstanding claims as it covers. The first one has its number.
+            # The grant serves as many outstanding claims as it covers. The first gets its number.
             covered = min(grant.steps, self._outstanding)
             self._grants.append(grant)
             self._grants.extend([Grant(_NO_NUMBER, (), grant.mode)] * (covered - 1))
@@ -558,26 +591,30 @@ class Turns:
         return self._grants.popleft()
 
     def _claim_number(self, turn: _Turn) -> None:
-        """Claim a grant for a turn that has begun already."""
+        """Claim a grant for a turn that has already begun."""
         self._claim_for_acquire()
         self._unnumbered.append(turn)
         self._number_turns()
 
     def _on_grant(self) -> None:
-        """Called by the channel's thread when a grant has arrived."""
+        """Handle the arrival of a grant. The channel calls this on its own thread."""
         if self._unnumbered or self._outstanding > 1:
             self._enqueue(self._number_turns)
 
     def _number_turns(self, *, wait: bool = False) -> None:
-        """Give turns that have begun the numbers that have arrived; with ``wait``, all of them."""
+        """Assign the numbers that have arrived to the turns that have begun without one.
+
+        Args:
+            wait: block until all these turns have numbers; default False.
+        """
         self._receive_grants()
         while self._unnumbered and (wait or self._grants):
             self._give_number(self._unnumbered.popleft(), self._next_grant().turn)
 
     def _take_requested_number(self, inside: _Turn) -> None:
-        """Give the present turn, which continues, the number that was requested meanwhile.
+        """Assign the number that was requested meanwhile to the current turn, which continues.
 
-        Only in a job of one rank.
+        This happens only in a job of one rank.
         """
         if self._requested:
             self._requested -= 1
@@ -586,16 +623,17 @@ class Turns:
     # --- drawing, on the lead rank --------------------------------------------------------------
 
     def _draw(self) -> None:
-        """Draw a turn and send its grant. Other ranks ask for the grant instead.
+        """Draw a turn and send its grant. Ranks other than the lead rank ask for a grant instead.
 
-        The lead rank appends to the log, then looks at the members, then reads the log. In other
-        orders the model finds turns that overlap.
+        The lead rank appends to the log, then looks at the members, then reads the log. With any
+        other order, the exhaustive model finds turns that overlap.
         """
         if not self.membership.is_lead:
             return self._channel.ask()
         mode_before = self._trial.mode
         if not self._log.read_numel:
-            # Reading a log of days takes seconds, and siblings wait for a rank that has drawn.
+            # Read the old records before drawing: a log of several days takes seconds to read, and
+            # siblings wait for a rank that has drawn.
             self._look_and_read(self._segment.drawn())
         turn = self._segment.draw_turn()
         members = self._look_and_read(turn - 1)
@@ -624,7 +662,7 @@ class Turns:
                     "in turns" if trial.mode.waits else "side by side",
                 )
         if trial.drew(time.monotonic()):
-            # Siblings ignore a vote of no pairs, so they never read half of one.
+            # Siblings ignore a vote without pairs, so they never use a half-written one.
             publish(pairs=0, tried=trial.begun_at)
             publish(turns_s=trial.vote.turns_s, side_s=trial.vote.side_s)
             publish(pairs=trial.vote.pairs)
@@ -635,7 +673,7 @@ class Turns:
     # --- waiting --------------------------------------------------------------------------------
 
     def _take(self, turn: _Turn) -> None:
-        """Begin the next turn when siblings' earlier turns are over."""
+        """Begin the next turn once siblings' earlier turns are over."""
         # Another thread may have acquired meanwhile; see [Note: one draw for each acquire].
         before = self._take_current()
         if before is not None:
@@ -646,7 +684,7 @@ class Turns:
         grant = self._next_grant()
         members = self._wait_for_siblings(grant, turn)
         if members:
-            # The last of the turns that this one has waited for has been handed over.
+            # Count the hand-over from the last of the turns that this one has waited for.
             last = dict(grant.after)
             over = [each for each in members if last.get(each.job, math.inf) <= each.returned]
             given_back_ns = max((each.returned_at_ns for each in over), default=0)
@@ -662,9 +700,10 @@ class Turns:
         turn.awaited.set()
 
     def _wait_for_siblings(self, grant: Grant, turn: _Turn) -> Sequence[Member]:
-        """Block until no sibling's turn comes before ``grant``.
+        """Block until ``grant`` no longer has to wait for any sibling's turn.
 
-        Return the members on the device at that moment; none if there was nothing to wait for.
+        Return the members on the device at that moment. The result is empty if there was nothing to
+        wait for, or if the wait was ended.
         """
         segment = self._segment
         waited = False

@@ -1,8 +1,9 @@
-"""Shows the turns of this user's jobs from outside: it joins, writes, locks and rings nothing.
+"""Shows the turns of this user's jobs from outside, without joining, writing, locking or ringing.
 
-F_OFD_GETLK asks whether a slot's byte is locked, that is, whether its owner is alive. It takes no
-lock, so a joining process never finds a slot taken because of it. Everything else is ``stat`` and
-``pread``. No content is trusted, and no file makes `look` raise or wait. Our design.
+F_OFD_GETLK reports whether a slot's byte is locked, that is, whether its owner is alive. It takes
+no lock itself, so it never makes a slot look taken to a joining process. Apart from that, this
+module only opens, lists and reads files. No content is trusted, and no file makes `look` raise or
+wait. Our design.
 """
 
 import contextlib
@@ -23,32 +24,32 @@ _NAME = re.compile(rf"({GROUP_NAME.pattern})@\.(turns|log|[0-9]+\.bell)")
 
 
 class JoinedProcess(NamedTuple):
-    """A process that has joined a group, with the numbers of its slot, unchecked."""
+    """A process that has joined a group, with the unchecked contents of its slot."""
 
     group: str
     device: str
     slot: Member
-    # Whether the process is alive; otherwise it ended without leaving.
+    # Whether the process is alive. If not, it ended without leaving.
     alive: bool
 
 
 class Look(NamedTuple):
-    """The turns of all jobs at one moment."""
+    """A snapshot of the turns of all jobs."""
 
-    # CLOCK_MONOTONIC, as in the slots.
+    # When it was taken, by CLOCK_MONOTONIC, like the times in the slots.
     at_ns: int
     directory: str
     processes: tuple[JoinedProcess, ...]
-    # Files of slots that no living process uses, whether or not it has joined.
+    # Slot files that no living process uses. A process may use one without having joined.
     abandoned: tuple[str, ...]
-    # (path, problem) of files that are not valid.
+    # Pairs (path, problem) for files that are not valid.
     problems: tuple[tuple[str, str], ...]
 
 
 def printable(text: str) -> str:
     """Return ``text`` with unprintable characters replaced.
 
-    Names of files and devices may contain any bytes.
+    The names of files and devices may contain any bytes.
     """
     return "".join(
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
@@ -56,10 +57,10 @@ def printable(text: str) -> str:
 
 
 def look(base: str = SHARED_MEMORY) -> Look:
-    """Return the present state of this user's jobs, as they publish it in shared memory.
+    """Return the current state of this user's jobs, as they publish it in shared memory.
 
     Args:
-        base: where shared memory is mounted; default ``/dev/shm``.
+        base: the shared-memory mount point; default ``/dev/shm``.
     """
     directory = segment_directory(base)
     processes = list[JoinedProcess]()
@@ -97,14 +98,14 @@ def _list_files(base: str, problems: list[tuple[str, str]]) -> list[str]:
 
 
 def _read(group: str, path: str) -> tuple[list[JoinedProcess], bool]:
-    """Return the processes in a file of slots, and whether any living process uses the file."""
-    # Non-blocking, since opening a FIFO of this name would wait for its writer.
+    """Return the processes in a slot file, and whether any living process uses the file."""
+    # Open without blocking: if the file is a FIFO, opening it would wait for a writer.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if not os.pread(fd, 1, 0):  # its first process is just joining
+        if not os.pread(fd, 1, 0):  # the file's first process is just joining
             return [], True
         found = [(slot, slots_are_locked(fd, slot.slot, 1)) for slot in read_slots(fd, path)]
-        # A process that has left between reading its slot and looking at its lock is not dead.
+        # If a process has left after its slot was read, its lock is gone, but it has not died.
         still_joined = {slot.slot for slot in read_slots(fd, path)}
         processes = []
         for slot, is_alive in found:

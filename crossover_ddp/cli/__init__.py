@@ -26,7 +26,7 @@ run: see crossover-ddp run --help
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command and all its sub-commands."""
+    """Return the parser for the command and all its sub-commands."""
     parser = argparse.ArgumentParser(
         prog="crossover-ddp",
         description="Jobs that take turns on shared devices: look at them, and at the machine.",
@@ -41,8 +41,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments. For ``run`` and ``advise``, the words after each ``--`` are a group."""
-    # Not left to argparse: it knows only one "--", and its versions treat it differently.
+    """Parse the arguments. For ``run`` and ``advise``, the words after each ``--`` form a group."""
+    # argparse knows only one "--", and its versions treat that one differently.
     bounds = [len(words)]
     if words[:1] in (["run"], ["advise"]):
         bounds = [place for place, word in enumerate(words) if word == "--"] + bounds
@@ -51,9 +51,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with these arguments, or the process's own, and return its exit code.
+    """Run the command and return its exit code.
 
-    Wrong usage raises ``SystemExit(2)``, as argparse does.
+    ``arguments`` defaults to the arguments of this process. Like argparse, raise ``SystemExit(2)``
+    on wrong usage.
     """
     _reopen_closed_streams()
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
@@ -68,15 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINE
-    except KeyboardInterrupt:  # before there was anything to show
+    except KeyboardInterrupt:  # pressed before there was anything to show
         return INTERRUPTED
     return code
 
 
 def _reopen_closed_streams() -> None:
-    """Reopen standard streams that were closed, as by ``2>&-``, on /dev/null.
+    """Reopen closed standard streams on /dev/null. For example, ``2>&-`` closes one.
 
-    Otherwise the next file that is opened would get descriptor 0, 1 or 2, and output with it.
+    Otherwise the next file to be opened would get descriptor 0, 1 or 2, and receive output.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass

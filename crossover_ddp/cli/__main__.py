@@ -1,4 +1,4 @@
-"""``python -m crossover_ddp.cli``: the command where its entry point is not on PATH."""
+"""Runs ``python -m crossover_ddp.cli``, for use where the entry point is not on PATH."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""``crossover-ddp advise``: measures a job's C, N and M in some steps, and predicts speed-ups.
+"""``crossover-ddp advise``: measures C, N and M over some steps of a job, and predicts speed-ups.
 
-C  compute of a step, on the slowest rank
+C  compute time of a step, on the slowest rank
 N  exposed communication: the rest of the step
 M  time for which the step's gradients are on the wire
 """
@@ -39,53 +39,56 @@ exit codes: 0 there is advice, also if it is "do not bother"; 1 nothing could be
 _POLL_S: Final = 0.25
 _GRACE_S: Final = 5.0
 _WORTH: Final = 1.05
-"""Least factor that is worth a change. Also the least ratio of a step to its C."""
+"""The least speed-up that is worth a change.
+
+It is also the least ratio of the step time to C for which any change is advised.
+"""
 _BACKWARD_SHARE: Final = 2 / 3
-"""Part of C that is backward, where it is not measured."""
+"""The part of C that is assumed to be backward where it is not measured."""
 _INT8_BYTES: Final = 0.26
-"""Bytes on the wire with `Int8`, divided by those of plain DDP."""
+"""The bytes on the wire with `Int8`, divided by the bytes with plain DDP."""
 _WIRE_OVER_COMPUTE: Final = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # the rows of docs/choosing.md
 _UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 class Figures(NamedTuple):
-    """One job's step, in seconds."""
+    """The figures of one job's step. Times are in seconds."""
 
     compute_s: float
     exposed_s: float
     wire_s: float
     size_bytes: float
     ranks: int
-    # Part of C that is backward. Communication can hide behind it.
+    # The part of C that is backward. Communication can hide behind it.
     backward_share: float = _BACKWARD_SHARE
 
     @property
     def step_s(self) -> float:
-        """C + N."""
+        """The time of a step, C + N."""
         return self.compute_s + self.exposed_s
 
     def speedup(self, compute_s: float, wire_s: float) -> float:
-        """Return how much faster a step is that takes the longer of these times. At least 1."""
+        """Return the speed-up if a step takes the longer of these two times. It is at least 1."""
         return self.step_s / min(self.step_s, max(compute_s, wire_s))
 
     def deferred_s(self) -> float:
-        """Return the step time with reduce-scatters beside backward and gathers beside forward."""
+        """Return the step time if reduce-scatters overlap backward and gathers overlap forward."""
         backward_s = self.backward_share * self.compute_s
         half_s = self.wire_s / 2
         return max(backward_s, half_s) + max(self.compute_s - backward_s, half_s)
 
     def behind_backward_s(self, part: float) -> float:
-        """Return the step time if only ``part`` of M is on the wire, from backward's begin on."""
+        """Return the step time if only ``part`` of M is on the wire, starting with backward."""
         return (1 - self.backward_share) * self.compute_s + part * self.wire_s
 
 
 class Method(NamedTuple):
-    """A method to use the time of the network."""
+    """A method that hides or shortens communication."""
 
     name: str
-    # Returns how many times faster steps can become at best.
+    # Returns how many times faster steps can become, at best.
     bound: Callable[[Figures], float]
-    # Part of the bound that measurements have reached (docs/measurements.md).
+    # The part of the bound that measurements have reached (docs/measurements.md).
     reached: float
     # The line to paste into the script.
     line: str
@@ -147,7 +150,7 @@ METHODS: Final = (CROSSOVER, DECOUPLED, HALF, INT8)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
+    """Declare the sub-command and its arguments."""
     about = (
         "Measure a job's compute, exposed communication and wire time; "
         "predict what would make it faster."
@@ -180,12 +183,12 @@ def _number(text: str, unit: str, such_as: str) -> float:
 
 
 def _rate(text: str) -> float:
-    """Return bytes per second."""
+    """Parse a rate such as ``10gbit``, and return it in bytes per second."""
     return _number(text, "bit", "rate such as 10gbit or 100mbit") / 8
 
 
 def _model(text: str) -> str | float:
-    """Return the name of a model, or its size in bytes."""
+    """Parse a model's name or size. Return the name, or the size in bytes."""
     if ":" in text:
         return text
     such_as = "model such as timm:resnet50, or its size: 25.6M (parameters) or 102MB"
@@ -195,7 +198,7 @@ def _model(text: str) -> str | float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the job, or take the described one, and print the advice. Return the exit code."""
+    """Print the advice for a measured or a described job, and return the exit code."""
     described = [
         each for each in (arguments.link, arguments.model, arguments.ranks) if each is not None
     ]
@@ -230,13 +233,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measuring(directory: Path) -> dict[str, str]:
-    """Put the step meter into ``directory``, and return the variables with which a job runs it."""
+    """Copy the step meter to ``directory``, and return the variables that make a job run it.
+
+    Delete the recordings of earlier runs in that directory.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.glob("rank-*.jsonl"):
         old.unlink()
     shutil.copy(step_meter.__file__, directory / "sitecustomize.py")
     path = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
-    # DISABLE: the states of this package then leave the optimizer alone.
+    # With DISABLE, the states of this package leave the optimizer alone.
     return {"PYTHONPATH": path, environment.DISABLE: "1"}
 
 
@@ -251,9 +257,9 @@ def _blocks(directory: Path) -> list[list[dict[str, Any]]]:
 
 
 def figures(directory: Path) -> Figures:
-    """Return a job's figures, from the recordings of its ranks on this machine.
+    """Return a job's figures, computed from what its ranks on this machine have recorded.
 
-    Raises ``ValueError`` if there are too few steps.
+    Raises ``ValueError`` if there are too few steps, or fewer than two ranks.
     """
     ranks = _blocks(directory)
     if not ranks:
@@ -265,7 +271,7 @@ def figures(directory: Path) -> Figures:
         )
     if max(block["ranks"] for blocks in ranks for block in blocks) < 2:
         raise ValueError("expected at least two ranks, got one, which exchanges nothing")
-    # The slowest rank determines the step and C. M is that of the rank that waited least.
+    # The slowest rank determines the step time and C. M comes from the rank with the least M.
     step_s = max(
         median(block["step_s"] for block in blocks if not block["apart"]) for blocks in ranks
     )
@@ -282,7 +288,7 @@ def figures(directory: Path) -> Figures:
         wire_s=min(median(block["wire_s"] for block in blocks) for blocks in apart),
         size_bytes=apart[0][-1]["bytes"],
         ranks=apart[0][-1]["ranks"],
-        # It is 0 if the script does not call the forward of DDP itself.
+        # The measured share is 0 if the script does not call DDP's own forward.
         backward_share=measured_share or _BACKWARD_SHARE,
     )
 
@@ -290,7 +296,7 @@ def figures(directory: Path) -> Figures:
 def _measured(words: Sequence[str], steps: int) -> Figures:
     """Run a command until it has recorded enough steps, then end all its processes."""
     wanted = 2 * round((steps - step_meter.WARM_UP_STEPS) / (2 * step_meter.BLOCK_STEPS))
-    # A new group: the job must not take turns with siblings.
+    # Use a new group: the job must not take turns with siblings.
     group = f"advise-{os.getpid()}-{secrets.token_hex(3)}"
     with (
         signals_blocked() as numbers,
@@ -328,7 +334,10 @@ def _measured(words: Sequence[str], steps: int) -> Figures:
 
 
 def verdict(found: Figures) -> str:
-    """Return the advice. Methods that change the results come only after those that do not."""
+    """Return the advice.
+
+    A method that changes the results is advised only if no other method is worth it.
+    """
     if found.step_s < _WORTH * found.compute_s:
         exposed = f"{found.exposed_s / found.step_s:.1%}"
         return f"do not bother: communication costs only {exposed} of a step"
@@ -370,7 +379,7 @@ def _ms(length_s: float) -> str:
 
 
 def _table(bytes_per_s: float, model: str | float, ranks: int) -> str:
-    """Return a table of the predictions for a model on a link, with a row for each ratio M/C."""
+    """Return a table of predictions for a model on a link, with one row for each ratio M/C."""
     sizes = []
     if isinstance(model, str):
         from crossover_ddp.pipeline.chain import gradient_sizes  # needs torch

@@ -1,4 +1,4 @@
-"""``crossover-ddp doctor``: finds what keeps jobs from taking turns here, with the remedies."""
+"""``crossover-ddp doctor``: finds what keeps jobs from taking turns here, and suggests remedies."""
 
 import argparse
 import contextlib
@@ -29,11 +29,11 @@ _ANSWER_S = 30.0
 _START_MPS = "nvidia-cuda-mps-control -d"
 
 Finding = tuple[str, str, str]
-"""``note`` (jobs work, but not as well) or ``problem``; the finding; the remedy."""
+"""The state: ``note`` (jobs work, but not as well) or ``problem``; the finding; the remedy."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
+    """Declare the sub-command."""
     about = (
         "Check versions, shared memory, network, limits, GPUs and variables; show what to fix, "
         "and how."
@@ -118,7 +118,7 @@ def _network() -> Iterator[Finding]:
 
 
 def _own_addresses(host: str) -> list[str]:
-    """Return the addresses of a host name that belong to this machine."""
+    """Return the addresses to which ``host`` resolves and which belong to this machine."""
     found = []
     with contextlib.suppress(OSError):  # the name does not resolve
         for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):

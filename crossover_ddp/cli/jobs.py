@@ -1,4 +1,4 @@
-"""Starts the command of a job, signals it, and ends it with all processes that it has started.
+"""Starts a job's command, sends it signals, and ends it with all processes that it has started.
 
 [Note: nothing survives]
 A job's command is a `Child`, and the variable `RUN_JOB` marks all processes of the job; see
@@ -29,18 +29,18 @@ from crossover_ddp._system.environment import RUN_JOB
 ENDING: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 """Signals that end a run."""
 PASSED_ON: Final = frozenset({signal.SIGUSR1, signal.SIGUSR2})
-"""Signals that are only passed on to jobs. Slurm can send them before the end of an allocation."""
+"""Signals that are only passed on to jobs. Slurm can send them before an allocation ends."""
 TICK_S: Final = 0.1
 _GRACE_S: Final = 30.0
 _TAIL_BYTES: Final = 4096
 _TAIL_LINES: Final = 10
-# Below Linux's ephemeral ports, so that no outgoing connection can take one of these meanwhile.
+# Below Linux's ephemeral ports, so that no outgoing connection takes one in the meantime.
 _NOT_EPHEMERAL: Final = range(20_000, 32_000)
 _VARIABLE: Final = re.compile(r"[A-Za-z_]\w*=")
 
 
 def free_ports() -> Iterator[int]:
-    """Yield ports that are free at that moment. A port recurs only after all the others."""
+    """Yield ports that are free at the moment. A port recurs only after all the others."""
     for port in itertools.cycle(random.sample(_NOT_EPHEMERAL, len(_NOT_EPHEMERAL))):
         with contextlib.suppress(OSError):
             with socket.socket() as probe:
@@ -49,10 +49,10 @@ def free_ports() -> Iterator[int]:
 
 
 def reap_orphans(commands: Iterable[int]) -> None:
-    """Reap processes that jobs have left to this one. In a container it can be process 1.
+    """Reap orphaned job processes that this process has inherited.
 
-    ``commands`` are the ids of the jobs' commands, which are not reaped: their exit codes are
-    still needed.
+    That happens if this process is process 1 of a container. ``commands`` are the process ids of
+    the jobs' commands. These are not reaped, since their exit codes are still needed.
     """
     kept = {*commands}
     ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -65,9 +65,9 @@ def reap_orphans(commands: Iterable[int]) -> None:
 def signals_blocked() -> Iterator[frozenset[int]]:
     """Block the signals that a run handles, and yield them for ``signal.sigtimedwait``.
 
-    Signals that are still pending at the end of the block then take effect. Ignored signals, as
-    under nohup, stay ignored. The exception is SIGCHLD: if it is ignored children leave no exit
-    code.
+    Signals that are still pending when the block ends take effect then. Ignored signals stay
+    ignored, for example under nohup. SIGCHLD is the exception: if it is ignored, children leave no
+    exit code.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     handled = [
@@ -82,26 +82,26 @@ def signals_blocked() -> Iterator[frozenset[int]]:
 
 
 class JobProcess(Child):
-    """The command of a job, with all processes that it starts.
+    """A job's command, with all processes that it starts.
 
     Args:
         words: the command. ``NAME=VALUE`` words before the program set variables.
-        variables: the environment.
-        log: file for the output of all processes. An older one is overwritten.
+        variables: the environment of the command.
+        log: the file for the output of all processes. An existing file is overwritten.
     """
 
     def __init__(self, words: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
         self.log = log
         self.began_s = time.monotonic()
         self.took_s = 0.0
-        # Exit code of the command, as in shells. None while it runs.
+        # The command's exit code, as shells report it. None while the command runs.
         self.code: int | None = None
         # When to kill the remaining processes, on the monotonic clock.
         self._kill_at_s = float("inf")
         self._mark = f"{os.getpid()}-{secrets.token_hex(4)}"
         assignments = [*itertools.takewhile(_VARIABLE.match, words)]
-        # `env` would take a program whose path contains "=" for an assignment: `nice` starts it.
-        nice = shutil.which("nice") or "nice"  # looked up here: the command may set its own PATH
+        # `env` would take a program path that contains "=" for an assignment. So `nice` starts it.
+        nice = shutil.which("nice") or "nice"  # here, since the command may set its own PATH
 
         with log.open("wb") as output:
             super().__init__(
@@ -114,17 +114,17 @@ class JobProcess(Child):
             )
 
     def living(self) -> list[int]:
-        """Return the ids of the job's living processes."""
+        """Return the process ids of the job's living processes."""
         return [pid for pid, mark in marked(RUN_JOB) if mark == self._mark]
 
     def send(self, *numbers: int) -> None:
-        """Send signals to the session while the command runs, and to each process after its end.
+        """Send signals to the session while the command runs, and to each process afterwards.
 
-        SIGKILL is sent to the session and to each process.
+        SIGKILL always goes to each process, even while the command runs.
         """
         running = self.poll() is None
         for number in numbers:
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
+            with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
                 if running:
                     os.killpg(self.pid, number)
             for pid in self.living() if number == signal.SIGKILL or not running else ():
@@ -132,15 +132,15 @@ class JobProcess(Child):
                     os.kill(pid, number)
 
     def end(self, number: int, grace_s: float = _GRACE_S) -> None:
-        """Ask the job to end, with a signal. `supervise` kills the rest of it after the grace."""
+        """Ask the job to end, by a signal. After ``grace_s``, `supervise` kills what is left."""
         self.send(number, signal.SIGCONT)  # a stopped process handles a signal once it continues
         self._kill_at_s = min(self._kill_at_s, time.monotonic() + grace_s)
 
     def supervise(self) -> bool:
-        """Advance the end of the job, and return whether no process is left. Call it repeatedly.
+        """Advance the end of the job, and return whether no process is left. Call this repeatedly.
 
-        When the command has ended its remaining processes are asked to end. After the grace they
-        are killed.
+        When the command has ended, the remaining processes are asked to end. After a grace period
+        they are killed.
         """
         code = self.poll()
         if self.code is None and code is not None:
@@ -153,14 +153,14 @@ class JobProcess(Child):
         return self.code is not None and not self.living()
 
     def finish(self, number: int = signal.SIGKILL, grace_s: float = 0.0) -> None:
-        """End all processes of the job, and wait until they have ended."""
+        """Ask all processes of the job to end, and wait for that. After ``grace_s``, kill them."""
         self.end(number, grace_s)
         deadline_s = self._kill_at_s + KILL_S
         while not self.supervise() and time.monotonic() < deadline_s:
             time.sleep(TICK_S / 10)
 
     def last_lines(self) -> str:
-        """Return the last lines of the log, indented. Empty if the log is gone."""
+        """Return the last lines of the log, indented, or an empty string if the log is gone."""
         lines = list[str]()
         with contextlib.suppress(OSError), self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -1,4 +1,4 @@
-"""Shared by all commands: their declaration, their output and their exit codes."""
+"""The parts that all commands share: their declaration, output and exit codes."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ FOUND: Final = 1
 USAGE: Final = 2
 """The command was called wrongly."""
 INTERRUPTED: Final = 130
-"""Ctrl-C, with the exit code that shells use."""
+"""Ctrl-C was pressed. This is the exit code that shells use."""
 
 _REMOVED_OPTIONS: Final = {
     "advise": ("--seconds S", "--startup S", "--verbose"),
@@ -24,7 +24,7 @@ _REMOVED_OPTIONS: Final = {
     "status": ("--watch S", "--group G"),
     "timeline": ("--picture FILE", "--from S", "--to S", "--json"),
 }
-"""Options that have no effect any more. They are accepted for one more version."""
+"""Options that no longer have an effect. They are accepted for one more version."""
 
 
 class _RemovedOption(argparse.Action):
@@ -45,7 +45,7 @@ def declare(
     about: str,
     examples: str,
 ) -> argparse.ArgumentParser:
-    """Declare a sub-command and return its parser, for its arguments.
+    """Declare a sub-command, and return its parser so that arguments can be added.
 
     ``run`` executes the command and returns the exit code.
     """
@@ -66,7 +66,10 @@ def declare(
 
 
 def say(text: str) -> None:
-    """Write a line to standard error. Ignore errors: a full disk must not end a command."""
+    """Write a line to standard error.
+
+    Ignore errors, since a full disk must not end a command.
+    """
     with contextlib.suppress(OSError):
         os.write(sys.stderr.fileno(), f"{text}\n".encode(errors="replace"))
 
@@ -80,7 +83,7 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers from ``least`` on, for ``type=`` of an argument."""
+    """Return a parser for whole numbers from ``least`` on. Pass it as ``type=`` of an argument."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:

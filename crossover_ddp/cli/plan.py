@@ -1,4 +1,4 @@
-"""``crossover-ddp plan``: plans stages, devices and order of micro-batches for a model."""
+"""``crossover-ddp plan``: plans the stages, devices and order of micro-batches for a model."""
 
 import argparse
 import sys
@@ -25,7 +25,7 @@ exit codes: 0 fine; 1 no plan: the model is no chain, or does not fit; 2 wrong u
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
+    """Declare the sub-command and its arguments."""
     about = (
         "Find stages, replicas, devices and the order of micro-batches, "
         "and compare with known designs."
@@ -61,7 +61,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Make a plan, print it and save it. Return the exit code."""
+    """Create a plan, print it, and save it if asked to. Return the exit code."""
     from crossover_ddp.pipeline import Cluster, plan_pipeline
 
     try:

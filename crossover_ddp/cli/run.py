@@ -44,7 +44,7 @@ _NOT_STARTED = 126  # the exit code of shells
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
+    """Declare the sub-command and its arguments."""
     about = (
         "Start jobs as siblings: one group, a log and a rendezvous for each, "
         "nothing left at the end."
@@ -81,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _commands(arguments: argparse.Namespace) -> list[list[str]]:
     """Return the words of each job's command.
 
-    Raises ``ValueError`` for text that is not a command, ``OSError`` if the file cannot be read.
+    Raises ``ValueError`` for text that is not a command or commands that share a rendezvous, and
+    ``OSError`` if the file cannot be read.
     """
     found = [
         command_words(group[0]) if len(group) == 1 else list(group) for group in arguments.groups
@@ -100,8 +101,8 @@ def _commands(arguments: argparse.Namespace) -> list[list[str]]:
 def _check_rendezvous(commands: Sequence[str]) -> None:
     """Raise ``ValueError`` if two commands name the same rendezvous.
 
-    The job that ends first would take the store of the other one with it. An etcd server is no
-    part of a job, so jobs may share it.
+    The job that ends first would take the other job's store down with it. An etcd server is not
+    part of a job, so jobs may share one.
     """
     places = [
         place[3] for text in commands if "etcd" not in text and (place := _PLACE.search(text))
@@ -113,7 +114,10 @@ def _check_rendezvous(commands: Sequence[str]) -> None:
 
 
 def _joined(text: str) -> str:
-    """Remove comments, then join continued lines. A comment's last backslash continues nothing."""
+    """Remove comments, then join continued lines.
+
+    A backslash at the end of a comment does not continue the line.
+    """
     return _COMMENT.sub(r"\1", text).replace("\\\n", "").strip()
 
 
@@ -133,7 +137,7 @@ def command_words(text: str) -> list[str]:
 
 
 class _Runner:
-    """Runs commands in their order, ``at_once`` at a time."""
+    """Runs commands in order, ``at_once`` at a time."""
 
     def __init__(
         self, commands: Sequence[Sequence[str]], group: str, logs: Path, at_once: int
@@ -142,7 +146,7 @@ class _Runner:
         self._group = group
         self._logs = logs
         self._at_once = at_once
-        # By number, from 1 on.
+        # The running jobs by number, from 1 on.
         self._running: dict[int, JobProcess] = {}
         # Signals that asked the run to end.
         self._signals: list[int] = []
@@ -152,7 +156,7 @@ class _Runner:
         self._free_ports = free_ports()
 
     def run(self) -> int:
-        """Return the exit code once every process of every job has ended."""
+        """Run all jobs. Return the exit code once every process of every job has ended."""
         with signals_blocked() as numbers:
             try:
                 self._start_due()
@@ -174,7 +178,10 @@ class _Runner:
         return code
 
     def _patience_s(self) -> float:
-        """Return how long to wait for a signal. No signal reports the end of an orphan."""
+        """Return how long to wait for a signal.
+
+        The time is short while a job ends, because no signal reports the end of an orphan.
+        """
         ending = self._signals or any(job.code is not None for job in self._running.values())
         return TICK_S if ending else 1.0
 
@@ -195,10 +202,10 @@ class _Runner:
                 say(f"{self._started} ended with {_NOT_STARTED}, not started: {error}")
 
     def _variables(self, words: Sequence[str]) -> dict[str, str]:
-        """Return the environment of the job that starts now.
+        """Return the environment for the job that is about to start.
 
-        The runs on several nodes must give a job the same port. They count it from a port that
-        all of them know: ``MASTER_PORT``, or torchrun's default.
+        If a job spans several nodes, the runs on these nodes must give it the same port. They count
+        up from a port that all of them know: ``MASTER_PORT``, or torchrun's default.
         """
         first = os.environ.get("MASTER_PORT", "")
         if not first and _NODES.search(shlex.join(words)):

@@ -1,4 +1,4 @@
-"""``crossover-ddp status``: shows which jobs compute and which queue.
+"""``crossover-ddp status``: shows which jobs compute and which are queued.
 
 It only reads shared memory: it joins no group, takes no lock and wakes no job.
 """
@@ -40,12 +40,12 @@ class JobRow(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the job's name in the table."""
+        """Return the name that the table shows for the job."""
         return f"{self.number:x}"[:8]
 
     @property
     def state(self) -> str:
-        """Return the job's state in the order of turns."""
+        """Return whether the job computes, queues, or is between turns."""
         if any(slot.started > slot.returned for slot in self.slots):
             return "computes"
         if any(slot.queued > slot.started for slot in self.slots):
@@ -66,7 +66,7 @@ HEAD = ("group", "device", "job", "state", "turn", "turns/s", "ranks", "PIDs", "
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
+    """Declare the sub-command and its arguments."""
     about = "Show the jobs of this user that take turns, and who holds the turn, over one second."
     parser = declare(commands, "status", run, "who holds the turn, who queues?", about, _EXAMPLES)
     parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
@@ -76,7 +76,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
-    """Read shared memory twice, and print one table. Return the exit code."""
+    """Print the jobs found in shared memory, and return the exit code.
+
+    Except for Prometheus, shared memory is read twice, to count the turns in between.
+    """
     before = after = look(base)
     if not arguments.prometheus:
         time.sleep(_INTERVAL_S)
@@ -96,7 +99,7 @@ def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
 
 
 def rows(before: Look, after: Look) -> Iterator[list[str]]:
-    """Yield a row for each job on each device."""
+    """Yield a table row for each job on each device."""
     turns = {each.slot.incarnation: each.slot.turns for each in before.processes}
     seconds = (after.at_ns - before.at_ns) / 1e9
     for job in _jobs(after):
@@ -123,7 +126,7 @@ def exposition(seen: Look) -> str:
         lines.append(f"# TYPE crossover_{name} {'counter' if name.endswith('_total') else 'gauge'}")
         for job in _jobs(seen):
             labels = {"group": job.group, "device": job.device, "job": job.name}
-            # For printable text the format has the escapes of JSON.
+            # For printable text, the format uses the same escapes as JSON.
             text = ",".join(
                 f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in labels.items()
             )
@@ -133,13 +136,13 @@ def exposition(seen: Look) -> str:
 
 def _jobs(seen: Look) -> Iterator[JobRow]:
     job_of = operator.attrgetter("group", "device", "slot.job")
-    # Only the lead publishes a mode, so it is the last one in the order of modes.
+    # Only the lead publishes a mode, so it comes last when sorted by mode.
     by_mode = sorted(seen.processes, key=operator.attrgetter("slot.mode"))
     leads = {(each.group, each.slot.job): each.slot for each in by_mode}
     in_order = sorted(seen.processes, key=job_of)
     for (group, device, number), found in itertools.groupby(in_order, job_of):
         members = [*found]
-        # Dead members show only if all of the job's members are dead.
+        # Dead members are shown only if all of the job's members are dead.
         members = [each for each in members if each.alive] or members
         slots = sorted((member.slot for member in members), key=lambda slot: slot.rank)
         yield JobRow(group, device, number, slots, members[0].alive, leads[group, number])

@@ -1,17 +1,18 @@
 """Times the steps of any script that trains with DistributedDataParallel.
 
-`crossover-ddp advise` puts a copy of this file, as ``sitecustomize.py``, first on the script's
-PYTHONPATH, so that Python runs it at its start. The copy imports nothing of this package, and
-writes its recordings beside itself.
+`crossover-ddp advise` copies this file to ``sitecustomize.py`` in a directory, and puts that
+directory first on the script's PYTHONPATH. So Python runs the copy when it starts. The copy imports
+nothing from this package, and writes its recordings to the same directory.
 
 [Note: blocks of steps]
-After a few steps, in which DDP forms its buckets, two kinds of blocks alternate. In the first kind
-buckets are sent as plain DDP sends them: a step takes C + N. In the second kind they are held back
-to the end of backward, and sent once the device has finished and all ranks have met. Such a step
-takes C + M, and the time that ranks wait for each other, which is recorded apart. In the second
-kind, the time from the end of the model's last forward to its last bucket counts as backward.
+DDP forms its buckets in the first few steps. After that, two kinds of blocks alternate. In the
+first kind, buckets are sent at the same time as in plain DDP, and a step takes C + N. In the second
+kind, buckets are held back until the end of backward. They are sent once the device has finished
+and all ranks have met. Such a step takes C + M, plus the time that ranks wait for each other, which
+is recorded separately. In the second kind, the time from the end of the model's last forward to its
+last bucket counts as backward.
 
-A block begins and ends with an idle device, so the clock of the host suffices. In both kinds the
+A block begins and ends with an idle device, so the host's clock suffices. In both kinds, the
 gradient is the mean over ranks. Our design.
 """
 
@@ -26,23 +27,23 @@ from typing import Any
 
 WARM_UP_STEPS = 5
 BLOCK_STEPS = 6
-# If this many backwards in a row belong to other models, one of those is measured instead.
+# If more backwards in a row than this belong to other models, one of those is measured instead.
 _PATIENCE = 2 * BLOCK_STEPS
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _DDP = "torch.nn.parallel.distributed"
 
 
 class _Meter:
-    """Measures the steps of one model, including the traffic of other models in them."""
+    """Measures the steps of one model, including any traffic of other models in these steps."""
 
     def __init__(self) -> None:
         self._model: Any = None
-        # Backwards of other models since the last one of `_model`. The first model is measured at
-        # once.
+        # How many backwards of other models there were since the last one of `_model`. Because of
+        # the initial value, the first model is measured at once.
         self._others = _PATIENCE
         # Negative while the model warms up.
         self._step = 0
-        # Whether communication is apart from compute: the kind of the current block.
+        # The kind of the current block: whether communication is apart from compute.
         self._apart = False
         # Whether this process has written a block.
         self._has_written = False
@@ -52,19 +53,19 @@ class _Meter:
         self._forward_s: float | None = None
         # Buckets that wait for the end of backward: buffer, process group and Future.
         self._held = list[Any]()
-        # Futures of the all-reduces of this step.
+        # Futures of the all-reduces in this step.
         self._sent = list[Any]()
         self._sums = dict.fromkeys(("backward_s", "met_s", "wire_s", "bytes"), 0.0)
 
     def end_forward(self, model: Any) -> None:
-        """Record the end of a forward that trains, in steps whose communication is apart."""
+        """Record when a training forward ends, in steps that keep communication apart."""
         import torch
 
         if self._apart and model is self._model and torch.is_grad_enabled():
             self._forward_s = _now_s(next(model.parameters()).device)
 
     def exchange(self, model, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations
-        """Send a bucket, now or at the end of backward. Its Future holds the mean of all ranks."""
+        """Send a bucket now or at the end of backward. Return a Future for the mean over ranks."""
         from torch.futures import Future
 
         buffer = bucket.buffer()
@@ -116,7 +117,7 @@ class _Meter:
         if model is self._model and self._forward_s is not None:
             self._sums["backward_s"] += begin_s - self._forward_s
             self._forward_s = None
-        # A barrier: the time on the wire begins when all ranks have come here.
+        # A barrier: the time on the wire begins when all ranks have arrived here.
         dist.all_reduce(
             torch.zeros(1, dtype=torch.float32, device=device), group=model.process_group
         )
@@ -141,7 +142,7 @@ class _Meter:
             sums = {"step_s": now_s - self._block_s, **self._sums}
             means = {name: value / BLOCK_STEPS for name, value in sums.items()}
             block = {"apart": self._apart, "ranks": ranks, **means}
-            # The first block replaces the file: a script may train in new processes repeatedly.
+            # The first block replaces the file, since a script may start new training processes.
             path = os.path.join(_HERE, f"rank-{dist.get_rank()}.jsonl")
             with open(path, "a" if self._has_written else "w") as file:
                 file.write(json.dumps(block) + "\n")
@@ -161,7 +162,7 @@ def _now_s(device: Any) -> float:
 
 
 def _watch(ddp: Any) -> None:
-    """Patch DDP so that the meter measures every model, instead of the script's own hook."""
+    """Patch DDP so that every model runs the meter instead of the script's own hook."""
     meter = _Meter()
     init = ddp.__init__
     register = ddp.register_comm_hook
@@ -179,7 +180,7 @@ def _watch(ddp: Any) -> None:
         if not hasattr(self, "_is_made"):
             register(self, state, hook)
         else:
-            # The hook is not run, but listed: states find their model by it when a script resumes.
+            # List the hook without running it: states find their model by it when a script resumes.
             self._comm_hooks.append((hook, state))
 
     def register_builtin(self: Any, *args: Any, **options: Any) -> None:

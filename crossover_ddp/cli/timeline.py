@@ -1,4 +1,4 @@
-"""``crossover-ddp timeline``: merges the recordings of ranks into one trace for Perfetto."""
+"""``crossover-ddp timeline``: merges the ranks' recordings into one trace for Perfetto."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ exit codes: 0 fine; 1 no spans, or files that cannot be read; 2 wrong usage
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
+    """Declare the sub-command and its arguments."""
     about = (
         "Merge the recordings of ranks with CROSSOVER_TIMELINE=DIR, in and below directories, "
         "into one trace."
@@ -35,7 +35,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the trace, and return the exit code."""
+    """Write the merged trace, and return the exit code."""
     found = []
     code = FINE
     try:

@@ -1,11 +1,11 @@
-"""Pipeline planning: finds stages, their devices and the order of all actions for a cluster.
+"""Pipeline planning: finds stages, their devices, and the order of all actions for a cluster.
 
     profile = Profile.measure(layers, sample)
     plan = plan_pipeline(profile, Cluster.load("cluster.json"), microbatches=16)
     Runner(plan, layers, loss_fn).step(x, y)
 
-The problem is that of SPP (arXiv 2204.10562, abstract). The solution is our design. See
-docs/pipeline.md.
+The problem is the one that SPP states (arXiv 2204.10562, abstract). The solution is our own
+design. See docs/pipeline.md.
 """
 
 from .cluster import DeviceCluster as Cluster

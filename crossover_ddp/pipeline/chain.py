@@ -1,4 +1,4 @@
-"""Finds a model by its name, and splits it into a chain of layers."""
+"""Finds a model by name and splits it into a chain of layers."""
 
 import importlib
 from collections.abc import Iterator, Sequence
@@ -11,10 +11,10 @@ NamedLayer = tuple[str, nn.Module]
 
 
 def named_model(name: str, alternative: str) -> Any:
-    """Make the model ``timm:NAME``, ``torchvision:NAME`` or ``module:function``.
+    """Create the model that ``timm:NAME``, ``torchvision:NAME`` or ``module:function`` names.
 
-    Return a module, or a list of layers if the function returns several. ``alternative`` names the
-    further kind of argument that the caller accepts, for the error message.
+    Return a module, or a list of layers if the function returns several. ``alternative`` describes
+    the other kind of argument that the caller accepts. The error message mentions it.
     """
     home, _, function = name.partition(":")
     try:
@@ -34,8 +34,8 @@ def named_model(name: str, alternative: str) -> Any:
 
 
 def gradient_sizes(name: str) -> list[int]:
-    """Return the bytes of each gradient of the model with this name; see `named_model`."""
-    with torch.device("meta"):  # shapes without memory
+    """Return the size in bytes of each gradient of the named model; see `named_model`."""
+    with torch.device("meta"):  # creates shapes, but allocates no memory
         made = named_model(name, "a size such as 102MB")
     models = [made] if isinstance(made, nn.Module) else [*made]
     trained = [each for each in nn.ModuleList(models).parameters() if each.requires_grad]
@@ -45,9 +45,9 @@ def gradient_sizes(name: str) -> list[int]:
 
 
 def named_chain(name: str, shape: Sequence[int]) -> tuple[list[NamedLayer], torch.Tensor]:
-    """Return the layers of a model by name, and a micro-batch of this shape.
+    """Return the layers of the named model as a chain, and a random micro-batch of this shape.
 
-    Raises `ValueError` if the layers, one after the other, do not compute the model.
+    Raises `ValueError` if running the layers one after the other does not give the model's output.
     """
     model = named_model(name, "a profile (a .json file)")
     sample = torch.randn(*shape)
@@ -56,7 +56,7 @@ def named_chain(name: str, shape: Sequence[int]) -> tuple[list[NamedLayer], torc
     layers = list(_children(model, ""))
     is_linear = [isinstance(layer, nn.Linear) for _, layer in layers]
     head = is_linear.index(True) if any(is_linear) else len(layers)
-    # Many models flatten in their forward, before the first linear layer.
+    # Many models flatten in forward(), just before the first linear layer.
     flattened = [*layers[:head], ("flatten", nn.Flatten()), *layers[head:]]
     for chain in (layers, flattened):
         if _is_chain(model, chain, sample):
@@ -69,8 +69,8 @@ def named_chain(name: str, shape: Sequence[int]) -> tuple[list[NamedLayer], torc
 
 
 def _children(module: nn.Module, prefix: str) -> Iterator[NamedLayer]:
-    """Yield children by name, those of an inner ``nn.Sequential`` instead of itself."""
-    # Not named_children(): it leaves out the second use of a layer that is used twice.
+    """Yield the named children, replacing any nested ``nn.Sequential`` with its own children."""
+    # named_children() would leave out the second use of a layer that is used twice.
     for name, child in module._modules.items():
         if type(child) is nn.Sequential:
             yield from _children(child, f"{prefix}{name}.")

@@ -1,10 +1,11 @@
 """The devices of a cluster: their speed and memory, and the bandwidth between each pair.
 
 [Note: network cards]
-Devices of one node share its network card. A transfer between nodes occupies the card of the
-sending node outwards, and the card of the receiving node inwards. Two transfers through one card
-in the same direction therefore run one after the other, even between different pairs of devices.
-A transfer inside a node occupies the two devices' own ports. Cards are full duplex. Our design.
+The devices of a node share its network card. A transfer between nodes occupies the outgoing side
+of the sending node's card and the incoming side of the receiving node's card. So two transfers in
+the same direction through one card run one after the other, even if they connect different pairs
+of devices. A transfer inside a node occupies the two devices' own ports. Cards are full duplex.
+Our design.
 """
 
 import math
@@ -28,22 +29,23 @@ _GIBIBYTE = 2.0**30
 
 @dataclass(frozen=True)
 class DeviceCluster(Document):
-    """Devices and their links; public as ``crossover_ddp.pipeline.Cluster``.
+    """The devices of a cluster and their links. Public as ``crossover_ddp.pipeline.Cluster``.
 
     Args:
-        bandwidth: matrix of bytes per second, from the device of the row to that of the column. 0
-            means that there is no link. The diagonal is ignored.
-        latency_s: seconds of one message, or a matrix of them. Default 0.
-        nodes: the node of each device. By default each device is on its own node.
-        speed: relative speed of each device. A layer takes its profiled time divided by this.
-            Default 1.
-        memory_bytes: memory of each device. Default unlimited.
-        cards: bytes per second of the network card, by node. By default a card is as fast as its
-            links.
+        bandwidth: a matrix in bytes per second. Row i and column j hold the bandwidth from device i
+            to device j. 0 means that there is no link. The diagonal is ignored.
+        latency_s: the latency of a message in seconds, as one number for all pairs or as a matrix.
+            Default 0.
+        nodes: the node of each device. By default each device has a node of its own.
+        speed: the relative speed of each device. A layer takes its profiled time divided by the
+            speed. Default 1.
+        memory_bytes: the memory of each device. Default: unlimited.
+        cards: maps a node to the bandwidth of its network card, in bytes per second. By default a
+            card is as fast as its links.
         names: the names of the devices. Default ``0``, ``1``, ….
 
-    On failure: ``ValueError`` for a bandwidth that is missing or negative, and for devices that no
-    path connects.
+    On failure: ``ValueError`` if a bandwidth is missing or negative, or if some devices are not
+    connected by any path.
     """
 
     bandwidth: Matrix
@@ -135,7 +137,10 @@ class DeviceCluster(Document):
         return len(self.bandwidth)
 
     def rate(self, source: int, target: int) -> float:
-        """Return bytes per second of a transfer between two devices. 0 means there is no link."""
+        """Return the bandwidth from ``source`` to ``target``, in bytes per second.
+
+        It takes the nodes' network cards into account. 0 means that there is no link.
+        """
         rate = self.bandwidth[source][target]
         one, two = self.nodes[source], self.nodes[target]
         if one == two:
@@ -143,8 +148,8 @@ class DeviceCluster(Document):
         return min(rate, self.cards.get(one, rate), self.cards.get(two, rate))
 
     def latency(self, source: int, target: int) -> float:
-        """Return the seconds that a message without content takes."""
-        assert isinstance(self.latency_s, Sequence)  # since __post_init__
+        """Return how many seconds an empty message takes between two devices."""
+        assert isinstance(self.latency_s, Sequence)  # __post_init__ has made it a matrix
         return self.latency_s[source][target]
 
     def ports(self, source: int, target: int) -> tuple[str, str]:
@@ -156,13 +161,14 @@ class DeviceCluster(Document):
 
     @classmethod
     def from_json(cls, document: Any) -> "DeviceCluster":
-        """Make a cluster from a document.
+        """Create a cluster from a JSON document.
 
-        It is ``{"devices": [{"name", "node", "speed", "memory_gib"}], "bandwidth_gbit": …, …}``.
+        The document has this form:
+        ``{"devices": [{"name", "node", "speed", "memory_gib"}], "bandwidth_gbit": …, …}``.
 
         ``devices`` is a list, or the number of devices. ``bandwidth_gbit`` and ``latency_us`` are
-        matrices, or one number for all pairs. ``cards_gbit`` has a rate for each node's name. Only
-        ``devices`` and ``bandwidth_gbit`` are required.
+        each a matrix, or one number for all pairs. ``cards_gbit`` maps a node's name to the rate of
+        its card. Only ``devices`` and ``bandwidth_gbit`` are required.
         """
         known = {"devices", "bandwidth_gbit", "latency_us", "cards_gbit"}
         if (
@@ -202,7 +208,7 @@ class DeviceCluster(Document):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the cluster as a JSON document, for `from_json`."""
+        """Return the cluster as a JSON document that `from_json` can read."""
         memory_gib = [
             {"memory_gib": size / _GIBIBYTE} if size < math.inf else {}
             for size in self.memory_bytes
@@ -228,18 +234,18 @@ class DeviceCluster(Document):
         repeats: int = 3,
         **others: Any,
     ) -> "DeviceCluster":
-        """Measure latency and bandwidth of each pair of ranks, one pair at a time.
+        """Measure the latency and bandwidth of each pair of ranks, one pair at a time.
 
         Args:
-            process_group: a group on gloo, whose rank i becomes device i. Default: the default
-                group.
-            size_bytes: size of the larger message, in bytes. Default 1 MiB. The smaller one has
-                1 KiB.
-            repeats: round trips of each size. The fastest one counts. Default 3.
-            others: ``nodes``, ``speed``, ``memory_bytes``, ``cards`` and ``names``, which are not
-                measured.
+            process_group: a gloo group. Its rank i becomes device i. Default: the default group.
+            size_bytes: the size of the larger message in bytes. Default 1 MiB. The smaller message
+                has 1 KiB.
+            repeats: how many round trips to time for each message size. The fastest one counts.
+                Default 3.
+            others: values for ``nodes``, ``speed``, ``memory_bytes``, ``cards`` and ``names``,
+                which are not measured.
 
-        Returns the same cluster on all ranks. **Collective**: all ranks of the group call it.
+        Returns the same cluster on all ranks. **Collective**: all ranks of the group must call it.
         """
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
         found = torch.zeros(2, size, size, dtype=torch.float64)
@@ -258,12 +264,18 @@ class DeviceCluster(Document):
 
 
 def _times(value: Any, unit: float) -> Any:
-    """Return ``value`` times ``unit``. A value that is no number is left for the later checks."""
+    """Return ``value`` times ``unit``.
+
+    Return a value that is not a number unchanged. Later checks reject it.
+    """
     return value * unit if isinstance(value, int | float) else value
 
 
 def _scaled(values: Any, unit: float, count: int) -> Matrix:
-    """Return a matrix times ``unit``. ``values`` is a matrix, or one number for all pairs."""
+    """Return ``values`` times ``unit``, as a matrix.
+
+    ``values`` is a matrix, or one number for all pairs.
+    """
     if isinstance(values, int | float):
         return ((values * unit,) * count,) * count
     if not isinstance(values, list | tuple) or not all(

@@ -1,4 +1,4 @@
-"""The costs of a step for a chain cut into stages: time and ports of each action. Pure."""
+"""The costs of a step for a chain cut into stages: the time and ports of each action. Pure."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ EXCHANGE: Final = "G"
 class Stage(NamedTuple):
     """Layers ``start`` to ``stop - 1``, replicated on ``devices``.
 
-    Micro-batch m is computed on ``devices[m % replicas]``.
+    ``devices[m % len(devices)]`` computes micro-batch m.
     """
 
     start: int
@@ -29,9 +29,11 @@ class Stage(NamedTuple):
 
 
 class Action(NamedTuple):
-    """Compute ``kind`` of a micro-batch on a stage: forward F, backward B, or its halves I and W.
+    """One computation of a micro-batch on a stage.
 
-    In the spans of a simulated step the kind G stands for the exchange of a stage's gradients.
+    Its kind is F for forward, or B for backward. A split backward has two halves: I computes the
+    gradient of the input, and W computes the gradient of the weights. In the spans of a simulated
+    step, the kind G stands for the exchange of a stage's gradients.
     """
 
     stage: int
@@ -39,12 +41,15 @@ class Action(NamedTuple):
     micro: int
 
     def __str__(self) -> str:
-        """Return the format of torch's pipeline schedules: ``2F0``."""
+        """Return the action in the format of torch's pipeline schedules, such as ``2F0``."""
         return f"{self.stage}{self.kind}{self.micro}"
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Return the action that ``str`` formats as ``text``."""
+        """Return the action that ``text`` stands for, such as ``2F0``.
+
+        Raises ``ValueError`` for any other text.
+        """
         match = re.fullmatch(r"(\d+)([FBIWG])(\d+)", text)
         if match is None:
             raise ValueError(f"expected an action such as 2F0, got {text!r}")
@@ -53,11 +58,11 @@ class Action(NamedTuple):
 
 
 Orders = Mapping[int, Sequence[Action]]
-"""For each device the actions that it computes, first to last."""
+"""The actions that each device computes, first to last."""
 
 
 class Hop(NamedTuple):
-    """A transfer. It occupies ``ports`` for ``wire_s``, and arrives ``latency_s`` after that."""
+    """A transfer that occupies ``ports`` for ``wire_s`` and arrives ``latency_s`` later."""
 
     wire_s: float
     latency_s: float
@@ -67,35 +72,35 @@ class Hop(NamedTuple):
 class Task(NamedTuple):
     """The cost of an action, and the tasks that need its result.
 
-    Other tasks are given by their index in `StagedChain.tasks`.
+    Other tasks are identified by their index in `StagedChain.tasks`.
     """
 
     action: Action
     device: int
-    # Number of the stage on its device.
+    # A number that identifies the pair of stage and device.
     slot: int
     # Compute time.
     seconds: float
-    # How many results it waits for.
+    # How many results the action waits for.
     needs: int
     # The task on the same device that needs the result.
     then: int | None
-    # The task of the next or the previous stage that needs the result.
+    # The task on the next or previous stage that needs the result.
     target: int | None
-    # The transfer to that task. None if it is on the same device.
+    # The transfer to that task. None if that task is on the same device.
     hop: Hop | None
 
 
 class StagedChain:
-    """The cost of each action of a step, for given stages.
+    """The cost of each action in a step, for the given stages.
 
     Args:
         profile: the costs of the layers.
         cluster: the devices.
-        stages: they cover all layers, in order.
-        microbatches: how many there are in a step, M.
-        split: backward has two actions, the gradient of the input and that of the weights. Each
-            takes half of the time.
+        stages: the stages. They must cover all layers, in order.
+        microbatches: the number of micro-batches in a step, M.
+        split: whether backward has two actions, one for the gradient of the input and one for the
+            gradient of the weights. Each takes half of backward's time.
     """
 
     def __init__(
@@ -124,7 +129,7 @@ class StagedChain:
         self._hops: dict[tuple[int, int, int], Hop | None] = {}
 
     def device(self, stage: int, micro: int) -> int:
-        """Return the device that computes this micro-batch of this stage."""
+        """Return the device that computes this micro-batch on this stage."""
         devices = self.stages[stage].devices
         return devices[micro % len(devices)]
 
@@ -136,9 +141,9 @@ class StagedChain:
         return self._backward_s[stage] / speed / (1 if kind == BACKWARD else 2)
 
     def hop(self, stage: int, micro: int, *, back: bool) -> Hop | None:
-        """Return the transfer from a stage to the next one. None if both are on one device.
+        """Return the transfer from a stage to the next one, or None if they share a device.
 
-        ``back``: return the transfer of the gradient, in the opposite direction.
+        With ``back``, return the transfer of the gradient in the opposite direction.
         """
         one, two = self.device(stage, micro), self.device(stage + 1, micro)
         source, target = (two, one) if back else (one, two)
@@ -155,8 +160,9 @@ class StagedChain:
     def _exchange(self, stage: int) -> tuple[Hop, float] | None:
         """Return a stage's gradient exchange, and how long before the end of backward it begins.
 
-        Gradients of the last layers are ready first, and are sent while the others are computed.
-        Return None for a stage on one device, or without trained parameters.
+        The gradients of the last layers are ready first. They are sent while the other gradients
+        are still being computed. Return None for a stage that is on one device or has no trained
+        parameters.
         """
         start, stop, devices = self.stages[stage]
         layers = self.profile.layers[start:stop]
@@ -169,7 +175,7 @@ class StagedChain:
             compute_s += layer.backward_s / speed
             wire_end_s = max(wire_end_s, compute_s) + layer.parameter_bytes * per_byte_s
         wire_s = sum(layer.parameter_bytes for layer in layers) * per_byte_s
-        # A split backward leaves only the last weight gradient to overlap with.
+        # With a split backward, the exchange can overlap only the last weight gradient.
         longest_s = compute_s / max(self.cluster.speed) * speed / (2 if self.split else 1)
         lead_s = 0.0
         if math.isfinite(wire_s):
@@ -177,9 +183,9 @@ class StagedChain:
         return Hop(wire_s, latency_s, ports), lead_s
 
     def limit(self, stage: int) -> int:
-        """Return for how many micro-batches each device of a stage can store activations.
+        """Return how many micro-batches' activations each device of a stage can store.
 
-        At most M. 0 means that the stage does not fit.
+        The result is at most M. 0 means that the stage does not fit in memory.
         """
         room_bytes = min(self.cluster.memory_bytes[device] for device in self.stages[stage].devices)
         room_bytes -= self.state_bytes[stage]
@@ -191,7 +197,7 @@ class StagedChain:
         return int(min(self.microbatches, room_bytes // stored_bytes))
 
     def actions(self) -> list[Action]:
-        """Return all compute actions of a step."""
+        """Return all compute actions in a step."""
         return [
             Action(stage, kind, micro)
             for stage in range(len(self.stages))
@@ -201,7 +207,7 @@ class StagedChain:
 
     @functools.cached_property
     def tasks(self) -> list[Task]:
-        """The tasks of all actions of a step, in the order of `actions`."""
+        """The tasks of all actions in a step, in the order of `actions`."""
         last = len(self.stages) - 1
         of_stage = len(self.kinds) * self.microbatches
         found = []
@@ -216,8 +222,8 @@ class StagedChain:
                 target = place + of_stage
                 hop = self.hop(stage, micro, back=False)
             elif kind == self.kinds[1]:
-                # It needs the forward of its own stage. All but the last stage also need the
-                # gradient of their output.
+                # It needs the forward of its own stage. On all but the last stage it also needs the
+                # gradient of the stage's output.
                 needs += stage < last
                 if stage:
                     target = place - of_stage
@@ -228,10 +234,11 @@ class StagedChain:
         return found
 
     def lower_bound_s(self) -> float:
-        """Return a time that no order beats.
+        """Return a step time that no order can beat.
 
-        It is the longest of these: the load of a port, and the work of a device with the time until
-        its first input arrives and its last result has come back.
+        It is the longest time that any port or device needs. A port needs the time for its whole
+        load. A device needs the time for its own work, plus the time until its first input arrives
+        and the time for its last result to come back.
         """
         load_s: dict[int | str, float] = defaultdict(float)
         for task in self.tasks:
@@ -249,10 +256,10 @@ class StagedChain:
         return max(load + idle_s.get(place, 0.0) for place, load in load_s.items())
 
     def _passage_s(self, stage: int) -> float:
-        """Return the least time of a micro-batch for a stage and the next link, forth and back."""
+        """Return the least time a micro-batch spends on a stage and the next link, both ways."""
         micros = range(self.microbatches)
         total_s = 0.0
-        # In a split backward the weights' half may come last, and its result is not sent.
+        # The weights' half of a split backward may come last, and its result is not sent.
         for kind in self.kinds[:1] if self.split else self.kinds:
             hops = [self.hop(stage, micro, back=kind != FORWARD) for micro in micros]
             total_s += min(self.seconds(stage, kind, micro) for micro in micros)
@@ -265,7 +272,8 @@ def ring_cost(
 ) -> tuple[float, float, tuple[str, ...]]:
     """Return the cost of a ring all-reduce over ``devices``, in this order.
 
-    That is: seconds per byte, start-up seconds, and the ports that it occupies.
+    The cost consists of the seconds per byte, the start-up time in seconds, and the ports that the
+    ring occupies.
     """
     count = len(devices)
     load: dict[str, float] = defaultdict(float)

@@ -1,21 +1,23 @@
-"""Chooses the cuts of the chain and the devices of each stage, by a dynamic programme.
+"""Chooses the cuts of the chain and the devices of each stage by dynamic programming.
 
-Our design, after the problem of SPP (arXiv 2204.10562). Given an order of the devices, a stage is a
-run of layers on a run of devices. The programme works from the last layer to the first. For s
-stages left from layer l on, the first of them on r devices from position i on, the bottleneck is
+Our design, for the problem that SPP states (arXiv 2204.10562). Given an order of the devices, a
+stage is a run of layers on a run of devices. The programme works from the last layer to the first.
+If s stages are left from layer l on, and the first of them is on r devices from position i on, then
+the bottleneck is
 
     T(s, l, i, r) = min over l' of max{ stage(l, l', i, r),
                                         min over r' of max{ channel(l', i, r, r'),
                                                             T(s - 1, l', i + r, r') } }
 
-stage is ceil(M/r) times the compute of a micro-batch, plus the part of the gradient exchange that
-the backward of a micro-batch does not hide. channel is the time for which the transfers of a step
-occupy the busiest port. The number of stages left bounds the micro-batches in flight, hence memory.
+stage is ceil(M/r) times the compute time of a micro-batch, plus the part of the gradient exchange
+that the backward of a micro-batch does not hide. channel is the time for which the transfers of a
+step occupy the busiest port. The number of stages left bounds the micro-batches in flight, and
+hence memory.
 
-The bottleneck T ignores the time to fill the pipeline. So the programme is solved again for the
-least fill, under caps on the bottleneck.
+The bottleneck T ignores the time to fill the pipeline. So the programme is solved again to minimize
+the fill, under caps on the bottleneck.
 
-Arrays are torch's, since torch works without numpy. networkx is a dependency of torch.
+The arrays are torch tensors, since torch works without numpy. networkx is a dependency of torch.
 """
 
 import itertools
@@ -32,14 +34,14 @@ from .model import Stage, ring_cost
 from .profile import Profile
 
 CAPS: Final = (1.1, 1.25)
-"""Bounds of the bottleneck when the fill is minimized, as multiples of the least bottleneck."""
+"""Caps on the bottleneck when the fill is minimized, as multiples of the least bottleneck."""
 _INF: Final = math.inf
 _DEVICES_IN_ORDERS: Final = 128
-"""Bounds the number of orders times devices, since an order of many devices takes long."""
+"""Limits the number of orders times devices, since an order of many devices takes long to solve."""
 _SEED: Final = 0
 _ANY_BANDWIDTH: Final = 1e30
 _CACHED: Final = 1 << 16
-"""Elements that fit in the processor's cache."""
+"""How many elements fit in the processor's cache."""
 _ALL: Final = slice(None)
 
 
@@ -63,11 +65,11 @@ class Partitioner:
         count = len(order)
         self._max_stages = min(max_stages, count, self._layers)
         self._replicas = min(count, microbatches, max_replicas)
-        # All runs of devices: r of them from position i on.
+        # All runs of devices. A run (i, r) has r devices from position i on.
         self._runs = [
             (i, r) for i in range(count) for r in range(1, min(self._replicas, count - i) + 1)
         ]
-        # Sums over the layers before each layer.
+        # For each layer: sums over the layers before it.
         self._prefix = {
             name: _cumulated([getattr(layer, name) for layer in profile.layers])
             for name in (
@@ -83,7 +85,7 @@ class Partitioner:
         self._tabulate_channels()
 
     def _tabulate_runs(self) -> None:
-        """Fill the tables that have a value for each run of devices."""
+        """Fill the tables that have one value per run of devices."""
         cluster = self._cluster
         rows = []
         for i, r in self._runs:
@@ -94,20 +96,20 @@ class Partitioner:
             rows.append((speed, memory_bytes, per_byte_s, latency_s))
         columns = torch.tensor(rows, dtype=torch.float64).T
         self._speed, self._memory, self._ring, self._ring_s = columns
-        # Micro-batches of the replica that has most.
+        # The micro-batches of the replica that has the most.
         self._share = torch.tensor(
             [-(-self._microbatches // r) for _, r in self._runs], dtype=torch.float64
         )
-        # Position behind the run.
+        # The position after the run.
         self._next = torch.tensor([i + r for i, r in self._runs])
-        # Index of (i, r) in the last two dimensions of `best`.
+        # The index of (i, r) in the last two dimensions of `best`, flattened.
         self._place = torch.tensor([i * (self._replicas + 1) + r for i, r in self._runs])
 
     def _tabulate_channels(self) -> None:
-        """Fill the tables that have a value for each run (i, r) followed by r' devices.
+        """Fill the tables that have one value per run (i, r) and number r' of devices after it.
 
-        These are seconds per byte on the busiest port, and seconds per byte and latency of the
-        first micro-batch, forth and back.
+        One table has the seconds per byte on the busiest port. The other two have the seconds per
+        byte and the latency of the first micro-batch, there and back.
         """
         order, cluster, count = self._order, self._cluster, len(self._order)
         numbers: dict[str, int] = {}
@@ -143,16 +145,16 @@ class Partitioner:
             self._hop_s[places, r2] = latency[first] + latency[first[::-1]]
 
     def solve(self, cap_s: float = _INF) -> dict[int, tuple[float, list[Stage]]]:
-        """Return for each number of stages the least bottleneck, and its stages.
+        """Return the least bottleneck for each number of stages, and the stages that have it.
 
-        With ``cap_s`` return the least fill among the stages whose bottleneck is at most that.
-        Numbers of stages for which nothing fits are left out.
+        With ``cap_s``, return the least fill instead, among stages whose bottleneck is at most
+        ``cap_s``. Numbers of stages for which nothing fits are left out.
         """
         layers, most = self._layers, self._max_stages
-        # behind[s, l, run]: the best s stages from layer l on, behind a stage on that run.
+        # behind[s, l, run]: value of the best s stages from layer l on, after a stage on that run.
         behind = torch.full((most + 1, layers + 1, len(self._runs)), _INF, dtype=torch.float64)
         behind[0, layers] = 0.0
-        # best[s, l, i, r]: the best s stages from layer l on, the first of them on run (i, r).
+        # best[s, l, i, r]: value of the best s stages from layer l on, if the first is on (i, r).
         shape = (most + 1, layers, len(self._order) + 1, self._replicas + 1)
         best = torch.full(shape, _INF, dtype=torch.float64)
         at_once = max(1, _CACHED // self._channel.numel())
@@ -160,7 +162,7 @@ class Partitioner:
             counts = range(1, min(most, layers - first) + 1)
             values = self._values(first, counts, behind, cap_s).amin(1)
             best[counts.start : counts.stop, first].flatten(1)[:, self._place] = values
-            # A few numbers of stages at a time, so that the operands stay in the processor's cache.
+            # Take a few numbers of stages at a time, so that the operands stay in the cache.
             for some in torch.tensor(counts).split(at_once) if first else ():
                 behind[some, first] = self._followed(first, best[some, first], cap_s).amin(2)
         found = {}
@@ -171,9 +173,10 @@ class Partitioner:
         return found
 
     def _stage(self, first: int, runs: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the costs of stages from layer ``first`` to any other, on each run of devices.
+        """Return the costs of a stage from layer ``first`` on, by its end and its run of devices.
 
-        These are the time of a step, the time of a micro-batch, and how many micro-batches fit.
+        The costs are the time of a step, the time of a micro-batch, and how many micro-batches fit
+        in memory.
         """
         speed = self._speed[runs]
         sums = {
@@ -181,7 +184,7 @@ class Partitioner:
             for name, prefix in self._prefix.items()
         }
         once = (sums["forward_s"] + sums["backward_s"]) / speed
-        # A stage without parameters exchanges nothing, so it needs no link: inf * 0 is 0 here.
+        # A stage without parameters exchanges nothing and needs no link, so inf * 0 is 0 here.
         exchange = (sums["parameter_bytes"] * self._ring[runs]).nan_to_num(nan=0.0, posinf=_INF)
         exposed = (exchange + self._ring_s[runs] - sums["backward_s"] / speed).clamp(min=0)
         room = self._memory[runs] - sums["state_bytes"]
@@ -192,9 +195,10 @@ class Partitioner:
     def _values(
         self, first: int, counts: range, behind: torch.Tensor, cap_s: float, runs: slice = _ALL
     ) -> torch.Tensor:
-        """Return the value with each of ``counts`` stages left.
+        """Return the values for each number of stages left in ``counts``.
 
-        The other dimensions are the end of the stage that begins at ``first``, and its run.
+        The other dimensions are the end of the stage that begins at ``first``, and the run of
+        devices of that stage.
         """
         step, once, fits = self._stage(first, runs)
         behind = behind[counts.start - 1 : counts.stop - 1, first + 1 :, runs]
@@ -209,14 +213,14 @@ class Partitioner:
     def _followed(
         self, layer: int, best: torch.Tensor, cap_s: float, runs: slice = _ALL
     ) -> torch.Tensor:
-        """Return the value of the stages from ``layer`` on, including the channel to them.
+        """Return the values of the stages from ``layer`` on, including the channel to them.
 
-        The dimensions are: number of stages left, run of the stage before, number of devices of the
-        next stage.
+        The dimensions are the number of stages left, the run of the previous stage, and the number
+        of devices of the next stage.
         """
         size_bytes = self._sent_bytes[layer - 1]
         following = best[:, self._next[runs]]
-        # Without a link not even 0 bytes can be sent: inf * 0 is inf here.
+        # Without a link not even 0 bytes can be sent, so inf * 0 is inf here.
         channel = (size_bytes * self._channel[runs]).nan_to_num_(nan=_INF, posinf=_INF)
         if cap_s == _INF:
             return torch.maximum(channel, following)
@@ -226,7 +230,7 @@ class Partitioner:
     def _walk(
         self, s: int, place: int, behind: torch.Tensor, best: torch.Tensor, cap_s: float
     ) -> Iterator[Stage]:
-        """Yield the stages that gave a value, by repeating its choices from the first layer on."""
+        """Yield the stages that gave a value, by retracing the choices from the first layer on."""
         first = 0
         while s:
             i, r = divmod(place, self._replicas + 1)
@@ -247,9 +251,9 @@ def _cumulated(values: Sequence[float]) -> torch.Tensor:
 
 
 def balanced(profile: Profile, count: int) -> list[tuple[int, int]]:
-    """Cut the chain into ``count`` runs of layers, so that the longest compute time is least.
+    """Cut the chain into ``count`` runs of layers so that the longest compute time is minimal.
 
-    Bandwidth is ignored.
+    Bandwidth and memory are ignored.
     """
     alike = DeviceCluster(((_ANY_BANDWIDTH,) * count,) * count)
     solved = Partitioner(profile, alike, range(count), 1, max_stages=count, max_replicas=1).solve()
@@ -262,8 +266,8 @@ def balanced(profile: Profile, count: int) -> list[tuple[int, int]]:
 def device_orders(cluster: DeviceCluster) -> list[list[int]]:
     """Return the orders of devices to solve for.
 
-    These are: as given, by node, along fast links, by minimum cuts, all of them reversed, and
-    random ones.
+    These are the given order, the order by node, a path along fast links, an order by minimum cuts,
+    the reverse of each of these, and random orders.
     """
     natural = list(range(len(cluster)))
     by_node = sorted(
@@ -282,9 +286,10 @@ def _slower_direction(cluster: DeviceCluster, one: int, two: int) -> float:
 
 
 def greedy_path(cluster: DeviceCluster) -> list[int]:
-    """Return the greedy path with the fastest slowest link, over all first devices.
+    """Return the best of the greedy paths that start from each device.
 
-    A greedy path continues with the free device that has the fastest link.
+    A greedy path always continues to the free device with the fastest link. The best path is the
+    one whose slowest link is fastest.
     """
     best_rate = -1.0
     best_path: list[int] = []
@@ -293,7 +298,7 @@ def greedy_path(cluster: DeviceCluster) -> list[int]:
         free = set(range(len(cluster))) - {start}
         slowest = _INF
         while free:
-            # Negative: among equal rates the lowest device is taken.
+            # Negated, so that the lowest device is taken among equal rates.
             rate, negative = max(
                 (_slower_direction(cluster, path[-1], device), -device) for device in free
             )
@@ -307,7 +312,10 @@ def greedy_path(cluster: DeviceCluster) -> list[int]:
 
 
 def minimum_cut_order(cluster: DeviceCluster) -> list[int]:
-    """Cut the devices in two where the least bandwidth is lost, and each part in turn."""
+    """Return an order of the devices by minimum cuts.
+
+    Cut the devices in two where the least bandwidth is lost, then cut each part in the same way.
+    """
     graph = networkx.Graph()
     for one, two in itertools.combinations(range(len(cluster)), 2):
         graph.add_edge(one, two, weight=_slower_direction(cluster, one, two))

@@ -1,10 +1,10 @@
-"""Finds stages, devices and orders for a chain on a cluster, and saves them as a plan.
+"""Finds the stages, devices and orders for a chain on a cluster, and saves them as a plan.
 
 [Note: split backward]
-A backward that is split into the gradient of the input and that of the weights (zero bubble, arXiv
-2401.10241) sends gradients earlier. DDP supports only whole backwards, and so does `Runner`.
-Torch's own runtime supports both, but no replicas. So with ``split=True``, stages on one device
-each are also tried with a split backward.
+A split backward computes the gradient of the input first, and the gradient of the weights later
+(zero bubble, arXiv 2401.10241). So it sends gradients earlier. DDP supports only whole backwards,
+and so does `Runner`. Torch's own runtime supports both, but no replicas. So with ``split=True``,
+the search also tries a split backward for stages on one device each.
 """
 
 import itertools
@@ -23,21 +23,22 @@ from .schedule import bands, best_order, depths, gpipe, interleaved, one_forward
 from .simulate import SimulatedStep, StepSpan, list_schedule, simulate
 
 _SIMULATED: Final = 12
-"""Candidates of one device order that are simulated. Those with the least lower bound are taken."""
+"""How many candidates to simulate for one device order: those with the least lower bounds."""
 _FINALISTS: Final = 2
-"""Stages whose order of actions is searched longer.
+"""How many candidates get a longer search for the order of their actions.
 
 They are chosen before devices are exchanged and cuts are moved, and again afterwards, since the
-stages that are short at first need not have the best order.
+candidates with the shortest steps at first need not have the best order.
 """
 _SPLIT: Final = 6
-"""Stages that are tried with a split backward."""
+"""How many cuts into stages to try with a split backward."""
 _TRIES: Final = 40
-"""Random changes of the order of actions, for each finalist."""
+"""How many random changes of the order of actions to try for each finalist."""
 _ACTIONS: Final = 60_000
-"""Bounds the time of the search.
+"""Limits the time of the search.
 
-So many actions are simulated while devices are exchanged and cuts are moved, and again for orders.
+About this many actions are simulated while devices are exchanged and cuts are moved, and about as
+many again while orders are searched.
 """
 _SEED: Final = 0
 
@@ -47,18 +48,19 @@ class Plan(Document):
     """A plan: the layers of each rank, and the order of its actions.
 
     Args:
-        stages: first to last. Their devices are numbers in the cluster, and ranks for `Runner`.
+        stages: the stages, first to last. They refer to devices by their number in the cluster,
+            which is also the rank for `Runner`.
         orders: the actions of each device, in order.
-        microbatches: how many there are in a step.
-        step_s: simulated seconds of a step.
-        method: the origin of the plan: ``search``, or the name of a baseline that was not beaten.
-        baselines: simulated seconds of a step of each known design. None if the design does not fit
-            in memory, or is not defined here.
-        devices: names of the cluster's devices.
-        layers: names of the chain's layers.
-        outputs: shape and dtype of each stage's output.
-        spans: the simulated step.
-        split: backward has two actions. Such a plan is for torch's own runtime.
+        microbatches: the number of micro-batches in a step.
+        step_s: the simulated time of a step, in seconds.
+        method: how the plan was found: ``search``, or the name of a baseline that was not beaten.
+        baselines: the simulated time of a step for each known design, in seconds. None if the
+            design does not fit in memory, or is not defined here.
+        devices: the names of the cluster's devices.
+        layers: the names of the chain's layers.
+        outputs: the shape and dtype of each stage's output.
+        spans: the spans of the simulated step.
+        split: whether backward has two actions. Such a plan is for torch's own runtime.
     """
 
     stages: tuple[Stage, ...]
@@ -74,17 +76,17 @@ class Plan(Document):
     split: bool = False
 
     def bands(self) -> dict[int, list[list[Action]]]:
-        """Return the actions of each device, in bands; see `schedule.bands`."""
+        """Return the actions of each device, grouped in bands; see `schedule.bands`."""
         return bands(self.spans)
 
     def module_names(self) -> list[list[str]]:
-        """Return the layers of each stage, for torchtitan's ``module_fqns_per_model_part``."""
+        """Return the layer names of each stage, for torchtitan's ``module_fqns_per_model_part``."""
         return [list(self.layers[stage.start : stage.stop]) for stage in self.stages]
 
     def csv(self) -> str:
         """Return the compute-only schedule in the format of torch's schedules, one rank per line.
 
-        On failure: ``ValueError`` for a plan with replicas, since in torch a stage is on one rank.
+        On failure: ``ValueError`` for a plan with replicas, since torch keeps a stage on one rank.
         """
         replicated = [number for number, stage in enumerate(self.stages) if len(stage.devices) > 1]
         if replicated:
@@ -109,7 +111,7 @@ class Plan(Document):
 
     @classmethod
     def from_json(cls, document: Any) -> "Plan":
-        """Make a plan from the document of `to_json`."""
+        """Create a plan from the output of `to_json`."""
         try:
             stages = [
                 Stage(**{**each, "devices": tuple(each["devices"])}) for each in document["stages"]
@@ -160,19 +162,22 @@ def plan_pipeline(
 ) -> Plan:
     """Find the plan with the shortest simulated step.
 
-    The step is never longer than that of a known design that can run.
+    Its step is never longer than the step of a known design that can run.
 
     Args:
         profile: the costs of the layers, for one micro-batch.
-        cluster: the devices. A trained parameter takes four times its size of memory, a frozen one
-            its size.
-        microbatches: how many there are in a step, M.
-        max_stages: greatest number of stages. Default: the least of layers, devices and 2 M.
-        max_replicas: greatest number of devices of a stage. Default: the least of devices and M.
-        split: also try plans with a split backward, see [Note: split backward]. `Runner` does not
-            run those. Default False.
+        cluster: the devices. A trained parameter takes four times its size in memory, and a frozen
+            one takes its size.
+        microbatches: the number of micro-batches in a step, M.
+        max_stages: the greatest number of stages. Default: the number of layers, the number of
+            devices, or 2 M, whichever is least.
+        max_replicas: the greatest number of devices per stage. Default: the number of devices or M,
+            whichever is less.
+        split: whether to try plans with a split backward too; see [Note: split backward]. `Runner`
+            cannot run such plans. Default False.
 
-    On failure: ``ValueError`` if a layer is larger than any memory, or no cut of the chain fits.
+    On failure: ``ValueError`` if a layer fits in no device's memory, or if no cut of the chain
+    fits.
     """
     limits = {"microbatches": microbatches, "max_stages": max_stages, "max_replicas": max_replicas}
     for name, value in limits.items():
@@ -206,7 +211,7 @@ def plan_pipeline(
         cluster.names,
         tuple([layer.name for layer in profile.layers]),
         tuple([(layer.shape, layer.dtype) for layer in last_layers]),
-        # In the order in which they began. The sort is stable: a device's spans keep their order.
+        # Sorted by begin. The sort is stable, so the spans of a device keep their order.
         tuple(sorted(step.spans, key=lambda span: (span.begin_s, span.device))),
         chain.split,
     )
@@ -239,7 +244,7 @@ class _Candidate(NamedTuple):
 
 @dataclass
 class _Search:
-    """The search for a plan. It collects candidates, of which the shortest step is the result."""
+    """The search for a plan. It collects candidates. The one with the shortest step wins."""
 
     profile: Profile
     cluster: DeviceCluster
@@ -250,14 +255,17 @@ class _Search:
     _seen: set[tuple[Stage, ...]] = field(default_factory=set)
 
     def best(self) -> _Candidate:
-        """Return the candidate with the shortest step, the earlier one of two equal ones."""
+        """Return the candidate with the shortest step, or the earliest of several equal ones."""
         return min(self.found, key=lambda each: each.step.step_s)
 
     def _chain(self, stages: Sequence[Stage], split: bool = False) -> StagedChain:
         return StagedChain(self.profile, self.cluster, stages, self.microbatches, split=split)
 
     def _try(self, chain: StagedChain, tries: int = 0) -> float:
-        """Search an order for the stages, add the candidate, and return the length of its step."""
+        """Search for an order of the actions, add the candidate, and return its step time.
+
+        Return infinity if the stages do not fit in memory.
+        """
         self._seen.add(chain.stages)
         step = best_order(chain, tries=tries)
         if step is not None:
@@ -265,9 +273,9 @@ class _Search:
         return math.inf if step is None else step.step_s
 
     def partition(self) -> None:
-        """Solve for the least bottleneck on all orders of devices.
+        """Solve for the least bottleneck for each order of the devices.
 
-        Then minimize the fill under caps, on the orders that gave the shortest steps.
+        Then minimize the fill under caps, for the orders that gave the shortest steps.
         """
         solved: list[tuple[float, int, float, Partitioner]] = []
         limits = {
@@ -285,9 +293,9 @@ class _Search:
             self._simulated([stages for each in capped for _, stages in each.values()])
 
     def _simulated(self, candidates: Sequence[Sequence[Stage]]) -> float:
-        """Simulate the candidates that may beat the best, and return the shortest step.
+        """Simulate the candidates that may beat the best one, and return the shortest step time.
 
-        A candidate that cannot beat it counts with its lower bound.
+        A candidate that cannot beat the best one counts with its lower bound.
         """
         fresh = [
             self._chain(each)
@@ -302,7 +310,7 @@ class _Search:
         return shortest_s
 
     def move(self) -> None:
-        """Improve the best stages of each number by random moves, one or two at a time."""
+        """Improve the best cut for each number of stages, by one or two random moves at a time."""
         if not self.found:
             return
         dice = random.Random(_SEED)
@@ -322,32 +330,32 @@ class _Search:
                     best[length] = step_s, other
 
     def _affordable(self, chain: StagedChain, most: int) -> int:
-        """Return how many orders to search, at most ``most``. Large steps take long to simulate."""
+        """Return how many orders to search: at most ``most``, and fewer if steps are large."""
         return min(most, max(10, _ACTIONS // (4 * len(chain.stages) * self.microbatches)))
 
     def finalists(self) -> list[StagedChain]:
-        """Return the stages with the shortest steps."""
+        """Return the chains of the candidates with the shortest steps."""
         ranked = sorted(self.found, key=lambda each: each.step.step_s)
         return [each.chain for each in ranked[:_FINALISTS]]
 
     def order(self, chains: Iterable[StagedChain]) -> None:
-        """Search longer for the order of actions."""
+        """Search longer for a good order of the actions of each chain."""
         for chain in {chain.stages: chain for chain in chains}.values():
             self._try(chain, self._affordable(chain, _TRIES))
 
     def split_backwards(self) -> None:
-        """Try the best stages on one device each with a split backward."""
+        """Try a split backward with the best cuts that have only one device per stage."""
         ranked = sorted(self.found, key=lambda each: each.step.step_s)
         stages = dict.fromkeys(each.chain.stages for each in ranked)
         single = [each for each in stages if all(len(stage.devices) == 1 for stage in each)]
         self.order(self._chain(each, split=True) for each in single[:_SPLIT])
 
     def compare(self, split: bool) -> dict[str, float | None]:
-        """Simulate the known designs, and return the length of their steps.
+        """Simulate the known designs, and return the step time of each one.
 
-        They take devices in the given order, cut where compute is balanced, and obey the limits of
-        stages and replicas. Those that `Runner` or, with ``split``, torch can run become
-        candidates.
+        They take the devices in the given order, cut the chain where compute is balanced, and obey
+        the limits on stages and replicas. Designs that `Runner` can run become candidates. With
+        ``split``, so do those that only torch can run.
         """
         times: dict[str, float | None] = {}
         for name, chain, step in self._known_designs():
@@ -385,7 +393,7 @@ class _Search:
 
 
 def _moved(stages: list[Stage], devices: int, most: int, dice: random.Random) -> list[Stage]:
-    """Exchange two devices, move a cut by one layer, or move a device to another stage."""
+    """Exchange two devices, move a cut by one layer, or give a stage another device, at random."""
     kind = dice.randrange(3)
     place = dice.randrange(len(stages))
     one, two = stages[place], stages[(place + 1) % len(stages)]

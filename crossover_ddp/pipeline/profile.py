@@ -1,4 +1,4 @@
-"""The costs of each layer of a chain: time, output size and memory, measured on the modules."""
+"""The costs of each layer in a chain: time, output size and memory, measured on the modules."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -20,24 +20,26 @@ _COSTS = (
     "stored_bytes",
     "frozen_bytes",
 )
-_COPIES: Final = 4.0  # parameters, gradients, and the two moments of Adam
+_COPIES: Final = 4.0  # parameters, gradients, and Adam's two moments
 
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer on a device of speed 1, for one micro-batch.
+    """The costs of one layer for one micro-batch, on a device of speed 1.
 
     Args:
-        name: unique in the chain. It is exported as the name of the module.
-        forward_s: seconds of forward.
-        backward_s: seconds of backward, for the gradients of input and parameters.
-        activation_bytes: size of the output, which is sent to the next stage. Its gradient has the
-            same size.
-        parameter_bytes: size of the trained parameters, hence of their gradients.
-        stored_bytes: size of the tensors that forward saves for backward. Default 0.
-        shape: shape of the output, for the runner. Default empty: not known.
-        dtype: dtype of the output. Default ``float32``.
-        frozen_bytes: size of frozen parameters and buffers. Default 0.
+        name: the name of the layer. It must be unique in the chain, and is exported as the name of
+            the module.
+        forward_s: the time for forward, in seconds.
+        backward_s: the time for backward in seconds, to compute the gradients of the input and the
+            parameters.
+        activation_bytes: the size of the output, which is sent to the next stage. The gradient of
+            the output has the same size.
+        parameter_bytes: the size of the trained parameters, and thus of their gradients.
+        stored_bytes: the size of the tensors that forward saves for backward. Default 0.
+        shape: the shape of the output, for the runner. Default: empty, which means unknown.
+        dtype: the dtype of the output. Default ``float32``.
+        frozen_bytes: the size of the frozen parameters and the buffers. Default 0.
     """
 
     name: str
@@ -52,7 +54,7 @@ class LayerProfile:
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of memory that the layer occupies all the time."""
+        """The memory that the layer occupies all the time, in bytes."""
         return _COPIES * self.parameter_bytes + self.frozen_bytes
 
     def __post_init__(self) -> None:
@@ -67,7 +69,7 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class Profile(Document):
-    """The costs of a chain of layers, first to last; see `measure`."""
+    """The costs of the layers in a chain, first to last; see `measure`."""
 
     layers: tuple[LayerProfile, ...]
 
@@ -92,16 +94,17 @@ class Profile(Document):
     ) -> "Profile":
         """Run each layer forward and backward, and measure its costs.
 
-        Buffers, gradients and the random state are left as they were.
+        The buffers, the gradients and the random state are left unchanged.
 
         Args:
-            layers: the chain, perhaps with names. Each layer takes one tensor, which the previous
-                layer returns.
+            layers: the chain's layers, or pairs of a name and a layer. Each layer takes the one
+                tensor that the previous layer returns.
             sample: one micro-batch of input, on the layers' device.
-            repeats: timed runs of each layer, of which the median counts. Default 5. One more run
-                before them, which is not timed, warms up.
+            repeats: how many times to run and time each layer. The median counts. Default 5. One
+                untimed run comes first to warm up.
 
-        On failure: ``ValueError`` or ``TypeError`` that names a layer that does not fit in a chain.
+        On failure: ``ValueError`` or ``TypeError`` with the name of a layer that does not fit in a
+        chain.
         """
         named = _named(layers)
         found = []
@@ -113,12 +116,12 @@ class Profile(Document):
         return cls(tuple(found))
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the layers as JSON documents."""
+        """Return the profile as a JSON document: a list with one object per layer."""
         return [asdict(layer) for layer in self.layers]
 
     @classmethod
     def from_json(cls, document: Any) -> "Profile":
-        """Make a profile from the document of `to_json`."""
+        """Create a profile from the output of `to_json`."""
         try:
             layers = [
                 LayerProfile(**{**each, "shape": tuple(each.get("shape", ()))}) for each in document
@@ -135,7 +138,7 @@ def _named(
     layers: Iterable[nn.Module | tuple[str, nn.Module]] | nn.Module,
 ) -> list[tuple[str, nn.Module]]:
     if isinstance(layers, nn.Sequential):
-        # Not named_children(): it leaves out the second use of a layer that is used twice.
+        # named_children() would leave out the second use of a layer that is used twice.
         return [(name, each) for name, each in layers._modules.items() if each is not None]
     if isinstance(layers, nn.Module):
         raise TypeError(
@@ -153,7 +156,7 @@ def _measured(
 ) -> tuple[LayerProfile, torch.Tensor]:
     gradients = [(parameter, parameter.grad) for parameter in layer.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
-    for parameter, _ in gradients:  # or backward would add to the gradients that are restored
+    for parameter, _ in gradients:  # or backward would add to the saved gradients
         parameter.grad = None
     times: list[tuple[float, float]] = []
     stored = 0
@@ -164,10 +167,10 @@ def _measured(
                 leaf.requires_grad_()
             sizes: dict[int, int] = {}
             own = {parameter.data_ptr() for parameter, _ in gradients}
-            # The layer may change its input in place, as an nn.ReLU(inplace=True) does.
+            # The layer may change its input in place, like nn.ReLU(inplace=True).
             copy = leaf.clone()
             begin_s = _now_s(leaf)
-            # The sizes of saved tensors are collected in the run that is not timed.
+            # Collect the sizes of saved tensors in the untimed run.
             with _counting(sizes, own) if trial == 0 else torch.enable_grad():
                 output = _checked(name, layer, copy)
             middle_s = _now_s(output)
@@ -197,7 +200,10 @@ def _measured(
 
 
 def _counting(sizes: dict[int, int], own: set[int]) -> Any:
-    """Collect the sizes of the storages that forward saves, besides those of parameters."""
+    """Return a context that records in ``sizes`` the size of each storage that forward saves.
+
+    It leaves out the parameters, whose addresses are in ``own``.
+    """
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

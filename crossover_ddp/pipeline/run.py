@@ -1,28 +1,28 @@
-"""Runs a plan: each rank computes the actions of its stages in the order of the plan.
+"""Runs a plan: each rank computes the actions of its stages in the plan's order.
 
 [Note: gradients leave early]
 The gradient of a stage's input is sent from a hook on that leaf, not after ``backward()``. A stage
-with replicas is a DDP model, whose backward ends only with its gradient exchange. The previous
-stage need not wait for that.
+with replicas is a DDP model, whose backward ends only after its gradient exchange. The previous
+stage need not wait for that exchange.
 
 [Note: no replica waits for another within a step]
-The last forward of a replica may depend on a message that another replica sends only after its own
-last backward, through the previous stages. So no forward and no backward may wait for the other
-replicas. Two collectives could make them wait. The exchange would ask the replicas about buffers:
-here it does not, since each replica keeps its own. DDP would rebuild its buckets in the forward
-after the first backward: the runner does that at the end of the step.
+Through the previous stages, the last forward of a replica may depend on a message that another
+replica sends only after its own last backward. So no forward and no backward may wait for the other
+replicas. Two collectives could make them wait. The exchange would ask the replicas about buffers.
+Here it does not, since each replica keeps its own. DDP would rebuild its buckets in the forward
+after the first backward. The runner does that at the end of the step instead.
 
 [Note: bands and turns]
-With a mutex a step is cut into bands (`schedule.bands`). Each band is one turn of the job. Inside a
-band a rank waits only for messages of the same or an earlier band of its own job. All devices see
-the same order of turns, so the turns of these bands have begun on every device. Inside a turn, a
-rank therefore never waits for another job, and turns stay free of deadlocks. A rank without actions
-in a band releases the turn at once, which is when a sibling computes.
+With a mutex, a step is cut into bands (`schedule.bands`). Each band is one turn of the job. Inside
+a band, a rank waits only for messages from the same or an earlier band of its own job. All devices
+see the same order of turns, so the turns of these bands have begun on every device. Inside a turn,
+a rank therefore never waits for another job, and turns stay free of deadlocks. A rank without
+actions in a band releases the turn at once, so that a sibling can compute.
 
 [Note: out of step]
 Two jobs with the same plan that begin together would have their bubbles at the same times. So a job
-skips some turns before its first step. How many depends on its number, which is random and the same
-on all its ranks. Our design.
+skips some turns before its first step. It derives how many from its job number, which is random and
+the same on all its ranks. Our design.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -47,46 +47,54 @@ from crossover_ddp.gpu_mutex import GPUMutex
 from .model import BACKWARD, FORWARD, Action
 from .plan import Plan
 
-# Each replica keeps its own buffers. Torch 2.14 renamed the argument, and warns of the old name.
+# Each replica keeps its own buffers. Torch 2.14 renamed the argument, and warns about the old name.
 _ARGUMENTS: Final = inspect.signature(DistributedDataParallel).parameters
 _OWN_BUFFERS: Final[dict[str, Any]] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
 }
 _POSTED_AHEAD: Final = 4
-"""Receives that are posted before they are needed. Gloo sends only to a posted receive."""
+"""How many receives to post before they are needed.
+
+Gloo sends only to a posted receive.
+"""
 
 
 def _summing_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Sum the gradients of the replicas, each of which has the part of its own micro-batches."""
-    # The hook takes the mean: multiplying by the number of replicas makes that the sum.
+    """Sum the gradients of the replicas.
+
+    Each replica has only the part of the gradient from its own micro-batches.
+    """
+    # The hook takes the mean. Multiplying by the number of replicas first makes it a sum.
     bucket.buffer().mul_(process_group.size())
     return reduce_scatter_all_gather_hook(process_group, bucket)
 
 
 class PipelineRunner:
-    """Train the layers by a plan. Public as ``crossover_ddp.pipeline.Runner``.
+    """Train the layers according to a plan. Public as ``crossover_ddp.pipeline.Runner``.
 
     After `step`, each parameter of this rank's stages has the gradient of the mean loss over the
-    whole batch. It equals the gradient of the model that was not cut, up to the order of additions.
+    whole batch. It equals the gradient of the uncut model, up to the order of additions.
     Rank i is device i of the plan's cluster.
 
     Args:
-        plan: the same on all ranks, without ``split``.
+        plan: the plan. It must be the same on all ranks, and have no split backward.
         layers: the whole chain, on the CPU, with the same values on all ranks. This rank keeps only
             its stages.
-        loss_fn: ``loss_fn(output, target)``, a mean over the micro-batch.
-        mutex: takes turns with sibling jobs, one for each band of a step (`BandTurns`). Default
-            None: no turns.
+        loss_fn: called as ``loss_fn(output, target)``. It must return the mean over the
+            micro-batch.
+        mutex: the mutex for taking turns with sibling jobs. Each band of a step is one turn
+            (`BandTurns`). Default None: no turns.
 
-    On failure: ``ValueError`` for a plan of other layers or ranks. `UnsupportedConfigurationError`
-    for a backend other than gloo, and if ranks have different plans: plan on one rank, save the
-    plan, and load it on all. When a peer dies, or the default group's timeout passes, `step` raises
-    torch's error; restart the job.
+    On failure: ``ValueError`` if the plan has a split backward or is for other layers or ranks, and
+    if stages share parameters. `UnsupportedConfigurationError` for a backend other than gloo, for
+    layers that are not on the CPU, and if ranks have different plans. So plan on one rank, save the
+    plan, and load it on all ranks. If a peer dies, or the default group's timeout passes, `step`
+    raises torch's error; restart the job.
 
-    **Collective**: all ranks of the default process group make the runner, and call `step`. That
-    includes ranks without a stage.
+    **Collective**: all ranks of the default process group must create the runner and call `step`.
+    This includes ranks without a stage.
 
     Example::
 
@@ -123,9 +131,9 @@ class PipelineRunner:
         # The replicas of this rank's last stage.
         self._last_group: dist.ProcessGroup | None = None
         for number, stage in enumerate(plan.stages):
-            # Every rank makes every group, in the order of stages.
+            # Every rank creates every group, in the order of stages.
             made = dist.new_group(list(stage.devices)) if len(stage.devices) > 1 else None
-            # Outside of the group, torch returns a constant that is no process group.
+            # Outside the group, torch returns a constant that is not a process group.
             group = made if isinstance(made, dist.ProcessGroup) else None
             if self._rank not in stage.devices:
                 continue
@@ -139,7 +147,7 @@ class PipelineRunner:
                 Exchange.of(group).leaves_buffers_to_ddp = True
                 self._models[number] = model
                 self._replicated.append(model)
-        # The last backward of each stage on this rank: replicas exchange gradients in it.
+        # The last backward of each stage on this rank. Replicas exchange gradients in it.
         self._final = {
             action.stage: action
             for action in plan.orders.get(self._rank, ())
@@ -152,21 +160,21 @@ class PipelineRunner:
             yield from module.parameters()
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
-        """Run forward and backward of a batch. Gradients accumulate, as with ``backward()``.
+        """Run forward and backward on a batch. Gradients accumulate, as with ``backward()``.
 
         Args:
-            x: the whole batch. M must divide its first dimension. Only ranks of the first stage
-                use it.
+            x: the whole batch. The size of its first dimension must be a multiple of M. Only ranks
+                of the first stage use it.
             y: the targets of the whole batch. Only ranks of the last stage use them.
 
-        Returns the mean loss on ranks of the last stage, None on others. **Collective.**
+        Returns the mean loss on ranks of the last stage, and None on others. **Collective.**
         """
         inputs = _micros("x", x, self.plan.microbatches)
         targets = _micros("y", y, self.plan.microbatches)
         run = _StepRun(self, inputs, targets)
         for model in self._replicated:
             for parameter in model.parameters():
-                # Each replica keeps its part of the earlier gradient: `_summing_hook` sums them.
+                # Each replica keeps a part of the earlier gradient. `_summing_hook` sums the parts.
                 if parameter.grad is not None:
                     parameter.grad.div_(model.process_group.size())
         for number, band in enumerate(self._bands):
@@ -233,22 +241,22 @@ def _micros(name: str, batch: torch.Tensor, count: int) -> tuple[torch.Tensor, .
 
 
 class BandTurns:
-    """One turn for each band of a step. All ranks of the job make the same calls.
+    """Take one turn for each band of a step. All ranks of the job must make the same calls.
 
     Args:
         mutex: the job's mutex.
-        count: how many bands a step has.
+        count: the number of bands in a step.
     """
 
     def __init__(self, mutex: GPUMutex, count: int) -> None:
         self._mutex = mutex
         self._count = count
-        # Turns to skip before the first step. Numbers of jobs are odd, so the last bit is dropped.
+        # Turns to skip before the first step. Job numbers are odd, so the last bit is dropped.
         self._skipped = (mutex.job >> 1) % count
 
     @contextlib.contextmanager
     def band(self, number: int) -> Iterator[None]:
-        """Hold the turn of a band while the body runs. Numbers begin at 0."""
+        """Hold the turn of a band while the body runs. Band numbers begin at 0."""
         for _ in range(self._skipped):  # [Note: out of step]
             self._mutex.acquire()
             self._mutex.release()
@@ -263,7 +271,7 @@ class BandTurns:
 
 
 class _StepRun:
-    """One step of one rank: its results, and the messages under way."""
+    """One step on one rank: its results, and the messages in flight."""
 
     def __init__(
         self,
@@ -275,7 +283,7 @@ class _StepRun:
         self._plan = runner.plan
         self._inputs = inputs
         self._targets = targets
-        # Output and input of the forwards, by stage and micro-batch.
+        # The output and input of each forward, by stage and micro-batch.
         self._computed: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         # A message is the result of an action. The action serves as its name.
         # Messages between two stages on this rank.
@@ -322,7 +330,7 @@ class _StepRun:
             leaf.register_post_accumulate_grad_hook(send)
         model = self._runner._models[stage]
         with _unsynchronized(model):
-            # The first layer may work in place, which autograd does not allow on a leaf: copy it.
+            # Copy a leaf: the first layer may work in place, which autograd forbids on leaves.
             output = model(leaf.clone() if leaf.requires_grad else leaf)
         if stage == self._runner._last:
             output = self._runner._loss_fn(output, self._targets[micro]) / self._plan.microbatches
@@ -351,12 +359,12 @@ class _StepRun:
         final = self._runner._final[stage] == action
         if output.requires_grad:
             if final and isinstance(model, DistributedDataParallel):
-                # DDP's forward could not prepare it, since backwards of other micro-batches came in
-                # between. Torch's own pipeline stages do the same.
+                # DDP's forward could not prepare this, since backwards of other micro-batches came
+                # in between. Torch's own pipeline stages do the same.
                 model.reducer.prepare_for_backward([output])
             with contextlib.nullcontext() if final else _unsynchronized(model):
                 output.backward(gradient)
-        # Without a gradient at the leaf the output does not depend on the input: it is zero.
+        # If the leaf has no gradient, the output does not depend on the input: send zeros.
         if stage and action not in self._sent:
             self._send(action, stage - 1, torch.zeros_like(leaf))
         leaf.grad = None
@@ -364,7 +372,7 @@ class _StepRun:
     # --- messages ---------------------------------------------------------------------------------
 
     def _needed(self, action: Action) -> Action | None:
-        """Return the action of another stage whose result ``action`` needs."""
+        """Return the action on another stage whose result ``action`` needs, or None."""
         stage = action.stage + (-1 if action.kind == FORWARD else 1)
         return action._replace(stage=stage) if 0 <= stage <= self._runner._last else None
 
@@ -379,7 +387,7 @@ class _StepRun:
     def _post(self) -> None:
         while self._awaited and len(self._posted) < _POSTED_AHEAD:
             message = self._awaited.popleft()
-            # The gradient of a stage's input has the shape of the output of the stage before.
+            # The gradient of a stage's input has the shape of the previous stage's output.
             shape, dtype = self._plan.outputs[message.stage - (message.kind == BACKWARD)]
             buffer = torch.empty(shape, dtype=getattr(torch, dtype))
             work = dist.irecv(buffer, self._device(message), tag=self._tag(message))

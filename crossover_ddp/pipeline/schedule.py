@@ -1,10 +1,10 @@
-"""Orders of the actions of a step: the known ones, and a search by list scheduling. Pure.
+"""Orders for the actions of a step: the known ones, and a search by list scheduling. Pure.
 
 The baselines are GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503), its
-interleaved form (arXiv 2104.04473), and an order with split backward after zero bubble (arXiv
-2401.10241). The search is our design. It tries the list scheduler of `simulate` under several
-limits of micro-batches in flight, 1F1B, in which a device may wait although an action is ready, and
-then random changes of limits and priorities.
+interleaved form (arXiv 2104.04473), and an order with a split backward that follows zero bubble
+(arXiv 2401.10241). The search is our design. First it tries the list scheduler of `simulate` under
+several limits on the micro-batches in flight. Then it tries 1F1B, in which a device may wait
+although an action is ready. Finally it tries random changes of limits and priorities.
 """
 
 import itertools
@@ -20,12 +20,16 @@ _SEED: Final = 0
 
 
 def gpipe(chain: StagedChain) -> Orders:
-    """Return the order of all forwards, then all backwards."""
+    """Return the order that runs all forwards, then all backwards."""
     return _alternating(chain, [chain.microbatches] * len(chain.stages))
 
 
 def one_forward_one_backward(chain: StagedChain) -> Orders:
-    """Return 1F1B: a stage computes one forward ahead for each later stage, then alternates."""
+    """Return the 1F1B order.
+
+    A stage first computes one forward for each later stage. Then it alternates between forward and
+    backward.
+    """
     return _alternating(chain, range(len(chain.stages))[::-1])
 
 
@@ -44,15 +48,15 @@ def _alternating(chain: StagedChain, ahead: Sequence[int]) -> Orders:
 def _one_by_one(
     forward: Sequence[tuple[int, str]], backward: Sequence[tuple[int, str]], ahead: int
 ) -> list[tuple[int, str]]:
-    """Return ``ahead`` forwards, then a backward after each forward, then the rest of backwards."""
+    """Return ``ahead`` forwards, then forwards and backwards in turn, then the other backwards."""
     pairs = list(zip(forward[ahead:], backward, strict=False))
     return [*forward[:ahead], *itertools.chain.from_iterable(pairs), *backward[len(pairs) :]]
 
 
 def interleaved(chain: StagedChain, devices: int) -> Orders | None:
-    """Return interleaved 1F1B, where each device has several stages. None unless it divides M.
+    """Return the interleaved 1F1B order, in which each device has several stages.
 
-    Stage k is on device k modulo ``devices``.
+    Stage k is on device k modulo ``devices``. Return None unless ``devices`` divides M.
     """
     chunks = len(chain.stages) // devices
     micros = chain.microbatches
@@ -73,21 +77,22 @@ def interleaved(chain: StagedChain, devices: int) -> Orders | None:
 def _numbered(
     kinds: Sequence[tuple[int, str]], micros: Mapping[int, Sequence[int]]
 ) -> list[Action]:
-    """Make actions: the micro-batches of a stage are assigned in order, separately by kind."""
+    """Create the actions. Within each kind, a stage's micro-batches are assigned in order."""
     unused = {(stage, kind): iter(micros[stage]) for stage, kind in kinds}
     return [Action(stage, kind, next(unused[stage, kind])) for stage, kind in kinds]
 
 
 def depths(chain: StagedChain) -> list[int]:
-    """Return how many micro-batches in flight each stage needs to keep all later stages busy."""
+    """Return how many micro-batches each stage needs in flight to keep all later stages busy."""
     counts = [len(stage.devices) for stage in chain.stages]
     return [max(len(counts) - k, -(-sum(counts[k:]) // counts[k])) for k in range(len(counts))]
 
 
 def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
-    """Return the fastest order found that fits in memory. None if a single micro-batch does not.
+    """Return the fastest order found that fits in memory.
 
-    ``tries``: how many random changes of limits and priorities to try after the regular orders.
+    Return None if a stage has no room even for a single micro-batch. After the regular orders,
+    try ``tries`` random changes of limits and priorities.
     """
     room = [chain.limit(stage) for stage in range(len(chain.stages))]
     if not all(room):
@@ -133,8 +138,8 @@ def bands(spans: Sequence[StepSpan]) -> dict[int, list[list[Action]]]:
     """Cut a step into bands at common times, and return the actions of each device by band.
 
     A band ends when a device would begin its second action in it. An action needs only actions that
-    began before it, which are in the same band or in an earlier one. So a rank never waits for a
-    later band.
+    began earlier. Those are in the same band or an earlier one, so a rank never waits for a later
+    band.
     """
     computes = sorted((span for span in spans if not span.sends), key=lambda span: span.begin_s)
     found: dict[int, list[list[Action]]] = {span.device: [[]] for span in computes}

@@ -1,8 +1,8 @@
-"""Simulates a step: events of devices and network cards. Pure.
+"""Simulates a step by the events on its devices and network cards. Pure.
 
-A device computes one action at a time. A card sends one transfer at a time and receives one
-([Note: network cards] in `cluster.py`), in the order of requests. Actions and transfers are not
-interrupted. The next action of a device is either given, or chosen among the ready actions, under
+A device computes one action at a time. A card sends one transfer and receives one transfer at a
+time ([Note: network cards] in `cluster.py`), in the order of requests. Actions and transfers are
+not interrupted. A device's next action is either given, or chosen from the ready actions within
 limits on the micro-batches in flight.
 """
 
@@ -29,10 +29,13 @@ _URGENCY: Final = {BACKWARD: 0.0, INPUT_GRADIENT: 0.0, FORWARD: 1.0, WEIGHT_GRAD
 
 
 class StepSpan(NamedTuple):
-    """A device computed an action, sent its result, or exchanged the gradients of a stage."""
+    """A period in which a device was busy.
+
+    It computed an action, sent the result of an action, or exchanged the gradients of a stage.
+    """
 
     device: int
-    # It sent or exchanged.
+    # Whether the device sent or exchanged. Otherwise it computed.
     sends: bool
     begin_s: float
     end_s: float
@@ -41,12 +44,12 @@ class StepSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """The course of a step.
+    """The result of simulating a step.
 
     Args:
-        step_s: seconds from the first action to the end of the last action or exchange.
+        step_s: the time in seconds from the first action to the end of the last action or exchange.
         orders: the actions that each device computed, in order.
-        spans: all actions, transfers and exchanges.
+        spans: the spans of all actions, transfers and exchanges.
         peak_bytes: the peak memory of each device.
     """
 
@@ -61,9 +64,9 @@ class SimulatedStep:
 
 
 def simulate(chain: StagedChain, orders: Orders) -> SimulatedStep:
-    """Simulate the given orders.
+    """Simulate a step with the given orders.
 
-    Each action must occur once, on its own device, and the orders must be free of deadlocks.
+    Each action must occur exactly once, on its own device, and the orders must not deadlock.
     """
     numbers = {
         action: float(number)
@@ -78,13 +81,13 @@ def simulate(chain: StagedChain, orders: Orders) -> SimulatedStep:
 def list_schedule(
     chain: StagedChain, limits: Sequence[int], priority: Mapping[Action, float] | None = None
 ) -> SimulatedStep | None:
-    """Simulate a step in which an idle device takes a ready action at once.
+    """Simulate a step in which an idle device takes a ready action immediately.
 
     Args:
         chain: the stages and their costs.
-        limits: for each stage, the most micro-batches in flight on each of its devices.
-        priority: a number for each action. The ready action with the smallest one is taken.
-            Default: backward before forward before gradients of weights.
+        limits: for each stage, how many micro-batches may be in flight on each of its devices.
+        priority: a number for each action. A device takes the ready action with the smallest one.
+            By default, backwards come before forwards, and forwards before weight gradients.
 
     Returns None if the limits cause a deadlock.
     """
@@ -94,8 +97,8 @@ def list_schedule(
 class _Simulation:
     """The simulation of one step. Its clock begins at 0.
 
-    Tasks are given by their index in ``chain.tasks``. With ``given``, the priorities are the
-    positions in the order of each device, which waits for the action at the next position.
+    Tasks are identified by their index in ``chain.tasks``. With ``given``, the priorities are the
+    positions in each device's order, and a device waits for the action at its next position.
     """
 
     def __init__(
@@ -111,13 +114,13 @@ class _Simulation:
         self._tasks = chain.tasks
         # Tasks that have not finished.
         self._unfinished = len(self._tasks)
-        # For each task: how many of the results that it needs are missing.
+        # For each task: how many of the results that it needs are still missing.
         self._needs = [task.needs for task in self._tasks]
-        # For each task: a key by which devices choose. The smallest one is taken.
+        # For each task: the key by which devices choose. The smallest key wins.
         actions = [task.action for task in self._tasks]
         urgency = [_URGENCY[each.kind] if priority is None else priority[each] for each in actions]
         self._keys = [(urgency[place], each.micro, place) for place, each in enumerate(actions)]
-        # For each task: it begins only while fewer micro-batches are in flight.
+        # For each task: it begins only while fewer micro-batches than this are in flight.
         self._limits = [
             limits[each.stage] if each.kind == FORWARD else math.inf for each in actions
         ]
@@ -126,7 +129,7 @@ class _Simulation:
         self._busy: set[int] = set()
         # Devices that have something new to choose from.
         self._woken: set[int] = set()
-        # By slot: micro-batches in flight.
+        # By slot: the number of micro-batches in flight.
         self._in_flight = [0] * (len(chain.stages) * len(chain.cluster))
         # By device: bytes of memory in use.
         self._held: dict[int, float] = defaultdict(float)
@@ -135,12 +138,12 @@ class _Simulation:
                 self._held[device] += state_bytes
         self._peaks = dict(self._held)
         self._now_s = 0.0
-        # A heap of time, serial number, function and its argument.
+        # A heap of events: the time, a serial number, a function and its argument.
         self._events: list[tuple[float, int, Callable[[int], None], int]] = []
         self._serial = 0
         # By port: when its last transfer ends.
         self._free_s: dict[str, float] = defaultdict(float)
-        # By stage: micro-batches whose last action has not begun.
+        # By stage: the number of micro-batches whose last action has not begun.
         self._unbegun = [chain.microbatches] * len(chain.stages)
         # By stage: when the gradient exchange may begin.
         self._exchange_s = [0.0] * len(chain.stages)
@@ -150,7 +153,7 @@ class _Simulation:
         self._spans: list[StepSpan] = []
 
     def run(self) -> SimulatedStep | None:
-        """Return the step. None if the devices deadlock."""
+        """Run the simulation. Return the step, or None if the devices deadlock."""
         for place in range(self._chain.microbatches):  # the forwards of the first stage
             self._arrive(place)
         self._wake()
@@ -174,7 +177,7 @@ class _Simulation:
     # --- compute ----------------------------------------------------------------------------------
 
     def _arrive(self, place: int) -> None:
-        """Count one result that the task needs as present."""
+        """Note that one of the results the task needs has arrived."""
         self._needs[place] -= 1
         if not self._needs[place]:
             device = self._tasks[place].device
@@ -183,7 +186,7 @@ class _Simulation:
 
     def _wake(self) -> None:
         """Let each idle device that was woken choose a task."""
-        # Locals: this is the innermost loop of planning.
+        # Local variables, because this is the innermost loop of planning.
         tasks = self._tasks
         in_flight = self._in_flight
         limits = self._limits
@@ -230,7 +233,7 @@ class _Simulation:
     # --- network ----------------------------------------------------------------------------------
 
     def _note_exchange(self, stage: int, end_s: float) -> None:
-        """Schedule the exchange of a stage once its last actions have begun on all replicas."""
+        """Schedule a stage's exchange once its last actions have begun on all replicas."""
         exchange = self._chain.exchanges[stage]
         self._unbegun[stage] -= 1
         if exchange is not None:
@@ -246,10 +249,13 @@ class _Simulation:
         self._at(end_s, self._finish_exchange, stage)
 
     def _finish_exchange(self, stage: int) -> None:
-        """Nothing waits for an exchange, but a step ends only after it."""
+        """Do nothing. No action waits for an exchange, but the step ends only after it."""
 
     def _transmitted_s(self, hop: Hop, devices: Sequence[int], action: Action) -> float:
-        """Return when the last byte arrives. Ports serve transfers in the order of requests."""
+        """Record a transfer, and return when its last byte arrives.
+
+        Ports serve transfers in the order of requests.
+        """
         wire_s, latency_s, ports = hop
         begin_s = max(self._now_s, *[self._free_s[port] for port in ports])
         end_s = begin_s + wire_s
