@@ -146,14 +146,14 @@ class AveragingState(HookState):
     def plan(self) -> AveragingPlan:
         """Choose ``sync_every``, ``delay`` and ``fragments`` for this model on this link.
 
-        The plan is the same on all ranks. It is based on the steps so far and on a few probes of
-        the link, which send five megabytes in all. It uses the shortest interval with which no step
-        waits. It does not consider convergence, which suffers from longer intervals.
+        The plan is the same on all ranks. It is based on the steps timed so far and on a few probes
+        of the link, five megabytes in all, and picks the shortest interval at which no step has to
+        wait for an exchange. Convergence is not taken into account; longer intervals hurt it.
 
-        On failure: ``UnsupportedConfigurationError`` with only one rank, after fewer than two
-        steps, and on a GPU, because the host's clock cannot time kernels. ``ValueError`` if even
-        4096 steps are too short for one exchange. **Collective**: all ranks call it between two
-        steps, with no other traffic on the link.
+        On failure: ``UnsupportedConfigurationError`` if there is only one rank, if fewer than two
+        steps have run, or if the model is on a GPU, because the host's clock cannot time kernels.
+        ``ValueError`` if an exchange would not end even within 4096 steps. **Collective**: all
+        ranks call it between two steps, with no other traffic on the link.
         """
         blocks = self._replica.blocks
         group = checks.resolve_group(self.process_group)

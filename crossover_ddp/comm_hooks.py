@@ -55,7 +55,7 @@ Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 async def crossover(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
-    """Average a bucket's gradients over the ranks in backward, and let a sibling job compute meanwhile.
+    """Average a bucket over the ranks in backward, and let a sibling job compute meanwhile.
 
     Sibling jobs take turns by a mutex: ``release()`` gives the turn away, ``request()`` joins the
     queue for the next turn, and ``acquire()`` waits for it. All three do nothing without a mutex,
@@ -73,7 +73,7 @@ async def crossover(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
 async def wrapped(
     futures: Sequence[GradientFuture], bucket: Bucket, link: Link, turn: JourneyTurn
 ) -> None:
-    """Wait for the collectives of another library's hook, and let a sibling job compute meanwhile.
+    """Wait in backward for another library's hook, and let a sibling job compute meanwhile.
 
     That hook has launched them. Nothing travels on ``link``, so nothing marks a half-way point for
     a request, and ``acquire()`` makes it. If a Future fails, all exchange of the process group

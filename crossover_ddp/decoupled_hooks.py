@@ -65,7 +65,7 @@ async def decoupled(
         return  # backward ended early on all ranks, and a later backward pass uses this memory
     await link.all_gather(bucket.flat, bucket.layout)
     # Suspend until, after step(), a parameter of this bucket is first read. The thread that reads
-    # it runs the rest. Forward acquires the turn before that.
+    # it runs the rest. By then forward has acquired the turn.
     step = await next_stage()
     deferred.complete()
     step.apply(deferred.updates)
@@ -74,8 +74,11 @@ async def decoupled(
 async def apply_directions(deferred: DeferredBucket) -> None:
     """Update parameters in the next forward. K-FAC's own coroutine brings the directions.
 
-    Nothing travels here. An error of the optimizer is raised by the first read of a parameter.
+    Nothing travels here. The first read of a parameter raises an error of the optimizer, or of
+    K-FAC's coroutine.
     """
+    # Suspend until, after step(), a parameter of this bucket is first read. The thread that reads it
+    # first waits for K-FAC's coroutine, and then runs the rest.
     step = await next_stage()
     deferred.complete()
     step.apply(deferred.updates)

@@ -360,7 +360,7 @@ class MuonState(Owning):
         return self._travel(packed, bucket, link, turn)
 
     async def _travel(self, packed: _Packed, bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
-        """Send each whole gradient to its owner, and the owner's direction to all ranks, in backward.
+        """Average each whole gradient at its owner, and send the direction to all, in backward.
 
         If it raises, all exchange of the process group ends, and ``backward()`` raises the error.
         """

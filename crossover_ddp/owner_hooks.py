@@ -68,7 +68,7 @@ async def owned(bucket: Bucket, link: Link, turn: JourneyTurn, deferred: OwnedBu
     await next_stage()
     await link.all_gather(deferred.packed, deferred.layout)
     # Suspend until a parameter of this bucket is first read. The thread that reads it runs the
-    # rest. step() or forward acquires the turn before that.
+    # rest. step() has acquired the turn, before it updated the first bucket.
     await next_stage()
     deferred.take_over()
 

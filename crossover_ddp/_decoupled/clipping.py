@@ -103,6 +103,6 @@ def _sum_of_powers(
 
 
 def _root(summed: torch.Tensor, norm_type: float, dtypes: Iterable[torch.dtype]) -> torch.Tensor:
-    """Compute the norm from the sum of powers; return it in the widest of the gradients' types."""
+    """Take the root of the summed powers. Return the norm in the widest gradient dtype."""
     norm: torch.Tensor = summed if math.isinf(norm_type) else summed ** (1.0 / norm_type)
     return norm.to(functools.reduce(torch.promote_types, dtypes))

@@ -315,7 +315,7 @@ class JourneyTurn:
             bucket.as_starter(bucket.backward.end_compute)  # backward ran on the hook's stream
 
     def request(self) -> None:
-        """Join the siblings' queue, because the exchange is half-way."""
+        """Queue for the next turn behind the sibling jobs, when the exchange is half done."""
         if not self._is_shared or self._bucket.deferred:
             return
         if self._link.in_program_order:

@@ -109,9 +109,9 @@ class Preconditioner:
         self.begin(place(self.costs, self.world_size, self.inverse_steps))
 
     def begin(self, owners: Sequence[int], steps: int = 0) -> None:
-        """Begin after ``steps`` steps, without factors or solvers.
+        """Reset to the state after ``steps`` steps, with no factors or solvers yet.
 
-        ``owners`` lists the owner of each layer.
+        ``owners[i]`` is the rank that owns layer ``i``.
         """
         # The number of backward passes whose gradients have been exchanged.
         self.steps = steps

@@ -31,9 +31,9 @@ _UUID_BYTES: Final = 16
 
 
 class CudaDriver:
-    """Call functions of a loaded ``libcuda``.
+    """A thin wrapper around a loaded ``libcuda``.
 
-    On failure: a failed call raises ``RuntimeError`` with its CUresult.
+    On failure: ``RuntimeError`` with the CUresult of the call.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:

@@ -22,7 +22,7 @@ def device_name(device: torch.device) -> str:
 
 
 def default_device() -> torch.device:
-    """Return the current GPU if this process already uses CUDA, else the CPU."""
+    """Return the current GPU if this process has initialized CUDA, else the CPU."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
