@@ -51,9 +51,9 @@ logger = logging.getLogger(__name__)
 class CompressedState(CodedState):
     """State of `compressed_hook`: both halves of the exchange carry coded gradients.
 
-    What a message does not hold is sent in later steps. The gradients differ from plain DDP's, but
-    are the same on all ranks to the last bit. A single rank keeps its own gradients. The first step
-    is not compressed, because DDP rebuilds its buckets after it.
+    The rest of a gradient, which a message does not hold, is sent in later steps. The gradients
+    differ from plain DDP's, but are the same on all ranks to the last bit. A single rank keeps its
+    own gradients. The first step is not compressed, because DDP rebuilds its buckets after it.
 
     Args:
         codec: a codec for both halves, such as ``Int8()``, or a pair of codecs. A pair encodes

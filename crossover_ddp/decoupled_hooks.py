@@ -289,12 +289,12 @@ class DecoupledState(DeferredState):
         """Start an exchange for which backward does not wait."""
         deferred: DeferredBucket
 
-        def way(bucket: Bucket, link: Link, turn: JourneyTurn) -> JourneyCoroutine:
+        def make(bucket: Bucket, link: Link, turn: JourneyTurn) -> JourneyCoroutine:
             nonlocal deferred
             deferred = self._pending.deferred(grad_bucket, bucket)
             return deferred.travel(functools.partial(decoupled, bucket, link, turn, deferred))
 
-        taken = self._send(exchange, grad_bucket, way, turn=self._turn, hands_back=True)
+        taken = self._send(exchange, grad_bucket, make, turn=self._turn, hands_back=True)
         self._pending.hand_back(deferred)
         return taken
 
@@ -302,14 +302,14 @@ class DecoupledState(DeferredState):
         self,
         exchange: Exchange,
         bucket: dist.GradBucket,
-        way: BucketJourney,
+        make: BucketJourney,
         *,
         turn: Turn | None = None,
         hands_back: bool = False,
     ) -> Bucket:
         coded = None if self._compression is None else self._compression.around(bucket, exchange)
         return exchange.send(
-            bucket, way, turn=turn, state=self, around=coded, hands_back=hands_back
+            bucket, make, turn=turn, state=self, around=coded, hands_back=hands_back
         )
 
     def _step(self, number: int, original: Callable[[], Any]) -> Any:

@@ -548,7 +548,7 @@ class KFACState(HookState):
         def pack() -> PackedBucket:
             return preconditioner.pack(bucket)
 
-        def way(
+        def make(
             under_way: Bucket, link: Link, journey_turn: JourneyTurn
         ) -> Coroutine[Any, Any, None]:
             packed = pack()
@@ -566,7 +566,7 @@ class KFACState(HookState):
         try:
             before()
             taken = exchange.send(
-                bucket, way, turn=turn, state=state, around=coded, hands_back=hands_back
+                bucket, make, turn=turn, state=state, around=coded, hands_back=hands_back
             )
         except Exception:
             preconditioner.refuse(bucket)

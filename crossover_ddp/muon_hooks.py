@@ -332,15 +332,15 @@ class MuonState(Owning):
     ) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of ``bucket``. Raise an error if the bucket is refused."""
         try:
-            way = functools.partial(self._way, bucket)
-            return exchange.send(bucket, way, turn=self.mutex, state=self).future
+            make = functools.partial(self._journey_of, bucket)
+            return exchange.send(bucket, make, turn=self.mutex, state=self).future
         finally:
             if bucket.is_last() and self._phase is _Phase.IN_BACKWARD:
                 assert self._round is not None
                 self._round.seal = Seal(self._round.settings)
                 self._enter(_Phase.STEP_DUE)
 
-    def _way(
+    def _journey_of(
         self, grad_bucket: dist.GradBucket, bucket: Bucket, link: Link, turn: JourneyTurn
     ) -> Coroutine[Any, Any, None]:
         """Create a bucket's journey. The hook's thread calls this in the order of the buckets."""

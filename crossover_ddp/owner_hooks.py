@@ -285,12 +285,12 @@ class OwnerState(DeferredState, Owning):
         pending.begin_with(exchange, bucket)
         deferred: OwnedBucket
 
-        def way(taken: Bucket, link: Link, turn: JourneyTurn) -> JourneyCoroutine:
+        def make(taken: Bucket, link: Link, turn: JourneyTurn) -> JourneyCoroutine:
             nonlocal deferred
             deferred = self._packed(bucket, taken)
             return deferred.travel(functools.partial(owned, taken, link, turn, deferred))
 
-        taken = exchange.send(bucket, way, turn=self._turn, state=self, hands_back=True)
+        taken = exchange.send(bucket, make, turn=self._turn, state=self, hands_back=True)
         pending.hand_back(deferred)
         return taken.future
 

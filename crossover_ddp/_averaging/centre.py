@@ -139,10 +139,10 @@ class Centre:
 
     def begin_pull(self, block: int, values: torch.Tensor, pulls: Sequence[bool]) -> Journey:
         """Start to `pull` the block with this number. **Collective**."""
-        way = functools.partial(
+        make = functools.partial(
             pull, values, self._layouts[block], self._own[block], self._rate, pulls
         )
-        return self._exchange.begin(way, values, "parameters", meter=self._meter)
+        return self._exchange.begin(make, values, "parameters", meter=self._meter)
 
     def gathered(self) -> list[torch.Tensor]:
         """Return the whole centre, one vector per block. No pull may be running. **Collective**."""
@@ -331,7 +331,7 @@ class AveragingThread:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        torch.get_num_threads()  # see `_system.worker`
+        torch.get_num_threads()  # see `_run_jobs` in `_engine.journeys`
         try:
             with torch.no_grad():
                 while self._wait_for_round():

@@ -5,7 +5,7 @@ With ``broadcast_buffers=True`` DDP broadcasts rank 0's buffers when the forward
 synchronised step begins. All ranks wait for the broadcast, inside the job's turn, while a sibling's
 gradients are on the link. Usually the buffers have not changed since the step's last bucket. So
 rank 0 sends them behind that bucket. At the point where DDP would broadcast them, rank 0 broadcasts
-only one byte, which tells whether the buffers still have the same bits.
+only one byte, which shows whether the buffers still have the same bits.
 
 * If they do, the other ranks copy in the values that have arrived, which overwrites their own
   changes. Then ``require_forward_param_sync`` is set to False, and DDP broadcasts nothing.

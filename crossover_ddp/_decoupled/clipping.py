@@ -58,7 +58,7 @@ def clip(
                 return torch.zeros(())
             summed = _sum_of_powers(gradients, norm_type, gradients[0].device)
             norm = _root(summed, norm_type, [gradient.dtype.to_real() for gradient in gradients])
-        if error_if_nonfinite and not bool(norm.isfinite()):  # torch raises RuntimeError here, too
+        if error_if_nonfinite and not bool(norm.isfinite()):  # like torch
             raise RuntimeError(
                 "expected a finite norm of the gradients, got "
                 f"norm={norm.item()} for norm_type={norm_type}; look for the step that diverged, "

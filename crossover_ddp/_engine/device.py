@@ -39,8 +39,17 @@ from torch import Tensor
 
 from crossover_ddp._system.cuda_driver import adopt_thread
 
-from .journeys import Begin, GradientFuture, JourneyThread, Place, at_once, living, stop_all
-from .links import Alone, Gloo, Halfway, Layout, Link, LinkAround, nothing_halfway, parts
+from .journeys import (
+    Begin,
+    GradientFuture,
+    JourneyThread,
+    Place,
+    at_once,
+    living,
+    nothing,
+    stop_all,
+)
+from .links import Alone, Gloo, Halfway, Layout, Link, LinkAround, parts
 
 Pair = tuple[Tensor, Tensor]  # destination, source
 # Torch 2.14 renamed them, and warns about the old names.
@@ -264,9 +273,7 @@ class _StagedLink(LinkAround):
         await self._link.all_gather(host, layout)
         self._net.up(pairs)
 
-    async def all_reduce(
-        self, flat: Tensor, layout: Layout, halfway: Halfway = nothing_halfway
-    ) -> None:
+    async def all_reduce(self, flat: Tensor, layout: Layout, halfway: Halfway = nothing) -> None:
         """Average ``flat`` on all ranks, with only one copy down and one copy up."""
         host = await self._addend(flat)
         await self._link.all_reduce(host, layout, halfway)

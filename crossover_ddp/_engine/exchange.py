@@ -143,7 +143,7 @@ class Exchange:
             make: a function that takes the link and returns the coroutine.
             tensor: the tensor that travels. The journey runs on its device, and keeps it alive.
             name: the name of the tensor in error messages.
-            deferred: whether the program goes on without waiting. Other ranks may then still need
+            deferred: whether the program continues without waiting. Other ranks may then still need
                 the journey when this rank ends.
             link: the link of an earlier journey that this one continues. By default the network
                 supplies its next link.
@@ -191,7 +191,7 @@ class Exchange:
             state: the state that the hook was registered with, see `ModuleBuffers`. If it has a
                 meter, that meter counts this bucket.
             around: a function that wraps the bucket's link. It may raise to refuse the bucket.
-            hands_back: whether to complete the Future at once. Whoever needs the bucket must then
+            hands_back: whether to complete the Future at once. Code that needs the bucket must then
                 call its ``wait()``.
             leaves_buffers: whether to leave the model's buffers to DDP, which broadcasts them in
                 forward.

@@ -30,7 +30,7 @@ Begin = Callable[[], Awaitable[None]]
 JourneyCoroutine = Coroutine[Any, Any, None]
 Job = Callable[[], None]
 Stop = Callable[[Job], None]
-"""What a coroutine yields: a function that gets the continuation, and must call it exactly once."""
+"""A coroutine yields a function that gets the continuation, and must call it exactly once."""
 Stops = Generator[Stop, None, None]
 
 _NO_CONTEXT: Final = nullcontext()
@@ -195,7 +195,7 @@ class WaitCounter(Protocol):
 
 
 class Observer(Protocol):
-    """An object that is told when journeys begin and end.
+    """An object that observes when journeys begin and end.
 
     The exchange calls it under a lock, one call at a time, so the methods must not block.
     """
@@ -263,7 +263,7 @@ class Journey(Completion):
         name: the name of the tensor that travels, for error messages.
         place: the device of the tensor. Each segment of the coroutine issues its work there.
         sent: a function that returns the number of bytes sent since its previous call.
-        deferred: whether the program goes on without waiting. Other ranks may then still need the
+        deferred: whether the program continues without waiting. Other ranks may then still need the
             journey when this rank ends.
     """
 
@@ -319,7 +319,7 @@ class Journey(Completion):
                 that the coroutine raised or None. It must not hold the journey; otherwise the
                 journey's tensors would live until Python's collector runs.
         """
-        self._way = coroutine
+        self._coroutine = coroutine
         self._ended = ended
         self._run()
 
@@ -334,7 +334,7 @@ class Journey(Completion):
             self._run()
 
     def __del__(self) -> None:
-        """If nobody has waited for the journey, order the starter's stream behind its work.
+        """Order the starter's stream behind the journey, unless a thread has waited for it.
 
         Then the next user of the memory waits for the device.
         """
@@ -356,9 +356,9 @@ class Journey(Completion):
             try:
                 with self.place.side():
                     if self._doom is None:
-                        stop = self._way.send(None)
+                        stop = self._coroutine.send(None)
                     else:
-                        stop = self._way.throw(self._doom)
+                        stop = self._coroutine.throw(self._doom)
             except StopIteration:
                 self._ended(self, None)
                 return

@@ -34,7 +34,7 @@ for a later hop.
 
 [Note: two addends] Two addends have the same sum, whichever rank adds them. So if nothing happens
 between the halves, two ranks leave both halves to gloo's all-reduce, whose own thread sends and
-adds. That sends as many bytes but takes less processor time. gloo tells collectives apart by their
+adds. That sends as many bytes but takes less processor time. gloo distinguishes collectives by their
 order, so only collectives that are posted on the thread that starts journeys can do this. A codec's
 link runs the two halves separately.
 """
@@ -56,7 +56,7 @@ from torch import Tensor
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .journeys import JourneyThread, Place, living, stop_all
+from .journeys import JourneyThread, Place, living, nothing, stop_all
 
 Received = TypeVar("Received")
 Layout = Sequence[int]
@@ -89,10 +89,6 @@ _MIN_RING_BYTES: Final = 4 << 20
 _UNEVEN: Final = 1.2  # ratio of the largest shard to the mean shard
 
 
-def nothing_halfway() -> None:
-    """Do nothing between the halves."""
-
-
 class Link:
     """The collectives of one journey over the ranks of a process group.
 
@@ -120,9 +116,7 @@ class Link:
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         """Copy each shard from its owner to all ranks, in place."""
 
-    async def all_reduce(
-        self, flat: Tensor, layout: Layout, halfway: Halfway = nothing_halfway
-    ) -> None:
+    async def all_reduce(self, flat: Tensor, layout: Layout, halfway: Halfway = nothing) -> None:
         """Average ``flat`` on all ranks, with the same bits as `reduce_scatter` and `all_gather`.
 
         Call it only as a journey's first collective. ``halfway`` is called between the two halves,
@@ -457,9 +451,7 @@ class _GlooLink(Link):
             work.wait()
         net.give_back(thread)
 
-    async def all_reduce(
-        self, flat: Tensor, layout: Layout, halfway: Halfway = nothing_halfway
-    ) -> None:
+    async def all_reduce(self, flat: Tensor, layout: Layout, halfway: Halfway = nothing) -> None:
         """Average ``flat`` on all ranks, see [Note: two addends]."""
         net = self._net
         if self.size > 2 or not net.divides:  # divided tensors are posted by a device's thread

@@ -1,7 +1,7 @@
 """Observers of journeys, and of the training loop around them.
 
-The exchange knows none of them. It only tells each journey's observers when the journey begins and
-ends.
+The exchange knows none of them. It only notifies each journey's observers when the journey begins
+and ends.
 
 [Note: steps of optimizers] torch calls its global step hooks around every ``step()``, including the
 steps of optimizers inside a wrapper. Decoupled training takes a step in parts, which calls no hook,
@@ -36,8 +36,8 @@ from crossover_ddp._system.device import default_device, sibling_name
 from crossover_ddp._timeline.record import Detail, Timeline
 
 from .buckets import Backward, Bucket
-from .journeys import Journey, uncompiled_when_called
-from .links import Halfway, Layout, Link, LinkAround, nothing_halfway
+from .journeys import Journey, nothing, uncompiled_when_called
+from .links import Halfway, Layout, Link, LinkAround
 
 Made = TypeVar("Made")
 
@@ -179,9 +179,7 @@ class TracedLink(LinkAround):
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         await self._recorded("all_gather", super().all_gather(flat, layout), flat)
 
-    async def all_reduce(
-        self, flat: Tensor, layout: Layout, halfway: Halfway = nothing_halfway
-    ) -> None:
+    async def all_reduce(self, flat: Tensor, layout: Layout, halfway: Halfway = nothing) -> None:
         # Not as two halves, since ranks without a timeline may send both as one message.
         await self._recorded("all_reduce", self._link.all_reduce(flat, layout, halfway), flat)
 

@@ -475,7 +475,7 @@ class FactorCapture:
             return
         in_forward = not _in_backward()
         if in_forward:
-            # What is left belongs to backward passes that have added to no gradient.
+            # The rest belongs to backward passes that have added to no gradient.
             sums.uncommitted.clear()
         # Activation checkpointing calls a layer again. With non-reentrant checkpointing the second
         # output has no gradient: the first output's hook fires. So A is computed only when it is
