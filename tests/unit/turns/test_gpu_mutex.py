@@ -109,6 +109,8 @@ def test_siblings_wait_for_a_turn_that_began_alone(make: Make, threads: ThreadPo
     """Acquiring inside a turn does not wait: the siblings wait for this very turn."""
     mutex = make()
     mutex.acquire()
+    # A sibling that joins before the turn has its number need not wait for it.
+    assert eventually(lambda: mutex.stats()["turn"] == 1)
     sibling = make()
     with held_up(threads, sibling):
         mutex.request()
