@@ -8,10 +8,9 @@ the coroutine that carries one bucket. The state, `KFACState`, and the hook, `kf
 
 Each layer has one owner, the rank that keeps its factors. The bucket's reduce-scatter brings the
 layer's gradient to the owner, which preconditions it. The all-gather that the gradient needs anyway
-brings the direction to all ranks. The factors travel in a journey of their own, in
-``_kfac/factor_traffic.py``. In steps that compute solvers they travel just before the bucket; in
-other steps they travel behind the gradients of this step and the next ones. Our design. The
-placement follows SPD-KFAC (arXiv 2107.06533), and local factors follow DP-KFAC (arXiv 2206.15143).
+brings the direction to all ranks. The factors travel in journeys of their own, in
+``_kfac/factors.py``. Our design. The placement follows SPD-KFAC (arXiv 2107.06533), and local
+factors follow DP-KFAC (arXiv 2206.15143).
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -37,11 +36,17 @@ from crossover_ddp._engine.journeys import nothing
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.states import Agreement, HookState
 from crossover_ddp._kfac import settings
-from crossover_ddp._kfac.curvature import OwnedLayer
-from crossover_ddp._kfac.factors import WeightSharing
+from crossover_ddp._kfac.curvature import OwnedLayer, WeightSharing
 from crossover_ddp._kfac.layers import find_layers, group_of, unwrapped
-from crossover_ddp._kfac.preconditioner import Preconditioner, learning_rates, listed
-from crossover_ddp._kfac.step import Hyperparameter, Hyperparameters, PackedBucket, Step
+from crossover_ddp._kfac.preconditioner import (
+    Hyperparameter,
+    Hyperparameters,
+    PackedBucket,
+    Preconditioner,
+    Step,
+    learning_rates,
+    listed,
+)
 
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex
@@ -64,6 +69,16 @@ async def precondition(
 
     With ``solvers_in_turn`` the owners make solvers before the job gives its turn away: that is
     compute of this step.
+
+    **Spread layers** Most of ``packed.layers`` are whole: each travels to its owner and back. A
+    layer that fills most of a bucket travels whole only when its solver is new. The owner then
+    sends the solver to all ranks, and until the next solver the layer is spread: each rank
+    preconditions some of its rows, see [Note: spread layers].
+
+    **Late factors** Factors do not travel here. In a step that makes solvers, a journey with the
+    factors of these layers began just before this one, and ``packed.factors_added`` opens at its
+    end. In other steps the factors are late: they leave in groups, one group whenever
+    ``step.all_written`` opens, see [Note: late factors].
 
     If a peer dies, the timeout passes or the process group ends, the ``await`` under way raises.
     That ends all journeys of the group, and ``backward()`` raises the error. Nothing is undone
@@ -96,7 +111,11 @@ async def precondition(
         if layer.needs_solver(step.now):
             # Solvers are made of the running means: wait for all factors sent before this bucket.
             await packed.factors_added
-        if (term := packed.precondition(layer, step.now)) is not None:
+        with packed.exact():
+            # The owner preconditions a whole layer. Each rank preconditions its rows of a spread
+            # layer. The result is this rank's term in the KL clip's sum, if it has one.
+            term = layer.precondition(step.now, link.rank)
+        if term is not None:
             step.kl_terms[layer.owned.index] = term
     step.all_preconditioned.count_down()
     if bucket.last:
@@ -117,7 +136,7 @@ async def precondition(
             turn.request()
         # Each owner sends its directions to all ranks.
         await link.all_gather(packed.flat, packed.layout)
-        # A spread layer whose solver is new sends that to all ranks as well.
+        # New solvers of layers that will be spread follow from their owners to all ranks.
         await packed.share_solvers(link, renew=step.now.inverts)
         if bucket.last and not bucket.deferred:
             await step.agree_on_scale(link)
@@ -131,7 +150,7 @@ async def precondition(
         if not step.is_refused:
             packed.unpack(step.scale)
     packed.free[packed.number] = packed.flat
-    # Late factors leave when the gradients of all buckets are written.
+    # This opens with the step's last bucket. Then one group of late factors leaves.
     step.all_written.count_down()
     # The optimizer and the next forward need the turn. For a deferred bucket this does nothing: the
     # next forward acquires it.

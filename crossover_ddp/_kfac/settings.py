@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from crossover_ddp._ddp.groups import compare, gather_objects
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .factors import WeightSharing
+from .curvature import WeightSharing, rounding
 from .layers import TOO_LARGE, Layer, unwrapped
 from .placement import LayerCost, expected_buckets, spreads
 from .preconditioner import listed
-from .spread import rounding
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 from crossover_ddp import KFACState
 from crossover_ddp._kfac import settings as kfac_settings
 from crossover_ddp._kfac.curvature import DampedInverse, Eigenbasis
-from crossover_ddp._kfac.factor_traffic import FactorTraffic
+from crossover_ddp._kfac.factors import FactorTraffic
 from crossover_ddp._owners.owned_state import tensors_in
 from crossover_ddp.codecs import Int8
 from crossover_ddp.errors import UnsupportedConfigurationError

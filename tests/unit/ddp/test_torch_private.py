@@ -27,7 +27,7 @@ ELSEWHERE = {
     "_decoupled/owner_costs.py",
     "_decoupled/pending.py",
     "_engine/buckets.py",
-    "_kfac/capture.py",
+    "_kfac/curvature.py",
     "_kfac/factors.py",
     "_kfac/layers.py",
     "_kfac/settings.py",

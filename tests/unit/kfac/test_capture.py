@@ -18,8 +18,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from crossover_ddp._kfac.capture import FactorCapture
-from crossover_ddp._kfac.factors import Columns, WeightSharing, multiplied
+from crossover_ddp._kfac.curvature import Columns, WeightSharing, multiplied
+from crossover_ddp._kfac.factors import FactorCapture
 from crossover_ddp._kfac.layers import LayerShape, find_layers
 from tests.multiprocess.kfac_oracle import RankRun
 

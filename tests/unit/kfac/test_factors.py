@@ -14,11 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from crossover_ddp._kfac import factors as factors_module
-from crossover_ddp._kfac.curvature import SOLVERS, DampedInverse, Eigenbasis, Solver
-from crossover_ddp._kfac.factors import WeightSharing, input_columns, output_columns
+from crossover_ddp._kfac import curvature as curvature_module
+from crossover_ddp._kfac.curvature import (
+    SOLVERS,
+    DampedInverse,
+    Eigenbasis,
+    Solver,
+    SpreadSolver,
+    WeightSharing,
+    input_columns,
+    output_columns,
+    rounding,
+)
 from crossover_ddp._kfac.layers import LayerShape, find_layers, layer_shape
-from crossover_ddp._kfac.spread import SpreadSolver, rounding
 from tests.harness.training import default_dtype
 from tests.multiprocess.kfac_oracle import direction, factors_of_rows, input_rows, output_rows
 
@@ -70,7 +78,7 @@ def called(name: str) -> tuple[nn.Module, Tensor, Tensor, Tensor, bool]:
     unbatched = name.endswith("one sample")
     loss = (torch.randn_like(output) * output.sin()).sum() / (1 if unbatched else len(x))
     y, *gradients = torch.autograd.grad(loss, [output, *module.parameters()])
-    return module, x, y, factors_module.gradient_matrix(shape_of(module), *gradients), unbatched
+    return module, x, y, curvature_module.gradient_matrix(shape_of(module), *gradients), unbatched
 
 
 def factors_of(
@@ -122,8 +130,8 @@ def test_unfolding_and_multiplying_in_parts_does_not_change_the_factor(
     module, x, *_ = called(name)
     columns = input_columns(module, shape_of(module), x, "expand")
     whole = columns.factor()
-    monkeypatch.setattr(factors_module, "_CHUNK_NUMEL", 200)
-    monkeypatch.setattr(factors_module, "_GRAM_STRIP", 4)
+    monkeypatch.setattr(curvature_module, "_CHUNK_NUMEL", 200)
+    monkeypatch.setattr(curvature_module, "_GRAM_STRIP", 4)
     parts = columns.factor()
     torch.testing.assert_close(parts, whole)
     assert torch.equal(parts, parts.mT)
@@ -192,7 +200,7 @@ def test_layers_that_compute_the_same_as_their_class_are_found_and_no_others() -
 def test_a_running_mean_may_begin_with_the_identity() -> None:
     """A mean that begins with a batch is tested in tests/multiprocess/test_kfac.py."""
     batch = torch.randn(2, 4, 4)
-    got = factors_module.update_running(None, batch.clone(), 0.9, start="identity")
+    got = curvature_module.update_running(None, batch.clone(), 0.9, start="identity")
     torch.testing.assert_close(got, 0.9 * torch.eye(4) + 0.1 * batch)
 
 
