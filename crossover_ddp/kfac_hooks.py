@@ -71,14 +71,15 @@ async def precondition(
     compute of this step.
 
     **Spread layers** Most of ``packed.layers`` are whole: each travels to its owner and back. A
-    layer that fills most of a bucket travels whole only when its solver is new. The owner then
-    sends the solver to all ranks, and until the next solver the layer is spread: each rank
-    preconditions some of its rows, see [Note: spread layers].
+    layer that fills most of a bucket may be spread. It travels whole when its solver is new, and
+    the owner then sends the solver to all ranks. In the steps between, each rank preconditions some
+    of the layer's rows, see [Note: spread layers].
 
-    **Late factors** Factors do not travel here. In a step that makes solvers, a journey with the
-    factors of these layers began just before this one, and ``packed.factors_added`` opens at its
-    end. In other steps the factors are late: they leave in groups, one group whenever
-    ``step.all_written`` opens, see [Note: late factors].
+    **Late factors** Factors travel in journeys of their own. If this step takes factors and makes
+    solvers, the journey with the factors of these layers began just before this one, and
+    ``packed.factors_added`` opens at its end. In other steps, factors on CPUs are late: they leave
+    in groups, one group when ``step.all_written`` opens in this step, and one in each following
+    step, see [Note: late factors].
 
     If a peer dies, the timeout passes or the process group ends, the ``await`` under way raises.
     That ends all journeys of the group, and ``backward()`` raises the error. Nothing is undone
@@ -150,7 +151,7 @@ async def precondition(
         if not step.is_refused:
             packed.unpack(step.scale)
     packed.free[packed.number] = packed.flat
-    # This opens with the step's last bucket. Then one group of late factors leaves.
+    # The last bucket opens this latch, and then one group of late factors leaves.
     step.all_written.count_down()
     # The optimizer and the next forward need the turn. For a deferred bucket this does nothing: the
     # next forward acquires it.

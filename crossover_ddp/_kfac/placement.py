@@ -79,7 +79,7 @@ def place(layers: Sequence[LayerCost], world_size: int, inverse_steps: int) -> t
 def spreads(layer: LayerCost, world_size: int, inverse_steps: int) -> bool:
     """Return whether spreading saves time for a layer that dominates its bucket.
 
-    See [Note: spread layers] in ``curvature``. Let s <= l be the sizes of the layer's factors, and let
+    See [Note: spread layers]. Let s <= l be the sizes of the layer's factors, and let
     β be the time in seconds to send one byte. On a ring, the way to the owner and back costs
     8·s·l·β/W more than an even cut in both halves. With spreading, s·l·(2s + l/W) multiplications
     run one after the other, instead of s·l·(s + l). Each new solver has to be broadcast.

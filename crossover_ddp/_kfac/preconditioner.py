@@ -1,12 +1,13 @@
-"""The part of K-FAC that prepares each step and packs each bucket, and the packed buckets.
+"""The gradients of K-FAC: steps, and the buckets that are packed for their journey.
 
-The hook's thread does this. Each bucket's journey is `precondition` in `crossover_ddp.kfac_hooks`.
+`Preconditioner` works on the hook's thread: it prepares each `Step`, and packs each bucket into a
+`PackedBucket`. The bucket's journey is `precondition` in `crossover_ddp.kfac_hooks`.
 
 [Note: two routes of a layer] Most layers travel to their owner, which preconditions them. These are
 `WholeLayer` objects. If all ranks have a layer's solver, each rank preconditions some of the
-layer's rows. Such a layer is a `SpreadLayer`, see [Note: spread layers]. Both classes
-have the same three methods. `pack` runs on the hook's thread, `precondition` runs between the
-reduce-scatter and the all-gather, and `unpack` runs at the end of the bucket's journey.
+layer's rows. Such a layer is a `SpreadLayer`, see [Note: spread layers]. Both classes have the same
+three methods. `pack` runs on the hook's thread, `precondition` runs between the reduce-scatter and
+the all-gather, and `unpack` runs at the end of the bucket's journey.
 
 [Note: directions that wait] After an exchange, the gradient of a layer's weight holds its
 direction. If a backward pass added to it, in ``no_sync()`` or not, the owner would precondition the
