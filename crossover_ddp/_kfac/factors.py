@@ -121,6 +121,8 @@ _USED_BESIDE: Final = (
     "%s: the model also uses the weight outside of its layer, so K-FAC sees only a part of its "
     "gradient; use it only by calling the layer, or name the layer in KFACState's skip="
 )
+# The maximum number of groups in which a step's late factors leave. Each group costs messages.
+_MAX_LATE_GROUPS: Final = 16
 # The form of a factor is one of these values, or the number of its columns.
 _NONE: Final = 0
 _TRIANGLE: Final = -1
@@ -966,7 +968,9 @@ class FactorTraffic:
 
     def __post_init__(self) -> None:
         # Counts the traffic. Each backward pass sets it.
-        self.meter: Meter | None = None
+        self._meter: Meter | None = None
+        # For each layer: its factors of this backward pass, if they are late.
+        self._trailing: list[list[Factor]] = []
         # Groups of factors that will leave behind the gradients of later steps.
         self.late: list[list[Factor]] = []
         self._late_decay = 0.0
@@ -981,7 +985,24 @@ class FactorTraffic:
         on_host = all(each.layer.weight.device.type == "cpu" for each in self.layers)
         return self.group.size() > 1 and not self.local and on_host
 
-    def taken(self, layer: OwnedLayer) -> list[Factor]:
+    def begin_pass(self, meter: Meter) -> None:
+        """Forget the late factors of a backward pass that ended before its last bucket."""
+        self._meter = meter
+        self._trailing = []
+
+    def take(self, layers: Sequence[OwnedLayer], decay: float, *, inverts: bool) -> None:
+        """Take the factors of the layers in a bucket. Send them now, or keep them if they are late.
+
+        ``inverts`` is whether solvers are computed in this step. ``decay`` is the weight of the old
+        mean. See [Note: late factors].
+        """
+        taken = [self._taken(layer) for layer in layers]
+        if self.can_trail and not inverts:
+            self._trailing += taken
+        else:
+            self.send([factor for of_layer in taken for factor in of_layer], decay)
+
+    def _taken(self, layer: OwnedLayer) -> list[Factor]:
         """Take a layer's A and G for this step, or return no factors if this rank needs none."""
         if self.local and layer.curvature is None:
             return []
@@ -989,16 +1010,17 @@ class FactorTraffic:
         a, g = self.capture.take(layer.index)
         return [Factor(layer, shape.a_dim, a), Factor(layer, shape.g_dim, g)]
 
-    def hold(self, taken: Sequence[Sequence[Factor]], groups: int, decay: float) -> None:
-        """Keep a step's factors for later, in at most ``groups`` groups.
-
-        ``taken`` has the factors of each layer. See [Note: late factors].
-        """
+    def end_pass(self, decay: float, steps: int) -> None:
+        """Divide the late factors into groups, one for each of ``steps`` steps."""
+        taken = self._trailing
+        if not taken:
+            return
         sizes = [sum(factor.triangle_numel for factor in of_layer) for of_layer in taken]
         self.late = []
-        for layers in in_equal_groups(sizes, groups):
+        for layers in in_equal_groups(sizes, min(steps, _MAX_LATE_GROUPS)):
             self.late.append([factor for layer in layers for factor in taken[layer]])
         self._late_decay = decay
+        self._trailing = []
 
     def leave(self, after: Gate | None = None, *, all_groups: bool = False) -> None:
         """Send the next group of late factors, or all remaining groups, when ``after`` is open."""
@@ -1024,7 +1046,7 @@ class FactorTraffic:
 
     @torch.no_grad()
     def send(self, factors: Sequence[Factor], decay: float, after: Gate | None = None) -> None:
-        """Begin the journey that adds factors from `taken` to their owners' running means.
+        """Begin the journey that adds factors to their owners' running means.
 
         The factors leave when ``after`` is open. They are added after all factors that were sent
         earlier. ``decay`` is the weight of the old mean.
@@ -1059,14 +1081,14 @@ class FactorTraffic:
             await former
             with torch.autocast(like.device.type, enabled=False):
                 for factor, a in means:
-                    # In the result of `taken`, a layer's G follows its A.
+                    # A layer's G follows its A.
                     _, g = next(means)
                     if factor.of.curvature is not None:
                         factor.of.curvature.add(a, g, decay)
             # Solvers may be computed from these factors now.
             arrived.open()
 
-        self._newest = exchange.begin(bring, like, "factors of K-FAC", meter=self.meter)
+        self._newest = exchange.begin(bring, like, "factors of K-FAC", meter=self._meter)
 
 
 def in_equal_groups(sizes: Sequence[int], count: int) -> Iterator[list[int]]:

@@ -49,7 +49,7 @@ from .curvature import (
     split_gradient,
     spread_numel,
 )
-from .factors import Factor, FactorCapture, FactorTraffic, weak_hook
+from .factors import FactorCapture, FactorTraffic, weak_hook
 from .layers import Layer, LayerShape
 from .placement import LayerCost, place
 
@@ -57,8 +57,6 @@ _REMEDY: Final = (
     "call optimizer.zero_grad() between two exchanges, and to accumulate gradients do all "
     "backward passes of a step but the last one in model.no_sync(), or add up their losses"
 )
-# The maximum number of groups in which a step's late factors leave. Each group costs messages.
-_MAX_LATE_GROUPS: Final = 16
 
 Hyperparameter = float | Callable[[int], float]
 """A number, or a function that maps a step to a number."""
@@ -152,8 +150,6 @@ class Step:
     # written. The journey of the first bucket awaits the gate, and the journey of the last bucket
     # opens it.
     layer_written: dict[int, Gate] = field(default_factory=dict)
-    # For each layer: the factors to send behind the gradients, see [Note: late factors].
-    late_factors: list[list[Factor]] = field(default_factory=list)
     # This rank's terms in the KL clip's sum, by index of the layer. They are added in the order of
     # the layers, so that the rounding does not depend on the order of the buckets.
     kl_terms: dict[int, Tensor] = field(default_factory=dict)
@@ -684,7 +680,7 @@ class Preconditioner:
         """Prepare a backward pass if ``bucket`` is its first. ``meter`` counts factor traffic."""
         if bucket.index():
             return
-        self.traffic.meter = meter
+        self.traffic.begin_pass(meter)
         if self._step is not None:
             # The previous backward pass ended before its last bucket.
             self._step.refuse()
@@ -710,9 +706,7 @@ class Preconditioner:
         if ended is not None:
             after = ended.all_written
             self._waiting.wait({self._layer_of[parameter] for parameter in ended.gradients})
-            if ended.late_factors:
-                groups = min(ended.now.factor_steps, _MAX_LATE_GROUPS)
-                self.traffic.hold(ended.late_factors, groups, ended.now.decay)
+            self.traffic.end_pass(ended.now.decay, ended.now.factor_steps)
         self._has_refused = False
         self.steps += 1
         self.capture.begin_step()
@@ -752,7 +746,8 @@ class Preconditioner:
         if bucket.is_last() and not step.is_refused:
             self._check_complete(step)
         if step.now.takes_factors and layers:
-            self._send_factors(step, layers)
+            owned = [layer.owned for layer in layers]
+            self.traffic.take(owned, step.now.decay, inverts=step.now.inverts)
         return PackedBucket(
             bucket.index(),
             buffer,
@@ -764,14 +759,6 @@ class Preconditioner:
             factors_added=self.traffic.arrived,
             completed_later=completed_later,
         )
-
-    def _send_factors(self, step: Step, layers: Sequence[WholeLayer | SpreadLayer]) -> None:
-        """Take the layers' factors. Send them now or later, see [Note: late factors]."""
-        factors = [self.traffic.taken(layer.owned) for layer in layers]
-        if self.traffic.can_trail and not step.now.inverts:
-            step.late_factors += factors
-        else:
-            self.traffic.send([each for of_layer in factors for each in of_layer], step.now.decay)
 
     def expect(self, bucket: Bucket, packed: PackedBucket) -> Step:
         """Count a packed bucket whose journey is about to begin, and return its step."""
