@@ -231,7 +231,7 @@ class AveragingState(HookState):
         """Return the bucket's Future. Raise an error if the bucket is refused."""
         if self._is_closed:
             return exchange.send(bucket, crossover, state=self).future
-        exchange.check(bucket)
+        exchange.checks.check(bucket)
         self._enter(bucket)
         if self._steps >= self._replica.local_from:
             if not self._has_begun:
@@ -245,7 +245,7 @@ class AveragingState(HookState):
             # The bucket stays on this rank, so the exchange neither carries nor counts it.
             gradients = bucket.buffer()
             exchange.meter_of(self).steps += bucket.is_last()
-            future = exchange.network(gradients.device).place.future()
+            future = exchange.networks[gradients.device].place.future()
             future.set_result(gradients)
         else:
             future = exchange.send(bucket, crossover, turn=self.mutex, state=self).future

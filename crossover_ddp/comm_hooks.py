@@ -315,7 +315,7 @@ def crossover_wrapper(hook: Hook) -> Hook:
                     f"expected codec=None for crossover_wrapper, got codec={state.codec!r}: the wrapped hook decides "
                     "what travels; leave codec out, or register crossover_hook"
                 )
-            compare = functools.partial(exchange.compare, bucket, state)
+            compare = functools.partial(exchange.behind.compare, exchange, bucket, state)
             # Compare only after backward has ended: the other hook may issue collectives on any
             # thread. The shadow passes of DDP's Join have no backward. There the comparison follows
             # the bucket, as it does on ranks with a backward.

@@ -426,6 +426,11 @@ _SEARCHES: tuple[Callable[[], list[DistributedDataParallel]], ...] = (
 )
 
 
+def weakly(thing: Any) -> Callable[[], Any]:
+    """Return a weak reference to ``thing``, or a function that returns None if it is None."""
+    return weakref.ref(thing) if thing is not None else lambda: None
+
+
 def named_parameters_of(network: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield the names and parameters of ``network``, without triggering pending updates.
 

@@ -22,7 +22,6 @@ merged and taken out again leave a rounding error.
 
 import enum
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -35,7 +34,7 @@ from crossover_ddp._system import environment
 from crossover_ddp.errors import ReplicasDifferError
 
 from . import torch_private
-from .checks import is_joined, model_of, named_parameters_of, unknown_to_ddp
+from .checks import is_joined, model_of, named_parameters_of, unknown_to_ddp, weakly
 from .compiled import OwnHook, uncompiled
 
 logger = logging.getLogger(__name__)
@@ -179,8 +178,7 @@ class Digests:
         if wanted is None:
             wanted = environment.is_set(environment.COMPARE_REPLICAS, default="1")
         if self._ddp is None:
-            found = model_of(bucket, state=state)
-            self._ddp = (lambda: None) if found is None else weakref.ref(found)
+            self._ddp = weakly(model_of(bucket, state=state))
         return self._ddp() if wanted else None
 
     def _report(self, step: int, sums: Sums | None, gather_objects: GatherObjects) -> None:
@@ -227,7 +225,7 @@ class Comparison:
         at_each_step: Callable[..., Any],
     ) -> None:
         self.step = step
-        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
+        self._model: Callable[[], DistributedDataParallel | None] = weakly(model)
         self._device = device
         # A moment is missing where this rank has not summed.
         self.sums_at: dict[Moment, Sums] = {}
@@ -237,7 +235,6 @@ class Comparison:
         # Functions that remove the hooks of this comparison.
         self._leave: list[Callable[[], object]] = []
         if model is not None:
-            self._model = weakref.ref(model)
             self._sum(Moment.IN_BACKWARD)
             parameters = [each for _, each in named_parameters_of(model.module) if each is not None]
             self._leave.append(

@@ -26,7 +26,6 @@ may issue; and on NCCL, where the host must not wait for a byte.
 """
 
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,9 +34,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from . import torch_private
-from .checks import is_joined, model_of, wants_buffers_broadcast
+from .checks import is_joined, model_of, wants_buffers_broadcast, weakly
 from .compiled import OwnHook, uncompiled
-from .digests import Digests
 
 
 class BufferCopy:
@@ -95,8 +93,8 @@ class ModuleBuffers:
         self, bucket: dist.GradBucket, state: object, *, sends: bool, byte_device: torch.device
     ) -> None:
         model = model_of(bucket, state=state)
-        self._model = _weakly(model)
-        self._module = _weakly(None if model is None else model.module)
+        self._model = weakly(model)
+        self._module = weakly(None if model is None else model.module)
         self._ignored: frozenset[str] = frozenset(getattr(model, torch_private.IGNORED_NAMES, ()))
         self._sends = sends
         self._byte_device = byte_device
@@ -168,20 +166,7 @@ class ModuleBuffers:
         return sorted(found, key=lambda buffer: -buffer.itemsize)
 
 
-class BehindBuckets:
-    """What one model sends behind its last bucket: digests of its parameters, and buffers."""
-
-    def __init__(self) -> None:
-        self.digests = Digests()
-        # The keys refer to the state that the model's hook was registered with.
-        self.buffers: dict[weakref.ref[Any] | None, ModuleBuffers] = {}
-
-
 def _broadcasts(model: DistributedDataParallel) -> bool:
     """Return whether DDP itself would broadcast rank 0's buffers."""
     has_hook = hasattr(model, torch_private.BUFFER_HOOK)
     return wants_buffers_broadcast(model) and not is_joined(model) and not has_hook
-
-
-def _weakly(thing: Any) -> Callable[[], Any]:
-    return weakref.ref(thing) if thing is not None else lambda: None

@@ -27,5 +27,5 @@ class ForwardTurn:
         until_needed()
         since_s = time.monotonic()
         self.turn.acquire()
-        exchange.waited(since_s)
+        exchange.steps.waited(since_s, exchange.passes.current.number)
         self.is_held = True

@@ -773,7 +773,7 @@ class Pending:
         if is_recorded:
             self.take_turn(self._wait_for_first)
         if self.exchange is not None:
-            self.exchange.compute_begins()
+            self.exchange.steps.compute_begins()
 
     def after_forward(self, *_: Any) -> None:
         """Finish DDP's forward, and complete everything that backward would overwrite."""

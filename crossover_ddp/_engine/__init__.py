@@ -3,7 +3,9 @@
 - `journeys`: journeys, gates, threads that resume journeys, and the CPU as a device
 - `links`: the collectives of a journey, and the networks for a single rank and for gloo
 - `device`: CUDA devices, the network for NCCL, and CUDA tensors over gloo
-- `buckets`: the buckets of a backward pass, their failures, and the turn in a journey
+- `networks`: the networks of a process group, one for each device
+- `buckets`: the buckets of backward passes, their checks and failures, the turn in a journey, and
+  the data that travel behind a step's last bucket
 - `exchange`: starts journeys, fails them and closes them
 - `observe`: meters, records of steps, the timeline, and hooks around ``optimizer.step()``
 - `states`: the base class of all hook states

@@ -1,4 +1,6 @@
-"""The buckets of a backward pass, their failures, and the turn that the last one hands on.
+"""The buckets of backward passes, their checks and failures, and the turn in a journey.
+
+`BehindLastBucket` sends other data of the model with a step's last bucket.
 
 [Note: errors after backward] An exception must not leave a hook, because DDP is unusable
 afterwards. An exception in the Future that the hook returned surfaces as a misleading cast error.
@@ -20,13 +22,21 @@ forward does.
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from crossover_ddp._ddp.checks import check_exchanged_group, check_group, flat_gradients, weakly
+from crossover_ddp._ddp.digests import COMPARED_EVERY, Digests
+from crossover_ddp._ddp.groups import gather_objects
+from crossover_ddp._ddp.module_buffers import ModuleBuffers
 from crossover_ddp.errors import ExchangeError
 
 from .journeys import (
@@ -42,6 +52,7 @@ from .journeys import (
 from .links import Layout, Link
 
 if TYPE_CHECKING:
+    from .exchange import Exchange
     from .observe import Meter
 
 
@@ -160,11 +171,73 @@ class Backward:
             self.gathers.open()
 
 
+class Passes:
+    """The backward passes of one process group, one after the other.
+
+    Args:
+        compute_ends: a function to call when a step's compute has been launched.
+    """
+
+    def __init__(self, compute_ends: Callable[[Backward], None]) -> None:
+        self.current = Backward(compute_ends=compute_ends)
+        # The number of buckets whose hook has run.
+        self.entered = 0
+        self._compute_ends = compute_ends
+
+    def enter(self, grad_bucket: dist.GradBucket, turn: Turn | None = None) -> Backward:
+        """Return the backward pass of a bucket, whose hook must make this call once.
+
+        The last bucket ends the pass, so that the next bucket enters another one.
+        """
+        self.entered += 1
+        backward = self.current
+        backward.turn = turn
+        backward.watch(is_last=grad_bucket.is_last())
+        if grad_bucket.is_last():
+            backward.is_whole = True
+            self.current = Backward(backward.number + 1, self._compute_ends)
+        return backward
+
+
+class _Checked(NamedTuple):
+    """Weak references to the model and the process group that a bucket was checked with."""
+
+    model: Callable[[], DistributedDataParallel | None]  # returns None if the model is not known
+    group: Callable[[], dist.ProcessGroup | None]  # the model's group, which is the hook's too
+
+
+class BucketChecks:
+    """Checks the buckets of one process group, each once for each group that its model is given.
+
+    It holds the group by a weak reference.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._checked: Any = WeakTensorKeyDictionary()  # keys: one parameter of each bucket
+
+    def check(self, grad_bucket: dist.GradBucket) -> None:
+        """Raise ``UnsupportedConfigurationError`` for a bucket that the group cannot exchange."""
+        group = self._group()
+        if group is None:
+            return
+        parameter = grad_bucket.parameters()[0]
+        checked = self._checked.get(parameter)
+        if checked is None:
+            flat_gradients(grad_bucket)  # checked once, since parameters do not change their kind
+            model = check_group(grad_bucket, group)
+        else:
+            model = checked.model()
+            if model is None or model.process_group is checked.group():
+                return
+            check_exchanged_group(model, group)
+        its_group = None if model is None else model.process_group
+        self._checked[parameter] = _Checked(weakly(model), weakly(its_group))
+
+
 class Bucket(Journey):
     """The journey of one of DDP's buckets."""
 
-    # The hook's meter. The exchange that starts the journey sets it.
-    meter: "Meter"
     # Whether the memory will be reused before the gather. `all_reduced` then returns False.
     _is_dropped = False
 
@@ -175,6 +248,7 @@ class Bucket(Journey):
         backward: Backward,
         place: Place,
         link: Link,
+        meter: "Meter",
     ) -> None:
         super().__init__(f"bucket {grad_bucket.index()}", place, link.sent)
         self.index = grad_bucket.index()
@@ -186,8 +260,11 @@ class Bucket(Journey):
         self.layout = layout  # equal shards
         self.backward = backward
         self.link = link
+        self.meter = meter  # the hook's meter
+        self.waits = meter
         self.future = place.future()
         self.own_shard = Completion()  # reached when this rank's shard is reduced
+        self.own_shard.waits = meter
         self._on_device: Callable[[], None] = nothing
 
     async def all_reduced(self) -> bool:
@@ -353,6 +430,107 @@ class JourneyTurn:
 
 
 BucketJourney = Callable[[Bucket, Link, JourneyTurn], JourneyCoroutine]
+
+
+# --- behind the last bucket -----------------------------------------------------------------------
+
+
+class _Model:
+    """The data of one model that travel behind the last bucket of its steps."""
+
+    def __init__(self) -> None:
+        self.digests = Digests()
+        # The keys refer to the state that the model's hook was registered with.
+        self.buffers: dict[weakref.ref[Any] | None, ModuleBuffers] = {}
+
+
+class BehindLastBucket:
+    """Sends digests of a model's parameters, and its buffers, with the last bucket of a step.
+
+    Args:
+        group: the process group. It is held by a weak reference.
+        at_each_step: the function `at_each_step` in ``observe.py``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, at_each_step: Callable[..., Any]) -> None:
+        self._group = weakref.ref(group)
+        self._at_each_step = at_each_step
+        self._models: Any = WeakTensorKeyDictionary()  # keys: the parameters of a last bucket
+
+    def compare(self, exchange: "Exchange", grad_bucket: dist.GradBucket, state: object) -> None:
+        """Compare the ranks' parameters, if the bucket is the last one of a step.
+
+        This happens in steps 1, 2, 4, 8, … and in every thousandth step, see [Note: digests] in
+        ``_ddp/digests.py``. **Collective**.
+        """
+        group = self._group()
+        if exchange.size == 1 or group is None or not grad_bucket.is_last():
+            return
+        digests = self._model_of(grad_bucket).digests
+        step = digests.steps = digests.steps + 1
+        if digests.comparison is None and step & (step - 1) and step % COMPARED_EVERY:
+            return
+        look = digests.exchanged(grad_bucket, group, state, exchange.begin, self._at_each_step)
+        if look is not None:
+            look = functools.partial(look, functools.partial(gather_objects, group))
+            if not after_backward(look):
+                look()
+
+    def send_buffers(
+        self, exchange: "Exchange", grad_bucket: dist.GradBucket, state: object, meter: "Meter"
+    ) -> None:
+        """Send rank 0's buffers, see [Note: buffers behind the gradients].
+
+        Call it for the last bucket of a step, on all ranks.
+        """
+        network = exchange.networks[grad_bucket.buffer().device]
+        if exchange.size == 1 or network.in_program_order:
+            return
+        sources = self._model_of(grad_bucket).buffers
+        key = None if state is None else weakref.ref(state)
+        if (source := sources.get(key)) is None:
+            source = sources[key] = _agreed_buffers(exchange, grad_bucket, state)
+        copy = source.copy() if source.travel else None
+        if copy is not None:
+            flat, layout = copy.flat, [copy.flat.numel()] + [0] * (exchange.size - 1)
+            name = f"bucket {grad_bucket.index()}'s buffers"
+            copy.wait = exchange.begin(
+                lambda link: link.all_gather(flat, layout),
+                flat,
+                name,
+                deferred=True,
+                meter=meter,
+            ).wait
+
+    def _model_of(self, last: dist.GradBucket) -> _Model:
+        """Return the record of the model that ``last`` belongs to.
+
+        DDP may just have rebuilt the bucket with other parameters, so any known parameter will do.
+        """
+        parameters = last.parameters()
+        if (found := self._models.get(parameters[0])) is None:
+            known = (self._models[each] for each in parameters if each in self._models)
+            found = next(known, None) or _Model()
+            for each in parameters:
+                self._models[each] = found
+        return cast(_Model, found)
+
+
+def _agreed_buffers(
+    exchange: "Exchange", grad_bucket: dist.GradBucket, state: object
+) -> ModuleBuffers:
+    """Return the buffers of the model that owns the bucket. They travel if all ranks agree."""
+    device, cpu = grad_bucket.buffer().device, torch.device("cpu")
+    byte_device = cpu if exchange.networks.sends_messages(cpu) else device
+    buffers = ModuleBuffers(grad_bucket, state, sends=exchange.rank == 0, byte_device=byte_device)
+    nbytes = buffers.nbytes(device)
+    alike = exchange.gather_numbers([nbytes], device) == [[nbytes]] * exchange.size
+    if alike and nbytes > 0:
+        buffers.begin()
+    return buffers
+
+
+# --- the end of backward --------------------------------------------------------------------------
 
 
 def after_backward(callback: Callable[[], None]) -> bool:

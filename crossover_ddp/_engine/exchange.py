@@ -7,84 +7,63 @@ journey of this rank, and the connections are closed, so that it reaches all ran
 
 import functools
 import itertools
-import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, Final, NamedTuple, cast
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from crossover_ddp._ddp.checks import (
-    CAPTURED,
-    PYTHON_REDUCER,
-    check_exchanged_group,
-    check_group,
-    check_turn,
-    flat_gradients,
-    resolve_group,
-)
-from crossover_ddp._ddp.digests import COMPARED_EVERY
-from crossover_ddp._ddp.groups import gather_objects, on_destruction
+from crossover_ddp._ddp.checks import CAPTURED, PYTHON_REDUCER, check_turn, resolve_group
+from crossover_ddp._ddp.groups import on_destruction
 from crossover_ddp._ddp.layout import equal_lengths
-from crossover_ddp._ddp.module_buffers import BehindBuckets, ModuleBuffers
 from crossover_ddp.errors import CrossoverError, ExchangeError, UnsupportedConfigurationError
 
-from .buckets import Backward, Bucket, BucketJourney, Join, JourneyTurn, Turn, after_backward
-from .device import Device, Native, Staged
+from .buckets import (
+    Backward,
+    BehindLastBucket,
+    Bucket,
+    BucketChecks,
+    BucketJourney,
+    Join,
+    JourneyTurn,
+    Passes,
+    Turn,
+)
 from .journeys import (
     GradientFuture,
     Journey,
     JourneyCoroutine,
     Observer,
-    Place,
     uncompiled_when_called,
 )
-from .links import Alone, Gloo, Layout, Link
-from .observe import Meter, StepObserver, TracedLink, at_each_step, timeline_of
-from .states import HookState, common_stats, format_stats, process_stats
-
-_log = logging.getLogger(__name__)
+from .links import Layout, Link
+from .networks import DESTROYED, Networks
+from .observe import Meter, StepObserver, at_each_step, timeline_of
+from .states import HookState, log_summary
 
 Around = Callable[[Link], Link]
-Network = Alone | Gloo
 
 _END_S: Final = 0.5
 _NEEDED_BY_OTHERS_S: Final = 30.0
-_TOLD_AFTER: Final = 100  # the number of steps after which statistics are logged
-_DESTROYED: Final = (
-    "the process group that the hook was registered with was destroyed; wrap the module in DistributedDataParallel "
-    "again, with a group that exists, and register the hook with a new state"
-)
+_SUMMARY_AFTER: Final = 100  # the number of steps after which statistics are logged
 _TIMED_OUT: Final = (
     " (another rank has stopped, computes for longer than the group's timeout, or makes fewer steps than this one: "
     "give all ranks as many batches)"
 )
 
 
-class _Checked(NamedTuple):
-    """Weak references to the model and the process group that a bucket was checked with."""
-
-    model: Callable[[], DistributedDataParallel | None]  # returns None if the model is not known
-    group: Callable[[], dist.ProcessGroup | None]  # the model's group, which is the hook's too
-
-    @classmethod
-    def of(cls, model: DistributedDataParallel | None) -> "_Checked":
-        if model is None:
-            return cls(lambda: None, lambda: None)
-        return cls(weakref.ref(model), weakref.ref(model.process_group))
-
-
 class Exchange:
-    """The journeys of one process group. It holds the group by a weak reference."""
+    """Starts the journeys of one process group, fails them and closes them.
+
+    It keeps no strong reference to the group.
+    """
 
     _of_group: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange]"] = (
         weakref.WeakKeyDictionary()
@@ -92,23 +71,18 @@ class Exchange:
     _registry_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)
         self._pid = os.getpid()
         self.rank = group.rank()
         self.size = group.size()
-        config = str(dist.get_backend_config(group))
-        self._backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
-        self._networks: dict[torch.device, Network] = {}
-        self._timeline = timeline_of(group)
-        self._numbers = itertools.count()  # for journeys that belong to no bucket
-        self.steps = StepObserver(self._timeline)
+        self.networks = Networks(group)
+        self.steps = StepObserver(timeline_of(group))
+        self.passes = Passes(self.steps.compute_ends)
+        self.checks = BucketChecks(group)
+        self.behind = BehindLastBucket(group, at_each_step)
         self.meter = Meter()  # for hooks without a state
         # Must be set to the same value on all ranks before the first backward. This is not checked.
         self.leaves_buffers_to_ddp = False
-        self._models: Any = WeakTensorKeyDictionary()  # keys: the parameters of a last bucket
-        self._backward = Backward(compute_ends=self.steps.compute_ends)
-        self._entered = 0  # number of buckets whose hook has run
-        self._checked: Any = WeakTensorKeyDictionary()  # keys: one parameter of each bucket
+        self._numbers = itertools.count()  # for journeys that belong to no bucket
         self._lock = threading.Lock()
         self._under_way: set[Journey] = set()
         self._failure: CrossoverError | None = None
@@ -152,11 +126,9 @@ class Exchange:
         **Collective**: all ranks must start the same journeys in the same order.
         """
         self._check_process()
-        network = self.network(tensor.device)
+        network = self.networks[tensor.device]
         if link is None:
-            link = network.link()
-            if self._timeline is not None:
-                link = TracedLink(link, self._timeline, step=next(self._numbers), bucket=-1)
+            link = self.steps.traced(network.link(), step=next(self._numbers), bucket=-1)
         journey = Journey(name, network.place, link.sent, deferred=deferred)
         journey.tensor = tensor
         journey.waits = meter
@@ -201,24 +173,20 @@ class Exchange:
         backward = self._enter(grad_bucket, turn)
         meter = self.meter_of(state)
         # A refused bucket takes a link too, so that all ranks count the same.
-        link = self.network(grad_bucket.buffer().device).link()
+        link = self.networks[grad_bucket.buffer().device].link()
         try:
-            bucket = self._bucket(grad_bucket, link, backward)
+            bucket = self._bucket(grad_bucket, link, backward, meter)
             if around is not None:
                 link = around(link)
-            if self._timeline is not None:
-                link = TracedLink(link, self._timeline, step=backward.number, bucket=bucket.index)
+            link = self.steps.traced(link, step=backward.number, bucket=bucket.index)
             bucket.link = link
-            bucket.deferred = hands_back
             if hands_back:
+                bucket.deferred = True
                 bucket.future.set_result(bucket.result)
-            bucket.meter = meter
-            bucket.waits = meter
-            bucket.own_shard.waits = meter
-            if bucket.last and self.size > 1 and not (leaves_buffers or self.leaves_buffers_to_ddp):
+            if bucket.last and not (leaves_buffers or self.leaves_buffers_to_ddp):
                 # Ahead of the bucket, since the next forward begins with the buffers, and gathers
                 # arrive one after the other.
-                self._send_buffers(grad_bucket, state, meter)
+                self.behind.send_buffers(self, grad_bucket, state, meter)
             coroutine = make(bucket, link, JourneyTurn(bucket, link, turn, join))
         except Exception:
             backward.refuse(grad_bucket)
@@ -244,7 +212,7 @@ class Exchange:
         of all buckets of the step, and returns the coroutine of a journey. DDP then gets that
         journey's Future. For any other bucket it gets ``future`` itself.
         """
-        futures = self._backward.futures
+        futures = self.passes.current.futures
         futures.append(future)
         if not grad_bucket.is_last():
             self._enter(grad_bucket, turn)
@@ -258,39 +226,47 @@ class Exchange:
     def run(
         self, grad_bucket: dist.GradBucket, start: "StartExchange", state: object
     ) -> GradientFuture:
-        """Call ``start`` for a bucket, then `compare` the parameters if it is the last.
+        """Call ``start`` for a bucket. If it is the last, compare the parameters behind it.
 
         **Collective**.
         """
-        entered = self._entered
+        entered = self.passes.entered
         try:
             future = start(self)
         except Exception:
             # It was refused before a journey was started, but all ranks must count the same.
-            if self._entered == entered:
+            if self.passes.entered == entered:
                 self._enter(grad_bucket).refuse(grad_bucket)
-                self.network(grad_bucket.buffer().device).link()
+                self.networks[grad_bucket.buffer().device].link()
             raise
-        self.compare(grad_bucket, state)
+        self.behind.compare(self, grad_bucket, state)
         return future
 
-    def compare(self, grad_bucket: dist.GradBucket, state: object) -> None:
-        """Compare the ranks' parameters, behind the last bucket of a step.
+    def gather_numbers(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
+        """Return the numbers of every rank, by rank. Blocks until all ranks have made the call.
 
-        This happens in steps 1, 2, 4, 8, … and in every thousandth step.
+        All ranks must pass equally many numbers. They travel over the network of ``device``.
+
+        **Collective**.
         """
-        group = self._group()
-        if self.size == 1 or group is None or not grad_bucket.is_last():
-            return
-        digests = self._model_of(grad_bucket).digests
-        step = digests.steps = digests.steps + 1
-        if digests.comparison is None and step & (step - 1) and step % COMPARED_EVERY:
-            return
-        look = digests.exchanged(grad_bucket, group, state, self.begin, at_each_step)
-        if look is not None:
-            look = functools.partial(look, functools.partial(gather_objects, group))
-            if not after_backward(look):
-                look()
+        flat = torch.zeros(self.size, len(numbers), dtype=torch.float64, device=device)
+        flat[self.rank] = torch.tensor(numbers, dtype=flat.dtype)
+        self.gather(flat.flatten(), [len(numbers)] * self.size, "a table of numbers")
+        return flat.tolist()
+
+    def gather(self, flat: Tensor, layout: Layout, name: str) -> None:
+        """Copy each rank's shard of ``flat`` to all ranks, and wait until it is there.
+
+        **Collective**.
+        """
+        self.begin(lambda link: link.all_gather(flat, layout), flat, name).wait()
+
+    def equal_layout(self, flat: Tensor) -> Layout:
+        """Return a layout that cuts ``flat`` into equal shards, aligned as its network prefers."""
+        network = self.networks[flat.device]
+        return equal_lengths(
+            flat.numel(), self.size, max(1, network.alignment_bytes // flat.itemsize)
+        )
 
     def meter_of(self, state: object) -> Meter:
         """Return the meter of a hook, which may have no state.
@@ -298,63 +274,29 @@ class Exchange:
         After the first steps rank 0 also logs the statistics of the hook, once.
         """
         meter = state.meter if isinstance(state, HookState) else self.meter
-        if meter.steps == _TOLD_AFTER and not meter.is_logged:
-            meter.is_logged = True
-            if self.rank == 0:
-                name, stats = "split", common_stats(meter)
-                if isinstance(state, HookState):
-                    name, stats = type(state).__name__, process_stats(state)
-                _log.info("%s: %s", name, format_stats(stats))
+        if meter.steps == _SUMMARY_AFTER and self.rank == 0:
+            log_summary(meter, state)
         return meter
-
-    def _model_of(self, last: dist.GradBucket) -> BehindBuckets:
-        """Return the record of the model that ``last`` belongs to.
-
-        DDP may just have rebuilt the bucket with other parameters, so any known parameter will do.
-        """
-        parameters = last.parameters()
-        if (found := self._models.get(parameters[0])) is None:
-            known = (self._models[each] for each in parameters if each in self._models)
-            found = next(known, None) or BehindBuckets()
-            for each in parameters:
-                self._models[each] = found
-        return cast(BehindBuckets, found)
 
     def _enter(self, grad_bucket: dist.GradBucket, turn: Turn | None = None) -> Backward:
         self._check_process()
-        self._entered += 1
-        backward = self._backward
-        backward.turn = turn
-        backward.watch(is_last=grad_bucket.is_last())
-        if grad_bucket.is_last():
-            backward.is_whole = True
-            self._backward = Backward(backward.number + 1, self.steps.compute_ends)
-        return backward
+        return self.passes.enter(grad_bucket, turn)
 
-    def _bucket(self, grad_bucket: dist.GradBucket, link: Link, backward: Backward) -> Bucket:
-        """Create the journey for ``grad_bucket``. Raises if `check` refuses it."""
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ExchangeError(
+                "this process is a fork of a rank; train in the rank, or start a new process"
+            )
+
+    def _bucket(
+        self, grad_bucket: dist.GradBucket, link: Link, backward: Backward, meter: Meter
+    ) -> Bucket:
+        """Create the journey for ``grad_bucket``. Raises if `BucketChecks` refuses it."""
         flat = grad_bucket.buffer()
-        self.check(grad_bucket)
+        self.checks.check(grad_bucket)
         backward.ready.append((flat.nbytes, time.monotonic()))
-        place = self.network(flat.device).place
-        return Bucket(grad_bucket, self.equal_layout(flat), backward, place, link)
-
-    def check(self, grad_bucket: dist.GradBucket) -> None:
-        """Raise ``UnsupportedConfigurationError`` for a bucket that the group cannot exchange."""
-        group = self._group()
-        if group is None:
-            return
-        parameter = grad_bucket.parameters()[0]
-        checked = self._checked.get(parameter)
-        if checked is None:
-            flat_gradients(grad_bucket)  # checked once, since parameters do not change their kind
-            model = check_group(grad_bucket, group)
-        else:
-            model = checked.model()
-            if model is None or model.process_group is checked.group():
-                return
-            check_exchanged_group(model, group)
-        self._checked[parameter] = _Checked.of(model)
+        place = self.networks[flat.device].place
+        return Bucket(grad_bucket, self.equal_layout(flat), backward, place, link, meter)
 
     def _start(
         self, journey: Journey, coroutine: JourneyCoroutine, observers: Sequence[Observer]
@@ -377,110 +319,6 @@ class Exchange:
         else:
             coroutine.close()
             self._ended(journey, failure)
-
-    def _send_buffers(self, grad_bucket: dist.GradBucket, state: object, meter: Meter) -> None:
-        """Send rank 0's buffers behind the last bucket, see [Note: buffers behind the gradients]."""
-        device, sources = grad_bucket.buffer().device, self._model_of(grad_bucket).buffers
-        if not self.sends_messages(device):
-            return
-        key = None if state is None else weakref.ref(state)
-        if (source := sources.get(key)) is None:
-            byte_device = torch.device("cpu") if self._backends.get("cpu") == "gloo" else device
-            source = ModuleBuffers(
-                grad_bucket, state, sends=self.rank == 0, byte_device=byte_device
-            )
-            sources[key] = source
-            nbytes = source.nbytes(device)
-            alike = self.gather_numbers([nbytes], device) == [[nbytes]] * self.size
-            if alike and nbytes > 0:
-                source.begin()
-        copy = source.copy() if source.travel else None
-        if copy is not None:
-            flat, layout = copy.flat, [copy.flat.numel()] + [0] * (self.size - 1)
-            name = f"bucket {grad_bucket.index()}'s buffers"
-            copy.wait = self.begin(
-                lambda link: link.all_gather(flat, layout),
-                flat,
-                name,
-                deferred=True,
-                meter=meter,
-            ).wait
-
-    def equal_layout(self, flat: Tensor) -> Layout:
-        """Return a layout that cuts ``flat`` into equal shards, aligned as its network prefers."""
-        network = self.network(flat.device)
-        return equal_lengths(
-            flat.numel(), self.size, max(1, network.alignment_bytes // flat.itemsize)
-        )
-
-    def gather_numbers(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-        """Return the numbers of every rank, by rank. Blocks until all ranks have made the call.
-
-        All ranks must pass equally many numbers. They travel over the network of ``device``.
-
-        **Collective**.
-        """
-        flat = torch.zeros(self.size, len(numbers), dtype=torch.float64, device=device)
-        flat[self.rank] = torch.tensor(numbers, dtype=flat.dtype)
-        self.gather(flat.flatten(), [len(numbers)] * self.size, "a table of numbers")
-        return flat.tolist()
-
-    def gather(self, flat: Tensor, layout: Layout, name: str) -> None:
-        """Copy each rank's shard of ``flat`` to all ranks, and wait until it is there.
-
-        **Collective**.
-        """
-        self.begin(lambda link: link.all_gather(flat, layout), flat, name).wait()
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ExchangeError(
-                "this process is a fork of a rank; train in the rank, or start a new process"
-            )
-
-    def compute_begins(self) -> None:
-        """Report that forward begins."""
-        self.steps.compute_begins()
-
-    def waited(self, since_s: float) -> None:
-        """Report that forward has waited for its turn from ``since_s`` until now."""
-        self.steps.waited(since_s, self._backward.number)
-
-    @property
-    def devices(self) -> set[str]:
-        """The types of the devices that have a network, such as "cuda"."""
-        return {device.type for device in self._networks}
-
-    def sends_messages(self, device: torch.device) -> bool:
-        """Return whether tensors on ``device`` travel as gloo messages.
-
-        Otherwise they travel by a backend's own collectives.
-        """
-        return self._backends.get(device.type) == "gloo"
-
-    def network(self, device: torch.device) -> Network:
-        """Return the network for tensors on ``device``.
-
-        The first call for a device creates it. All ranks must make that call at the same point.
-        """
-        if (found := self._networks.get(device)) is None:
-            if (group := self._group()) is None:
-                raise ExchangeError(_DESTROYED)
-            found = self._networks[device] = self._made(group, device)
-        return found
-
-    def _made(self, group: dist.ProcessGroup, device: torch.device) -> Network:
-        by_messages = self.sends_messages(device)
-        place = (
-            Place()
-            if device.type != "cuda"
-            else Device(device, by_host=by_messages and self.size > 1)
-        )
-        if self.size == 1:
-            return Alone(place)
-        if not by_messages:
-            return Native(group, place)
-        return Staged(group, place) if isinstance(place, Device) else Gloo(group, place)
 
     def _ended(self, journey: Journey, error: BaseException | None) -> None:
         failure = None if error is None else self.fail(journey.name, error)
@@ -522,8 +360,7 @@ class Exchange:
             if failure is not cause:
                 failure.__cause__ = cause
             doomed = [*self._under_way]
-        for network in list(self._networks.values()):
-            network.interrupt()
+        self.networks.interrupt()
         for journey in doomed:
             journey.throw(failure)
         return failure
@@ -545,23 +382,20 @@ class Exchange:
         """
         if os.getpid() != self._pid:
             return
-        if self._timeline is not None:
-            self._timeline.flush()
+        if self.steps.timeline is not None:
+            self.steps.timeline.flush()
         end_s = time.monotonic() + _NEEDED_BY_OTHERS_S
         for journey in list(self._under_way):
             # No rank waits for the buckets of a backward pass that has not ended.
             is_needed = not isinstance(journey, Bucket) or journey.backward.is_whole
             if journey.deferred and is_needed:
                 journey.block(max(0.0, end_s - time.monotonic()))
-        if not self._close_networks(_END_S):
+        if not self.networks.close(_END_S):
             cause = RuntimeError("the process group was destroyed meanwhile")
             self.fail("a tensor under way", cause)
-            self._close_networks(_END_S)
+            self.networks.close(_END_S)
         with self._lock:  # data that has arrived stays usable
-            self._failure = self._failure or ExchangeError(_DESTROYED)
-
-    def _close_networks(self, timeout_s: float) -> bool:
-        return all([network.close(timeout_s) for network in list(self._networks.values())])
+            self._failure = self._failure or ExchangeError(DESTROYED)
 
 
 async def _when_computed(
@@ -601,7 +435,7 @@ def run_hook(
             instead.
         start: a function that starts the bucket's journey.
         compares: whether to compare the ranks' parameters behind the last bucket, see
-            `Exchange.compare`.
+            `BehindLastBucket.compare`.
         plain: the hook that runs instead if ``CROSSOVER_DISABLE=1``.
         refused: a function to call before ``backward()`` gets an error.
     """

@@ -102,7 +102,7 @@ class Link:
     size: int
     # Whether all ranks must issue all collectives in the same order, on the thread that starts
     # journeys (NCCL).
-    in_program_order: bool
+    in_program_order = False
     _sent_bytes = 0
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
@@ -199,7 +199,6 @@ class Alone(Link):
 
     rank = 0
     size = 1
-    in_program_order = False
     # Equal shards should begin at multiples of this.
     alignment_bytes = 1
 
@@ -239,6 +238,7 @@ class Gloo:
     reference.
     """
 
+    in_program_order = False
     alignment_bytes = 1
     # Whether a reduce-scatter must divide its addends. The device has already divided device
     # tensors.
@@ -330,8 +330,6 @@ class Gloo:
 
 class _GlooLink(Link):
     """A link over gloo, see [Note: straight to the owner] and [Note: around a ring]."""
-
-    in_program_order = False
 
     def __init__(self, net: Gloo, number: int) -> None:
         self._net = net

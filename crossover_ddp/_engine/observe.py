@@ -59,7 +59,7 @@ class Meter:
         self.exposed_s = 0.0
         # Whether the host sees when journeys end. On NCCL it does not.
         self.is_timed = True
-        # Whether rank 0 has logged the summary of the first steps.
+        # Whether the summary of the first steps has been logged.
         self.is_logged = False
         self._count = 0  # journeys under way
         self._since_s = math.inf
@@ -121,6 +121,13 @@ class StepObserver:
         self.timeline = timeline
         # The time when the current step's compute began; None if it is unknown.
         self._begun_s: float | None = None
+
+    def traced(self, link: Link, **details: Detail) -> Link:
+        """Return ``link``, which writes its collectives to the timeline if there is one.
+
+        ``details`` of the journey are added to each span.
+        """
+        return link if self.timeline is None else TracedLink(link, self.timeline, **details)
 
     def compute_begins(self) -> None:
         """Note that forward begins."""
@@ -252,7 +259,7 @@ def at_each_step(
     return end
 
 
-def before_next_step(parameters: Iterable[Tensor], check: Report) -> Callable[[], None]:
+def before_next_step(parameters: Iterable[Tensor], check: Report) -> Callable[[], object]:
     """Have ``check`` called once, with the next optimizer that is about to step one of ``parameters``.
 
     If ``check`` raises, ``step()`` raises the same error and changes nothing.
@@ -273,15 +280,11 @@ def before_next_step(parameters: Iterable[Tensor], check: Report) -> Callable[[]
     return end
 
 
-def _entered(reports: dict[int, Report], report: Report) -> Callable[[], None]:
+def _entered(reports: dict[int, Report], report: Report) -> Callable[[], object]:
     _register_step_hooks()
     number = next(_numbers)
     reports[number] = report
-    return lambda: _left(reports, number)
-
-
-def _left(reports: dict[int, Report], number: int) -> None:
-    reports.pop(number, None)
+    return functools.partial(reports.pop, number, None)
 
 
 @uncompiled_when_called

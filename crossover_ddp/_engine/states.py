@@ -353,6 +353,20 @@ def format_stats(stats: Mapping[str, Any]) -> str:
     return "; ".join([*parts, f"{stats['bytes_sent'] / steps / 1e6:.3g} MB a step"])
 
 
+def log_summary(meter: Meter, state: object) -> None:
+    """Log the statistics of a hook, which may have no state. Only the first call for a meter logs.
+
+    ``meter`` has the traffic of the hook.
+    """
+    if meter.is_logged:
+        return
+    meter.is_logged = True
+    name, stats = "split", common_stats(meter)
+    if isinstance(state, HookState):
+        name, stats = type(state).__name__, process_stats(state)
+    logger.info("%s: %s", name, format_stats(stats))
+
+
 # --- checkpoints --------------------------------------------------------------------------------
 
 

@@ -1057,7 +1057,7 @@ class FactorTraffic:
         # None if no other rank contributes to these factors.
         messages = None
         if exchange.size > 1 and not self.local:
-            sends_forms = exchange.sends_messages(like.device)
+            sends_forms = not exchange.networks[like.device].in_program_order
             messages = FactorMessages(
                 factors, exchange.rank, exchange.size, like, sends_forms=sends_forms
             )

@@ -49,7 +49,7 @@ def recorded_by_all(
 
     **Collective**, like `measure_link`.
     """
-    if group.size() == 1 or Exchange.of(group).devices - {"cpu"}:
+    if group.size() == 1 or any(each.type != "cpu" for each in Exchange.of(group).networks):
         raise UnsupportedConfigurationError(
             "expected at least two ranks with a model on the CPU to plan for, got "
             f"{group.size()}, or a device whose kernels the host's clock does not see; "

@@ -17,6 +17,7 @@ from crossover_ddp._averaging import shared_centre
 from crossover_ddp._decoupled.trial import BLOCK, WARM_UP, Trial
 from crossover_ddp._engine import links
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.networks import Networks
 from crossover_ddp._kfac import settings
 from crossover_ddp._system.comparing import PLAIN
 from crossover_ddp._turns import channel
@@ -68,7 +69,7 @@ def break_engine(error: Exception) -> Patch:
 
 def force_native() -> Patch:
     """Treat gloo as a backend with native collectives, of which it has all that are needed."""
-    return mock.patch.object(Exchange, "sends_messages", lambda self, device: False)
+    return mock.patch.object(Networks, "sends_messages", lambda self, device: False)
 
 
 def pretend_times(state: DecoupledState, *, deferred_s: float, whole_s: float) -> None:

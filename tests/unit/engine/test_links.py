@@ -41,7 +41,7 @@ def test_short_messages_leave_before_what_arrives_is_asked_for_and_long_ones_aft
     rank: int,
 ) -> None:
     exchange, calls = Exchange.of(None), list[str]()
-    net: Any = exchange.network(CPU)
+    net: Any = exchange.networks[CPU]
     group = net.group
 
     class Noted:
@@ -111,7 +111,7 @@ def test_sums_have_the_bits_of_the_tree_or_the_ring_in_bounded_memory(
             gates[-1].open()
         way = functools.partial(both, flat, layout, gates[-1])
         trips.append(exchange.begin(way, flat, "it"))
-        most = max(most, sum(exchange.network(flat.device).sums._posted))  # type: ignore[union-attr]
+        most = max(most, sum(exchange.networks[flat.device].sums._posted))  # type: ignore[union-attr]
         if order.random() < 0.1:
             time.sleep(0.01)  # ranks are not in step
     order.shuffle(gates)
@@ -157,7 +157,7 @@ def test_exchanges_of_one_group_keep_their_messages_apart(rank: int) -> None:
     exchanges = [Exchange.of(None), Exchange(dist.group.WORLD)]  # type: ignore[arg-type]
     tables = [torch.full((2,), -1.0), torch.full((2,), -1.0)]
     for exchange, table in zip(exchanges, tables, strict=True):
-        exchange.network(table.device)  # all ranks make them in one order
+        exchange.networks[table.device]  # all ranks make them in one order
 
     trips = []
     for number in (1, 0) if rank else (0, 1):
@@ -258,7 +258,7 @@ def test_a_closed_exchange_takes_nothing_and_leaves_its_number_to_another(rank: 
     for _ in range(20):  # more than there are channels
         lane = Exchange(dist.group.WORLD)  # type: ignore[arg-type]
         lane.begin(gathers, NOTHING, "it").wait()
-        channels.add(lane.network(CPU)._channel)  # type: ignore[union-attr]
+        channels.add(lane.networks[CPU]._channel)  # type: ignore[union-attr]
         dist.barrier()
         lane.close()
         lane.close()
