@@ -8,6 +8,7 @@ stream, a lock): it would be entered on one thread and left on another. `Journey
 each segment.
 """
 
+import enum
 import functools
 import os
 import queue
@@ -256,6 +257,29 @@ class Completion:
             self._away.release()
 
 
+class Phase(enum.Enum):
+    """The phases of a journey. Only `Journey._enter` changes the phase."""
+
+    # The coroutine has not run yet. This is the first phase.
+    NEW = enum.auto()
+    # Entered when the journey starts, and by the thread that resumes it. That thread runs the
+    # coroutine.
+    RUNNING = enum.auto()
+    # Entered when the coroutine awaits something that is not ready. No thread runs the coroutine,
+    # and the first thread that makes the journey leave this phase runs it next.
+    STOPPED = enum.auto()
+    # Entered when the journey is to fail. From now on each stop raises the error inside the
+    # coroutine, which may still clean up.
+    DOOMED = enum.auto()
+    # Entered when the coroutine has returned or raised, or will never run. Never left.
+    ENDED = enum.auto()
+
+
+# Python 3.11 looks up a member of an enum by a Python function, which is slow where each bucket
+# compares several.
+_NEW, _RUNNING, _STOPPED, _DOOMED, _ENDED = Phase
+
+
 class Journey(Completion):
     """One coroutine, which one thread at a time runs. Its end is the event to wait for.
 
@@ -292,10 +316,8 @@ class Journey(Completion):
         self.sent = sent
         self._lock = threading.Lock()
         self.as_starter = place.here()
-        # True while no thread runs the coroutine. The thread that sets it to False owns the next
-        # run.
-        self._is_parked = False
-        self._doom: BaseException | None = None  # thrown into the coroutine at its next stop
+        self._phase = _NEW
+        self._doom: BaseException | None = None  # the error of a doomed journey
 
     async def computed(self) -> None:
         """Wait until the device has computed the tensor.
@@ -321,16 +343,17 @@ class Journey(Completion):
         """
         self._coroutine = coroutine
         self._ended = ended
+        self._enter(_RUNNING)
         self._run()
 
     def go_on(self) -> None:
         """Run to the next stop on this thread, unless `throw` has run the journey meanwhile."""
-        if self._claim():
+        if self._enter(_RUNNING) is _STOPPED:
             self._run()
 
     def throw(self, error: BaseException) -> None:
         """Raise ``error`` inside the coroutine: at once if it is stopped, else at its next stop."""
-        if self._claim(error):
+        if self._enter(_DOOMED, error) is _STOPPED:
             self._run()
 
     def __del__(self) -> None:
@@ -344,12 +367,19 @@ class Journey(Completion):
             with suppress(Exception):
                 self.as_starter(self._follow)
 
-    def _claim(self, doom: BaseException | None = None) -> bool:
+    def _enter(self, phase: Phase, doom: BaseException | None = None) -> Phase:
+        """Enter ``phase`` if it may follow the current phase. Return the former phase.
+
+        An ended journey stays as it is, and a doomed one can only end. If the former phase is
+        STOPPED, the calling thread must run the coroutine.
+        """
         with self._lock:
-            self._doom = self._doom or doom
-            claimed = self._is_parked
-            self._is_parked = False
-            return claimed
+            former = self._phase
+            if former is _ENDED or (former is _DOOMED and phase is not _ENDED):
+                return former
+            self._phase = phase
+            self._doom = doom
+            return former
 
     def _run(self) -> None:
         while True:
@@ -367,19 +397,18 @@ class Journey(Completion):
                 if isinstance(error, Exception):
                     return
                 raise  # Ctrl-C on the training thread
-            with self._lock:
-                self._is_parked = self._doom is None
-                is_parked = self._is_parked
-            if is_parked:
-                try:
-                    stop(self.go_on)
+            if self._enter(_STOPPED) is _DOOMED:
+                continue
+            try:
+                stop(self.go_on)
+                return
+            except Exception as error:  # the thread that should resume the journey has ended
+                if self._enter(_DOOMED, error) is not _STOPPED:
                     return
-                except Exception as error:  # the thread that should resume the journey has ended
-                    if not self._claim(error):
-                        return
 
     def end(self, error: BaseException | None) -> None:
         """Release all waiters. Raises if ``error`` is None but the device is lost."""
+        self._enter(_ENDED)
         self.reach(error, self.place.mark() if error is None else nothing)
 
 
@@ -443,7 +472,7 @@ def _call(callback: Callable[[], None]) -> None:
 def living(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
     """Return the process group behind ``group``. Raises ``RuntimeError`` if it was destroyed."""
     if (found := group()) is None:
-        raise RuntimeError("the process group was destroyed while an exchange was under coroutine")
+        raise RuntimeError("the process group was destroyed while an exchange was under way")
     return found
 
 

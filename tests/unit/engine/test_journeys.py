@@ -75,6 +75,22 @@ def test_all_orders_of_a_journey_two_wakers_and_two_errors() -> None:
         assert (ends[0] is None) == (order[:first].count("go on") == 2), order
 
 
+def test_a_journey_that_has_failed_waits_for_nothing_while_it_cleans_up() -> None:
+    ends: list[BaseException | None] = []
+    parked, resumed = Parked(), list[bool]()
+
+    async def way() -> None:
+        try:
+            await parked
+        finally:
+            await parked
+            resumed.append(True)
+
+    error = ValueError("broken")
+    start(way(), ends).throw(error)
+    assert ends == [error] and not resumed
+
+
 def test_a_station_keeps_no_job_alive_and_refuses_jobs_after_stop() -> None:
     station, done = JourneyThread("crossover-test"), threading.Event()
     kept = weakref.WeakMethod(done.set)
