@@ -5,6 +5,9 @@ values in float32, in rank order. It encodes the mean and sends it to all ranks.
 rounded twice, whatever the number of ranks. The part that a message does not hold is added to the
 next gradient of the same parameter ("error feedback"). Gradients of one-dimensional parameters
 travel without a codec. Our design; each codec names its paper.
+
+The module begins with `compressed`, the coroutine that carries one bucket. The state,
+`CompressedState`, and the hook follow.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -46,6 +49,24 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+
+async def compressed(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
+    """Average a bucket's gradients over the ranks in backward, by coded messages, see `CodedLink`.
+
+    Each rank keeps residuals, of its own gradients and of the mean of the shard that it owns. They
+    take up the part that a message does not hold. If the coroutine raises, all exchange of the
+    process group ends, and ``backward()`` raises the error.
+    """
+    turn.release()  # this step's compute is launched: a sibling may have the device
+    await bucket.computed()
+    # Every rank encodes each owner's shard of its gradients plus residuals. Owners decode the
+    # messages and average them.
+    await link.reduce_scatter(bucket.flat, bucket.layout)
+    turn.request()
+    # Owners encode their mean plus its residual. All ranks decode the same messages.
+    await link.all_gather(bucket.flat, bucket.layout)
+    await turn.acquire()  # before DDP's Future completes: the optimizer follows
 
 
 class CompressedState(CodedState):
@@ -100,24 +121,6 @@ class CompressedState(CodedState):
 
     def __repr__(self) -> str:
         return f"CompressedState(codec={self.codec!r})"
-
-
-async def compressed(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
-    """Average a bucket's gradients over the ranks in backward, by coded messages, see `CodedLink`.
-
-    Each rank keeps residuals, of its own gradients and of the mean of the shard that it owns. They
-    take up the part that a message does not hold. If the coroutine raises, all exchange of the
-    process group ends, and ``backward()`` raises the error.
-    """
-    turn.release()  # this step's compute is launched: a sibling may have the device
-    await bucket.computed()
-    # Every rank encodes each owner's shard of its gradients plus residuals. Owners decode the
-    # messages and average them.
-    await link.reduce_scatter(bucket.flat, bucket.layout)
-    turn.request()
-    # Owners encode their mean plus its residual. All ranks decode the same messages.
-    await link.all_gather(bucket.flat, bucket.layout)
-    await turn.acquire()  # before DDP's Future completes: the optimizer follows
 
 
 def compressed_hook(
