@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import resolve_group
-from crossover_ddp._ddp.contents import contents_of, part_of, view_of
+from crossover_ddp._ddp.contents import contents_of, copy_parts, part_of, view_of
 from crossover_ddp._decoupled.clipping import clip
 from crossover_ddp._decoupled.owned import (
     TOUCHED,
@@ -42,7 +42,7 @@ from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.optimizer import PartialOptimizer, StepPlan, check_unhooked
 from crossover_ddp._owners.owned_state import OwnedState, Owning
-from crossover_ddp._owners.packing import Item, Packing, packing
+from crossover_ddp._owners.packing import Item, packing
 
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex
@@ -101,9 +101,7 @@ class OwnerState(DeferredState, Owning):
         compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
             and raise ``ReplicasDifferError`` if they differ between ranks. Default True.
 
-    On failure: combinations that cannot work raise ``UnsupportedConfigurationError``, either here
-    or from the first ``backward()`` or ``step()``. When a peer dies, code that waits for its
-    parameters raises ``ExchangeError``, in bounded time.
+    On failure: like `DecoupledState`.
 
     **Collective**: all ranks create the state, with optimizers that are built alike, and register
     the hook. If ``CROSSOVER_DISABLE=1`` is set before that, the hook is a plain all-reduce.
@@ -141,8 +139,6 @@ class OwnerState(DeferredState, Owning):
         self._owner_of: dict[int, int] = {}
         # Each optimizer's name, with the shapes of its parameters.
         self._contents: list[tuple[str, list[tuple[int, ...]]]] = []
-        # The layout of each bucket's packed buffer, by the ids of the bucket's parameters.
-        self._packings: dict[tuple[int, ...], Packing] = {}
         # The error that this rank's own step raised. Other ranks then wait for its parameters.
         self._failure: BaseException | None = None
         if not self.agreement.disabled:
@@ -194,21 +190,8 @@ class OwnerState(DeferredState, Owning):
     ) -> torch.Tensor:
         """Clip the norm of all gradients together, like ``torch.nn.utils.clip_grad_norm_``.
 
-        Call it before ``step()``. Each rank reads the mean gradients that it owns, and the
-        ranks exchange three numbers each. The gradients are scaled when they are applied.
-
-        Args:
-            max_norm: the largest norm allowed.
-            norm_type: the p of the p-norm, which may be infinity. Default 2.
-            error_if_nonfinite: raise ``RuntimeError`` if the norm is infinite or NaN. Default
-                False.
-
-        Returns:
-            The norm before clipping, the same on all ranks.
-
-        On failure: ``UnsupportedConfigurationError`` if the last ``backward()`` raised.
-
-        **Collective**: all ranks of the job.
+        Each rank reads the mean gradients that it owns. Arguments, result, failures and collective
+        calls are those of `DecoupledState.clip_grad_norm_`.
         """
         group = resolve_group(self.process_group)
         return clip(self._owned, group, max_norm, float(norm_type), error_if_nonfinite)
@@ -298,13 +281,19 @@ class OwnerState(DeferredState, Owning):
     def _packed(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> OwnedBucket:
         """Pack a bucket's gradients by owner, and withhold them from the bucket's own buffer."""
         buffer = grad_bucket.buffer()
-        parameters = grad_bucket.parameters()
-        plan = self._packing(grad_bucket)
+        contents = contents_of(grad_bucket, buffer)
+        parameters = [each.parameter for each in contents]
+        if any(each.dtype != buffer.dtype for each in parameters):
+            raise UnsupportedConfigurationError(
+                f"expected gradients of the parameters' own type, got {buffer.dtype} ones; updated "
+                "parameters travel in their place: use DecoupledState"
+            )
+        items = [Item(self._owner_of[id(p)], p.numel(), p.numel()) for p in parameters]
+        plan = packing(bucket.link.size, tuple(items))
         packed = buffer.new_empty(sum(plan.there))
-        places = [part_of(packed, place.there) for place in plan.items]
-        torch._foreach_copy_(places, buffer.split([p.numel() for p in parameters]))
+        placed = [*zip(contents, plan.items, strict=True)]
+        copy_parts(buffer, packed, [(each.span, place.there) for each, place in placed])
         withhold(buffer)
-        own = [place.owner == bucket.link.rank for place in plan.items]
         model = self._owned.model()
         return OwnedBucket(
             bucket,
@@ -313,27 +302,9 @@ class OwnerState(DeferredState, Owning):
             None if model is not None and model.gradient_as_bucket_view else {},
             packed=packed,
             layout=plan.there,
-            pieces={id(p): view_of(place, p) for p, place in zip(parameters, places, strict=True)},
-            own={id(p) for p, is_own in zip(parameters, own, strict=True) if is_own},
+            pieces={id(p): view_of(part_of(packed, place.there), p) for (p, *_), place in placed},
+            own={id(p) for (p, *_), place in placed if place.owner == bucket.link.rank},
         )
-
-    def _packing(self, bucket: dist.GradBucket) -> Packing:
-        """Return the layout of a bucket's packed buffer. It is computed and checked only once."""
-        parameters = bucket.parameters()
-        key = tuple([*map(id, parameters)])
-        if (known := self._packings.get(key)) is not None:
-            return known
-        dtype = bucket.buffer().dtype
-        contents_of(bucket, bucket.buffer())  # refuses an unknown layout
-        if any(each.dtype != dtype for each in parameters):
-            raise UnsupportedConfigurationError(
-                f"expected gradients of the parameters' own type, got {dtype} ones; updated "
-                "parameters travel in their place: use DecoupledState"
-            )
-        items = [Item(self._owner_of[id(each)], each.numel(), each.numel()) for each in parameters]
-        size = resolve_group(self.process_group).size()
-        self._packings[key] = packing(size, tuple(items))
-        return self._packings[key]
 
     # --- step() --------------------------------------------------------------------------------
 

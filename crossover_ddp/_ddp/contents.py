@@ -1,5 +1,6 @@
 """Finds the gradients of a DDP bucket in its flat buffer."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,21 @@ class Run(NamedTuple):
 def part_of(flat: Tensor, span: Span) -> Tensor:
     """Return a view of the elements of ``flat`` that ``span`` covers."""
     return flat[span.start : span.stop]
+
+
+def copy_parts(source: Tensor, target: Tensor, moves: Sequence[tuple[Span, Span]]) -> None:
+    """Copy parts of one flat buffer to another one.
+
+    Args:
+        source: the buffer to read.
+        target: the buffer to write to.
+        moves: for each part, its span in ``source`` and its span in ``target``.
+    """
+    if moves:  # torch refuses empty lists
+        torch._foreach_copy_(
+            [part_of(target, place) for _, place in moves],
+            [part_of(source, span) for span, _ in moves],
+        )
 
 
 def contents_of(bucket: dist.GradBucket, buffer: Tensor) -> list[Content]:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from crossover_ddp._ddp.contents import Content, Run, contents_of, part_of
+from crossover_ddp._ddp.contents import Content, Run, contents_of, copy_parts, part_of
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.journeys import Gate
@@ -380,8 +380,7 @@ class PackedBucket:
         with self.exact():
             for layer, of_layer in zip(self.layers, pieces, strict=True):
                 layer.pack(self.flat, [next(slots).there for _ in of_layer])
-        for span, slot in self._passing:
-            part_of(self.flat, slot.there).copy_(part_of(self.buffer, span))
+        copy_parts(self.buffer, self.flat, [(span, slot.there) for span, slot in self._passing])
 
     def _tensor_of(self, numel: int) -> Tensor:
         """Return the tensor that this bucket used in the last step if it fits, else a new one."""
@@ -403,13 +402,10 @@ class PackedBucket:
         new = [each for each in spread if renew or each.solver is None]
         if not new:
             return
-        new.sort(key=lambda each: each.owner)
-        numels = [spread_numel(each.layer.shape) for each in new]
-        counts = [0] * link.size
-        for each, numel in zip(new, numels, strict=True):
-            counts[each.owner] += numel
-        flat = self.flat.new_empty(sum(counts))
-        parts = flat.split(numels)
+        items = [Item(each.owner, 0, spread_numel(each.layer.shape)) for each in new]
+        plan = packing(link.size, tuple(items))
+        flat = self.flat.new_empty(sum(plan.back))
+        parts = [part_of(flat, slot.back) for slot in plan.items]
         for each, part in zip(new, parts, strict=True):
             if each.curvature is not None:
                 own = each.curvature.spread()
@@ -418,7 +414,7 @@ class PackedBucket:
                 else:
                     own.pack(part)
         # All ranks wait for the owners here: no rank can use a solver before it has arrived.
-        await link.all_gather(flat, counts)
+        await link.all_gather(flat, plan.back)
         for each, part in zip(new, parts, strict=True):
             own = None if each.curvature is None else each.curvature.spread()
             # The owner keeps its own tensors, unless they were rounded to another dtype on the way.
@@ -437,8 +433,7 @@ class PackedBucket:
                 layer.unpack(scale)
                 if layer.written is not None:
                     layer.written.open()
-        for span, slot in self._passing:
-            part_of(self.buffer, span).copy_(part_of(self.flat, slot.there))
+        copy_parts(self.flat, self.buffer, [(slot.there, span) for span, slot in self._passing])
 
     def exact(self) -> torch.autocast:
         """Return a context in which directions are computed in full precision.

@@ -1,11 +1,13 @@
-"""Lay out owned things in the two buffers that travel for one bucket.
+"""Lay out things that have owners in the two flat buffers that travel to the owners and back.
 
-This module is pure: it touches no tensors.
+This module is pure: it touches no tensors. `copy_parts` of `crossover_ddp._ddp.contents` copies
+elements between the bucket and the buffers.
 
-[Note: packing] One buffer goes to the owners and is summed, and the other one returns from them. A
-rank's part of each buffer begins with the things that it owns. They are followed by elements of the
-bucket that pass through unchanged. These elements are divided so that the total length of each
-rank's two parts is as equal as possible.
+[Note: packing] One buffer goes to the owners, and the other one returns from them. A rank's part of
+each buffer begins with the things that it owns. They are followed by elements of the bucket that
+pass through unchanged. These elements are divided so that the total length of each rank's two parts
+is as equal as possible. Whole parameters, Muon's matrices, and K-FAC's layers and solvers travel in
+this layout. K-FAC's factors have one of their own, because their lengths differ from rank to rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +19,7 @@ from crossover_ddp._ddp.layout import Span, spans_of
 
 
 class Item(NamedTuple):
-    """A thing that has an owner."""
+    """A thing that has an owner. It may travel one way only."""
 
     owner: int
     there: int  # elements that go to the owner
