@@ -1,22 +1,14 @@
 """Muon on the gradient's own buckets: register `muon_hook` with ``ddp_model.register_comm_hook``.
 
+The module begins with `orthogonalise`, the coroutine that carries one bucket. The state,
+`MuonState`, and the hook, `muon_hook`, follow.
+
 Under DDP every rank repeats Muon's Newton-Schulz iteration for every matrix. Here each matrix has
 an owner. The reduce-scatter sends the summed gradient to the owner. The owner keeps the momentum
 and computes the direction, once for all ranks. The all-gather sends the direction to all ranks in
 bfloat16, the type in which torch computes it. So the exchange sends 0.75 times as many bytes as an
 all-reduce of float32 gradients. ``muon.step()`` stays torch's own. This is our design. Muon: Keller
 Jordan, https://kellerjordan.github.io/posts/muon/
-
-[Note: Muon's packing] In the buffer sent to the owners, a rank's part holds its matrices'
-gradients. In the buffer that returns, a rank's part holds its matrices' directions in bfloat16, at
-two bytes per number whatever the bucket's dtype. Each direction is followed by the squared norm of
-its gradient, as eight raw bytes. Both buffers also hold the rank's share of the elements that pass
-through, as [Note: packing] explains.
-
-[Note: momentum and skipped steps] A backward pass computes the new momentum beside the old one.
-``muon.step()`` puts the new momentum into effect by swapping the two. A skipped step leaves the old
-momentum as it was. Each rank thus keeps two momenta for each matrix that it owns, instead of one
-for each matrix in the model.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -27,7 +19,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -36,22 +28,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Muon
 
 from crossover_ddp._ddp.checks import check_not_joined, model_of, resolve_group
-from crossover_ddp._ddp.contents import contents_of, part_of
-from crossover_ddp._ddp.layout import Span
+from crossover_ddp._ddp.contents import contents_of
 from crossover_ddp._engine.buckets import Bucket, JourneyTurn
 from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.states import Agreement
 from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.muon import (
-    MOMENTUM,
+    Momenta,
+    MuonBucket,
+    MuonStep,
     Settings,
     check_torch,
-    direction_numel,
-    direction_of,
-    direction_view,
-    matrix_view,
     newton_schulz_flop,
+    returned_numel,
     settings_of,
     take_step,
 )
@@ -64,7 +54,7 @@ from crossover_ddp._owners.optimizer import (
     stripped,
 )
 from crossover_ddp._owners.owned_state import OwnedState, Owning
-from crossover_ddp._owners.packing import Item, Packing, Place, packing
+from crossover_ddp._owners.packing import Item, packing
 
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex
@@ -73,8 +63,35 @@ __all__ = ["MuonState", "muon_hook", "muon_parameters"]
 
 logger = logging.getLogger(__name__)
 
-_NORM_BYTES: Final = 8
 _SKIPPED_STEPS_TO_WARN: Final = 3  # in a row
+
+
+async def orthogonalise(packed: MuonBucket, bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
+    """Average each whole gradient at its owner, and send its direction to all ranks, in backward.
+
+    Nothing here waits for another bucket. ``muon.step()`` applies the directions later, on the
+    training thread, without an exchange.
+
+    If a peer dies, the timeout passes or the process group ends, the ``await`` under way raises.
+    That ends all exchange of the process group, and ``backward()`` raises the error. The momentum
+    in effect is still the old one then.
+    """
+    await bucket.computed()  # on a GPU backward's kernels may still run
+    # Each rank sends every owner the gradients of its matrices. Afterwards this rank's part is the
+    # mean: of the matrices that it owns, and of its share of all other elements.
+    there = packed.pack()
+    await link.reduce_scatter(there, packed.plan.there)
+    # Orthogonalising may take long, so it runs where it delays no other bucket's reduction. It
+    # fills this rank's part of `packed.back`.
+    await link.compute()
+    packed.orthogonalise(there)
+    del there  # frees its memory while the directions travel
+    turn.release()  # the owners' orthogonalisation was compute of this step
+    turn.request()
+    # Each owner sends its directions, in bfloat16, and its share of the mean to all ranks.
+    await link.all_gather(packed.back, packed.plan.back)
+    packed.unpack()
+    await turn.acquire()  # before the optimizers' steps
 
 
 class _Phase(enum.Enum):
@@ -88,58 +105,6 @@ class _Phase(enum.Enum):
     STEP_DUE = enum.auto()
     # After close(), to the end.
     CLOSED = enum.auto()
-
-
-class _Round:
-    """One backward pass and its results.
-
-    Args:
-        settings: each matrix's settings at the beginning of the pass.
-        scale: the loss scale.
-    """
-
-    def __init__(self, settings: dict[Tensor, Settings], scale: float) -> None:
-        self.settings = settings
-        self.scale = scale
-        # The direction of each matrix that had a gradient: bfloat16, equal on all ranks.
-        self.directions: dict[Tensor, Tensor] = {}
-        # The squared norm of each matrix's mean gradient without the loss scale: a float64 scalar.
-        self.squared_norms: dict[Tensor, Tensor] = {}
-        # Buffers that other streams may use until the next backward pass.
-        self.travelled: list[Tensor] = []
-        # Seals the matrices at the end of backward.
-        self.seal: Seal | None = None
-
-    @property
-    def can_step(self) -> bool:
-        """Whether there are directions, and all mean gradients are finite. Waits for a device."""
-        return bool(self.directions) and math.isfinite(float(self.grad_norm))
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """The norm over all matrices. The order of the sum does not depend on the buckets."""
-        squares = [
-            self.squared_norms[matrix] for matrix in self.settings if matrix in self.squared_norms
-        ]
-        if not squares:
-            return torch.zeros((), dtype=torch.float64)
-        return torch.stack(squares).sum().sqrt()
-
-
-class _Packed(NamedTuple):
-    """The contents of one bucket, and the buffers that travel instead of it."""
-
-    round_: _Round
-    plan: Packing
-    # Each matrix, the span of its gradient in `flat`, and its place in the buffers that travel.
-    matrices: Sequence[tuple[Tensor, Span, Place]]
-    flat: Tensor  # the bucket's buffer
-    back: Tensor  # the buffer that returns from the owners
-
-
-def _norm_in(sent: Tensor) -> Tensor:
-    """Return a view of the squared norm, the eight bytes that travel behind a direction."""
-    return sent[-(_NORM_BYTES // sent.itemsize) :]
 
 
 class MuonState(Owning):
@@ -182,7 +147,6 @@ class MuonState(Owning):
         owners: the rank that owns each non-empty matrix, in the order of ``muon.param_groups``.
         loads: the cost of each rank's Newton-Schulz iterations in a step, in FLOP. A matrix costs
             20·m²·n + 10·m³, where m is its smaller side.
-        newton_schulz_calls: the number of directions that this rank has computed so far.
         is_disabled: whether ``CROSSOVER_DISABLE=1`` was set when the state was created.
 
     On failure: ``TypeError`` for an optimizer that is not a Muon, and ``ValueError`` for a loss
@@ -232,16 +196,14 @@ class MuonState(Owning):
         self.owners = self._assignment.owners
         self.loads = self._assignment.loads
         self._owner_of = dict(zip(costs, self.owners, strict=True))
-        # The new momentum of each owned matrix, kept beside the old one until the step.
-        self._next: dict[Tensor, Tensor] = {}
+        self._momenta = Momenta(muon)
         # Whether the first backward has checked that the matrices are the model's.
         self._is_checked = False
         # Returns the model, if it was found and Muon has matrices that are trained.
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._phase = _Phase.IDLE
         # The latest backward pass that has begun. None before the first, and after one was refused.
-        self._round: _Round | None = None
-        self.newton_schulz_calls = 0
+        self._latest: MuonStep | None = None
         self._skipped = 0  # how many steps in a row
         self.is_disabled = self.agreement.disabled
         if self.is_disabled:
@@ -256,6 +218,11 @@ class MuonState(Owning):
 
     # --- for users ---
 
+    @property
+    def newton_schulz_calls(self) -> int:
+        """The number of directions that this rank has computed so far."""
+        return self._momenta.directions
+
     def grad_norm(self) -> torch.Tensor:
         """Return the 2-norm of the matrices' mean gradients in the last backward pass.
 
@@ -265,12 +232,12 @@ class MuonState(Owning):
 
         Raises ``UnsupportedConfigurationError`` before the first exchange.
         """
-        if self._round is None or self._phase is _Phase.IN_BACKWARD:
+        if self._latest is None or self._phase is _Phase.IN_BACKWARD:
             raise UnsupportedConfigurationError(
                 "there is no norm yet: grad_norm() needs a backward() with muon_hook before it; "
                 "with CROSSOVER_DISABLE=1 the gradients are in p.grad"
             )
-        return self._round.grad_norm
+        return self._latest.grad_norm
 
     def memory_usage(self) -> dict[str, int]:
         """Return how many bytes this rank keeps. Not collective.
@@ -279,11 +246,11 @@ class MuonState(Owning):
             A dictionary with the keys "momentum", "next_momentum" and "buffers".
         """
         travelled: Sequence[Tensor] = ()
-        if self._round is not None and self._phase is not _Phase.IN_BACKWARD:
-            travelled = self._round.travelled
+        if self._latest is not None and self._phase is not _Phase.IN_BACKWARD:
+            travelled = self._latest.travelled
         return {
             "momentum": 0 if self._owned_state is None else self._owned_state.nbytes,
-            "next_momentum": sum(each.nbytes for each in self._next.values()),
+            "next_momentum": sum(each.nbytes for each in self._momenta.new.values()),
             "buffers": sum(each.nbytes for each in travelled),
         }
 
@@ -336,8 +303,8 @@ class MuonState(Owning):
             return exchange.send(bucket, make, turn=self.mutex, state=self).future
         finally:
             if bucket.is_last() and self._phase is _Phase.IN_BACKWARD:
-                assert self._round is not None
-                self._round.seal = Seal(self._round.settings)
+                assert self._latest is not None
+                self._latest.seal = Seal(self._latest.settings)
                 self._enter(_Phase.STEP_DUE)
 
     def _journey_of(
@@ -352,45 +319,17 @@ class MuonState(Owning):
         if self._phase is _Phase.IN_BACKWARD and bucket.index == 0:
             # The previous backward pass has ended with an exception.
             self._enter(_Phase.IDLE)
-            self._round = None
+            self._latest = None
         if self._phase is not _Phase.IN_BACKWARD:
             self._begin(grad_bucket)
-        assert self._round is not None
-        packed = self._pack(grad_bucket, bucket.flat, self._round)
-        return self._travel(packed, bucket, link, turn)
-
-    async def _travel(self, packed: _Packed, bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
-        """Average each whole gradient at its owner, and send the direction to all, in backward.
-
-        If it raises, all exchange of the process group ends, and ``backward()`` raises the error.
-        """
-        await bucket.computed()
-        plan, flat = packed.plan, packed.flat
-        moves = [(span, place.there) for _, span, place in packed.matrices]
-        moves += [(span, place.there) for span, place in plan.passing]
-        # The bucket's own buffer travels if its layout is that of the plan, as with one matrix.
-        if all(span == place for span, place in moves):
-            there = flat
-        else:
-            there = flat.new_empty(sum(plan.there))
-            for span, place in moves:
-                part_of(there, place).copy_(part_of(flat, span))
-        await link.reduce_scatter(there, plan.there)
-        # Orthogonalising may take long, so it runs where it delays no other bucket's reduction. It
-        # fills this rank's part of ``packed.back``.
-        await link.compute()
-        self._orthogonalise(packed, there)
-        del there
-        turn.release()  # the owners' orthogonalisation was compute of this step
-        turn.request()
-        await link.all_gather(packed.back, plan.back)
-        self._unload(packed)
-        await turn.acquire()
+        assert self._latest is not None
+        packed = self._pack(grad_bucket, bucket.flat, self._latest)
+        return orthogonalise(packed, bucket, link, turn)
 
     def _begin(self, bucket: dist.GradBucket) -> None:
         """Begin a backward pass. Raise an error if it is refused."""
         is_step_due = self._phase is _Phase.STEP_DUE
-        if is_step_due and self._round is not None and self._round.can_step:
+        if is_step_due and self._latest is not None and self._latest.can_step:
             raise UnsupportedConfigurationError(
                 "expected muon.step() between two exchanges, got a second backward() without it; "
                 "accumulate gradients in model.no_sync(), or drop them by muon.zero_grad() if the "
@@ -405,72 +344,26 @@ class MuonState(Owning):
                 model, "an owner without data takes no step, and so updates no momentum"
             )
         self._enter(_Phase.IDLE)
-        self._round = None
+        self._latest = None
         scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
-        self._round = _Round(self._settings(), _power_of_two(scale))
+        self._latest = MuonStep(self._settings(), _power_of_two(scale))
         self._enter(_Phase.IN_BACKWARD)
 
-    def _pack(self, grad_bucket: dist.GradBucket, flat: Tensor, round_: _Round) -> _Packed:
+    def _pack(self, grad_bucket: dist.GradBucket, flat: Tensor, step: MuonStep) -> MuonBucket:
+        """Lay out the buffers that travel for a bucket; see [Note: Muon's packing]."""
         contents = [(p, span) for p, _, span in contents_of(grad_bucket, flat)]
-        owned = [(p, span) for p, span in contents if p in round_.settings]
-        passing = tuple([span for p, span in contents if p not in round_.settings])
-        norm_numel = _NORM_BYTES // flat.itemsize
+        owned = [(p, span) for p, span in contents if p in step.settings]
+        passing = tuple([span for p, span in contents if p not in step.settings])
         items = []
         for matrix, _ in owned:
-            numel = direction_numel(matrix.numel(), flat.itemsize) + norm_numel
-            items.append(Item(self._owner_of[matrix], matrix.numel(), numel))
+            numel = matrix.numel()
+            items.append(Item(self._owner_of[matrix], numel, returned_numel(numel, flat.itemsize)))
         plan = packing(self._world_size, tuple(items), passing)
         # The buffer is allocated on the hook's stream, since `muon.step` reads it there.
         back = flat.new_empty(sum(plan.back))
-        round_.travelled.append(back)
+        step.travelled.append(back)
         matrices = [(*each, place) for each, place in zip(owned, plan.items, strict=True)]
-        return _Packed(round_, plan, matrices, flat, back)
-
-    def _orthogonalise(self, packed: _Packed, there: Tensor) -> None:
-        """Compute the directions of this rank's matrices, between the halves of the exchange."""
-        round_ = packed.round_
-        back = packed.back
-        # With one rank, and on NCCL, this runs inside backward(), perhaps under autocast.
-        with torch.autocast(there.device.type, enabled=False):
-            for matrix, _, place in packed.matrices:
-                if place.owner != self._rank:
-                    continue
-                gradient = matrix_view(part_of(there, place.there), matrix)
-                sent = part_of(back, place.back)
-                if round_.scale != 1.0:
-                    gradient.mul_(1.0 / round_.scale)
-                norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-                _norm_in(sent).copy_(norm.square().reshape(1).view(back.dtype))
-                momentum = self.muon.state.get(matrix, {}).get(MOMENTUM)
-                if momentum is None:
-                    momentum = torch.zeros_like(matrix, memory_format=torch.preserve_format)
-                if matrix not in self._next:
-                    self._next[matrix] = torch.empty_like(
-                        matrix, memory_format=torch.preserve_format
-                    )
-                direction = direction_of(
-                    gradient, momentum, self._next[matrix], round_.settings[matrix]
-                )
-                direction_view(sent, matrix.shape).copy_(direction)
-                self.newton_schulz_calls += 1
-        for _, place in packed.plan.passing:
-            if place.owner == self._rank:
-                part_of(back, place.back).copy_(part_of(there, place.there))
-
-    def _unload(self, packed: _Packed) -> None:
-        """Keep the directions for the step. Fill the matrices' gradients with zero or NaN."""
-        round_ = packed.round_
-        back = packed.back
-        for matrix, span, place in packed.matrices:
-            received = part_of(back, place.back)
-            square = _norm_in(received).clone().view(torch.float64)[0]
-            round_.directions[matrix] = direction_view(received, matrix.shape)
-            round_.squared_norms[matrix] = square
-            # This fills in NaN if a gradient was not finite, so that a GradScaler skips the step on
-            # all ranks. The host does not wait for a device here.
-            part_of(packed.flat, span).fill_((square * 0).to(packed.flat.dtype))
-        for span, place in packed.plan.passing:
-            part_of(packed.flat, span).copy_(part_of(back, place.back))
+        return MuonBucket(step, self._momenta, self._rank, plan, matrices, flat, back)
 
     # --- muon.step(), muon.zero_grad() and loading Muon's state ---
 
@@ -478,59 +371,53 @@ class MuonState(Owning):
         """Call torch's step without gradients, then apply the directions."""
         if self._phase is _Phase.CLOSED:
             return original()
-        round_ = self._take_round()
-        if round_ is None and owned_state.only_makes_state(self.muon):
+        step = self._take_due()
+        if step is None and owned_state.only_makes_state(self.muon):
             return original()
         gradients = {
             matrix: matrix.grad for matrix, _ in self._in_groups() if matrix.grad is not None
         }
         if gradients:
-            self._check(round_, gradients)
+            self._check(step, gradients)
         try:
             for matrix in gradients:
                 matrix.grad = None
             result = original()
             with torch.no_grad():
                 for matrix, group in self._in_groups():
-                    if round_ is not None and matrix in gradients:
-                        take_step(matrix, round_.directions[matrix], group)
+                    if step is not None and matrix in gradients:
+                        take_step(matrix, step.directions[matrix], group)
         finally:
             for matrix, gradient in gradients.items():
                 matrix.grad = gradient
         # Put the new momentum into effect, see [Note: momentum and skipped steps].
         for matrix in gradients:
             if self._owner_of[matrix] == self._rank:
-                state = self.muon.state[matrix]
-                old = state.get(MOMENTUM)
-                state[MOMENTUM] = self._next.pop(matrix)
-                if old is not None:
-                    self._next[matrix] = old
+                self._momenta.take_effect(matrix)
         if gradients:
             self._skipped = 0
             if owned_state.is_whole:
                 owned_state.stepped()
         return result
 
-    def _take_round(self) -> _Round | None:
+    def _take_due(self) -> MuonStep | None:
         """Return the backward pass that awaits muon.step(), if any. It then no longer awaits it."""
         if self._phase is not _Phase.STEP_DUE:
             return None
         self._enter(_Phase.IDLE)
-        return self._round
+        return self._latest
 
-    def _check(self, round_: _Round | None, matrices: Iterable[Tensor]) -> None:
+    def _check(self, step: MuonStep | None, matrices: Iterable[Tensor]) -> None:
         check_unhooked(self.muon)
-        missing = [
-            matrix for matrix in matrices if round_ is None or matrix not in round_.directions
-        ]
-        if round_ is None or missing:
+        missing = [matrix for matrix in matrices if step is None or matrix not in step.directions]
+        if step is None or missing:
             raise UnsupportedConfigurationError(
                 f"expected a backward() with muon_hook between two steps, got {len(missing)} "
                 "matrices with a gradient but without a direction, the first of shape "
                 f"{tuple(missing[0].shape)}; call muon.step() once after each exchange, outside of "
                 "no_sync(), with all of Muon's matrices in the model"
             )
-        if round_.settings != self._settings():
+        if step.settings != self._settings():
             raise UnsupportedConfigurationError(
                 "expected momentum, nesterov and the settings of Newton-Schulz as they were in "
                 "backward(), where the owners computed with them, got others in muon.step(); "
@@ -562,7 +449,7 @@ class MuonState(Owning):
 
     def _forget(self) -> None:
         """Note that user code dropped the gradients: it skips the step, or took it elsewhere."""
-        dropped = self._take_round()
+        dropped = self._take_due()
         if dropped is None or not dropped.can_step:
             return
         if dropped.seal is not None and dropped.seal.is_broken:
@@ -584,8 +471,8 @@ class MuonState(Owning):
 
     def _loaded(self) -> None:
         """Drop pending directions and new momenta, after a state dict was loaded into Muon."""
-        self._take_round()
-        self._next.clear()
+        self._take_due()
+        self._momenta.new.clear()
 
 
 def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -1,16 +1,29 @@
-"""Take the step of torch's Muon in two halves.
+"""Take the step of torch's Muon in two halves: an owner computes a direction, all ranks apply it.
 
-An owner computes the direction of a matrix, and all ranks apply it.
+The coroutine that carries a bucket is `orthogonalise` in `crossover_ddp.muon_hooks`.
 
 [Note: torch's own arithmetic] Both halves call the functions that ``torch.optim.Muon`` itself
 calls, in the same order, so the results are bitwise equal whatever torch computes in them. These
 functions are private to torch. So `check_torch` compares the two halves with a whole step, once per
 process, and refuses a version of torch in which the results differ.
+
+[Note: Muon's packing] In the buffer sent to the owners, a rank's part holds its matrices'
+gradients. In the buffer that returns, a rank's part holds its matrices' directions in bfloat16, at
+two bytes per number whatever the bucket's dtype. Each direction is followed by the squared norm of
+its gradient, as eight raw bytes. Both buffers also hold the rank's share of the elements that pass
+through, as [Note: packing] explains.
+
+[Note: momentum and skipped steps] A backward pass computes the new momentum beside the old one.
+``muon.step()`` puts the new momentum into effect by swapping the two. A skipped step leaves the old
+momentum as it was. Each rank thus keeps two momenta for each matrix that it owns, instead of one
+for each matrix in the model.
 """
 
 import functools
 import inspect
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -18,10 +31,16 @@ from torch import Tensor
 from torch.optim import Muon
 
 from crossover_ddp._ddp import torch_private
+from crossover_ddp._ddp.contents import copy_parts, part_of, view_of
+from crossover_ddp._ddp.layout import Span
 from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .optimizer import Seal
+from .packing import Packing, Place
 
 # The key of the momentum in the state that torch's Muon keeps for a parameter.
 MOMENTUM: Final = "momentum_buffer"
+_NORM_BYTES: Final = 8
 
 Settings = Mapping[str, Any]
 
@@ -86,16 +105,19 @@ def newton_schulz_flop(shape: Sequence[int], steps: int = 5) -> int:
     return steps * (4 * small**2 * large + 2 * small**3)
 
 
-def direction_numel(numel: int, itemsize: int) -> int:
-    """Return the number of elements of ``itemsize`` bytes that hold ``numel`` bfloat16 values."""
-    return -(-numel * torch.bfloat16.itemsize // itemsize)
+def returned_numel(numel: int, itemsize: int) -> int:
+    """Return the number of elements of ``itemsize`` bytes that hold a direction and a norm.
+
+    The direction has ``numel`` elements in bfloat16.
+    """
+    return -(-numel * torch.bfloat16.itemsize // itemsize) + _NORM_BYTES // itemsize
 
 
 def direction_view(flat: Tensor, shape: torch.Size) -> Tensor:
     """View ``flat`` as a direction with the memory order that torch uses, so that rounding agrees.
 
     Args:
-        flat: a flat tensor of at least `direction_numel` elements.
+        flat: a flat tensor that begins with the direction.
         shape: the shape of the matrix.
     """
     rows, columns = shape
@@ -103,11 +125,136 @@ def direction_view(flat: Tensor, shape: torch.Size) -> Tensor:
     return flat.view(columns, rows).T if rows > columns else flat.view(rows, columns)
 
 
-def matrix_view(flat: Tensor, like: Tensor) -> Tensor:
-    """View ``flat`` as a matrix with the shape of ``like``, and its strides if it is dense."""
-    if not like.is_contiguous() and like.T.is_contiguous():
-        return flat.view(like.shape[1], like.shape[0]).T
-    return flat.view(like.shape)
+def _norm_in(sent: Tensor) -> Tensor:
+    """Return a view of the squared norm, the eight bytes that travel behind a direction."""
+    return sent[-(_NORM_BYTES // sent.itemsize) :]
+
+
+class Momenta:
+    """The momenta of this rank's matrices, see [Note: momentum and skipped steps].
+
+    Args:
+        muon: the optimizer, whose state has the momenta that are in effect.
+    """
+
+    def __init__(self, muon: Muon) -> None:
+        self._muon = muon
+        # The new momentum of each owned matrix, kept beside the old one until the step.
+        self.new: dict[Tensor, Tensor] = {}
+        # How many directions were computed so far.
+        self.directions = 0
+
+    def direction_of(self, matrix: Tensor, gradient: Tensor, settings: Settings) -> Tensor:
+        """Compute the direction of a matrix, and its new momentum, from the mean gradient."""
+        momentum = self._muon.state.get(matrix, {}).get(MOMENTUM)
+        if momentum is None:
+            momentum = torch.zeros_like(matrix, memory_format=torch.preserve_format)
+        if matrix not in self.new:
+            self.new[matrix] = torch.empty_like(matrix, memory_format=torch.preserve_format)
+        self.directions += 1
+        return direction_of(gradient, momentum, self.new[matrix], settings)
+
+    def take_effect(self, matrix: Tensor) -> None:
+        """Swap the old and the new momentum of a matrix."""
+        state = self._muon.state[matrix]
+        old = state.get(MOMENTUM)
+        state[MOMENTUM] = self.new.pop(matrix)
+        if old is not None:
+            self.new[matrix] = old
+
+
+@dataclass(eq=False)
+class MuonStep:
+    """One backward pass and its results, which ``muon.step()`` applies."""
+
+    # Each matrix's settings at the beginning of the pass.
+    settings: Mapping[Tensor, Settings]
+    # The loss scale.
+    scale: float
+    # The direction of each matrix that had a gradient: bfloat16, equal on all ranks.
+    directions: dict[Tensor, Tensor] = field(default_factory=dict)
+    # The squared norm of each matrix's mean gradient without the loss scale: a float64 scalar.
+    squared_norms: dict[Tensor, Tensor] = field(default_factory=dict)
+    # Buffers that other streams may use until the next backward pass.
+    travelled: list[Tensor] = field(default_factory=list)
+    # Seals the matrices at the end of backward.
+    seal: Seal | None = None
+
+    @property
+    def can_step(self) -> bool:
+        """Whether there are directions, and all mean gradients are finite. Waits for a device."""
+        return bool(self.directions) and math.isfinite(float(self.grad_norm))
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The norm over all matrices. The order of the sum does not depend on the buckets."""
+        squares = [
+            self.squared_norms[matrix] for matrix in self.settings if matrix in self.squared_norms
+        ]
+        if not squares:
+            return torch.zeros((), dtype=torch.float64)
+        return torch.stack(squares).sum().sqrt()
+
+
+@dataclass(eq=False)
+class MuonBucket:
+    """The contents of one bucket, and the buffers that travel for it; see [Note: Muon's packing].
+
+    `pack` makes the buffer that goes to the owners, `orthogonalise` fills this rank's part of the
+    one that returns, and `unpack` reads all of it.
+    """
+
+    step: MuonStep
+    momenta: Momenta
+    rank: int
+    plan: Packing
+    # Each matrix, the span of its gradient in `flat`, and its place in the buffers that travel.
+    matrices: Sequence[tuple[Tensor, Span, Place]]
+    flat: Tensor  # the bucket's buffer
+    back: Tensor  # the buffer that returns from the owners
+
+    def pack(self) -> Tensor:
+        """Return the buffer that goes to the owners, filled with this rank's gradients.
+
+        It is the bucket's own buffer if both have the same layout, as with one matrix.
+        """
+        moves = [(span, place.there) for _, span, place in self.matrices]
+        moves += [(span, place.there) for span, place in self.plan.passing]
+        if all(span == place for span, place in moves):
+            return self.flat
+        there = self.flat.new_empty(sum(self.plan.there))
+        copy_parts(self.flat, there, moves)
+        return there
+
+    def orthogonalise(self, there: Tensor) -> None:
+        """Compute the directions of this rank's matrices from their means in ``there``."""
+        # With one rank, and on NCCL, this runs inside backward(), perhaps under autocast.
+        with torch.autocast(there.device.type, enabled=False):
+            for matrix, _, place in self.matrices:
+                if place.owner != self.rank:
+                    continue
+                gradient = view_of(part_of(there, place.there), matrix)
+                sent = part_of(self.back, place.back)
+                if self.step.scale != 1.0:
+                    gradient.mul_(1.0 / self.step.scale)
+                norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+                _norm_in(sent).copy_(norm.square().reshape(1).view(sent.dtype))
+                direction = self.momenta.direction_of(matrix, gradient, self.step.settings[matrix])
+                direction_view(sent, matrix.shape).copy_(direction)
+        own = [place for _, place in self.plan.passing if place.owner == self.rank]
+        copy_parts(there, self.back, [(place.there, place.back) for place in own])
+
+    def unpack(self) -> None:
+        """Keep the directions for the step. Fill the matrices' gradients with zero or NaN."""
+        for matrix, span, place in self.matrices:
+            received = part_of(self.back, place.back)
+            square = _norm_in(received).clone().view(torch.float64)[0]
+            self.step.directions[matrix] = direction_view(received, matrix.shape)
+            self.step.squared_norms[matrix] = square
+            # This fills in NaN if a gradient was not finite, so that a GradScaler skips the step on
+            # all ranks. The host does not wait for a device here.
+            part_of(self.flat, span).fill_((square * 0).to(self.flat.dtype))
+        copy_parts(self.back, self.flat, [(place.back, span) for span, place in self.plan.passing])
 
 
 @functools.cache
