@@ -7,6 +7,9 @@ compute. Parameters are averaged while training continues. The methods follow lo
 1805.09767), DaSGD (arXiv 2006.00441), DiLoCo (arXiv 2311.08105), EASGD (arXiv 1412.6651) and
 EA-wild (HPC Asia 2020). The use of DDP's reducer is our design.
 
+The module begins with its two journeys, the coroutines that carry parameters: `average` for local
+SGD, and `pull` for elastic averaging. The states and their hooks follow.
+
 [Note: around the reducer] The hook returns each bucket at once, with this rank's own gradients, so
 DDP never waits. Parameters and buffers are exchanged instead, in a hook before the model's forward.
 At that point the training thread is between two steps, whether the optimizer stepped or not.
@@ -27,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._averaging.centre import ElasticRound, moving_rate_for
+from crossover_ddp._averaging.centre import CentrePart, ElasticRound, moving_rate_for
 from crossover_ddp._averaging.elastic import (
     AsyncElasticReplica,
     ElasticReplica,
@@ -35,12 +38,13 @@ from crossover_ddp._averaging.elastic import (
     WildElasticReplica,
 )
 from crossover_ddp._averaging.local_sgd import LocalSGDReplica, OuterOptimizer, Schedule
-from crossover_ddp._averaging.replica import Replica, blocks_of
+from crossover_ddp._averaging.replica import OwnerStep, Replica, blocks_of
 from crossover_ddp._ddp import checks
 from crossover_ddp._ddp.compiled import OwnHook
 from crossover_ddp._ddp.groups import compare
 from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.journeys import GradientFuture
+from crossover_ddp._engine.links import Layout, Link, parts
 from crossover_ddp._engine.observe import StepRecord, before_next_step
 from crossover_ddp._engine.states import Agreement, HookState
 from crossover_ddp._owners.owned_state import tensors_in
@@ -59,6 +63,85 @@ logger = logging.getLogger(__name__)
 _WITHOUT_DATA: Final = "a rank without data runs no forward, so it could not average"
 _OWN: Final = "crossover_ddp."
 _REMEDY: Final = "register the hook of that state, or make another one"
+
+
+async def average(
+    values: torch.Tensor,
+    layout: Layout,
+    owner_step: OwnerStep | None,
+    snapshot: torch.Tensor | None,
+    link: Link,
+) -> None:
+    """Replace a copy of parameters with their mean over the ranks, or with the change to it.
+
+    Between two steps the training thread copies a slice of the parameters to ``values`` and begins
+    this coroutine. Between two steps it also waits for the end, checks that the result is finite,
+    and writes it to the parameters: at once, or ``delay`` steps later. In the steps in between, the
+    replica trains on while the slice travels.
+
+    If a peer dies or the timeout passes, the ``await`` under way raises. That ends all exchange of
+    the process group. No parameter has been written, and the error is raised before the next step.
+
+    Args:
+        values: the flat copy.
+        layout: the length of each rank's part.
+        owner_step: the outer step of this rank's part, if there is one; see [Note: outer steps] in
+            ``_averaging/local_sgd.py``.
+        snapshot: the parameters that were sent, if training continues meanwhile.
+        link: the link that connects the ranks.
+    """
+    # Each rank sends every other rank its part. Afterwards this rank's part is the mean.
+    own = await link.reduce_scatter(values, layout)
+    if owner_step is not None:
+        # An optimizer's step may take long, so it runs where it delays no other slice's reduction.
+        await link.compute()
+        owner_step(own)
+    await link.all_gather(values, layout)
+    if snapshot is not None:
+        # The parameters have changed since then. The difference will be added to them, see
+        # [Note: delta rule] in `_averaging/local_sgd.py`.
+        values.sub_(snapshot)
+
+
+async def pull(centre: CentrePart, values: torch.Tensor, pulls: Sequence[bool], link: Link) -> None:
+    """Replace a copy of parameters with this rank's update, -δ, and move the centre by δ.
+
+    See [Note: elastic pull] in ``_averaging/centre.py``. In mode "sync" the training thread begins
+    this coroutine between two steps, on all ranks, and waits for it. In the other modes a thread of
+    each rank runs it in rounds, see [Note: rounds], and the training thread applies the update
+    between two later steps.
+
+    If a peer dies or the timeout passes, the ``await`` under way raises. That ends all exchange of
+    the process group, and the error is raised before the next step. If an owner receives a
+    parameter that is not finite, its part of the centre stays as it is, and the updates are NaN.
+
+    Args:
+        centre: this rank's part of the centre.
+        values: this rank's parameters as a flat copy if it pulls, otherwise an empty tensor.
+        pulls: for each rank, whether it pulls.
+        link: the link that connects the ranks.
+    """
+    is_pulling = pulls[link.rank]
+    layout = centre.layout if is_pulling else [0] * link.size
+    incoming_layout = [len(centre.own) * each for each in pulls]
+    incoming = centre.own.new_empty(sum(incoming_layout))
+    # A rank that pulls sends each rank the parameters that belong to its part of the centre.
+    await link.all_to_all(values, layout, incoming, incoming_layout)
+    # all_to_all leaves the part that a rank sends to itself undefined.
+    parts(incoming, incoming_layout)[link.rank].copy_(parts(values, layout)[link.rank])
+    # Adding may take long, so it runs where it delays no other journey.
+    await link.compute()
+    former = centre.move(incoming.view(sum(pulls), len(centre.own)))
+    del incoming  # frees memory before the whole centre is allocated
+    whole = former.new_empty(sum(layout))
+    if is_pulling:
+        parts(whole, layout)[link.rank].copy_(former)
+    # The ranks that pull receive the whole centre as it was before.
+    if all(pulls):
+        await link.all_gather(whole, layout)
+    else:
+        await link.all_to_all(former.repeat(sum(pulls)), incoming_layout, whole, layout)
+    values.sub_(whole).mul_(-centre.rate)
 
 
 class AveragingState(HookState):
@@ -108,11 +191,12 @@ class AveragingState(HookState):
     def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
         if self._replica.blocks:
             self._catch_up()
-            beside = []
-            for tensor in tensors_in([each.state_dict() for each in optimizers]):
+            beside = [
+                tensor
+                for tensor in tensors_in([each.state_dict() for each in optimizers])
                 # A tensor without dimensions is a step count.
-                if tensor.dim() and (tensor.is_floating_point() or tensor.is_complex()):
-                    beside.append(tensor)
+                if tensor.dim() and (tensor.is_floating_point() or tensor.is_complex())
+            ]
             self._take_mean("checkpoint()", leave=False, beside=beside)
 
     @contextlib.contextmanager
@@ -277,7 +361,7 @@ class AveragingState(HookState):
         checks.check_forward(model, "parameters are averaged before it")
         checks.check_not_joined(model, _WITHOUT_DATA)
         group = checks.resolve_group(self.process_group)
-        self._replica.adopt(blocks_of(model), group, self.mutex, self.meter)
+        self._replica.adopt(blocks_of(model), group, self.mutex, self.meter, average)
         before_forward = OwnHook(torch.compiler.disable(self._before_forward))
         handle = model.register_forward_pre_hook(before_forward, prepend=True)
         self._cleanup.callback(handle.remove)
@@ -291,10 +375,11 @@ class AveragingState(HookState):
         if self._is_closed:
             return {}
         self._enter(bucket)
-        tensors = []
-        for block in self._replica.blocks:
-            for entry in block.entries:
-                tensors.append((entry.name, *entry.get().shape, block.dtype))
+        tensors = [
+            (entry.name, *entry.get().shape, block.dtype)
+            for block in self._replica.blocks
+            for entry in block.entries
+        ]
         return {"steps": self._steps, **self._replica.settings, "model": tensors}
 
     def _enter(self, bucket: dist.GradBucket) -> None:
@@ -474,11 +559,14 @@ def local_sgd_hook(
     On failure: the hook itself raises nothing; see `LocalSGDState`. **Collective**: DDP calls it on
     all ranks in the same order. Source: see the module's docstring.
     """
-
-    def start(exchange: Exchange) -> GradientFuture:
-        return state._send(bucket, exchange)
-
-    return run_hook(state, bucket, LocalSGDState, _REMEDY, start, compares=False)
+    return run_hook(
+        state,
+        bucket,
+        LocalSGDState,
+        _REMEDY,
+        lambda exchange: state._send(bucket, exchange),
+        compares=False,
+    )
 
 
 class ElasticState(AveragingState):
@@ -548,7 +636,7 @@ class ElasticState(AveragingState):
         moving_rate_for(checks.resolve_group(process_group).size(), moving_rate)
         _check_waits(mutex, "mode='sync'", f"mode={mode!r}")
         self.mode = mode
-        self._elastic: ElasticReplica = replicas[mode](sync_every, moving_rate)
+        self._elastic: ElasticReplica = replicas[mode](sync_every, moving_rate, pull)
         super().__init__(self._elastic, process_group, mutex)
 
     def rounds(self) -> list[ElasticRound]:
@@ -579,11 +667,14 @@ def elastic_hook(
     abstract of EA-wild (HPC Asia 2020). Rounds without a server and a centre for each host are our
     design.
     """
-
-    def start(exchange: Exchange) -> GradientFuture:
-        return state._send(bucket, exchange)
-
-    return run_hook(state, bucket, ElasticState, _REMEDY, start, compares=False)
+    return run_hook(
+        state,
+        bucket,
+        ElasticState,
+        _REMEDY,
+        lambda exchange: state._send(bucket, exchange),
+        compares=False,
+    )
 
 
 def _check_waits(mutex: GPUMutex | None, wanted: str, got: str) -> None:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from crossover_ddp._ddp.groups import on_destruction
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Journey
+from crossover_ddp._engine.journeys import Journey, JourneyCoroutine
 from crossover_ddp._engine.links import Layout, Link, all_finite, parts, tree_sum
 from crossover_ddp._engine.observe import Meter
 from crossover_ddp.errors import ExchangeError
@@ -58,62 +58,38 @@ def moving_rate_for(ranks: int, given: float | None) -> float:
     return rate
 
 
-async def pull(
-    values: torch.Tensor,
-    layout: Layout,
-    centre: torch.Tensor,
-    rate: float,
-    pulls: Sequence[bool],
-    link: Link,
-) -> None:
-    """Run one pull: replace ``values`` with this rank's update, -δ, and move the centre.
+class CentrePart(NamedTuple):
+    """This rank's part of the centre of one block."""
 
-    See [Note: elastic pull].
+    # In float32 or wider.
+    own: torch.Tensor
+    # The length of each rank's part.
+    layout: Layout
+    # α.
+    rate: float
 
-    Args:
-        values: this rank's parameters if it pulls, otherwise an empty tensor.
-        layout: the length of each owner's part of the centre.
-        centre: this rank's part of the centre.
-        rate: α.
-        pulls: for each rank, whether it pulls.
-        link: the link that connects the ranks.
-    """
-    is_pulling = pulls[link.rank]
-    own_layout = layout if is_pulling else [0] * link.size
-    incoming_layout = [len(centre) * each for each in pulls]
-    incoming = centre.new_empty(sum(incoming_layout))
-    await link.all_to_all(values, own_layout, incoming, incoming_layout)
-    if is_pulling:
-        # all_to_all leaves the part that a rank sends to itself undefined.
-        parts(incoming, incoming_layout)[link.rank].copy_(parts(values, layout)[link.rank])
-    await link.compute()
-    former = _move(centre, incoming.view(sum(pulls), len(centre)), rate)
-    del incoming  # frees memory before the whole centre is allocated
-    whole = centre.new_empty(sum(own_layout))
-    if is_pulling:
-        parts(whole, layout)[link.rank].copy_(former)
-    if all(pulls):
-        await link.all_gather(whole, layout)
-    else:  # ranks that do not pull do not need the centre
-        await link.all_to_all(former.repeat(sum(pulls)), incoming_layout, whole, own_layout)
-    if is_pulling:
-        values.sub_(whole).mul_(-rate)
+    def move(self, addends: torch.Tensor) -> torch.Tensor:
+        """Pull this part towards the ranks, and return its former values.
+
+        If any addend is not finite, leave the part unchanged and return NaN, so that every rank
+        refuses its update.
+
+        Args:
+            addends: the parameters of the ranks that pull, of shape [ranks that pull, elements].
+                They are overwritten.
+        """
+        former = self.own.clone()
+        total = addends[0]
+        if len(addends) > 1:
+            tree_sum(addends.unbind(), total)
+        if not all_finite(total):
+            return former.fill_(torch.nan)
+        self.own.add_(total.sub_(former, alpha=len(addends)), alpha=self.rate)
+        return former
 
 
-def _move(centre: torch.Tensor, addends: torch.Tensor, rate: float) -> torch.Tensor:
-    """Pull the centre, and return its former values.
-
-    If any addend is not finite, leave the centre unchanged and return NaN, so that every rank
-    refuses its update.
-    """
-    former = centre.clone()
-    total = addends[0]
-    if len(addends) > 1:
-        tree_sum(addends.unbind(), total)
-    if not all_finite(total):
-        return former.fill_(torch.nan)
-    centre.add_(total.sub_(former, alpha=len(addends)), alpha=rate)
-    return former
+# The coroutine `pull` of `crossover_ddp.averaging_hooks`.
+Pull = Callable[[CentrePart, torch.Tensor, Sequence[bool], Link], JourneyCoroutine]
 
 
 class Centre:
@@ -124,32 +100,44 @@ class Centre:
         initial: the whole centre, one vector per block; it must be the same on all ranks.
         rate: α.
         meter: counts the bytes sent by pulls and the time that they take.
+        pull: the coroutine that carries one pull of a block.
     """
 
     def __init__(
-        self, exchange: Exchange, initial: Sequence[torch.Tensor], rate: float, meter: Meter
+        self,
+        exchange: Exchange,
+        initial: Sequence[torch.Tensor],
+        rate: float,
+        meter: Meter,
+        pull: Pull,
     ) -> None:
         self._exchange = exchange
-        self._rate = rate
         self._meter = meter
-        self._layouts = [exchange.equal_layout(vector) for vector in initial]
-        self._own = []
-        for vector, layout in zip(initial, self._layouts, strict=True):
-            self._own.append(parts(vector, layout)[exchange.rank].clone())
+        self._pull = pull
+        self._parts = []
+        for vector in initial:
+            layout = exchange.equal_layout(vector)
+            own = parts(vector, layout)[exchange.rank].clone()
+            self._parts.append(CentrePart(own, layout, rate))
 
     def begin_pull(self, block: int, values: torch.Tensor, pulls: Sequence[bool]) -> Journey:
-        """Start to `pull` the block with this number. **Collective**."""
-        make = functools.partial(
-            pull, values, self._layouts[block], self._own[block], self._rate, pulls
-        )
+        """Start to pull the block with this number. **Collective**.
+
+        Args:
+            block: the number of the block.
+            values: this rank's parameters if it pulls, otherwise an empty tensor. They become this
+                rank's update.
+            pulls: for each rank, whether it pulls.
+        """
+        make = functools.partial(self._pull, self._parts[block], values, pulls)
         return self._exchange.begin(make, values, "parameters", meter=self._meter)
 
     def gathered(self) -> list[torch.Tensor]:
         """Return the whole centre, one vector per block. No pull may be running. **Collective**."""
         found = []
-        for part, layout in zip(self._own, self._layouts, strict=True):
-            whole = part.new_zeros(sum(layout))
-            parts(whole, layout)[self._exchange.rank].copy_(part)
+        for own, layout, _ in self._parts:
+            whole = own.new_zeros(sum(layout))
+            parts(whole, layout)[self._exchange.rank].copy_(own)
             self._exchange.gather(whole, layout, OWNED_STATE)
             found.append(whole)
         return found
@@ -197,17 +185,23 @@ class AveragingThread:
         initial: the whole centre, one vector per block; without blocks, only tables travel.
         rate: α.
         meter: counts the bytes that rounds send.
+        pull: the coroutine that carries one pull of a block.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, initial: Sequence[torch.Tensor], rate: float, meter: Meter
+        self,
+        group: dist.ProcessGroup,
+        initial: Sequence[torch.Tensor],
+        rate: float,
+        meter: Meter,
+        pull: Pull,
     ) -> None:
         # When the group is destroyed, these functions run in reverse order of registration: no
         # further round begins, the exchange ends, and then the thread is joined.
         self._unregister = [on_destruction(group, self._join)]
         self._exchange = Exchange(group)
         self._unregister.append(on_destruction(group, self._stop))
-        self.centre = Centre(self._exchange, initial, rate, meter)
+        self.centre = Centre(self._exchange, initial, rate, meter, pull)
         self.log: deque[ElasticRound] = deque(maxlen=ROUNDS_KEPT)
         # One vector per block. They hold the parameters of an offer, and later the pull.
         self._vectors = [torch.empty_like(vector) for vector in initial]

@@ -15,7 +15,7 @@ from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import all_finite
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .centre import ROUNDS_KEPT, AveragingThread, Centre, ElasticRound, moving_rate_for
+from .centre import ROUNDS_KEPT, AveragingThread, Centre, ElasticRound, Pull, moving_rate_for
 from .replica import FlatBlock, FlatEntry, PendingSlice, Replica, from_first_rank, wide_dtype
 from .shared_centre import pull_shared, share
 
@@ -29,9 +29,11 @@ class ElasticReplica(Replica):
 
     mode: ClassVar[str]
 
-    def __init__(self, sync_every: int, moving_rate: float | None) -> None:
+    def __init__(self, sync_every: int, moving_rate: float | None, pull: Pull) -> None:
         self._every = sync_every
         self._given_rate = moving_rate
+        # The coroutine that carries one pull of a block.
+        self._pull = pull
         self.settings = {"mode": self.mode, "sync_every": sync_every, "moving_rate": moving_rate}
         # This rank's statistics. Each mode adds its own.
         self._counts = {"pulls": 0}
@@ -93,7 +95,7 @@ class SyncElasticReplica(ElasticReplica):
     def begin(self) -> None:
         rate = moving_rate_for(self.exchange.size, self._given_rate)
         initial = self._initial_centre(self.exchange)
-        self._centre = Centre(self.exchange, initial, rate, self.meter)
+        self._centre = Centre(self.exchange, initial, rate, self.meter, self._pull)
 
     def act(self) -> None:
         if not self._is_due():
@@ -120,8 +122,8 @@ class BackgroundElasticReplica(ElasticReplica):
 
     steps_together = False
 
-    def __init__(self, sync_every: int, moving_rate: float | None) -> None:
-        super().__init__(sync_every, moving_rate)
+    def __init__(self, sync_every: int, moving_rate: float | None, pull: Pull) -> None:
+        super().__init__(sync_every, moving_rate, pull)
         self._counts |= {"offers": 0, "not_finite": 0}
         # The blocks that rounds pull: the model's blocks, or those of a host's centre.
         self._offered_blocks: Sequence[FlatBlock] = ()
@@ -146,7 +148,7 @@ class BackgroundElasticReplica(ElasticReplica):
     def _start_rounds(
         self, group: dist.ProcessGroup, initial: Sequence[torch.Tensor], rate: float
     ) -> None:
-        self._thread = AveragingThread(group, initial, rate, self.meter)
+        self._thread = AveragingThread(group, initial, rate, self.meter, self._pull)
         self.log = self._thread.log
 
     def _collect_and_offer(self) -> None:

@@ -27,6 +27,7 @@ from crossover_ddp._ddp.checks import check_keys
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import all_finite
+from crossover_ddp._owners.owned_state import tensors_in
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .replica import OWNED_STATE, FlatBlock, PendingSlice, Replica, wide_dtype
@@ -222,9 +223,8 @@ class LocalSGDReplica(Replica):
         for place, block in enumerate(self.blocks):
             span = self._schedule.span(block.numel, fragment)
             if span.start < span.stop:
-                outer_step = None
-                if self._outer_parts:
-                    outer_step = self._outer_parts[fragment][place].step
+                outers = self._outer_parts
+                outer_step = outers[fragment][place].step if outers else None
                 slices.append(self.send(block, span, outer_step, late=is_late))
         self._exchanges += 1
         self._bytes += sum(each.values.nbytes for each in slices)
@@ -236,10 +236,7 @@ class LocalSGDReplica(Replica):
         return [each for slices in self._pending.values() for each in slices]
 
     def _apply(self, fragments: list[int]) -> None:
-        slices: list[PendingSlice] = []
-        for fragment in fragments:
-            slices += self._pending.pop(fragment, ())
-        self.apply(slices)
+        self.apply([each for number in fragments for each in self._pending.pop(number, ())])
 
     @contextlib.contextmanager
     def at_rest(self, *, leave: bool) -> Iterator[None]:
@@ -305,17 +302,13 @@ class LocalSGDReplica(Replica):
         self._loaded = state
 
     def stats(self) -> dict[str, Any]:
-        outer_bytes = 0
-        for outers in self._outer_parts:
-            for outer in outers:
-                tensors, _ = outer.state()
-                outer_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        outer_states = [outer.state() for outers in self._outer_parts for outer in outers]
         return {
             "exchanges": self._exchanges,
             "exchanged_bytes": self._bytes,
             "in_flight": len(self._pending),
             "peak_bytes": self._peak_bytes,
-            "outer_bytes": outer_bytes,
+            "outer_bytes": sum(tensor.nbytes for tensor in tensors_in(outer_states)),
         }
 
     def close(self) -> None:

@@ -17,12 +17,16 @@ from crossover_ddp._ddp.contents import is_dense
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Turn
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Journey
-from crossover_ddp._engine.links import Link, all_finite
+from crossover_ddp._engine.journeys import Journey, JourneyCoroutine
+from crossover_ddp._engine.links import Layout, Link, all_finite
 from crossover_ddp._engine.observe import Meter
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 OwnerStep = Callable[[torch.Tensor], None]
+# The coroutine `average` of `crossover_ddp.averaging_hooks`.
+Average = Callable[
+    [torch.Tensor, Layout, OwnerStep | None, torch.Tensor | None, Link], JourneyCoroutine
+]
 # What error messages call the data of journeys that gather the owners' state.
 OWNED_STATE: Final = "the state of owners"
 _WIDE: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -234,7 +238,12 @@ class Replica(abc.ABC):
     blocks: Sequence[FlatBlock] = ()
 
     def adopt(
-        self, blocks: Sequence[FlatBlock], group: dist.ProcessGroup, turn: Turn | None, meter: Meter
+        self,
+        blocks: Sequence[FlatBlock],
+        group: dist.ProcessGroup,
+        turn: Turn | None,
+        meter: Meter,
+        average: Average,
     ) -> None:
         """Start to work on a model.
 
@@ -244,11 +253,13 @@ class Replica(abc.ABC):
             turn: the turn to release while training waits for an exchange; None if the job takes no
                 turns.
             meter: counts the bytes that exchanges send and the time that they take.
+            average: the coroutine that carries a slice of a block.
         """
         self.blocks = blocks
         self.group = group
         self._turn = turn
         self.meter = meter
+        self._average = average
         self.exchange = Exchange.of(group)
         # Checks of late means on a device. The host has not read their results yet. Each entry has
         # the number of steps, an event recorded after the copy to the host, and two flags: whether
@@ -293,18 +304,9 @@ class Replica(abc.ABC):
             snapshot: a tensor to subtract from the result; see [Note: delta rule].
         """
         layout = self.exchange.equal_layout(values)
-
-        async def late_mean(link: Link) -> None:
-            own = await link.reduce_scatter(values, layout)
-            if owner_step is not None:
-                await link.compute()
-                owner_step(own)
-            await link.all_gather(values, layout)
-            if snapshot is not None:
-                values.sub_(snapshot)
-
+        make = functools.partial(self._average, values, layout, owner_step, snapshot)
         return self.exchange.begin(
-            late_mean, values, "parameters", deferred=snapshot is not None, meter=self.meter
+            make, values, "parameters", deferred=snapshot is not None, meter=self.meter
         )
 
     def send(
