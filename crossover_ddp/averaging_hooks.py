@@ -46,7 +46,7 @@ from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.links import Layout, Link, parts
 from crossover_ddp._engine.observe import StepRecord, before_next_step
-from crossover_ddp._engine.states import Agreement, HookState
+from crossover_ddp._engine.states import HookState
 from crossover_ddp._owners.owned_state import tensors_in
 from crossover_ddp._system import environment
 from crossover_ddp._tuning.link_probe import recorded_by_all
@@ -151,13 +151,15 @@ class AveragingState(HookState):
     """
 
     def __init__(
-        self, replica: Replica, group: dist.ProcessGroup | None, mutex: GPUMutex | None
+        self,
+        replica: Replica,
+        group: dist.ProcessGroup | None,
+        mutex: GPUMutex | None,
+        model: DistributedDataParallel | None,
     ) -> None:
-        self.process_group = group
+        super().__init__(group, model)
         self.mutex = mutex
-        self.agreement = Agreement()
         self._replica = replica
-        self._only = checks.OnlyModel()
         # Removes this state's hooks from the model.
         self._cleanup = contextlib.ExitStack()
         # Backward passes that have reached the hook.
@@ -344,7 +346,7 @@ class AveragingState(HookState):
     def _begin_local_steps(self) -> None:
         """Prepare for the first step that uses only this rank's gradients."""
         self._replica.acted = self._steps
-        model = self._only.model()
+        model = self.bound_model.model()
         if model is not None and checks.wants_buffers_broadcast(model):
             # Buffers are averaged with the parameters. In torch 2.14 this is a property.
             model.broadcast_buffers = False
@@ -352,11 +354,10 @@ class AveragingState(HookState):
         with torch.no_grad():
             self._replica.begin()
         self._has_begun = True
-        self._cleanup.callback(before_next_step(self._only.names, _check_optimizer))
+        self._cleanup.callback(before_next_step(self.bound_model.names, _check_optimizer))
 
-    def _adopt(self, bucket: dist.GradBucket) -> None:
-        """Check the model that owns the first bucket, and install this state's hooks on it."""
-        model = checks.needed_model_of(bucket, state=self)
+    def _adopt(self, model: DistributedDataParallel) -> None:
+        """Check the model, and install this state's hooks on it."""
         _check_model(model, self, is_local=self._replica.local_from < math.inf)
         checks.check_forward(model, "parameters are averaged before it")
         checks.check_not_joined(model, _WITHOUT_DATA)
@@ -386,10 +387,9 @@ class AveragingState(HookState):
         """Check that ``bucket`` is from this state's model. Raise the error of an earlier step."""
         if self._failure is not None:
             raise self._failure
-        if bucket.parameters()[0] not in self._only.names:  # once per bucket
-            self._only.enter(bucket, self)
+        model = self.bound_model.bind(bucket, self)
         if not self._replica.blocks:
-            self._adopt(bucket)
+            self._adopt(checks.needed(model))
 
     def _before_forward(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not self._is_closed:
@@ -402,7 +402,7 @@ class AveragingState(HookState):
         if self._failure is not None:
             raise self._failure
         if self._has_begun and self._replica.acted < self._steps:
-            model = self._only.model()
+            model = self.bound_model.model()
             if model is not None and model._join_config.enable:
                 checks.check_not_joined(model, _WITHOUT_DATA)
             with self._recording_failure(), torch.no_grad():
@@ -456,7 +456,7 @@ class AveragingState(HookState):
             self._mean_step = self._steps
 
     def _restore_broadcast(self) -> None:
-        model = self._only.model()
+        model = self.bound_model.model()
         if model is not None:
             model.broadcast_buffers = True
 
@@ -506,6 +506,7 @@ class LocalSGDState(AveragingState):
             default group.
         mutex: the mutex for taking turns. The turn is released to a sibling job while parameters
             travel, or gradients in warm-up. It needs ``delay=0``. Default: no turns.
+        model: the DDP model that the hook is registered on. Default: found at the first bucket.
 
     On failure: the constructor raises ``ValueError`` for wrong arguments. The first ``backward()``
     raises ``UnsupportedConfigurationError`` for models that would wait in every step
@@ -532,6 +533,7 @@ class LocalSGDState(AveragingState):
         process_group: dist.ProcessGroup | None = None,
         *,
         mutex: GPUMutex | None = None,
+        model: DistributedDataParallel | None = None,
     ) -> None:
         schedule = Schedule(sync_every, delay, fragments, warmup_steps)
         _check_waits(mutex, "delay=0", f"delay={delay}")
@@ -540,7 +542,7 @@ class LocalSGDState(AveragingState):
                 "expected sync_every >= 2 with an outer optimizer, got sync_every=1: replicas "
                 "never differ then; leave outer_optimizer out"
             )
-        super().__init__(LocalSGDReplica(schedule, outer_optimizer), process_group, mutex)
+        super().__init__(LocalSGDReplica(schedule, outer_optimizer), process_group, mutex, model)
 
 
 def local_sgd_hook(
@@ -598,6 +600,7 @@ class ElasticState(AveragingState):
             default group.
         mutex: the mutex for taking turns. The turn is released to a sibling job while parameters
             travel. It needs mode="sync". Default: no turns.
+        model: the DDP model that the hook is registered on. Default: found at the first bucket.
 
     On failure: the constructor raises ``ValueError`` for wrong arguments. The first ``backward()``
     raises ``UnsupportedConfigurationError`` for models that would wait in every step (see
@@ -625,6 +628,7 @@ class ElasticState(AveragingState):
         process_group: dist.ProcessGroup | None = None,
         *,
         mutex: GPUMutex | None = None,
+        model: DistributedDataParallel | None = None,
     ) -> None:
         modes = (SyncElasticReplica, AsyncElasticReplica, WildElasticReplica)
         replicas = {replica.mode: replica for replica in modes}
@@ -637,7 +641,7 @@ class ElasticState(AveragingState):
         _check_waits(mutex, "mode='sync'", f"mode={mode!r}")
         self.mode = mode
         self._elastic: ElasticReplica = replicas[mode](sync_every, moving_rate, pull)
-        super().__init__(self._elastic, process_group, mutex)
+        super().__init__(self._elastic, process_group, mutex, model)
 
     def rounds(self) -> list[ElasticRound]:
         """Return the rounds as this rank saw them, for a replay. Not collective.

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._compression.codec import (
     Codec,
@@ -90,6 +91,7 @@ class CompressedState(CodedState):
             bucket has been encoded. Default: no turns.
         compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
             and raise ``ReplicasDifferError`` if they differ between ranks. Default True.
+        model: the DDP model that the hook is registered on. Default: found at the first bucket.
 
     On failure: the constructor raises ``TypeError`` for an object that is not a codec. The first
     ``backward()`` raises ``UnsupportedConfigurationError`` for float64 gradients, or if a `PerPair`
@@ -114,8 +116,9 @@ class CompressedState(CodedState):
         process_group: dist.ProcessGroup | None = None,
         mutex: GPUMutex | None = None,
         compare_replicas: bool = True,
+        model: DistributedDataParallel | None = None,
     ) -> None:
-        super().__init__(codec, loss_scale, process_group, compare_replicas)
+        super().__init__(codec, loss_scale, process_group, compare_replicas, model)
         self.mutex = mutex
         logger.info("%r", self)
 

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._compression.codec import CodecChoice
 from crossover_ddp._compression.compression import CodedState
@@ -176,6 +177,7 @@ class CrossoverState(CodedState):
         hook_state: only with `crossover_wrapper`: the wrapped hook's state.
         compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
             and raise ``ReplicasDifferError`` if they differ between ranks. Default True.
+        model: the DDP model that the hook is registered on. Default: found at the first bucket.
         trial: try in some steps whether siblings are faster side by side, and take turns only if
             they are not; the gradients are the same. If one job passes False or sets
             ``CROSSOVER_TRIAL=0``, all siblings take turns. The argument applies to the mutex that
@@ -202,9 +204,10 @@ class CrossoverState(CodedState):
         loss_scale: float | Callable[[], float] = 1.0,
         hook_state: Any = None,
         compare_replicas: bool = True,
+        model: DistributedDataParallel | None = None,
         trial: bool = True,
     ) -> None:
-        super().__init__(codec, loss_scale, process_group, compare_replicas)
+        super().__init__(codec, loss_scale, process_group, compare_replicas, model)
         self.hook_state = hook_state
         # None before the job has joined its siblings, in the first exchange.
         self.mutex: GPUMutex | None = mutex
@@ -315,6 +318,7 @@ def crossover_wrapper(hook: Hook) -> Hook:
                     f"expected codec=None for crossover_wrapper, got codec={state.codec!r}: the wrapped hook decides "
                     "what travels; leave codec out, or register crossover_hook"
                 )
+            state.bound_model.bind(bucket, state)
             compare = functools.partial(exchange.behind.compare, exchange, bucket, state)
             # Compare only after backward has ended: the other hook may issue collectives on any
             # thread. The shadow passes of DDP's Join have no backward. There the comparison follows

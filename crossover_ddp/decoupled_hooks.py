@@ -25,6 +25,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from crossover_ddp._compression.codec import in_words
@@ -118,6 +119,7 @@ class DecoupledState(DeferredState):
             ``backward()``, or a function that returns it, such as ``scaler.get_scale``. Default 1.
         compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
             and raise ``ReplicasDifferError`` if they differ between ranks. Default True.
+        model: the DDP model that the hook is registered on. Default: found at the first bucket.
         owners: deprecated; with "layers" the call returns an `OwnerState`.
         kfac: deprecated; with a ``KFACState`` the call returns a `DecoupledKFACState`.
 
@@ -158,12 +160,13 @@ class DecoupledState(DeferredState):
         codec: AnyCodec = None,
         loss_scale: float | Callable[[], float] = 1.0,
         compare_replicas: bool = True,
+        model: DistributedDataParallel | None = None,
         owners: None = None,
         kfac: None = None,
     ) -> None:
         _check_defer(defer)
         only = check_one_optimizer(optimizer)
-        super().__init__(process_group, mutex, compare_replicas)
+        super().__init__(process_group, mutex, compare_replicas, model)
         self.optimizer = optimizer
         self.codec = codec
         self._defer = defer
@@ -355,6 +358,7 @@ class DecoupledKFACState(DeferredState):
         mutex: the mutex for taking turns, like that of `DecoupledState`. Default: no turns.
         compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
             and raise ``ReplicasDifferError`` if they differ between ranks. Default True.
+        model: the DDP model that the hook is registered on. Default: found at the first bucket.
 
     On failure: like `DecoupledState`. Also ``TypeError`` if ``kfac`` is not a ``KFACState``, and
     ``ValueError`` if it has another process group or mutex.
@@ -377,13 +381,14 @@ class DecoupledKFACState(DeferredState):
         *,
         mutex: GPUMutex | None = None,
         compare_replicas: bool = True,
+        model: DistributedDataParallel | None = None,
     ) -> None:
         only = check_one_optimizer(optimizer)
         if not hasattr(kfac, "defer"):
             raise TypeError(
                 f"expected a KFACState, got kfac={type(kfac).__name__}; see DecoupledKFACState"
             )
-        super().__init__(process_group, mutex, compare_replicas)
+        super().__init__(process_group, mutex, compare_replicas, model)
         self.optimizer = optimizer
         # None with CROSSOVER_DISABLE=1, which leaves the KFACState alone.
         self._kfac = None if self.agreement.disabled else kfac

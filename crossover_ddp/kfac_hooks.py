@@ -28,16 +28,16 @@ from torch.optim import Optimizer
 
 from crossover_ddp._compression.codec import CodecChoice, in_words
 from crossover_ddp._compression.compression import Compression
-from crossover_ddp._ddp.checks import resolve_group
+from crossover_ddp._ddp.checks import BoundModel, resolve_group
 from crossover_ddp._ddp.groups import gather_objects
 from crossover_ddp._engine.buckets import Bucket, JourneyTurn, Turn
 from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.journeys import nothing
 from crossover_ddp._engine.links import Link
-from crossover_ddp._engine.states import Agreement, HookState
+from crossover_ddp._engine.states import HookState
 from crossover_ddp._kfac import settings
 from crossover_ddp._kfac.curvature import OwnedLayer, WeightSharing
-from crossover_ddp._kfac.layers import find_layers, group_of, unwrapped
+from crossover_ddp._kfac.layers import ddp_in, find_layers, group_of, unwrapped
 from crossover_ddp._kfac.preconditioner import (
     Hyperparameter,
     Hyperparameters,
@@ -279,13 +279,14 @@ class KFACState(HookState):
                 "expected the optimizer, whose learning rates enter the KL clip, got "
                 f"optimizer={optimizer}; pass it, or kl_clip=None"
             )
-        self.process_group = group_of(model) if process_group is None else process_group
+        group = group_of(model) if process_group is None else process_group
+        super().__init__(group, None, compare_replicas)
+        network = unwrapped(model)
+        self.bound_model = BoundModel(ddp_in(model), network)
         self.optimizer = optimizer
         self.mutex = mutex
         self.codec = codec
-        self.compare_replicas = compare_replicas
-        self.agreement = Agreement()
-        group = resolve_group(self.process_group)
+        group = resolve_group(group)
         layers, self.passing = find_layers(model, skip, max_factor_dim)
         settings.check_parameters(layers, model)
         # A codec cannot encode the rows of a spread layer. In the eigenbasis no gain was measured.
@@ -305,7 +306,7 @@ class KFACState(HookState):
         self._flush: Callable[[], None] = nothing
         self._is_deferred = False
         self._preconditioner = Preconditioner(
-            model=weakref.ref(unwrapped(model)),
+            model=weakref.ref(network),
             treated=layers,
             costs=costs,
             hyperparameters=hyperparameters,
@@ -566,6 +567,8 @@ class KFACState(HookState):
         # checks have passed. The bucket is packed only once.
         @functools.cache
         def pack() -> PackedBucket:
+            if bucket.parameters()[0] not in self.bound_model.names:  # once per bucket
+                self.bound_model.bind(bucket, state)
             return preconditioner.pack(bucket)
 
         def make(

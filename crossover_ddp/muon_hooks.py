@@ -17,7 +17,6 @@ import enum
 import functools
 import logging
 import math
-import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Final
 
@@ -27,12 +26,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Muon
 
-from crossover_ddp._ddp.checks import check_not_joined, model_of, resolve_group
+from crossover_ddp._ddp.checks import check_not_joined, resolve_group
 from crossover_ddp._ddp.contents import contents_of
 from crossover_ddp._engine.buckets import Bucket, JourneyTurn
 from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.links import Link
-from crossover_ddp._engine.states import Agreement
 from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.muon import (
     Momenta,
@@ -142,6 +140,7 @@ class MuonState(Owning):
             that returns it, such as ``scaler.get_scale``. It must be a power of two. Default 1.
         compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
             and raise ``ReplicasDifferError`` if they differ between ranks. Default True.
+        model: the DDP model that the hook is registered on. Default: found at the first bucket.
 
     Attributes:
         owners: the rank that owns each non-empty matrix, in the order of ``muon.param_groups``.
@@ -172,16 +171,15 @@ class MuonState(Owning):
         mutex: GPUMutex | None = None,
         loss_scale: float | Callable[[], float] = 1.0,
         compare_replicas: bool = True,
+        model: DistributedDataParallel | None = None,
     ) -> None:
         _check_optimizer(muon)
         check_torch()
         if not callable(loss_scale):
             _power_of_two(loss_scale)
-        self.process_group = process_group
-        self.compare_replicas = compare_replicas
+        super().__init__(process_group, model, compare_replicas)
         self.muon = self.optimizer = muon
         self.mutex = mutex
-        self.agreement = Agreement()
         group = resolve_group(process_group)
         self._rank = group.rank()
         self._world_size = group.size()
@@ -199,8 +197,6 @@ class MuonState(Owning):
         self._momenta = Momenta(muon)
         # Whether the first backward has checked that the matrices are the model's.
         self._is_checked = False
-        # Returns the model, if it was found and Muon has matrices that are trained.
-        self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._phase = _Phase.IDLE
         # The latest backward pass that has begun. None before the first, and after one was refused.
         self._latest: MuonStep | None = None
@@ -298,6 +294,7 @@ class MuonState(Owning):
         self, exchange: Exchange, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of ``bucket``. Raise an error if the bucket is refused."""
+        self.bound_model.bind(bucket, self)
         try:
             make = functools.partial(self._journey_of, bucket)
             return exchange.send(bucket, make, turn=self.mutex, state=self).future
@@ -321,12 +318,12 @@ class MuonState(Owning):
             self._enter(_Phase.IDLE)
             self._latest = None
         if self._phase is not _Phase.IN_BACKWARD:
-            self._begin(grad_bucket)
+            self._begin()
         assert self._latest is not None
         packed = self._pack(grad_bucket, bucket.flat, self._latest)
         return orthogonalise(packed, bucket, link, turn)
 
-    def _begin(self, bucket: dist.GradBucket) -> None:
+    def _begin(self) -> None:
         """Begin a backward pass. Raise an error if it is refused."""
         is_step_due = self._phase is _Phase.STEP_DUE
         if is_step_due and self._latest is not None and self._latest.can_step:
@@ -335,11 +332,11 @@ class MuonState(Owning):
                 "accumulate gradients in model.no_sync(), or drop them by muon.zero_grad() if the "
                 "step is to be skipped"
             )
-        if not self._is_checked:
-            self._check_model(bucket)
+        model = self.bound_model.model()
+        if model is not None and not self._is_checked:
+            self._check_matrices()
             self._is_checked = True
-        model = self._ddp()
-        if model is not None:
+        if model is not None and any(each.requires_grad for each in self._owner_of):
             check_not_joined(
                 model, "an owner without data takes no step, and so updates no momentum"
             )
@@ -434,18 +431,15 @@ class MuonState(Owning):
         """Return the current settings of each matrix."""
         return {matrix: settings_of(group) for matrix, group in self._in_groups()}
 
-    def _check_model(self, bucket: dist.GradBucket) -> None:
-        model = model_of(bucket, state=self)
-        known = {*map(id, () if model is None else model.module.parameters())}
-        foreign = [each for each in self._owner_of if each.requires_grad and id(each) not in known]
-        if model is not None and foreign:
+    def _check_matrices(self) -> None:
+        names = self.bound_model.names
+        foreign = [each for each in self._owner_of if each.requires_grad and each not in names]
+        if foreign:
             raise UnsupportedConfigurationError(
                 f"expected the matrices of one DDP model in Muon, got {len(foreign)} that the "
                 "model with this hook does not have, one of shape "
                 f"{tuple(foreign[0].shape)}; make a Muon and a MuonState for each model"
             )
-        if model is not None and any(each.requires_grad for each in self._owner_of):
-            self._ddp = weakref.ref(model)
 
     def _forget(self) -> None:
         """Note that user code dropped the gradients: it skips the step, or took it elsewhere."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import resolve_group
@@ -100,6 +101,7 @@ class OwnerState(DeferredState, Owning):
             no turns.
         compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
             and raise ``ReplicasDifferError`` if they differ between ranks. Default True.
+        model: the DDP model that the hook is registered on. Default: found at the first bucket.
 
     On failure: like `DecoupledState`.
 
@@ -119,6 +121,7 @@ class OwnerState(DeferredState, Owning):
         *,
         mutex: GPUMutex | None = None,
         compare_replicas: bool = True,
+        model: DistributedDataParallel | None = None,
     ) -> None:
         optimizers = check_optimizers(optimizer)
         self._partials = [PartialOptimizer(each) for each in optimizers]
@@ -129,7 +132,7 @@ class OwnerState(DeferredState, Owning):
                     "owners, got one that something was put around, which owners would not call; "
                     "make the OwnerState first, or act after step()"
                 )
-        super().__init__(process_group, mutex, compare_replicas)
+        super().__init__(process_group, mutex, compare_replicas, model)
         self.optimizer = optimizer
         pending = OwnedPending(optimizers, self._check, self._forward_turn)
         self._owned = pending

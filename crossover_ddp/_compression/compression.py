@@ -13,21 +13,23 @@ and nothing is lost.
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from crossover_ddp._ddp.checks import HIDDEN, OnlyModel, check_keys, resolve_group
+from crossover_ddp._ddp.checks import HIDDEN, BoundModel, check_keys, resolve_group
 from crossover_ddp._ddp.contents import Run, contents_of
 from crossover_ddp._ddp.groups import gather_objects
 from crossover_ddp._engine.buckets import BucketJourney, Join, Turn
 from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.links import Link
-from crossover_ddp._engine.states import Agreement, HookState
+from crossover_ddp._engine.states import HookState
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .codec import CodecChoice, Scratch, codecs_of, in_words
@@ -69,7 +71,9 @@ class Compression:
         self._aside: Any = WeakTensorKeyDictionary()
         # Loaded residuals, by name. They are set aside as soon as the model's names are known.
         self._loaded: dict[str, torch.Tensor] = {}
-        self._model = OnlyModel()
+        self._bound: BoundModel = state.bound_model
+        # Returns the model to which the residuals belong.
+        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._leaves_unused = True
         # See [Note: exact steps].
         self._first_steps = 2 if has_work else 1
@@ -156,9 +160,10 @@ class Compression:
                 f"expected gradients of {', '.join(map(str, self._dtypes))}, got dtype={dtype}: "
                 "residuals and sums of a codec are float32; pass codec=None"
             )
-        model = self._model.enter(bucket, self._state)
-        if model is not None:
+        model = self._bound.bind(bucket, self._state)
+        if model is not None and model is not self._model():
             self._forget()
+            self._model = weakref.ref(model)
             self._leaves_unused = model.find_unused_parameters
 
     def _begin_step(self) -> None:
@@ -168,7 +173,7 @@ class Compression:
         # The host does not read a scale on a device to see whether it changed: it always rescales.
         if former is not None and (isinstance(self._scale, torch.Tensor) or self._scale != former):
             self._rescale(self._scale / former)
-        parameters = {name: parameter for parameter, name in self._model.names.items() if name}
+        parameters = {name: parameter for parameter, name in self._bound.names.items() if name}
         if self._loaded and parameters:
             self._assign_loaded(parameters)
 
@@ -238,12 +243,12 @@ class Compression:
         pairs = [*self._aside.items()]
         for each in self._buckets.values():
             pairs += each.residuals()
-        if not all(self._model.names.get(parameter) for parameter, _ in pairs):
+        if not all(self._bound.names.get(parameter) for parameter, _ in pairs):
             raise UnsupportedConfigurationError(HIDDEN)
         named = {name: residual.clone() for name, residual in self._loaded.items()}
         # An unused parameter can have one residual aside and another in its bucket.
         for parameter, residual in pairs:
-            name = self._model.names[parameter]
+            name = self._bound.names[parameter]
             named[name] = residual.cpu() + named.get(name, 0)
         return {
             "residuals": named,
@@ -287,13 +292,12 @@ class CodedState(HookState):
         loss_scale: LossScale,
         group: dist.ProcessGroup | None,
         compares: bool,
+        model: DistributedDataParallel | None,
     ) -> None:
-        self.process_group = group
-        self.compare_replicas = compares
+        super().__init__(group, model, compares)
         self.codec = codec
         self._loss_scale = loss_scale
         self.compression = None if codec is None else Compression(codec, loss_scale, self)
-        self.agreement = Agreement()
 
     def stats(self) -> dict[str, Any]:
         """Return the common statistics, plus those of the codec. Not collective.
@@ -317,6 +321,8 @@ class CodedState(HookState):
         join: Join | None = None,
     ) -> GradientFuture:
         """Start the journey of ``bucket``, on a coded link if there is a codec."""
+        if bucket.parameters()[0] not in self.bound_model.names:  # once per bucket
+            self.bound_model.bind(bucket, self)
         around = None if self.compression is None else self.compression.around(bucket, exchange)
         started = exchange.send(bucket, journey, turn=turn, join=join, state=self, around=around)
         return started.future

@@ -6,7 +6,8 @@ A configuration that cannot work is refused with an error that gives the reason 
 A bucket has no reference to its model, and DDP passes nothing about the model to a hook. But every
 object refers to its class. So if Python's garbage collector is asked for the referrers of
 `DistributedDataParallel` and its subclasses, it returns all models. The search takes some tens of
-milliseconds for a million objects. It runs once for each model, which `_known_models` remembers.
+milliseconds for a million objects. It runs once for each model, which `_known_models` remembers. It
+does not run for a model that user code has passed to a state.
 
 The collector may return objects that another thread is still building, and CPython's
 ``tuple(generator)`` raises `SystemError` if another thread holds a reference to its unfinished
@@ -40,7 +41,7 @@ PYTHON_REDUCER: Final = (
 HIDDEN: Final = (
     "cannot find the DDP model that owns these gradients: gc.freeze() was called before the first "
     "backward(), which hides the model from Python's garbage collector; call gc.freeze() after the "
-    "first backward()"
+    "first backward(), or pass model= to the state"
 )
 CAPTURED: Final = (
     "expected backward outside of a CUDA graph, got a hook that is called while a graph is "
@@ -281,7 +282,8 @@ def model_of(bucket: dist.GradBucket, *, state: object = None) -> DistributedDat
 
     Several models may wrap the same module, for example if training has started again and the old
     model is not yet collected. ``state`` then tells them apart. It is the state that the model's
-    hook was registered with, or the ``hook_state`` inside of a hook wrapper's state.
+    hook was registered with, or the ``hook_state`` inside of a hook wrapper's state. It may also be
+    any state that is bound to the model, see `BoundModel`.
     """
     found: DistributedDataParallel | None = None
     for search in _SEARCHES:
@@ -292,16 +294,15 @@ def model_of(bucket: dist.GradBucket, *, state: object = None) -> DistributedDat
     return found
 
 
-def needed_model_of(bucket: dist.GradBucket, *, state: object) -> DistributedDataParallel:
-    """Return the DDP model that owns ``bucket``. Raises if ``gc.freeze()`` has hidden it."""
-    model = model_of(bucket, state=state)
+def needed(model: DistributedDataParallel | None) -> DistributedDataParallel:
+    """Return ``model``. Raises if it is None because ``gc.freeze()`` has hidden it."""
     if model is None:
         raise UnsupportedConfigurationError(HIDDEN)
     return model
 
 
 def registered_model(state: object) -> DistributedDataParallel:
-    """Return the DDP model whose hook was registered with ``state``.
+    """Return the DDP model whose hook was registered with ``state``, or to which it is bound.
 
     It raises if there is no such model, if ``gc.freeze()`` has hidden it, or if the model's own
     forward is never called.
@@ -318,43 +319,71 @@ def registered_model(state: object) -> DistributedDataParallel:
     return model
 
 
-class OnlyModel:
-    """The only DDP model that a hook's state serves.
+class BoundModel:
+    """The only DDP model that a hook's state serves. It is held weakly.
 
-    It is for states that keep tensors of the model's buckets.
+    The state is bound to the model that user code has passed, or else to the model that owns the
+    first bucket. Once that model is collected, the state can be bound to another one. If user code
+    has passed a model, the other one must have the same network.
+
+    Args:
+        model: the DDP model, if user code has passed it. Then no search is needed, see
+            [Note: finding the model]. Default: found at the first bucket.
+        network: the module that must have the parameters of every bucket. Default: the module
+            inside of ``model``; without ``model``, any module will do.
     """
 
-    def __init__(self) -> None:
-        # The name of each parameter. It is "" if gc.freeze() has hidden the model.
+    def __init__(
+        self, model: DistributedDataParallel | None = None, network: torch.nn.Module | None = None
+    ) -> None:
+        # The name of each parameter. It is "" if gc.freeze() has hidden the model. There are none
+        # before the first bucket.
         self.names: Any = WeakTensorKeyDictionary()
-        # A weak reference to the model. It returns None before the first bucket.
+        # Returns the model. It returns None if the model is not known yet, is hidden or has gone.
         self.model: Callable[[], DistributedDataParallel | None] = lambda: None
+        if model is not None:
+            self.model = weakref.ref(model)
+            network = model.module if network is None else network
+            _known_models.add(model)
+        # Returns the network that user code has passed. It is None if user code has passed none.
+        self._network = None if network is None else weakref.ref(network)
 
-    def enter(self, bucket: dist.GradBucket, state: object) -> DistributedDataParallel | None:
-        """Register the model that owns ``bucket``, and return it. Refuse a second model.
+    def bind(self, bucket: dist.GradBucket, state: object) -> DistributedDataParallel | None:
+        """Bind ``state`` to the model that owns ``bucket``, and return the model.
 
-        Returns None if the bucket's parameters are already known, or if ``gc.freeze()`` has hidden
-        the model.
+        Returns None if ``gc.freeze()`` has hidden the model. Raises
+        ``UnsupportedConfigurationError`` if the bucket is another model's.
         """
+        name = self.names.get(bucket.parameters()[0])
+        # If there is a name without a model, the model has gone.
+        if name is None or (name and self.model() is None):
+            self._enter(bucket, state)
+        return self.model()
+
+    def _enter(self, bucket: dist.GradBucket, state: object) -> None:
+        """Bind ``state`` to the model of a bucket whose parameters or model are not known yet."""
         parameters = bucket.parameters()
-        if parameters[0] in self.names:
-            return None
-        model = model_of(bucket, state=state)
+        is_given = self._network is not None
+        model = self.model() if is_given else None
+        if model is None:
+            model = model_of(bucket, state=state)
+        network = getattr(model, "module", None) if self._network is None else self._network()
         if self._is_another(model):
             # The former model may be garbage that only waits for a collection.
             gc.collect()
-        if self._is_another(model):
+        found = [] if network is None else [*named_parameters_of(network)]
+        # A parameter of several modules has the first of its names.
+        names = {parameter: name for name, parameter in reversed(found) if parameter is not None}
+        is_foreign = is_given and not names.keys() >= {*parameters}
+        if is_foreign or self._is_another(model):
+            kind = type(state).__name__
             raise UnsupportedConfigurationError(
-                f"expected one model for each state, got a second one with the same "
-                f"{type(state).__name__}; make a state for each model"
+                f"expected one model for each {kind}, got a bucket of another model; make a {kind} "
+                "for each, and register its hook on the model that it was given, if any"
             )
-        for parameter in parameters:
-            self.names[parameter] = ""
+        self.names.update({**dict.fromkeys(parameters, ""), **names})
         if model is not None:
             self.model = weakref.ref(model)
-            for name, parameter in model.module.named_parameters():
-                self.names[parameter] = name
-        return model
 
     def _is_another(self, model: DistributedDataParallel | None) -> bool:
         return model is not None and self.model() not in (None, model)
@@ -378,6 +407,9 @@ def _holders(
 
 
 def _is_hooked(model: DistributedDataParallel, state: object) -> bool:
+    bound = getattr(state, "bound_model", None)
+    if bound is not None and bound.model() is model:
+        return True
     for _, registered in getattr(model, torch_private.COMM_HOOKS, ()):
         each = registered
         while each is not None and each is not state:

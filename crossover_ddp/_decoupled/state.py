@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
@@ -19,12 +18,12 @@ from crossover_ddp._ddp.checks import (
     check_forward,
     flat_gradients,
     names_of,
-    needed_model_of,
+    needed,
 )
 from crossover_ddp._ddp.compiled import OwnHook, uncompiled
 from crossover_ddp._engine.buckets import Bucket, JourneyTurn, Turn
 from crossover_ddp._engine.links import Link
-from crossover_ddp._engine.states import Agreement, HookState
+from crossover_ddp._engine.states import HookState
 from crossover_ddp._owners.optimizer import check_not_intercepted, check_separable, intercept
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
@@ -64,11 +63,10 @@ class DeferredState(HookState):
         process_group: dist.ProcessGroup | None,
         mutex: GPUMutex | None,
         compare_replicas: bool,
+        model: DistributedDataParallel | None,
     ) -> None:
-        self.process_group = process_group
+        super().__init__(process_group, model, compare_replicas)
         self.mutex = mutex
-        self.compare_replicas = compare_replicas
-        self.agreement = Agreement()
         self._turn = cast(Turn | None, mutex)
         self._forward_turn = None if self._turn is None else ForwardTurn(self._turn)
         # Undoes all changes to the optimizers and the model.
@@ -216,16 +214,9 @@ class DeferredState(HookState):
     def _check(self, bucket: dist.GradBucket) -> None:
         """Check the model and the parameters of a bucket that contains a new parameter."""
         flat_gradients(bucket)
-        model = needed_model_of(bucket, state=self)
-        former = self._pending.model()
+        model = needed(self.bound_model.bind(bucket, self))
         check_forward(model, "parameters are updated in it")
-        if former is not None and model is not former:
-            name = type(self).__name__
-            raise UnsupportedConfigurationError(
-                f"expected one model for each {name}, got a second one; make a state and an "
-                "optimizer for it"
-            )
-        if former is None:
+        if self._pending.model() is None:
             self._adopt(model)
         trained = self._trained()
         foreign = [p for p in bucket.parameters() if id(p) not in trained]
@@ -249,7 +240,7 @@ class DeferredState(HookState):
             reads=pending.reads,
             before=pending.update_unguarded,
         )
-        pending.model = weakref.ref(model)
+        pending.model = self.bound_model.model
         pending.guards = guards
         self._hooks.callback(guards.close)
         before = OwnHook(uncompiled(pending.before_forward))

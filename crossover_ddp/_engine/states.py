@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import (
+    BoundModel,
     check_keys,
     check_optimized,
     check_rank,
@@ -76,15 +78,37 @@ class HookState:
     """Base class of the states of our hooks. It saves and resumes the job.
 
     Every subclass has a ``mutex`` attribute, which may be None.
+
+    Args:
+        process_group: the model's process group; None means the default group.
+        model: the DDP model that the hook is registered on. Default: found at the first bucket.
+        compare_replicas: whether to compare the ranks' parameters. Default: see `Digests`.
+
+    On failure: ``TypeError`` if ``model`` is not a DDP model.
     """
 
-    process_group: dist.ProcessGroup | None
-    agreement: Agreement
     # The optimizers that were passed to the constructor, or None.
     optimizer: Optimizers = None
     # The call whose ``with`` block is active, such as "averaged()". Ranks differ again after the
     # block.
     _block: str | None = None
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        model: DistributedDataParallel | None,
+        compare_replicas: bool | None = None,
+    ) -> None:
+        if not isinstance(model, DistributedDataParallel | None):
+            raise TypeError(
+                f"expected a DistributedDataParallel, got model={type(model).__name__}; pass the "
+                "model that the hook is registered on, or leave model= out"
+            )
+        self.process_group = process_group
+        self.compare_replicas = compare_replicas
+        self.agreement = Agreement()
+        # A hook binds it at the first bucket at the latest.
+        self.bound_model = BoundModel(model)
 
     @functools.cached_property
     def meter(self) -> Meter:

@@ -121,11 +121,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """Return a DDP model's process group, or None for the default group or a model without DDP."""
-    for each in _wrapped(model):
-        if isinstance(each, nn.parallel.DistributedDataParallel):
-            group: dist.ProcessGroup = each.process_group
-            return None if group is dist.group.WORLD else group
-    return None
+    ddp = ddp_in(model)
+    group: dist.ProcessGroup | None = None if ddp is None else ddp.process_group
+    return None if group is dist.group.WORLD else group
+
+
+def ddp_in(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """Return the DDP model that ``model`` is or wraps; None for a model without DDP."""
+    kind = nn.parallel.DistributedDataParallel
+    return next((each for each in _wrapped(model) if isinstance(each, kind)), None)
 
 
 def _wrapped(model: nn.Module) -> Iterator[nn.Module]:

@@ -622,8 +622,6 @@ class Preconditioner:
         self._has_refused = False
         # Whether to take no factors and to compute no solvers.
         self._is_closed = environment.is_set(environment.DISABLE)
-        # The ids of the model's parameters, as they were when a bucket was last compared with them.
-        self._known: set[int] = set()
         self._prepare_step()
 
     def curvature(self, layer: Layer) -> Curvature:
@@ -734,7 +732,6 @@ class Preconditioner:
         contents = [
             each._replace(gradient=each.gradient.data) for each in contents_of(bucket, buffer)
         ]
-        self._check_known(bucket, contents)
         ids = [id(parameter) for parameter, *_ in contents]
         self._waiting.check([self._layer_of[each] for each in ids if each in self._layer_of])
         layers, passing, completed_later = self._sorted(step, contents)
@@ -806,18 +803,6 @@ class Preconditioner:
         kind = WholeLayer if is_whole else SpreadLayer
         gradients = [weight.mT if owned.layer.shape.transposed else weight, *bias]
         return kind(owned, gradients, lr, bias_lr, step.layer_written.get(owned.index))
-
-    def _check_known(self, bucket: dist.GradBucket, contents: Sequence[Content]) -> None:
-        given = {id(content.parameter) for content in contents}
-        if bucket.index() or given <= self._known:
-            return
-        model = self.model()
-        self._known = set() if model is None else {id(each) for each in model.parameters()}
-        if not given <= self._known:
-            raise UnsupportedConfigurationError(
-                "this KFACState was made for another model: a bucket holds parameters that its "
-                "model does not have; make a KFACState for each model"
-            )
 
     def _check_complete(self, step: Step) -> None:
         """Refuse the last bucket in a backward pass if some of a layer's gradients have not come.
