@@ -103,6 +103,17 @@ def test_a_state_inside_of_a_users_state_needs_no_search_either(rank: int) -> No
         training.state.inner.close()
 
 
+@pytest.mark.usefixtures("process_group", "set_aside_again")
+def test_gc_freeze_does_not_hide_a_model_that_was_given() -> None:
+    training = trained_with("decoupled")
+    gc.freeze()
+    try:
+        training.run(2)
+    finally:
+        gc.unfreeze()
+    training.close()
+
+
 @pytest.mark.usefixtures("process_group")
 def test_without_the_model_it_is_searched_for() -> None:
     with no_search(), pytest.raises(AssertionError, match="searched"):
