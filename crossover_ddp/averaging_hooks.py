@@ -387,9 +387,10 @@ class AveragingState(HookState):
         """Check that ``bucket`` is from this state's model. Raise the error of an earlier step."""
         if self._failure is not None:
             raise self._failure
-        model = self.bound_model.bind(bucket, self)
-        if not self._replica.blocks:
-            self._adopt(checks.needed(model))
+        if bucket.parameters()[0] not in self.bound_model.names:  # once per bucket
+            model = self.bound_model.bind(bucket, self)
+            if not self._replica.blocks:
+                self._adopt(checks.needed(model))
 
     def _before_forward(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not self._is_closed:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from crossover_ddp._engine.buckets import BehindLastBucket
 from crossover_ddp._engine.device import Device, Staged
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Journey
@@ -254,7 +255,7 @@ def drained(rank: int, world_size: int, us: int) -> torch.Tensor:
     sizes = {len(kept) for each in coded for kept in each._residuals}
     torch.cuda.synchronize()
     training.state.drain()
-    with late(nccl_us=us), mock.patch.object(Exchange, "compare", make_others):
+    with late(nccl_us=us), mock.patch.object(BehindLastBucket, "compare", make_others):
         training.run(1)
         torch.cuda.synchronize()
     training.close()
