@@ -11,6 +11,11 @@ PYTEST_ARGS ?=
 # that keep all cores busy.
 WORKERS ?= 2
 PARALLEL := $(if $(WORKERS),-n $(WORKERS) --dist worksteal)
+# The files with tests that have a mark: collecting all files takes each worker ten seconds. tests/rules/test_seeded.py
+# checks that no other file sets one.
+marked_files = $(if $(PYTEST_ARGS),,$(shell grep -rlw --include='test_*.py' 'mark\.$(1)' tests))
+# A command that `test` runs beside the quiet tests, at the lowest priority: in CI, the oldest torch's tests.
+BESIDE ?= true
 # Some machines forbid Python to keep what it has compiled; each of a hundred processes then compiles all of it again.
 export PYTHONDONTWRITEBYTECODE :=
 MYPY := $(BIN)/mypy --no-error-summary
@@ -26,15 +31,20 @@ help: ## say what each target does
 test: $(if $(TORCH),$(INSTALLED),style) ## lint, type check and all tests; benchmarks in their smoke form
 	@echo "test: $(if $(TORCH),,types and )all tests; benchmarks run once, untimed"
 	@status=0; $(if $(TORCH),true,nice -n 19 $(MYPY)) >$(VENV)/types.log 2>&1 & types=$$!; \
+	nice -n 19 $(BESIDE) >$(VENV)/beside.log 2>&1 & beside=$$!; \
+	files="$(call marked_files,quiet)"; \
 	for kind in quiet "not quiet"; do \
-		CROSSOVER_BENCH=smoke $(BIN)/python -m pytest -m "$$kind" $(PARALLEL) $(PYTEST_ARGS); \
+		CROSSOVER_BENCH=smoke $(BIN)/python -m pytest -m "$$kind" $(PARALLEL) $(PYTEST_ARGS) $$files; \
 		case $$? in 0|5) ;; *) status=1 ;; esac; \
-		test "$$kind" != quiet || wait $$types || { cat $(VENV)/types.log; status=1; }; \
+		files=; test "$$kind" = quiet || continue; \
+		wait $$types || { cat $(VENV)/types.log; status=1; }; \
+		wait $$beside || status=1; \
+		cat $(VENV)/beside.log; \
 	done; exit $$status  # 5: nothing of this kind was asked for
 
 marked: $(INSTALLED) ## only the tests that depend on what torch itself does
 	@echo "marked: the tests that depend on what torch itself does"
-	@$(BIN)/python -m pytest -m torch_version $(PARALLEL) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m torch_version $(PARALLEL) $(PYTEST_ARGS) $(call marked_files,torch_version)
 
 demo: $(INSTALLED) ## two sibling jobs on an emulated two-node cluster: table, picture, JSON in runs/demo/
 	@echo "demo: two sibling jobs on an emulated two-node cluster, results in runs/demo/"

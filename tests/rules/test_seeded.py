@@ -1,4 +1,7 @@
-"""Each seeded fault still applies and its tests exist. Each known defect has a test."""
+"""Each seeded fault still applies and its tests exist. Each known defect has a test.
+
+Marks by which `make` chooses files are set only in files of tests.
+"""
 
 import ast
 import dataclasses
@@ -74,3 +77,11 @@ def test_every_known_defect_has_a_test() -> None:
     known = {f"{report}{number}" for report, numbers in NUMBERS.items() for number in numbers}
     assert not known - GONE - marked, "these have no test"
     assert not marked - (known - GONE), "no report has these"
+
+
+@pytest.mark.parametrize("mark", ["quiet", "torch_version"])
+def test_make_finds_the_files_of_a_mark(mark: str) -> None:
+    """A test whose file does not contain the mark would not run at all, see `marked_files`."""
+    files = [path for path in (ROOT / "tests").rglob("*.py") if f"mark.{mark}" in path.read_text()]
+    assert files
+    assert [path for path in files if not path.name.startswith("test_")] == []

@@ -1,7 +1,8 @@
 """Every interleaving of the turn protocol, with the mutex's own functions; see `turn_model`.
 
 The largest worlds belong to the campaign. For each of them there is a smaller one that has the same
-kinds of events.
+kinds of events. Ranks that begin without their number multiply the states, so outside the campaign
+only some of the worlds have them.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +23,10 @@ OVERLAPPING, INSIDE = (PLAIN, (1, 2)), (PLAIN, (1,))
 RING = (PLAIN, (1, 2), (2, 0))  # each job shares one device with each other job
 
 LARGE = {
+    "a-stop-and-a-death-two-turns": Rules(TWO, (2, 2), stops=1, deaths=1),
+    "two-slots-a-death-two-turns": Rules(SLOTS, (2, 2), deaths=1),
+    "side-by-side-two-turns": Rules(TWO, (2, 2), words=(SIDE,)),
+    "a-loan-a-stop-two-turns": Rules(TWO, (2, 2), loans=1, stops=1),
     "side-by-side-and-back-turns-for-two": Rules(TWO, (2, 3), words=(SIDE, BACK), steps=2),
     "side-by-side-a-turn-for-two-a-stop": Rules(TWO, (1, 3), words=(SIDE,), steps=2, stops=1),
     "side-by-side-turns-for-two-joining-late": Rules(
@@ -35,7 +40,6 @@ LARGE = {
     "side-by-side-joining-late": Rules(TWO, (1, 1), words=(SIDE,), late_jobs=1),
     "overlapping-two-turns-a-stop": Rules(OVERLAPPING, (2, 2), stops=1),
     "overlapping-joining-late-and-a-death": Rules(OVERLAPPING, (2, 2), late_jobs=1, deaths=1),
-    "joining-late-beside-one-alone-and-a-death": Rules(TWO, (2, 2), late_jobs=1, deaths=1),
     "two-slots-a-stop": Rules(SLOTS, (2, 2), stops=1),
     "three-jobs-a-stop": Rules(THREE, (1, 1, 1), stops=1),
     "three-jobs-a-slot-of-one-that-left": Rules(THREE, (1, 2, 1), late_jobs=1),
@@ -44,38 +48,51 @@ LARGE = {
 WORLDS = {
     "two-jobs": Rules(TWO, (3, 3)),
     "two-deaths": Rules(TWO, (2, 2), deaths=2),
-    "a-stop-and-a-death": Rules(TWO, (2, 2), stops=1, deaths=1),
+    "a-stop-and-a-death": Rules(TWO, (2, 1), stops=1, deaths=1),
     "two-leases-of-slow-jobs": Rules(TWO, (2, 2), hurries=2),
     "joining-late": Rules(TWO, (2, 1), late_jobs=1),
     "joining-late-and-a-death": Rules(TWO, (2, 2), late_jobs=1, deaths=1, alone=False),
     "joining-late-and-a-death-one-turn": Rules(TWO, (1, 1), late_jobs=1, deaths=1),
     "two-slots-a-stop-one-turn": Rules(SLOTS, (1, 2), stops=1),
-    "two-slots-a-death": Rules(SLOTS, (2, 2), deaths=1),
+    "two-slots-a-death": Rules(SLOTS, (1, 2), deaths=1),
     "two-slots-a-slow-job": Rules(SLOTS, (2, 2), hurries=1),
     "three-jobs": Rules(THREE, (2, 2, 2)),
     "three-jobs-two-leases": Rules(THREE, (1, 1, 1), hurries=2),
     "three-jobs-a-death": Rules(THREE, (1, 1, 1), deaths=1),
-    "three-jobs-a-slot-of-one-that-left-one-turn": Rules(THREE, (1, 1, 1), late_jobs=1),
-    "a-slot-of-a-dead-one": Rules(TWO_JOIN_ONE_DEVICE, (1, 1, 1), late_jobs=1, deaths=1),
+    "three-jobs-a-slot-of-one-that-left-one-turn": Rules(
+        THREE, (1, 1, 1), late_jobs=1, alone=False
+    ),
+    "a-slot-of-a-dead-one": Rules(
+        TWO_JOIN_ONE_DEVICE, (1, 1, 1), late_jobs=1, deaths=1, alone=False
+    ),
     "overlapping": Rules(OVERLAPPING, (2, 2)),
     "overlapping-a-stop-and-a-death": Rules(OVERLAPPING, (1, 1), stops=1, deaths=1, alone=False),
     "one-device-inside-two-a-death": Rules(INSIDE, (2, 2), deaths=1),
-    "ring-a-slow-job": Rules(RING, (1, 1, 1), hurries=1),
+    "ring-a-slow-job": Rules(RING, (1, 1, 1), hurries=1, alone=False),
     "ring-a-death": Rules(RING, (1, 1, 1), deaths=1, alone=False),
     "ring-a-loan": Rules(RING, (1, 1, 1), loans=1),
-    "side-by-side": Rules(TWO, (2, 2), words=(SIDE,)),
+    "side-by-side": Rules(TWO, (1, 2), words=(SIDE,)),
     "side-by-side-and-back": Rules(TWO, (1, 2), words=(SIDE, BACK)),
     "side-by-side-a-stop": Rules(TWO, (1, 1), words=(SIDE,), stops=1),
     "three-jobs-side-by-side": Rules(THREE, (1, 1, 1), words=(SIDE,)),
-    "overlapping-side-by-side": Rules(OVERLAPPING, (1, 2), words=(SIDE,)),
+    "overlapping-side-by-side": Rules(OVERLAPPING, (1, 2), words=(SIDE,), alone=False),
     "side-by-side-a-turn-for-two": Rules(TWO, (1, 3), words=(SIDE,), steps=2),
-    "side-by-side-and-back-a-turn-for-two": Rules(TWO, (1, 3), words=(SIDE, BACK), steps=2),
-    "side-by-side-a-turn-for-two-a-death": Rules(TWO, (1, 2), words=(SIDE,), steps=2, deaths=1),
+    "side-by-side-and-back-a-turn-for-two": Rules(
+        TWO, (1, 3), words=(SIDE, BACK), steps=2, alone=False
+    ),
+    "side-by-side-a-turn-for-two-a-death": Rules(
+        TWO, (1, 2), words=(SIDE,), steps=2, deaths=1, alone=False
+    ),
     "going-on-lent": Rules(ALONE, (3, 2), loans=2, goes_on=True),
     "two-loans": Rules(TWO, (2, 2), loans=2),
     "a-loan-a-death": Rules(TWO, (2, 2), loans=1, deaths=1),
     "a-loan-a-death-side-by-side": Rules(TWO, (1, 1), loans=1, words=(SIDE,), deaths=1),
-    "a-loan-a-stop": Rules(TWO, (2, 2), loans=1, stops=1),
+    "a-loan-a-stop": Rules(TWO, (1, 2), loans=1, stops=1),
+}
+LARGE |= {
+    f"{name}-beginning-alone": rules._replace(alone=True)
+    for name, rules in WORLDS.items()
+    if not rules.alone
 }
 
 
