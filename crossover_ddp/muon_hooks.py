@@ -27,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Muon
 
 from crossover_ddp._ddp.checks import check_not_joined, resolve_group
-from crossover_ddp._ddp.contents import contents_of
-from crossover_ddp._engine.buckets import Bucket, JourneyTurn
+from crossover_ddp._engine.buckets import Bucket, JourneyTurn, contents_of
 from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.assignment import assign

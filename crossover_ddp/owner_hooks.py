@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import resolve_group
-from crossover_ddp._ddp.contents import contents_of, copy_parts, part_of, view_of
 from crossover_ddp._decoupled.clipping import clip
 from crossover_ddp._decoupled.owned import (
     TOUCHED,
@@ -36,7 +35,14 @@ from crossover_ddp._decoupled.owned import (
 from crossover_ddp._decoupled.owner_costs import costs_of
 from crossover_ddp._decoupled.pending import Phase, as_in_step, check_not_scaled, next_stage
 from crossover_ddp._decoupled.state import DeferredState, check_optimizers, undeferred
-from crossover_ddp._engine.buckets import Bucket, JourneyTurn
+from crossover_ddp._engine.buckets import (
+    Bucket,
+    JourneyTurn,
+    contents_of,
+    copy_parts,
+    part_of,
+    view_of,
+)
 from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.journeys import JourneyCoroutine
 from crossover_ddp._engine.links import Link

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._ddp.contents import is_dense
 from crossover_ddp._ddp.layout import Span
-from crossover_ddp._engine.buckets import Turn
+from crossover_ddp._engine.buckets import Turn, is_dense
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Journey, JourneyCoroutine
 from crossover_ddp._engine.links import Layout, Link, all_finite

@@ -20,8 +20,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from crossover_ddp._ddp.contents import Run
 from crossover_ddp._ddp.layout import Span
+from crossover_ddp._engine.buckets import Run
 from crossover_ddp._engine.links import Layout, Link, LinkAround, parts
 
 from .codec import Codec, PerPair, Scratch

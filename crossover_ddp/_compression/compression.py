@@ -23,9 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.checks import HIDDEN, BoundModel, check_keys, resolve_group
-from crossover_ddp._ddp.contents import Run, contents_of
 from crossover_ddp._ddp.groups import gather_objects
-from crossover_ddp._engine.buckets import BucketJourney, Join, Turn
+from crossover_ddp._engine.buckets import BucketJourney, Join, Run, Turn, contents_of
 from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.links import Link

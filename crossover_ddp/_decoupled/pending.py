@@ -34,8 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import named_parameters_of, names_of
-from crossover_ddp._ddp.contents import contents_of
-from crossover_ddp._engine.buckets import Bucket, after_backward
+from crossover_ddp._engine.buckets import Bucket, after_backward, contents_of
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Journey, JourneyCoroutine
 from crossover_ddp._engine.links import parts

@@ -4,8 +4,8 @@
 - `links`: the collectives of a journey, and the networks for a single rank and for gloo
 - `device`: CUDA devices, the network for NCCL, and CUDA tensors over gloo
 - `networks`: the networks of a process group, one for each device
-- `buckets`: the buckets of backward passes, their checks and failures, the turn in a journey, and
-  the data that travel behind a step's last bucket
+- `buckets`: the buckets of backward passes, their checks, contents and failures, the turn in a
+  journey, and the data that travel behind a step's last bucket
 - `exchange`: starts journeys, fails them and closes them
 - `observe`: meters, records of steps, the timeline, and hooks around ``optimizer.step()``
 - `states`: the base class of all hook states

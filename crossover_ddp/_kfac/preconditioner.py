@@ -27,9 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from crossover_ddp._ddp.contents import Content, Run, contents_of, copy_parts, part_of
 from crossover_ddp._ddp.layout import Span
-from crossover_ddp._engine.buckets import Bucket
+from crossover_ddp._engine.buckets import Bucket, Content, Run, contents_of, copy_parts, part_of
 from crossover_ddp._engine.journeys import Gate
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.observe import Meter

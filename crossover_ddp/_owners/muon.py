@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.optim import Muon
 
 from crossover_ddp._ddp import torch_private
-from crossover_ddp._ddp.contents import copy_parts, part_of, view_of
 from crossover_ddp._ddp.layout import Span
+from crossover_ddp._engine.buckets import copy_parts, part_of, view_of
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .optimizer import Seal

@@ -50,8 +50,8 @@ from torch.optim import Optimizer
 
 from crossover_ddp._ddp import torch_private
 from crossover_ddp._ddp.compiled import OwnHook, uncompiled
-from crossover_ddp._ddp.contents import is_dense
 from crossover_ddp._ddp.digests import fingerprint
+from crossover_ddp._engine.buckets import is_dense
 from crossover_ddp._engine.journeys import nothing
 from crossover_ddp.errors import UnsupportedConfigurationError
 

@@ -1,6 +1,6 @@
 """Lay out things that have owners in the two flat buffers that travel to the owners and back.
 
-This module is pure: it touches no tensors. `copy_parts` of `crossover_ddp._ddp.contents` copies
+This module is pure: it touches no tensors. `copy_parts` of `crossover_ddp._engine.buckets` copies
 elements between the bucket and the buffers.
 
 [Note: packing] One buffer goes to the owners, and the other one returns from them. A rank's part of

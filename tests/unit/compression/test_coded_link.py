@@ -13,8 +13,8 @@ import torch
 
 from crossover_ddp._compression.codec import CodecChoice, Scratch, codecs_of
 from crossover_ddp._compression.coded_link import CodedLink, parts_of
-from crossover_ddp._ddp.contents import Run
 from crossover_ddp._ddp.layout import spans_of
+from crossover_ddp._engine.buckets import Run
 from crossover_ddp.codecs import Codec, Half, Int8, PerPair, SIDCo
 from tests.multiprocess.identity_codec import Identity
 
