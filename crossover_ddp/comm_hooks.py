@@ -184,7 +184,7 @@ class CrossoverState(CodedState):
             the first state in a process creates; a mutex passed by the user has its own ``trial=``.
 
     On failure: a job that cannot join its siblings, or whose turns fail later, trains on without
-    turns. One warning says why, and `stats` repeats the reason as ``disabled_because``. Only a
+    turns. One warning gives the reason, and `stats` has it as ``disabled_because``. Only a
     wrong ``CROSSOVER_GROUP`` raises an error, from the first ``backward()``.
 
     **Collective**: every rank registers the hook. ``CROSSOVER_DISABLE=1`` turns it into a plain
@@ -289,12 +289,11 @@ def crossover_hook(
 
 
 def crossover_wrapper(hook: Hook) -> Hook:
-    """Take turns around another hook, such as torch's ``powerSGD_hook`` or your own.
+    """Take turns around another hook, such as torch's ``powerSGD_hook`` or one of your own.
 
-    torch's ``fp16_compress_hook`` is another example. The turn is released when ``hook`` has
-    launched the last bucket's compression, and acquired again when all its Futures are complete.
-    The Futures' callbacks compute outside the turn. The gradients are the ones that ``hook``
-    returns.
+    The turn is released when ``hook`` has launched the last bucket's compression, and acquired
+    again when all its Futures are complete. The Futures' callbacks compute outside the turn. The
+    gradients are the ones that ``hook`` returns.
 
     Args:
         hook: the communication hook to wrap. It is called with the ``hook_state`` of the registered
@@ -307,6 +306,9 @@ def crossover_wrapper(hook: Hook) -> Hook:
 
         state = CrossoverState(hook_state=powerSGD_hook.PowerSGDState(None))
         model.register_comm_hook(state, crossover_wrapper(powerSGD_hook.powerSGD_hook))
+    On failure: ``backward()`` raises the error of a Future that fails, and
+    ``UnsupportedConfigurationError`` if the state has a codec; see also `crossover_hook`.
+
     """
 
     def crossover_wrapped_hook(
@@ -371,7 +373,7 @@ def _mutex_of_job(device: torch.device | None, trial: bool) -> GPUMutex:
             mutex = _mutexes[group] = GPUMutex.for_hook(device, group, trial)
             _warn_of_nccl(device, group)
             # The process may outlive its process group, so close the mutex with the group. At the
-            # process's exit the kernel's locks tell siblings that it has gone.
+            # process's exit siblings find its locks released by the kernel.
             on_destruction(group, functools.partial(_close, weakref.ref(mutex)), at_exit=False)
         return mutex
 

@@ -145,7 +145,7 @@ class DecoupledState(DeferredState):
         kfac: Any = None,
         **options: Any,
     ) -> Any:
-        """Create another state, with a warning, if an argument of version 0.2 asks for it."""
+        """Warn, and create another state, if an argument of version 0.2 asks for it."""
         if owners is not None or kfac is not None:
             return _formerly(optimizer, process_group, owners, kfac, options)
         return super().__new__(cls)

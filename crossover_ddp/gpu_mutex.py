@@ -38,7 +38,7 @@ class GPUMutex:
 
     The mutex is advisory and never blocks a job forever. If a sibling dies, a rank passes over it
     at once; if a sibling stops, a rank passes over it after the sibling's lease. If turns fail on
-    this rank, for any reason, the rank trains on without them, with one warning. The results of
+    this rank, for any reason, the rank logs one warning and trains on without them. The results of
     training do not depend on the mutex.
 
     Args:
@@ -61,8 +61,8 @@ class GPUMutex:
 
     On failure: the constructor raises `SegmentError` for a foreign or malformed segment, and
     `TurnError` for the process's second mutex in the same group on the same device. Every rank
-    raises alike, and nothing is held afterwards. A hook that creates its own mutex instead
-    trains on without turns, with one warning.
+    raises alike, and nothing is held afterwards. A hook that creates its own mutex logs
+    one warning instead, and trains on without turns.
 
     **Collective**: all ranks of the job must call the constructor and `acquire`, and no rank may be
     a thousand turns ahead of another. Nothing else is collective.
@@ -99,7 +99,7 @@ class GPUMutex:
     def for_hook(
         cls, device: torch.device | None, process_group: ProcessGroup, trial: bool
     ) -> "GPUMutex":
-        """Create a hook's own mutex. If the job cannot join, it takes no turns, with one warning.
+        """Create a hook's own mutex. If the job cannot join, it logs a warning and takes no turns.
 
         Raises an error only for wrong arguments (a bad ``CROSSOVER_GROUP``): the user has not asked
         for a mutex, so no other failure may stop the job. **Collective.**
@@ -178,7 +178,7 @@ class GPUMutex:
                 membership, self._lease, self._patience, self._counters, trial, failed
             )
         except RuntimeError as error:
-            leave(membership)  # tells the peers, which have joined, that no grants will come
+            leave(membership)  # the peers have joined, and must not wait for grants
             problem = TurnError(f"cannot start the thread for turns: {error}; raise ulimit -u")
             raise NotJoinedError(problem, agreed=False) from error
         self._finalizer = weakref.finalize(self, self._turns.close)

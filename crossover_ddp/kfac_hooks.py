@@ -427,7 +427,7 @@ class KFACState(HookState):
 
         The result is the same on all ranks, so that any rank can save it and any number of ranks
         can resume from it. It does not contain a codec's residuals: call `drain` before the last
-        step, or the residuals are lost, with a warning.
+        step. Otherwise the residuals are lost, and a warning is logged.
 
         **Collective**: all ranks must call it between two steps. On failure: ``ExchangeError`` if a
         rank does not call it within the process group's timeout, or if factors are lost on the way.

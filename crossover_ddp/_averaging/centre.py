@@ -5,9 +5,9 @@ the centre c. So the centre gains what all ranks lose. If n ranks pull, the dist
 their mean and the centre is multiplied by 1 - α(n + 1), so α must be less than 2 / (n + 1). The
 method follows EASGD (arXiv 1412.6651, and its authors' mpiT).
 
-[Note: rounds] The threads of all ranks run the same rounds. A round begins with a table that says
-whether each rank offers its parameters, after how many steps it made the offer, and whether it
-wants to hold. The ranks that offer pull the centre and are pulled by it. The threads of the other
+[Note: rounds] The threads of all ranks run the same rounds. A round begins with a table: whether
+each rank offers its parameters, after how many steps it made the offer, and whether it wants to
+hold. The ranks that offer pull the centre and are pulled by it. The threads of the other
 ranks only serve their parts of the centre, so a slow rank delays no other rank. A thread joins the
 next round when its rank makes an offer, or after a pause. A round with an offer halves the pause on
 all ranks; a round without one doubles it. A rank that has not applied its last pull offers nothing,

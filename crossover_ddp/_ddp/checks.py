@@ -162,7 +162,7 @@ def is_joined(model: DistributedDataParallel) -> bool:
 def check_not_joined(model: DistributedDataParallel, why: str) -> None:
     """Refuse a model inside of Join, where a rank without data runs neither forward nor step().
 
-    ``why`` tells the user why all ranks must take each step.
+    The error message gives ``why`` as the reason.
     """
     if is_joined(model):
         raise UnsupportedConfigurationError(
@@ -174,7 +174,7 @@ def check_not_joined(model: DistributedDataParallel, why: str) -> None:
 def check_forward(model: DistributedDataParallel, why: str) -> None:
     """Refuse a model whose own forward is never called.
 
-    ``why`` tells the user why it must be called.
+    The error message gives ``why`` as the reason.
     """
     if isinstance(model.module, torch.nn.ParameterList):
         raise UnsupportedConfigurationError(
@@ -281,7 +281,7 @@ def model_of(bucket: dist.GradBucket, *, state: object = None) -> DistributedDat
     """Return the DDP model that owns ``bucket``, or None if ``gc.freeze()`` has hidden it.
 
     Several models may wrap the same module, for example if training has started again and the old
-    model is not yet collected. ``state`` then tells them apart. It is the state that the model's
+    model is not yet collected. ``state`` then distinguishes them. It is the state that the model's
     hook was registered with, or the ``hook_state`` inside of a hook wrapper's state. It may also be
     any state that is bound to the model, see `BoundModel`.
     """

@@ -79,8 +79,8 @@ class ModuleBuffers:
 
     Args:
         bucket: the last bucket of one of the model's backward passes.
-        state: the state that the hook was registered with. It tells apart models that wrap the same
-            module.
+        state: the state that the hook was registered with. It distinguishes models that wrap the
+            same module.
         sends: whether this is rank 0.
         byte_device: a device on which the process group can broadcast a byte, if possible one that
             the host need not wait for.

@@ -42,12 +42,12 @@ process_group_store: Callable[[dist.ProcessGroup], dist.Store] = (
 
 # --- DistributedDataParallel ---
 
-# The pairs of hook and state that were registered with a model. They tell apart models that wrap
+# The pairs of hook and state that were registered with a model. They distinguish models that wrap
 # the same module. Without them: checkpoint() and restore() report that the hook is not registered.
 # Guard: tests/unit/ddp/test_model_search.py.
 COMM_HOOKS: Final = "_comm_hooks"
 
-# The configuration that tells whether the model is inside of Join. Without it: Join counts as not
+# The configuration of Join, which is enabled inside of Join. Without it: Join counts as not
 # entered, and buffers stay with DDP.
 # Guards: tests/journeys/test_replicas.py, the joined cases of tests/conformance.
 JOIN_CONFIG: Final = "_join_config"

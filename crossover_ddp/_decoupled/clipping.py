@@ -39,7 +39,7 @@ def clip(
         _check_real(buckets, norm_type)
         pieces = [piece for each in buckets for piece in each.own_pieces()]
         summed = _sum_of_powers(pieces, norm_type, parameters[0].device)
-        # gloo's maximum drops NaN, so a separate number says whether there is one.
+        # gloo's maximum drops NaN, so a separate number reports whether there is one.
         is_nan = summed.isnan()
         is_whole = torch.full_like(summed, not buckets)
         exchanged = torch.stack((summed.nan_to_num(nan=0.0, posinf=math.inf), is_nan, is_whole))

@@ -431,7 +431,7 @@ def run_hook(
             state must return the same on all ranks.
         bucket: the bucket that DDP passed to the hook.
         kind: the class that ``state`` must have; None if ``state`` is the process group.
-        remedy: the end of the error message for a state of another class. It says what to write
+        remedy: the end of the error message for a state of another class: the code to write
             instead.
         start: a function that starts the bucket's journey.
         compares: whether to compare the ranks' parameters behind the last bucket, see

@@ -262,7 +262,7 @@ class HookState:
         """
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle the state as None, with a warning.
+        """Pickle the state as None, and log a warning.
 
         A state belongs to one model in one process, and DDP drops the hook as well.
         """
@@ -378,9 +378,11 @@ def format_stats(stats: Mapping[str, Any]) -> str:
 
 
 def log_summary(meter: Meter, state: object) -> None:
-    """Log the statistics of a hook, which may have no state. Only the first call for a meter logs.
+    """Log a hook's statistics, once for each meter.
 
-    ``meter`` has the traffic of the hook.
+    Args:
+        meter: the meter that has counted the hook's traffic.
+        state: the hook's state; a process group or None if the hook has none.
     """
     if meter.is_logged:
         return

@@ -300,7 +300,7 @@ def multiplied(batch: BatchFactor) -> Tensor:
 
 
 def is_finite(batch: BatchFactor) -> Tensor:
-    """Return a tensor without dimensions that says whether the factor is finite."""
+    """Return whether the factor is finite, as a tensor without dimensions."""
     if isinstance(batch, Columns):
         # This does not need the product: no element of C Cᵀ exceeds the sum of all squares.
         return torch.isfinite(torch.linalg.vector_norm(batch.source) ** 2)
@@ -316,7 +316,7 @@ def update_running(
     is not damped. Values are not checked: after a batch that is not finite, the mean is never
     finite again. ``running`` is updated in place. If it is None, ``start`` decides the result. With
     "batch", the first mean is the batch itself, not a copy. With "identity", it is decay * identity
-    + (1 - decay) * batch, like in kfac-pytorch.
+    + (1 - decay) * batch, as in kfac-pytorch.
     """
     if running is not None and isinstance(batch, Columns):
         with torch.no_grad(), torch.autocast(running.device.type, enabled=False):
@@ -645,7 +645,7 @@ class SpreadSolver:
     def pack(self, out: Tensor) -> None:
         """Write the solver to ``out``, which has `spread_numel` elements.
 
-        The first element is 1, so that `unpack` can tell a solver from zeros.
+        The first element is 1, so that `unpack` can distinguish a solver from zeros.
         """
         numel = self.root.numel()
         out[0] = 1.0

@@ -841,7 +841,7 @@ class Factor(NamedTuple):
             return self.mean((), like)
         value = multiplied(self.value)
         if value.is_cuda:
-            # The host drops it before the device has read it, like in `FactorMessages.travel`.
+            # The host drops it before the device has read it, as in `FactorMessages.travel`.
             value.record_stream(torch.cuda.current_stream(value.device))
         return value.to(like.dtype)
 

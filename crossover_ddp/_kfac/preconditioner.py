@@ -443,7 +443,7 @@ class PackedBucket:
         return torch.autocast(self.flat.device.type, enabled=False)
 
     def runs(self) -> list[Run]:
-        """Return the runs that tell a codec where each parameter lies in `flat`."""
+        """Return the places of all parameters in `flat`, for a codec."""
         found = []
         for each in self.layers:
             assert isinstance(each, WholeLayer)
@@ -720,7 +720,7 @@ class Preconditioner:
     def pack(self, bucket: dist.GradBucket) -> PackedBucket:
         """Pack the tensor that travels for ``bucket``, and send the factors of its layers.
 
-        If the bucket has to be refused, this raises the error that says why.
+        An error that is raised here refuses the bucket.
         """
         # `.data` has a version counter of its own. So user code's writes show in the gradients'
         # counters, and ours do not.

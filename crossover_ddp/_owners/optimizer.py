@@ -478,7 +478,7 @@ def intercept(
     def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if closure is None:
             return on_step(original_step)
-        # Like in torch's optimizers, the closure runs once, before the step reads gradients.
+        # As in torch's optimizers, the closure runs once, before the step reads gradients.
         with torch.enable_grad():
             loss = closure()
         on_step(original_step)

@@ -34,7 +34,7 @@ the faster way. There is no coordinator: both the start of a trial and its verdi
 the log of turns. All the siblings' lead ranks read that log in the same order, and earlier records
 determine the meaning of a record for a job. Any lead rank that draws a turn may write the word that
 is due, and writing a word twice does no harm. So any writer of words may die, stop or leave. A turn
-drawn side by side does not wait, but siblings' later turns wait for it like for any other. Waiting
+drawn side by side does not wait, but siblings' later turns wait for it as for any other. Waiting
 less cannot cause a deadlock, so ranks need not change their mode at the same moment.
 
 A block lasts until every job has drawn `BLOCK` turns in it. For each of the two ways, each lead

@@ -270,9 +270,9 @@ class StagedChain:
 def ring_cost(
     cluster: DeviceCluster, devices: Sequence[int]
 ) -> tuple[float, float, tuple[str, ...]]:
-    """Return the cost of a ring all-reduce over ``devices``, in this order.
+    """Return the cost of a ring all-reduce over ``devices``, in this order, and its ports.
 
-    The cost consists of the seconds per byte, the start-up time in seconds, and the ports that the
+    The cost is the seconds per byte and the start-up time in seconds. The ports are those that the
     ring occupies.
     """
     count = len(devices)

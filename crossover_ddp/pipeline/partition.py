@@ -195,10 +195,11 @@ class Partitioner:
     def _values(
         self, first: int, counts: range, behind: torch.Tensor, cap_s: float, runs: slice = _ALL
     ) -> torch.Tensor:
-        """Return the values for each number of stages left in ``counts``.
+        """Return the values of all ways to continue with a stage that begins at layer ``first``.
 
-        The other dimensions are the end of the stage that begins at ``first``, and the run of
-        devices of that stage.
+        A value is the bottleneck, or with a cap the fill, in seconds. It is infinite if the stage
+        does not fit. The dimensions are the number of stages left, from ``counts``, the end of the
+        first of these stages, and its run of devices.
         """
         step, once, fits = self._stage(first, runs)
         behind = behind[counts.start - 1 : counts.stop - 1, first + 1 :, runs]
