@@ -72,7 +72,9 @@ async def average(
     snapshot: torch.Tensor | None,
     link: Link,
 ) -> None:
-    """Replace a copy of parameters with their mean over the ranks, or with the change to it.
+    """Replace a copy of parameters with their mean over the ranks.
+
+    With ``snapshot``, replace it with the difference between the mean and the snapshot.
 
     Between two steps the training thread copies a slice of the parameters to ``values`` and begins
     this coroutine. Between two steps it also waits for the end, checks that the result is finite,
@@ -87,7 +89,7 @@ async def average(
         layout: the length of each rank's part.
         owner_step: the outer step of this rank's part, if there is one; see [Note: outer steps] in
             ``_averaging/local_sgd.py``.
-        snapshot: the parameters that were sent, if training continues meanwhile.
+        snapshot: the parameters that were sent, if training continues meanwhile; otherwise None.
         link: the link that connects the ranks.
     """
     # Each rank sends every other rank its part. Afterwards this rank's part is the mean.

@@ -56,8 +56,11 @@ async def compressed(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
     """Average a bucket's gradients over the ranks in backward, by coded messages, see `CodedLink`.
 
     Each rank keeps residuals, of its own gradients and of the mean of the shard that it owns. They
-    take up the part that a message does not hold. If the coroutine raises, all exchange of the
-    process group ends, and ``backward()`` raises the error.
+    take up the part that a message does not hold. DDP waits for all buckets before ``backward()``
+    returns. On NCCL a stream waits, and the host waits only for a turn.
+
+    If a peer dies or the timeout passes, the ``await`` under way raises. That ends all exchange of
+    the process group, and ``backward()`` raises the error.
     """
     turn.release()  # this step's compute is launched: a sibling may have the device
     await bucket.computed()

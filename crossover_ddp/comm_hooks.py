@@ -60,8 +60,11 @@ async def crossover(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
 
     Sibling jobs take turns by a mutex: ``release()`` gives the turn away, ``request()`` joins the
     queue for the next turn, and ``acquire()`` waits for it. All three do nothing without a mutex,
-    and in every bucket but the step's last one. If the coroutine raises, all exchange of the
-    process group ends, the turn stays released, and ``backward()`` raises the error.
+    and in every bucket but the step's last one. DDP waits for all buckets before ``backward()``
+    returns. On NCCL a stream waits, and the host waits only for a turn.
+
+    If a peer dies or the timeout passes, the ``await`` under way raises. That ends all exchange of
+    the process group, the turn stays released, and ``backward()`` raises the error.
     """
     turn.release()  # this step's compute is launched: a sibling may have the device
     await bucket.computed()  # on a GPU backward's kernels may still run
@@ -76,9 +79,10 @@ async def wrapped(
 ) -> None:
     """Wait in backward for another library's hook, and let a sibling job compute meanwhile.
 
-    That hook has launched them. Nothing travels on ``link``, so nothing marks a half-way point for
-    a request, and ``acquire()`` makes it. If a Future fails, all exchange of the process group
-    ends, and ``backward()`` raises the error.
+    That hook has launched every bucket's exchange by then, by its own means, and its Futures end
+    when the results are there. Nothing travels on ``link``, so there is no half-way point to
+    request the next turn, and ``acquire()`` does so. If a Future fails, all exchange of the process
+    group ends, and ``backward()`` raises the error.
 
     Args:
         futures: the Futures of all buckets of the step.
@@ -302,13 +306,13 @@ def crossover_wrapper(hook: Hook) -> Hook:
     Returns:
         A hook to register with a `CrossoverState`.
 
+    On failure: ``backward()`` raises the error of a Future that fails, and
+    ``UnsupportedConfigurationError`` if the state has a codec; see also `crossover_hook`.
+
     Example::
 
         state = CrossoverState(hook_state=powerSGD_hook.PowerSGDState(None))
         model.register_comm_hook(state, crossover_wrapper(powerSGD_hook.powerSGD_hook))
-    On failure: ``backward()`` raises the error of a Future that fails, and
-    ``UnsupportedConfigurationError`` if the state has a codec; see also `crossover_hook`.
-
     """
 
     def crossover_wrapped_hook(

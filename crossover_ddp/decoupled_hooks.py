@@ -54,8 +54,13 @@ async def decoupled(
 ) -> None:
     """Average a bucket without holding up backward, and update its parameters in the next forward.
 
-    If it raises, all exchange of the process group ends. The next call that waits for it raises the
-    error: ``backward()``, ``step()``, or the first read of a parameter in forward.
+    The reduce-scatter runs while backward computes, and the all-gather after it, while the next
+    forward computes. That forward acquires the turn before it computes, so the coroutine does not.
+    It waits for a bucket only where it first reads one of the bucket's parameters.
+
+    If a peer dies or the timeout passes, the ``await`` under way raises. That ends all exchange of
+    the process group. The next call that waits for it raises the error: ``backward()``,
+    ``step()``, or the first read of a parameter in forward.
     """
     turn.release()  # backward's compute is launched: a sibling may have the device
     await bucket.computed()
@@ -68,8 +73,8 @@ async def decoupled(
     # Suspend until, after step(), a parameter of this bucket is first read. The thread that reads
     # it runs the rest. By then forward has acquired the turn.
     step = await next_stage()
-    deferred.complete()
-    step.apply(deferred.updates)
+    deferred.complete()  # scales the mean if gradients are clipped
+    step.apply(deferred.updates)  # the optimizer's own code updates the parameters
 
 
 async def apply_directions(deferred: DeferredBucket) -> None:

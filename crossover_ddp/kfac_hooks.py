@@ -67,6 +67,9 @@ async def precondition(
 ) -> None:
     """Carry one bucket: average each layer at its owner, precondition it, gather directions.
 
+    A direction is a layer's preconditioned gradient, and takes the gradient's place. A solver is
+    the inverse or eigenbasis that preconditions it.
+
     With ``solvers_in_turn`` the owners make solvers before the job gives its turn away: that is
     compute of this step.
 
@@ -112,7 +115,7 @@ async def precondition(
         if layer.needs_solver(step.now):
             # Solvers are made of the running means: wait for all factors sent before this bucket.
             await packed.factors_added
-        with packed.exact():
+        with packed.exact():  # in full precision, even under autocast
             # The owner preconditions a whole layer. Each rank preconditions its rows of a spread
             # layer. The result is this rank's term in the KL clip's sum, if it has one.
             term = layer.precondition(step.now, link.rank)
@@ -150,7 +153,7 @@ async def precondition(
         # If a bucket of the step was refused, `backward()` raises: leave the gradients as they are.
         if not step.is_refused:
             packed.unpack(step.scale)
-    packed.free[packed.number] = packed.flat
+    packed.free[packed.number] = packed.flat  # a later step packs this bucket there
     # The last bucket opens this latch, and then one group of late factors leaves.
     step.all_written.count_down()
     # The optimizer and the next forward need the turn. For a deferred bucket this does nothing: the

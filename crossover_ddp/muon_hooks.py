@@ -4,7 +4,7 @@ The module begins with `orthogonalise`, the coroutine that carries one bucket. T
 `MuonState`, and the hook, `muon_hook`, follow.
 
 Under DDP every rank repeats Muon's Newton-Schulz iteration for every matrix. Here each matrix has
-an owner. The reduce-scatter sends the summed gradient to the owner. The owner keeps the momentum
+an owner. The reduce-scatter brings the mean gradient to the owner. The owner keeps the momentum
 and computes the direction, once for all ranks. The all-gather sends the direction to all ranks in
 bfloat16, the type in which torch computes it. So the exchange sends 0.75 times as many bytes as an
 all-reduce of float32 gradients. ``muon.step()`` stays torch's own. This is our design. Muon: Keller
@@ -64,10 +64,11 @@ _SKIPPED_STEPS_TO_WARN: Final = 3  # in a row
 
 
 async def orthogonalise(packed: MuonBucket, bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
-    """Average each whole gradient at its owner, and send its direction to all ranks, in backward.
+    """Average each matrix's gradient at its owner, which sends the direction to all ranks.
 
-    Nothing here waits for another bucket. ``muon.step()`` applies the directions later, on the
-    training thread, without an exchange.
+    A direction is an orthogonalised momentum. All of this happens during backward, and nothing here
+    waits for another bucket. ``muon.step()`` applies the directions later, on the training thread,
+    without an exchange.
 
     If a peer dies, the timeout passes or the process group ends, the ``await`` under way raises.
     That ends all exchange of the process group, and ``backward()`` raises the error. The momentum
@@ -87,7 +88,7 @@ async def orthogonalise(packed: MuonBucket, bucket: Bucket, link: Link, turn: Jo
     turn.request()
     # Each owner sends its directions, in bfloat16, and its share of the mean to all ranks.
     await link.all_gather(packed.back, packed.plan.back)
-    packed.unpack()
+    packed.unpack()  # keeps the directions for ``muon.step()``; gradients of matrices become zero
     await turn.acquire()  # before the optimizers' steps
 
 

@@ -3,9 +3,9 @@
 [Note: owners of whole parameters] If an optimizer treats each parameter by itself, one rank can
 update a parameter for all ranks. SOAP and Shampoo with their preconditioners, Muon and AdamW are
 such optimizers. Each bucket is packed by owner and reduce-scattered during backward. In ``step()``
-each rank runs the optimizers' own step on the parameters that it owns, as their sums arrive. The
-gather brings the new values to all ranks while the next forward runs. The hook sends as many bytes
-as plain DDP, and divides work and state by the number of ranks. Our design.
+each rank runs the optimizers' own step on the parameters that it owns, as their mean gradients
+arrive. The gather brings the new values to all ranks while the next forward runs. The hook sends as
+many bytes as plain DDP, and divides work and state by the number of ranks. Our design.
 
 Owners update in ``step()`` itself, on the training thread, because optimizers and their schedulers
 are not built for two threads. Little could run ahead anyway: the bucket that forward needs first is
@@ -60,16 +60,22 @@ __all__ = ["OwnerState", "owner_hook"]
 async def owned(bucket: Bucket, link: Link, turn: JourneyTurn, deferred: OwnedBucket) -> None:
     """Send gradients to the owners of their parameters, and updated parameters to all ranks.
 
-    If it raises, all exchange of the process group ends. The next call that waits for it raises the
-    error: ``backward()``, ``step()``, or the first read of a parameter in forward.
+    ``deferred.packed`` travels both ways, with one part per owner. The reduce-scatter runs while
+    backward computes, ``step()`` waits for it and updates this rank's part, and the all-gather runs
+    while the next forward computes.
+
+    If a peer dies or the timeout passes, the ``await`` under way raises. That ends all exchange of
+    the process group. The next call that waits for it raises the error: ``backward()``,
+    ``step()``, or the first read of a parameter in forward.
     """
     turn.release()  # backward's compute is launched: a sibling may have the device
     await bucket.computed()
+    # Afterwards this rank's part is the mean of the gradients of the parameters that it owns.
     await link.reduce_scatter(deferred.packed, deferred.layout)
     # Suspend until step() of the model's last optimizer reaches this bucket, on the training
     # thread.
     step = await next_stage()
-    deferred.take_step(step)
+    deferred.take_step(step)  # the updated parameters replace the gradients in this rank's part
     # Suspend until step() has updated all buckets. Then the last bucket goes first, because forward
     # needs its parameters first.
     await next_stage()
@@ -77,7 +83,7 @@ async def owned(bucket: Bucket, link: Link, turn: JourneyTurn, deferred: OwnedBu
     # Suspend until a parameter of this bucket is first read. The thread that reads it runs the
     # rest. step() has acquired the turn, before it updated the first bucket.
     await next_stage()
-    deferred.take_over()
+    deferred.take_over()  # overwrites the other owners' parameters
 
 
 class OwnerState(DeferredState, Owning):
@@ -371,7 +377,7 @@ class OwnerState(DeferredState, Owning):
                     )
 
     def _update(self, buckets: Sequence[OwnedBucket], plans: Mapping[int, StepPlan]) -> None:
-        """Update this rank's own parameters, bucket after bucket as their sums arrive."""
+        """Update this rank's own parameters, bucket after bucket as gradients arrive."""
         pending = self._owned
         pending.take_turn(buckets[0].bucket.own_shard.wait)
         step = OwnedStep(self._partials, plans)
