@@ -24,7 +24,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -32,7 +31,6 @@ from crossover_ddp._compression.codec import in_words
 from crossover_ddp._compression.compression import Compression
 from crossover_ddp._compression.planning import AnyCodec
 from crossover_ddp._ddp.checks import resolve_group
-from crossover_ddp._decoupled.clipping import clip
 from crossover_ddp._decoupled.pending import DeferredBucket, Pending, Phase, defer_step, next_stage
 from crossover_ddp._decoupled.state import DeferredState, check_one_optimizer, undeferred
 from crossover_ddp._decoupled.trial import Trial
@@ -64,7 +62,10 @@ async def decoupled(
     """
     turn.release()  # backward's compute is launched: a sibling may have the device
     await bucket.computed()
-    await link.reduce_scatter(bucket.flat, bucket.layout)
+    own = await link.reduce_scatter(bucket.flat, bucket.layout)
+    # Clipping and GradScaler ask for norms before step(). They need not wait for the gathers: sums
+    # of squares travel first.
+    await deferred.share_norms(own, link)
     # No gather begins before all buckets are reduced. Then the last bucket goes first, because
     # forward needs its parameters first.
     if not await bucket.all_reduced():
@@ -194,32 +195,6 @@ class DecoupledState(DeferredState):
             return True
         return self._trial.defers if self._trial.is_over else None
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Clip the norm of all gradients together, like ``torch.nn.utils.clip_grad_norm_``.
-
-        Call it before ``step()``. Each rank reads only its own parts, and the ranks exchange
-        three numbers each. The gradients are scaled when they are applied. If any rank has called
-        `flush` since ``backward()``, all ranks complete their gradients, and each rank clips its
-        own.
-
-        Args:
-            max_norm: the largest norm allowed.
-            norm_type: the p of the p-norm, which may be infinity. Default 2.
-            error_if_nonfinite: raise ``RuntimeError`` if the norm is infinite or NaN. Default
-                False.
-
-        Returns:
-            The norm before clipping, the same on all ranks.
-
-        On failure: ``UnsupportedConfigurationError`` if the last ``backward()`` raised.
-
-        **Collective**: all ranks of the job.
-        """
-        group = resolve_group(self.process_group)
-        return clip(self._pending, group, max_norm, float(norm_type), error_if_nonfinite)
-
     def drain(self) -> None:
         """Let the next step travel without compression, together with the residuals.
 
@@ -287,8 +262,7 @@ class DecoupledState(DeferredState):
             taken = self._send(exchange, bucket, undeferred, turn=self._turn)
             if pending.turn is not None:
                 pending.turn.is_held = True  # the exchange takes it before backward ends
-            if bucket.is_last():
-                pending.end_backward(Phase.IDLE)
+            pending.note_whole(bucket, taken)
         if bucket.is_last() and self._trial is not None and pending.is_settled:
             self._trial.backward_ended(exchange, taken.flat.device)
         return taken.future
@@ -407,32 +381,6 @@ class DecoupledKFACState(DeferredState):
         """Return the settings that all ranks must have in common."""
         assert self._kfac is not None
         return {"state": type(self).__name__, **self._kfac.fingerprint(bucket)}
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Clip the norm of all gradients together, like ``torch.nn.utils.clip_grad_norm_``.
-
-        Call it before ``step()``. It waits for all directions, because no rank has its own part
-        before the KL clip is known. So a step that is clipped is not deferred.
-
-        Args:
-            max_norm: the largest norm allowed.
-            norm_type: the p of the p-norm, which may be infinity. Default 2.
-            error_if_nonfinite: raise ``RuntimeError`` if the norm is infinite or NaN. Default
-                False.
-
-        Returns:
-            The norm before clipping, the same on all ranks.
-
-        On failure: ``UnsupportedConfigurationError`` if the last ``backward()`` raised.
-        """
-        pending = self._pending
-        pending.collect()
-        pending.make_whole()
-        return nn.utils.clip_grad_norm_(
-            pending.parameters(), max_norm, norm_type, error_if_nonfinite
-        )
 
     def stats(self) -> dict[str, Any]:
         """Return the common statistics and those of deferring; see `DecoupledState.stats`.

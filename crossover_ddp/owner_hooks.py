@@ -26,14 +26,13 @@ from torch.optim import Optimizer
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._decoupled.clipping import clip
 from crossover_ddp._decoupled.owned import (
-    TOUCHED,
     OwnedBucket,
     OwnedPending,
     OwnedStep,
     withhold,
 )
 from crossover_ddp._decoupled.owner_costs import costs_of
-from crossover_ddp._decoupled.pending import Phase, as_in_step, check_not_scaled, next_stage
+from crossover_ddp._decoupled.pending import Phase, as_in_step, next_stage
 from crossover_ddp._decoupled.state import DeferredState, check_optimizers, undeferred
 from crossover_ddp._engine.buckets import (
     Bucket,
@@ -71,7 +70,9 @@ async def owned(bucket: Bucket, link: Link, turn: JourneyTurn, deferred: OwnedBu
     turn.release()  # backward's compute is launched: a sibling may have the device
     await bucket.computed()
     # Afterwards this rank's part is the mean of the gradients of the parameters that it owns.
-    await link.reduce_scatter(deferred.packed, deferred.layout)
+    own = await link.reduce_scatter(deferred.packed, deferred.layout)
+    # Clipping and GradScaler ask for norms before step(), so all ranks get the sums of squares.
+    await deferred.share_norms(own, link)
     # Suspend until step() of the model's last optimizer reaches this bucket, on the training
     # thread.
     step = await next_stage()
@@ -205,9 +206,24 @@ class OwnerState(DeferredState, Owning):
     ) -> torch.Tensor:
         """Clip the norm of all gradients together, like ``torch.nn.utils.clip_grad_norm_``.
 
-        Each rank reads the mean gradients that it owns. Arguments, result, failures and collective
-        calls are those of `DecoupledState.clip_grad_norm_`.
+        For the 2-norm that function works as well, and gives the same result. For any other norm,
+        call this one: the ranks then exchange two numbers each. Call either before ``step()``.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: the p of the p-norm, which may be infinity. Default 2.
+            error_if_nonfinite: raise ``RuntimeError`` if the norm is infinite or NaN. Default
+                False.
+
+        Returns:
+            The norm before clipping, the same on all ranks.
+
+        On failure: ``UnsupportedConfigurationError`` if the last ``backward()`` raised.
+
+        **Collective**: all ranks of the job.
         """
+        if norm_type == 2.0:
+            return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         group = resolve_group(self.process_group)
         return clip(self._owned, group, max_norm, float(norm_type), error_if_nonfinite)
 
@@ -312,7 +328,8 @@ class OwnerState(DeferredState, Owning):
         model = self._owned.model()
         return OwnedBucket(
             bucket,
-            parameters,
+            self._owned.gradients.cuts(parameters, buffer, bucket.layout),
+            self._owned.begin_sums(),
             # If DDP copies gradients out of its bucket, this is empty, and none is copied back.
             None if model is not None and model.gradient_as_bucket_view else {},
             packed=packed,
@@ -340,7 +357,6 @@ class OwnerState(DeferredState, Owning):
                     "step() once after each backward() with owner_hook, outside of no_sync()"
                 )
             return original()
-        check_not_scaled(partial.optimizer, TOUCHED)
         check_unhooked(partial.optimizer)
         if number in pending.plans:
             raise UnsupportedConfigurationError(

@@ -249,9 +249,16 @@ class CodedLink(LinkAround):
         # Copy this rank's own gradient, because the result will overwrite it.
         self._pack(self._pieces(self.rank), self.rank, self._own)
 
+    @property
+    def exact(self) -> Link:
+        return self._link
+
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         if self._is_exact:
-            return await super().reduce_scatter(flat, layout)
+            shard = await super().reduce_scatter(flat, layout)
+            if not self._has_work:
+                self._add_residual(flat)
+            return shard
         await self.all_to_all(*self._outgoing, *self._incoming)
         await self.compute()
         mean = self._mean()
@@ -263,13 +270,8 @@ class CodedLink(LinkAround):
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         if self._is_exact:
-            own = self._residuals[self.rank]
-            if own.is_cuda:
-                # The host drops this object before the device has read the residual.
-                own.record_stream(torch.cuda.current_stream(own.device))
-            pieces = self._views(own, self.rank)
-            for run, piece in zip(self.parts[self.rank].coded, pieces, strict=False):
-                flat[slice(*run.span)].add_(piece)
+            if self._has_work:
+                self._add_residual(flat)
             await super().all_gather(flat, layout)
             return
         if self._has_work:
@@ -279,6 +281,16 @@ class CodedLink(LinkAround):
         for owner in range(self.size):
             if owner != self.rank:
                 self._decode(owner)
+
+    def _add_residual(self, flat: Tensor) -> None:
+        """Add this owner's residual to its result."""
+        own = self._residuals[self.rank]
+        if own.is_cuda:
+            # The host drops this object before the device has read the residual.
+            own.record_stream(torch.cuda.current_stream(own.device))
+        pieces = self._views(own, self.rank)
+        for run, piece in zip(self.parts[self.rank].coded, pieces, strict=False):
+            flat[slice(*run.span)].add_(piece)
 
     def sent_bytes(self, flat: Tensor) -> tuple[int, int]:
         """Return how many bytes this rank sends in both halves, and how many it would uncoded."""

@@ -96,6 +96,33 @@ SUBMODULES: Final = "_modules"
 # Guard: tests/multiprocess/test_written_between_steps.py.
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
+# Whether a tensor shares its version counter with others that view the same memory. Without it:
+# nothing works. Guard: tests/unit/decoupled/test_lazy_gradients.py.
+is_view: Callable[[Tensor], bool] = operator.methodcaller("_is_view")
+
+# For tensors without memory of their own, such as gradients that are still exchanged: the
+# constructor; the value of __torch_function__ that leaves its operations to __torch_dispatch__; and
+# a function that sets the error message for code that reads its address. Without the first two:
+# nothing works. Without the last: torch's own message, which does not name the remedy.
+# Guard: tests/unit/decoupled/test_lazy_gradients.py.
+make_wrapper_subclass: Callable[..., Any] = getattr(Tensor, "_make_wrapper_subclass")  # noqa: B009
+disabled_torch_function: Final[Any] = getattr(torch._C, "_disabled_torch_function_impl")  # noqa: B009
+_set_message: Final[Callable[[int, str], None] | None] = getattr(
+    torch._C, "_set_storage_data_ptr_access_error_msg", None
+)
+
+
+def explain_missing_memory(tensor: Tensor, message: str) -> None:
+    """Set the message of the error that code gets if it reads the address of ``tensor``."""
+    if _set_message is not None:
+        storage = torch._C.TensorBase.untyped_storage(tensor)
+        _set_message(storage._cdata, message)
+
+
+# The operation with which GradScaler checks gradients and unscales them. Without it: the package
+# cannot be imported. Guard: tests/unit/decoupled/test_lazy_gradients.py.
+amp_unscale: Final[Any] = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
 # A context manager that lets us write tensors without giving them a new version. Autograd may have
 # saved the buffers that are overwritten, as with DDP's own broadcast. Without it: buffers stay with
 # DDP. Guard: tests/multiprocess/test_module_buffers.py, "between_steps".

@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 
 _SKIPPED_STEPS_TO_WARN: Final = 3
 TOUCHED: Final = (
-    "gradients were changed between backward() and step() (by torch.nn.utils.clip_grad_norm_, "
-    "GradScaler, p.grad.mul_): where parameters have owners they are NaN, and only a parameter's "
-    "owner has its mean; use state.clip_grad_norm_ to clip, and bfloat16 instead of a GradScaler"
+    "gradients were changed between backward() and step(), or multiplied by a number computed from "
+    "them (a norm of one's own, p.grad.add_): where parameters have owners they are NaN, and only "
+    "a parameter's owner has its mean; clip by torch.nn.utils.clip_grad_norm_ or "
+    "state.clip_grad_norm_"
 )
 UNOWNED: Final = (
     "expected step() of the optimizers that OwnerState was made with, got parameters that were "
@@ -40,6 +41,12 @@ UNOWNED: Final = (
     "and only a parameter's owner has its mean. Restore the parameters from a checkpoint; to train "
     "with another optimizer wrap the model again, with an OwnerState of it; for SAM keep the first "
     "pass in model.no_sync(), or use DecoupledState"
+)
+UNSTEPPED: Final = (
+    "expected step() of the optimizers that OwnerState was made with, got parameters that were "
+    "written without it (by another optimizer, a SAM step on exchanged gradients, or "
+    "p -= lr * p.grad): where parameters have owners gradients are NaN, and only a parameter's "
+    "owner has its mean; wrap the model again, with an OwnerState of the optimizer that steps"
 )
 UNEXCHANGED: Final = (
     "the gradients that backward() left were replaced: either p.grad was assigned, which "
@@ -98,11 +105,16 @@ class OwnedBucket(DeferredBucket):
     """
 
     changed: ClassVar[str] = TOUCHED  # see [Note: gradients that are withheld]
-    replaced: ClassVar[str] = UNEXCHANGED
     packed: torch.Tensor
     layout: tuple[int, ...]
     pieces: Mapping[int, torch.Tensor]
     own: set[int]
+
+    def collect(self) -> None:
+        """Record which gradients to apply; refuse those that are not the bucket's own."""
+        if self.is_replaced():
+            raise UnsupportedConfigurationError(UNEXCHANGED)
+        DeferredBucket.collect(self)
 
     def take_step(self, step: OwnedStep) -> None:
         """Update the parameters that this rank owns, and pack them for the other ranks."""
@@ -122,21 +134,32 @@ class OwnedBucket(DeferredBucket):
         # These are aliases. If an optimizer changes them, it does not look like a change by the
         # user; see [Note: versions].
         own = [Update(p, gradient.data) for p, gradient in self.updates if id(p) in self.own]
-        means = [*self.own_pieces()]
-        if self.factor is not None:
-            for mean in means:
-                mean.mul_(self.factor)
-            self.factor = None
-        if own:
-            torch._foreach_copy_([gradient for _, gradient in own], means)
+        for parameter, gradient in own:
+            mean = self.pieces[id(parameter)]
+            for scaling in self.scalings.get(id(parameter), ()):
+                scaling.apply(mean)
+            gradient.copy_(mean)
+        self.scalings = {}
         return own
 
-    def own_pieces(self) -> Iterator[torch.Tensor]:
+    def own_means(self) -> Iterator[torch.Tensor]:
         """Yield the mean gradient of each parameter that this rank owns."""
         self.bucket.own_shard.wait()
-        for parameter, _ in self.updates:
-            if id(parameter) in self.own:
+        for parameter in self.parameters:
+            if id(parameter) in self.own and parameter.grad is not None:
                 yield self.pieces[id(parameter)]
+
+    async def share_norms(self, own: torch.Tensor, link: Link) -> None:
+        """Add up the squares of this rank's parameters; see `DeferredBucket.share_norms`."""
+        nothing = own[:0]
+        self.sums.add(
+            [
+                (p, self.pieces[id(p)].reshape(-1) if id(p) in self.own else nothing)
+                for p in self.parameters
+            ]
+        )
+        if self.bucket.last:
+            await self.sums.gather(self.bucket, link)
 
     def gather(self, link: Link) -> JourneyCoroutine:
         """Return the journey stage that gathers updated parameters, for the engine to run."""
@@ -154,6 +177,8 @@ class OwnedPending(Pending):
 
     No rank ever completes its gradients. If the user skips a step, it is dropped.
     """
+
+    _completes: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -186,8 +211,19 @@ class OwnedPending(Pending):
     def make_whole(self) -> None:
         """Leave the gradients alone, because only owners have the mean."""
 
-    def _gradients_are_read(self) -> None:
-        """Leave the gradients alone, because their mark shows that they are withheld."""
+    def collect(self) -> None:
+        """Collect the step's gradients; refuse factors that user code has computed from NaNs."""
+        super().collect()
+        scalings = {s for each in self.owned for taken in each.scalings.values() for s in taken}
+        # A norm that is NaN because a gradient is makes a factor NaN as well, as in plain DDP.
+        if any([each.is_nan() for each in scalings]) and self.sums.are_finite():
+            raise UnsupportedConfigurationError(TOUCHED)
+
+    def _backward_ends(self) -> None:
+        # Code that writes to parameters before `step()` may have used gradients, which are NaN.
+        for each in self.awaiting_step:
+            each.note_parameters(each.parameters, bits=self.is_checked, views=self._sampled)
+        super()._backward_ends()
 
     def check_backward(self) -> None:
         """Refuse a second backward pass without a step. This is called before each bucket."""
@@ -205,6 +241,8 @@ class OwnedPending(Pending):
         """Drop a skipped step, then prepare for DDP's forward as in `Pending`."""
         self.check_all_stepped()
         self._forget_dropped()
+        if self.phase is Phase.REDUCED and any([each.is_written() for each in self.awaiting_step]):
+            raise UnsupportedConfigurationError(UNSTEPPED)
         model = self.model()
         if model is not None:
             check_not_joined(
@@ -257,7 +295,8 @@ class OwnedPending(Pending):
                 "when all optimizers have stepped, so that step is lost; after each backward() "
                 "call step() of all of them or of none, or use DecoupledState"
             )
-        self._skipped += 1
+        if self.sums.are_finite():  # otherwise a GradScaler is right to skip the step
+            self._skipped += 1
         if self._skipped == _SKIPPED_STEPS_TO_WARN:
             logger.warning(
                 "%d steps in a row were skipped: with OwnerState gradients are NaN until step(), "

@@ -37,7 +37,7 @@ from crossover_ddp._ddp.checks import named_parameters_of, names_of
 from crossover_ddp._engine.buckets import Bucket, after_backward, contents_of
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Journey, JourneyCoroutine
-from crossover_ddp._engine.links import parts
+from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.observe import step_begins
 from crossover_ddp._owners.optimizer import (
     PartialOptimizer,
@@ -54,6 +54,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .forward_turn import ForwardTurn
 from .guards import Guards, called_by_compiled_code
+from .lazy_gradients import Cut, LazyGradients, Scaling, SquareSums, plain_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,8 @@ _CHECKED_STEPS: Final = 3
 _EARLY_STEPS_TO_WARN: Final = 3
 _STEPS_CLOSE_TOGETHER: Final = 10
 BEGINS: Final = "the first steps are not, until DDP's buckets stay as they are"
-_LOOKED_AT: Final = "parameters or gradients are looked at between backward() and step()"
+_LOOKED_AT: Final = "gradients are read between backward() and step()"
+_REPLACED: Final = "gradients are assigned between backward() and step()"
 _WATCHED: Final = "a hook of the optimizer's step, or a function around it, sees parameters"
 CHANGED: Final = (
     "gradients were changed in place between backward() and step() (by "
@@ -82,19 +84,6 @@ STATE_WRITTEN: Final = (
     "the optimizer's state was written between optimizer.step() and the update that it belongs "
     "to, through a reference that was taken earlier (momentum = optimizer.state[p][...]); call "
     "state.flush() after step(), or take it from optimizer.state in that line"
-)
-UNSTEPPED: Final = (
-    "expected step() of the optimizer that the state was made with, got parameters that were "
-    "written without it while only a part of their gradients had been averaged (by another "
-    "optimizer, a SAM step on exchanged gradients, or p -= lr * p.grad on parameters taken "
-    "earlier); call state.flush() before that line, or wrap the model again, with a new state of "
-    "the optimizer that steps"
-)
-REPLACED: Final = (
-    "the gradients that backward() left were replaced: either p.grad was assigned, or "
-    "model.require_backward_grad_sync was changed between forward and backward, so that this "
-    "backward() was not exchanged; set it before forward (or use model.no_sync()), and call "
-    "flush() before you replace p.grad"
 )
 STRANGERS: Final = (
     "expected an optimizer of one DDP model, got gradients of %d other parameters in it; give "
@@ -229,24 +218,27 @@ class DeferredBucket:
 
     Args:
         bucket: the engine's bucket, which exchanges the gradients.
-        parameters: the parameters whose gradients it holds.
+        cuts: the parameters whose gradients it holds, with their places.
+        sums: the sums of squares of the backward pass.
         views: views of ``bucket.flat`` by the parameter's id, if gradients are not themselves views
             of DDP's buffer. The mean is then copied to the gradients, the only way DDP allows.
     """
 
-    # Error messages, which differ if owners keep the mean.
+    # The error message, which differs if owners keep the mean.
     changed: ClassVar[str] = CHANGED
-    replaced: ClassVar[str] = REPLACED
 
     bucket: Bucket
-    parameters: list[torch.Tensor]
+    cuts: list[Cut]
+    sums: SquareSums
     views: Mapping[int, torch.Tensor] | None = None
+    parameters: list[torch.Tensor] = field(init=False)
     # The stages of the bucket's journey.
     stages: Stages = field(init=False)
     # The gradients to apply. Set by `step()`.
     updates: list[Update] = field(default_factory=list)
-    # The product of all clipping factors. It scales the gradients before they are applied.
-    factor: torch.Tensor | None = None
+    # Operations on the gradients that user code has asked for since backward, by the parameter's
+    # id. They are applied before the update.
+    scalings: dict[int, list[Scaling]] = field(default_factory=dict)
     # Passed to the journey's last stage.
     step: object = None
     # Whether the bucket's update has not been applied yet.
@@ -264,6 +256,7 @@ class DeferredBucket:
     _separate: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.parameters = [cut.parameter for cut in self.cuts]
         self.arriving = self.bucket
         self.updated = self.parameters
         self.gradient_seal = Seal([self.bucket.result])
@@ -278,45 +271,85 @@ class DeferredBucket:
         self.stages = Stages(lambda: journey)
         self.stages.run()
 
+    def is_replaced(self) -> bool:
+        """Return whether user code has assigned another gradient to any of the parameters."""
+        return not all(
+            [
+                gradient is None or self._is_own(parameter, gradient)
+                for parameter in self.parameters
+                for gradient in [plain_of(parameter.grad)]
+            ]
+        )
+
+    def _is_own(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+        if self.views is not None:
+            return self._separate.get(id(parameter)) is gradient
+        begin = self.bucket.result.data_ptr()
+        end = begin + self.bucket.result.nbytes
+        return begin <= gradient.data_ptr() < end or not gradient.numel()
+
     def collect(self) -> None:
         """Record which gradients to apply: all but those that the user has dropped."""
         self.check_gradients()
-        self.updates = []
-        begin = self.bucket.result.data_ptr()
-        end = begin + self.bucket.result.nbytes
-        for parameter in self.parameters:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if self.views is not None:
-                is_ours = self._separate.get(id(parameter)) is gradient
-            else:
-                is_ours = begin <= gradient.data_ptr() < end or not gradient.numel()
-            if not is_ours:
-                raise UnsupportedConfigurationError(self.replaced)
-            self.updates.append(Update(parameter, gradient))
+        gradients = [(parameter, plain_of(parameter.grad)) for parameter in self.parameters]
+        self.updates = [Update(p, gradient) for p, gradient in gradients if gradient is not None]
 
     def note_separate(self) -> None:
         """Record gradients that are not views. DDP has finished writing them after backward."""
         self._separate = {id(p): p.grad for p in self.parameters if p.grad is not None}
         self.gradient_seal = Seal(self._separate.values())
 
+    async def share_norms(self, own: torch.Tensor, link: Link) -> None:
+        """Add up the squares of this rank's shard. With the last bucket, all ranks' sums travel.
+
+        See [Note: sums ahead of gathers].
+        """
+        if self.sums.travel:
+            begin = sum(self.bucket.layout[: link.rank])
+            stop = begin + own.numel()
+            own_of = []
+            for parameter, span, _ in self.cuts:
+                first = min(max(span.start, begin), stop)
+                own_of.append(
+                    (parameter, own[first - begin : min(max(span.stop, first), stop) - begin])
+                )
+            self.sums.add(own_of)
+            if self.bucket.last:
+                await self.sums.gather(self.bucket, link)
+
     def complete(self) -> None:
         """Scale the mean, which has arrived, and copy it to the gradients that still exist."""
-        if self.factor is not None:
-            self.bucket.flat.mul_(self.factor)
-            self.factor = None
-            self.gradient_seal = Seal(self.sealed())
+        self._scale()
         if self.views:
             self._copy_mean(self.views)
 
+    def _scale(self) -> None:
+        scalings = self.scalings
+        self.scalings = {}
+        if not scalings:
+            return
+        flat = self.bucket.flat
+        first = next(iter(scalings.values()))
+        is_alike = [
+            len(each) == len(first) and all([a is b for a, b in zip(each, first, strict=True)])
+            for each in scalings.values()
+        ]
+        if len(scalings) == len(self.cuts) and all(is_alike):
+            for scaling in first:
+                scaling.apply(flat)
+            return
+        for cut in self.cuts:
+            for scaling in scalings.get(id(cut.parameter), ()):
+                scaling.apply(flat[cut.span.start : cut.span.stop])
+
     def _copy_mean(self, views: Mapping[int, torch.Tensor]) -> None:
         kept = [
-            p for p in self.parameters if p.grad is not None and self._separate.get(id(p)) is p.grad
+            (gradient.data, views[id(p)])  # writing to ``data`` counts no version
+            for p in self.parameters
+            if (gradient := plain_of(p.grad)) is not None and self._separate.get(id(p)) is gradient
         ]
         if kept:  # usually `zero_grad()` has dropped them
-            gradients = [p.grad.data for p in kept if p.grad is not None]  # counts no version
-            torch._foreach_copy_(gradients, [views[id(p)] for p in kept])
+            torch._foreach_copy_([to for to, _ in kept], [mean for _, mean in kept])
         self.updates = [Update(parameter, views[id(parameter)]) for parameter, _ in self.updates]
 
     def sealed(self) -> list[torch.Tensor]:
@@ -358,23 +391,6 @@ class DeferredBucket:
         """Refuse gradients that user code has changed; see [Note: versions]."""
         if self.gradient_seal.is_broken:
             raise UnsupportedConfigurationError(self.changed)
-
-    def own_pieces(self) -> Iterator[torch.Tensor]:
-        """Yield this rank's pieces of the mean, leaving out gradients that are not applied."""
-        self.bucket.own_shard.wait()
-        flat = self.bucket.flat
-        layout = self.bucket.layout
-        rank = self.bucket.link.rank
-        own = parts(flat, layout)[rank]
-        start = sum(layout[:rank])
-        for update in self.updates:
-            place = update.gradient if self.views is None else self.views[id(update.parameter)]
-            reals = place.itemsize // flat.itemsize  # DDP views complex as real
-            begin = place.storage_offset() * reals - flat.storage_offset()
-            first = max(begin, start)
-            stop = min(begin + place.numel() * reals, start + own.numel())
-            if first < stop:
-                yield own[first - start : stop - start]
 
 
 class StateSeal:
@@ -430,12 +446,17 @@ class Pending:
     A lock protects them, because one thread may read parameters to save a checkpoint while another
     thread trains.
 
+    Attributes:
+        _completes: whether this rank completes gradients that user code reads.
+
     Args:
         optimizers: the optimizers whose steps are deferred.
         check: a function to call with each bucket that has a new parameter; it may refuse the
             bucket.
         turn: the job's turn, or None if the job takes no turns.
     """
+
+    _completes: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -456,6 +477,14 @@ class Pending:
         # The ids of the model's parameters.
         self.known: set[int] = set()
 
+        # The gradients that user code sees from `backward()` until its updates are applied.
+        self.gradients = LazyGradients(
+            self._complete_gradients if self._completes else None, self.lock
+        )
+        # The sums of squares of the backward pass.
+        self.sums: SquareSums
+        # The cuts of the buckets of a backward pass that is not deferred.
+        self._whole: list[list[Cut]] = []
         # The buckets of the latest backward pass, until `step()` takes them.
         self.awaiting_step: list[DeferredBucket] = []
         # The buckets whose updates have not been applied yet, by the id of each parameter.
@@ -491,9 +520,8 @@ class Pending:
             "correct, but updates wait for the network"
         )
         self._early_looks = _Often(
-            "parameters or gradients are looked at between backward() and optimizer.step() "
-            "(clipping, GradScaler, logs of norms, ...): correct, but such steps are those of "
-            "plain DDP; to clip, use state.clip_grad_norm_"
+            "gradients are read between backward() and optimizer.step() (other than by norms, "
+            "clipping and GradScaler): correct, but such steps are those of plain DDP"
         )
 
     def _enter(self, phase: Phase) -> None:
@@ -530,6 +558,8 @@ class Pending:
     def close(self) -> None:
         """Drop the buckets, and leave every later step to the optimizer itself."""
         self._forget_buckets()
+        self.awaiting_read = {}  # the rest cannot be applied
+        self.gradients.withdraw_all()
         self._enter(Phase.CLOSED)
         self.guards = None
 
@@ -554,6 +584,14 @@ class Pending:
         self._forget_buckets()
         # Needed only if there was no forward, as when Join stands in for a rank without inputs.
         self.update_all()
+        self.gradients.withdraw_all()
+        self._whole = []
+
+    def begin_sums(self) -> SquareSums:
+        """Return the sums of squares of the deferred backward pass that is under way."""
+        if not self.awaiting_step:
+            self.sums = self.gradients.begin_sums(always=not self._completes)
+        return self.sums
 
     def deferred(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> DeferredBucket:
         """Create the deferred bucket for DDP's ``grad_bucket``, which ``bucket`` exchanges."""
@@ -562,12 +600,27 @@ class Pending:
         if model is not None and not model.gradient_as_bucket_view:
             # DDP copies gradients out of its bucket.
             views = {id(p): view for p, view, _ in contents_of(grad_bucket, bucket.flat)}
-        return DeferredBucket(bucket, grad_bucket.parameters(), views)
+        cuts = self.gradients.cuts(grad_bucket.parameters(), bucket.flat, bucket.layout)
+        return DeferredBucket(bucket, cuts, self.begin_sums(), views)
+
+    def note_whole(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> None:
+        """Record a bucket for which backward waits."""
+        cuts = self.gradients.cuts(grad_bucket.parameters(), bucket.flat, bucket.layout)
+        self._whole.append(cuts)
+        if bucket.last:
+            after_backward(self._whole_backward_ends)
+            self.end_backward(Phase.IDLE)
+
+    def _whole_backward_ends(self) -> None:
+        """Let gradients answer for their norms as in a deferred step; see [Note: one norm]."""
+        self.gradients.end_sums()
+        self.gradients.install(self._whole, are_complete=True)
 
     def hand_back(self, deferred: DeferredBucket) -> None:
         """Record a bucket whose exchange is running without backward waiting for it."""
         self.awaiting_step.append(deferred)
         if deferred.bucket.last:
+            self.sums.expect(deferred.bucket)
             self._note_buckets()
             if not after_backward(self._backward_ends):  # in Join's shadow pass
                 self.end_backward(Phase.REDUCED)
@@ -583,9 +636,6 @@ class Pending:
     def _note_buckets(self) -> None:
         buckets = self.awaiting_step
         shape = tuple([(each.bucket.flat.numel(), *map(id, each.parameters)) for each in buckets])
-        for each in buckets:
-            # Code that writes to parameters before `step()` may have read gradients.
-            each.note_parameters(each.parameters, bits=False, views=self._sampled)
         self._backwards += 1
         same = shape == self._shape
         self._shape = shape
@@ -604,7 +654,7 @@ class Pending:
                 each.bucket.wait()
                 each.complete()
                 each.gradient_seal = Seal(each.sealed(), bits=True)
-                each.note_parameters(each.parameters, bits=True, views=self._sampled)
+        self.gradients.install([each.cuts for each in self.awaiting_step], are_complete=False)
         self.end_backward(Phase.REDUCED)
 
     def _forget_buckets(self) -> None:
@@ -625,18 +675,6 @@ class Pending:
                 "all of them after each backward(), one after the other"
             )
 
-    def check_stepped(self) -> None:
-        """Refuse parameters that were written without `step()`.
-
-        The code that wrote them may have used partially reduced gradients.
-        """
-        with self.lock:
-            if self.phase is Phase.REDUCED and any(
-                [each.is_written() for each in self.awaiting_step]
-            ):
-                self.make_whole()
-                raise UnsupportedConfigurationError(UNSTEPPED)
-
     def make_whole(self) -> None:
         """Wait until ``p.grad`` holds the mean in all buckets that await `step()`."""
         with self.lock:
@@ -647,22 +685,39 @@ class Pending:
             # pass may write to any of the buckets.
             for each in buckets:
                 each.check_gradients()
+                self.gradients.note_norms(each.cuts, each.bucket.flat)
+                each.scalings.update(self.gradients.take_scalings(each.parameters))
                 with as_in_step(each.bucket.flat.device.type):
                     each.complete()
+            self.gradients.completed()
             if self.phase not in _IN_BACKWARD and self.awaiting_step is buckets:
                 self._forget_buckets()
 
-    def collect(self) -> None:
-        """Collect the step's gradients; refuse them if the result would differ from plain DDP's."""
+    def _complete_gradients(self) -> None:
+        """Complete gradients because user code reads them."""
+        with self.lock:
+            if self.phase is Phase.REDUCED:
+                self._early_looks.note(self._backwards)
+            self.update_all()
+            self.make_whole()
+
+    def check_can_step(self) -> None:
+        """Refuse a step if the last backward pass or step has failed."""
         if self.phase in _WITHOUT_STEP:
             raise UnsupportedConfigurationError(
                 "the last backward() or step() raised; run another backward() before step() or "
                 "clip_grad_norm_()"
             )
+
+    def collect(self) -> None:
+        """Collect the step's gradients; refuse them if the result would differ from plain DDP's."""
+        self.check_can_step()
+        self.gradients.stepped()
         if not self.awaiting_step:
             return
         for each in self.awaiting_step:
             each.collect()
+            each.scalings.update(self.gradients.take_scalings(each.parameters))
         strangers = [p for p in self.parameters() if p.grad is not None and id(p) not in self.known]
         if not strangers:
             return
@@ -757,16 +812,17 @@ class Pending:
         """Prepare for DDP's forward by applying the updates that it may read past the guards."""
         is_compiled = called_by_compiled_code()
         self.check_all_stepped()
-        self.check_stepped()
         if is_compiled or not self.is_settled:
             self.update_all()
         else:
             self.update_unguarded()
         # If there was no step, complete gradients now, since backward will write to the buckets.
         self.make_whole()
+        is_recorded = torch.is_grad_enabled()
+        if is_recorded and not self.awaiting_read:
+            self.gradients.withdraw_all()  # DDP reads their addresses to rebuild its buckets
         if self.phase in (Phase.IDLE, Phase.DEFERRED):
             self._enter(Phase.FORWARD)
-        is_recorded = torch.is_grad_enabled()
         if self.forward_reads.begin(is_recorded and not is_compiled):
             self._guard()
         if is_recorded:
@@ -779,6 +835,8 @@ class Pending:
         self.forward_reads.end()
         self.update_all()
         self.make_whole()
+        if torch.is_grad_enabled():
+            self.gradients.withdraw_all()  # autograd adds to them
         self._enter(Phase.IDLE if self.phase is Phase.FORWARD else self.phase)
 
     def take_turn(self, until_needed: Callable[[], None]) -> None:
@@ -803,16 +861,10 @@ class Pending:
         )
 
     def reads(self, parameters: Iterable[torch.Tensor | None]) -> None:
-        """Apply the updates of ``parameters``, which are about to be read.
-
-        If `step()` has not been called yet, complete the gradients first, because the reader may
-        want to use them.
-        """
+        """Apply the updates of ``parameters``, which are about to be read."""
         if threading.get_ident() in self._blind:
             return
         self.check_all_stepped()
-        if self.phase is Phase.REDUCED:
-            self._gradients_are_read()
         for parameter in parameters:
             if parameter is not None:
                 self.forward_reads.note(parameter)
@@ -821,13 +873,6 @@ class Pending:
                         if found.is_due and self.phase is not Phase.FORWARD:
                             self._early_reads.note(self.steps)
                         self._update_these([found])
-
-    def _gradients_are_read(self) -> None:
-        with self.lock:
-            if self.phase is Phase.REDUCED:  # otherwise another thread has done this
-                self.check_stepped()
-                self._early_looks.note(self._backwards)
-                self.make_whole()
 
     def look(self) -> None:
         """Apply pending updates before user code iterates over the optimizers' parameters."""
@@ -896,6 +941,7 @@ class Pending:
             raise
         finally:
             self._applying = 0
+        self.gradients.withdraw(deferred.parameters)
         for parameter in deferred.parameters:
             self.awaiting_read.pop(id(parameter), None)
         if deferred in self._unguarded:
@@ -995,29 +1041,26 @@ class _Often:
 def defer_step(pending: Pending, optimizer: PartialOptimizer, original: Callable[[], Any]) -> Any:
     """Defer a step of the only optimizer, or call ``original`` if the step cannot be deferred."""
     guard_state(optimizer.optimizer, pending.state_is_read)
-    pending.collect()
+    pending.check_can_step()
     if not pending.awaiting_step:
         pending.why_whole = _LOOKED_AT
-        return original()
-    check_not_scaled(optimizer.optimizer, CHANGED)
-    if not pending.is_settled:
+    elif not pending.is_settled:
         pending.why_whole = BEGINS
-        pending.make_whole()
-        return original()
-    if is_watched(optimizer.optimizer) or not optimizer.is_own:
+    elif any([each.is_replaced() for each in pending.awaiting_step]):
+        pending.why_whole = _REPLACED
+    elif is_watched(optimizer.optimizer) or not optimizer.is_own:
         pending.why_whole = _WATCHED
+    else:
+        pending.why_whole = None
+    pending.collect()
+    if pending.why_whole is not None:
         pending.make_whole()
+        pending.gradients.withdraw_all()
         return original()
     with pending.unwatched():
         plan = optimizer.plan()
         pending.defer(DeferredStep(optimizer, plan), plan.attributes["state"])
     return None
-
-
-def check_not_scaled(optimizer: Optimizer, text: str) -> None:
-    """Refuse a step, with ``text``, if a GradScaler has passed its scale to the optimizer."""
-    if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
-        raise UnsupportedConfigurationError(text)
 
 
 @contextlib.contextmanager

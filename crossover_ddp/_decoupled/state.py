@@ -143,6 +143,29 @@ class DeferredState(HookState):
         self._pending.update_all()
         self._pending.make_whole()
 
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the norm of all gradients together, like ``torch.nn.utils.clip_grad_norm_``.
+
+        That function works as well, and gives the same result. Call either before ``step()``. With
+        another norm than the 2-norm, the gradients are completed first.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: the p of the p-norm, which may be infinity. Default 2.
+            error_if_nonfinite: raise ``RuntimeError`` if the norm is infinite or NaN. Default
+                False.
+
+        Returns:
+            The norm before clipping, the same on all ranks.
+
+        On failure: ``UnsupportedConfigurationError`` if the last ``backward()`` raised.
+        """
+        self._pending.check_can_step()
+        parameters = self._pending.parameters()
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
     def on_update(self, listener: Callable[[Sequence[torch.Tensor]], object]) -> RemovableHandle:
         """Call ``listener`` with the parameters that each step has just updated.
 

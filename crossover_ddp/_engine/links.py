@@ -135,6 +135,11 @@ class Link:
     async def settle(self) -> None:
         """Resume on a thread that may block. The journey must issue no collective afterwards."""
 
+    @property
+    def exact(self) -> "Link":
+        """The same link without a codec, for tensors that must arrive as they are."""
+        return self
+
     def sent(self) -> int:
         """Return the number of bytes that this rank has sent since the previous call."""
         sent = self._sent_bytes

@@ -180,6 +180,10 @@ class TracedLink(LinkAround):
         self._timeline = timeline
         self._details = details
 
+    @property
+    def exact(self) -> Link:
+        return self._link.exact  # without spans
+
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         return await self._recorded("reduce_scatter", super().reduce_scatter(flat, layout), flat)
 

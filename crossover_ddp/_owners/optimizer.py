@@ -64,6 +64,8 @@ _MISSING: Final = object()
 _TRIED_STEPS: Final = 2
 _MARK: Final = "_crossover_ddp_state"  # attribute of an optimizer that is intercepted
 _OURS: Final = ("step", "zero_grad", "__getstate__")  # methods that are intercepted
+# GradScaler sets these on a fused optimizer for one step.
+_SCALER_ATTRIBUTES: Final = ("grad_scale", "found_inf")
 _SAMPLED: Final = 8  # number of elements that are sampled in each tensor
 # The integer type with as many bytes as an element.
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -112,9 +114,11 @@ class PartialOptimizer:
         setattr(self.optimizer, torch_private.STEP_WAS_CALLED, True)
         groups = self.optimizer.param_groups
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
-        plan = StepPlan(
-            [_hyper_parameters(group) for group in groups], group_of, {**vars(self.optimizer)}
-        )
+        attributes = {**vars(self.optimizer)}
+        for name in _SCALER_ATTRIBUTES:
+            if isinstance(attributes.get(name), torch.Tensor):
+                attributes[name] = attributes[name].clone()  # the scaler changes its own later
+        plan = StepPlan([_hyper_parameters(group) for group in groups], group_of, attributes)
         # Take the dry step, and keep its changes to the groups and to the optimizer itself.
         empty = [{**group, "params": []} for group in groups]
         after = self._run(self._bare_step, empty, plan.attributes)

@@ -68,8 +68,7 @@ class Recorder:
     def step(self, loss: torch.Tensor, max_norm: float | None = None) -> None:
         loss.backward()
         if max_norm is not None:
-            by_torch = functools.partial(nn.utils.clip_grad_norm_, self.model.parameters())
-            norm = getattr(self._state, "clip_grad_norm_", by_torch)(max_norm)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
             self.results[f"step {self._steps} norm"] = norm.detach().clone()
         self.note_and_update()
 

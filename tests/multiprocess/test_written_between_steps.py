@@ -244,7 +244,21 @@ USES = [second_optimizer, by_hand, by_hand_in_old_style, perturbed]
 
 @pytest.mark.torch_version
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("way", ["decoupled", "owned", "muon"])
+@in_ranks(2)
+def test_other_code_that_uses_gradients_trains_as_with_plain_ddp(rank: int, use: Any) -> None:
+    runs = [Training(way, rank).run(LATE) for way in ("decoupled", None)]
+    for training in runs:
+        use(training)
+        training.drop()
+        training.run(2)
+    runs[0].close()
+    # A norm of ours may differ from torch's in the last bit.
+    torch.testing.assert_close(runs[0].weights(), runs[1].weights(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.torch_version
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("way", ["owned", "muon"])
 @in_ranks(2)
 def test_other_code_that_uses_incomplete_gradients_is_refused(
     rank: int, way: str, use: Any

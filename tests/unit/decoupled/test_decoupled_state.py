@@ -154,6 +154,8 @@ CHANGES: dict[str, Callable[[list[nn.Parameter]], object]] = {
     "old-style clipping": lambda held: [p.grad.data.mul_(0.5) for p in held if p.grad is not None],
     "other gradients": lambda held: [setattr(p, "grad", torch.ones_like(p)) for p in held],
 }
+CLIPPING = ("torch's clipping",)
+HELD = "tensors taken earlier"
 FLUSHED = "tensors taken earlier, behind flush()"
 WAYS: dict[str, Callable[[Training], list[nn.Parameter]]] = {
     "the model": lambda t: list(t.model.parameters()),
@@ -172,54 +174,34 @@ WAYS: dict[str, Callable[[Training], list[nn.Parameter]]] = {
 }
 
 
-@pytest.mark.parametrize("settled", [True, False])
+@pytest.mark.parametrize("way", [*WAYS, HELD])
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_through_old_tensors_are_refused(
-    change: str, settled: bool, training: Training
-) -> None:
-    training.run(4 if settled else 0).backward()
-    CHANGES[change](training.held)
-    with refused(match=r"flush\(\)"):
-        training.optimizer.step()
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_through_the_model_or_optimizer_equal_plain_ddps(change: str, way: str) -> None:
+def test_changes_of_gradients_and_parameters_equal_plain_ddps(change: str, way: str) -> None:
     """Gradients are changed before the step, and parameters after it."""
     training, plain = both()
+    is_held = way == HELD
     with heard() as said:
         for each in (training, plain):
             for _ in range(STEPS):
                 each.backward()
-                CHANGES[change](WAYS[way](each))
+                CHANGES[change](each.held if is_held else WAYS[way](each))
                 each.update()
-                clamp(WAYS[way](each))
-    assert_same(training, plain)
-    assert sum("between backward() and optimizer.step()" in each for each in said) == (
-        way != FLUSHED
+                if not is_held:
+                    clamp(WAYS[way](each))
+    if change in CLIPPING:  # a norm of ours may differ from torch's in the last bit
+        torch.testing.assert_close(training.weights(), plain.weights(), rtol=1e-6, atol=1e-7)
+    else:
+        assert_same(training, plain)
+    assert any("gradients are read" in each for each in said) == (
+        change == "noise" and way != FLUSHED
     )
 
 
 # Writes between step() and the next forward to tensors taken earlier, the number of steps before,
 # and the message. `.data` counts no version.
-SPOILED: dict[str, tuple[Callable[[list[Any], list[Any]], object], int, str]] = {
-    "gradients": (lambda held, gradients: gradients[0].zero_(), STEPS, "changed in place"),
-    "gradients' data": (
-        lambda held, gradients: gradients[0].data.mul_(0.5),
-        3,
-        "changed in place",
-    ),
-    "parameters": (
-        lambda held, gradients: held[0].add_(1.0),
-        STEPS,
-        "parameters were written between",
-    ),
-    "parameters' data": (
-        lambda held, _: clamp(held),
-        2,
-        r"data\.clamp_.*state\.flush\(\) after step",
-    ),
+SPOILED: dict[str, tuple[Callable[[list[Any]], object], int, str]] = {
+    "parameters": (lambda held: held[0].add_(1.0), STEPS, "parameters were written between"),
+    "parameters' data": (clamp, 2, r"data\.clamp_.*state\.flush\(\) after step"),
 }
 
 
@@ -227,12 +209,31 @@ SPOILED: dict[str, tuple[Callable[[list[Any], list[Any]], object], int, str]] = 
 def test_changes_between_step_and_update_are_refused(spoiled: str, training: Training) -> None:
     act, steps, message = SPOILED[spoiled]
     training.run(steps).backward()
-    gradients = [p.grad for p in training.held]
     training.optimizer.step()
     with torch.no_grad():
-        act(training.held, gradients)
+        act(training.held)
     with refused(match=message):
         training.backward()
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("write", [torch.Tensor.zero_, lambda gradient: gradient.data.mul_(0.5)])
+def test_gradients_after_step_are_plain_ddps_and_writing_them_changes_no_step(
+    write: Any, view: bool
+) -> None:
+    training, plain = both(ddp={"gradient_as_bucket_view": view})
+    for each in (training, plain):
+        for _ in range(STEPS):
+            each.backward()
+            each.gradients = [p.grad for p in each.held]
+            each.optimizer.step()
+            each.norms = [gradient.norm() for gradient in each.gradients]
+            each.read = [gradient.clone() for gradient in each.gradients]
+            write(each.gradients[0])
+            each.drop()
+    assert all(map(torch.equal, training.read, plain.read))
+    torch.testing.assert_close(training.norms, plain.norms)
+    assert_same(training, plain)
 
 
 @pytest.mark.parametrize(("check", "refuses"), [("", False), ("0", False), ("1", True)])
@@ -366,9 +367,7 @@ def test_training_loops_equal_plain_ddp(loop: Loop, make: Make | None) -> None:
         for _ in range(10):
             loop(each)
     if (loop, make) in DEFERRED:
-        assert training.is_pending == (loop is not dropped), (
-            "code that reads gradients completes them"
-        )
+        assert training.is_pending
     assert_same(training, plain)
 
 
@@ -411,10 +410,13 @@ def test_after_an_error_and_close_training_equals_plain_ddp(
 ) -> None:
     for each in (training, plain):
         each.run().backward()
-    clip_grad_norm_(training.held, 1.0)
-    for use in (training.optimizer.step, training.state.close):
-        with refused(match="changed in place"):
+    training.optimizer.step()
+    before = training.held[0].detach().clone()
+    training.held[0].data.add_(1.0)
+    for use in (training.model.module.state_dict, training.state.close):
+        with refused(match="parameters were written"):
             use()
+    training.held[0].data.copy_(before)
     for each in (training, plain):
         each.optimizer.zero_grad()
         each.run()
@@ -496,22 +498,16 @@ NEXT: dict[str, Callable[[Training], object]] = {
 @pytest.mark.parametrize("next_", NEXT)
 @pytest.mark.parametrize("instead", INSTEAD)
 @pytest.mark.parametrize("steps", [0, 1, 5])
-def test_a_step_of_other_code_is_refused_unless_gradients_were_flushed(
-    steps: int, instead: str, next_: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if instead == "a fused one" and steps > 4:
-        monkeypatch.setenv("CROSSOVER_CHECK", "1")  # torch's fused kernels count no version
+def test_a_step_of_other_code_equals_plain_ddps(steps: int, instead: str, next_: str) -> None:
     training, plain = Training(decoupled=True).run(steps), Training(decoupled=False).run(steps)
     for each in (training, plain):
-        each.backward()
-        training.state.flush()
-        INSTEAD[instead](each.held)
+        for _ in range(2):
+            each.backward()
+            INSTEAD[instead](each.held)
+            NEXT[next_](each)
+            each.drop()
+        each.run(2)
     assert_same(training, plain)
-    training.backward()
-    INSTEAD[instead](training.held)
-    with refused(match=r"another optimizer.*call state\.flush\(\)"):
-        NEXT[next_](training)
-    training.step()  # no update is left undone
     training.state.close()
 
 

@@ -1,6 +1,5 @@
 """Threads, signal handlers and schedulers that act in the middle of a decoupled step."""
 
-import contextlib
 import copy
 import functools
 import pickle
@@ -12,12 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from crossover_ddp import UnsupportedConfigurationError
-from tests.harness import inside
 from tests.unit.decoupled.decoupled_training import (
     Acting,
     Training,
@@ -84,52 +81,36 @@ def test_no_step_is_lost_when_a_thread_saves_during_step() -> None:
     assert_same(training, plain.run(6))
 
 
-# Before the last bucket gradients would be clipped by the norm of those in it.
-@pytest.mark.parametrize(
-    "reader", ["thread before the last bucket", "thread meanwhile", "signal's handler"]
-)
-def test_gradients_that_are_read_before_or_during_clipping_are_clipped(
-    reader: str,
-) -> None:
-    training, plain = (Training(decoupled=True).run() for _ in range(2))
-    is_early = reader == "thread before the last bucket"
+@pytest.mark.parametrize("reader", ["another thread", "a signal's handler"])
+def test_gradients_that_are_read_during_clipping_are_clipped(reader: str) -> None:
+    training, flushed = (Training(decoupled=True).run() for _ in range(2))
+    read: list[torch.Tensor] = []
 
     def look() -> None:
-        if is_early:
-            list(training.optimizer.param_groups[0]["params"])
-        else:
-            training.model.module.state_dict()
+        read.extend([p.grad.clone() for p in training.held if p.grad is not None])
 
-    saver = threading.Thread(target=look)
-
-    def read() -> None:
-        if reader == "signal's handler":
-            look()
-        elif saver.ident is None:
-            saver.start()
-            saver.join(60 if is_early else 0.3)  # it may have to wait for the end of clipping
-
-    # The last call of `clip`, and the one that takes time.
-    where, name = (torch, "clamp") if reader == "thread meanwhile" else (dist, "all_reduce")
-    original = getattr(where, name)
+    clamp = torch.clamp  # called between the norm and the first multiplication
 
     def read_behind(*args: Any, **options: Any) -> Any:
-        result = original(*args, **options)
-        read()
+        result = clamp(*args, **options)
+        if reader == "another thread":
+            saver = threading.Thread(target=look)
+            saver.start()
+            saver.join(60)
+        else:
+            look()
         return result
 
-    with inside.before_last_bucket(read) if is_early else contextlib.nullcontext():
-        training.backward()
-    plain.backward()
-    with contextlib.nullcontext() if is_early else mock.patch.object(where, name, read_behind):
+    for each in (training, flushed):
+        each.backward()
+    flushed.state.flush()
+    with mock.patch.object(torch, "clamp", read_behind):
         norm = training.state.clip_grad_norm_(0.01)
-    assert torch.equal(norm, plain.state.clip_grad_norm_(0.01))
-    if saver.ident is not None:
-        saver.join(60)
-    training.update()
-    plain.update()
-    assert training.is_pending or not is_early
-    assert_same(training, plain)
+    assert torch.equal(norm, flushed.state.clip_grad_norm_(0.01))
+    assert len(read) == len(training.held)
+    for each in (training, flushed):
+        each.update()
+    assert_same(training, flushed)
 
 
 @pytest.mark.defect("decoupled-4", "decoupled-17")

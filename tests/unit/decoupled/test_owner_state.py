@@ -1,13 +1,14 @@
 """Gradients that are withheld, and failed steps, with `OwnerState` in a job of one rank."""
 
 import functools
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from crossover_ddp import UnsupportedConfigurationError
-from tests.unit.decoupled.decoupled_training import Acting, act, owned
+from tests.unit.decoupled.decoupled_training import Acting, Training, act, assert_same, owned
 
 pytestmark = pytest.mark.usefixtures("process_group")
 refused = functools.partial(pytest.raises, UnsupportedConfigurationError)
@@ -16,16 +17,23 @@ refused = functools.partial(pytest.raises, UnsupportedConfigurationError)
 @pytest.mark.defect("strangers-1")
 @pytest.mark.parametrize("view", [True, False])
 @pytest.mark.parametrize("unscale", [True, False])
-def test_a_grad_scaler_is_refused_with_owners(unscale: bool, view: bool) -> None:
-    training = owned(ddp={"gradient_as_bucket_view": view})
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    scaler.scale(training.loss()).backward()
-    with refused(match="GradScaler"):
-        if unscale:
-            scaler.unscale_(training.optimizer)
-        scaler.step(training.optimizer)
-        scaler.update()
-        training.drop()
+def test_a_grad_scaler_works_with_owners(unscale: bool, view: bool) -> None:
+    """The same steps are skipped as with plain DDP, and the scale is the same."""
+    options = {"gradient_as_bucket_view": view}
+    runs = [owned(ddp=options), Training(decoupled=False, ddp=options)]
+    for training in runs:
+        training.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+        for step in range(10):
+            loss = training.loss() * (math.inf if step in (0, 5) else 1.0)
+            training.scaler.scale(loss).backward()
+            if unscale:
+                training.scaler.unscale_(training.optimizer)
+                torch.nn.utils.clip_grad_norm_(training.held, 1e9)
+            training.scaler.step(training.optimizer)
+            training.scaler.update()
+            training.drop()
+    assert runs[0].scaler.get_scale() == runs[1].scaler.get_scale()
+    assert_same(*runs)
 
 
 @pytest.mark.defect("strangers-1")

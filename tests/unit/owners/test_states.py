@@ -101,9 +101,9 @@ def test_a_skipped_step_changes_nothing_and_a_forgotten_one_is_an_error(
 
 # Mistakes after a backward pass with Muon and SGD: the hook, the mistake, the message.
 MISUSES: dict[str, tuple[str, Callable[[Training], object], str]] = {
-    "clipping": (
+    "clipping by another norm": (
         "owned",
-        lambda t: (clip_grad_norm_(t.held, 0.1), t.update()),
+        lambda t: (clip_grad_norm_(t.held, 0.1, norm_type=1.0), t.update()),
         r"state\.clip_grad_norm_",
     ),
     "a read": (
@@ -120,7 +120,7 @@ MISUSES: dict[str, tuple[str, Callable[[Training], object], str]] = {
     ),
     "changes through data": (
         "owned",
-        lambda t: (t.held[0].grad.data.mul_(0.5), t.update()),
+        lambda t: (t.held[0].grad.data.add_(0.5), t.update()),
         "were changed",
     ),
     "settings": (
