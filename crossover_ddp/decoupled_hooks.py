@@ -215,6 +215,7 @@ class DecoupledState(DeferredState):
 
     def _why_not_deferred(self) -> str | None:
         is_on = not self.agreement.disabled and self._pending.phase is not Phase.CLOSED
+        is_on = is_on and not self._pending.is_plain
         if is_on and self._trial is not None and not self._trial.defers:
             if self._trial.is_over:
                 return "the trial has found steps faster that are not deferred"

@@ -84,6 +84,44 @@ NEEDED_FOR_BUFFERS: Final = (
     JOIN_CONFIG,
 )
 
+# The names that `refit.py` makes a model's reducer with, as DDP's constructor and unpickling do. The
+# settings decide the sizes of its buckets. Without any of them: the model keeps its buckets.
+# Guards: tests/multiprocess/test_refit.py, tests/unit/ddp/test_torch_private.py.
+BUCKET_SETTINGS: Final = ("bucket_bytes_cap", "bucket_bytes_cap_list", "bucket_bytes_cap_default")
+PARAMETERS_FOR_REDUCER: Final = "_build_params_for_reducer"
+NAMES_FOR_REDUCER: Final = "_build_debug_param_to_name_mapping"
+MAKE_REDUCER: Final = "_ddp_init_helper"
+HAS_REBUILT: Final = "_has_rebuilt_buckets"
+CHECK_FINALIZED: Final = "_check_reducer_finalized"
+USES_PYTHON_REDUCER: Final = "_use_python_reducer"
+DELAYED_PARAMETERS: Final = "_delay_all_reduce_params"
+NEEDED_TO_REFIT: Final = (
+    *BUCKET_SETTINGS,
+    PARAMETERS_FOR_REDUCER,
+    NAMES_FOR_REDUCER,
+    MAKE_REDUCER,
+    HAS_REBUILT,
+    CHECK_FINALIZED,
+    USES_PYTHON_REDUCER,
+    DELAYED_PARAMETERS,
+    COMM_HOOKS,
+)
+
+# The same settings in one dataclass, and its fields. It exists since 2.14. With other fields, the
+# model keeps its buckets. Guards: the same.
+BUCKET_CONFIG: Final = "_bucket_config"
+BUCKET_CONFIG_FIELDS: Final = frozenset(
+    {"bucket_bytes_cap", "per_bucket_bytes_caps", "first_bucket_bytes_cap"}
+)
+
+# Methods of the reducer and of its logger. The former removes the reducer's hooks on parameters, the
+# latter declares the graph to be static. A model with static_graph=True also has a flag, which is
+# False until the first backward pass of its reducer. Without them: refit raises an AttributeError.
+# Guards: the same.
+remove_reducer_hooks: Callable[[Any], None] = operator.methodcaller("_remove_autograd_hooks")
+set_static_graph: Callable[[Any], None] = operator.methodcaller("_set_static_graph")
+STATIC_GRAPH_RECORDED: Final = "_static_graph_delay_allreduce_enqueued"
+
 # --- modules and tensors ---
 
 # A module's own parameters and submodules by name. Reading them bypasses the guards of a decoupled

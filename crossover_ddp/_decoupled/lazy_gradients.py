@@ -503,6 +503,12 @@ class LazyGradients:
         """Put all plain gradients back."""
         self.withdraw([lazy.cut.parameter for lazy in self._by_parameter.values()])
 
+    def forget_buckets(self) -> None:
+        """Put all plain gradients back, and let go of the memory of DDP's buckets."""
+        self.withdraw_all()
+        self._by_parameter.clear()
+        self._cuts.clear()
+
     # --- the step ---
 
     def take_scalings(self, parameters: Iterable[Tensor]) -> dict[int, list[Scaling]]:

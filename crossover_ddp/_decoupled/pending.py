@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import named_parameters_of, names_of
+from crossover_ddp._ddp.refit import BucketSizes, Refitter
 from crossover_ddp._engine.buckets import Bucket, after_backward, contents_of
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Journey, JourneyCoroutine
@@ -53,7 +54,7 @@ from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .forward_turn import ForwardTurn
-from .guards import Guards, called_by_compiled_code
+from .guards import Guards, called_by_compiled_code, compiled_modules
 from .lazy_gradients import Cut, LazyGradients, Scaling, SquareSums, plain_of
 
 logger = logging.getLogger(__name__)
@@ -495,9 +496,17 @@ class Pending:
 
         # Whether DDP's buckets no longer change. The same on all ranks.
         self.is_settled = False
-        # The sizes and parameters of the latest backward pass's buckets, and the number of passes.
-        self._shape: tuple[object, ...] = ()
+        # The sizes and parameters of the buckets of the latest whole backward pass, and of the
+        # current one; the number of passes, and how many of them a former reducer has made.
+        self._shape: list[object] = []
+        self._current: list[object] = []
         self._backwards = 0
+        self._former_backwards = 0
+        # The buckets for the model from the next training forward on, and whether it is to have its
+        # hook. None if both stay. See `refit`.
+        self._wanted: tuple[BucketSizes | None, bool] | None = None
+        self.refitter: Refitter | None = None
+        self._is_compiled = False  # whether compiled code has called DDP's forward
         # The number of steps that were deferred.
         self.steps = 0
         # Why the latest step was not deferred; None if it was.
@@ -572,13 +581,18 @@ class Pending:
             self._begin_backward()
         elif self.phase not in _IN_BACKWARD:  # earlier buckets were refused before this call
             self._enter(Phase.REFUSED if self.phase is Phase.BROKEN else Phase.BACKWARD)
-        if not self.known.issuperset(map(id, bucket.parameters())):
+        parameters = [*map(id, bucket.parameters())]
+        if not self.known.issuperset(parameters):
             self._check(bucket)
+        self._current.append((bucket.buffer().numel(), *parameters))
+        if bucket.is_last():
+            self._note_shape()
         if bucket.is_last() and self.turn is not None:
             self.turn.is_held = False  # the exchange releases it
 
     def _begin_backward(self) -> None:
         self._enter(Phase.BACKWARD)
+        self._current = []
         for each in self.awaiting_step:
             each.bucket.drop()
         self._forget_buckets()
@@ -621,9 +635,63 @@ class Pending:
         self.awaiting_step.append(deferred)
         if deferred.bucket.last:
             self.sums.expect(deferred.bucket)
-            self._note_buckets()
+            self._guard()
             if not after_backward(self._backward_ends):  # in Join's shadow pass
                 self.end_backward(Phase.REDUCED)
+
+    # --- other buckets ---------------------------------------------------------------------------
+
+    def refit(self, sizes: BucketSizes | None, *, hooked: bool = True) -> bool:
+        """Give the model other buckets in its next training forward; see [Note: refit].
+
+        All ranks must make the call between the same two backward passes. It may be made in the
+        hook of a step's last bucket, as soon as `begin_with` has recorded that bucket. A later call
+        replaces an earlier one.
+
+        Args:
+            sizes: the sizes of the buckets; None for the user's own.
+            hooked: whether the model has its hook; otherwise it is plain DDP, and no hook runs
+                until another refit.
+
+        Returns:
+            False if the model keeps its buckets and its hook. The reason is logged. It is the same
+            on all ranks.
+        """
+        model = self.model()
+        if model is None or self.phase is Phase.CLOSED:
+            return False
+        if self.refitter is None:
+            self.refitter = Refitter(model, self.known)
+        with self.unwatched():
+            reason = self.refitter.why_not()
+        if self._is_compiled or any(True for _ in compiled_modules(model)):
+            reason = "compiled code was cut at the borders of the present buckets"
+        if self.turn is not None and not hooked:
+            reason = "the hook takes turns"
+        if reason is not None:
+            logger.info("the model keeps its buckets: %s", reason)
+            return False
+        self._wanted = sizes, hooked
+        return True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a refit has made the model plain DDP, so that no hook runs."""
+        return self.refitter is not None and not self.refitter.is_hooked
+
+    def _refit(self, sizes: BucketSizes | None, hooked: bool) -> None:
+        """Give the model other buckets, unless it must wait. Nothing is pending."""
+        refitter = self.refitter
+        assert refitter is not None
+        former = refitter.sizes, refitter.is_hooked
+        self.gradients.forget_buckets()
+        with self.unwatched():
+            if refitter.refit(sizes, hooked=hooked) or refitter.why_not() is not None:
+                self._wanted = None
+        if former != (refitter.sizes, refitter.is_hooked):
+            self.is_settled = False
+            self._shape = []
+            self._former_backwards = self._backwards
 
     def refuse(self) -> None:
         """Record that a bucket was refused."""
@@ -633,17 +701,16 @@ class Pending:
         """End a backward pass: enter ``phase``, or BROKEN if one of its buckets was refused."""
         self._enter(Phase.BROKEN if self.phase is Phase.REFUSED else phase)
 
-    def _note_buckets(self) -> None:
-        buckets = self.awaiting_step
-        shape = tuple([(each.bucket.flat.numel(), *map(id, each.parameters)) for each in buckets])
+    def _note_shape(self) -> None:
+        """Record the buckets of a whole backward pass, whether it is deferred or not."""
         self._backwards += 1
-        same = shape == self._shape
-        self._shape = shape
+        same = self._current == self._shape
+        self._shape = self._current
+        self._current = []
         # After this many backward passes, DDP no longer rebuilds its buckets.
         model = self.model()
         rebuilt_after = 2 if model is not None and model.static_graph else 1
-        self.is_settled = same and self._backwards > rebuilt_after
-        self._guard()
+        self.is_settled = same and self._backwards - self._former_backwards > rebuilt_after
 
     def _backward_ends(self) -> None:
         """Record the gradients that DDP has finished writing; see [Note: checked steps]."""
@@ -811,16 +878,19 @@ class Pending:
     def before_forward(self, *_: Any) -> None:
         """Prepare for DDP's forward by applying the updates that it may read past the guards."""
         is_compiled = called_by_compiled_code()
+        self._is_compiled |= is_compiled
+        is_recorded = torch.is_grad_enabled()
         self.check_all_stepped()
-        if is_compiled or not self.is_settled:
+        if is_compiled or not self.is_settled or self._wanted is not None:
             self.update_all()
         else:
             self.update_unguarded()
         # If there was no step, complete gradients now, since backward will write to the buckets.
         self.make_whole()
-        is_recorded = torch.is_grad_enabled()
         if is_recorded and not self.awaiting_read:
             self.gradients.withdraw_all()  # DDP reads their addresses to rebuild its buckets
+        if is_recorded and self._wanted is not None:
+            self._refit(*self._wanted)
         if self.phase in (Phase.IDLE, Phase.DEFERRED):
             self._enter(Phase.FORWARD)
         if self.forward_reads.begin(is_recorded and not is_compiled):

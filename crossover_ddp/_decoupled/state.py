@@ -212,6 +212,8 @@ class DeferredState(HookState):
             return "CROSSOVER_DISABLE=1 is set"
         if self._pending.phase is Phase.CLOSED:
             return "close() was called"
+        if self._pending.is_plain:
+            return "the model is plain DDP, without a hook"
         return self._pending.why_whole
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from crossover_ddp import DecoupledState, GPUMutex
 from crossover_ddp._averaging import shared_centre
+from crossover_ddp._ddp.refit import BucketSizes
 from crossover_ddp._decoupled.trial import BLOCK, WARM_UP, Trial
 from crossover_ddp._engine import links
 from crossover_ddp._engine.exchange import Exchange
@@ -88,6 +89,24 @@ def pretend_times(state: DecoupledState, *, deferred_s: float, whole_s: float) -
 
     trial._clock = clock
     trial.backward_ended = backward_ended  # type: ignore[method-assign, assignment]
+
+
+def refit(state: DecoupledState, sizes: BucketSizes | None, *, hooked: bool = True) -> bool:
+    """Give the state's model other buckets in its next training forward."""
+    return state._pending.refit(sizes, hooked=hooked)
+
+
+def is_hooked(state: DecoupledState) -> bool:
+    """Return whether the state's model has its hook, after a refit."""
+    return not state._pending.is_plain
+
+
+def defer(state: DecoupledState, defers: bool) -> None:
+    """Defer all later steps that can be deferred, or none, as a trial would."""
+    trial = Trial()
+    trial.defers = defers
+    trial.is_over = True
+    state._trial = trial
 
 
 def kfac_of_no_layer() -> Patch:

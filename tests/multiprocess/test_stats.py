@@ -183,6 +183,7 @@ def test_metrics_cover_the_steps_since_the_last_call(rank: int, way: str) -> Non
     training = Training(way, rank).run(
         9
     )  # comparisons and sums of squares travel in the 8th and 16th
+    settle(training)
     metrics = metrics_of(training.state)
     assert metrics() == {}
     for _ in range(2):

@@ -1,6 +1,7 @@
 """Torch's private names stand in one module of the package, and the installed torch has them."""
 
 import ast
+import dataclasses
 import inspect
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch.optim import lr_scheduler
 
 import crossover_ddp
 from crossover_ddp._ddp import torch_private
+from crossover_ddp._ddp.refit import Refitter
 
 PACKAGE = Path(crossover_ddp.__file__).parent
 HOLDER = "_ddp/torch_private.py"
@@ -100,6 +102,26 @@ def test_the_installed_torch_has_the_names() -> None:
     group = dist.group.WORLD
     assert group is not None
     assert isinstance(torch_private.process_group_store(group), dist.Store)
+
+
+@pytest.mark.torch_version
+@pytest.mark.usefixtures("process_group")
+def test_the_installed_torch_has_the_names_that_make_a_reducer() -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
+    assert all(hasattr(model, name) for name in torch_private.NEEDED_TO_REFIT)
+    assert getattr(model, torch_private.STATIC_GRAPH_RECORDED) is False
+    config = getattr(model, torch_private.BUCKET_CONFIG, None)
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    assert (config is not None) == (version >= (2, 14))
+    if config is not None:
+        names = {each.name for each in dataclasses.fields(config)}
+        assert names == torch_private.BUCKET_CONFIG_FIELDS
+    assert dist._DEFAULT_FIRST_BUCKET_BYTES == 2**20, "as `refit.py` takes for granted"
+    torch_private.set_static_graph(model.logger)
+    torch_private.remove_reducer_hooks(model.reducer)
+    assert Refitter(model, {*map(id, model.parameters())}).why_not() == (
+        "the model has no hook, or several"
+    )
 
 
 @pytest.mark.torch_version
