@@ -7,6 +7,7 @@ M  time for which the step's gradients are on the wire
 
 import argparse
 import json
+import math
 import os
 import re
 import secrets
@@ -14,15 +15,16 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
 from crossover_ddp._system import environment
 from crossover_ddp._system.children import SHELLS_OFFSET
 
-from . import step_meter
+from . import rehearsal, step_meter
 from .jobs import ENDING, JobProcess, signals_blocked
 from .output import FINE, FOUND, USAGE, columns, declare, say, whole, write_json
 from .run import command_words
@@ -38,6 +40,8 @@ exit codes: 0 there is advice, also if it is "do not bother"; 1 nothing could be
 """
 _POLL_S: Final = 0.25
 _GRACE_S: Final = 5.0
+_REHEARSAL_S: Final = 120.0
+"""How long ranks may take to rehearse."""
 _WORTH: Final = 1.05
 """The least speed-up that is worth a change.
 
@@ -51,6 +55,12 @@ _WIRE_OVER_COMPUTE: Final = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # the rows of
 _UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
+_ACCUMULATION: Final = "accumulation"
+_ONCE: Final = (
+    "gradients travel once in several micro-batches, so M is to be compared with all of C"
+)
+
+
 class Figures(NamedTuple):
     """The figures of one job's step. Times are in seconds."""
 
@@ -59,8 +69,14 @@ class Figures(NamedTuple):
     wire_s: float
     size_bytes: float
     ranks: int
-    # The part of C that is backward. Communication can hide behind it.
+    # The part of C that is the last backward. Communication can hide behind it.
     backward_share: float = _BACKWARD_SHARE
+    # The training forwards of a step, more than one if gradients are accumulated.
+    forwards: float = 1.0
+    # GradScaler and the like that the script uses; see `step_meter`.
+    seen: tuple[str, ...] = ()
+    # The time of a stub's step with each way of `rehearsal.py`; empty without a rehearsal.
+    rehearsed: Mapping[str, float] = {}
 
     @property
     def step_s(self) -> float:
@@ -71,15 +87,30 @@ class Figures(NamedTuple):
         """Return the speed-up if a step takes the longer of these two times. It is at least 1."""
         return self.step_s / min(self.step_s, max(compute_s, wire_s))
 
+    @property
+    def backward_s(self) -> float:
+        """The time of the last backward, the only one that can hide reduce-scatters."""
+        return self.backward_share * self.compute_s
+
+    @property
+    def forward_s(self) -> float:
+        """The time of the first forward, the only one that can hide gathers."""
+        return max(0.0, self.compute_s / max(1.0, self.forwards) - self.backward_s)
+
     def deferred_s(self) -> float:
         """Return the step time if reduce-scatters overlap backward and gathers overlap forward."""
-        backward_s = self.backward_share * self.compute_s
         half_s = self.wire_s / 2
-        return max(backward_s, half_s) + max(self.compute_s - backward_s, half_s)
+        hidden_s = max(self.backward_s, half_s) + max(self.forward_s, half_s)
+        return hidden_s + self.compute_s - self.backward_s - self.forward_s
 
     def behind_backward_s(self, part: float) -> float:
         """Return the step time if only ``part`` of M is on the wire, starting with backward."""
-        return (1 - self.backward_share) * self.compute_s + part * self.wire_s
+        return self.compute_s - self.backward_s + part * self.wire_s
+
+    def after_rehearsal_s(self, way: str) -> float:
+        """Return the step time with a way that was rehearsed: it saves as much as for the stub."""
+        saved_s = self.rehearsed[rehearsal.WHOLE] - self.rehearsed[way]
+        return max(self.compute_s, self.step_s - saved_s)
 
 
 class Method(NamedTuple):
@@ -93,10 +124,28 @@ class Method(NamedTuple):
     # The line to paste into the script.
     line: str
     caveat: str
+    # The method's name in `rehearsal.py`; None if it is not rehearsed.
+    way: str | None = None
+    # Nothing is gained if the script uses this.
+    ended_by: str = ""
+    # The effects on this method of names in ``seen``.
+    notes: Mapping[str, str] = {}
 
     def expected(self, figures: Figures) -> float:
-        """Return how many times faster steps are expected to become."""
-        return self.reached * self.bound(figures)
+        """Return how many times faster steps are expected to become.
+
+        It is below 1 if the processor time of messages costs more than is hidden.
+        """
+        if self.way is None or not figures.rehearsed:
+            factor = self.reached * self.bound(figures)
+        else:
+            factor = min(self.bound(figures), figures.step_s / figures.after_rehearsal_s(self.way))
+        return min(1.0, factor) if self.ended_by in figures.seen else factor
+
+    def pays_from(self, figures: Figures) -> float:
+        """Return the N/C from which on it is worth it, if all else is as in ``figures``."""
+        step_s = figures.step_s / self.expected(figures)
+        return max(_WORTH - 1, _WORTH * step_s / figures.compute_s - 1)
 
 
 def _crossover_bound(figures: Figures) -> float:
@@ -130,6 +179,17 @@ DECOUPLED: Final = Method(
     0.93,  # all but 4 of 21 measured rows are within 12 %
     "model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)",
     "with gradient_as_bucket_view=True, bucket_cap_mb={sixteenth_mb:.3g}; see docs/decoupled.md",
+    rehearsal.DEFERRED,
+    "GradScaler",
+    {
+        "GradScaler": "no step is deferred",
+        "clipping": "torch's clipping ends deferring; call state.clip_grad_norm_(max_norm)",
+        "EMA": "an average that is updated after step() makes updates wait; see state.on_update",
+        _ACCUMULATION: "hides communication behind the first forward and the last backward only",
+        "torch.compile": 'compile with backend=crossover_ddp.compiled("inductor"), or forward '
+        "begins when all updates have arrived",
+        "torch.compile of parts": "each part begins when its own updates have arrived",
+    },
 )
 HALF: Final = Method(
     "torch's fp16_compress_hook",
@@ -138,6 +198,11 @@ HALF: Final = Method(
     "model.register_comm_hook(None, fp16_compress_hook)",
     "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks; "
     "rounds gradients to half precision",
+    rehearsal.HALF,
+    notes={
+        "GradScaler": "gradients travel scaled, so some overflow in half precision",
+        _ACCUMULATION: _ONCE,
+    },
 )
 INT8: Final = Method(
     "a codec, Int8()",
@@ -145,6 +210,11 @@ INT8: Final = Method(
     0.9,  # two models reached 0.87 and 0.98
     "model.register_comm_hook(CompressedState(codec=Int8()), compressed_hook)",
     "rounds gradients; changes the losses a little",
+    rehearsal.INT8,
+    notes={
+        "GradScaler": "pass loss_scale=scaler.get_scale to CompressedState",
+        _ACCUMULATION: _ONCE,
+    },
 )
 METHODS: Final = (CROSSOVER, DECOUPLED, HALF, INT8)
 
@@ -232,15 +302,17 @@ def run(arguments: argparse.Namespace) -> int:
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def measuring(directory: Path) -> dict[str, str]:
+def measuring(directory: Path, blocks: int = 0) -> dict[str, str]:
     """Copy the step meter to ``directory``, and return the variables that make a job run it.
 
-    Delete the recordings of earlier runs in that directory.
+    Delete the recordings of earlier runs in that directory. After this number of ``blocks`` the job
+    rehearses each way to exchange gradients; if it is 0, it does not.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.glob("rank-*.jsonl"):
         old.unlink()
     shutil.copy(step_meter.__file__, directory / "sitecustomize.py")
+    (directory / step_meter.BLOCKS).write_text(str(blocks))
     path = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
     # With DISABLE, the states of this package leave the optimizer alone.
     return {"PYTHONPATH": path, environment.DISABLE: "1"}
@@ -248,12 +320,23 @@ def measuring(directory: Path) -> dict[str, str]:
 
 def _blocks(directory: Path) -> list[list[dict[str, Any]]]:
     """Return the blocks of each rank that has recorded blocks of both kinds."""
+    ranks = [[line for line in lines if "apart" in line] for lines in _recorded(directory)]
+    return [blocks for blocks in ranks if any(block["apart"] for block in blocks)]
+
+
+def _rehearsals(directory: Path) -> list[dict[str, float] | None]:
+    """Return the rehearsal of each rank that has ended it. None stands for one that failed."""
+    lines = [line for lines in _recorded(directory) for line in lines]
+    return [line["rehearsed"] for line in lines if "rehearsed" in line]
+
+
+def _recorded(directory: Path) -> list[list[dict[str, Any]]]:
+    """Return the lines that each rank has recorded."""
     texts = [path.read_text() for path in directory.glob("rank-*.jsonl")]
     # A line without a closing brace is still being written.
-    ranks = [
+    return [
         [json.loads(line) for line in text.splitlines() if line.endswith("}")] for text in texts
     ]
-    return [blocks for blocks in ranks if any(block["apart"] for block in blocks)]
 
 
 def figures(directory: Path) -> Figures:
@@ -282,15 +365,34 @@ def figures(directory: Path) -> Figures:
     compute_s = max(map(median, computed_s))
     backward_s = sum(block["backward_s"] for blocks in apart for block in blocks)
     measured_share = backward_s / sum(map(sum, computed_s))
+    last = apart[0][-1]
+    seen = {each for blocks in ranks for each in blocks[-1]["seen"]}
+    if last["forwards"] > 1:
+        seen.add(_ACCUMULATION)
     return Figures(
         compute_s=min(compute_s, step_s),
         exposed_s=max(0.0, step_s - compute_s),
         wire_s=min(median(block["wire_s"] for block in blocks) for blocks in apart),
-        size_bytes=apart[0][-1]["bytes"],
-        ranks=apart[0][-1]["ranks"],
+        size_bytes=last["bytes"],
+        ranks=last["ranks"],
         # The measured share is 0 if the script does not call DDP's own forward.
         backward_share=measured_share or _BACKWARD_SHARE,
+        forwards=last["forwards"],
+        seen=tuple(sorted(seen)),
+        rehearsed=_means(_rehearsals(directory)) if measured_share else {},
     )
+
+
+def _means(ranks: Sequence[Mapping[str, float] | None]) -> dict[str, float]:
+    """Return the means over ranks; nothing if a rank has not rehearsed."""
+    known = [each for each in ranks if each]
+    if not known or len(known) < len(ranks):
+        return {}
+    return {way: fmean([each[way] for each in known]) for way in known[0]}
+
+
+def _steps(blocks: int) -> int:
+    return step_meter.WARM_UP_STEPS + blocks * step_meter.BLOCK_STEPS
 
 
 def _measured(words: Sequence[str], steps: int) -> Figures:
@@ -303,19 +405,24 @@ def _measured(words: Sequence[str], steps: int) -> Figures:
         tempfile.TemporaryDirectory(prefix="crossover-advise-") as name,
     ):
         directory = Path(name)
-        variables = {**os.environ, environment.GROUP: group, **measuring(directory)}
+        variables = {**os.environ, environment.GROUP: group, **measuring(directory, wanted)}
         job = JobProcess(words, variables, directory / "log")
         shown = 0
+        end_s = math.inf
         try:
-            while not job.supervise() and shown < wanted:
+            while not job.supervise() and time.monotonic() < end_s:
                 came = signal.sigtimedwait(numbers, _POLL_S)
                 if came and came.si_signo in ENDING:
                     raise SystemExit(SHELLS_OFFSET + came.si_signo)
-                done = min(map(len, _blocks(directory)), default=0)
+                done = min(wanted, min(map(len, _blocks(directory)), default=0))
                 if done > shown:
-                    done_steps = done * step_meter.BLOCK_STEPS
-                    say(f"{done_steps} of {wanted * step_meter.BLOCK_STEPS} steps")
+                    say(f"{_steps(done)} of {_steps(wanted)} steps")
+                    if done == wanted:
+                        say("rehearsing each way with a stub of the model")
+                        end_s = time.monotonic() + _REHEARSAL_S
                 shown = done
+                if len(_rehearsals(directory)) >= len(_blocks(directory)) > 0:
+                    end_s = 0.0
             code = job.code
         finally:
             job.finish(signal.SIGTERM, _GRACE_S)
@@ -339,8 +446,10 @@ def verdict(found: Figures) -> str:
     A method that changes the results is advised only if no other method is worth it.
     """
     if found.step_s < _WORTH * found.compute_s:
-        exposed = f"{found.exposed_s / found.step_s:.1%}"
-        return f"do not bother: communication costs only {exposed} of a step"
+        return (
+            f"do not bother: communication costs only {found.exposed_s / found.step_s:.1%} of a "
+            f"step, N/C {found.exposed_s / found.compute_s:.2f}; nothing pays below {_WORTH - 1:.2f}"
+        )
 
     def expected(method: Method) -> float:
         return method.expected(found)
@@ -355,7 +464,13 @@ def verdict(found: Figures) -> str:
 
 def _report(found: Figures) -> str:
     rows = [
-        [each.name, f"{each.expected(found):.2f}×", f"{each.bound(found):.2f}×"] for each in METHODS
+        [
+            each.name,
+            f"{each.expected(found):.2f}×",
+            f"{each.bound(found):.2f}×",
+            f"{each.pays_from(found):.2f}",
+        ]
+        for each in METHODS
     ]
     advice = verdict(found)
     sixteenth_mb = found.size_bytes / 16 / 2**20
@@ -370,8 +485,22 @@ def _report(found: Figures) -> str:
         f"a step {_ms(found.step_s)} = C {_ms(found.compute_s)} compute "
         f"({found.backward_share:.0%} backward{assumed}) + N {_ms(found.exposed_s)} exposed "
         f"communication ({found.exposed_s / found.step_s:.0%}); M {_ms(found.wire_s)} on the wire\n"
-        f"\n{columns(['what', 'expected', 'at best'], rows)}\n{lines}→ {advice}\n"
+        f"N/C {found.exposed_s / found.compute_s:.2f}, M/C {found.wire_s / found.compute_s:.2f}\n"
+        f"\n{columns(['what', 'expected', 'at best', 'pays from N/C'], rows)}\n"
+        f"{_seen(found)}{lines}→ {advice}\n"
     )
+
+
+def _seen(found: Figures) -> str:
+    """Return the names in ``seen``, each with its effect on the methods."""
+    text = ""
+    for each in found.seen:
+        micro_batches = f" ({found.forwards:.3g} micro-batches)" if each == _ACCUMULATION else ""
+        noted = [
+            f"    {method.name}: {method.notes[each]}" for method in METHODS if each in method.notes
+        ]
+        text += "\n".join([f"the script uses {each}{micro_batches}", *noted]) + "\n"
+    return text
 
 
 def _ms(length_s: float) -> str:

@@ -1,8 +1,9 @@
 """Times the steps of any script that trains with DistributedDataParallel.
 
 `crossover-ddp advise` copies this file to ``sitecustomize.py`` in a directory, and puts that
-directory first on the script's PYTHONPATH. So Python runs the copy when it starts. The copy imports
-nothing from this package, and writes its recordings to the same directory.
+directory first on the script's PYTHONPATH. So Python runs the copy when it starts. The copy writes
+its recordings to the same directory. It imports this package only after the last block, and only if
+the script's Python has it.
 
 [Note: blocks of steps]
 DDP forms its buckets in the first few steps. After that, two kinds of blocks alternate. In the
@@ -14,23 +15,35 @@ last bucket counts as backward.
 
 A block begins and ends with an idle device, so the host's clock suffices. In both kinds, the
 gradient is the mean over ranks. Our design.
+
+[Note: after the last block]
+The number of blocks is in the file `BLOCKS`. Before the first training forward behind the last
+block, ranks rehearse each way to exchange gradients; see `rehearsal.py`.
+All of them come to this forward, as its backward exchanges gradients.
 """
 
 import functools
+import gc
 import importlib.abc
 import importlib.util
 import json
 import os
+import re
 import sys
 import time
 from typing import Any
 
 WARM_UP_STEPS = 5
 BLOCK_STEPS = 6
+BLOCKS = "blocks"
+"""The file with the number of blocks after which ranks rehearse."""
 # If more backwards in a row than this belong to other models, one of those is measured instead.
 _PATIENCE = 2 * BLOCK_STEPS
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _DDP = "torch.nn.parallel.distributed"
+
+
+_SUMMED = ("backward_s", "met_s", "wire_s", "bytes", "forwards", "processor_s")
 
 
 class _Meter:
@@ -45,8 +58,12 @@ class _Meter:
         self._step = 0
         # The kind of the current block: whether communication is apart from compute.
         self._apart = False
-        # Whether this process has written a block.
-        self._has_written = False
+        # The number of blocks that this process has written.
+        self._written = 0
+        # Whether this process has rehearsed.
+        self._has_rehearsed = False
+        # Whether DDP models that are made now are left alone.
+        self.is_paused = False
         # When the block began. None before the first block.
         self._block_s: float | None = None
         # When the model's last forward ended.
@@ -55,14 +72,35 @@ class _Meter:
         self._held = list[Any]()
         # Futures of the all-reduces in this step.
         self._sent = list[Any]()
-        self._sums = dict.fromkeys(("backward_s", "met_s", "wire_s", "bytes"), 0.0)
+        # The size of each bucket in this step, and the time when it was ready.
+        self._ready = list[tuple[int, float]]()
+        # The latest block that kept communication apart.
+        self._block: dict[str, Any] = {}
+        # Processor seconds of this process at the beginning of the block.
+        self._block_processor_s = 0.0
+        self._sums = dict.fromkeys(_SUMMED, 0.0)
 
-    def end_forward(self, model: Any) -> None:
-        """Record when a training forward ends, in steps that keep communication apart."""
+    def begin_forward(self, model: Any) -> None:
+        """Rehearse other ways, once; see [Note: after the last block]."""
         import torch
 
-        if self._apart and model is self._model and torch.is_grad_enabled():
-            self._forward_s = _now_s(next(model.parameters()).device)
+        is_due = 0 < _blocks_wanted() <= self._written and not self._has_rehearsed
+        if is_due and model is self._model and torch.is_grad_enabled():
+            self._has_rehearsed = True
+            self.is_paused = True
+            with open(_path(), "a") as file:
+                file.write(json.dumps({"rehearsed": _rehearsed(model, self._block)}) + "\n")
+            self.is_paused = False
+            self._measure(model)
+
+    def end_forward(self, model: Any) -> None:
+        """Count a training forward, and record its end if communication is kept apart."""
+        import torch
+
+        if model is self._model and torch.is_grad_enabled():
+            self._sums["forwards"] += 1
+            if self._apart:
+                self._forward_s = _now_s(next(model.parameters()).device)
 
     def exchange(self, model, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations
         """Send a bucket now or at the end of backward. Return a Future for the mean over ranks."""
@@ -70,6 +108,8 @@ class _Meter:
 
         buffer = bucket.buffer()
         self._sums["bytes"] += buffer.numel() * buffer.itemsize
+        if model is self._model:
+            self._ready.append((buffer.numel() * buffer.itemsize, time.monotonic()))
         if not self._apart:
             self._send(buffer, model.process_group)
             future = self._sent[-1].then(lambda done: done.value()[0])
@@ -97,9 +137,10 @@ class _Meter:
             if self._step % BLOCK_STEPS == BLOCK_STEPS - 1:
                 for sent in self._sent:
                     sent.wait()
-                self._end_block(_now_s(device), model.process_group.size())
+                self._end_block(device, model.process_group.size())
             self._step += 1
             self._sent = []
+            self._ready = []
 
     def _measure(self, model: Any) -> None:
         """Measure this model from now on."""
@@ -114,6 +155,7 @@ class _Meter:
         import torch.distributed as dist
 
         begin_s = _now_s(device)
+        begin_processor_s = time.process_time()
         if model is self._model and self._forward_s is not None:
             self._sums["backward_s"] += begin_s - self._forward_s
             self._forward_s = None
@@ -129,27 +171,36 @@ class _Meter:
         end_s = _now_s(device)
         self._sums["met_s"] += met_s - begin_s
         self._sums["wire_s"] += end_s - met_s
+        self._sums["processor_s"] -= time.process_time() - begin_processor_s
         if self._forward_s is not None:  # another model's buckets: our backward still runs
             self._forward_s += end_s - begin_s
         for buffer, _, future in self._held:
             future.set_result(buffer)
         self._held = []
 
-    def _end_block(self, now_s: float, ranks: int) -> None:
-        import torch.distributed as dist
-
+    def _end_block(self, device: Any, ranks: int) -> None:
+        now_s = _now_s(device)
         if self._block_s is not None:
+            self._sums["processor_s"] += time.process_time() - self._block_processor_s
             sums = {"step_s": now_s - self._block_s, **self._sums}
             means = {name: value / BLOCK_STEPS for name, value in sums.items()}
-            block = {"apart": self._apart, "ranks": ranks, **means}
+            block = {
+                "apart": self._apart,
+                "ranks": ranks,
+                "ready": [(size, ready_s - self._ready[-1][1]) for size, ready_s in self._ready],
+                "seen": _seen(self._model),
+                **means,
+            }
             # The first block replaces the file, since a script may start new training processes.
-            path = os.path.join(_HERE, f"rank-{dist.get_rank()}.jsonl")
-            with open(path, "a" if self._has_written else "w") as file:
+            with open(_path(), "a" if self._written else "w") as file:
                 file.write(json.dumps(block) + "\n")
-            self._has_written = True
+            self._written += 1
+            self._block = block if self._apart else self._block
             self._apart = not self._apart
+            now_s = _now_s(device)
         self._block_s = now_s
-        self._sums = dict.fromkeys(self._sums, 0.0)
+        self._block_processor_s = time.process_time()
+        self._sums = dict.fromkeys(_SUMMED, 0.0)
 
 
 def _now_s(device: Any) -> float:
@@ -161,16 +212,105 @@ def _now_s(device: Any) -> float:
     return time.monotonic()
 
 
+def _path() -> str:
+    """Return this rank's file."""
+    import torch.distributed as dist
+
+    return os.path.join(_HERE, f"rank-{dist.get_rank()}.jsonl")
+
+
+@functools.cache
+def _blocks_wanted() -> int:
+    """Return the number of blocks after which ranks rehearse; 0 if they do not."""
+    try:
+        with open(os.path.join(_HERE, BLOCKS)) as file:
+            return int(file.read())
+    except FileNotFoundError:
+        return 0
+
+
+def _rehearsed(model: Any, block: dict[str, Any]) -> Any:
+    """Return the step time of each way to exchange gradients; None if it cannot be measured."""
+    try:
+        from crossover_ddp.cli.rehearsal import rehearsed
+
+        return rehearsed(model, block)
+    except Exception as error:
+        sys.stderr.write(f"crossover-ddp advise: no rehearsal, {type(error).__name__}: {error}\n")
+        return None
+
+
+# --- GradScaler and its like ----------------------------------------------------------------------
+
+# The names of classes of moving averages: torch's, timm's, diffusers', torch_ema's, ema_pytorch's.
+_AVERAGE = re.compile(r"AveragedModel|Ema|EMA|MovingAverage")
+_noted = set[str]()
+
+
+def _seen(model: Any) -> list[str]:
+    """Return which of these the script uses: GradScaler, clipping, EMA, torch.compile.
+
+    Objects are found among those of the garbage collector, whatever framework made them. Only their
+    types and dictionaries are read, since a lazy object may import modules when it is asked.
+    """
+    import torch
+
+    seen = {*_noted}
+    inside = {*map(id, model.modules())}
+    for each in gc.get_objects():
+        kinds = type(each).__mro__
+        if torch.amp.GradScaler in kinds:
+            # A scaler that has scaled nothing is switched off, or not used.
+            if vars(each).get("_scale") is not None:
+                seen.add("GradScaler")
+        elif _AVERAGE.search(kinds[0].__name__) and id(each) not in inside:
+            if torch.nn.Module in kinds or "shadow_params" in getattr(each, "__dict__", ()):
+                seen.add("EMA")
+        elif kinds[0].__name__ == "OptimizedModule" and model in each.modules():
+            seen.add("torch.compile")
+    if any(map(_is_compiled, (model, model.module))):
+        seen.add("torch.compile")
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None and dynamo.counters["stats"] and "torch.compile" not in seen:
+        seen.add("torch.compile of parts")
+    return sorted(seen)
+
+
+def _is_compiled(module: Any) -> bool:
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or vars(module).get("_compiled_call_impl") is not None
+    )
+
+
+def _note_clipping(module: Any) -> None:
+    """Note calls of torch's clipping, which `torch.nn.utils` takes from ``module`` later."""
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        setattr(module, name, _noting(getattr(module, name), "clipping"))
+
+
+def _noting(function: Any, as_what: str) -> Any:
+    @functools.wraps(function)
+    def noted(*args: Any, **options: Any) -> Any:
+        _noted.add(as_what)
+        return function(*args, **options)
+
+    return noted
+
+
 def _watch(ddp: Any) -> None:
     """Patch DDP so that every model runs the meter instead of the script's own hook."""
     meter = _Meter()
     init = ddp.__init__
     register = ddp.register_comm_hook
+    pre_forward = ddp._pre_forward
     post_forward = ddp._post_forward
 
     @functools.wraps(init)
     def init_measured(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
+        if meter.is_paused:
+            return
         if not self._comm_hooks:  # DDP's mixed precision registers its own hook
             register(self, self, meter.exchange)
             self._comm_hooks.clear()  # or the meter would be pickled with the model
@@ -186,6 +326,10 @@ def _watch(ddp: Any) -> None:
     def register_builtin(self: Any, *args: Any, **options: Any) -> None:
         """Do nothing: torch's own hooks are not run either."""
 
+    def pre_forward_measured(self: Any, *inputs: Any, **options: Any) -> Any:
+        meter.begin_forward(self)
+        return pre_forward(self, *inputs, **options)
+
     def post_forward_measured(self: Any, output: Any) -> Any:
         output = post_forward(self, output)
         meter.end_forward(self)
@@ -194,22 +338,28 @@ def _watch(ddp: Any) -> None:
     ddp.__init__ = init_measured
     ddp.register_comm_hook = register_own
     ddp._register_builtin_comm_hook = register_builtin
+    ddp._pre_forward = pre_forward_measured
     ddp._post_forward = post_forward_measured
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Patches DDP when the script imports its module."""
+    """Patches DDP and gradient clipping when `import torch` imports their modules."""
+
+    def __init__(self) -> None:
+        self._patches = {
+            _DDP: lambda module: _watch(module.DistributedDataParallel),
+            "torch.nn.utils.clip_grad": _note_clipping,
+        }
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _DDP:
+        if (patch := self._patches.pop(name, None)) is None:
             return None
-        sys.meta_path.remove(self)
         spec: Any = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
         def execute_and_watch(module: Any) -> None:
             execute(module)
-            _watch(module.DistributedDataParallel)
+            patch(module)
 
         spec.loader.exec_module = execute_and_watch
         return spec

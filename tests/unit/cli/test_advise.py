@@ -81,6 +81,46 @@ def test_the_table_has_the_rows_of_the_document(capsys: pytest.CaptureFixture[st
         )
 
 
+@pytest.mark.parametrize(
+    ("micro_batches", "wire_s", "bound"),
+    [(1, 3.0, 4 / 3.5), (4, 3.0, 13 / 12.5), (4, 12.0, 22 / 21), (4, 2.0, 1.0)],
+)
+def test_only_the_last_backward_and_the_first_forward_hide_communication(
+    micro_batches: int, wire_s: float, bound: float
+) -> None:
+    """A micro-batch takes 1 s for forward and 2 s for backward."""
+    compute_s = 3.0 * micro_batches
+    exposed_s = max(0.0, wire_s - 2.0)
+    found = Figures(compute_s, exposed_s, wire_s, 4e6, 2, 2.0 / compute_s, micro_batches)
+    assert DECOUPLED.bound(found) == pytest.approx(bound)
+    assert found.behind_backward_s(0.5) == pytest.approx(compute_s - 2.0 + wire_s / 2)
+
+
+def test_a_rehearsal_gives_the_expectation() -> None:
+    """It may be below 1: the processor time of messages can cost more than is hidden."""
+    found = of(0.004, 0.002, 0.004)._replace(
+        rehearsed={"whole": 0.007, "deferred": 0.009, "half": 0.0065, "int8": 0.001}
+    )
+    _, decoupled, half, int8 = [each.expected(found) for each in METHODS]
+    assert decoupled == pytest.approx(6 / 8)
+    assert half == pytest.approx(6 / 5.5)
+    assert int8 == METHODS[-1].bound(found)  # a rehearsal that promises more is noise
+    assert METHODS[1].pays_from(found) == pytest.approx(1.05 * 8 / 4 - 1)
+    assert verdict(found).startswith("crossover")
+    assert verdict(found._replace(exposed_s=0.0001)).endswith("N/C 0.03; nothing pays below 0.05")
+
+
+def test_what_the_script_uses_is_named_with_its_effect_on_each_line() -> None:
+    found = of(1.0, 0.5, 1.0)._replace(seen=("GradScaler", "accumulation"), forwards=2.0)
+    shown = cli_advise._report(found)
+    assert "the script uses GradScaler\n    decoupled training: no step is deferred\n" in shown
+    assert "the script uses accumulation (2 micro-batches)\n    decoupled training: hides" in shown
+    scaled = of(1.0, 0.5, 1.0)._replace(seen=("GradScaler",))
+    assert DECOUPLED.expected(scaled) == 1.0 < DECOUPLED.expected(scaled._replace(seen=()))
+    assert "loss_scale=scaler.get_scale" in shown
+    assert "N/C 0.50, M/C 1.00" in shown
+
+
 def even() -> list[nn.Module]:
     return [nn.Linear(1024, 1024) for _ in range(32)]
 
@@ -143,7 +183,8 @@ def block(
     backward_s: float = 0.0,
 ) -> dict[str, Any]:
     took_s = {"step_s": step_s, "backward_s": backward_s, "met_s": met_s, "wire_s": wire_s}
-    return {"apart": apart, "ranks": ranks, "bytes": 4e6, **took_s}
+    counted = {"forwards": 1.0, "processor_s": 1.0, "ready": [[4e6, 0.0]], "seen": []}
+    return {"apart": apart, "ranks": ranks, "bytes": 4e6, **counted, **took_s}
 
 
 def record(directory: Path, *ranks: list[dict[str, Any]]) -> Path:
@@ -156,9 +197,9 @@ def record(directory: Path, *ranks: list[dict[str, Any]]) -> Path:
 def test_the_slowest_rank_gives_c_and_waits_for_peers_do_not_count(tmp_path: Path) -> None:
     early = [block(False, 2.0), block(True, 2.7, met_s=0.5, wire_s=1.2)]
     late = [block(False, 2.0), block(True, 2.7, met_s=0.1, wire_s=1.1)]
-    assert figures(record(tmp_path, early, late)) == pytest.approx(
-        Figures(1.5, 0.5, 1.1, 4e6, 2, 2 / 3)
-    )
+    found = figures(record(tmp_path, early, late))
+    assert found[:7] == pytest.approx((1.5, 0.5, 1.1, 4e6, 2, 2 / 3, 1.0))
+    assert (found.seen, found.rehearsed) == ((), {})
     early[1]["backward_s"], late[1]["backward_s"] = 0.4, 0.6  # of 1.0 and 1.5
     assert figures(record(tmp_path, early, late)).backward_share == pytest.approx(0.4)
     alone = [block(apart, 1.0, ranks=1) for apart in (False, True)]
@@ -275,6 +316,68 @@ def test_the_share_of_backward_is_measured_with_accumulated_gradients(
             Takes.now_s += 1.0  # the optimizer
     apart = [each for each in recorded(tmp_path) if each["apart"]]
     assert [(each["step_s"], each["backward_s"]) for each in apart] == [(8.0, 5.0)] * 2
+    assert [each["forwards"] for each in recorded(tmp_path)] == [2.0] * 4
+
+
+class Average(nn.Module):
+    """Looks like an EMA of any library."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+
+class ModelEmaV9(Average):
+    """A moving average."""
+
+
+class AttentionEMA(nn.Module):
+    """A layer, which is no moving average."""
+
+
+def test_what_a_script_uses_is_seen() -> None:
+    model = nn.Sequential(AttentionEMA(), nn.Linear(2, 2))
+    ddp = Average(model)
+    with mock.patch.object(step_meter, "_noted", set[str]()):
+        before = {*step_meter._seen(ddp)}
+        kept: list[object] = [ModelEmaV9(nn.Linear(2, 2)), torch.amp.GradScaler("cpu")]
+        clipping = mock.Mock(clip_grad_norm_=torch.nn.utils.clip_grad_norm_)
+        step_meter._note_clipping(clipping)
+        assert {*step_meter._seen(ddp)} - before == {"EMA"}  # scaler and clipping are not used
+        kept[1].scale(torch.ones(1))  # type: ignore[attr-defined]
+        clipping.clip_grad_norm_(model.parameters(), 1.0)
+        compiled = torch.compile(ddp, backend="eager")
+        assert compiled is not None
+        assert {*step_meter._seen(ddp)} - before == {
+            "EMA",
+            "GradScaler",
+            "clipping",
+            "torch.compile",
+        }
+
+
+@in_ranks(2, timeout_s=60.0)
+def test_each_way_is_rehearsed_after_the_last_block(tmp_path: Path, rank: int) -> None:
+    """The job goes on, with equal parameters, and is measured as before."""
+    (tmp_path / step_meter.BLOCKS).write_text("2")
+    step_meter._blocks_wanted.cache_clear()
+    sums = []
+    for kind in (watched(tmp_path), DistributedDataParallel):
+        torch.manual_seed(1)
+        model = kind(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(STEPS):
+            model(torch.full((2, 8), rank + step / STEPS)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sums.append(
+            sum(parameter.detach().double().sum().item() for parameter in model.parameters())
+        )
+    assert sums[0] == sums[1]
+    lines = recorded(tmp_path)
+    assert ["apart" in line for line in lines] == [True, True, False, True]
+    assert {*lines[2]["rehearsed"]} == {"whole", "deferred", "half", "int8"}
+    assert min(lines[2]["rehearsed"].values()) > 0
 
 
 class MixedPrecision:
@@ -288,6 +391,9 @@ class MixedPrecision:
     def register_comm_hook(self, state: object, hook: object) -> None:
         self._comm_hooks.append((hook, state))
         self.run.append(hook)
+
+    def _pre_forward(self, *inputs: object) -> object:
+        return inputs
 
     def _post_forward(self, output: object) -> object:
         return output
