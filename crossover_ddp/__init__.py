@@ -18,7 +18,12 @@ if TYPE_CHECKING:
         crossover_wrapper,
         reduce_scatter_all_gather_hook,
     )
-    from crossover_ddp.decoupled_hooks import DecoupledKFACState, DecoupledState, decoupled_hook
+    from crossover_ddp.decoupled_hooks import (
+        DecoupledKFACState,
+        DecoupledState,
+        compiled,
+        decoupled_hook,
+    )
     from crossover_ddp.errors import (
         CrossoverError,
         ExchangeError,
@@ -57,6 +62,7 @@ __all__ = [
     "Threshold",
     "TurnError",
     "UnsupportedConfigurationError",
+    "compiled",
     "compressed_hook",
     "crossover_hook",
     "crossover_wrapper",

@@ -31,6 +31,7 @@ from crossover_ddp._compression.codec import in_words
 from crossover_ddp._compression.compression import Compression
 from crossover_ddp._compression.planning import AnyCodec
 from crossover_ddp._ddp.checks import resolve_group
+from crossover_ddp._ddp.compiled import PieceBackend
 from crossover_ddp._decoupled.pending import DeferredBucket, Pending, Phase, defer_step, next_stage
 from crossover_ddp._decoupled.state import DeferredState, check_one_optimizer, undeferred
 from crossover_ddp._decoupled.trial import Trial
@@ -44,7 +45,7 @@ from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex
 from .owner_hooks import OwnerState, owner_hook
 
-__all__ = ["DecoupledKFACState", "DecoupledState", "decoupled_hook"]
+__all__ = ["DecoupledKFACState", "DecoupledState", "compiled", "decoupled_hook"]
 
 
 async def decoupled(
@@ -482,6 +483,38 @@ def decoupled_hook(
         lambda exchange: state._take(exchange, bucket),
         refused=refused,
     )
+
+
+def compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
+    """Return a backend of ``torch.compile`` for a whole model that is trained decoupled.
+
+    torch's DDPOptimizer cuts the graph of a model in DDP into pieces, one for each bucket. With
+    this backend each piece waits only for the updates of its own parameters. With another one, the
+    whole model waits for all updates. The results are the same in both cases.
+
+    It has this effect only if the model compiles without a graph break, into several pieces (see
+    ``torch._dynamo.config.optimize_ddp`` and DDP's ``bucket_cap_mb``), and after its first steps.
+    Without a deferring state, it is the same as ``backend``.
+
+    Args:
+        backend: the name of a backend, or a function like one. It compiles the pieces, with the
+            ``mode`` and ``options`` that are passed to ``torch.compile``. Default "inductor".
+
+    Returns:
+        A function to pass to ``torch.compile``.
+
+    On failure: torch's own error if there is no such backend. Forward raises
+    ``UnsupportedConfigurationError`` if the model, once it runs in pieces, is compiled again with a
+    graph break, or too often, while updates are pending.
+
+    Not collective.
+
+    Example::
+
+        net = torch.compile(net, backend=crossover_ddp.compiled("inductor"))
+        model = DistributedDataParallel(net, **DecoupledState.ddp_options(net))
+    """
+    return PieceBackend(backend)
 
 
 def _check_defer(defer: str) -> None:

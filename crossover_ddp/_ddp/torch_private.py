@@ -196,3 +196,37 @@ newton_schulz: Final[Callable[..., Tensor] | None] = getattr(
     _muon, "_zeropower_via_newtonschulz", None
 )
 adjusted_lr: Final[Callable[..., Any] | None] = getattr(_muon, "_adjust_lr", None)
+
+# --- dynamo, which is imported only when it is used ---
+
+# Returns the backend of torch.compile with a name, and raises torch's error if there is none.
+# Without it: `compiled` cannot be called. Guard: tests/unit/decoupled/test_pieces.py.
+
+
+def lookup_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that ``torch.compile`` calls for ``backend``."""
+    from torch._dynamo.backends import registry
+
+    return registry.lookup_backend(backend)
+
+
+# Counts graph breaks by their reasons. Without it: `compiled` cannot be called.
+# Guard: tests/unit/decoupled/test_pieces.py.
+
+
+def graph_breaks() -> int:
+    """Return the number of graph breaks that dynamo has met in this process."""
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())
+
+
+# Returns inductor's options of a ``mode`` of torch.compile. Without it: a mode is an error with
+# `compiled("inductor")`. Guard: tests/unit/decoupled/test_pieces.py.
+
+
+def inductor_options(mode: str) -> dict[str, Any]:
+    """Return inductor's configuration for a ``mode`` of ``torch.compile``."""
+    from torch import _inductor
+
+    return _inductor.list_mode_options(mode)

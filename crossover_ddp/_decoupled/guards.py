@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from crossover_ddp._ddp.compiled import OwnHook, uncompiled
+from crossover_ddp._ddp.compiled import OwnHook, Region, uncompiled
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 Entry = nn.Parameter | None
@@ -177,7 +177,9 @@ class Guards:
         # The hooks' key, which is unique in the process.
         self.key = RemovableHandle(OrderedDict()).id
         self._guards: list[_Guard] = []
-        # Undoes the changes to compiled modules.
+        # The compiled modules.
+        self.regions: list[Region] = []
+        # Undoes the changes to them.
         self._regions = contextlib.ExitStack()
         self._scan()
 
@@ -212,6 +214,7 @@ class Guards:
     def _scan(self) -> None:
         """Find all modules again, since some may be new or newly compiled."""
         self._regions.close()
+        self.regions = []
         modules = [*self.network.named_modules()]
         self._ids = [id(module) for _, module in modules]
         scripted = [
@@ -239,30 +242,53 @@ class Guards:
     def _watch(self, entry: nn.Module, guards: list[_Guard]) -> None:
         """Make each call of ``entry``, a compiled module, first update all its parameters.
 
-        The call then takes their guards down.
+        The call then takes their guards down. If the module runs in pieces that report their
+        parameters, these are updated piece by piece; see [Note: pieces] in `_ddp/compiled.py`.
         """
+
+        def parameters() -> list[torch.Tensor]:
+            entries = [each for guard in guards for each in guard.plain.values()]
+            return [each for each in entries if each is not None]
+
+        region = Region(parameters, self._reads)
+        self.regions.append(region)
 
         @uncompiled
         def update_and_unguard() -> None:
+            has_pending = self.are_up and region.is_in_pieces
+            if has_pending:
+                self._before()
             if self.are_up:
                 for guard in guards:
-                    self.before_forward(guard.module)
+                    if not has_pending:
+                        self.before_forward(guard.module)
                     guard.down(self.key)
+            region.enter(has_pending=has_pending)
+
+        leave_region = uncompiled(region.leave)
 
         def enter(*_: Any) -> None:
             # Inside a larger graph, that graph's entry has already done this.
             if not torch.compiler.is_compiling():
                 update_and_unguard()
 
+        def leave(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                leave_region()
+
         if (call := compiled_call(entry)) is None:
-            self._regions.callback(
-                entry.register_forward_pre_hook(OwnHook(enter), prepend=True).remove
-            )
+            for handle in (
+                entry.register_forward_pre_hook(OwnHook(enter), prepend=True),
+                entry.register_forward_hook(OwnHook(leave)),
+            ):
+                self._regions.callback(handle.remove)
             return
 
         def entered(*args: Any, **kwargs: Any) -> Any:
             enter()
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            leave()
+            return result
 
         def restore() -> None:
             if variables.get("_compiled_call_impl") is entered:

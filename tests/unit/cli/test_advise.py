@@ -362,6 +362,15 @@ def test_each_way_is_rehearsed_after_the_last_block(tmp_path: Path, rank: int) -
     (tmp_path / step_meter.BLOCKS).write_text("2")
     step_meter._blocks_wanted.cache_clear()
     sums = []
+    sent = 0
+    send = step_meter._Meter._send
+
+    def counted(self: Any, *bucket: Any) -> None:
+        nonlocal sent
+        sent += 1
+        send(self, *bucket)
+
+    step_meter._Meter._send = counted  # type: ignore[method-assign]
     for kind in (watched(tmp_path), DistributedDataParallel):
         torch.manual_seed(1)
         model = kind(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]))
@@ -378,6 +387,8 @@ def test_each_way_is_rehearsed_after_the_last_block(tmp_path: Path, rank: int) -
     assert ["apart" in line for line in lines] == [True, True, False, True]
     assert {*lines[2]["rehearsed"]} == {"whole", "deferred", "half", "int8"}
     assert min(lines[2]["rehearsed"].values()) > 0
+    assert sent == STEPS  # the stubs have the hooks of their ways
+    step_meter._Meter._send = send  # type: ignore[method-assign]
 
 
 class MixedPrecision:
