@@ -132,6 +132,7 @@ class CodedLink(LinkAround):
         leaves_unused: bool = False,
     ) -> None:
         super().__init__(link)
+        self.codecs = codecs
         to_owners, to_all = codecs
         rank = link.rank
         peers = [peer for peer in range(len(parts)) if peer != rank]

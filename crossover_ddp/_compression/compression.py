@@ -5,11 +5,11 @@ owners work on the mean between the halves, as in K-FAC, the first two steps tra
 the second one buckets no longer change, even with ``static_graph``. The step after `drain` also
 travels exactly, and leaves no residuals.
 
-[Note: residuals aside] Residuals are set aside in an exact step, and whenever DDP passes a bucket
-whose parameters have changed. Each rank then adds its residuals for these parameters to its
-gradients. It multiplies an owner's residual by the number of ranks, since the exchange divides by
-that number. Loaded residuals are added in the same way. Ranks need not exchange anything for this,
-and nothing is lost.
+[Note: residuals aside] Residuals are set aside in an exact step, in the first step with another
+codec, and whenever DDP passes a bucket whose parameters have changed. Each rank then adds its
+residuals for these parameters to its gradients. It multiplies an owner's residual by the number of
+ranks, since the exchange divides by that number. Loaded residuals are added in the same way. Ranks
+need not exchange anything for this, and nothing is lost.
 """
 
 import logging
@@ -31,7 +31,7 @@ from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.states import HookState
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .codec import CodecChoice, Scratch, codecs_of, in_words
+from .codec import Scratch, codecs_of, in_words
 from .coded_link import CodedLink, Part, parts_of
 from .planning import CANDIDATES, AnyCodec, CodecPlan, plan_from
 
@@ -47,16 +47,17 @@ class Compression:
     """One model's residuals on this rank, and the messages of its buckets.
 
     Args:
-        codec: one codec for both halves, or a pair of codecs.
+        codec: one codec for both halves, or a pair of codecs. None if gradients travel exactly until
+            `use` is called.
         loss_scale: the factor by which the loss is scaled, or a function that returns it.
         state: the state with which the hook is registered.
         has_work: True if owners work on the mean, and other tensors travel instead of the buckets.
     """
 
     def __init__(
-        self, codec: CodecChoice, loss_scale: LossScale, state: Any, has_work: bool = False
+        self, codec: AnyCodec, loss_scale: LossScale, state: Any, has_work: bool = False
     ) -> None:
-        self._codecs = codecs_of(codec)
+        self.use(codec)
         self._dtypes = _DTYPES[:1] if has_work else _DTYPES
         self._loss_scale = loss_scale
         self._state = state
@@ -83,6 +84,15 @@ class Compression:
         # The bytes that would have been sent without a codec.
         self._exact_bytes = 0
 
+    def use(self, codec: AnyCodec) -> None:
+        """Code gradients with ``codec`` from the next step on; None lets them travel exactly.
+
+        All ranks must change to the same codec in the same step. Residuals of another codec are set
+        aside, and added to the next step's gradients, see [Note: residuals aside]. So nothing is
+        lost.
+        """
+        self._codecs = None if codec is None else codecs_of(codec)
+
     def around(
         self, bucket: dist.GradBucket, exchange: Exchange, pack: Callable[[], Any] | None = None
     ) -> Around | None:
@@ -94,8 +104,11 @@ class Compression:
             pack: a function that returns an object with ``flat``, ``layout`` and ``runs()``, which
                 travels instead of the bucket. Default: None, so that the bucket's buffer travels.
         """
-        if exchange.size == 1 and not self._loaded and not self._aside:
-            return None  # a single rank sends nothing, so it can only have loaded residuals
+        # A single rank sends nothing, so it can only have loaded residuals.
+        sends_exact = exchange.size == 1 or (self._codecs is None and self._model() is not None)
+        has_residuals = self._loaded or self._aside or self._buckets
+        if sends_exact and not has_residuals and self._is_new_step:
+            return None
         return lambda link: self._coded(link, bucket, exchange, None if pack is None else pack())
 
     def _coded(self, link: Link, bucket: dist.GradBucket, exchange: Exchange, packed: Any) -> Link:
@@ -105,13 +118,15 @@ class Compression:
         flat = bucket.buffer().data if packed is None else packed.flat
         parameters = bucket.parameters()
         known = self._buckets.get(bucket.index())
-        if known is not None and [*map(id, known.parameters)] != [*map(id, parameters)]:
+        if known is not None and (
+            known.codecs != self._codecs or [*map(id, known.parameters)] != [*map(id, parameters)]
+        ):
             known = None
         if known is None:
             self._enter(bucket, flat.dtype, exchange.size)
         if self._is_new_step:
             self._begin_step()
-        is_exact = self._exact_left > 0 or exchange.size == 1
+        is_exact = self._codecs is None or self._exact_left > 0 or exchange.size == 1
         self._is_new_step = bucket.is_last()
         if bucket.is_last():
             self.steps += 1
@@ -129,6 +144,7 @@ class Compression:
         if is_exact:
             return known.drained(link) if known is not None and self._has_work else link
         if known is None:
+            assert self._codecs is not None
             known = CodedLink(
                 link,
                 self._codecs,
@@ -148,7 +164,7 @@ class Compression:
 
     def _enter(self, bucket: dist.GradBucket, dtype: torch.dtype, ranks: int) -> None:
         """Start over if the bucket belongs to a new model; refuse one that cannot be encoded."""
-        rows = len(self._codecs[0].codecs)
+        rows = 1 if self._codecs is None else len(self._codecs[0].codecs)
         if ranks > 1 and rows not in (1, ranks):
             raise UnsupportedConfigurationError(
                 f"expected a PerPair with a row for each of {ranks} ranks, got {rows} rows; "
@@ -157,7 +173,8 @@ class Compression:
         if dtype not in self._dtypes:
             raise UnsupportedConfigurationError(
                 f"expected gradients of {', '.join(map(str, self._dtypes))}, got dtype={dtype}: "
-                "residuals and sums of a codec are float32; pass codec=None"
+                "residuals and sums of a codec are float32; use exact gradients (codec=None, or "
+                "losses='same')"
             )
         model = self._bound.bind(bucket, self._state)
         if model is not None and model is not self._model():
