@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from crossover_ddp.auto_hooks import AutoState, auto_hook
     from crossover_ddp.averaging_hooks import (
         AveragingPlan,
         ElasticState,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "AutoState",
     "AveragingPlan",
     "CompressedState",
     "CrossoverError",
@@ -62,6 +64,7 @@ __all__ = [
     "Threshold",
     "TurnError",
     "UnsupportedConfigurationError",
+    "auto_hook",
     "compiled",
     "compressed_hook",
     "crossover_hook",
@@ -77,6 +80,7 @@ __all__ = [
 ]
 
 _MODULES = (
+    "auto_hooks",
     "averaging_hooks",
     "codecs",
     "comm_hooks",

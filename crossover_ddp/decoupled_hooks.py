@@ -33,8 +33,8 @@ from crossover_ddp._compression.planning import AnyCodec
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._ddp.compiled import PieceBackend
 from crossover_ddp._decoupled.pending import DeferredBucket, Pending, Phase, defer_step, next_stage
+from crossover_ddp._decoupled.race import DEFERRED, WHOLE, Race
 from crossover_ddp._decoupled.state import DeferredState, check_one_optimizer, undeferred
-from crossover_ddp._decoupled.trial import Trial
 from crossover_ddp._engine.buckets import Bucket, BucketJourney, JourneyTurn, Turn
 from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.journeys import JourneyCoroutine
@@ -115,9 +115,9 @@ class DecoupledState(DeferredState):
         mutex: the mutex for taking turns with sibling jobs. The turn is given away when backward's
             computation is done, and taken again before the next forward computes. Default: no
             turns.
-        defer: with "auto" the first thirty to ninety steps try whether deferring is faster for this
+        defer: with "auto" the first ten to sixty steps try whether deferring is faster for this
             model on this link, and later steps keep the faster way; see `deferring`. With "always"
-            every step is deferred without a trial. The results are the same either way.
+            every step is deferred without a race. The results are the same either way.
         codec: compress both halves of the exchange, with error feedback. Pass one codec for both
             halves, such as ``crossover_ddp.codecs.Int8()``, or a pair (to owners, to all); see
             `CompressedState`. Parameters then differ from plain DDP's, but are equal on all ranks,
@@ -179,7 +179,7 @@ class DecoupledState(DeferredState):
         self._defer = defer
         self._compression = None if codec is None else Compression(codec, loss_scale, self)
         self._partial = PartialOptimizer(only)
-        self._trial = Trial() if defer == "auto" else None
+        self._race: Race | None = Race((WHOLE, DEFERRED), self.meter) if defer == "auto" else None
         pending = Pending([only], self._check, self._forward_turn)
         self._intercept(pending, on_state=pending.state_is_read)
 
@@ -191,10 +191,10 @@ class DecoupledState(DeferredState):
 
     @property
     def deferring(self) -> bool | None:
-        """Whether steps are deferred, or None during the trial. It is the same on all ranks."""
-        if self._trial is None:
+        """Whether steps are deferred, or None during a race. It is the same on all ranks."""
+        if self._race is None:
             return True
-        return self._trial.defers if self._trial.is_over else None
+        return self._race.defers if self._race.is_over else None
 
     def drain(self) -> None:
         """Let the next step travel without compression, together with the residuals.
@@ -211,16 +211,17 @@ class DecoupledState(DeferredState):
         counts the steps whose updates were not applied within ``optimizer.step()``.
         docs/troubleshooting.md has the whole table. Not collective.
         """
-        coded = None if self._compression is None else self._compression.stats()
+        compression = None if self.codec is None else self._compression
+        coded = None if compression is None else compression.stats()
         return self._deferred_stats(codec=self.codec, coded=coded)
 
     def _why_not_deferred(self) -> str | None:
         is_on = not self.agreement.disabled and self._pending.phase is not Phase.CLOSED
         is_on = is_on and not self._pending.is_plain
-        if is_on and self._trial is not None and not self._trial.defers:
-            if self._trial.is_over:
-                return "the trial has found steps faster that are not deferred"
-            return "some steps are not, while a trial compares both kinds"
+        if is_on and self._race is not None and not self._race.defers:
+            if self._race.is_over:
+                return "the race has found steps faster that are not deferred"
+            return "some steps are not, while a race compares both kinds"
         return super()._why_not_deferred()
 
     def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
@@ -258,15 +259,19 @@ class DecoupledState(DeferredState):
         if pending.phase is Phase.CLOSED:
             return self._send(exchange, bucket, undeferred).future
         pending.begin_with(exchange, bucket)
-        if self._trial is None or self._trial.defers:
+        if self._race is None or self._race.defers:
             taken = self._defer_bucket(exchange, bucket)
         else:
             taken = self._send(exchange, bucket, undeferred, turn=self._turn)
             if pending.turn is not None:
                 pending.turn.is_held = True  # the exchange takes it before backward ends
             pending.note_whole(bucket, taken)
-        if bucket.is_last() and self._trial is not None and pending.is_settled:
-            self._trial.backward_ended(exchange, taken.flat.device)
+        if (
+            bucket.is_last()
+            and self._race is not None
+            and (pending.is_settled or self._race.is_over)
+        ):
+            self._race.backward_ended(exchange, taken.flat.device)
         return taken.future
 
     def _defer_bucket(self, exchange: Exchange, grad_bucket: dist.GradBucket) -> Bucket:
@@ -526,7 +531,7 @@ def _check_defer(defer: str) -> None:
 
 def _check_state(state: dict[str, Any]) -> None:
     # The first key was in state dicts of version 0.1.
-    if {*state} - {"forward_order", "codec", "kfac"}:
+    if {*state} - {"forward_order", "codec", "kfac", "arm"}:
         raise ValueError(
             f"expected a state dict of a DecoupledState, got keys {sorted(state)}; pass what "
             "state_dict() returned"

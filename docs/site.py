@@ -15,7 +15,7 @@ PAGES = {
     "LICENSE": "license.md",
 }
 MODULES = (
-    *("comm_hooks", "decoupled_hooks", "owner_hooks", "codecs"),
+    *("auto_hooks", "comm_hooks", "decoupled_hooks", "owner_hooks", "codecs"),
     *("averaging_hooks", "muon_hooks", "kfac_hooks"),
     *("gpu_mutex", "metrics", "pipeline", "errors"),
 )

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from crossover_ddp.auto_hooks import AutoState, auto_hook
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, compressed_hook
 from crossover_ddp.comm_hooks import (
@@ -44,6 +45,7 @@ HOOKS: dict[str, MakeState] = {
         CompressedState(CODECS[args.codec]),
         compressed_hook,
     ),
+    "auto": lambda model, optimizers, args: (AutoState(optimizers[0]), auto_hook),
     "decoupled": lambda model, optimizers, args: (DecoupledState(optimizers[0]), decoupled_hook),
     "local_sgd": lambda model, optimizers, args: (
         LocalSGDState(args.sync_every, args.delay, args.fragments, args.local_after),

@@ -39,8 +39,10 @@ less cannot cause a deadlock, so ranks need not change their mode at the same mo
 
 A block lasts until every job has drawn `BLOCK` turns in it. For each of the two ways, each lead
 rank publishes in its slot the median step time over all its blocks. Any lead rank that sees the
-votes of all jobs decides, and it decides early if the difference is clear. Jobs that are not
-connected to this one by shared devices have a trial of their own.
+votes of all jobs decides, and it decides early if the difference is clear beside the scatter of its
+own blocks. Whether it is clear may differ between lead ranks, but from the same votes they all
+decide for the same way, and the word decides for all of them. Jobs that are not connected to this
+one by shared devices have a trial of their own.
 
 This module has no clock and does no I/O: the bytes of the log, the contents of slots and the time
 are arguments. Our design.
@@ -54,7 +56,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from crossover_ddp._system.comparing import HYSTERESIS, LAST_PAIR, PLAIN, is_faster
+from crossover_ddp._system.comparing import (
+    FIRST_PAIR,
+    HYSTERESIS,
+    LAST_PAIR,
+    is_faster,
+    scatter_of,
+)
 
 DEFAULT_LEASE_S = 5.0
 LONGEST_LEASE_S = 60.0
@@ -495,7 +503,7 @@ class Trial:
             slot: the slot of its writer.
         """
         # No trial can end in its first blocks, so an early verdict belongs to the previous trial.
-        too_early = self._running and self._block <= min(PLAIN) and self._all_try
+        too_early = self._running and self._block <= FIRST_PAIR and self._all_try
         if self._job_of(slot, record) is None or (too_early and word is not Word.TRY):
             return
         self._since = 0
@@ -571,16 +579,21 @@ class Trial:
         missing = len(votes) < len(self._jobs)
         if missing and self._block <= 2 * LAST_PAIR:
             return None
-        return verdict([*votes.values()], self._verdict, last=missing)
+        pairs = zip(*self._times_s, strict=False)
+        scatter = scatter_of([math.log(turns_s / side_s) for side_s, turns_s in pairs])
+        return verdict([*votes.values()], self._verdict, scatter, last=missing)
 
 
-def verdict(votes: Sequence[Vote], standing: Word | None, *, last: bool = False) -> Word | None:
+def verdict(
+    votes: Sequence[Vote], standing: Word | None, scatter: float, *, last: bool = False
+) -> Word | None:
     """Return the faster way, by the geometric mean over jobs. None if it is not clear yet.
 
     Args:
         votes: one vote per job.
         standing: the verdict of the previous trial. None if there was none, which counts as a
             verdict for turns.
+        scatter: the standard deviation of the logarithm of turns_s / side_s from block to block.
         last: decide now, even if the difference is small.
     """
     if not votes:
@@ -588,7 +601,7 @@ def verdict(votes: Sequence[Vote], standing: Word | None, *, last: bool = False)
     gain = statistics.fmean(math.log(each.turns_s / each.side_s) for each in votes)
     pairs = LAST_PAIR if last else min(each.pairs for each in votes)
     needed = -HYSTERESIS if standing is Word.SIDE_BY_SIDE else HYSTERESIS
-    side_is_faster = is_faster(gain, pairs, needed)
+    side_is_faster = is_faster(gain, pairs, scatter, needed)
     if side_is_faster is None:
         return None
     return Word.SIDE_BY_SIDE if side_is_faster else Word.TAKE_TURNS

@@ -162,6 +162,13 @@ HOOKS: dict[str, Row] = {
     "decoupled_and_flushed": Row(
         decoupled(), options=VIEWS, reads="flushed", is_like_others=True, refuses=NO_SEARCH
     ),
+    "auto": Row(
+        lambda model, optimizers, **turn: (ddp.AutoState(optimizers[0], **turn), ddp.auto_hook),
+        options=VIEWS,
+        reads="never",
+        is_like_others=True,
+        refuses=NO_SEARCH,
+    ),
     "compressed_by_nothing": Row(
         alone(ddp.CompressedState, ddp.compressed_hook, codec=None), is_like_others=True
     ),

@@ -66,7 +66,7 @@ OF_DDP = (
 )
 # Cases whose last bits differ for some hooks, by the beginnings of the hooks' names: their states
 # compute the norm themselves, or over other buckets.
-ROUNDED = {"clipping": ("decoupled", "owners")}
+ROUNDED = {"clipping": ("auto", "decoupled", "owners")}
 # The finding of one case with one hook: differences to its reference, and a digest of the results.
 Finding = tuple[str, str]
 # Results in a form that is cheap to send to another process, which tensors are not: dtype, shape,

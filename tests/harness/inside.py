@@ -15,18 +15,19 @@ import torch.distributed as dist
 from crossover_ddp import DecoupledState, GPUMutex
 from crossover_ddp._averaging import shared_centre
 from crossover_ddp._ddp.refit import BucketSizes
-from crossover_ddp._decoupled.trial import BLOCK, WARM_UP, Trial
+from crossover_ddp._decoupled.race import COUNTED, DEFERRED, FIRST, WARM_UP, WHOLE, Race
 from crossover_ddp._engine import links
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.networks import Networks
+from crossover_ddp._engine.observe import Meter
 from crossover_ddp._kfac import settings
-from crossover_ddp._system.comparing import PLAIN
 from crossover_ddp._turns import channel
 from crossover_ddp._turns.segment import TurnSegment
 
 Patch = contextlib.AbstractContextManager[object]
-TRIAL: Final = (WARM_UP, BLOCK, WARM_UP + 2 * BLOCK * min(PLAIN))
-"""Backward passes of a trial of deferring: before it, in one block, and until a plain decision."""
+RACE: Final = (WARM_UP, 1 + FIRST, WARM_UP + 1 + FIRST + 3 * (1 + COUNTED))
+"""Backward passes of a race of two arms: before it, in its first block, and until a plain
+decision."""
 
 
 def refuse_bucket(
@@ -74,21 +75,26 @@ def force_native() -> Patch:
 
 
 def pretend_times(state: DecoupledState, *, deferred_s: float, whole_s: float) -> None:
-    """Replace the clock of a state's trial: a step's time depends on its kind alone."""
-    trial = state._trial
-    assert isinstance(trial, Trial)
+    """Replace the clock of a state's race: a step's time depends on whether it is deferred alone.
+
+    Nothing is known of waits, so that all arms are run.
+    """
+    race = state._race
+    assert isinstance(race, Race)
     now_s = 0.0
 
-    def clock() -> float:
+    def clock(device: object) -> float:
         return now_s
 
     def backward_ended(*where: Any) -> None:
         nonlocal now_s
-        now_s += deferred_s if trial.defers else whole_s
-        type(trial).backward_ended(trial, *where)
+        now_s += deferred_s if race.defers else whole_s
+        type(race).backward_ended(race, *where)
 
-    trial._clock = clock
-    trial.backward_ended = backward_ended  # type: ignore[method-assign, assignment]
+    race._clock = clock
+    race._meter = Meter()
+    race._meter.is_timed = False
+    race.backward_ended = backward_ended  # type: ignore[method-assign, assignment]
 
 
 def refit(state: DecoupledState, sizes: BucketSizes | None, *, hooked: bool = True) -> bool:
@@ -102,11 +108,8 @@ def is_hooked(state: DecoupledState) -> bool:
 
 
 def defer(state: DecoupledState, defers: bool) -> None:
-    """Defer all later steps that can be deferred, or none, as a trial would."""
-    trial = Trial()
-    trial.defers = defers
-    trial.is_over = True
-    state._trial = trial
+    """Defer all later steps that can be deferred, or none, as a race would."""
+    state._race = Race((DEFERRED if defers else WHOLE,), state.meter)
 
 
 def kfac_of_no_layer() -> Patch:

@@ -32,8 +32,8 @@ from tests.multiprocess.identity_codec import Identity
 
 # Five of seven steps are deferred, one of them with two micro-batches.
 STEPS = 200 if IN_CAMPAIGN else 7
-# The trial of ``defer="auto"`` has ended.
-TRIAL_STEPS = 34
+# The race of ``defer="auto"`` has tried both arms, or has ended.
+RACE_STEPS = 34
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -53,10 +53,10 @@ def test_every_state_gives_the_parameters_of_the_codec_alone(
         name: [Coded(kind, rank, codec).run(STEPS).digest() for kind in kinds]
         for name, codec in codecs.items()
     }
-    if world_size == 2:  # a trial defers some steps and not others
+    if world_size == 2:  # a race defers some steps and not others
         ways: list[Any] = [("compressed", {}), ("decoupled", {"defer": "auto"})]
         made = [Coded(kind, rank, CODECS["pair"], **settings) for kind, settings in ways]
-        found["auto"] = [each.run(TRIAL_STEPS).digest() for each in made]
+        found["auto"] = [each.run(RACE_STEPS).digest() for each in made]
     for alone, *by_others in found.values():
         if world_size == 4:
             assert by_others.pop() != alone, "K-FAC changes the directions"

@@ -13,8 +13,8 @@ import crossover_ddp
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "crossover_ddp"
 HOOKS = (
-    *("averaging_hooks", "codecs", "comm_hooks", "decoupled_hooks", "kfac_hooks", "muon_hooks"),
-    "owner_hooks",
+    *("auto_hooks", "averaging_hooks", "codecs", "comm_hooks", "decoupled_hooks", "kfac_hooks"),
+    *("muon_hooks", "owner_hooks"),
 )
 PUBLIC = {*HOOKS, "errors", "gpu_mutex", "metrics", "pipeline"}
 BELOW = {"_owners", "_engine", "_ddp", "_tuning", "_system", "errors", "gpu_mutex"}
@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_owners": {"_engine", "_ddp", "_tuning", "errors"},
     **dict.fromkeys(("_decoupled", "_kfac", "_averaging", "_compression"), BELOW),
     **{hooks: {*BELOW, f"_{hooks.removesuffix('_hooks')}"} for hooks in HOOKS},
+    "auto_hooks": {*BELOW, "_decoupled", "_compression", "decoupled_hooks"},
     "averaging_hooks": {*BELOW, "_averaging", "comm_hooks"},
     "comm_hooks": {*BELOW, "decoupled_hooks"},
     "decoupled_hooks": {*BELOW, "_decoupled", "owner_hooks"},  # the latter for version 0.2's names

@@ -36,6 +36,10 @@ GIVEN: dict[str, Given] = {
         ddp.decoupled_hook,
         lambda optimizers, model: ddp.DecoupledState(optimizers[0], defer="always", model=model),
     ),
+    "auto": (
+        ddp.auto_hook,
+        lambda optimizers, model: ddp.AutoState(optimizers[0], losses="rounded", model=model),
+    ),
     "deferred_kfac": (
         ddp.decoupled_hook,
         lambda optimizers, model: ddp.DecoupledKFACState(

@@ -79,7 +79,7 @@ class Trained(harness.Training):
 )
 def test_compiled_models_make_as_many_graphs_as_plain_ddp(way: str, defer: str) -> None:
     """With the buckets of ``ddp_options``: torch's own DDPOptimizer wants large ones."""
-    steps = STEPS + (inside.TRIAL[-1] if defer == "auto" else 0)
+    steps = STEPS + (inside.RACE[-1] if defer == "auto" else 0)
     plain = Trained(way, decoupled=False).run(steps)
     decoupled = Trained(way, decoupled=True, defer=defer)
     if defer == "auto":

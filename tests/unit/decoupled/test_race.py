@@ -307,7 +307,7 @@ def test_another_race_is_run_when_waits_appear_where_nothing_was_tried() -> None
 def test_the_verdict_names_the_arms_and_their_times() -> None:
     rank = Rank(TIMES["two, 20 %"], lambda number: (1.0, 0.0)).run()
     steps = SHORTEST + 3 * (1 + COUNTED)
-    text = "a step takes 1.0000 s whole, 0.8000 s deferred"
+    text = "a step takes 1.0000 s (whole), 0.8000 s (deferred)"
     assert rank.said == [
         f"chose deferred: 1.25 times as fast as whole, after {steps} steps; {text}"
     ]
@@ -316,7 +316,7 @@ def test_the_verdict_names_the_arms_and_their_times() -> None:
     rank = Rank(FAST_LINK["two"], lambda number: (1.0, 0.0)).run()
     text = "no other is 2 % faster than whole"
     assert rank.said == [
-        f"chose whole: {text}, after {SHORTEST} steps; a step takes 1.0000 s whole"
+        f"chose whole: {text}, after {SHORTEST} steps; a step takes 1.0000 s (whole)"
     ]
 
 

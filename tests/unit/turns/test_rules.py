@@ -203,18 +203,25 @@ def test_jobs_that_share_a_device_through_others_are_siblings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gain", "pairs", "standing", "expected"),
+    ("gain", "pairs", "scatter", "standing", "expected"),
     [
-        (1.3, 1, None, None),
-        (1.6, 2, None, SIDE),
-        (1.03, 7, None, None),
-        (1.01, 8, None, BACK),
-        (0.99, 8, SIDE, SIDE),
-        (0.97, 8, SIDE, BACK),
+        (1.3, 1, math.inf, None, None),
+        (1.3, 2, 0.05, None, SIDE),
+        (1.3, 2, 0.1, None, None),
+        (1.3, 4, 0.15, None, SIDE),
+        (1.03, 4, 0.001, None, SIDE),
+        (1.01, 4, 0.001, None, BACK),
+        (1.03, 7, 0.02, None, None),
+        (1.01, 8, 9.0, None, BACK),
+        (0.99, 8, 9.0, SIDE, SIDE),
+        (0.97, 8, 9.0, SIDE, BACK),
     ],
 )
-def test_verdict(gain: float, pairs: int, standing: Word | None, expected: Word | None) -> None:
-    assert verdict([Vote(pairs, gain, 1.0), Vote(pairs + 1, gain, 1.0)], standing) is expected
+def test_verdict(
+    gain: float, pairs: int, scatter: float, standing: Word | None, expected: Word | None
+) -> None:
+    votes = [Vote(pairs, gain, 1.0), Vote(pairs + 1, gain, 1.0)]
+    assert verdict(votes, standing, scatter) is expected
 
 
 @settings(max_examples=50)

@@ -1,0 +1,225 @@
+"""One line that tries itself: exact or coded, deferred or not, whichever is fastest here.
+
+Which hook pays depends on the model, the link and the processor. `AutoState` trains with several of
+them in turn, for ten steps where nothing can be gained, and for a hundred at most. Then it keeps
+the one that was fastest on the slowest rank. Each of these *arms* is a way to train that other
+states offer by themselves:
+
+- "whole": backward waits for the exchange, as in plain DDP;
+- "deferred": gradients are gathered, and parameters updated, in the next forward, as with
+  `DecoupledState`;
+- "whole, Half()", "whole, Int8()": backward waits for coded messages, as with `CompressedState`;
+- "deferred, Half()", "deferred, Int8()": both.
+
+With ``losses="same"`` only the first two are tried, which give the losses of plain DDP. So losses do
+not depend on the choice. With ``losses="rounded"`` all six are tried. The part of a gradient that
+an arm has not sent yet is sent by the next one, so changing arms loses nothing. For the rules of the
+race, see [Note: race] in `_decoupled/race.py`. Our design.
+"""
+
+# No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from crossover_ddp._compression.codec import Codec, Half, Int8, in_words
+from crossover_ddp._compression.compression import Compression
+from crossover_ddp._compression.planning import cost_of
+from crossover_ddp._ddp.checks import resolve_group
+from crossover_ddp._decoupled.race import DEFERRED, WHOLE, Arm, Race
+from crossover_ddp._engine.exchange import run_hook
+
+from .decoupled_hooks import DecoupledState
+from .gpu_mutex import GPUMutex
+
+__all__ = ["AutoState", "auto_hook"]
+
+
+def _coded(arm: Arm, codec: Codec) -> Arm:
+    name = f"{arm.name}, {type(codec).__name__}()"
+    return Arm(name, arm.defers, codec, cost_of(codec, 2).rate)
+
+
+_ARMS: Final[Mapping[str, tuple[Arm, ...]]] = {
+    "same": (WHOLE, DEFERRED),
+    "rounded": (
+        WHOLE,
+        DEFERRED,
+        *(_coded(arm, codec) for codec in (Half(), Int8()) for arm in (WHOLE, DEFERRED)),
+    ),
+}
+"""The arms of each promise, the weakest first."""
+
+
+class AutoState(DecoupledState):
+    """State of `auto_hook`: several ways to exchange gradients race, and the fastest one is kept.
+
+    The training loop stays as it is. For the first ten to a hundred steps, blocks of steps are
+    trained with each arm. Then all ranks keep the weakest arm within 2 % of the fastest: the one
+    that changes the training least. Rank 0 writes one line about it to stderr. If steps later become
+    a fifth slower for hundreds of steps, the arms race again.
+
+    Parameters and gradients may be read under the rules of `DecoupledState`.
+
+    Args:
+        optimizer: any torch optimizer that treats each parameter by itself. It must hold all
+            parameters of the model.
+        process_group: the job's process group, which must also be the DDP model's. Default: the
+            default group.
+        losses: with "same" the losses are those of plain DDP: with one or two ranks bit for bit,
+            with more up to the order of additions. With "rounded" gradients may also be coded, with
+            error feedback. Parameters are then still equal on all ranks, bit for bit. But the clock
+            chooses when which codec is used, so two runs differ. Default "same".
+        arms: the names of the arms that race, from those of ``losses``, such as
+            ``("whole", "deferred")``. A single one, such as ``("deferred, Half()",)``, is used from
+            the start, so that runs can be repeated. Default: all arms of ``losses``.
+        loss_scale: only with "rounded": the factor by which the loss is multiplied before
+            ``backward()``, or a function that returns it, such as ``scaler.get_scale``. Default 1.
+        mutex: the mutex for taking turns, like that of `DecoupledState`. Default: no turns.
+        compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
+            and raise ``ReplicasDifferError`` if they differ between ranks. Default True.
+        model: the DDP model that the hook is registered on. Default: found at the first bucket.
+
+    On failure: ``ValueError`` for other values of ``losses`` and ``arms``, and otherwise like
+    `DecoupledState`. With "rounded" the first ``backward()`` raises
+    ``UnsupportedConfigurationError`` for float64 gradients.
+
+    **Collective**: all ranks create the state with the same arguments and register the hook.
+    ``CROSSOVER_DISABLE=1`` turns it into a plain all-reduce.
+
+    Example::
+
+        model.register_comm_hook(AutoState(optimizer), auto_hook)
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        losses: Literal["same", "rounded"] = "same",
+        arms: Sequence[str] | None = None,
+        loss_scale: float | Callable[[], float] = 1.0,
+        mutex: GPUMutex | None = None,
+        compare_replicas: bool = True,
+        model: DistributedDataParallel | None = None,
+    ) -> None:
+        racing = _arms_of(losses, arms)
+        super().__init__(
+            optimizer,
+            process_group,
+            mutex=mutex,
+            defer="always",
+            compare_replicas=compare_replicas,
+            model=model,
+        )
+        if any(arm.codec is not None for arm in racing):
+            self._compression = Compression(None, loss_scale, self)
+        self._race: Race = Race(racing, self.meter, self._use, self._report)
+
+    def _use(self, codec: Codec | None) -> None:
+        self.codec = codec
+        if self._compression is not None:
+            self._compression.use(codec)
+
+    def _report(self, verdict: str) -> None:
+        """Write the verdict where it is seen even if ``logging`` is not configured."""
+        if resolve_group(self.process_group).rank() == 0:
+            sys.stderr.write(f"crossover_ddp: {verdict}\n")
+
+    def fingerprint(self, bucket: dist.GradBucket) -> dict[str, object]:
+        """Return the settings that all ranks must have in common."""
+        arms = [(arm.name, in_words(arm.codec)) for arm in self._race.arms]
+        return {"state": type(self).__name__, "arms": arms, "chosen arm": self.chosen}
+
+    # --- for users -----------------------------------------------------------------------------
+
+    @property
+    def chosen(self) -> str | None:
+        """The name of the arm that the last race chose; None before its verdict.
+
+        It is the same on all ranks.
+        """
+        return None if self._race.chosen is None else self._race.chosen.name
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The measurements of the last race, in seconds per step; empty before its verdict.
+
+        It holds the time of each arm that was run, by name. "C" is the computation, "N" the time
+        for which backward waited, and "M" the time during which messages were under way, all three
+        with "whole" on the slowest rank. C, N and M are missing if they are not known, as on NCCL,
+        where the host does not see when messages arrive.
+        """
+        return dict(self._race.figures)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the chosen arm under "arm", and the residuals under "codec"; see `DecoupledState`.
+
+        A job that resumes from it does not race again.
+        """
+        return {**super().state_dict(), "arm": self.chosen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the choice and the residuals; see `DecoupledState.load_state_dict`.
+
+        The choice is left out if ``arms`` does not contain it.
+        """
+        super().load_state_dict(state)
+        for arm in self._race.arms:
+            if arm.name == state.get("arm"):
+                self._race.choose(arm)
+
+
+def _arms_of(losses: str, names: Sequence[str] | None) -> tuple[Arm, ...]:
+    """Return the arms with these names, the weakest first. Refuse names that ``losses`` lacks."""
+    if losses not in _ARMS:
+        raise ValueError(
+            f"expected losses='same' or 'rounded', got losses={losses!r}; see AutoState"
+        )
+    arms = _ARMS[losses]
+    if names is None:
+        return arms
+    known = [arm.name for arm in arms]
+    if isinstance(names, str) or not names or not {*names} <= {*known}:
+        raise ValueError(
+            f"expected some of {known} with losses={losses!r}, got arms={names!r}; pass a sequence "
+            "of these names, or losses='rounded' for arms with codecs"
+        )
+    return tuple(arm for arm in arms if arm.name in names)
+
+
+def auto_hook(state: AutoState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Start to average the bucket in the way of the arm whose turn it is; see `AutoState`.
+
+    Args:
+        state: the model's state; create one per model and optimizer.
+        bucket: the bucket that DDP passes.
+
+    Returns:
+        A Future of the mean. In a step that is deferred, it is already complete.
+
+    On failure: the hook itself raises nothing; see `AutoState`.
+
+    **Collective**: DDP calls it on all ranks in the same order. Source: our design; see the
+    module's docstring.
+    """
+
+    def refused() -> None:
+        if isinstance(state, AutoState):
+            state._pending.refuse()
+
+    return run_hook(
+        state,
+        bucket,
+        AutoState,
+        "pass AutoState(optimizer), or register the hook of that state",
+        lambda exchange: state._take(exchange, bucket),
+        refused=refused,
+    )
