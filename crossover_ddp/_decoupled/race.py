@@ -62,6 +62,8 @@ SLOWER: Final = 1.2
 # For normally distributed step times: the scatter of the difference between two blocks' medians,
 # over the mean deviation from the median within a block.
 _OF_BLOCKS: Final = 1.7
+# This many times that scatter makes the difference between two blocks clear by itself.
+_CLEAR: Final = 3.0
 # The time on the wire is measured beside backward, which slows messages down.
 _ALONE: Final = 0.8
 
@@ -341,17 +343,26 @@ class Race:
         known = 2 * self._noise / math.sqrt(len(gains))
         return statistics.median(gains), max(known, uncertainty(scatter(gains), len(gains)))
 
+    def _is_clear(self, arm: Arm, other: Arm) -> bool:
+        """Return whether it is beyond doubt if ``arm`` is faster than ``other`` by at least 2 %.
+
+        It is if the median of several rounds is clear, or if each round is clear by itself: no busy
+        minute changes all of them.
+        """
+        gain, doubt = self._gain(arm, other)
+        beyond = [each - HYSTERESIS for each in self._gains(arm, other)]
+        closest = min(beyond) if gain > HYSTERESIS else -max(beyond, default=0.0)
+        by_itself = len(beyond) >= FIRST_PAIR and closest > _CLEAR * self._noise
+        return abs(gain - HYSTERESIS) > doubt or by_itself
+
     def _has_lost(self, arm: Arm) -> bool:
         """Return whether a stronger arm is faster, or a weaker one is as fast, beyond doubt."""
         place = self.arms.index(arm)
         for other in self._left:
-            if self.arms.index(other) > place:
-                gain, doubt = self._gain(other, arm)
-                lost = gain - doubt > HYSTERESIS
-            else:
-                gain, doubt = self._gain(arm, other)
-                lost = other is not arm and gain + doubt < HYSTERESIS
-            if lost:
+            is_stronger = self.arms.index(other) > place
+            pair = (other, arm) if is_stronger else (arm, other)
+            is_faster = self._gain(*pair)[0] > HYSTERESIS
+            if other is not arm and is_faster == is_stronger and self._is_clear(*pair):
                 return True
         return False
 
