@@ -11,6 +11,10 @@ states offer by themselves:
 - "whole, Half()", "whole, Int8()": backward waits for coded messages, as with `CompressedState`;
 - "deferred, Half()", "deferred, Int8()": both.
 
+The arms that defer have buckets of their own, a small one and five others: DDP makes its reducer
+anew between two steps. The rest have the user's own buckets. If "whole" wins, the model continues
+without any hook, which is plain DDP.
+
 With ``losses="same"`` only the first two are tried, which give the losses of plain DDP. So losses do
 not depend on the choice. With ``losses="rounded"`` all six are tried. The part of a gradient that
 an arm has not sent yet is sent by the next one, so changing arms loses nothing. For the rules of the
@@ -32,8 +36,9 @@ from crossover_ddp._compression.codec import Codec, Half, Int8, in_words
 from crossover_ddp._compression.compression import Compression
 from crossover_ddp._compression.planning import cost_of
 from crossover_ddp._ddp.checks import resolve_group
+from crossover_ddp._ddp.refit import BucketSizes, sizes_for_deferring
 from crossover_ddp._decoupled.race import DEFERRED, WHOLE, Arm, Race
-from crossover_ddp._engine.exchange import run_hook
+from crossover_ddp._engine.exchange import Exchange, run_hook
 
 from .decoupled_hooks import DecoupledState
 from .gpu_mutex import GPUMutex
@@ -121,12 +126,14 @@ class AutoState(DecoupledState):
         )
         if any(arm.codec is not None for arm in racing):
             self._compression = Compression(None, loss_scale, self)
+        # The sizes of buckets that were asked for last, and whether the model was to be plain DDP.
+        self._fitted: tuple[BucketSizes | None, bool] = None, False
         self._race: Race = Race(racing, self.meter, self._use, self._report)
 
-    def _use(self, codec: Codec | None) -> None:
-        self.codec = codec
+    def _use(self, arm: Arm) -> None:
+        self.codec = arm.codec
         if self._compression is not None:
-            self._compression.use(codec)
+            self._compression.use(arm.codec)
 
     def _report(self, verdict: str) -> None:
         """Write the verdict where it is seen even if ``logging`` is not configured."""
@@ -137,6 +144,29 @@ class AutoState(DecoupledState):
         """Return the settings that all ranks must have in common."""
         arms = [(arm.name, in_words(arm.codec)) for arm in self._race.arms]
         return {"state": type(self).__name__, "arms": arms, "chosen arm": self.chosen}
+
+    # --- the hook ------------------------------------------------------------------------------
+
+    def _take(
+        self, exchange: Exchange, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        future = super()._take(exchange, bucket)
+        if bucket.is_last() and (self._race.has_begun or self._race.is_over):
+            self._fit(self._race.arm)
+        return future
+
+    def _fit(self, arm: Arm) -> None:
+        """Give the model the buckets that suit ``arm`` in its next forward, if they differ."""
+        is_plain = self.chosen == WHOLE.name and arm == WHOLE and self.mutex is None
+        if is_plain and self._compression is not None and not self._compression.is_drained:
+            return  # the next step takes the residuals along
+        sizes = None
+        if arm.defers:
+            trained = [p for p in self._pending.parameters() if p.requires_grad]
+            sizes = sizes_for_deferring(sum(p.nbytes for p in trained))
+        if (sizes, is_plain) != self._fitted:
+            self._fitted = sizes, is_plain
+            self._pending.refit(sizes, hooked=not is_plain)
 
     # --- for users -----------------------------------------------------------------------------
 

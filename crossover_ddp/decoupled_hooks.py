@@ -266,12 +266,11 @@ class DecoupledState(DeferredState):
             if pending.turn is not None:
                 pending.turn.is_held = True  # the exchange takes it before backward ends
             pending.note_whole(bucket, taken)
-        if (
-            bucket.is_last()
-            and self._race is not None
-            and (pending.is_settled or self._race.is_over)
-        ):
-            self._race.backward_ended(exchange, taken.flat.device)
+        if bucket.is_last() and self._race is not None:
+            if pending.is_settled or self._race.is_over:
+                self._race.backward_ended(exchange, taken.flat.device)
+            else:
+                self._race.pass_over()
         return taken.future
 
     def _defer_bucket(self, exchange: Exchange, grad_bucket: dist.GradBucket) -> Bucket:

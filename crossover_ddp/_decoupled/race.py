@@ -21,6 +21,9 @@ scatter, but only on a table that all ranks have gathered, of which the slowest 
 scattered rank counts. Backward passes are counted because all ranks run the same number of them,
 whatever else a rank does.
 
+Arms that defer may have other buckets than the rest. Passes in which new buckets have yet to settle
+are not timed. So the arms of a round are grouped by whether they defer.
+
 After the verdict the chosen arm's steps are measured like those of one long block. The race is run
 again if they have become a fifth slower, or if nothing was tried and something could now be gained.
 """
@@ -130,7 +133,7 @@ class Race:
     Args:
         arms: the arms, the weakest first. If there is only one, it is chosen from the start.
         meter: the meter of the state's hook.
-        use: a function to call with an arm's codec before its first step.
+        use: a function to call with an arm before its first step.
         report: a function to call with each verdict, as a sentence.
     """
 
@@ -140,7 +143,7 @@ class Race:
         self,
         arms: Iterable[Arm],
         meter: Meter,
-        use: Callable[[Any], object] = lambda codec: None,
+        use: Callable[[Arm], object] = lambda arm: None,
         report: Callable[[str], object] = _log,
     ) -> None:
         self.arms = tuple(arms)
@@ -155,11 +158,15 @@ class Race:
         self.is_over = False
         # The seconds per step of each arm that was measured, by name, and C, N and M.
         self.figures: dict[str, float] = {}
-        # The number of backward passes on settled buckets, of this race.
+        # The number of backward passes of this race, but for those before buckets had settled first.
         self._passes = 0
         # The ends of the backward passes of the current block, and the number of its steps.
         self._marks: list[_Mark] = []
         self._length = FIRST
+        # The number of passes since the last change of arms in which buckets had yet to settle, and
+        # the most of them that a round may take.
+        self._pause = 0
+        self._longest_pause = 0
         # The arms that may still be chosen, and those whose blocks are still to come in this round.
         self._left: list[Arm] = []
         self._order: list[Arm] = []
@@ -175,6 +182,11 @@ class Race:
         self._is_by_bounds = False
         if len(self.arms) == 1:
             self.choose(self.arms[0])
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether arms take turns, or have done so."""
+        return self._passes >= WARM_UP
 
     @property
     def defers(self) -> bool:
@@ -209,6 +221,14 @@ class Race:
         else:
             self._block_ended(block)
 
+    def pass_over(self) -> None:
+        """Record the end of a backward pass on buckets that have yet to settle."""
+        if self._passes >= WARM_UP and not self.is_over:
+            self._passes += 1
+            self._marks = []
+            self._pause += 1
+            self._longest_pause = max(self._longest_pause, 2 * self._pause)
+
     def _begin(self) -> None:
         """Begin a race with the first block, of the weakest arm."""
         self._left = [*self.arms]
@@ -220,8 +240,9 @@ class Race:
         """Train with ``arm`` from the next step on, and measure ``length`` steps of it."""
         self.arm = arm
         self._marks = []
+        self._pause = 0
         self._length = length
-        self._use(arm.codec)
+        self._use(arm)
 
     # --- measuring -----------------------------------------------------------------------------
 
@@ -255,24 +276,24 @@ class Race:
             self._base = block if has_waits else None
             if len(self._left) == len(self.arms) and len(self._rounds) == 1:
                 self._left = [arm for arm in self.arms if arm is weakest or self._can_gain(arm)]
-                self._order = self._left[:0:-1]
+                self._order = _grouped(self._left[:0:-1])
         while self._order:
             arm = self._order.pop(0)
             if arm is weakest or not self._is_bounded(arm):
                 self._to(arm, COUNTED)
                 return
+            self._left.remove(arm)
         self._round_ended()
 
     def _round_ended(self) -> None:
         """Drop the arms that have lost, and begin another round or decide."""
         if len(self._rounds) > 1:
-            measured = [arm for arm in self._left if self._times(arm)]
-            self._left = [arm for arm in measured if not self._has_lost(arm)] or measured[:1]
-        more = (1 + COUNTED) * len(self._left)
+            self._left = [arm for arm in self._left if not self._has_lost(arm)] or self._left[:1]
+        more = (1 + COUNTED) * len(self._left) + self._longest_pause
         if len(self._left) == 1 or self._passes + more > most_passes(len(self.arms)):
             self._decide()
             return
-        self._order = [self._left[0], *self._left[:0:-1]]
+        self._order = _grouped([self._left[0], *self._left[:0:-1]])
         if len(self._rounds) % 4 > 1:
             self._order.reverse()
         self._rounds.append({})
@@ -294,7 +315,7 @@ class Race:
         return self._bound_s(arm, base) * math.exp(needed) < base.step_s
 
     def _is_bounded(self, arm: Arm) -> bool:
-        """Return whether by its bound ``arm`` has no chance in this round, and is left out of it.
+        """Return whether by its bound ``arm`` has no chance, and is not run any more.
 
         Its bound is compared with arms that were run. This leaves out the slowest arms on a slow
         link. An arm's time that is below its own bound shows that the bounds no longer hold.
@@ -413,6 +434,11 @@ class Race:
         if can_gain or block.step_s > SLOWER * former_s:
             self.is_over = False
             self._passes = 0
+
+
+def _grouped(arms: Iterable[Arm]) -> list[Arm]:
+    """Return arms that defer behind the others, and otherwise in the same order."""
+    return sorted(arms, key=lambda arm: arm.defers)
 
 
 def most_passes(arms: int) -> int:

@@ -75,6 +75,8 @@ def test_all_ranks_choose_alike_beside_a_slow_rank_that_evaluates_alone(
             plain.step()
     if plain is not None:
         assert torch.equal(values(training), values(plain))
+    # Where nothing gains, the model is plain DDP again.
+    assert inside.is_hooked(training.state) == (chosen != "whole")
     found = chosen, passes, str(training.state.figures), training_digest(training)
     training.close()
     return found
@@ -103,7 +105,8 @@ def test_all_arms_there_and_back_lose_nothing(rank: int) -> None:
     for arm in (*arms, *reversed(arms), arms[3], arms[4], arms[2]):
         race.is_over = True  # measures nothing meanwhile
         race.choose(arm)
-        for _ in range(3):
+        race.chosen = None  # no verdict, which would make the model plain DDP
+        for _ in range(6):  # of which the first may have new buckets, which are exact at first
             total += applied()
             steps += 1
             worst = max(worst, float((total - steps * exact).norm() / exact.norm()))
@@ -119,9 +122,10 @@ def test_all_arms_there_and_back_lose_nothing(rank: int) -> None:
 
 
 @in_ranks(2, timeout_s=120.0)
-def test_a_resumed_job_goes_on_with_the_choice_bit_for_bit(rank: int) -> list[str]:
+def test_a_resumed_job_goes_on_with_the_choice(rank: int) -> list[str]:
+    """Bit for bit, except that coded buckets for deferring come a few steps later."""
     found = []
-    for name in (ROUNDED[0], ROUNDED[3], ROUNDED[4]):
+    for name in (ROUNDED[0], ROUNDED[1], ROUNDED[3], ROUNDED[4]):
         training = training_of(auto(losses="rounded"), rank)
         training.run(3)
         by_name = {arm.name: arm for arm in training.state._race.arms}
@@ -135,7 +139,10 @@ def test_a_resumed_job_goes_on_with_the_choice_bit_for_bit(rank: int) -> list[st
         for each in (training, resumed):
             each.run(5)
             assert each.state.chosen == name
-        assert torch.equal(values(training), values(resumed))
+        tolerance = 1e-3 if name == ROUNDED[3] else 0.0
+        torch.testing.assert_close(
+            values(training), values(resumed), rtol=tolerance, atol=tolerance
+        )
         found.append(training_digest(training))
         for each in (training, resumed):
             each.close()

@@ -324,7 +324,7 @@ def test_a_single_arm_is_chosen_from_the_start() -> None:
     used: list[object] = []
     race = Race(ARMS[-1:], Meter(), used.append)
     assert (race.chosen, race.is_over, race.arm) == (ARMS[-1], True, ARMS[-1])
-    assert used == [Int8()]
+    assert used == [ARMS[-1]]
     race.backward_ended(None, CPU)  # type: ignore[arg-type]
 
 
