@@ -11,8 +11,8 @@ states offer by themselves:
 - "whole, Half()", "whole, Int8()": backward waits for coded messages, as with `CompressedState`;
 - "deferred, Half()", "deferred, Int8()": both.
 
-The arms that defer have buckets of their own, a small one and five others: DDP makes its reducer
-anew between two steps. The rest have the user's own buckets. If "whole" wins, the model continues
+The arms that defer have buckets of their own, a small one and five others: DDP's reducer is
+made again between two steps. The rest have the user's own buckets. If "whole" wins, the model continues
 without any hook, which is plain DDP.
 
 With ``losses="same"`` only the first two are tried, which give the losses of plain DDP. So losses do

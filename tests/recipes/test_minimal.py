@@ -63,9 +63,10 @@ def test_siblings_have_the_losses_of_plain_ddp(plain: list[str]) -> None:
         assert len(losses(other.wait(TIMEOUT_S)[0])) == 4
 
 
-def test_decoupled_has_the_losses_of_plain_ddp(plain: list[str]) -> None:
-    output = train("decoupled")
+def test_auto_has_the_losses_of_plain_ddp(plain: list[str]) -> None:
+    output = train("auto")
     assert losses(output) == plain
+    assert "crossover_ddp: chose " in output
     assert "looked at" not in output, "this loop reads no gradients, so it is not warned"
 
 

@@ -40,7 +40,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_minimal_recipe_trains_with_the_wheel_alone(installed: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     shown = "import crossover_ddp\nprint(crossover_ddp.__file__, crossover_ddp.__version__)\n"
-    recipe = (ROOT / "recipes/minimal_decoupled.py").read_text()
+    recipe = (ROOT / "recipes/minimal_auto.py").read_text()
     script.write_text(
         recipe.replace("dist.init_process_group", shown + "dist.init_process_group", 1)
     )

@@ -1,8 +1,8 @@
-"""One job whose parameters are gathered and updated while the next forward runs.
+"""One job whose exchange is in backward or ends in the next forward, whichever is faster here.
 
-    torchrun --standalone --nproc-per-node 2 recipes/minimal_decoupled.py
+    torchrun --standalone --nproc-per-node 2 recipes/minimal_auto.py
 
-In its first steps it tries whether that is faster on this network, and keeps the faster way.
+Both take turns in the first steps, and a line on stderr names the faster one, which is kept.
 """
 
 import os
@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
+from crossover_ddp.auto_hooks import AutoState, auto_hook
 
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 device = torch.device("cpu")
@@ -34,10 +34,10 @@ network = nn.Sequential(
     nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10),
 )  # fmt: skip
 network.to(device)
-model = DistributedDataParallel(network, **DecoupledState.ddp_options(network))
+model = DistributedDataParallel(network)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-state = DecoupledState(optimizer)
-model.register_comm_hook(state, decoupled_hook)  # the added lines
+state = AutoState(optimizer)
+model.register_comm_hook(state, auto_hook)  # the added lines
 
 for epoch in range(3):
     sampler.set_epoch(epoch)
