@@ -126,8 +126,6 @@ class Method(NamedTuple):
     caveat: str
     # The method's name in `rehearsal.py`; None if it is not rehearsed.
     way: str | None = None
-    # Nothing is gained if the script uses this.
-    ended_by: str = ""
     # The effects on this method of names in ``seen``.
     notes: Mapping[str, str] = {}
 
@@ -137,10 +135,8 @@ class Method(NamedTuple):
         It is below 1 if the processor time of messages costs more than is hidden.
         """
         if self.way is None or not figures.rehearsed:
-            factor = self.reached * self.bound(figures)
-        else:
-            factor = min(self.bound(figures), figures.step_s / figures.after_rehearsal_s(self.way))
-        return min(1.0, factor) if self.ended_by in figures.seen else factor
+            return self.reached * self.bound(figures)
+        return min(self.bound(figures), figures.step_s / figures.after_rehearsal_s(self.way))
 
     def pays_from(self, figures: Figures) -> float:
         """Return the N/C from which on it is worth it, if all else is as in ``figures``."""
@@ -177,13 +173,12 @@ DECOUPLED: Final = Method(
     "decoupled training",
     _decoupled_bound,
     0.93,  # all but 4 of 21 measured rows are within 12 %
-    "model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)",
-    "with gradient_as_bucket_view=True, bucket_cap_mb={sixteenth_mb:.3g}; see docs/decoupled.md",
+    "model.register_comm_hook(AutoState(optimizer), auto_hook)",
+    "it compares itself with plain DDP in the first steps; see docs/auto.md",
     rehearsal.DEFERRED,
-    "GradScaler",
     {
-        "GradScaler": "no step is deferred",
-        "clipping": "torch's clipping ends deferring; call state.clip_grad_norm_(max_norm)",
+        "GradScaler": "steps stay deferred",
+        "clipping": "steps stay deferred",
         "EMA": "an average that is updated after step() makes updates wait; see state.on_update",
         _ACCUMULATION: "hides communication behind the first forward and the last backward only",
         "torch.compile": 'compile with backend=crossover_ddp.compiled("inductor"), or forward '
@@ -473,12 +468,10 @@ def _report(found: Figures) -> str:
         for each in METHODS
     ]
     advice = verdict(found)
-    sixteenth_mb = found.size_bytes / 16 / 2**20
     lines = ""
     for method in METHODS:
         if method.expected(found) >= _WORTH and not advice.startswith("do not"):
-            caveat = method.caveat.format(sixteenth_mb=sixteenth_mb)
-            lines += f"{method.name}: {caveat}\n    {method.line}\n"
+            lines += f"{method.name}: {method.caveat}\n    {method.line}\n"
     assumed = ", assumed" if found.backward_share == _BACKWARD_SHARE else ""
     return (
         f"{found.ranks} ranks, {found.size_bytes / 1e6:.3g} MB of gradients\n"
