@@ -23,7 +23,8 @@ equal on all ranks.
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
@@ -272,10 +273,9 @@ class LazyGradient(Tensor):
         made.lazies = owner
         return made
 
-    def begin(self, cut: Cut, plain: Tensor, memory: "Memory") -> None:
+    def begin(self, cut: Cut, memory: "Memory") -> None:
         """Stand for the gradient of another backward pass."""
         self.cut = cut
-        self.plain = plain
         self.memory = memory
         self.scalings = []
         self.due = []
@@ -309,9 +309,19 @@ class LazyGradient(Tensor):
     # Methods of Tensor that do not dispatch, or that need memory.
 
     @property
-    def data(self) -> "LazyGradient":  # type: ignore[override]
+    def data(self) -> "LazyGradient":
         """The gradient itself, since autograd does not record it."""
         return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is not self:  # otherwise an operation in place: p.grad.data /= 2
+            self.value().data = value
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is still the gradient of its parameter."""
+        return self.cut.parameter.grad is self
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return repr(self.value())
@@ -419,7 +429,10 @@ class LazyGradients:
         # Whether scalings still change the step: from backward() until step().
         self.precede_step = False
         self._sums = SquareSums(travel=False, is_wanted=False)
-        self._by_parameter: dict[int, LazyGradient] = {}
+        # Views of DDP's buckets are kept from step to step. Others live as long as ``p.grad``, or
+        # as long as user code holds them.
+        self._of_views: dict[int, LazyGradient] = {}
+        self._of_others: MutableMapping[int, LazyGradient] = weakref.WeakValueDictionary()
         self._cuts: dict[tuple[int, ...], list[Cut]] = {}
         self._latest: _Latest | None = None
         # The number of backward passes whose sums might have travelled.
@@ -482,31 +495,39 @@ class LazyGradients:
                     continue
                 if memory is None or not torch_private.is_view(gradient):
                     memory = Memory(gradient)
-                lazy = self._by_parameter.get(id(cut.parameter))
-                if lazy is None or lazy.stride() != gradient.stride():
-                    lazy = self._by_parameter[id(cut.parameter)] = LazyGradient(gradient, self)
-                lazy.begin(cut, gradient, memory)
+                kept = self._of_views if torch_private.is_view(gradient) else self._of_others
+                lazy = kept.get(id(cut.parameter))
+                if lazy is None or lazy.plain is not gradient:
+                    lazy = kept[id(cut.parameter)] = LazyGradient(gradient, self)
+                lazy.begin(cut, memory)
                 cut.parameter.grad = lazy
+
+    def _all(self) -> list[LazyGradient]:
+        return [*self._of_views.values(), *self._of_others.values()]
+
+    def separate(self, parameter: Tensor) -> Tensor | None:
+        """Return the plain gradient outside of DDP's buckets that is in use; None if there is none.
+
+        User code may still hold it after ``zero_grad()`` has dropped it.
+        """
+        lazy = self._of_others.get(id(parameter))
+        return plain_of(parameter.grad) if lazy is None else lazy.plain
 
     def withdraw(self, parameters: Iterable[Tensor]) -> None:
         """Put the plain gradients of some parameters back."""
         for parameter in parameters:
-            lazy = self._by_parameter.get(id(parameter))
-            if lazy is None:
-                continue
-            if parameter.grad is lazy:
-                parameter.grad = lazy.plain
-            if not torch_private.is_view(lazy.plain):
-                del self._by_parameter[id(parameter)]  # or it would keep memory that DDP frees
+            if isinstance(parameter.grad, LazyGradient):
+                parameter.grad = parameter.grad.plain
 
     def withdraw_all(self) -> None:
         """Put all plain gradients back."""
-        self.withdraw([lazy.cut.parameter for lazy in self._by_parameter.values()])
+        self.withdraw([lazy.cut.parameter for lazy in self._all()])
 
     def forget_buckets(self) -> None:
         """Put all plain gradients back, and let go of the memory of DDP's buckets."""
         self.withdraw_all()
-        self._by_parameter.clear()
+        self._of_views.clear()
+        self._of_others.clear()
         self._cuts.clear()
 
     # --- the step ---
@@ -540,7 +561,7 @@ class LazyGradients:
 
         Only gradients that backward has completed have any left.
         """
-        for lazy in self._by_parameter.values():
+        for lazy in self._all():
             if lazy.due and lazy.squares is None and not self._sums.has_arrived:
                 lazy.squares = lazy.cut.squares(lazy.plain)
             for scaling in lazy.due:
@@ -638,6 +659,8 @@ def _vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
+    if not gradient.is_current:
+        return NotImplemented
     if ord != 2 or dim is not None or keepdim:
         gradient.lazies.check_values()
         return NotImplemented
@@ -653,7 +676,7 @@ def _foreach_norm(gradients: Any, ord: float = 2, dtype: torch.dtype | None = No
 
 
 def _scale(function: Callable[..., Any], gradient: Any, *arguments: Any, **options: Any) -> Any:
-    if options or not isinstance(gradient, LazyGradient) or not _are_scalars(arguments):
+    if options or not _are_lazy([gradient]) or not _are_scalars(arguments):
         return NotImplemented
     return gradient if gradient.lazies.record([gradient], function, arguments) else NotImplemented
 
@@ -676,10 +699,12 @@ def _unscale(gradients: Any, found_inf: Tensor, inv_scale: Tensor) -> Any:
 
 
 def _are_lazy(gradients: Sequence[Any]) -> bool:
-    """Return whether all gradients are lazy, and of one model."""
+    """Return whether all gradients are lazy, in use, and of one model."""
     return all(
         [
-            isinstance(each, LazyGradient) and each.lazies is gradients[0].lazies
+            isinstance(each, LazyGradient)
+            and each.is_current
+            and each.lazies is gradients[0].lazies
             for each in gradients
         ]
     )

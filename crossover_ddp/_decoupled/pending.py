@@ -221,6 +221,7 @@ class DeferredBucket:
         bucket: the engine's bucket, which exchanges the gradients.
         cuts: the parameters whose gradients it holds, with their places.
         sums: the sums of squares of the backward pass.
+        gradients: all lazy gradients of the model.
         views: views of ``bucket.flat`` by the parameter's id, if gradients are not themselves views
             of DDP's buffer. The mean is then copied to the gradients, the only way DDP allows.
     """
@@ -231,6 +232,7 @@ class DeferredBucket:
     bucket: Bucket
     cuts: list[Cut]
     sums: SquareSums
+    gradients: LazyGradients
     views: Mapping[int, torch.Tensor] | None = None
     parameters: list[torch.Tensor] = field(init=False)
     # The stages of the bucket's journey.
@@ -347,7 +349,8 @@ class DeferredBucket:
         kept = [
             (gradient.data, views[id(p)])  # writing to ``data`` counts no version
             for p in self.parameters
-            if (gradient := plain_of(p.grad)) is not None and self._separate.get(id(p)) is gradient
+            if (gradient := self.gradients.separate(p)) is not None
+            and self._separate.get(id(p)) is gradient
         ]
         if kept:  # usually `zero_grad()` has dropped them
             torch._foreach_copy_([to for to, _ in kept], [mean for _, mean in kept])
@@ -615,7 +618,7 @@ class Pending:
             # DDP copies gradients out of its bucket.
             views = {id(p): view for p, view, _ in contents_of(grad_bucket, bucket.flat)}
         cuts = self.gradients.cuts(grad_bucket.parameters(), bucket.flat, bucket.layout)
-        return DeferredBucket(bucket, cuts, self.begin_sums(), views)
+        return DeferredBucket(bucket, cuts, self.begin_sums(), self.gradients, views)
 
     def note_whole(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> None:
         """Record a bucket for which backward waits."""

@@ -272,6 +272,59 @@ def test_any_other_use_reads_the_mean(name: str) -> None:
     assert_same(ours, plain)
 
 
+VIEWS = pytest.mark.parametrize("view", [True, False])
+
+
+@VIEWS
+def test_gradients_taken_once_are_those_of_each_later_step(view: bool) -> None:
+    runs = both(ddp={"gradient_as_bucket_view": view})
+    for training in runs:
+        gradients: list[Any] = []
+        for step in range(8):
+            training.backward(step)
+            if step in (0, SETTLED):  # DDP may replace them when it rebuilds its buckets
+                gradients = gradients_of(training)
+            for gradient in gradients:
+                gradient.mul_(0.5)
+            training.optimizer.step()
+            training.optimizer.zero_grad(set_to_none=False)
+    assert_same(*runs)
+
+
+@VIEWS
+def test_data_of_gradients_may_be_assigned(view: bool) -> None:
+    runs = both(ddp={"gradient_as_bucket_view": view})
+    for training in runs:
+        for step in range(8):
+            training.backward(step)
+            for parameter in training.held:
+                parameter.grad.data /= 2
+                if step % 3 == 1 and not view:
+                    parameter.grad.data = parameter.grad.data * 3
+            training.update()
+    assert_same(*runs)
+
+
+@VIEWS
+@pytest.mark.parametrize("moment", ["before forward", "behind forward"])
+def test_gradients_that_are_kept_beyond_zero_grad_hold_the_mean(moment: str, view: bool) -> None:
+    runs = both(ddp={"gradient_as_bucket_view": view})
+    read = []
+    for training in runs:
+        found = []
+        for step in range(8):
+            training.backward(step)
+            kept = gradients_of(training)
+            training.update()
+            if moment == "behind forward":
+                training.loss(step)
+            found += [gradient.clone() for gradient in kept]
+            found += [gradient.norm() for gradient in kept]
+        read.append(found)
+    torch.testing.assert_close(*read)
+    assert_same(*runs)
+
+
 @pytest.mark.torch_version
 def test_code_that_reads_the_address_is_told_to_flush() -> None:
     """As a C++ extension does, past Python's own methods."""
