@@ -645,7 +645,9 @@ class Pending:
     # --- other buckets ---------------------------------------------------------------------------
 
     def refit(self, sizes: BucketSizes | None, *, hooked: bool = True) -> bool:
-        """Give the model other buckets in its next training forward; see [Note: refit].
+        """Give the model other buckets in its next training forward outside of ``no_sync()``.
+
+        See [Note: refit].
 
         All ranks must make the call between the same two backward passes. It may be made in the
         hook of a step's last bucket, as soon as `begin_with` has recorded that bucket. A later call
@@ -892,7 +894,10 @@ class Pending:
         self.make_whole()
         if is_recorded and not self.awaiting_read:
             self.gradients.withdraw_all()  # DDP reads their addresses to rebuild its buckets
-        if is_recorded and self._wanted is not None:
+        model = self.model()
+        # With a static graph, the first backward pass of a reducer must be exchanged.
+        is_exchanged = model is not None and model.require_backward_grad_sync
+        if is_recorded and is_exchanged and self._wanted is not None:
             self._refit(*self._wanted)
         if self.phase in (Phase.IDLE, Phase.DEFERRED):
             self._enter(Phase.FORWARD)

@@ -147,6 +147,21 @@ def test_gradients_outlive_a_refit_between_micro_batches(rank: int, views: bool)
         assert_alike(one, plain, 2)
 
 
+@in_ranks(2)
+def test_a_static_graph_is_refit_outside_of_no_sync(rank: int) -> None:
+    one, plain = pair(rank, static_graph=True)
+    for step in range(9):
+        if step == 4:
+            assert inside.refit(one.state, SMALL)
+        for each in (one, plain):
+            with each.model.no_sync() if step else contextlib.nullcontext():
+                each.backward(step)
+            each.backward(100 + step)
+            each.update()
+    assert one.state._pending.refitter.sizes == SMALL
+    assert_alike(one, plain)
+
+
 class Blowing(nn.Module):
     """Backward raises between the two layers, once ``is_blown`` is set."""
 
