@@ -529,7 +529,7 @@ class Pending:
         self._early_reads = _Often(
             "parameters or the optimizer's state are read between optimizer.step() and the next "
             "forward (a moving average, model.zero_grad() instead of optimizer.zero_grad(), ...): "
-            "correct, but updates wait for the network"
+            "correct, but updates wait for the network; for an average call state.follow(average)"
         )
         self._early_looks = _Often(
             "gradients are read between backward() and optimizer.step() (other than by norms, "

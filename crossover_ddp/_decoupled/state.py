@@ -28,6 +28,7 @@ from crossover_ddp._owners.optimizer import check_not_intercepted, check_separab
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
 
+from .follow import Following
 from .forward_turn import ForwardTurn
 from .guards import Guards, compiled_modules
 from .pending import Pending, Phase
@@ -165,6 +166,49 @@ class DeferredState(HookState):
         self._pending.check_can_step()
         parameters = self._pending.parameters()
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def follow(self, average: Any) -> Following:
+        """Let a moving average follow the parameters without waiting for the network.
+
+        The loop keeps its line ``average.update(model)`` after ``step()``. If the step is deferred,
+        the call returns at once: buffers and counters are updated in it, and each parameter's
+        average as soon as the parameter is updated, by the average's own code, with the arguments
+        and counters of the call. Otherwise the average is updated in the call. The results are
+        plain DDP's, bit for bit.
+
+        Reading the average completes its updates first: its module and the modules in it, their
+        forward, ``parameters()``, ``state_dict()``, ``copy``, ``pickle``, and with torch_ema all
+        its methods and ``shadow_params``. Tensors that were taken from it earlier are not noticed;
+        call `flush` before you read them.
+
+        An average that treats tensors together, or draws random numbers (bfloat16 averages of
+        ``ModelEmaV3`` with stochastic rounding), is updated in the call, which waits; that is
+        logged at level INFO.
+
+        Args:
+            average: timm's ``ModelEmaV3`` or an earlier one, ``torch.optim.swa_utils``'
+                ``AveragedModel``, torch_ema's ``ExponentialMovingAverage``, or an object like one
+                of these: with ``update(model)`` or ``update_parameters(model)`` and a copy of the
+                model in ``module``, or with ``update(parameters=None)`` and tensors in
+                ``shadow_params``.
+
+        Returns:
+            A handle whose ``remove()`` completes the average's updates, and undoes the change of
+            its class, which makes all this work. `close` does the same.
+
+        On failure: ``TypeError`` if ``average`` is of another kind; ``UnsupportedConfigurationError``
+        if a state follows it already.
+
+        Not collective: one rank alone may have an average.
+
+        Example::
+
+            ema = ModelEmaV3(model, decay=0.9998)
+            state.follow(ema)
+        """
+        following = Following(average, self._pending)
+        self._hooks.callback(following.remove)
+        return following
 
     def on_update(self, listener: Callable[[Sequence[torch.Tensor]], object]) -> RemovableHandle:
         """Call ``listener`` with the parameters that each step has just updated.

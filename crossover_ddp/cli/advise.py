@@ -179,7 +179,7 @@ DECOUPLED: Final = Method(
     {
         "GradScaler": "steps stay deferred",
         "clipping": "steps stay deferred",
-        "EMA": "an average that is updated after step() makes updates wait; see state.on_update",
+        "EMA": "an average that is updated after step() makes updates wait; call state.follow(ema)",
         _ACCUMULATION: "hides communication behind the first forward and the last backward only",
         "torch.compile": 'compile with backend=crossover_ddp.compiled("inductor"), or forward '
         "begins when all updates have arrived",
