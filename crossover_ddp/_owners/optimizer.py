@@ -62,6 +62,7 @@ SPANS: Final = "torch.optim.optimizer"
 _SCHEDULERS: Final = "torch.optim.lr_scheduler"
 _MISSING: Final = object()
 _TRIED_STEPS: Final = 2
+_TRIED_LR: Final = 0.5
 _MARK: Final = "_crossover_ddp_state"  # attribute of an optimizer that is intercepted
 _OURS: Final = ("step", "zero_grad", "__getstate__")  # methods that are intercepted
 # GradScaler sets these on a fused optimizer for one step.
@@ -179,7 +180,8 @@ def check_separable(optimizer: Optimizer) -> None:
         raise UnsupportedConfigurationError(
             "expected an optimizer that treats each parameter by itself and needs no closure, got "
             f"{name}, which failed on one parameter at a time ({type(error).__name__}: {error}); "
-            "use another optimizer or hook"
+            "switch off a global norm of its own (max_grad_norm=None), or use another optimizer or "
+            "hook"
         ) from error
     difference = _difference(whole, parts)
     if difference is not None:
@@ -262,6 +264,12 @@ def _tried(optimizer: Optimizer, *, in_parts: bool) -> Optimizer:
             stand_ins.append(_ramp(small, 0.5 + place).requires_grad_())
         groups.append((group, stand_ins))
     copy = copy_on(optimizer, groups)
+    for group in copy.param_groups:
+        # A small learning rate would hide differences in rounding.
+        if isinstance(group.get("lr"), torch.Tensor):
+            group["lr"].fill_(_TRIED_LR)
+        elif isinstance(group.get("lr"), float):
+            group["lr"] = _TRIED_LR
     tiny = _parameters(copy)
     partial = PartialOptimizer(copy)
     with torch.random.fork_rng():

@@ -140,6 +140,10 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "a line search": (lambda p: torch.optim.LBFGS(p), "needs no closure"),
     "sparse gradients": (lambda p: torch.optim.SparseAdam(list(p)), "use another optimizer"),
     "a global norm": (timm_optimizer("lamb"), "depends on the others"),
+    "a global norm and small steps": (
+        lambda p: timm.optim.Lamb(list(p), lr=1e-5),
+        "depends on the others",
+    ),
     "a value of the whole group": (lambda p: SumsPerGroup(p, lr=0.1), "param_groups"),
     "a wrapper": (lambda p: Wrapper(TORCH["sgd"](p)), "pass the optimizer that it wraps"),
     "random numbers": (lambda p: Noisy(p, lr=0.1), "randomness"),
