@@ -129,6 +129,11 @@ STATIC_GRAPH_RECORDED: Final = "_static_graph_delay_allreduce_enqueued"
 # nothing works. Guard: tests/unit/ddp/test_model_search.py.
 own_parameters: Callable[[torch.nn.Module], Any] = operator.attrgetter("_parameters")
 SUBMODULES: Final = "_modules"
+submodules_of: Callable[[torch.nn.Module], Any] = operator.attrgetter("_modules")
+
+# A module's own buffers by name, which an average in parts is shown. Without it: `follow` fails.
+# Guard: tests/unit/decoupled/test_follow.py.
+own_buffers: Callable[[torch.nn.Module], Any] = operator.attrgetter("_buffers")
 
 # The version counter, which reveals in-place changes by user code. Without it: nothing works.
 # Guard: tests/multiprocess/test_written_between_steps.py.

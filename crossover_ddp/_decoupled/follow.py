@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from crossover_ddp._ddp import torch_private
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .guards import Guards
@@ -213,7 +214,7 @@ class Following:
         own = _flattened(self._module)
         found = _flattened(source)
         pairs = _paired(own._parameters, found._parameters)
-        buffers = _paired(own._buffers, found._buffers)
+        buffers = _paired(torch_private.own_buffers(own), torch_private.own_buffers(found))
         if not pairs or buffers is None:
             return None
         return _Part(pairs, buffers, frozenset(own._non_persistent_buffers_set))
@@ -222,7 +223,7 @@ class Following:
     def _module(self) -> nn.Module:
         """The average's copy of the model."""
         if isinstance(self.average, nn.Module):
-            return cast(nn.Module, self.average._modules[self._holder])
+            return cast(nn.Module, torch_private.submodules_of(self.average)[self._holder])
         return cast(nn.Module, vars(self.average)[self._holder])
 
     def _referenced(self) -> list[torch.Tensor]:
@@ -350,7 +351,9 @@ def _holder_of(average: object) -> str | None:
     """
     attributes = getattr(average, "__dict__", {})
     if isinstance(average, nn.Module):
-        known = [*average._modules] == ["module"] and not average._parameters
+        known = [*torch_private.submodules_of(average)] == [
+            "module"
+        ] and not torch_private.own_parameters(average)
         return "module" if known else None
     if isinstance(attributes.get(_LIST), list):
         return _LIST
@@ -436,7 +439,7 @@ def _flattened(module: nn.Module) -> _Flat:
         for name, parameter in dict.items(each._parameters):  # past the guards
             if parameter is not None:
                 parameters[start + name] = parameter
-        for name, buffer in each._buffers.items():
+        for name, buffer in torch_private.own_buffers(each).items():
             if buffer is not None:
                 buffers[start + name] = buffer
         hidden.update([start + name for name in each._non_persistent_buffers_set])

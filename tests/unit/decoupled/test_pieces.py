@@ -15,6 +15,7 @@ from crossover_ddp import DecoupledState, compiled
 from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import in_ranks
 from tests.harness import training as harness
+from tests.harness.campaign import only_in_campaign
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.torch_version]
 WIDTH = 512
@@ -80,7 +81,7 @@ def inputs(rank: int, step: int) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=generator)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=only_in_campaign), "aot_eager"])
 @in_ranks(2, timeout_s=120.0)
 def test_pieces_train_as_plain_ddp_and_are_not_compiled_again(backend: str, rank: int) -> None:
     # DDPOptimizer makes a progress bar, which would leave its thread behind.
