@@ -36,7 +36,7 @@ from crossover_ddp._compression.codec import Codec, Half, Int8, in_words
 from crossover_ddp._compression.compression import Compression
 from crossover_ddp._compression.planning import cost_of
 from crossover_ddp._ddp.checks import resolve_group
-from crossover_ddp._ddp.refit import BucketSizes, sizes_for_deferring
+from crossover_ddp._ddp.refit import sizes_for_deferring
 from crossover_ddp._decoupled.race import DEFERRED, WHOLE, Arm, Race
 from crossover_ddp._engine.exchange import Exchange, run_hook
 
@@ -126,8 +126,9 @@ class AutoState(DecoupledState):
         )
         if any(arm.codec is not None for arm in racing):
             self._compression = Compression(None, loss_scale, self)
-        # The sizes of buckets that were asked for last, and whether the model was to be plain DDP.
-        self._fitted: tuple[BucketSizes | None, bool] = None, False
+        # Whether the buckets that were asked for last suit deferring, and whether the model was to
+        # be plain DDP.
+        self._fitted = False, False
         self._race: Race = Race(racing, self.meter, self._use, self._report)
 
     def _use(self, arm: Arm) -> None:
@@ -160,13 +161,14 @@ class AutoState(DecoupledState):
         is_plain = self.chosen == WHOLE.name and arm == WHOLE and self.mutex is None
         if is_plain and self._compression is not None and not self._compression.is_drained:
             return  # the next step takes the residuals along
-        sizes = None
+        if self._fitted == (arm.defers, is_plain):
+            return
+        self._fitted = arm.defers, is_plain
+        sizes = None  # the user's own
         if arm.defers:
             trained = [p for p in self._pending.parameters() if p.requires_grad]
             sizes = sizes_for_deferring(sum(p.nbytes for p in trained))
-        if (sizes, is_plain) != self._fitted:
-            self._fitted = sizes, is_plain
-            self._pending.refit(sizes, hooked=not is_plain)
+        self._pending.refit(sizes, hooked=not is_plain)
 
     # --- for users -----------------------------------------------------------------------------
 

@@ -207,18 +207,8 @@ class OwnerState(DeferredState, Owning):
         """Clip the norm of all gradients together, like ``torch.nn.utils.clip_grad_norm_``.
 
         For the 2-norm that function works as well, and gives the same result. For any other norm,
-        call this one: the ranks then exchange two numbers each. Call either before ``step()``.
-
-        Args:
-            max_norm: the largest norm allowed.
-            norm_type: the p of the p-norm, which may be infinity. Default 2.
-            error_if_nonfinite: raise ``RuntimeError`` if the norm is infinite or NaN. Default
-                False.
-
-        Returns:
-            The norm before clipping, the same on all ranks.
-
-        On failure: ``UnsupportedConfigurationError`` if the last ``backward()`` raised.
+        call this one: the ranks then exchange two numbers each. Arguments, result and failures are
+        those of `DecoupledState.clip_grad_norm_`.
 
         **Collective**: all ranks of the job.
         """

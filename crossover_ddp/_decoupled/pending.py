@@ -70,10 +70,9 @@ _LOOKED_AT: Final = "gradients are read, or a forward runs, between backward() a
 _REPLACED: Final = "gradients are assigned between backward() and step()"
 _WATCHED: Final = "a hook of the optimizer's step, or a function around it, sees parameters"
 CHANGED: Final = (
-    "gradients were changed in place between backward() and step() (by "
-    "torch.nn.utils.clip_grad_norm_ on a list of parameters made earlier, p.grad.mul_, "
-    "p.grad.data.mul_) while only a part of them had been averaged; use state.clip_grad_norm_, or "
-    "call state.flush() before that line"
+    "gradients were changed in place between backward() and step(), through tensors that were taken "
+    "from p.grad before backward(), while only a part of them had been averaged; take them from "
+    "p.grad after backward(), or call state.flush() before that line"
 )
 WRITTEN: Final = (
     "parameters were written between optimizer.step() and their update, through references that "

@@ -151,20 +151,20 @@ class Race:
         self._use = use
         self._report = report
         # The way of the next backward pass; the same on all ranks.
-        self.arm = DEFERRED
+        self.arm = DEFERRED if DEFERRED in self.arms else self.arms[0]
         # The arm of the last verdict; None before the first one.
         self.chosen: Arm | None = None
         # Whether no race is under way.
         self.is_over = False
         # The seconds per step of each arm that was measured, by name, and C, N and M.
         self.figures: dict[str, float] = {}
-        # The number of backward passes of this race, but for those before buckets had settled first.
+        # The number of backward passes of this race, except those before buckets first settled.
         self._passes = 0
         # The ends of the backward passes of the current block, and the number of its steps.
         self._marks: list[_Mark] = []
         self._length = FIRST
         # The number of passes since the last change of arms in which buckets had yet to settle, and
-        # the most of them that a round may take.
+        # the most that a round may lose in this way: it changes buckets at most twice.
         self._pause = 0
         self._longest_pause = 0
         # The arms that may still be chosen, and those whose blocks are still to come in this round.

@@ -292,6 +292,21 @@ def test_gradients_taken_once_are_those_of_each_later_step(view: bool) -> None:
 
 
 @VIEWS
+def test_writing_to_gradients_taken_before_backward_is_refused(view: bool) -> None:
+    training = Training(decoupled=True, ddp={"gradient_as_bucket_view": view})
+    for step in range(2 * SETTLED):
+        loss = training.loss(step)
+        before = gradients_of(training)
+        loss.backward()
+        if step < 2 * SETTLED - 1:
+            training.optimizer.step()
+            training.optimizer.zero_grad(set_to_none=False)
+    before[0].mul_(0.5)
+    with pytest.raises(UnsupportedConfigurationError, match=r"taken from p\.grad before backward"):
+        training.optimizer.step()
+
+
+@VIEWS
 def test_data_of_gradients_may_be_assigned(view: bool) -> None:
     runs = both(ddp={"gradient_as_bucket_view": view})
     for training in runs:

@@ -328,6 +328,11 @@ def test_a_single_arm_is_chosen_from_the_start() -> None:
     race.backward_ended(None, CPU)  # type: ignore[arg-type]
 
 
+def test_only_given_arms_are_used() -> None:
+    assert Race(ARMS[::2], Meter()).arm == WHOLE
+    assert Race(ARMS, Meter()).arm == DEFERRED
+
+
 def test_seconds_between_events_are_those_of_the_device() -> None:
     class Event:
         def __init__(self, at_ms: float) -> None:
