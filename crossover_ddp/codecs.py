@@ -64,12 +64,9 @@ async def compressed(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
     """
     turn.release()  # this step's compute is launched: a sibling may have the device
     await bucket.computed()
-    # Every rank encodes each owner's shard of its gradients plus residuals. Owners decode the
-    # messages and average them.
-    await link.reduce_scatter(bucket.flat, bucket.layout)
-    turn.request()
-    # Owners encode their mean plus its residual. All ranks decode the same messages.
-    await link.all_gather(bucket.flat, bucket.layout)
+    # To the owners, which average the gradients, and back to all ranks. Two ranks with one codec
+    # send their gradients to each other in one hop.
+    await link.all_reduce(bucket.flat, bucket.layout, halfway=turn.request)
     await turn.acquire()  # before DDP's Future completes: the optimizer follows
 
 
@@ -99,7 +96,7 @@ class CompressedState(CodedState):
     On failure: the constructor raises ``TypeError`` for an object that is not a codec. The first
     ``backward()`` raises ``UnsupportedConfigurationError`` for float64 gradients, or if a `PerPair`
     was made for another number of ranks. ``backward()`` raises ``ExchangeError`` when a peer dies.
-    If a gradient contains Inf or NaN, its owner's part of the bucket becomes NaN on all ranks, so
+    If a gradient contains Inf or NaN, part of the bucket becomes NaN on all ranks, so
     that GradScaler finds it; residuals stay finite.
 
     **Collective**: all ranks create the state with the same arguments and register the hook, and

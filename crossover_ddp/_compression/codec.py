@@ -6,8 +6,9 @@ values = decoded + residual. So nothing is lost; it only arrives later. Decoding
 float32, so all ranks that decode the same bytes get the same numbers.
 """
 
+import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Protocol
 
@@ -15,8 +16,6 @@ import torch
 
 from crossover_ddp._engine.links import all_finite
 
-TILE_NUMEL = 1 << 17
-"""The number of elements per tile. A tile stays in the core's cache between operations."""
 _REQUIRED: Final = ("nbytes", "encode", "add_decoded")
 
 
@@ -30,7 +29,9 @@ class Codec(Protocol):
     at a multiple of 16 bytes. If a codec reads a device's values on the host, the host must wait.
 
     A codec may also define ``decode(message, out)``, which overwrites ``out`` with the values that
-    `add_decoded` would add to zeros.
+    `add_decoded` would add to zeros. And it may define ``is_local = True`` if the encoding of a value
+    depends only on values among the same ``multiple``. Large tensors are then encoded in pieces that
+    fit into a core's cache, which is faster.
     """
 
     @property
@@ -55,38 +56,42 @@ class Codec(Protocol):
         """Add the decoded values of ``message`` to ``out``."""
 
 
-def tiles(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Cut all tensors into tiles of ``rows`` rows; on a device, use one tile for all rows."""
-    first = tensors[0]
-    if first.device.type != "cpu" or len(first) <= rows:
-        return iter([tensors])
-    return zip(*[each.split(rows) for each in tensors], strict=True)
-
-
 class Scratch(threading.local):
-    """Reusable per-thread memory for intermediate floats; every `take` returns the same memory.
+    """Reusable per-thread memory for intermediate floats. Every `take` returns the same memory.
 
     Allocating new memory would be slower: the kernel takes longer to map it than a codec takes to
     fill it.
     """
 
-    _floats = torch.empty(0, dtype=torch.float32)
+    def __init__(self) -> None:
+        self._floats = torch.empty(0, dtype=torch.float32)
+        # For each shape its tensor. A tile is so small that making a view of it takes notice.
+        self._made: dict[Sequence[int], torch.Tensor] = {}
 
     def take(self, numel: int, device: torch.device) -> torch.Tensor:
         """Return ``numel`` uninitialized float32 values."""
-        if device.type != "cpu":
-            # torch caches a device's memory itself.
-            return torch.empty(numel, dtype=torch.float32, device=device)
-        if self._floats.numel() < numel:
-            self._floats = torch.empty(numel, dtype=torch.float32)
-        return self._floats[:numel]
+        return self._shaped((numel,), device)
 
     def like(self, values: torch.Tensor) -> torch.Tensor:
-        return self.take(values.numel(), values.device).view(values.shape)
+        return self._shaped(values.shape, values.device)
+
+    def _shaped(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+        if device.type != "cpu":
+            # torch caches a device's memory itself.
+            return torch.empty(shape, dtype=torch.float32, device=device)
+        found = self._made.get(shape)
+        if found is None:
+            numel = math.prod(shape)
+            if self._floats.numel() < numel:
+                self._floats = torch.empty(numel, dtype=torch.float32)
+                self._made.clear()
+            found = self._floats[:numel].view(shape)
+            self._made[shape] = found
+        return found
 
 
 scratch = Scratch()
-"""Holds one tile. Codecs use it only within a single call."""
+"""Codecs use it only within a single call."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,7 @@ class Half(Codec):
             raises ``ValueError``.
     """
 
+    is_local: ClassVar[bool] = True
     dtype: torch.dtype = torch.bfloat16
     _allowed: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
 
@@ -118,26 +124,28 @@ class Half(Codec):
     def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
         rounded = message.view(self.dtype)
         limit = torch.finfo(self.dtype).max
-        finite = all_finite(values)
+        is_small = values.device.type == "cpu" and float(values.dot(values)) < limit**2
+        finite = is_small or all_finite(values)
         if finite is False:
             rounded.fill_(torch.nan)
             return
         # On a device `finite` is a tensor that the host does not read, so both results are kept.
         former = residual if finite is True else residual.clone()
-        for piece, sent, rest in tiles(TILE_NUMEL, values, rounded, residual):
-            sent.copy_(torch.clamp(piece, -limit, limit, out=scratch.like(piece)))
-            # Subtracting tensors with different dtypes would be slower than this copy to float32.
-            torch.sub(piece, scratch.like(piece).copy_(sent), out=rest)
+        if is_small:  # and so is every element
+            rounded.copy_(values)
+        else:
+            rounded.copy_(torch.clamp(values, -limit, limit, out=scratch.like(values)))
+        # Subtracting tensors with different dtypes would be slower than this copy to float32.
+        torch.sub(values, scratch.like(values).copy_(rounded), out=residual)
         if finite is not True:
             rounded.masked_fill_(finite.logical_not(), torch.nan)
             torch.where(finite, residual, former, out=residual)
 
     def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        out.add_(message.view(self.dtype))
+        out.add_(scratch.like(out).copy_(message.view(self.dtype)))
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        for piece, sent in tiles(TILE_NUMEL, out, message.view(self.dtype)):
-            piece.copy_(sent).add_(0.0)  # -0 becomes 0, as in `add_decoded`
+        out.copy_(message.view(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -174,6 +182,7 @@ class Int8(Codec):
             raises ``ValueError``.
     """
 
+    is_local: ClassVar[bool] = True
     block: int = 256
 
     def __post_init__(self) -> None:
@@ -191,7 +200,8 @@ class Int8(Codec):
         scales, codes = self._views(message)
         rows = values.view(codes.shape)
         rest_rows = residual.view(codes.shape)
-        largest = self._largest(rows)
+        # torch.aminmax and torch.linalg.vector_norm(ord=inf) take ten times as long.
+        largest = torch.amax(torch.abs(rows, out=scratch.like(rows)), dim=1, keepdim=True)
         finite = all_finite(largest)
         if finite is False:
             scales.fill_(torch.nan)
@@ -204,43 +214,27 @@ class Int8(Codec):
             scales.masked_fill_(finite.logical_not(), torch.nan)
         # On a device `finite` is a tensor that the host does not read, so both results are kept.
         former = rest_rows if finite is True else rest_rows.clone()
-        for row, code, rest, factor, scale in tiles(
-            self._tile_rows, rows, codes, rest_rows, inverse, scales
-        ):
-            rounded = torch.mul(row, factor, out=scratch.like(row)).round_()
-            # The conversion of NaN to a byte is undefined.
-            code.copy_(rounded if finite is True else rounded.nan_to_num(0.0))
-            torch.addcmul(row, rounded, scale, value=-1, out=rest)
+        rounded = torch.mul(rows, inverse, out=scratch.like(rows)).round_()
+        # The conversion of NaN to a byte is undefined.
+        codes.copy_(rounded if finite is True else rounded.nan_to_num(0.0))
+        torch.addcmul(rows, rounded, scales, value=-1, out=rest_rows)
         if finite is not True:
             torch.where(finite, rest_rows, former, out=rest_rows)
 
     def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
         scales, codes = self._views(message)
-        for row, code, scale in tiles(self._tile_rows, out.view(codes.shape), codes, scales):
-            row.addcmul_(scratch.like(row).copy_(code), scale)
+        rows = out.view(codes.shape)
+        rows.addcmul_(scratch.like(rows).copy_(codes), scales)
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
         scales, codes = self._views(message)
-        for row, code, scale in tiles(self._tile_rows, out.view(codes.shape), codes, scales):
-            row.copy_(code).mul_(scale)
+        out.view(codes.shape).copy_(codes).mul_(scales)
 
     def _views(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of a message's scales and codes, with one row per block."""
         blocks = message.numel() // (self.block + 4)
         scales, codes = message.split_with_sizes([4 * blocks, self.block * blocks])
         return scales.view(torch.float32)[:, None], codes.view(torch.int8).view(blocks, self.block)
-
-    def _largest(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a column with the largest magnitude of each row."""
-        # torch.aminmax and torch.linalg.vector_norm(ord=inf) take ten times as long.
-        largest = rows.new_empty(len(rows), 1)
-        for row, maximum in tiles(self._tile_rows, rows, largest):
-            torch.amax(torch.abs(row, out=scratch.like(row)), dim=1, keepdim=True, out=maximum)
-        return largest
-
-    @property
-    def _tile_rows(self) -> int:
-        return max(1, TILE_NUMEL // self.block)
 
 
 def _rounded_up(scales: torch.Tensor) -> torch.Tensor:

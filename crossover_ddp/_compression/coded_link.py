@@ -1,4 +1,14 @@
-"""A link that wraps another link and applies a codec, so that any journey can travel coded.
+"""Links that wrap another link and apply a codec, so that any journey can travel coded.
+
+[Note: one hop] Between two ranks, the two halves of an exchange send as many bytes as if each rank
+sent all of its coded gradients to the other. So they do the latter if one codec is used for both
+halves and nothing happens between them. It saves a hop and the second rounding. Both ranks decode the
+same two messages in the same order. Our design.
+
+[Note: tiles] On a CPU, memory takes most of the time. So a part of a bucket is cut into tiles that fit
+into a core's cache. Each has a message of its own within the part's message, and all passes over a
+tile follow each other. On a device, and for a codec that looks at all values together, the part is
+one tile. Tiles begin where blocks of the codec begin, so they do not change a single bit.
 
 [Note: residuals] A rank keeps what its messages to owners do not hold, in units of its gradient. An
 owner keeps what its message to all ranks does not hold, in units of the mean, or of the result of
@@ -13,7 +23,7 @@ device record which values are not finite and which parameters are unused.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -22,13 +32,16 @@ from torch import Tensor
 
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Run
-from crossover_ddp._engine.links import Layout, Link, LinkAround, parts
+from crossover_ddp._engine.journeys import nothing
+from crossover_ddp._engine.links import Halfway, Layout, Link, LinkAround, parts
 
 from .codec import Codec, PerPair, Scratch
 
 _ALIGNED: Final = 16
 # NCCL's collectives are slow if a rank's share begins at an address that is not aligned like this.
 _ALIGNED_BY_COLLECTIVES: Final = 128
+# A tile of float32 takes a quarter of a megabyte, and all that is done to it about a megabyte.
+_TILE_NUMEL: Final = 1 << 16
 # A one-dimensional parameter is a bias or a scale. It has few elements, and each one matters.
 _CODED_DIMENSIONS: Final = 2
 
@@ -91,34 +104,170 @@ class MessageBuffer(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """Two views of a message: exact values in float32, followed by a codec's bytes."""
+    """Two views of a tile's message: exact values in float32, followed by a codec's bytes."""
 
     codec: Codec
     exact: Tensor
     coded: Tensor
 
 
+class _Views(NamedTuple):
+    """Views of the memory for a tile's values."""
+
+    of: Tensor
+    spans: list[Tensor]  # without padding
+    gaps: list[Tensor]  # the padding
+    coded: Tensor
+    exact: Tensor
+
+
+class _Tile:
+    """A tile, which is encoded by itself, and the residual of its messages. See [Note: tiles].
+
+    The *values* of a tile are its padded coded runs, followed by its exact spans.
+
+    Args:
+        content: the tile's runs and spans.
+        multiple: coded runs begin at multiples of this many values.
+        device: the bucket's device.
+        leaves_unused: True if DDP may leave a parameter's gradient None when no rank uses it.
+    """
+
+    def __init__(
+        self, content: Part, multiple: int, device: torch.device, leaves_unused: bool
+    ) -> None:
+        self.content = content
+        self._leaves_unused = leaves_unused
+        self._slots = content.slots(multiple)
+        coded_slots = self._slots[: len(content.coded)]
+        ends = [(slot.stop, padded(slot.stop, multiple)) for slot in coded_slots]
+        self._gaps = [slice(*gap) for gap in ends if gap[0] < gap[1]]
+        # The number of coded values, including padding.
+        self._coded_numel = ends[-1][1] if ends else 0
+        exact_numel = sum(span.numel for span in content.exact)
+        self._exact_bytes = 4 * exact_numel
+        self.numel = self._coded_numel + exact_numel  # of the values
+        # It stays 0 for values that travel exactly.
+        self.residual = torch.zeros(self.numel, dtype=torch.float32, device=device)
+        self._residual_views = self._made_views(self.residual)
+        # Those of the last two threads. Making views takes as long as a pass over the tile.
+        self._known_views: list[_Views] = []
+
+    def message_bytes(self, codec: Codec) -> int:
+        return padded(self._exact_bytes, _ALIGNED) + codec.nbytes(self._coded_numel)
+
+    def message(self, memory: Tensor, codec: Codec) -> _Message:
+        """Return the message that fills ``memory``: exact values first, then the codec's bytes."""
+        exact = memory[: self._exact_bytes].view(torch.float32)
+        return _Message(codec, exact, memory[padded(self._exact_bytes, _ALIGNED) :])
+
+    def pieces(self, flat: Tensor) -> list[Tensor]:
+        """Return a view of a bucket's memory for each of the tile's spans."""
+        return _slices(flat, self.content.spans)
+
+    def coded_residuals(self) -> Iterator[tuple[Run, Tensor]]:
+        """Yield each coded run, with a view of its residual."""
+        return zip(self.content.coded, self._residual_views.spans, strict=False)
+
+    def pack(self, flat: Tensor, values: Tensor) -> None:
+        """Copy the tile's spans of ``flat`` to ``values``, and zero the padding."""
+        views = self.views(values)
+        for gap in views.gaps:
+            gap.zero_()
+        for piece, place in zip(self.pieces(flat), views.spans, strict=True):
+            place.copy_(piece)
+
+    def unpack(self, values: Tensor, flat: Tensor, divisor: Tensor | None = None) -> None:
+        """Copy ``values`` to the tile's spans of ``flat``, divided by ``divisor`` if given."""
+        for piece, view in zip(self.pieces(flat), self.views(values).spans, strict=True):
+            if divisor is None:
+                piece.copy_(view)
+            else:
+                torch.div(view, divisor, out=piece)
+
+    def encode(self, pieces: Sequence[Tensor], message: _Message, values: Tensor) -> None:
+        """Encode ``pieces`` plus the residual, except for residuals of unused parameters.
+
+        If no rank uses a parameter, DDP leaves its gradient None, and a residual that was sent
+        for it would be lost. So such residuals are kept.
+
+        Args:
+            pieces: the gradients of the tile, by span.
+            message: the message to write.
+            values: memory for the sums. ``pieces`` may be views of it.
+        """
+        views = self.views(values)
+        rests = self._residual_views
+        coded_pieces = pieces[: len(self.content.coded)] if self._leaves_unused else ()
+        unused = [piece.any().logical_not() for piece in coded_pieces]
+        for gap in views.gaps:
+            gap.zero_()
+        for piece, rest, place in zip(pieces, rests.spans, views.spans, strict=True):
+            torch.add(piece, rest, out=place)
+        message.exact.copy_(views.exact)
+        if not self._coded_numel:
+            return
+        residual = rests.coded
+        former = residual.clone() if unused else residual
+        for piece, is_unused in zip(views.spans, unused, strict=False):
+            piece.masked_fill_(is_unused, 0)
+        message.codec.encode(views.coded, message.coded, residual)
+        for slot, is_unused in zip(self._slots, unused, strict=False):
+            piece = residual[slice(*slot)]
+            torch.where(is_unused, former[slice(*slot)], piece, out=piece)
+
+    def decode(self, message: _Message, values: Tensor) -> None:
+        """Overwrite ``values`` with those of ``message``."""
+        views = self.views(values)
+        views.exact.copy_(message.exact)
+        if not self._coded_numel:
+            return
+        decode = getattr(message.codec, "decode", None)
+        if decode is not None:
+            decode(message.coded, views.coded)
+        else:
+            message.codec.add_decoded(message.coded, views.coded.zero_())
+
+    def add_decoded(self, message: _Message, values: Tensor) -> None:
+        """Add the values of ``message`` to ``values``."""
+        views = self.views(values)
+        views.exact.add_(message.exact)
+        if self._coded_numel:
+            message.codec.add_decoded(message.coded, views.coded)
+
+    def views(self, values: Tensor) -> _Views:
+        """Return views of memory for the tile's values."""
+        for known in self._known_views:
+            if known.of is values:
+                return known
+        made = self._made_views(values)
+        if values.device.type == "cpu":  # a device's memory is new each time
+            self._known_views = [made, *self._known_views[:1]]
+        return made
+
+    def _made_views(self, values: Tensor) -> _Views:
+        gaps = [values[gap] for gap in self._gaps]
+        coded, exact = values[: self._coded_numel], values[self._coded_numel :]
+        return _Views(values, _slices(values, self._slots), gaps, coded, exact)
+
+
 class CodedLink(LinkAround):
-    """Carries one bucket in coded messages, first to its owners, then from its owners to all ranks.
+    """Carries one bucket in coded messages. The base class of both kinds of coded links.
 
     One object serves a bucket for many steps and wraps a new link in each step. It holds the
     messages' residuals; see [Note: residuals]. Gradients are encoded undivided, added in float32,
-    and only then divided. After `reduce_scatter`, this rank's part holds the values that all ranks
-    will decode. If owners have work to do, it holds the mean until `all_gather`.
+    and only then divided.
 
     Args:
         link: the link for the first step.
         codecs: the codecs for messages to owners and for messages to all ranks.
         parameters: the bucket's parameters.
-        parts: the owners' parts of the bucket, by rank.
+        parts: the parts of the bucket that have a message each.
         device: the bucket's device.
         scratch: memory for values that are not needed after a call.
         has_work: True if owners work on the mean between the halves and send the result.
         leaves_unused: True if DDP may leave a parameter's gradient None when no rank uses it.
     """
-
-    # Whether the next step travels exactly. Set by `drained`, after which the object is dropped.
-    _is_exact = False
 
     def __init__(
         self,
@@ -128,39 +277,179 @@ class CodedLink(LinkAround):
         parts: Sequence[Part],
         device: torch.device,
         scratch: Scratch,
+        *,
         has_work: bool = False,
         leaves_unused: bool = False,
     ) -> None:
         super().__init__(link)
         self.codecs = codecs
-        to_owners, to_all = codecs
-        rank = link.rank
-        peers = [peer for peer in range(len(parts)) if peer != rank]
         self.parameters = list(parameters)
         self.parts = parts
-        self._has_work = has_work
-        self._leaves_unused = leaves_unused
         self._scratch = scratch
+        self._device = device
+        self._has_work = has_work
+        to_owners, to_all = codecs
+        used = [*to_owners.all(), to_all]
         # Coded runs must begin where any of the codecs may begin.
-        self._multiple = math.lcm(*[codec.multiple for codec in (*to_owners.all(), to_all)])
-        # For each part, where its spans lie among its values.
-        self._slots = [part.slots(self._multiple) for part in parts]
-        # For each part, the number of coded values, including padding.
-        self._coded_numel = []
-        # For each part, the residual of all its values. It stays 0 for values that travel exactly.
-        self._residuals = []
-        for part in parts:
-            coded = sum(padded(run.span.numel, self._multiple) for run in part.coded)
-            exact = sum(span.numel for span in part.exact)
-            self._coded_numel.append(coded)
-            self._residuals.append(torch.zeros(coded + exact, dtype=torch.float32, device=device))
-        # This rank's own exact gradient for its part, and later the result of its work.
-        self._own = torch.empty_like(self._residuals[rank])
+        multiple = math.lcm(*[codec.multiple for codec in used])
+        cuts = device.type == "cpu" and all(getattr(codec, "is_local", False) for codec in used)
+        # The tiles of each part.
+        self._tiles = [
+            [
+                _Tile(content, multiple, device, leaves_unused)
+                for content in (_cut(part, padded(_TILE_NUMEL, multiple)) if cuts else [part])
+            ]
+            for part in parts
+        ]
         # This is a tensor because CUDA would multiply by the reciprocal of a Python number. With
         # some numbers of ranks, such as three, the bits would then differ from the CPU's.
-        self._divisor = torch.full((), float(len(parts)), dtype=torch.float32, device=device)
-        # The messages' memory is never freed between steps, because another stream of the device
-        # may still be reading the last step's messages when the next step begins.
+        self._divisor = torch.full((), float(link.size), dtype=torch.float32, device=device)
+        self._make_messages()
+
+    def _make_messages(self) -> None:
+        """Allocate the memory of all messages.
+
+        It is never freed between steps, because another stream of the device may still be reading
+        the last step's messages when the next step begins.
+        """
+        raise NotImplementedError
+
+    def encode(self, flat: Tensor, link: Link) -> None:
+        """Encode the messages.
+
+        Args:
+            flat: the gradients, which the result will overwrite.
+            link: the link that carries this step's messages.
+        """
+        raise NotImplementedError
+
+    @property
+    def exact(self) -> Link:
+        return self._link
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the residuals in bytes."""
+        return sum(tile.residual.nbytes for tiles in self._tiles for tile in tiles)
+
+    def residuals(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each coded parameter and its whole flat residual, in units of the gradient."""
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for part, tiles in enumerate(self._tiles):
+            factor = self._residual_factor(part)
+            for run, piece in _coded_residuals(tiles):
+                numel = run.parameter.numel() * (2 if run.parameter.is_complex() else 1)
+                empty = run.parameter, piece.new_zeros(numel)
+                _, residual = found.setdefault(id(run.parameter), empty)
+                residual[run.begin : run.begin + len(piece)] = piece * factor
+        return [*found.values()]
+
+    def _residual_factor(self, part: int) -> int:
+        """Return the factor that brings a part's residual to units of the gradient."""
+        return 1
+
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply all residuals by ``factor``."""
+        for tiles in self._tiles:
+            for tile in tiles:
+                tile.residual.mul_(factor)
+
+    def sent_bytes(self) -> int:
+        """Return how many bytes this rank sends in one step."""
+        raise NotImplementedError
+
+    def _values(self, tile: _Tile) -> Tensor:
+        """Return memory for a tile's values, until the next call."""
+        return self._scratch.take(tile.numel, self._device)
+
+    def _messages(
+        self, contents: Mapping[int, tuple[int, Codec]]
+    ) -> tuple[MessageBuffer, dict[int, list[_Message]]]:
+        """Allocate messages. Return their buffer, and the messages of all tiles by peer.
+
+        Args:
+            contents: for each peer, the part that the message holds, and its codec.
+        """
+        aligned = _ALIGNED_BY_COLLECTIVES if self.in_program_order else _ALIGNED
+        sizes = [0] * self.size
+        lengths = {}
+        for peer, (part, codec) in contents.items():
+            tiles = self._tiles[part]
+            lengths[peer] = [padded(tile.message_bytes(codec), _ALIGNED) for tile in tiles]
+            sizes[peer] = padded(sum(lengths[peer]), aligned)
+        if self.in_program_order and len(contents) == len(sizes):
+            # NCCL's all-gather needs parts of equal size.
+            sizes = [max(sizes)] * len(sizes)
+        # Zero the memory. Otherwise the padding would send this process's old data to other ranks.
+        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
+        buffer = MessageBuffer(memory, sizes)
+        messages = {}
+        for peer, (part, codec) in contents.items():
+            own = parts(*buffer)[peer]
+            starts = accumulate(lengths[peer], initial=0)
+            messages[peer] = [
+                tile.message(own[start : start + tile.message_bytes(codec)], codec)
+                for tile, start in zip(self._tiles[part], starts, strict=False)
+            ]
+        return buffer, messages
+
+
+class OneHopLink(CodedLink):
+    """Carries one bucket between two ranks, each of which sends its own message to the other.
+
+    See [Note: one hop]. The whole bucket is the only part. The codecs must be equal, see
+    `suits_one_hop`.
+    """
+
+    def _make_messages(self) -> None:
+        contents = {1 - self.rank: (0, self.codecs[1])}
+        self._outgoing, leaving = self._messages(contents)
+        self._incoming, arriving = self._messages(contents)
+        [self._own], [self._theirs] = leaving.values(), arriving.values()
+
+    def encode(self, flat: Tensor, link: Link) -> None:
+        self._link = link
+        for tile, message in zip(self._tiles[0], self._own, strict=True):
+            tile.encode(tile.pieces(flat), message, self._values(tile))
+
+    def sent_bytes(self) -> int:
+        return len(self._outgoing.tensor)
+
+    async def all_reduce(self, flat: Tensor, layout: Layout, halfway: Halfway = nothing) -> None:
+        await self.all_to_all(*self._outgoing, *self._incoming)
+        halfway()
+        for tile, own, theirs in zip(self._tiles[0], self._own, self._theirs, strict=True):
+            values = self._values(tile)
+            # Both ranks add in the same order, so their sums have the same bits.
+            tile.decode(theirs if self.rank else own, values)
+            tile.add_decoded(own if self.rank else theirs, values)
+            tile.unpack(values, flat, self._divisor)
+
+
+def suits_one_hop(codecs: tuple[PerPair, Codec], size: int) -> bool:
+    """Return whether ``size`` ranks can exchange a bucket in one hop, see [Note: one hop]. Pure."""
+    to_owners, to_all = codecs
+    return size == 2 and all(codec == to_all for codec in to_owners.all())
+
+
+class OwnersLink(CodedLink):
+    """Carries one bucket to its owners, and then from its owners to all ranks.
+
+    After `reduce_scatter`, this rank's part holds the values that all ranks will decode. If owners
+    have work to do, it holds the mean until `all_gather`. The parts are those of the owners, by
+    rank.
+    """
+
+    # Whether the next step travels exactly. Set by `drained`, after which the object is dropped.
+    _is_exact = False
+
+    def _make_messages(self) -> None:
+        to_owners, to_all = self.codecs
+        rank = self.rank
+        peers = [peer for peer in range(self.size) if peer != rank]
+        self._own_tiles = self._tiles[rank]
+        # This rank's own exact gradient for its part, and later the result of its work, by tile.
+        self._own = [torch.empty_like(tile.residual) for tile in self._own_tiles]
         self._outgoing, self._to_owners = self._messages(
             {peer: (peer, to_owners.between(rank, peer)) for peer in peers}
         )
@@ -168,243 +457,128 @@ class CodedLink(LinkAround):
             {peer: (rank, to_owners.between(peer, rank)) for peer in peers}
         )
         self._gathered, self._to_all = self._messages(
-            {owner: (owner, to_all) for owner in range(len(parts))}
+            {owner: (owner, to_all) for owner in range(self.size)}
         )
 
-    def _messages(
-        self, contents: dict[int, tuple[int, Codec]]
-    ) -> tuple[MessageBuffer, dict[int, _Message]]:
-        """Allocate messages; return their buffer, and the messages by peer.
-
-        Args:
-            contents: for each peer, the owner whose part the message holds, and its codec.
-        """
-        exact_bytes = [
-            4 * (len(residual) - coded)
-            for residual, coded in zip(self._residuals, self._coded_numel, strict=True)
-        ]
-        # Where the codec's bytes begin in a message with each owner's part.
-        heads = [padded(nbytes, _ALIGNED) for nbytes in exact_bytes]
-        ends = {}
-        for peer, (owner, codec) in contents.items():
-            ends[peer] = heads[owner] + codec.nbytes(self._coded_numel[owner])
-        aligned = _ALIGNED_BY_COLLECTIVES if self.in_program_order else _ALIGNED
-        sizes = [padded(ends.get(peer, 0), aligned) for peer in range(len(self.parts))]
-        if self.in_program_order and len(contents) == len(sizes):
-            # NCCL's all-gather needs parts of equal size.
-            sizes = [max(sizes)] * len(sizes)
-        # Zero the memory. Otherwise the padding would send this process's old data to other ranks.
-        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._own.device)
-        buffer = MessageBuffer(memory, sizes)
-        messages = {}
-        for peer, (owner, codec) in contents.items():
-            own = parts(*buffer)[peer]
-            exact = own[: exact_bytes[owner]].view(torch.float32)
-            messages[peer] = _Message(codec, exact, own[heads[owner] : ends[peer]])
-        return buffer, messages
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the residuals in bytes."""
-        return sum(residual.nbytes for residual in self._residuals)
-
-    def residuals(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each coded parameter and its whole flat residual, in units of the gradient."""
+    def _residual_factor(self, part: int) -> int:
         # An owner's residual is in units of the mean, so it is multiplied by the number of ranks,
         # by which the exchange divides. If the owner has worked on the mean, its residual has no
         # such unit and is left out.
-        owner_factor = 0 if self._has_work else len(self.parts)
-        found: dict[int, tuple[Tensor, Tensor]] = {}
-        for owner, part in enumerate(self.parts):
-            factor = owner_factor if owner == self.rank else 1
-            pieces = self._views(self._residuals[owner], owner)
-            for run, piece in zip(part.coded, pieces, strict=False):
-                numel = run.parameter.numel() * (2 if run.parameter.is_complex() else 1)
-                empty = run.parameter, piece.new_zeros(numel)
-                _, residual = found.setdefault(id(run.parameter), empty)
-                residual[run.begin : run.begin + len(piece)] = piece * factor
-        return [*found.values()]
+        if part != self.rank:
+            return 1
+        return 0 if self._has_work else self.size
 
-    def scale(self, factor: float | Tensor) -> None:
-        """Multiply all residuals by ``factor``."""
-        for residual in self._residuals:
-            residual.mul_(factor)
-
-    def drained(self, link: Link) -> "CodedLink":
-        """Make the next step travel exactly; owners add their residuals to their results."""
+    def drained(self, link: Link) -> Link:
+        """Make the next step travel exactly. Owners add their residuals to the results."""
         self._link = link
         self._is_exact = True
         return self
 
     def encode(self, flat: Tensor, link: Link) -> None:
-        """Encode the messages to the owners.
-
-        Args:
-            flat: the gradients, which the result will overwrite.
-            link: the link that carries this step's messages.
-        """
         self._flat = flat
         self._link = link
-        for owner, message in self._to_owners.items():
-            self._encode(self._pieces(owner), owner, message, self._scratch_values(owner))
+        for owner, messages in self._to_owners.items():
+            for tile, message in zip(self._tiles[owner], messages, strict=True):
+                tile.encode(tile.pieces(flat), message, self._values(tile))
         # Copy this rank's own gradient, because the result will overwrite it.
-        self._pack(self._pieces(self.rank), self.rank, self._own)
+        self._pack_own()
 
-    @property
-    def exact(self) -> Link:
-        return self._link
+    def sent_bytes(self) -> int:
+        return len(self._outgoing.tensor) + (self.size - 1) * self._gathered.layout[self.rank]
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         if self._is_exact:
-            shard = await super().reduce_scatter(flat, layout)
-            if not self._has_work:
-                self._add_residual(flat)
-            return shard
+            return await super().reduce_scatter(flat, layout)
         await self.all_to_all(*self._outgoing, *self._incoming)
         await self.compute()
-        mean = self._mean()
-        if self._has_work:
-            self._unpack(self.rank, mean)
-        else:
-            self._encode_own(mean)
+        for index, tile in enumerate(self._own_tiles):
+            mean = self._mean(index)
+            if self._has_work:
+                tile.unpack(mean, flat)
+            else:
+                self._encode_own(index, mean)
         return parts(flat, layout)[self.rank]
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         if self._is_exact:
-            if self._has_work:
-                self._add_residual(flat)
+            self._add_residual(flat)
             await super().all_gather(flat, layout)
             return
         if self._has_work:
-            self._pack(self._pieces(self.rank), self.rank, self._own)
-            self._encode_own(self._own)
+            self._pack_own()
+            for index, own in enumerate(self._own):
+                self._encode_own(index, own)
         await super().all_gather(*self._gathered)
-        for owner in range(self.size):
+        for owner, tiles in enumerate(self._tiles):
             if owner != self.rank:
-                self._decode(owner)
+                for index in range(len(tiles)):
+                    self._decode(owner, index)
+
+    def _pack_own(self) -> None:
+        for tile, own in zip(self._own_tiles, self._own, strict=True):
+            tile.pack(self._flat, own)
 
     def _add_residual(self, flat: Tensor) -> None:
         """Add this owner's residual to its result."""
-        own = self._residuals[self.rank]
-        if own.is_cuda:
-            # The host drops this object before the device has read the residual.
-            own.record_stream(torch.cuda.current_stream(own.device))
-        pieces = self._views(own, self.rank)
-        for run, piece in zip(self.parts[self.rank].coded, pieces, strict=False):
+        for tile in self._own_tiles:
+            if tile.residual.is_cuda:
+                # The host drops this object before the device has read the residual.
+                tile.residual.record_stream(torch.cuda.current_stream(tile.residual.device))
+        for run, piece in _coded_residuals(self._own_tiles):
             flat[slice(*run.span)].add_(piece)
 
-    def sent_bytes(self, flat: Tensor) -> tuple[int, int]:
-        """Return how many bytes this rank sends in both halves, and how many it would uncoded."""
-        exact = flat.numel() * flat.itemsize * (self.size - 1) // self.size
-        to_owners = len(self._outgoing.tensor)
-        to_all = (self.size - 1) * self._gathered.layout[self.rank]
-        return to_owners + to_all, 2 * exact
-
-    def _mean(self) -> Tensor:
-        """Add all ranks' messages and this rank's own gradient in rank order; return the mean."""
-        own = self._own
+    def _mean(self, index: int) -> Tensor:
+        """Return the mean of a tile that this rank owns. Values are added in rank order."""
+        tile = self._own_tiles[index]
+        own = self._own[index]
         # a + b equals b + a in every bit, so ranks 0 and 1 can add to their own gradient in place.
         adds_to_own = self.rank <= 1
-        values = own if adds_to_own else self._scratch_values(self.rank).zero_()
-        coded, exact = self._halves(values, self.rank)
+        values = own if adds_to_own else self._values(tile).zero_()
         for rank in range(self.size):
             if rank != self.rank:
-                message = self._from_peers[rank]
-                exact.add_(message.exact)
-                if len(coded):
-                    message.codec.add_decoded(message.coded, coded)
+                tile.add_decoded(self._from_peers[rank][index], values)
             elif not adds_to_own:
                 values.add_(own)
         return values.div_(self._divisor)
 
-    def _encode_own(self, values: Tensor) -> None:
+    def _encode_own(self, index: int, values: Tensor) -> None:
         """Encode this owner's message to all ranks; decode it here too, to get the same bits."""
-        pieces = self._views(values, self.rank)
-        self._encode(pieces, self.rank, self._to_all[self.rank], values)
-        self._decode(self.rank)
+        tile = self._own_tiles[index]
+        tile.encode(tile.views(values).spans, self._to_all[self.rank][index], values)
+        self._decode(self.rank, index)
 
-    def _decode(self, owner: int) -> None:
-        """Decode an owner's message to all ranks into the bucket."""
-        message = self._to_all[owner]
-        values = self._scratch_values(owner)
-        coded, exact = self._halves(values, owner)
-        exact.copy_(message.exact)
-        if len(coded):
-            decode = getattr(message.codec, "decode", None)
-            if decode is not None:
-                decode(message.coded, coded)
-            else:
-                message.codec.add_decoded(message.coded, coded.zero_())
-        self._unpack(owner, values)
+    def _decode(self, owner: int, index: int) -> None:
+        """Decode a tile of an owner's message to all ranks into the bucket."""
+        tile = self._tiles[owner][index]
+        values = self._values(tile)
+        tile.decode(self._to_all[owner][index], values)
+        tile.unpack(values, self._flat)
 
-    def _encode(
-        self, pieces: Sequence[Tensor], owner: int, message: _Message, values: Tensor
-    ) -> None:
-        """Encode ``pieces`` plus their residuals, except for residuals of unused parameters.
 
-        If no rank uses a parameter, DDP leaves its gradient None, and a residual that was sent
-        for it would be lost. So such residuals are kept.
+def _cut(part: Part, numel: int) -> list[Part]:
+    """Cut a part into tiles of at most ``numel`` coded values, not counting padding.
 
-        Args:
-            pieces: the gradients of an owner's part.
-            owner: the owner of that part.
-            message: the message to write.
-            values: memory for the sums.
-        """
-        coded, exact = self._halves(values, owner)
-        residual, _ = self._halves(self._residuals[owner], owner)
-        coded_pieces = pieces[: len(self.parts[owner].coded)] if self._leaves_unused else ()
-        unused = [piece.any().logical_not() for piece in coded_pieces]
-        self._pack(pieces, owner, values, self._residuals[owner])
-        message.exact.copy_(exact)
-        if not len(coded):
-            return
-        former = residual.clone() if unused else residual
-        for piece, is_unused in zip(self._views(values, owner), unused, strict=False):
-            piece.masked_fill_(is_unused, 0)
-        message.codec.encode(coded, message.coded, residual)
-        for slot, is_unused in zip(self._slots[owner], unused, strict=False):
-            piece = residual[slice(*slot)]
-            torch.where(is_unused, former[slice(*slot)], piece, out=piece)
+    Runs are cut at multiples of ``numel`` from where they begin. Exact spans, which are few, all
+    belong to the first tile.
+    """
+    tiles = [Part([], part.exact)]
+    room = numel
+    for parameter, begin, span in part.coded:
+        for offset in range(0, span.numel, numel):
+            start = span.start + offset
+            run = Run(parameter, begin + offset, Span(start, min(span.stop, start + numel)))
+            if run.span.numel > room and tiles[-1].coded:
+                tiles.append(Part([], []))
+                room = numel
+            tiles[-1].coded.append(run)
+            room -= run.span.numel
+    return tiles
 
-    # "Values" are those of one owner's part: the padded coded runs, followed by the exact spans.
 
-    def _scratch_values(self, owner: int) -> Tensor:
-        return self._scratch.take(len(self._residuals[owner]), self._own.device)
-
-    def _halves(self, values: Tensor, owner: int) -> tuple[Tensor, Tensor]:
-        """Return views of the coded values and of the exact values."""
-        coded = self._coded_numel[owner]
-        return values[:coded], values[coded:]
-
-    def _views(self, values: Tensor, owner: int) -> list[Tensor]:
-        """Return a view of each span's values, without padding."""
-        return _slices(values, self._slots[owner])
-
-    def _pieces(self, owner: int) -> list[Tensor]:
-        """Return a view of the bucket's memory for each span."""
-        return _slices(self._flat, self.parts[owner].spans)
-
-    def _unpack(self, owner: int, values: Tensor) -> None:
-        """Copy ``values`` to the owner's part of the bucket."""
-        pieces = self._pieces(owner)
-        if pieces:
-            torch._foreach_copy_(pieces, self._views(values, owner))
-
-    def _pack(
-        self, pieces: Sequence[Tensor], owner: int, out: Tensor, residual: Tensor | None = None
-    ) -> None:
-        """Write ``pieces``, plus ``residual`` if given, to ``out``, and zero the padding."""
-        for slot, _ in zip(self._slots[owner], self.parts[owner].coded, strict=False):
-            out[slot.stop : padded(slot.stop, self._multiple)].zero_()
-        places = self._views(out, owner)
-        if residual is not None:
-            for piece, rest, place in zip(
-                pieces, self._views(residual, owner), places, strict=True
-            ):
-                torch.add(piece, rest, out=place)
-        elif places:
-            torch._foreach_copy_(places, list(pieces))
+def _coded_residuals(tiles: Sequence[_Tile]) -> Iterator[tuple[Run, Tensor]]:
+    """Yield all coded runs of ``tiles``, each with a view of its residual."""
+    for tile in tiles:
+        yield from tile.coded_residuals()
 
 
 def _slices(values: Tensor, spans: Sequence[Span]) -> list[Tensor]:

@@ -32,7 +32,7 @@ from crossover_ddp._engine.states import HookState
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .codec import Scratch, codecs_of, in_words
-from .coded_link import CodedLink, Part, parts_of
+from .coded_link import CodedLink, OneHopLink, OwnersLink, Part, parts_of, suits_one_hop
 from .planning import CANDIDATES, AnyCodec, CodecPlan, plan_from
 
 logger = logging.getLogger(__name__)
@@ -52,12 +52,19 @@ class Compression:
         loss_scale: the factor by which the loss is scaled, or a function that returns it.
         state: the state with which the hook is registered.
         has_work: True if owners work on the mean, and other tensors travel instead of the buckets.
+        one_hop: see `use`.
     """
 
     def __init__(
-        self, codec: AnyCodec, loss_scale: LossScale, state: Any, has_work: bool = False
+        self,
+        codec: AnyCodec,
+        loss_scale: LossScale,
+        state: Any,
+        has_work: bool = False,
+        *,
+        one_hop: bool = False,
     ) -> None:
-        self.use(codec)
+        self.use(codec, one_hop=one_hop)
         self._dtypes = _DTYPES[:1] if has_work else _DTYPES
         self._loss_scale = loss_scale
         self._state = state
@@ -84,14 +91,20 @@ class Compression:
         # The bytes that would have been sent without a codec.
         self._exact_bytes = 0
 
-    def use(self, codec: AnyCodec) -> None:
+    def use(self, codec: AnyCodec, *, one_hop: bool = False) -> None:
         """Code gradients with ``codec`` from the next step on; None lets them travel exactly.
 
         All ranks must change to the same codec in the same step. Residuals of another codec are set
         aside, and added to the next step's gradients, see [Note: residuals aside]. So nothing is
         lost.
+
+        Args:
+            codec: see `Compression`.
+            one_hop: whether two ranks exchange their messages in one hop if that suits the codec.
+                Journeys must then call `Link.all_reduce`. Deferring needs both halves.
         """
         self._codecs = None if codec is None else codecs_of(codec)
+        self._one_hop = one_hop
 
     def around(
         self, bucket: dist.GradBucket, exchange: Exchange, pack: Callable[[], Any] | None = None
@@ -118,8 +131,17 @@ class Compression:
         flat = bucket.buffer().data if packed is None else packed.flat
         parameters = bucket.parameters()
         known = self._buckets.get(bucket.index())
+        kind: type[CodedLink] = OwnersLink
+        if (
+            self._codecs is not None
+            and self._one_hop
+            and suits_one_hop(self._codecs, exchange.size)
+        ):
+            kind = OneHopLink
         if known is not None and (
-            known.codecs != self._codecs or [*map(id, known.parameters)] != [*map(id, parameters)]
+            not isinstance(known, kind)
+            or known.codecs != self._codecs
+            or [*map(id, known.parameters)] != [*map(id, parameters)]
         ):
             known = None
         if known is None:
@@ -139,13 +161,16 @@ class Compression:
             parts = parts_of(packed.runs(), packed.layout)
         else:
             runs = [Run(parameter, 0, span) for parameter, _, span in contents_of(bucket, flat)]
-            parts = parts_of(runs, exchange.equal_layout(flat))
+            whole = kind is OneHopLink
+            parts = parts_of(runs, [flat.numel()] if whole else exchange.equal_layout(flat))
         self._add_aside(flat, parts)
         if is_exact:
-            return known.drained(link) if known is not None and self._has_work else link
+            if self._has_work and isinstance(known, OwnersLink):
+                return known.drained(link)
+            return link
         if known is None:
             assert self._codecs is not None
-            known = CodedLink(
+            known = kind(
                 link,
                 self._codecs,
                 parameters,
@@ -157,9 +182,9 @@ class Compression:
             )
             self._buckets[bucket.index()] = known
         known.encode(flat, link)
-        sent_bytes, exact_bytes = known.sent_bytes(flat)
-        self._sent_bytes += sent_bytes
-        self._exact_bytes += exact_bytes
+        self._sent_bytes += known.sent_bytes()
+        # Without a codec, both halves would send this many.
+        self._exact_bytes += 2 * (flat.nbytes * (exchange.size - 1) // exchange.size)
         return known
 
     def _enter(self, bucket: dist.GradBucket, dtype: torch.dtype, ranks: int) -> None:
@@ -313,7 +338,9 @@ class CodedState(HookState):
         super().__init__(group, model, compares)
         self.codec = codec
         self._loss_scale = loss_scale
-        self.compression = None if codec is None else Compression(codec, loss_scale, self)
+        self.compression = (
+            None if codec is None else Compression(codec, loss_scale, self, one_hop=True)
+        )
 
     def stats(self) -> dict[str, Any]:
         """Return the common statistics, plus those of the codec. Not collective.

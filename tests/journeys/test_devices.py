@@ -252,7 +252,7 @@ def drained(rank: int, world_size: int, us: int) -> torch.Tensor:
             made.extend([torch.full((numel,), 1e6, device="cuda") for _ in range(20)])
 
     coded = training.state._compression._buckets.values()
-    sizes = {len(kept) for each in coded for kept in each._residuals}
+    sizes = {tile.numel for each in coded for tiles in each._tiles for tile in tiles}
     torch.cuda.synchronize()
     training.state.drain()
     with late(nccl_us=us), mock.patch.object(BehindLastBucket, "compare", make_others):

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp._compression.codec import TILE_NUMEL
 from crossover_ddp.codecs import Codec, Half, Int8, PerPair, SIDCo, Threshold
 
 FLOAT32 = torch.finfo(torch.float32)
@@ -57,7 +56,7 @@ def test_decoded_values_and_residual_add_up_to_the_values_and_decoding_adds(
     st.integers(1, 2000),
     SEEDS,
 )
-def test_decode_writes_the_bits_that_add_decoded_adds_to_zeros(
+def test_decode_writes_the_values_that_add_decoded_adds_to_zeros(
     codec: Int8 | Half, numel: int, seed: int
 ) -> None:
     values = normal(numel, seed, codec)
@@ -66,7 +65,7 @@ def test_decode_writes_the_bits_that_add_decoded_adds_to_zeros(
     message, written = message_of(codec, values), torch.full_like(values, torch.nan)
     codec.encode(values, message, torch.empty_like(values))
     codec.decode(message, written)
-    assert torch.equal(written.view(torch.int32), added.view(torch.int32))
+    assert torch.equal(written, added)
 
 
 @settings(max_examples=25, deadline=None)
@@ -103,14 +102,6 @@ def test_int8_keeps_a_block_whose_scale_would_be_too_small() -> None:
     assert not kept.any()
     assert torch.equal(residual[:256], values[:256])
     assert float((sent - values[256:]).abs().max()) <= 2e-34 / 250
-
-
-def test_int8_takes_a_block_that_is_longer_than_a_tile() -> None:
-    codec = Int8(TILE_NUMEL + 1)
-    values = normal(2 * codec.block, 0, codec)
-    decoded, residual = round_trip(codec, values)
-    assert torch.equal(decoded + residual, values)
-    assert float(residual.abs().max()) <= float(values.abs().max()) / 250
 
 
 @pytest.mark.parametrize("codec", [Half(), Half(torch.float16)], ids=repr)

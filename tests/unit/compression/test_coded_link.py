@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from crossover_ddp._compression import coded_link
 from crossover_ddp._compression.codec import CodecChoice, Scratch, codecs_of
-from crossover_ddp._compression.coded_link import CodedLink, parts_of
+from crossover_ddp._compression.coded_link import OneHopLink, OwnersLink, parts_of, suits_one_hop
 from crossover_ddp._ddp.layout import spans_of
 from crossover_ddp._engine.buckets import Run
 from crossover_ddp.codecs import Codec, Half, Int8, PerPair, SIDCo
@@ -86,11 +87,13 @@ class Ranks:
         runs = [
             Run(p, 0, span) for p, span in zip(parameters, spans_of(tuple(NUMELS)), strict=True)
         ]
-        self.parts = parts_of(runs, self.layout)
+        one_hop = options.pop("one_hop", False)
+        self.parts = parts_of(runs, [sum(NUMELS)] if one_hop else self.layout)
+        kind = OneHopLink if one_hop else OwnersLink
         self.has_work = bool(options.get("has_work"))
         self.by_collectives = options.pop("by_collectives", False)
         each = codecs_of(codec), parameters, self.parts, device, Scratch()
-        self.coded = [CodedLink(link, *each, **options) for link in self._links()]
+        self.coded: list[Any] = [kind(link, *each, **options) for link in self._links()]
 
     def _links(self) -> list[Any]:
         mail: Any = defaultdict(lambda: asyncio.get_running_loop().create_future())
@@ -108,9 +111,11 @@ class Ranks:
                 coded.drained(link)
             else:
                 coded.encode(flat, link)
+            if not self.has_work:
+                await coded.all_reduce(flat, self.layout)
+                return
             own = await coded.reduce_scatter(flat, self.layout)
-            if self.has_work:
-                own.mul_(2)
+            own.mul_(2)
             await coded.all_gather(flat, self.layout)
 
         async def run() -> None:
@@ -145,18 +150,22 @@ CHOICES: list[CodecChoice] = [Int8(), Half(), SIDCo(0.05), (SIDCo(0.05), Int8(10
 
 
 @pytest.mark.parametrize(
-    ("codec", "world_size"),
+    ("codec", "world_size", "one_hop"),
     [
-        *((codec, size) for codec in CHOICES for size in (2, 3, 4)),
-        *((per_pair(*nodes), len(nodes)) for nodes in ((0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1))),
-        ((PerPair(EACH_WAY), Int8()), 3),
+        *((codec, size, False) for codec in CHOICES for size in (2, 3, 4)),
+        *((codec, 2, True) for codec in CHOICES[:3]),
+        *(
+            (per_pair(*nodes), len(nodes), False)
+            for nodes in ((0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1))
+        ),
+        ((PerPair(EACH_WAY), Int8()), 3, False),
     ],
     ids=repr,
 )
 def test_applied_means_and_residuals_add_up_to_all_gradients(
-    codec: CodecChoice, world_size: int
+    codec: CodecChoice, world_size: int, one_hop: bool
 ) -> None:
-    ranks = Ranks(codec, world_size)
+    ranks = Ranks(codec, world_size, one_hop=one_hop)
     missing = torch.zeros(sum(NUMELS), dtype=torch.float64)
     for step in range(6):
         flats = gradients(world_size, step)
@@ -177,6 +186,84 @@ def test_owners_add_in_the_order_of_ranks(world_size: int) -> None:
     expected = functools.reduce(torch.add, flats).div(torch.tensor(float(world_size)))
     Ranks(Identity(), world_size).step(flats)
     assert all(torch.equal(flat, expected) for flat in flats)
+
+
+def rounded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
+    """Return what ``codec`` makes of one parameter's values."""
+    padding = -len(values) % codec.multiple
+    padded = torch.cat([values, torch.zeros(padding)])
+    message = torch.zeros(codec.nbytes(len(padded)), dtype=torch.uint8)
+    codec.encode(padded, message, torch.zeros_like(padded))
+    codec.add_decoded(message, decoded := torch.zeros_like(padded))
+    return decoded[: len(values)]
+
+
+@pytest.mark.parametrize("codec", CHOICES[:2], ids=repr)
+def test_in_one_hop_two_ranks_round_each_gradient_once(codec: Any) -> None:
+    """Each sends as many bytes as it would to the owner and from the owner."""
+    ranks = Ranks(codec, 2, one_hop=True)
+    flats = gradients(2, 0)
+    expected = torch.cat(
+        [
+            sum([rounded(codec, part) if len(shape) > 1 else part for part in parts]) / 2  # type: ignore[arg-type]
+            for shape, *parts in zip(SHAPES, *[flat.split(NUMELS) for flat in flats], strict=True)
+        ]
+    )
+    ranks.step(flats)
+    assert all(torch.equal(flat, expected) for flat in flats)
+    for one, both in zip(ranks.coded, Ranks(codec, 2).coded, strict=True):
+        assert one.sent_bytes() == pytest.approx(both.sent_bytes(), rel=0.03)
+
+
+def test_one_hop_suits_two_ranks_with_one_codec() -> None:
+    far = per_pair(0, 1)
+    near = PerPair.by_node([0, 1], far=Half()), Int8()
+    assert suits_one_hop(codecs_of(Int8()), 2)
+    assert suits_one_hop(codecs_of((Int8(64), Int8(64))), 2)
+    assert not suits_one_hop(codecs_of((Int8(64), Int8())), 2)
+    assert not suits_one_hop(codecs_of(Int8()), 3)
+    assert not suits_one_hop(codecs_of(far), 2), "what a rank keeps for itself is not coded"
+    assert not suits_one_hop(codecs_of(near), 2)
+
+
+@pytest.mark.parametrize("one_hop", [False, True])
+@pytest.mark.parametrize("codec", [Half(), Int8(), Int8(100), Int8(7000)], ids=repr)
+def test_tiles_do_not_change_a_bit(
+    codec: Codec, one_hop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile of 4096 values is shorter than the longest parameter, and than a block of 7000."""
+    whole = Ranks(codec, 2, one_hop=one_hop)
+    monkeypatch.setattr(coded_link, "_TILE_NUMEL", 1 << 12)
+    cut = Ranks(codec, 2, one_hop=one_hop)
+    assert len(whole.coded[0]._tiles[0]) == 1 < len(cut.coded[0]._tiles[0])
+    for step in range(3):
+        expected, found = gradients(2, step), gradients(2, step)
+        whole.step(expected)
+        cut.step(found)
+        assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, cut.residuals(), whole.residuals()))
+
+
+def test_a_codec_that_looks_at_all_values_gets_them_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coded_link, "_TILE_NUMEL", 1 << 12)
+    for codec in (SIDCo(0.05), (Int8(), SIDCo(0.05))):
+        assert [len(tiles) for tiles in Ranks(codec, 2).coded[0]._tiles] == [1, 1]
+
+
+@dataclass(frozen=True)
+class Inexact(Identity):
+    """Identity whose sums depend on the order: it forgets the last bits of what it adds to."""
+
+    def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(out.bfloat16()).add_(message.view(torch.float32))
+
+
+def test_in_one_hop_both_ranks_add_in_the_same_order() -> None:
+    flats = gradients(2, 0)
+    Ranks(Inexact(), 2, one_hop=True).step(flats)
+    assert torch.equal(*flats)
 
 
 @dataclass(frozen=True)
