@@ -1,22 +1,22 @@
 """One line that tries itself: exact or coded, deferred or not, whichever is fastest here.
 
 Which hook pays depends on the model, the link and the processor. `AutoState` trains with several of
-them in turn, for ten steps where nothing can be gained, and for a hundred at most. Then it keeps
-the one that was fastest on the slowest rank. Each of these *arms* is a way to train that other
-states offer by themselves:
+them in turn, for ten steps where nothing can be gained, and mostly for 40 to 135. Then it keeps
+the one that was fastest on the slowest rank. These *arms* are:
 
 - "whole": backward waits for the exchange, as in plain DDP;
+- "whole, small buckets": so that more of the exchange takes place during backward;
 - "deferred": gradients are gathered, and parameters updated, in the next forward, as with
   `DecoupledState`;
 - "whole, Half()", "whole, Int8()": backward waits for coded messages, as with `CompressedState`;
 - "deferred, Half()", "deferred, Int8()": both.
 
-The arms that defer have buckets of their own, a small one and five others: DDP's reducer is
-made again between two steps. The rest have the user's own buckets. If "whole" wins, the model continues
-without any hook, which is plain DDP.
+Only "whole" has the user's own buckets. All others have a small bucket and five larger ones: DDP's
+reducer is made again between two steps. If one of the first two wins, the model continues without
+any hook, which is plain DDP.
 
-With ``losses="same"`` only the first two are tried, which give the losses of plain DDP. So losses do
-not depend on the choice. With ``losses="rounded"`` all six are tried. The part of a gradient that
+With ``losses="same"`` only the first three are tried, which give the losses of plain DDP. So losses
+do not depend on the choice. With ``losses="rounded"`` all seven are tried. The part of a gradient that
 an arm has not sent yet is sent by the next one, so changing arms loses nothing. For the rules of the
 race, see [Note: race] in `_decoupled/race.py`. Our design.
 """
@@ -36,7 +36,7 @@ from crossover_ddp._compression.codec import Codec, Half, Int8, in_words
 from crossover_ddp._compression.compression import Compression
 from crossover_ddp._compression.planning import cost_of
 from crossover_ddp._ddp.checks import resolve_group
-from crossover_ddp._ddp.refit import sizes_for_deferring
+from crossover_ddp._ddp.refit import small_buckets
 from crossover_ddp._decoupled.race import DEFERRED, WHOLE, Arm, Race
 from crossover_ddp._engine.exchange import Exchange, run_hook
 
@@ -48,15 +48,17 @@ __all__ = ["AutoState", "auto_hook"]
 
 def _coded(arm: Arm, codec: Codec) -> Arm:
     name = f"{arm.name}, {type(codec).__name__}()"
-    return Arm(name, arm.defers, codec, cost_of(codec, 2).rate)
+    return arm._replace(name=name, codec=codec, rate=cost_of(codec, 2).rate)
 
 
+_WHOLE: Final = WHOLE._replace(is_refitted=True)
+_DEFERRED: Final = DEFERRED._replace(is_refitted=True)
+_EXACT: Final = WHOLE, _WHOLE._replace(name="whole, small buckets"), _DEFERRED
 _ARMS: Final[Mapping[str, tuple[Arm, ...]]] = {
-    "same": (WHOLE, DEFERRED),
+    "same": _EXACT,
     "rounded": (
-        WHOLE,
-        DEFERRED,
-        *(_coded(arm, codec) for codec in (Half(), Int8()) for arm in (WHOLE, DEFERRED)),
+        *_EXACT,
+        *(_coded(arm, codec) for codec in (Half(), Int8()) for arm in (_WHOLE, _DEFERRED)),
     ),
 }
 """The arms of each promise, the weakest first."""
@@ -65,7 +67,7 @@ _ARMS: Final[Mapping[str, tuple[Arm, ...]]] = {
 class AutoState(DecoupledState):
     """State of `auto_hook`: several ways to exchange gradients race, and the fastest one is kept.
 
-    The training loop stays as it is. For the first ten to a hundred steps, blocks of steps are
+    The training loop stays as it is. For the first 10 to 135 steps or so, blocks of steps are
     trained with each arm. Then all ranks keep the weakest arm within 2 % of the fastest: the one
     that changes the training least. Rank 0 writes one line about it to stderr. If steps later become
     a fifth slower for hundreds of steps, the arms race again.
@@ -126,15 +128,15 @@ class AutoState(DecoupledState):
         )
         if any(arm.codec is not None for arm in racing):
             self._compression = Compression(None, loss_scale, self)
-        # Whether the buckets that were asked for last suit deferring, and whether the model was to
-        # be plain DDP.
+        # Whether the buckets that were asked for last are refitted, and whether the model was to be
+        # plain DDP.
         self._fitted = False, False
         self._race: Race = Race(racing, self.meter, self._use, self._report)
 
     def _use(self, arm: Arm) -> None:
         self.codec = arm.codec
         if self._compression is not None:
-            self._compression.use(arm.codec)
+            self._compression.use(arm.codec, one_hop=not arm.defers)
 
     def _report(self, verdict: str) -> None:
         """Write the verdict where it is seen even if ``logging`` is not configured."""
@@ -158,16 +160,17 @@ class AutoState(DecoupledState):
 
     def _fit(self, arm: Arm) -> None:
         """Give the model the buckets that suit ``arm`` in its next forward, if they differ."""
-        is_plain = self.chosen == WHOLE.name and arm == WHOLE and self.mutex is None
+        is_plain = arm == self._race.chosen and not arm.defers and arm.codec is None
+        is_plain = is_plain and self.mutex is None
         if is_plain and self._compression is not None and not self._compression.is_drained:
             return  # the next step takes the residuals along
-        if self._fitted == (arm.defers, is_plain):
+        if self._fitted == (arm.is_refitted, is_plain):
             return
-        self._fitted = arm.defers, is_plain
+        self._fitted = arm.is_refitted, is_plain
         sizes = None  # the user's own
-        if arm.defers:
+        if arm.is_refitted:
             trained = [p for p in self._pending.parameters() if p.requires_grad]
-            sizes = sizes_for_deferring(sum(p.nbytes for p in trained))
+            sizes = small_buckets(sum(p.nbytes for p in trained))
         self._pending.refit(sizes, hooked=not is_plain)
 
     # --- for users -----------------------------------------------------------------------------

@@ -51,7 +51,7 @@ LARGE_BUCKETS: Final = BucketSizes(25 * _MIB)
 first bucket. Each bucket costs processor time."""
 
 
-def sizes_for_deferring(gradients_bytes: int) -> BucketSizes:
+def small_buckets(gradients_bytes: int) -> BucketSizes:
     """Return sizes that suit deferred updates: a small first bucket, and at most five others.
 
     An update waits for its bucket alone, so there must be several; each costs processor time, so

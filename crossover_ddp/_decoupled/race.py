@@ -21,8 +21,11 @@ scatter, but only on a table that all ranks have gathered, of which the slowest 
 scattered rank counts. Backward passes are counted because all ranks run the same number of them,
 whatever else a rank does.
 
-Arms that defer may have other buckets than the rest. Passes in which new buckets have yet to settle
-are not timed. So the arms of a round are grouped by whether they defer.
+All arms of a round have the same buckets, because after a change of buckets passes are not timed
+until new ones have settled. If the weakest of three or more arms has other buckets than the rest, it
+runs in the first block, and again behind the last round, in turn with the arm that the rounds have
+chosen. It is compared with the closest blocks of that arm, so a steady drift cancels again, until
+comparisons agree.
 
 After the verdict the chosen arm's steps are measured like those of one long block. The race is run
 again if they have become a fifth slower, or if nothing was tried and something could now be gained.
@@ -67,6 +70,7 @@ SLOWER: Final = 1.2
 _OF_BLOCKS: Final = 1.7
 # This many times that scatter makes the difference between two blocks clear by itself.
 _CLEAR: Final = 3.0
+_MOST_APART: Final = 6  # the most comparisons with the weakest arm, if it is apart
 # The time on the wire is measured beside backward, which slows messages down.
 _ALONE: Final = 0.8
 
@@ -79,12 +83,14 @@ class Arm(NamedTuple):
         defers: whether steps are deferred.
         codec: the codec for both halves of the exchange; None if gradients are exact.
         rate: the bytes of the codec's messages over those of exact gradients.
+        is_refitted: whether the model gets buckets made for it. Otherwise it has the user's own.
     """
 
     name: str
     defers: bool
     codec: Any = None
     rate: float = 1.0
+    is_refitted: bool = False
 
 
 WHOLE: Final = Arm("whole", False)
@@ -151,7 +157,8 @@ class Race:
         self._use = use
         self._report = report
         # The way of the next backward pass; the same on all ranks.
-        self.arm = DEFERRED if DEFERRED in self.arms else self.arms[0]
+        deferring = [each for each in self.arms if each.defers and each.codec is None]
+        self.arm = [*deferring, self.arms[0]][0]
         # The arm of the last verdict; None before the first one.
         self.chosen: Arm | None = None
         # Whether no race is under way.
@@ -163,6 +170,10 @@ class Race:
         # The ends of the backward passes of the current block, and the number of its steps.
         self._marks: list[_Mark] = []
         self._length = FIRST
+        # Whether the weakest arm runs only in the first block, and behind the last round.
+        self._is_apart = len(self.arms) > 2 and any(
+            each.is_refitted != self.arms[0].is_refitted for each in self.arms[1:]
+        )
         # The number of passes since the last change of arms in which buckets had yet to settle, and
         # the most that a round may lose in this way: it changes buckets at most twice.
         self._pause = 0
@@ -170,6 +181,10 @@ class Race:
         # The arms that may still be chosen, and those whose blocks are still to come in this round.
         self._left: list[Arm] = []
         self._order: list[Arm] = []
+        # The arm that the rounds have chosen, while it is compared with the weakest one, apart.
+        self._finalist: Arm | None = None
+        # How much faster the finalist was in each of these comparisons, as logarithms.
+        self._apart: list[float] = []
         # For each round, the logarithm of each arm's seconds per step.
         self._rounds: list[dict[Arm, float]] = []
         # The latest block of the weakest arm; None if its waits are not known.
@@ -232,6 +247,7 @@ class Race:
     def _begin(self) -> None:
         """Begin a race with the first block, of the weakest arm."""
         self._left = [*self.arms]
+        self._finalist = None
         self._rounds = [{}]
         self._scatters = []
         self._to(self.arms[0], FIRST)
@@ -268,15 +284,19 @@ class Race:
     def _block_ended(self, block: Block) -> None:
         """Go on to the next arm of the round, or end the round."""
         weakest = self.arms[0]
+        block_s = math.log(block.step_s)
+        if self._finalist is not None:
+            self._block_apart_ended(block_s, self._finalist)
+            return
         self._scatters.append(block.scatter)
-        self._rounds[-1][self.arm] = math.log(block.step_s)
+        self._rounds[-1][self.arm] = block_s
         if self.arm is weakest:
             # On a GPU the host does not see when journeys end, and nothing waits for deferred ones.
             has_waits = self._meter.is_timed and not weakest.defers
             self._base = block if has_waits else None
             if len(self._left) == len(self.arms) and len(self._rounds) == 1:
                 self._left = [arm for arm in self.arms if arm is weakest or self._can_gain(arm)]
-                self._order = _grouped(self._left[:0:-1])
+                self._order = self._left[:0:-1]
         while self._order:
             arm = self._order.pop(0)
             if arm is weakest or not self._is_bounded(arm):
@@ -287,23 +307,59 @@ class Race:
 
     def _round_ended(self) -> None:
         """Drop the arms that have lost, and begin another round or decide."""
-        if len(self._rounds) > 1:
+        is_first = len(self._rounds) == 1
+        weakest = self.arms[0]
+        if not is_first:
             self._left = [arm for arm in self._left if not self._has_lost(arm)] or self._left[:1]
+        elif self._is_apart and len(self._left) > 1:
+            del self._left[0]
         more = (1 + COUNTED) * len(self._left) + self._longest_pause
-        if len(self._left) == 1 or self._passes + more > most_passes(len(self.arms)):
-            self._decide()
+        more += (2 + FIRST + COUNTED) * self._is_apart
+        is_to_return = self._is_apart and self._left[0] is not weakest
+        is_alone = len(self._left) == 1 and not (is_first and is_to_return)
+        if is_alone or not self._has_time(more):
+            if is_to_return:
+                self._finalist = self._fastest()
+                self._apart = [self._gains(self._finalist, weakest)[0]]
+                self._to(weakest, FIRST)
+            else:
+                self._decide(self._fastest())
             return
-        self._order = _grouped([self._left[0], *self._left[:0:-1]])
+        self._order = [self._left[0], *self._left[:0:-1]]
         if len(self._rounds) % 4 > 1:
             self._order.reverse()
         self._rounds.append({})
         self._to(self._order.pop(0), COUNTED)
 
+    def _block_apart_ended(self, block_s: float, finalist: Arm) -> None:
+        """Go on with the weakest arm and the finalist in turn, or decide between them.
+
+        ``block_s`` is the logarithm of the latest block's seconds per step.
+        """
+        weakest = self.arms[0]
+        is_finalist = self.arm is finalist
+        other = self._times(weakest if is_finalist else finalist)[-1]
+        self._apart.append(other - block_s if is_finalist else block_s - other)
+        self._rounds.append({self.arm: block_s})
+        # The first two comparisons have no block in common, and a block takes part in two at most.
+        # So two show that the finalist is faster, and otherwise three must agree: if the weakest arm
+        # wins, no hook may be left that could begin another race.
+        is_faster = [gain > HYSTERESIS for gain in self._apart]
+        agree = len(is_faster) > 2 and len({*is_faster[-3:]}) == 1
+        if is_faster != [True, True] and not agree and len(is_faster) < _MOST_APART:
+            self._to(*((weakest, FIRST) if is_finalist else (finalist, COUNTED)))
+            return
+        self._decide(finalist if statistics.median(self._apart[-3:]) > HYSTERESIS else weakest)
+
+    def _has_time(self, passes: int) -> bool:
+        """Return whether the race may take this many more passes."""
+        return self._passes + passes <= most_passes(len(self.arms))
+
     # --- bounds --------------------------------------------------------------------------------
 
     def _bound_s(self, arm: Arm, base: Block) -> float:
         """Return the seconds per step below which ``arm`` cannot come, by the first block."""
-        if arm.defers:
+        if arm.defers or arm.is_refitted:
             return base.compute_s
         return max(base.compute_s, base.step_s - (1 - arm.rate) * base.wire_s)
 
@@ -387,8 +443,8 @@ class Race:
                 return True
         return False
 
-    def _decide(self) -> None:
-        """Choose the weakest arm within 2 % of the fastest; in doubt a weaker one.
+    def _fastest(self) -> Arm:
+        """Return the weakest arm within 2 % of the fastest of the rounds. In doubt it is weaker.
 
         There is no time for more rounds, so rounds in a busy minute do not add to the doubt.
         """
@@ -399,7 +455,10 @@ class Race:
             if gain - doubt / 2 > HYSTERESIS:
                 gains[arm] = gain
         fastest = max(gains.values())
-        arm = next(arm for arm, gain in gains.items() if gain >= fastest - HYSTERESIS)
+        return next(arm for arm, gain in gains.items() if gain >= fastest - HYSTERESIS)
+
+    def _decide(self, arm: Arm) -> None:
+        """End the race with ``arm``, and report it."""
         times = {each: self._times(each) for each in self.arms}
         self.figures = {
             each.name: math.exp(statistics.median(logs)) for each, logs in times.items() if logs
@@ -417,6 +476,8 @@ class Race:
         why = f"no other is 2 % faster than {weakest.name}"
         if arm is not weakest:
             gain, _ = self._gain(arm, weakest)
+            if arm is self._finalist:
+                gain = statistics.median(self._apart[-3:])
             why = f"{math.exp(gain):.2f} times as fast as {weakest.name}"
         measured = [each.name for each in self.arms if each.name in self.figures]
         times = ", ".join(f"{self.figures[name]:.4f} s ({name})" for name in measured)
@@ -436,11 +497,10 @@ class Race:
             self._passes = 0
 
 
-def _grouped(arms: Iterable[Arm]) -> list[Arm]:
-    """Return arms that defer behind the others, and otherwise in the same order."""
-    return sorted(arms, key=lambda arm: arm.defers)
-
-
 def most_passes(arms: int) -> int:
-    """Return the most backward passes on settled buckets that a race of ``arms`` arms takes."""
+    """Return the most backward passes on settled buckets that a race takes.
+
+    Args:
+        arms: the number of arms in a round.
+    """
     return 30 + 15 * arms

@@ -53,7 +53,7 @@ def test_all_ranks_choose_alike_beside_a_slow_rank_that_evaluates_alone(
     training = training_of(auto(losses=losses), rank)
     plain = training_of(None, rank) if losses == "same" else None
     passes = 0
-    while training.state.chosen is None and passes < most_passes(6) + 10:
+    while training.state.chosen is None and passes < most_passes(7) + 40:
         time.sleep(0.001 * (1 + 2 * rank))
         training.step()
         if rank == 0 and passes % 13 == 7:
@@ -68,7 +68,7 @@ def test_all_ranks_choose_alike_beside_a_slow_rank_that_evaluates_alone(
                 plain.drop()
         passes += 1
     chosen = training.state.chosen
-    assert passes <= most_passes(len(training.state._race.arms)) + 3
+    assert passes <= most_passes(len(training.state._race.arms)) + 25
     for _ in range(5):
         training.step()
         if plain is not None:
@@ -76,7 +76,7 @@ def test_all_ranks_choose_alike_beside_a_slow_rank_that_evaluates_alone(
     if plain is not None:
         assert torch.equal(values(training), values(plain))
     # Where nothing gains, the model is plain DDP again.
-    assert inside.is_hooked(training.state) == (chosen != "whole")
+    assert inside.is_hooked(training.state) == (chosen not in ("whole", "whole, small buckets"))
     found = chosen, passes, str(training.state.figures), training_digest(training)
     training.close()
     return found
@@ -102,7 +102,7 @@ def test_all_arms_there_and_back_lose_nothing(rank: int) -> None:
     exact = [applied() for _ in range(WARM_UP)][-1]
     total, steps, worst = torch.zeros_like(exact), 0, 0.0
     arms = race.arms
-    for arm in (*arms, *reversed(arms), arms[3], arms[4], arms[2]):
+    for arm in (*arms, *reversed(arms), arms[4], arms[5], arms[3]):
         race.is_over = True  # measures nothing meanwhile
         race.choose(arm)
         race.chosen = None  # no verdict, which would make the model plain DDP
@@ -125,7 +125,7 @@ def test_all_arms_there_and_back_lose_nothing(rank: int) -> None:
 def test_a_resumed_job_goes_on_with_the_choice(rank: int) -> list[str]:
     """Bit for bit, except that coded buckets for deferring come a few steps later."""
     found = []
-    for name in (ROUNDED[0], ROUNDED[1], ROUNDED[3], ROUNDED[4]):
+    for name in (*ROUNDED[:3], ROUNDED[4], ROUNDED[5]):
         training = training_of(auto(losses="rounded"), rank)
         training.run(3)
         by_name = {arm.name: arm for arm in training.state._race.arms}
@@ -139,7 +139,7 @@ def test_a_resumed_job_goes_on_with_the_choice(rank: int) -> list[str]:
         for each in (training, resumed):
             each.run(5)
             assert each.state.chosen == name
-        tolerance = 1e-3 if name == ROUNDED[3] else 0.0
+        tolerance = 1e-3 if name in ROUNDED[3:] else 0.0
         torch.testing.assert_close(
             values(training), values(resumed), rtol=tolerance, atol=tolerance
         )
@@ -176,10 +176,10 @@ def test_steps_that_become_slower_lead_to_another_race_on_all_ranks(rank: int) -
     """Deferring was faster at first; later it is not."""
     training = training_of(auto(), rank)
     inside.pretend_times(training.state, deferred_s=1.0, whole_s=2.0)
-    training.run(30)
+    training.run(70)
     chosen = [training.state.chosen]
     inside.pretend_times(training.state, deferred_s=3.0, whole_s=2.0)
-    training.run(320)
+    training.run(370)
     chosen.append(training.state.chosen)
     training.close()
     assert chosen == ["deferred", "whole"]

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from crossover_ddp import GPUMutex, Int8
-from crossover_ddp._ddp.refit import LARGE_BUCKETS, BucketSizes, sizes_for_deferring
+from crossover_ddp._ddp.refit import LARGE_BUCKETS, BucketSizes, small_buckets
 from tests.harness import in_ranks, inside
 from tests.harness.networks import Branches, blow, mlp
 from tests.harness.oracles import heard
@@ -59,7 +59,7 @@ def parts_of_a_job(one: Training, plain: Training) -> list[int]:
         (None, False, True),
         (SMALLER, True, False),
         (LARGE_BUCKETS, True, False),
-        (sizes_for_deferring(4 * MIB), True, True),
+        (small_buckets(4 * MIB), True, True),
         (None, False, False),
         (None, True, True),
     ]
@@ -301,9 +301,9 @@ def test_a_job_that_takes_turns_keeps_its_hook() -> None:
     one.close()
 
 
-def test_sizes_for_deferring_make_about_six_buckets_and_none_below_a_mib() -> None:
-    assert sizes_for_deferring(20 * MIB) == (4 * MIB, True)
-    assert sizes_for_deferring(1000) == (MIB, True)
+def test_small_buckets_make_about_six_buckets_and_none_below_a_mib() -> None:
+    assert small_buckets(20 * MIB) == (4 * MIB, True)
+    assert small_buckets(1000) == (MIB, True)
 
 
 @pytest.mark.usefixtures("process_group")

@@ -22,7 +22,14 @@ from tests.harness.training import Training
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
-ALL = ("whole", "deferred", "whole, Half()", "deferred, Half()", "whole, Int8()")
+ALL = (
+    "whole",
+    "whole, small buckets",
+    "deferred",
+    "whole, Half()",
+    "deferred, Half()",
+    "whole, Int8()",
+)
 NOTHING_GAINED = 20  # passes until the verdict, where nothing can be gained
 
 
