@@ -13,6 +13,7 @@ from crossover_ddp._tuning.model import EXACT, CodecCost, weakest_codec
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .codec import Codec, CodecChoice, Half, Int8, PerPair, SIDCo, Threshold, Whole, codecs_of
+from .coded_link import suits_one_hop
 
 AnyCodec = CodecChoice | None
 
@@ -74,13 +75,16 @@ def cost_of(codec: AnyCodec, world_size: int) -> CodecCost:
     """Return what ``codec`` costs one rank.
 
     A rank encodes its messages to the other owners, decodes the messages that it receives, encodes
-    its part of the mean, and decodes the whole mean.
+    its part of the mean, and decodes the whole mean. In one hop it encodes its gradients, and
+    decodes both ranks' messages.
     """
     if codec is None or world_size < 2:
         return EXACT
     push, pull = codecs_of(codec)
     to_peers = [_half_of(push.between(0, peer)) for peer in range(1, world_size)]
     push_rate, push_encode_s, push_decode_s = map(statistics.mean, zip(*to_peers, strict=True))
+    if suits_one_hop((push, pull), world_size):
+        return CodecCost(push_rate, push_encode_s, 2 * push_decode_s)
     pull_rate, pull_encode_s, pull_decode_s = _half_of(pull)
     others = 1 - 1 / world_size
     worker_s = others * push_decode_s + pull_encode_s / world_size + pull_decode_s

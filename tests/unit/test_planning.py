@@ -107,7 +107,9 @@ def test_costs_have_the_rate_of_the_codec(
     both = cost_of((codec, Half()), 4)
     assert both.rate == pytest.approx((cost_of(codec, 4).rate + 0.5) / 2)
     # With more ranks a rank encodes more of its own gradient and less of the mean.
-    assert cost_of(codec, 4).hook_s > cost_of(codec, 2).hook_s > 0
+    assert cost_of(codec, 4).hook_s > cost_of(codec, 3).hook_s > 0
+    in_one_hop, in_two = cost_of(codec, 2), cost_of((codec, SIDCo(0.2)), 2)
+    assert in_one_hop.hook_s == pytest.approx(2 * in_two.hook_s)
     table = PerPair.by_node([0, 0, 1, 1], far=codec)
     assert cost_of(codec, 4).rate < cost_of((table, codec), 4).rate < 1
     assert cost_of(None, 4) == cost_of(codec, 1) == EXACT
