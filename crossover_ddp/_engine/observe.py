@@ -191,6 +191,9 @@ class TracedLink(LinkAround):
         await self._recorded("all_gather", super().all_gather(flat, layout), flat)
 
     async def all_reduce(self, flat: Tensor, layout: Layout, halfway: Halfway = nothing) -> None:
+        if type(self._link).all_reduce is Link.all_reduce:
+            await super().all_reduce(flat, layout, halfway)  # two halves in any case
+            return
         # Not as two halves, since ranks without a timeline may send both as one message.
         await self._recorded("all_reduce", self._link.all_reduce(flat, layout, halfway), flat)
 
