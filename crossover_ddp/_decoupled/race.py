@@ -452,7 +452,7 @@ class Race:
         gains = {first: 0.0}
         for arm in self._left[1:]:
             gain, doubt = self._gain(arm, first, usual_scatter_of)
-            if gain - doubt / 2 > HYSTERESIS:
+            if gain - doubt / 4 > HYSTERESIS:
                 gains[arm] = gain
         fastest = max(gains.values())
         return next(arm for arm, gain in gains.items() if gain >= fastest - HYSTERESIS)
