@@ -1,8 +1,8 @@
-"""One job whose exchange is in backward or ends in the next forward, whichever is faster here.
+"""One job whose exchange is in backward, with large or small buckets, or ends in the next forward.
 
     torchrun --standalone --nproc-per-node 2 recipes/minimal_auto.py
 
-Both take turns in the first steps, and a line on stderr names the faster one, which is kept.
+These take turns in the first steps. A line on stderr names the fastest one, which is kept.
 """
 
 import os
@@ -39,7 +39,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 state = AutoState(optimizer)
 model.register_comm_hook(state, auto_hook)  # the added lines
 
-for epoch in range(3):
+for epoch in range(4):
     sampler.set_epoch(epoch)
     for inputs, labels in loader:
         loss = nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))

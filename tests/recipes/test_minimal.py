@@ -65,7 +65,7 @@ def test_siblings_have_the_losses_of_plain_ddp(plain: list[str]) -> None:
 
 def test_auto_has_the_losses_of_plain_ddp(plain: list[str]) -> None:
     output = train("auto")
-    assert losses(output) == plain
+    assert losses(output)[: len(plain)] == plain
     assert "crossover_ddp: chose " in output
     assert "looked at" not in output, "this loop reads no gradients, so it is not warned"
 
