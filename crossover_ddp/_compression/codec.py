@@ -65,7 +65,7 @@ class Scratch(threading.local):
 
     def __init__(self) -> None:
         self._floats = torch.empty(0, dtype=torch.float32)
-        # For each shape its tensor. A tile is so small that making a view of it takes notice.
+        # For each shape, its tensor: making a view takes as long as a pass over a tile.
         self._made: dict[Sequence[int], torch.Tensor] = {}
 
     def take(self, numel: int, device: torch.device) -> torch.Tensor:

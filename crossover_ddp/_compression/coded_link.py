@@ -398,7 +398,7 @@ class OneHopLink(CodedLink):
     """Carries one bucket between two ranks, each of which sends its own message to the other.
 
     See [Note: one hop]. The whole bucket is the only part. The codecs must be equal, see
-    `suits_one_hop`.
+    `suits_one_hop`. Journeys must call `all_reduce`, because there are no halves.
     """
 
     def _make_messages(self) -> None:

@@ -30,7 +30,7 @@ from .checks import is_joined
 logger = logging.getLogger(__name__)
 
 _MIB: Final = 2**20
-_DEFERRED_BUCKETS: Final = 5
+_OTHER_BUCKETS: Final = 5
 
 
 class BucketSizes(NamedTuple):
@@ -46,21 +46,16 @@ class BucketSizes(NamedTuple):
     small_first: bool = False
 
 
-LARGE_BUCKETS: Final = BucketSizes(25 * _MIB)
-"""Sizes that suit codecs and exchanges for which backward waits: DDP's default, without its small
-first bucket. Each bucket costs processor time."""
-
-
 def small_buckets(gradients_bytes: int) -> BucketSizes:
-    """Return sizes that suit deferred updates: a small first bucket, and at most five others.
+    """Return sizes for exchanges beside computation: a small first bucket, at most five others.
 
-    An update waits for its bucket alone, so there must be several; each costs processor time, so
-    none is full below 1 MiB.
+    A bucket travels while backward computes the next one, and a deferred update waits for its
+    bucket alone. So there must be several. Each costs processor time, so none is full below 1 MiB.
 
     Args:
         gradients_bytes: the size of all gradients.
     """
-    return BucketSizes(max(_MIB, -(-gradients_bytes // _DEFERRED_BUCKETS)), small_first=True)
+    return BucketSizes(max(_MIB, -(-gradients_bytes // _OTHER_BUCKETS)), small_first=True)
 
 
 class Refitter:

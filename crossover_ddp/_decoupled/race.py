@@ -307,21 +307,22 @@ class Race:
 
     def _round_ended(self) -> None:
         """Drop the arms that have lost, and begin another round or decide."""
-        is_first = len(self._rounds) == 1
-        weakest = self.arms[0]
-        if not is_first:
+        rounds = len(self._rounds)
+        if rounds > 1:
             self._left = [arm for arm in self._left if not self._has_lost(arm)] or self._left[:1]
         elif self._is_apart and len(self._left) > 1:
-            del self._left[0]
+            del self._left[0]  # it returns behind the last round
+        # Whether an arm is still to be compared with the weakest one, apart.
+        has_finalist = self._is_apart and self._left[0] is not self.arms[0]
         more = (1 + COUNTED) * len(self._left) + self._longest_pause
-        more += (2 + FIRST + COUNTED) * self._is_apart
-        is_to_return = self._is_apart and self._left[0] is not weakest
-        is_alone = len(self._left) == 1 and not (is_first and is_to_return)
+        if has_finalist:
+            more += 2 + FIRST + COUNTED
+        is_alone = len(self._left) == 1
+        if has_finalist and rounds == 1:
+            is_alone = False  # its only block may have fallen into a busy minute
         if is_alone or not self._has_time(more):
-            if is_to_return:
-                self._finalist = self._fastest()
-                self._apart = [self._gains(self._finalist, weakest)[0]]
-                self._to(weakest, FIRST)
+            if has_finalist:
+                self._begin_apart(self._fastest())
             else:
                 self._decide(self._fastest())
             return
@@ -330,6 +331,12 @@ class Race:
             self._order.reverse()
         self._rounds.append({})
         self._to(self._order.pop(0), COUNTED)
+
+    def _begin_apart(self, finalist: Arm) -> None:
+        """Compare the weakest arm, which has run in the first block, with the rounds' fastest."""
+        self._finalist = finalist
+        self._apart = [self._gains(finalist, self.arms[0])[0]]
+        self._to(self.arms[0], FIRST)
 
     def _block_apart_ended(self, block_s: float, finalist: Arm) -> None:
         """Go on with the weakest arm and the finalist in turn, or decide between them.
@@ -347,7 +354,10 @@ class Race:
         is_faster = [gain > HYSTERESIS for gain in self._apart]
         agree = len(is_faster) > 2 and len({*is_faster[-3:]}) == 1
         if is_faster != [True, True] and not agree and len(is_faster) < _MOST_APART:
-            self._to(*((weakest, FIRST) if is_finalist else (finalist, COUNTED)))
+            if is_finalist:
+                self._to(weakest, FIRST)
+            else:
+                self._to(finalist, COUNTED)
             return
         self._decide(finalist if statistics.median(self._apart[-3:]) > HYSTERESIS else weakest)
 
@@ -498,9 +508,8 @@ class Race:
 
 
 def most_passes(arms: int) -> int:
-    """Return the most backward passes on settled buckets that a race takes.
+    """Return how many backward passes a race of ``arms`` arms may take.
 
-    Args:
-        arms: the number of arms in a round.
+    Only contradictory comparisons with an arm that runs apart may take it beyond.
     """
     return 30 + 15 * arms

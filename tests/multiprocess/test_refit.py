@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from crossover_ddp import GPUMutex, Int8
-from crossover_ddp._ddp.refit import LARGE_BUCKETS, BucketSizes, small_buckets
+from crossover_ddp._ddp.refit import BucketSizes, small_buckets
 from tests.harness import in_ranks, inside
 from tests.harness.networks import Branches, blow, mlp
 from tests.harness.oracles import heard
@@ -58,7 +58,7 @@ def parts_of_a_job(one: Training, plain: Training) -> list[int]:
         (SMALL, True, True),
         (None, False, True),
         (SMALLER, True, False),
-        (LARGE_BUCKETS, True, False),
+        (BucketSizes(25 * MIB), True, False),
         (small_buckets(4 * MIB), True, True),
         (None, False, False),
         (None, True, True),
@@ -107,7 +107,7 @@ def test_a_codec_keeps_what_it_owes_over_refits(rank: int) -> None:
     owed = [torch.zeros_like(p, dtype=torch.float64) for p in one.held]
     for step in range(20):
         if step % 5 == 4:
-            assert inside.refit(one.state, (SMALL, SMALLER, LARGE_BUCKETS)[step // 5 % 3])
+            assert inside.refit(one.state, (SMALL, SMALLER, BucketSizes(25 * MIB))[step // 5 % 3])
         if step == 19:
             one.state.drain()
         for each in (one, plain):
