@@ -8,6 +8,7 @@ float32, so all ranks that decode the same bytes get the same numbers.
 
 import math
 import threading
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Protocol
@@ -342,7 +343,10 @@ def _views(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 @dataclass(frozen=True)
 class PerPair:
-    """Choose the codec for messages to owners by the pair of ranks.
+    """Choose the codec for messages to owners by the pair of ranks. Deprecated.
+
+    The next version will remove it. Where nodes have several ranks, every codec is used between
+    nodes only; see docs/nodes.md. With a table, all ranks exchange with each other directly.
 
     Ranks that are near each other can use a weak codec or none, and distant ranks a stronger one.
     ``PerPair`` can only come first in ``codec``, as in ``codec=(PerPair(…), Int8())``: the messages
@@ -363,6 +367,13 @@ class PerPair:
             raise ValueError(
                 f"expected as many codecs in each row as there are rows, got {lengths}; "
                 "pass a row for each rank, with a codec for each rank"
+            )
+        if len(lengths) > 1:
+            warnings.warn(
+                "PerPair will be removed in the next version, since codecs are used between nodes only; pass the codec "
+                "itself",
+                FutureWarning,
+                stacklevel=3,
             )
 
     @classmethod

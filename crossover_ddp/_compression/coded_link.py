@@ -56,6 +56,11 @@ class Part(NamedTuple):
     def spans(self) -> list[Span]:
         return [*[run.span for run in self.coded], *self.exact]
 
+    def moved(self, by: int) -> "Part":
+        """Return the part of a buffer in which the values begin ``by`` elements later."""
+        coded = [run._replace(span=_moved(run.span, by)) for run in self.coded]
+        return Part(coded, [_moved(span, by) for span in self.exact])
+
     def slots(self, multiple: int) -> list[Span]:
         """Return where each span lies among the part's values.
 
@@ -67,6 +72,10 @@ class Part(NamedTuple):
         return [
             Span(start, start + span.numel) for start, span in zip(starts, self.spans, strict=False)
         ]
+
+
+def _moved(span: Span, by: int) -> Span:
+    return Span(span.start + by, span.stop + by)
 
 
 def padded(numel: int, multiple: int) -> int:
@@ -94,6 +103,30 @@ def parts_of(runs: Sequence[Run], layout: Sequence[int]) -> list[Part]:
         found.append(part)
         start = stop
     return found
+
+
+def column_of(content: Sequence[Part], layout: Layout, ranks: Sequence[int]) -> list[Part]:
+    """Return the parts of some ranks in memory that holds only these parts, one after the other.
+
+    Args:
+        content: all parts of a buffer, by rank.
+        layout: the number of values in each of them.
+        ranks: the ranks whose parts the memory holds.
+    """
+    starts = list(accumulate(layout, initial=0))
+    places = accumulate([layout[rank] for rank in ranks], initial=0)
+    return [
+        content[rank].moved(place - starts[rank])
+        for rank, place in zip(ranks, places, strict=False)
+    ]
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """Return one part that holds all ``parts``."""
+    return Part(
+        [run for part in parts for run in part.coded],
+        [span for part in parts for span in part.exact],
+    )
 
 
 class MessageBuffer(NamedTuple):
@@ -136,7 +169,7 @@ class _Tile:
     def __init__(
         self, content: Part, multiple: int, device: torch.device, leaves_unused: bool
     ) -> None:
-        self.content = content
+        self.content = parts if content is None else content
         self._leaves_unused = leaves_unused
         self._slots = content.slots(multiple)
         coded_slots = self._slots[: len(content.coded)]
@@ -256,15 +289,18 @@ class CodedLink(LinkAround):
 
     One object serves a bucket for many steps and wraps a new link in each step. It holds the
     messages' residuals; see [Note: residuals]. Gradients are encoded undivided, added in float32,
-    and only then divided.
+    and only then divided, unless they are sums of gradients that were divided before.
 
     Args:
         link: the link for the first step.
         codecs: the codecs for messages to owners and for messages to all ranks.
         parameters: the bucket's parameters.
-        parts: the parts of the bucket that have a message each.
+        parts: the parts of the memory to encode, by rank of ``link``.
         device: the bucket's device.
         scratch: memory for values that are not needed after a call.
+        content: the parts of the whole bucket. Default: ``parts``.
+        divided_by: the number by which gradients have been divided. If it is not 1, the result is
+            the sum.
         has_work: True if owners work on the mean between the halves and send the result.
         leaves_unused: True if DDP may leave a parameter's gradient None when no rank uses it.
     """
@@ -278,13 +314,16 @@ class CodedLink(LinkAround):
         device: torch.device,
         scratch: Scratch,
         *,
+        content: Sequence[Part] | None = None,
+        divided_by: int = 1,
         has_work: bool = False,
         leaves_unused: bool = False,
     ) -> None:
         super().__init__(link)
         self.codecs = codecs
         self.parameters = list(parameters)
-        self.parts = parts
+        self.content = parts if content is None else content
+        self._divided_by = divided_by
         self._scratch = scratch
         self._device = device
         self._has_work = has_work
@@ -303,7 +342,8 @@ class CodedLink(LinkAround):
         ]
         # This is a tensor because CUDA would multiply by the reciprocal of a Python number. With
         # some numbers of ranks, such as three, the bits would then differ from the CPU's.
-        self._divisor = torch.full((), float(link.size), dtype=torch.float32, device=device)
+        self._divides_by = link.size if divided_by == 1 else 1
+        self._divisor = torch.full((), float(self._divides_by), dtype=torch.float32, device=device)
         self._make_messages()
 
     def _make_messages(self) -> None:
@@ -323,6 +363,11 @@ class CodedLink(LinkAround):
         """
         raise NotImplementedError
 
+    def encoded(self, flat: Tensor, link: Link) -> "CodedLink":
+        """Call `encode`, and return this link."""
+        self.encode(flat, link)
+        return self
+
     @property
     def exact(self) -> Link:
         return self._link
@@ -336,7 +381,7 @@ class CodedLink(LinkAround):
         """Return each coded parameter and its whole flat residual, in units of the gradient."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for part, tiles in enumerate(self._tiles):
-            factor = self._residual_factor(part)
+            factor = self._residual_factor(part) * self._divided_by
             for run, piece in _coded_residuals(tiles):
                 numel = run.parameter.numel() * (2 if run.parameter.is_complex() else 1)
                 empty = run.parameter, piece.new_zeros(numel)
@@ -466,7 +511,7 @@ class OwnersLink(CodedLink):
         # such unit and is left out.
         if part != self.rank:
             return 1
-        return 0 if self._has_work else self.size
+        return 0 if self._has_work else self._divides_by
 
     def drained(self, link: Link) -> Link:
         """Make the next step travel exactly. Owners add their residuals to the results."""

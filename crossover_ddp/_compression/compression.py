@@ -27,12 +27,22 @@ from crossover_ddp._ddp.groups import gather_objects
 from crossover_ddp._engine.buckets import BucketJourney, Join, Run, Turn, contents_of
 from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.journeys import GradientFuture
+from crossover_ddp._engine.levels import TwoLevelLink
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.states import HookState
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .codec import Scratch, codecs_of, in_words
-from .coded_link import CodedLink, OneHopLink, OwnersLink, Part, parts_of, suits_one_hop
+from .coded_link import (
+    CodedLink,
+    OneHopLink,
+    OwnersLink,
+    Part,
+    column_of,
+    joined,
+    parts_of,
+    suits_one_hop,
+)
 from .planning import CANDIDATES, AnyCodec, CodecPlan, plan_from
 
 logger = logging.getLogger(__name__)
@@ -131,12 +141,13 @@ class Compression:
         flat = bucket.buffer().data if packed is None else packed.flat
         parameters = bucket.parameters()
         known = self._buckets.get(bucket.index())
+        rows = 1 if self._codecs is None else len(self._codecs[0].codecs)
+        levels = link if isinstance(link, TwoLevelLink) else None
+        if levels is not None and rows > 1:  # codecs for pairs of ranks, so all pairs exchange
+            link, levels = levels.flat, None
+        ranks = exchange.size if levels is None else len(levels.column)
         kind: type[CodedLink] = OwnersLink
-        if (
-            self._codecs is not None
-            and self._one_hop
-            and suits_one_hop(self._codecs, exchange.size)
-        ):
+        if self._codecs is not None and self._one_hop and suits_one_hop(self._codecs, ranks):
             kind = OneHopLink
         if known is not None and (
             not isinstance(known, kind)
@@ -145,7 +156,7 @@ class Compression:
         ):
             known = None
         if known is None:
-            self._enter(bucket, flat.dtype, exchange.size)
+            self._enter(bucket, flat.dtype, exchange.size, rows)
         if self._is_new_step:
             self._begin_step()
         is_exact = self._codecs is None or self._exact_left > 0 or exchange.size == 1
@@ -155,41 +166,56 @@ class Compression:
             self._exact_left = max(0, self._exact_left - 1)
         if known is None or is_exact:
             self._put_aside(parameters)
+        layout = exchange.equal_layout(flat) if packed is None else packed.layout
         if known is not None:
-            parts = known.parts
-        elif packed is not None:
-            parts = parts_of(packed.runs(), packed.layout)
+            content = known.content
         else:
-            runs = [Run(parameter, 0, span) for parameter, _, span in contents_of(bucket, flat)]
-            whole = kind is OneHopLink
-            parts = parts_of(runs, [flat.numel()] if whole else exchange.equal_layout(flat))
-        self._add_aside(flat, parts)
+            runs = _runs_of(bucket, flat) if packed is None else packed.runs()
+            is_one = kind is OneHopLink and levels is None
+            content = parts_of(runs, [flat.numel()] if is_one else layout)
+        self._add_aside(flat, content)
         if is_exact:
             if self._has_work and isinstance(known, OwnersLink):
-                return known.drained(link)
+                drained = known.drained
+                if levels is None:
+                    return drained(link)
+                levels.code(lambda _, between: drained(between))
             return link
         if known is None:
             assert self._codecs is not None
+            coded = content if levels is None else column_of(content, layout, levels.column)
             known = kind(
-                link,
+                link if levels is None else levels.between,
                 self._codecs,
                 parameters,
-                parts,
+                [joined(coded)] if kind is OneHopLink else coded,
                 flat.device,
                 self._scratch,
+                content=content,
+                divided_by=1 if levels is None else exchange.size,
                 has_work=self._has_work,
                 leaves_unused=self._leaves_unused,
             )
             self._buckets[bucket.index()] = known
-        known.encode(flat, link)
         self._sent_bytes += known.sent_bytes()
         # Without a codec, both halves would send this many.
-        self._exact_bytes += 2 * (flat.nbytes * (exchange.size - 1) // exchange.size)
-        return known
+        carried = flat.numel() if levels is None else sum(layout[rank] for rank in levels.column)
+        self._exact_bytes += 2 * (carried * flat.itemsize * (ranks - 1) // ranks)
+        if levels is None:
+            known.encode(flat, link)
+            return known
+        levels.code(known.encoded)
+        return levels
 
-    def _enter(self, bucket: dist.GradBucket, dtype: torch.dtype, ranks: int) -> None:
-        """Start over if the bucket belongs to a new model; refuse one that cannot be encoded."""
-        rows = 1 if self._codecs is None else len(self._codecs[0].codecs)
+    def _enter(self, bucket: dist.GradBucket, dtype: torch.dtype, ranks: int, rows: int) -> None:
+        """Start over if the bucket belongs to a new model; refuse one that cannot be encoded.
+
+        Args:
+            bucket: the bucket.
+            dtype: the dtype of its gradients.
+            ranks: the number of ranks.
+            rows: the number of rows in the table of codecs for messages to owners.
+        """
         if ranks > 1 and rows not in (1, ranks):
             raise UnsupportedConfigurationError(
                 f"expected a PerPair with a row for each of {ranks} ranks, got {rows} rows; "
@@ -427,6 +453,10 @@ class CodedState(HookState):
         **Collective**: all ranks must call it between the same two steps.
         """
         return plan_from(resolve_group(self.process_group), self.codec, candidates)
+
+
+def _runs_of(bucket: dist.GradBucket, flat: torch.Tensor) -> list[Run]:
+    return [Run(parameter, 0, span) for parameter, _, span in contents_of(bucket, flat)]
 
 
 def _current(loss_scale: LossScale) -> Scale:

@@ -59,9 +59,11 @@ def plan_from(
             "expected candidates that suit all pairs of ranks, got a PerPair among them; pass its "
             "codecs, and make the table by hand where links differ"
         )
-    present_cost = cost_of(present, group.size())
-    costs = [cost_of(codec, group.size()) for codec in candidates]
-    works, link = recorded_by_all(group, Exchange.of(group).steps.records.steps)
+    exchange = Exchange.of(group)
+    ranks_inside = exchange.networks.ranks_inside
+    present_cost = cost_of(present, group.size(), ranks_inside)
+    costs = [cost_of(codec, group.size(), ranks_inside) for codec in candidates]
+    works, link = recorded_by_all(group, exchange.steps.records.steps)
     # The recorded steps, less the time that the present codec takes.
     bare = works[0].encoded(-present_cost.hook_s)
     choice, predicted = weakest_codec(bare, link, costs)
@@ -71,15 +73,23 @@ def plan_from(
     return CodecPlan(candidates[choice], predicted[choice], compute_s, options)
 
 
-def cost_of(codec: AnyCodec, world_size: int) -> CodecCost:
+def cost_of(codec: AnyCodec, world_size: int, ranks_inside: int = 1) -> CodecCost:
     """Return what ``codec`` costs one rank.
 
     A rank encodes its messages to the other owners, decodes the messages that it receives, encodes
     its part of the mean, and decodes the whole mean. In one hop it encodes its gradients, and
-    decodes both ranks' messages.
+    decodes both ranks' messages. With two levels it does so for its column alone, on other threads.
+
+    Args:
+        codec: the codec.
+        world_size: the number of ranks.
+        ranks_inside: the number of ranks on a node if the exchange has two levels, otherwise 1.
     """
     if codec is None or world_size < 2:
         return EXACT
+    if ranks_inside > 1:
+        flat = cost_of(codec, world_size // ranks_inside)
+        return CodecCost(flat.rate, 0.0, (flat.hook_s + flat.worker_s) / ranks_inside)
     push, pull = codecs_of(codec)
     to_peers = [_half_of(push.between(0, peer)) for peer in range(1, world_size)]
     push_rate, push_encode_s, push_decode_s = map(statistics.mean, zip(*to_peers, strict=True))

@@ -136,13 +136,19 @@ class Native(Alone):
     Its links are copies of the network. On a device all work goes to the current stream, which
     `Journey` has chosen. The process group is held by a weak reference. Sent bytes are counted as
     if the backend used a ring.
+
+    Args:
+        group: the process group.
+        place: the device that journeys compute on.
+        divides: whether `Link.reduce_scatter` returns the mean. Otherwise it returns the sum.
     """
 
     in_program_order = True
     alignment_bytes = 128  # NCCL is much slower on unaligned parts (pytorch#195450, nccl#413)
 
-    def __init__(self, group: dist.ProcessGroup, place: Place) -> None:
+    def __init__(self, group: dist.ProcessGroup, place: Place, *, divides: bool = True) -> None:
         super().__init__(place)
+        self._divides = divides
         self._group = weakref.ref(group)
         self.rank = group.rank()
         self.size = group.size()
@@ -157,7 +163,8 @@ class Native(Alone):
         """
         group = living(self._group)
         front, rest = self._front_and_rest(flat, layout)
-        flat.div_(self.size)
+        if self._divides:
+            flat.div_(self.size)
         self._sent_bytes += (sum(layout) - layout[self.rank]) * flat.itemsize
         if front.numel():
             _wait(
@@ -212,17 +219,23 @@ def _wait(work: Any) -> None:
 class Staged(Gloo):
     """A network over gloo for tensors on a device, see [Note: staging]."""
 
-    divides = False  # the device divides the addends
-
-    def __init__(self, group: dist.ProcessGroup, place: Device) -> None:
-        super().__init__(group, place)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        place: Device,
+        ranks: Sequence[int] | None = None,
+        *,
+        divides: bool = True,
+    ) -> None:
+        super().__init__(group, place, ranks, divides=divides)
         self.device = place
         self._copying = JourneyThread("crossover-copy", place.adopt_thread)
         self._down = torch.cuda.Stream(place.device)
         self._up = torch.cuda.Stream(place.device)
 
     def link(self) -> Link:
-        return _StagedLink(self, super().link())
+        # The device divides the addends.
+        return _StagedLink(self, self.host_link(divides=False))
 
     def close(self, timeout_s: float) -> bool:
         """Stop the threads, in the order in which journeys pass through them."""
@@ -281,7 +294,7 @@ class _StagedLink(LinkAround):
 
     async def _addend(self, flat: Tensor) -> Tensor:
         host = _pinned(flat)
-        await self._net.down([(host, flat.div_(self.size))])
+        await self._net.down([(host, flat.div_(self.size) if self._net.divides else flat)])
         return host
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:

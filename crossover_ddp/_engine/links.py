@@ -241,19 +241,32 @@ class Gloo:
 
     It has the connections of a process group, threads, and memory. It holds the group by a weak
     reference.
+
+    Args:
+        group: the process group.
+        place: the device that journeys compute on.
+        ranks: the ranks of the group that exchange tensors here, in ascending order. The network
+            numbers them from 0. Default: all ranks.
+        divides: whether `Link.reduce_scatter` returns the mean. Otherwise it returns the sum.
     """
 
     in_program_order = False
     alignment_bytes = 1
-    # Whether a reduce-scatter must divide its addends. The device has already divided device
-    # tensors.
-    divides = True
 
-    def __init__(self, group: dist.ProcessGroup, place: Place) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        place: Place,
+        ranks: Sequence[int] | None = None,
+        *,
+        divides: bool = True,
+    ) -> None:
         self.group = weakref.ref(group)
-        self.place = place  # the device that journeys compute on
-        self.rank = group.rank()
-        self.size = group.size()
+        self.place = place
+        self.ranks = range(group.size()) if ranks is None else ranks
+        self.rank = self.ranks.index(group.rank())
+        self.size = len(self.ranks)
+        self.divides = divides
         self.others = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.reducing = JourneyThread("crossover-reduce", place.adopt_thread)
         self.computing = JourneyThread("crossover-compute", place.adopt_thread)
@@ -289,13 +302,17 @@ class Gloo:
                 self._arrived_s = 0.0
 
     def link(self) -> Link:
-        return _GlooLink(self, next(self._numbers))
+        return self.host_link(divides=self.divides)
+
+    def host_link(self, *, divides: bool) -> Link:
+        """Return the next link, for tensors on the host."""
+        return _GlooLink(self, next(self._numbers), divides=divides)
 
     def tag(self, number: int) -> int:
         return _PRIVATE_TAG | self._channel << _NUMBER_BITS | number % (1 << _NUMBER_BITS)
 
     def receive(self, piece: Tensor, rank: int, tag: int) -> dist.Work:
-        return living(self.group).recv([piece], rank, tag)
+        return living(self.group).recv([piece], self.ranks[rank], tag)
 
     def interrupt(self) -> None:
         """Close all connections.
@@ -336,8 +353,9 @@ class Gloo:
 class _GlooLink(Link):
     """A link over gloo, see [Note: straight to the owner] and [Note: around a ring]."""
 
-    def __init__(self, net: Gloo, number: int) -> None:
+    def __init__(self, net: Gloo, number: int, *, divides: bool) -> None:
         self._net = net
+        self._divides = divides
         self._has_gathered = False
         self.rank = net.rank
         self.size = net.size
@@ -345,7 +363,7 @@ class _GlooLink(Link):
 
     def _send(self, piece: Tensor, rank: int, tag: int) -> dist.Work:
         self._sent_bytes += piece.numel() * piece.itemsize
-        return living(self._net.group).send([piece], rank, tag)
+        return living(self._net.group).send([piece], self._net.ranks[rank], tag)
 
     def _both(
         self, outgoing: Sequence[tuple[Tensor, int]], tag: int, receive: Callable[[], Received]
@@ -360,7 +378,7 @@ class _GlooLink(Link):
         net = self._net
         tag = next(self._tags)
         shards = parts(flat, layout)
-        if net.divides:
+        if self._divides:
             flat.div_(self.size)
         right = net.others[0]
         left = net.others[-1]
@@ -457,7 +475,7 @@ class _GlooLink(Link):
     async def all_reduce(self, flat: Tensor, layout: Layout, halfway: Halfway = nothing) -> None:
         """Average ``flat`` on all ranks, see [Note: two addends]."""
         net = self._net
-        if self.size > 2 or not net.divides:  # divided tensors are posted by a device's thread
+        if self.size > 2 or not self._divides:  # sums are not posted where journeys start
             return await super().all_reduce(flat, layout, halfway)
         self._sent_bytes += flat.nbytes
         summing = living(net.group).allreduce([flat.div_(2)])

@@ -1,6 +1,8 @@
 """The networks of one process group, which create the links of its journeys."""
 
+import functools
 import weakref
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -9,10 +11,11 @@ import torch.distributed as dist
 from crossover_ddp.errors import ExchangeError
 
 from .device import Device, Native, Staged
-from .journeys import Place
+from .journeys import Place, living
+from .levels import Levels, TwoLevels, levels_of, subgroup
 from .links import Alone, Gloo
 
-Network = Alone | Gloo
+Network = Alone | Gloo | TwoLevels
 
 DESTROYED: Final = (
     "the process group that the hook was registered with was destroyed; wrap the module in "
@@ -49,9 +52,27 @@ class Networks(dict[torch.device, Network]):
             place = Device(device, by_host=by_messages and not is_alone)
         if is_alone:
             return Alone(place)
-        if not by_messages:
-            return Native(group, place)
-        return Staged(group, place) if isinstance(place, Device) else Gloo(group, place)
+
+        def network(ranks: Sequence[int] | None = None) -> Alone | Gloo:
+            """Return a network of all ranks, or one of some ranks, which does not divide."""
+            divides = ranks is None
+            if not by_messages:
+                return Native(
+                    group if ranks is None else subgroup(group, ranks), place, divides=divides
+                )
+            if isinstance(place, Device):
+                return Staged(group, place, ranks, divides=divides)
+            return Gloo(group, place, ranks, divides=divides)
+
+        levels = self._levels
+        if levels is None:
+            return network()
+        return TwoLevels(network(), network(levels.inside), network(levels.between), levels)
+
+    @functools.cached_property
+    def _levels(self) -> Levels | None:
+        """The levels of the group. **Collective** when first read."""
+        return levels_of(living(self._group))
 
     def sends_messages(self, device: torch.device) -> bool:
         """Return whether tensors on ``device`` travel as gloo messages.
@@ -59,6 +80,12 @@ class Networks(dict[torch.device, Network]):
         Otherwise they travel by a backend's own collectives.
         """
         return self._backends.get(device.type) == "gloo"
+
+    @property
+    def ranks_inside(self) -> int:
+        """The number of ranks on this node if exchanges have two levels, otherwise 1."""
+        networks = [each for each in self.values() if isinstance(each, TwoLevels)]
+        return len(networks[0].levels.inside) if networks else 1
 
     def interrupt(self) -> None:
         """Close all connections, so that peers fail as well."""

@@ -19,12 +19,15 @@ CHECK: Final = "CROSSOVER_CHECK"
 """If set, decoupled training checks every step."""
 COMPARE_REPLICAS: Final = "CROSSOVER_COMPARE_REPLICAS"
 """If ``0``, a hook without a state does not compare the ranks' parameters."""
+LEVELS: Final = "CROSSOVER_LEVELS"
+"""``flat``, or a number of a node for each rank, such as ``0,0,1,1``. Default: ``auto``, which finds
+the ranks that share a node."""
 TIMELINE: Final = "CROSSOVER_TIMELINE"
 """The directory for recordings of spans."""
 RUN_JOB: Final = "CROSSOVER_RUN_JOB"
 """The mark by which `crossover-ddp run`, which sets it, finds the processes of a job."""
 FOR_USERS: Final = frozenset(
-    {GROUP, DEVICE, DEVICE_ORDER, TRIAL, DISABLE, CHECK, COMPARE_REPLICAS, TIMELINE}
+    {GROUP, DEVICE, DEVICE_ORDER, TRIAL, DISABLE, CHECK, COMPARE_REPLICAS, LEVELS, TIMELINE}
 )
 
 

@@ -3,13 +3,16 @@
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from crossover_ddp._ddp.groups import gather_objects
+from crossover_ddp._ddp.layout import equal_lengths
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.levels import TwoLevelLink
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.observe import StepRecord
 from crossover_ddp._tuning.model import LinkModel, Workload, workload_of_records
@@ -24,15 +27,25 @@ def measure_link(process_group: dist.ProcessGroup) -> LinkModel:
     """Measure the cost of one half of an exchange, and return it as a model of the link.
 
     The measurement takes sixteen exchanges, in which each rank sends 3.5 megabytes if there are two
-    ranks, and up to twice as many with more. The ranks' results differ slightly.
+    ranks, and up to twice as many with more. With two levels it takes sixteen more within nodes.
+    The ranks' results differ slightly.
 
     **Collective**: all ranks of the group call it, with nothing else on the wire.
     """
     engine = Exchange.of(process_group)
+    whole = _measured(engine)
+    if engine.networks.ranks_inside == 1:
+        return whole
+    inside = _measured(engine, within_node=True)
+    return replace(whole, inside_s=min(whole.beta_s, inside.beta_s))
+
+
+def _measured(engine: Exchange, *, within_node: bool = False) -> LinkModel:
+    """Measure a link between all ranks, or only the part within this node. **Collective**."""
     samples = []
     for size_bytes in _SIZES_BYTES:
         tensor = torch.zeros(size_bytes // 4, dtype=torch.float32)
-        took_s = [_timed(engine, tensor) for _ in range(1 + _REPEATS)][1:]
+        took_s = [_timed(engine, tensor, within_node) for _ in range(1 + _REPEATS)][1:]
         samples.append((float(size_bytes), statistics.median(took_s) / 2))
     return LinkModel.fitted(samples)
 
@@ -66,16 +79,18 @@ def recorded_by_all(
     return workloads, gather_objects(group, measure_link(group))[0]
 
 
-def _timed(engine: Exchange, tensor: torch.Tensor) -> float:
+def _timed(engine: Exchange, tensor: torch.Tensor, within_node: bool) -> float:
+    link = engine.networks[tensor.device].link()
+    part = link.inside if within_node and isinstance(link, TwoLevelLink) else link
     begin_s = time.perf_counter()
-    layout = engine.equal_layout(tensor)
+    layout = equal_lengths(tensor.numel(), part.size)
 
     async def both_halves(link: Link) -> None:
-        await link.reduce_scatter(tensor, layout)
-        await link.all_gather(tensor, layout)
+        await part.reduce_scatter(tensor, layout)
+        await part.all_gather(tensor, layout)
 
     # Exchanges that `begin` starts are not part of a recorded step.
-    engine.begin(both_halves, tensor, "a probe").wait()
+    engine.begin(both_halves, tensor, "a probe", link=link).wait()
     return time.perf_counter() - begin_s
 
 

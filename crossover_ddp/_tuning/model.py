@@ -20,10 +20,14 @@ _LONGEST_INTERVAL: Final = 4096
 
 @dataclass(frozen=True)
 class LinkModel:
-    """The cost of one half of an exchange: α, plus β per byte."""
+    """The cost of one half of an exchange: α, plus β per byte.
+
+    With two levels, ``inside_s`` is the part of β that is spent within the node, without a codec.
+    """
 
     alpha_s: float
     beta_s: float
+    inside_s: float = 0.0
 
     def half_s(self, size_bytes: float) -> float:
         """Return the seconds for a reduce-scatter or all-gather of a bucket of ``size_bytes``."""
@@ -195,7 +199,8 @@ def coded_step_s(work: Workload, link: LinkModel, cost: CodecCost) -> float:
     """
     coded = work.encoded(cost.hook_s)
     total_bytes = sum(bucket.size_bytes for bucket in work.buckets)
-    slowed = LinkModel(link.alpha_s, link.beta_s * cost.rate + cost.worker_s / 2)
+    coded_s = link.inside_s + (link.beta_s - link.inside_s) * cost.rate
+    slowed = LinkModel(link.alpha_s, coded_s + cost.worker_s / 2)
     return max(all_reduce_step_s(coded, slowed), coded.compute_s + cost.worker_s * total_bytes)
 
 

@@ -77,11 +77,20 @@ class Figures(NamedTuple):
     seen: tuple[str, ...] = ()
     # The time of a stub's step with each way of `rehearsal.py`; empty without a rehearsal.
     rehearsed: Mapping[str, float] = {}
+    # The nodes, if each has several ranks and as many as the others; otherwise as many as ranks.
+    nodes: int = 0
 
     @property
     def step_s(self) -> float:
         """The time of a step, C + N."""
         return self.compute_s + self.exposed_s
+
+    @property
+    def hooks_wire_s(self) -> float:
+        """M with this package's hooks without a codec, see docs/nodes.md."""
+        if not 1 < self.nodes < self.ranks:
+            return self.wire_s
+        return self.wire_s * (1 - 1 / self.nodes) / (1 - 1 / self.ranks)
 
     def speedup(self, compute_s: float, wire_s: float) -> float:
         """Return the speed-up if a step takes the longer of these two times. It is at least 1."""
@@ -99,13 +108,13 @@ class Figures(NamedTuple):
 
     def deferred_s(self) -> float:
         """Return the step time if reduce-scatters overlap backward and gathers overlap forward."""
-        half_s = self.wire_s / 2
+        half_s = self.hooks_wire_s / 2
         hidden_s = max(self.backward_s, half_s) + max(self.forward_s, half_s)
         return hidden_s + self.compute_s - self.backward_s - self.forward_s
 
-    def behind_backward_s(self, part: float) -> float:
-        """Return the step time if only ``part`` of M is on the wire, starting with backward."""
-        return self.compute_s - self.backward_s + part * self.wire_s
+    def behind_backward_s(self, wire_s: float) -> float:
+        """Return the step time if gradients are on the wire for ``wire_s``, starting with backward."""
+        return self.compute_s - self.backward_s + wire_s
 
     def after_rehearsal_s(self, way: str) -> float:
         """Return the step time with a way that was rehearsed: it saves as much as for the stub."""
@@ -145,7 +154,9 @@ class Method(NamedTuple):
 
 
 def _crossover_bound(figures: Figures) -> float:
-    pair_s = max(2 * figures.compute_s, figures.step_s, 2 * min(figures.wire_s, figures.step_s))
+    pair_s = max(
+        2 * figures.compute_s, figures.step_s, 2 * min(figures.hooks_wire_s, figures.step_s)
+    )
     return 2 * figures.step_s / pair_s
 
 
@@ -154,11 +165,13 @@ def _decoupled_bound(figures: Figures) -> float:
 
 
 def _half_bound(figures: Figures) -> float:
-    return figures.speedup(figures.compute_s, figures.behind_backward_s(0.5))
+    return figures.speedup(figures.compute_s, figures.behind_backward_s(figures.wire_s / 2))
 
 
 def _int8_bound(figures: Figures) -> float:
-    return figures.speedup(figures.compute_s, figures.behind_backward_s(_INT8_BYTES))
+    return figures.speedup(
+        figures.compute_s, figures.behind_backward_s(_INT8_BYTES * figures.hooks_wire_s)
+    )
 
 
 CROSSOVER: Final = Method(
@@ -228,7 +241,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--steps", type=whole(17), default=41, metavar="N", help="end after about N (41)"
     )
     parser.add_argument(
-        "--link", type=_rate, metavar="RATE", help="of a rank's card: 10gbit, 100mbit"
+        "--link", type=_rate, metavar="RATE", help="of a node's card: 10gbit, 100mbit"
     )
     parser.add_argument(
         "--model",
@@ -237,6 +250,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="torchvision:NAME or timm:NAME; or its parameters of 4 bytes, 25.6M, or bytes, 102MB",
     )
     parser.add_argument("--ranks", type=whole(2), metavar="N")
+    parser.add_argument(
+        "--nodes",
+        type=whole(2),
+        metavar="N",
+        help="nodes with several ranks each (as many as ranks)",
+    )
     parser.add_argument("--json", action="store_true", help="figures and factors as JSON")
 
 
@@ -276,7 +295,8 @@ def run(arguments: argparse.Namespace) -> int:
         return USAGE
     try:
         if described:
-            sys.stdout.write(_table(*described))
+            nodes = arguments.nodes or arguments.ranks
+            sys.stdout.write(_table(arguments.link, arguments.model, arguments.ranks, nodes))
             return FINE
         words = command_words(commands[0][0]) if len(commands[0]) == 1 else commands[0]
         found = _measured(words, arguments.steps)
@@ -370,6 +390,7 @@ def figures(directory: Path) -> Figures:
         wire_s=min(median(block["wire_s"] for block in blocks) for blocks in apart),
         size_bytes=last["bytes"],
         ranks=last["ranks"],
+        nodes=last["nodes"],
         # The measured share is 0 if the script does not call DDP's own forward.
         backward_share=measured_share or _BACKWARD_SHARE,
         forwards=last["forwards"],
@@ -500,8 +521,16 @@ def _ms(length_s: float) -> str:
     return f"{length_s * 1e3:.0f} ms" if length_s >= 0.01 else f"{length_s * 1e3:.2g} ms"
 
 
-def _table(bytes_per_s: float, model: str | float, ranks: int) -> str:
-    """Return a table of predictions for a model on a link, with one row for each ratio M/C."""
+def _table(bytes_per_s: float, model: str | float, ranks: int, nodes: int) -> str:
+    """Return a table of predictions for a model on a link, with one row for each ratio M/C.
+
+    Raises ``ValueError`` if nodes cannot have equally many ranks.
+    """
+    if ranks % nodes:
+        raise ValueError(
+            f"expected equally many ranks on each node, got {ranks} ranks on {nodes} nodes; with other numbers all "
+            "ranks exchange gradients directly: leave --nodes out"
+        )
     sizes = []
     if isinstance(model, str):
         from crossover_ddp.pipeline.chain import gradient_sizes  # needs torch
@@ -512,14 +541,14 @@ def _table(bytes_per_s: float, model: str | float, ranks: int) -> str:
     rows = []
     for ratio in _WIRE_OVER_COMPUTE:
         compute_s = wire_s / ratio
-        found = Figures(
-            compute_s, max(0.0, wire_s - _BACKWARD_SHARE * compute_s), wire_s, size_bytes, ranks
-        )
+        waited_s = max(0.0, wire_s - _BACKWARD_SHARE * compute_s)
+        found = Figures(compute_s, waited_s, wire_s, size_bytes, ranks, nodes=nodes)
         factors = [f"{each.expected(found):.2f}× ({each.bound(found):.2f}×)" for each in METHODS]
         rows.append([f"{ratio:g}", _ms(compute_s), _ms(found.step_s), *factors])
     gradients = f"{len(sizes)} gradients of {model}" if sizes else "gradients"
+    on_nodes = f" on {nodes} nodes (M {_ms(found.hooks_wire_s)} with the hooks)" * (nodes < ranks)
     return (
-        f"M {_ms(wire_s)}: {size_bytes / 1e6:.3g} MB of {gradients}, {ranks} ranks, "
+        f"M {_ms(wire_s)}: {size_bytes / 1e6:.3g} MB of {gradients}, {ranks} ranks{on_nodes}, "
         f"{bytes_per_s * 8 / 1e9:g} Gbit/s\n"
         f"by the compute C of a step; expected (at best):\n\n"
         f"{columns(['M/C', 'C', 'plain DDP', *(each.name for each in METHODS)], rows)}"

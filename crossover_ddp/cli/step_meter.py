@@ -187,6 +187,7 @@ class _Meter:
             block = {
                 "apart": self._apart,
                 "ranks": ranks,
+                "nodes": ranks // int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
                 "ready": [(size, ready_s - self._ready[-1][1]) for size, ready_s in self._ready],
                 "seen": _seen(self._model),
                 **means,

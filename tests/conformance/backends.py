@@ -53,6 +53,15 @@ def on_cuda() -> Iterator[None]:
 
 
 SWITCHED_OFF = functools.partial(mock.patch.dict, os.environ, {"CROSSOVER_DISABLE": "1"})
+ON_TWO_NODES = functools.partial(mock.patch.dict, os.environ, {"CROSSOVER_LEVELS": "0,0,1,1"})
+
+
+@contextlib.contextmanager
+def native_on_two_nodes() -> Iterator[None]:
+    with ON_TWO_NODES(), inside.force_native():
+        yield
+
+
 # The cases of the short form on other backends and with other numbers of ranks.
 SHORT = (
     *("many_buckets", "accumulation_viewed", "unused_parameters_viewed"),
@@ -72,6 +81,9 @@ BACKENDS = {
     "switched_off": Backend(
         around=SWITCHED_OFF, world_sizes=(2,), adds_in_order=False, switches_off=True
     ),
+    # Two ranks on each node have the tree over all ranks. A codec adds between nodes only.
+    "two_levels": Backend(around=ON_TWO_NODES, world_sizes=(4,), decodes_in_order=False),
+    "native_two_levels": Backend(around=native_on_two_nodes, world_sizes=(4,), adds_in_order=False),
     # A device divides before it sends, so the order of a codec's additions differs.
     "cuda_gloo": Backend(decodes_in_order=False, marks=(pytest.mark.gpu,), **_CUDA),
     "cuda_nccl": Backend("nccl", adds_in_order=False, marks=(pytest.mark.gpu,), **_CUDA),

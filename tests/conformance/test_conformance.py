@@ -53,6 +53,11 @@ OF_EACH_KIND = {
     3: ("decoupled", "identity_codec", "kfac_of_nothing", "owners"),
     4: ("split",),
 }
+# With two levels one hook of each kind of payload runs.
+OF_LEVELS = (
+    *("split", "decoupled", "decoupled_int8", "identity_codec", "int8"),
+    *("kfac_of_nothing", "muon", "owners"),
+)
 # Rows that are like others on gloo, but have a path of their own on other backends: buckets that
 # bypass owners, a codec in deferred exchanges on a device, a foreign hook where ours are switched
 # off.
@@ -81,6 +86,8 @@ def hooks(backend: str, world_size: int) -> dict[str, Row]:
         return HOOKS
     if backend == "gloo":
         return {name: HOOKS[name] for name in OF_EACH_KIND.get(world_size, HOOKS)}
+    if "levels" in backend:
+        return {name: row for name, row in HOOKS.items() if name in OF_LEVELS}
     return {name: row for name, row in HOOKS.items() if not row.is_like_others or name in OWN_PATH}
 
 
