@@ -82,16 +82,16 @@ def test_the_table_has_the_rows_of_the_document(capsys: pytest.CaptureFixture[st
 
 
 def test_nodes_with_several_ranks_send_less_with_the_hooks(
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Two nodes of eight: each sends its gradients once, where a ring sends them 1.875 times."""
     words = ["advise", "--link", "25gbit", "--ranks", "16", "--model", "1200MB", "--nodes"]
     assert cli.main([*words, "2"]) == 0
     assert "M 720 ms: 1.2e+03 MB of gradients, 16 ranks on 2 nodes (M 384 ms with the hooks)" in (
-        capsys.readouterr().out
+        capfd.readouterr().out
     )
     assert cli.main([*words, "3"]) == 1
-    assert "16 ranks on 3 nodes" in capsys.readouterr().err
+    assert "16 ranks on 3 nodes" in capfd.readouterr().err
     flat = of(1.0, 1.0, 4.0)._replace(ranks=16)
     two = flat._replace(nodes=2)
     assert two.hooks_wire_s == pytest.approx(4.0 * 8 / 15)
