@@ -62,6 +62,12 @@ def native_on_two_nodes() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def cuda_on_two_nodes() -> Iterator[None]:
+    with ON_TWO_NODES(), on_cuda():
+        yield
+
+
 # The cases of the short form on other backends and with other numbers of ranks.
 SHORT = (
     *("many_buckets", "accumulation_viewed", "unused_parameters_viewed"),
@@ -75,6 +81,7 @@ _LACKS = ["messages_of_the_users"]
 if fake_cuda.is_here() or not torch.cuda.is_available():
     _LACKS.append("complex_parameters")  # the fake device has no conjugate views
 _CUDA: dict[str, Any] = {"around": on_cuda, "world_sizes": (2,), "lacks": tuple(_LACKS)}
+_CUDA_NODES: dict[str, Any] = {**_CUDA, "around": cuda_on_two_nodes, "world_sizes": (4,)}
 BACKENDS = {
     "gloo": Backend(),
     "native": Backend(around=inside.force_native, world_sizes=(2,), adds_in_order=False),
@@ -87,4 +94,10 @@ BACKENDS = {
     # A device divides before it sends, so the order of a codec's additions differs.
     "cuda_gloo": Backend(decodes_in_order=False, marks=(pytest.mark.gpu,), **_CUDA),
     "cuda_nccl": Backend("nccl", adds_in_order=False, marks=(pytest.mark.gpu,), **_CUDA),
+    "cuda_gloo_two_levels": Backend(
+        decodes_in_order=False, marks=(pytest.mark.gpu,), **_CUDA_NODES
+    ),
+    "cuda_nccl_two_levels": Backend(
+        "nccl", adds_in_order=False, marks=(pytest.mark.gpu,), **_CUDA_NODES
+    ),
 }
