@@ -65,6 +65,9 @@ class Networks(dict[torch.device, Network]):
             return Gloo(group, place, ranks, divides=divides)
 
         levels = self._levels
+        if not by_messages and group.size() < dist.get_world_size():
+            # NCCL may split a new group from the default one, in which all of its ranks take part.
+            levels = None
         if levels is None:
             return network()
         return TwoLevels(network(), network(levels.inside), network(levels.between), levels)

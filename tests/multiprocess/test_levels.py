@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from crossover_ddp._tuning.link_probe import measure_link
 from crossover_ddp.codecs import CompressedState, Half, Int8, PerPair, SIDCo
 from tests.harness import in_ranks, run_ranks
 from tests.harness.oracles import error_of
@@ -85,6 +86,16 @@ def test_ranks_agree_and_a_node_sends_a_quarter_of_the_exact_bytes(rank: int, wa
     assert len({*digests}) == 1
     # Biases, and what pads small tiles, weigh more here than in larger models.
     assert rate < 0.5
+
+
+@in_ranks(4)
+def test_a_plan_measures_both_levels_and_is_the_same_on_all_ranks(rank: int) -> list[Any]:
+    """The harness checks that all ranks return the same plan."""
+    with levels("0,0,1,1"):
+        plan = Coded("compressed", rank).run(4).state.plan_codec((None, Int8()))
+        measured = measure_link(dist.group.WORLD)  # type: ignore[arg-type]
+    assert 0 < measured.inside_s <= measured.beta_s
+    return [plan]
 
 
 @in_ranks(4)

@@ -3,6 +3,7 @@
 Where what is owned lies in what travels: tests/multiprocess.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,6 +114,19 @@ def test_costs_have_the_rate_of_the_codec(
     table = PerPair.by_node([0, 0, 1, 1], far=codec)
     assert cost_of(codec, 4).rate < cost_of((table, codec), 4).rate < 1
     assert cost_of(None, 4) == cost_of(codec, 1) == EXACT
+
+
+def test_with_two_levels_a_codec_costs_less_and_shortens_only_the_way_between_nodes() -> None:
+    """Each of a node's ranks codes its column, on another thread."""
+    flat, levels = cost_of(Int8(), 2), cost_of(Int8(), 8, ranks_inside=4)
+    assert levels.rate == flat.rate
+    assert levels.hook_s == 0.0
+    assert levels.worker_s == pytest.approx((flat.hook_s + flat.worker_s) / 4)
+    half, slow = CodecCost(0.5, 0.0, 0.0), LinkModel(0.0, 8e-8)
+    exact_s = coded_step_s(work(), slow, EXACT)
+    assert coded_step_s(work(), replace(slow, inside_s=8e-8), half) == exact_s
+    between_s = coded_step_s(work(), replace(slow, inside_s=4e-8), half)
+    assert coded_step_s(work(), slow, half) < between_s < exact_s
 
 
 def test_records_become_a_workload_of_medians() -> None:

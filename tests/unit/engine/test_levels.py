@@ -12,14 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from crossover_ddp._engine.device import Native
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Gate
 from crossover_ddp._engine.levels import TwoLevels, levels_of
 from crossover_ddp._engine.links import Link
+from crossover_ddp._engine.networks import Networks
 from tests.harness import in_ranks
 from tests.harness.inside import force_native
 from tests.harness.oracles import error_of, heard, tree_sum
 
+CPU = torch.device("cpu")
 SIZES = (0, 1, 3, 1000, 65_537, 1_000_000)
 TABLES = {"0,0,1,1": [(0, 1), (2, 3)], "a, b, a, b": [(0, 2), (1, 3)], "0,1,1,0": [(0, 3), (1, 2)]}
 
@@ -89,7 +92,7 @@ def test_sums_have_the_documented_order_whatever_ranks_do_when(rank: int, table:
             gate.open()
         for trip in trips:
             trip.wait()
-    assert isinstance(exchange.networks[torch.device("cpu")], TwoLevels)
+    assert isinstance(exchange.networks[CPU], TwoLevels)
     assert all(torch.equal(flat, wanted) for flat, wanted in checks)
 
 
@@ -152,6 +155,20 @@ def test_nodes_are_found_and_wrong_settings_are_refused_on_all_ranks(
         assert wrong in message
     message = error_of(lambda: found("auto" if rank else "flat"))
     assert "['auto', 'flat']" in message
+
+
+@in_ranks(5)
+def test_a_group_of_some_ranks_has_levels_unless_a_backend_would_need_the_others(
+    rank: int,
+) -> None:
+    """NCCL splits a new group from that of all ranks, of which the fifth does not take part."""
+    group = dist.new_group(range(4))
+    if rank == 4:
+        return
+    with levels("0,0,1,1,1"):
+        assert isinstance(Networks(group)[CPU], TwoLevels)
+        with force_native():
+            assert isinstance(Networks(group)[CPU], Native)
 
 
 @in_ranks(2)
