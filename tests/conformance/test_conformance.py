@@ -53,7 +53,8 @@ OF_EACH_KIND = {
     3: ("decoupled", "identity_codec", "kfac_of_nothing", "owners"),
     4: ("split",),
 }
-# With two levels one hook of each kind of payload runs.
+# With two levels one hook of each kind of payload runs on gloo, and some of these elsewhere.
+OF_LEVELS_ELSEWHERE = ("split", "decoupled_int8", "owners")
 OF_LEVELS = (
     *("split", "decoupled", "decoupled_int8", "identity_codec", "int8"),
     *("kfac_of_nothing", "muon", "owners"),
@@ -87,7 +88,8 @@ def hooks(backend: str, world_size: int) -> dict[str, Row]:
     if backend == "gloo":
         return {name: HOOKS[name] for name in OF_EACH_KIND.get(world_size, HOOKS)}
     if "levels" in backend:
-        return {name: row for name, row in HOOKS.items() if name in OF_LEVELS}
+        of_levels = OF_LEVELS if backend == "two_levels" else OF_LEVELS_ELSEWHERE
+        return {name: row for name, row in HOOKS.items() if name in of_levels}
     return {name: row for name, row in HOOKS.items() if not row.is_like_others or name in OWN_PATH}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._tuning.link_probe import measure_link
+from crossover_ddp._tuning import link_probe
 from crossover_ddp.codecs import CompressedState, Half, Int8, PerPair, SIDCo
 from tests.harness import in_ranks, run_ranks
 from tests.harness.oracles import error_of
@@ -93,8 +93,15 @@ def test_a_plan_measures_both_levels_and_is_the_same_on_all_ranks(rank: int) -> 
     """The harness checks that all ranks return the same plan."""
     with levels("0,0,1,1"):
         plan = Coded("compressed", rank).run(4).state.plan_codec((None, Int8()))
-        measured = measure_link(dist.group.WORLD)  # type: ignore[arg-type]
-    assert 0 < measured.inside_s <= measured.beta_s
+        exchanged = link_probe._timed
+
+        def timed(engine: Any, tensor: torch.Tensor, within_node: bool) -> float:
+            exchanged(engine, tensor, within_node)
+            return tensor.nbytes * (2e-9 if within_node else 8e-9)
+
+        with mock.patch.object(link_probe, "_timed", timed):
+            measured = link_probe.measure_link(dist.group.WORLD)  # type: ignore[arg-type]
+    assert (measured.beta_s, measured.inside_s) == (pytest.approx(4e-9), pytest.approx(1e-9))
     return [plan]
 
 
