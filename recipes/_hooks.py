@@ -46,6 +46,10 @@ HOOKS: dict[str, MakeState] = {
         compressed_hook,
     ),
     "auto": lambda model, optimizers, args: (AutoState(optimizers[0]), auto_hook),
+    "auto_rounded": lambda model, optimizers, args: (
+        AutoState(optimizers[0], losses="rounded"),
+        auto_hook,
+    ),
     "decoupled": lambda model, optimizers, args: (DecoupledState(optimizers[0]), decoupled_hook),
     "local_sgd": lambda model, optimizers, args: (
         LocalSGDState(args.sync_every, args.delay, args.fragments, args.local_after),

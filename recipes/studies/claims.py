@@ -51,6 +51,7 @@ class Claim:
         advise: also measure the prediction of `crossover-ddp advise` for the first way.
         steps: steps to measure.
         repeats: runs of each way.
+        ranks_per_node: ranks of a job on each node.
         needs: environment variables that must be set.
     """
 
@@ -68,6 +69,7 @@ class Claim:
     advise: bool = False
     steps: int = 12
     repeats: int = 5
+    ranks_per_node: int = 1
     needs: Sequence[str] = ()
 
 
@@ -118,6 +120,44 @@ CLAIMS: Mapping[str, Claim] = {
         exact=("turns", "tried"),
         steps=24,
         repeats=3,
+    ),
+    "auto": Claim(
+        "the line that tries itself is as fast as the best of plain DDP in two sizes of buckets, and "
+        "with rounding as torch's fp16 hook",
+        {
+            "ddp": PLAIN,
+            "ddp, 4 MB": Way("--hook none --bucket-cap-mb 4"),
+            "fp16 (torch)": Way("--hook fp16"),
+            "PowerSGD (torch)": POWERSGD,
+            # A race of three arms takes at most 75 steps, and one of seven 135, unless comparisons
+            # with the first arm contradict each other.
+            "auto": Way("--hook auto", warm_up=95),
+            "auto, rounded": Way("--hook auto_rounded", warm_up=160),
+        },
+        presets=("vit_tiny", "convnext_atto", "regnety_002"),
+        rates_mbit=(100.0, 250.0, 500.0, 1000.0, 2000.0),
+        against=("ddp", "ddp, 4 MB"),
+        exact=("auto",),
+        repeats=3,
+    ),
+    "nodes": Claim(
+        "with two nodes of two ranks all hooks send half as many bytes over a node's card as without "
+        "levels, and are faster than plain DDP",
+        {
+            "ddp": PLAIN,
+            "split, flat": Way("--hook rsag", variables={"CROSSOVER_LEVELS": "flat"}),
+            "split": Way("--hook rsag"),
+            "crossover": Way("--hook crossover"),
+            "Int8": Way("--hook compressed"),
+            "decoupled": DECOUPLED,
+        },
+        presets=("vit_tiny",),
+        rates_mbit=(200.0, 400.0),
+        exact=("split", "crossover", "decoupled"),
+        tolerance=1e-3,
+        compared=10,
+        repeats=3,
+        ranks_per_node=2,
     ),
     "decoupled": Claim(
         "decoupled training is faster than plain DDP with its best buckets, with the same losses",

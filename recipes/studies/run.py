@@ -292,7 +292,11 @@ def measure(name: str, claim: Claim, args: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     shaped = args.nodes > 1 and not args.unshaped
     with Cluster(
-        nodes=args.nodes, rate_mbit=CALIBRATION_MBIT, pin="core", shaped=shaped
+        nodes=args.nodes,
+        rate_mbit=CALIBRATION_MBIT,
+        pin="core",
+        ranks_per_node=claim.ranks_per_node,
+        shaped=shaped,
     ) as cluster:
         for preset in claim.presets:
             for row in Study(cluster, claim, preset, out).rows():

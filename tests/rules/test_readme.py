@@ -108,3 +108,15 @@ def test_markdown_is_rendered(site: Path) -> None:
             r"\n(?:- |\d+\. |\|)[^\n]{0,60}|\]\(\w[^\n]{0,60}|```[^\n]{0,60}|\bdef \w+\(", text
         )
         assert left == [], path.name
+
+
+def test_the_readme_shows_the_output_of_advise_that_its_page_explains() -> None:
+    page = (ROOT / "docs" / "command.md").read_text()
+    (shown,) = (
+        block
+        for block in re.findall(r"(?:^    .+\n)+", README, re.M)
+        if "N/C" in block or "→" in block
+    )
+    lines = shown.splitlines()
+    assert len(lines) > 1
+    assert [line for line in lines if line not in page.splitlines()] == []
