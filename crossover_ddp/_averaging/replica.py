@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Turn, is_dense
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Journey, JourneyCoroutine
+from crossover_ddp._engine.journeys import Journey, JourneyCoroutine, outside_of_autograd
 from crossover_ddp._engine.links import Layout, Link, all_finite
 from crossover_ddp._engine.observe import Meter
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -67,9 +67,10 @@ class FlatBlock:
     def copy(
         self, span: Span, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> torch.Tensor:
-        values = torch.empty(
-            span.stop - span.start, dtype=dtype or self.dtype, device=device or self.device
-        )
+        with outside_of_autograd():
+            values = torch.empty(
+                span.stop - span.start, dtype=dtype or self.dtype, device=device or self.device
+            )
         self.pack(span, values)
         return values
 

@@ -153,6 +153,20 @@ class Native(Alone):
         self.rank = group.rank()
         self.size = group.size()
 
+    def among(self, ranks: Sequence[int]) -> "Native":
+        """Return a network of some of the ranks, of which this rank is one. It does not divide.
+
+        It has a process group of its own, with the same backends, which ends with the default
+        group. **Collective** for these ranks.
+        """
+        group = living(self._group)
+        members = [dist.get_global_rank(group, rank) for rank in ranks]
+        made = dist.new_group(
+            members, backend=str(dist.get_backend_config(group)), use_local_synchronization=True
+        )
+        assert isinstance(made, dist.ProcessGroup), "this rank is a member"
+        return Native(made, self.place, divides=False)
+
     def link(self) -> Link:
         return copy.copy(self)
 
@@ -223,11 +237,10 @@ class Staged(Gloo):
         self,
         group: dist.ProcessGroup,
         place: Device,
+        whole: Gloo | None = None,
         ranks: Sequence[int] | None = None,
-        *,
-        divides: bool = True,
     ) -> None:
-        super().__init__(group, place, ranks, divides=divides)
+        super().__init__(group, place, whole, ranks)
         self.device = place
         self._copying = JourneyThread("crossover-copy", place.adopt_thread)
         self._down = torch.cuda.Stream(place.device)

@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, ClassVar, Final
 
 import torch
@@ -41,6 +40,7 @@ from .journeys import (
     Journey,
     JourneyCoroutine,
     Observer,
+    outside_of_autograd,
     uncompiled_when_called,
 )
 from .links import Layout, Link
@@ -259,7 +259,12 @@ class Exchange:
 
         **Collective**.
         """
-        self.begin(lambda link: link.all_gather(flat, layout), flat, name).wait()
+        with outside_of_autograd():
+            # Our threads cannot write to a tensor that was made in inference mode.
+            memory = flat.clone() if flat.is_inference() else flat
+            self.begin(lambda link: link.all_gather(memory, layout), memory, name).wait()
+        if memory is not flat:
+            flat.copy_(memory)
 
     def equal_layout(self, flat: Tensor) -> Layout:
         """Return a layout that cuts ``flat`` into equal shards, aligned as its network prefers."""
@@ -313,8 +318,7 @@ class Exchange:
                 observer.begins(journey)
             failure = self._failure
         if failure is None:
-            # Most journeys start in backward, where gradients are not recorded anyway.
-            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            with outside_of_autograd():
                 journey.start(coroutine, self._ended)
         else:
             coroutine.close()

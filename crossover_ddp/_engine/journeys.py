@@ -16,8 +16,8 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -36,6 +36,20 @@ Stops = Generator[Stop, None, None]
 
 _NO_CONTEXT: Final = nullcontext()
 _STOP: Final = None
+
+
+@contextmanager
+def outside_of_autograd() -> Iterator[None]:
+    """Record no gradients, and make tensors that other threads may write to.
+
+    User code may call a method in inference mode, whose tensors cannot be written elsewhere.
+    """
+    # Most journeys start in backward, where neither is in force.
+    if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 # --- threads and gates ----------------------------------------------------------------------------

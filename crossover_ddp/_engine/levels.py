@@ -34,8 +34,9 @@ from crossover_ddp._system import environment
 from crossover_ddp._system.machine import machine
 from crossover_ddp.errors import UnsupportedConfigurationError
 
+from .device import Native
 from .journeys import nothing
-from .links import Alone, Gloo, Halfway, Layout, Link, LinkAround, parts
+from .links import Gloo, Halfway, Layout, Link, LinkAround, parts
 
 logger = logging.getLogger(__name__)
 
@@ -123,39 +124,22 @@ def _node_of(wanted: str, rank: int) -> str | None:
     return table[rank]
 
 
-def subgroup(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a new process group of some of the ranks of ``group``, with the same backends.
-
-    It ends with the default group. **Collective** for these ranks.
-    """
-    members = [dist.get_global_rank(group, rank) for rank in ranks]
-    made = dist.new_group(
-        members, backend=str(dist.get_backend_config(group)), use_local_synchronization=True
-    )
-    assert isinstance(made, dist.ProcessGroup), "this rank is a member"
-    return made
-
-
 class TwoLevels:
     """A network of two levels, see [Note: two levels].
 
     Args:
-        flat: the network of all ranks, for `Link.all_to_all`.
-        inside: the network of this node's ranks. It adds without dividing.
-        between: the network of the ranks with this rank's place. It adds without dividing.
+        flat: the network of all ranks.
         levels: the levels of the group.
     """
 
-    def __init__(
-        self, flat: Alone | Gloo, inside: Alone | Gloo, between: Alone | Gloo, levels: Levels
-    ) -> None:
+    def __init__(self, flat: Native | Gloo, levels: Levels) -> None:
         self.levels = levels
         self.rank = flat.rank
         self.size = flat.size
         self.place = flat.place
         self.in_program_order = flat.in_program_order
         self.alignment_bytes = flat.alignment_bytes
-        self._networks = flat, inside, between
+        self._networks = flat, flat.among(levels.inside), flat.among(levels.between)
         self._lock = threading.Lock()
         self._free: list[torch.UntypedStorage] = []
 

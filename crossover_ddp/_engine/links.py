@@ -245,28 +245,31 @@ class Gloo:
     Args:
         group: the process group.
         place: the device that journeys compute on.
+        whole: for a network of some ranks, which `among` returns: the network of all ranks.
         ranks: the ranks of the group that exchange tensors here, in ascending order. The network
             numbers them from 0. Default: all ranks.
-        divides: whether `Link.reduce_scatter` returns the mean. Otherwise it returns the sum.
     """
 
     in_program_order = False
     alignment_bytes = 1
+    # Its number among the networks of the group, and the numbers of its links.
+    _channel: int
+    _numbers: Iterator[int]
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         place: Place,
+        whole: "Gloo | None" = None,
         ranks: Sequence[int] | None = None,
-        *,
-        divides: bool = True,
     ) -> None:
         self.group = weakref.ref(group)
         self.place = place
         self.ranks = range(group.size()) if ranks is None else ranks
         self.rank = self.ranks.index(group.rank())
         self.size = len(self.ranks)
-        self.divides = divides
+        # Whether `Link.reduce_scatter` returns the mean. Otherwise it returns the sum.
+        self.divides = whole is None
         self.others = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.reducing = JourneyThread("crossover-reduce", place.adopt_thread)
         self.computing = JourneyThread("crossover-compute", place.adopt_thread)
@@ -278,6 +281,13 @@ class Gloo:
         self._arrived_s = 0.0
         self._relays: list[JourneyThread] = []
         self._idle_relays: list[JourneyThread] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._channels = set[int]()
+        if whole is not None:
+            self._channel = whole._channel
+            self._numbers = whole._numbers
+            return
         self._channels = _channels.setdefault(group, set())
         with _taking:
             if not (free := {*range(1 << _CHANNEL_BITS)} - self._channels):
@@ -285,11 +295,16 @@ class Gloo:
                     f"expected at most {len(self._channels)} exchanges at a time on one process "
                     "group, got one more; close() states that are no longer in use"
                 )
-            self._channel: int = min(free)
+            self._channel = min(free)
             self._channels.add(self._channel)
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        self._is_closed = False
+
+    def among(self, ranks: Sequence[int]) -> "Gloo":
+        """Return a network of some of the ranks, of which this rank is one.
+
+        It adds without dividing. Messages of both networks are numbered in one sequence.
+        """
+        return type(self)(living(self.group), self.place, self, ranks)
 
     def arrived(self, nbytes: int, since_s: float) -> None:
         """Count ``nbytes`` of data, which have arrived since ``since_s``, for the fastest rate."""

@@ -2,7 +2,6 @@
 
 import functools
 import weakref
-from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -12,7 +11,7 @@ from crossover_ddp.errors import ExchangeError
 
 from .device import Device, Native, Staged
 from .journeys import Place, living
-from .levels import Levels, TwoLevels, levels_of, subgroup
+from .levels import Levels, TwoLevels, levels_of
 from .links import Alone, Gloo
 
 Network = Alone | Gloo | TwoLevels
@@ -52,25 +51,18 @@ class Networks(dict[torch.device, Network]):
             place = Device(device, by_host=by_messages and not is_alone)
         if is_alone:
             return Alone(place)
-
-        def network(ranks: Sequence[int] | None = None) -> Alone | Gloo:
-            """Return a network of all ranks, or one of some ranks, which does not divide."""
-            divides = ranks is None
-            if not by_messages:
-                return Native(
-                    group if ranks is None else subgroup(group, ranks), place, divides=divides
-                )
-            if isinstance(place, Device):
-                return Staged(group, place, ranks, divides=divides)
-            return Gloo(group, place, ranks, divides=divides)
-
-        levels = self._levels
-        if not by_messages and group.size() < dist.get_world_size():
-            # NCCL may split a new group from the default one, in which all of its ranks take part.
-            levels = None
-        if levels is None:
-            return network()
-        return TwoLevels(network(), network(levels.inside), network(levels.between), levels)
+        levels = self._levels  # before the network, since this may raise
+        network: Native | Gloo
+        if not by_messages:
+            network = Native(group, place)
+        elif isinstance(place, Device):
+            network = Staged(group, place)
+        else:
+            network = Gloo(group, place)
+        # NCCL may split a new group from the default one, in which all of its ranks take part.
+        if levels is None or not (by_messages or group.size() == dist.get_world_size()):
+            return network
+        return TwoLevels(network, levels)
 
     @functools.cached_property
     def _levels(self) -> Levels | None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from crossover_ddp._ddp.groups import gather_objects
 from crossover_ddp._ddp.layout import equal_lengths
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.journeys import outside_of_autograd
 from crossover_ddp._engine.levels import TwoLevelLink
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.observe import StepRecord
@@ -44,7 +45,8 @@ def _measured(engine: Exchange, *, within_node: bool = False) -> LinkModel:
     """Measure a link between all ranks, or only the part within this node. **Collective**."""
     samples = []
     for size_bytes in _SIZES_BYTES:
-        tensor = torch.zeros(size_bytes // 4, dtype=torch.float32)
+        with outside_of_autograd():
+            tensor = torch.zeros(size_bytes // 4, dtype=torch.float32)
         took_s = [_timed(engine, tensor, within_node) for _ in range(1 + _REPEATS)][1:]
         samples.append((float(size_bytes), statistics.median(took_s) / 2))
     return LinkModel.fitted(samples)

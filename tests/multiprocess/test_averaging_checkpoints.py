@@ -61,6 +61,34 @@ def test_state_dicts_warn_once_of_one_replica_and_of_exchanges_in_flight(rank: i
     assert len(warnings) == 2
 
 
+@pytest.mark.parametrize("kind", ["local", "elastic", "async"])
+@in_ranks(2)
+def test_means_and_checkpoints_may_be_asked_for_in_inference_mode(rank: int, kind: str) -> None:
+    """As in an evaluation. Other threads write to the memory in which parameters travel."""
+
+    def state() -> Any:
+        outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)
+        if kind == "local":
+            return LocalSGDState(2, delay=1, outer_optimizer=outer)
+        return ElasticState(2, "async" if kind == "async" else "sync")
+
+    trainings = [averaged(state()).run(3) for _ in range(2)]
+    saved = []
+    for training, mode in zip(trainings, (torch.inference_mode(), torch.no_grad()), strict=True):
+        with mode:
+            if kind == "local":
+                with training.state.averaged():
+                    saved.append(training.values.clone())
+            training.state.average()
+            saved.append(training.values.clone())
+            training.state.checkpoint(training.optimizers)
+        training.run(2)
+        saved.append(training.values.clone())
+        training.close()
+    half = len(saved) // 2
+    assert all(map(torch.equal, saved[:half], saved[half:])) or kind == "async"
+
+
 @pytest.mark.defect("strangers-10")
 @in_ranks(2)
 def test_a_mean_that_one_rank_asks_for_is_an_error(rank: int) -> None:

@@ -105,7 +105,10 @@ def test_sums_have_the_documented_order_whatever_ranks_do_when(
             gate.open()
         for trip in trips:
             trip.wait()
-    assert isinstance(exchange.networks[CPU], TwoLevels)
+    net = exchange.networks[CPU]
+    assert isinstance(net, TwoLevels)
+    # The three networks share a channel, of which a group has sixteen.
+    assert len({each._channel for each in net._networks}) == 1  # type: ignore[union-attr]
     assert all(torch.equal(flat, wanted) for flat, wanted in checks)
 
 
