@@ -509,7 +509,7 @@ def test_the_warning_about_removed_files_has_the_remedy(
     mutex = make()
     with mutex:
         for path in files_of(group):
-            path.unlink()
+            path.unlink(missing_ok=True)
     mutex.acquire()
     assert mutex.holding or "loginctl enable-linger" in caplog.text
 
