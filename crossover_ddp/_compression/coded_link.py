@@ -169,7 +169,7 @@ class _Tile:
     def __init__(
         self, content: Part, multiple: int, device: torch.device, leaves_unused: bool
     ) -> None:
-        self.content = parts if content is None else content
+        self.content = content
         self._leaves_unused = leaves_unused
         self._slots = content.slots(multiple)
         coded_slots = self._slots[: len(content.coded)]

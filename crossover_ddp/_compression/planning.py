@@ -87,7 +87,7 @@ def cost_of(codec: AnyCodec, world_size: int, ranks_inside: int = 1) -> CodecCos
     """
     if codec is None or world_size < 2:
         return EXACT
-    if ranks_inside > 1:
+    if ranks_inside > 1 and len(codecs_of(codec)[0].codecs) == 1:  # otherwise all pairs exchange
         flat = cost_of(codec, world_size // ranks_inside)
         return CodecCost(flat.rate, 0.0, (flat.hook_s + flat.worker_s) / ranks_inside)
     push, pull = codecs_of(codec)

@@ -31,6 +31,7 @@ import copy
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any, Final
 
 import torch
@@ -38,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crossover_ddp._system.cuda_driver import adopt_thread
+from crossover_ddp._system.timeouts import group_timeout_s
 
 from .journeys import (
     Begin,
@@ -156,13 +158,17 @@ class Native(Alone):
     def among(self, ranks: Sequence[int]) -> "Native":
         """Return a network of some of the ranks, of which this rank is one. It does not divide.
 
-        It has a process group of its own, with the same backends, which ends with the default
-        group. **Collective** for these ranks.
+        It has a process group of its own, with the same backends and timeout, which ends with the
+        default group. **Collective** for these ranks.
         """
         group = living(self._group)
         members = [dist.get_global_rank(group, rank) for rank in ranks]
         made = dist.new_group(
-            members, backend=str(dist.get_backend_config(group)), use_local_synchronization=True
+            members,
+            # As long as the user's own: a rank may evaluate alone meanwhile.
+            timedelta(seconds=group_timeout_s(group)),
+            str(dist.get_backend_config(group)),
+            use_local_synchronization=True,
         )
         assert isinstance(made, dist.ProcessGroup), "this rank is a member"
         return Native(made, self.place, divides=False)

@@ -10,8 +10,9 @@ If a power of two of consecutive ranks share each node, this is the tree over al
 changes. Source: hierarchical all-reduce is common practice; columns in place of leaders, so that all
 ranks of a node send, as in BlueConnect (Cho et al., 2019).
 
-[Note: coded between nodes] A codec is used between nodes only. It codes the mean of a node's
-gradients for the rank's column. Within the node, everything travels exactly.
+[Note: coded between nodes] A codec is used between nodes only. It codes a node's share of the mean
+of the rank's column: the sum of the node's gradients, divided by the number of all ranks. Within
+the node, everything travels exactly.
 
 [Note: the same node] Ranks share a node if they run on the same machine in the same network
 namespace: others reach each other by a network interface, even on one machine.
@@ -190,7 +191,6 @@ class TwoLevelLink(LinkAround):
         self.flat = flat
         self.between = between
         self.column = net.levels.between  # the ranks of this rank's column
-        self.ranks_inside = len(net.levels.inside)
         self._net = net
         self.inside = inside
         self._order = [rank for column in net.levels.columns for rank in column]
@@ -202,8 +202,8 @@ class TwoLevelLink(LinkAround):
         """Use a codec between nodes, see [Note: coded between nodes].
 
         Args:
-            encode: a function that encodes this rank's column, which holds the mean of the node's
-                gradients, and returns the coded link that then carries it.
+            encode: a function that encodes this rank's column, which holds the node's share
+                of the mean, and returns the coded link that then carries it.
         """
         self._encode = encode
 

@@ -1,4 +1,4 @@
 """Services of the machine: shared memory, environment variables, devices, child processes.
 
-Code that knows about process groups or gradients does not belong here.
+Code that exchanges data or knows about gradients does not belong here.
 """

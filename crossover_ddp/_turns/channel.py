@@ -42,11 +42,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from crossover_ddp._system.stores import innermost
+from crossover_ddp._system.timeouts import group_timeout_s
 from crossover_ddp.errors import TurnError
 
 from .rules import Grant, Mode
 
-UNKNOWN_TIMEOUT_S = 600.0  # the shorter of torch's defaults (10 minutes for NCCL, 30 for gloo)
 _PATIENCE_SHARE = 0.25
 _KEPT = 1024  # grants; a rank that is this far behind has left, or will not catch up
 _CHECK_EVERY = 64  # turns after which the lead rank checks that old grants were removed
@@ -60,22 +60,6 @@ _LOOPBACK = "127.0.0.1"
 # A server is kept as long as the group's store, which is destroyed with the group: other ranks may
 # use the server after rank 0 has closed its channel.
 _servers: "weakref.WeakKeyDictionary[dist.Store, dist.TCPStore]" = weakref.WeakKeyDictionary()
-
-
-def group_timeout_s(group: dist.ProcessGroup | None) -> float:
-    """Return the timeout of a group's collectives, in seconds.
-
-    This is the shortest timeout of the group's backends, or `UNKNOWN_TIMEOUT_S` if no backend has
-    one. Torch has no public function for it, so it is read from the backends' options.
-    """
-    found: list[float] = []
-    for device in getattr(group, "_device_types", ()):
-        # A device type may have no backend, and the group may not be torch's.
-        with contextlib.suppress(AttributeError, RuntimeError):
-            backend: Any = group._get_backend(device)  # type: ignore[union-attr]
-            backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-            found.append(backend.options._timeout.total_seconds())
-    return min(found, default=UNKNOWN_TIMEOUT_S)
 
 
 def patience_limit_s(group: dist.ProcessGroup | None) -> float:

@@ -20,9 +20,10 @@ from torch.distributed import ProcessGroup
 
 from crossover_ddp._system import environment
 from crossover_ddp._system.device import named_device
+from crossover_ddp._system.timeouts import group_timeout_s
 from crossover_ddp.errors import CrossoverError, SegmentError, TurnError
 
-from .channel import TurnChannel, group_timeout_s
+from .channel import TurnChannel
 from .device_order import DeviceOrder, order_on
 from .rules import Member
 from .segment import TurnSegment

@@ -187,7 +187,7 @@ class _Meter:
             block = {
                 "apart": self._apart,
                 "ranks": ranks,
-                "nodes": ranks // int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+                "nodes": _nodes(ranks),
                 "ready": [(size, ready_s - self._ready[-1][1]) for size, ready_s in self._ready],
                 "seen": _seen(self._model),
                 **means,
@@ -211,6 +211,12 @@ def _now_s(device: Any) -> float:
     if device.type != "cpu":
         getattr(torch, device.type).synchronize(device)
     return time.monotonic()
+
+
+def _nodes(ranks: int) -> int:
+    """Return the number of nodes of a job; that of its ranks if nodes have different numbers."""
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return ranks if ranks % on_node else ranks // on_node
 
 
 def _path() -> str:

@@ -156,10 +156,6 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def depends_on_torch(backend: str, world_size: int, hook: str) -> bool:
-    return backend == "gloo" and world_size == 2 and not HOOKS[hook].is_like_others
-
-
 def is_rounded(hook: str, row: Row, case: str, world_size: int, backend: Backend) -> bool:
     """Return whether results may differ from the reference within the row's tolerance."""
     if hook.startswith(ROUNDED.get(case, "-")) or (row.lossy and not backend.switches_off):
@@ -280,8 +276,7 @@ def findings(backend: str, world_size: int, hook: str) -> list[dict[str, Finding
         return error
 
 
-# On other versions of torch only two ranks run, with hooks whose path is not that of another one:
-# torch's own differences show there.
+# On other versions of torch only the small worlds run: torch's own differences show there.
 CELLS = [
     pytest.param(
         backend,
@@ -291,7 +286,7 @@ CELLS = [
         id=f"{backend}-{hook}-{case}-{world_size}",
         marks=[
             *traits.marks,
-            *([pytest.mark.torch_version] if depends_on_torch(backend, world_size, hook) else []),
+            *([pytest.mark.torch_version] if world_size <= 2 and backend == "gloo" else []),
         ],
     )
     for backend, traits in BACKENDS.items()

@@ -86,7 +86,9 @@ def test_means_and_checkpoints_may_be_asked_for_in_inference_mode(rank: int, kin
         saved.append(training.values.clone())
         training.close()
     half = len(saved) // 2
-    assert all(map(torch.equal, saved[:half], saved[half:])) or kind == "async"
+    if kind != "async":  # whose means depend on when ranks meet
+        assert all(map(torch.equal, saved[:half], saved[half:]))
+    assert all(bool(each.isfinite().all()) for each in saved)
 
 
 @pytest.mark.defect("strangers-10")

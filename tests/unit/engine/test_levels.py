@@ -18,6 +18,7 @@ from crossover_ddp._engine.journeys import Gate
 from crossover_ddp._engine.levels import TwoLevels, levels_of
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.networks import Networks
+from crossover_ddp._system.timeouts import group_timeout_s
 from tests.harness import in_ranks
 from tests.harness.inside import force_native
 from tests.harness.oracles import error_of, heard, tree_sum
@@ -131,7 +132,11 @@ def test_a_node_sends_half_of_the_tensor_in_either_half_over_its_card(
 
         exchange.begin(both, flat, "it").wait()
         torch.testing.assert_close(flat, wanted)
-        if not native:
+        if native:
+            assert {group_timeout_s(each._group()) for each in net._networks} == {
+                group_timeout_s(dist.group.WORLD)
+            }
+        else:
             sent = {peer: nbytes for each in counted for peer, nbytes in each.sent.items()}
             assert sent == {rank ^ 1: 2 * flat.nbytes // 2, rank ^ 2: 2 * flat.nbytes // 4}
 

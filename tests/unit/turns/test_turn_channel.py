@@ -17,11 +17,10 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
+from crossover_ddp._system.timeouts import UNKNOWN_TIMEOUT_S, group_timeout_s
 from crossover_ddp._turns import channel as turn_channel
 from crossover_ddp._turns.channel import (
-    UNKNOWN_TIMEOUT_S,
     TurnChannel,
-    group_timeout_s,
     patience_limit_s,
 )
 from crossover_ddp._turns.rules import Grant
