@@ -28,9 +28,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from crossover_ddp._system import torch_private
 from crossover_ddp.errors import UnsupportedConfigurationError
-
-from . import torch_private
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from crossover_ddp._system.torch_private import graph_breaks, inductor_options, lookup_backend
 from crossover_ddp.errors import UnsupportedConfigurationError
-
-from .torch_private import graph_breaks, inductor_options, lookup_backend
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

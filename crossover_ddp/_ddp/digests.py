@@ -30,10 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._system import environment
+from crossover_ddp._system import environment, torch_private
 from crossover_ddp.errors import ReplicasDifferError
 
-from . import torch_private
 from .checks import is_joined, model_of, named_parameters_of, unknown_to_ddp, weakly
 from .compiled import OwnHook, uncompiled
 

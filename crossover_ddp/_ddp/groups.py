@@ -10,10 +10,10 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
+from crossover_ddp._system.torch_private import process_group_store
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
 from .leaving import leave_together
-from .torch_private import process_group_store
 
 Value = TypeVar("Value")
 

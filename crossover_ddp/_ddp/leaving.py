@@ -31,8 +31,7 @@ from typing import Final
 import torch.distributed as dist
 
 from crossover_ddp._system.stores import innermost
-
-from .torch_private import process_group_store
+from crossover_ddp._system.torch_private import process_group_store
 
 _TOGETHER_S: Final = 10.0  # how long a rank waits for the others
 _ANSWER_S: Final = 1.0  # if the store does not answer for this long, its process is stopped

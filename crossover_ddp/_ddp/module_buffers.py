@@ -33,7 +33,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from . import torch_private
+from crossover_ddp._system import torch_private
+
 from .checks import is_joined, model_of, wants_buffers_broadcast, weakly
 from .compiled import OwnHook, uncompiled
 

@@ -24,7 +24,8 @@ from typing import Any, Final, NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
 
-from . import torch_private
+from crossover_ddp._system import torch_private
+
 from .checks import is_joined
 
 logger = logging.getLogger(__name__)

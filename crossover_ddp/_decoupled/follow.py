@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from crossover_ddp._ddp import torch_private
+from crossover_ddp._system import torch_private
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .guards import Guards

@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from crossover_ddp._ddp import torch_private
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import is_dense
 from crossover_ddp._engine.journeys import Completion
 from crossover_ddp._engine.links import Layout, Link
+from crossover_ddp._system import torch_private
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crossover_ddp._system.cuda_driver import adopt_thread
-from crossover_ddp._system.timeouts import group_timeout_s
+from crossover_ddp._system.torch_private import group_timeout_s
 
 from .journeys import (
     Begin,

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 from torch.optim import Muon
 
-from crossover_ddp._ddp import torch_private
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import copy_parts, part_of, view_of
+from crossover_ddp._system import torch_private
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .optimizer import Seal

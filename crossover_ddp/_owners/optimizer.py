@@ -48,11 +48,11 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 from torch.optim import Optimizer
 
-from crossover_ddp._ddp import torch_private
 from crossover_ddp._ddp.compiled import OwnHook, uncompiled
 from crossover_ddp._ddp.digests import fingerprint
 from crossover_ddp._engine.buckets import is_dense
 from crossover_ddp._engine.journeys import nothing
+from crossover_ddp._system import torch_private
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 Group = dict[str, Any]

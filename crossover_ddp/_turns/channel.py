@@ -39,10 +39,9 @@ from enum import IntEnum, auto
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
 
 from crossover_ddp._system.stores import innermost
-from crossover_ddp._system.timeouts import group_timeout_s
+from crossover_ddp._system.torch_private import group_timeout_s, process_group_store
 from crossover_ddp.errors import TurnError
 
 from .rules import Grant, Mode
@@ -124,7 +123,7 @@ class TurnChannel:
 
     def _connect(self, group: dist.ProcessGroup) -> dist.Store:
         try:
-            shared = _get_process_group_store(group)
+            shared = process_group_store(group)
             is_served = isinstance(innermost(shared), dist.TCPStore)
             # Use a clone, since a wait on a store blocks its other users.
             own = shared.clone() if is_served else shared

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from crossover_ddp._system import environment
 from crossover_ddp._system.device import named_device
-from crossover_ddp._system.timeouts import group_timeout_s
+from crossover_ddp._system.torch_private import group_timeout_s
 from crossover_ddp.errors import CrossoverError, SegmentError, TurnError
 
 from .channel import TurnChannel

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import sgd as torch_sgd
 
 from crossover_ddp import CrossoverState, ExchangeError, crossover_wrapper
-from crossover_ddp._ddp import torch_private
+from crossover_ddp._system import torch_private
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import in_ranks
 from tests.harness.networks import mlp

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.utils._pytree import tree_leaves
 
-from crossover_ddp._ddp import torch_private
+from crossover_ddp._system import torch_private
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp.muon_hooks import MuonState, muon_hook
 from crossover_ddp.owner_hooks import OwnerState, owner_hook

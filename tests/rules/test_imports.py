@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_tuning": {"_engine", "_ddp", "_system", "errors"},
     "gpu_mutex": {"_turns", "_system", "errors"},
     "metrics": {"_engine"},
-    "_owners": {"_engine", "_ddp", "_tuning", "errors"},
+    "_owners": {"_engine", "_ddp", "_system", "_tuning", "errors"},
     **dict.fromkeys(("_decoupled", "_kfac", "_averaging", "_compression"), BELOW),
     **{hooks: {*BELOW, f"_{hooks.removesuffix('_hooks')}"} for hooks in HOOKS},
     "auto_hooks": {*BELOW, "_decoupled", "_compression", "decoupled_hooks"},

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from crossover_ddp import UnsupportedConfigurationError
-from crossover_ddp._ddp import torch_private
 from crossover_ddp._decoupled.lazy_gradients import LazyGradient, sum_of_squares
+from crossover_ddp._system import torch_private
 from tests.unit.decoupled.decoupled_training import Training, assert_same, both, owned
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -18,7 +18,7 @@ from crossover_ddp._engine.journeys import Gate
 from crossover_ddp._engine.levels import TwoLevels, levels_of
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.networks import Networks
-from crossover_ddp._system.timeouts import group_timeout_s
+from crossover_ddp._system.torch_private import group_timeout_s
 from tests.harness import in_ranks
 from tests.harness.inside import force_native
 from tests.harness.oracles import error_of, heard, tree_sum

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from crossover_ddp._system.timeouts import UNKNOWN_TIMEOUT_S, group_timeout_s
+from crossover_ddp._system.torch_private import UNKNOWN_TIMEOUT_S, group_timeout_s
 from crossover_ddp._turns import channel as turn_channel
 from crossover_ddp._turns.channel import (
     TurnChannel,
@@ -33,7 +33,7 @@ Make = Callable[[dist.Store], list[TurnChannel]]
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Make the channels of two ranks on a store."""
-    monkeypatch.setattr(turn_channel, "_get_process_group_store", lambda group: group.store)
+    monkeypatch.setattr(turn_channel, "process_group_store", lambda group: group.store)
     made: list[TurnChannel] = []
 
     def make_channels(store: dist.Store) -> list[TurnChannel]:

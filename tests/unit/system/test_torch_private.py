@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
 import crossover_ddp
-from crossover_ddp._ddp import torch_private
 from crossover_ddp._ddp.refit import Refitter
+from crossover_ddp._system import torch_private
 
 PACKAGE = Path(crossover_ddp.__file__).parent
-HOLDER = "_ddp/torch_private.py"
+HOLDER = "_system/torch_private.py"
 # Private names of Python's standard library: named tuples, os, sys, threading.
 PYTHONS = {"_asdict", "_exit", "_fields", "_getframe", "_is_owned", "_make", "_replace"}
 # Where private names of torch stand outside of their module today. This shrinks.
@@ -33,7 +33,6 @@ ELSEWHERE = {
     "_kfac/factors.py",
     "_kfac/layers.py",
     "_kfac/settings.py",
-    "_turns/channel.py",
     "averaging_hooks.py",
     "cli/step_meter.py",
     "pipeline/chain.py",

@@ -2,7 +2,7 @@
 
 A private name may change or disappear with any release of torch. So each has a comment with its
 purpose, the damage if it is missing, and the test that guards it. All of them exist in torch 2.11
-to 2.14 unless the comment gives a version. `tests/unit/ddp/test_torch_private.py` looks each up in
+to 2.14 unless the comment gives a version. `tests/unit/system/test_torch_private.py` looks each up in
 the installed torch, and fails if a module of the package uses a private name that is not here.
 
 Functions are bound to a name without an underscore. Attributes that may be missing are strings, for
@@ -19,6 +19,7 @@ module runs in a training step.
 * DDP compares the annotations of a hook as objects. Guard: tests/conformance.
 """
 
+import contextlib
 import operator
 from collections.abc import Callable
 from typing import Any, Final
@@ -39,6 +40,27 @@ from torch.optim import optimizer as torch_optimizer
 process_group_store: Callable[[dist.ProcessGroup], dist.Store] = (
     distributed_c10d._get_process_group_store
 )
+
+UNKNOWN_TIMEOUT_S: Final = 600.0
+"""The shorter of torch's default timeouts of groups: 10 minutes for NCCL, 30 for gloo."""
+
+
+def group_timeout_s(group: dist.ProcessGroup | None) -> float:
+    """Return the timeout of a group's collectives, in seconds.
+
+    This is the shortest timeout of the group's backends, or `UNKNOWN_TIMEOUT_S` if no backend has
+    one. Torch has no public function for it, so it is read from the backends' options.
+    Guard: tests/journeys/test_devices.py.
+    """
+    found: list[float] = []
+    for device in getattr(group, "_device_types", ()):
+        # A device type may have no backend, and the group may not be torch's.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            backend: Any = group._get_backend(device)  # type: ignore[union-attr]
+            backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+            found.append(backend.options._timeout.total_seconds())
+    return min(found, default=UNKNOWN_TIMEOUT_S)
+
 
 # --- DistributedDataParallel ---
 
@@ -86,7 +108,7 @@ NEEDED_FOR_BUFFERS: Final = (
 
 # The names that `refit.py` makes a model's reducer with, as DDP's constructor and unpickling do. The
 # settings decide the sizes of its buckets. Without any of them: the model keeps its buckets.
-# Guards: tests/multiprocess/test_refit.py, tests/unit/ddp/test_torch_private.py.
+# Guards: tests/multiprocess/test_refit.py, tests/unit/system/test_torch_private.py.
 BUCKET_SETTINGS: Final = ("bucket_bytes_cap", "bucket_bytes_cap_list", "bucket_bytes_cap_default")
 PARAMETERS_FOR_REDUCER: Final = "_build_params_for_reducer"
 NAMES_FOR_REDUCER: Final = "_build_debug_param_to_name_mapping"
@@ -173,17 +195,17 @@ preserved_versions: Final[Any] = getattr(torch.autograd, "_unsafe_preserve_versi
 
 # An attribute of parameters that torch.distributed.optim updates inside of backward. Replicas with
 # such parameters are not compared. Without it: they are compared while they change.
-# Guard: tests/unit/ddp/test_torch_private.py alone.
+# Guard: tests/unit/system/test_torch_private.py alone.
 IN_BACKWARD_OPTIMIZERS: Final = "_in_backward_optimizers"
 
 # Returns whether a profiler is on. Only then do the parts of a step have spans. Without it, bool()
-# returns False: no spans. Guard: tests/unit/ddp/test_torch_private.py alone.
+# returns False: no spans. Guard: tests/unit/system/test_torch_private.py alone.
 profiler_is_on: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", bool)
 
 # --- optimizers ---
 
 # Marks that step() was called; schedulers warn if the optimizer lacks it. Without it: torch warns.
-# Guard: tests/unit/ddp/test_torch_private.py alone.
+# Guard: tests/unit/system/test_torch_private.py alone.
 STEP_WAS_CALLED: Final = "_opt_called"
 
 # The step hooks of one optimizer, and those of all optimizers. Owners refuse such hooks, since the
