@@ -5,6 +5,7 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from crossover_ddp.errors import CrossoverError
 from tests.harness import inside
 from tests.harness.campaign import IN_CAMPAIGN
 
+# The loss scale of states that want to know it.
+SCALE: ContextVar[Callable[[], float] | None] = ContextVar("SCALE", default=None)
 # Wraps a module in DDP with the hook under test. The keywords are DDP's.
 Wrap = Callable[..., DistributedDataParallel]
 Results = dict[str, torch.Tensor]
@@ -63,7 +67,15 @@ class Recorder:
 
     def forward(self, rank: int, step: int) -> torch.Tensor:
         """Return the loss on a rank's inputs of a step."""
+        self.note_pending()
         return loss_of(self.model(inputs(rank, step, next(self.model.parameters()).dtype)))
+
+    def note_pending(self) -> None:
+        """Count a forward that begins while updates are under way, which it can hide."""
+        stats = getattr(self._state, "stats", dict)()
+        vars(self.model)["pending"] = vars(self.model).get("pending", 0) + bool(
+            stats.get("deferred")
+        )
 
     def step(self, loss: torch.Tensor, max_norm: float | None = None) -> None:
         loss.backward()
@@ -183,6 +195,127 @@ def accumulation(recorder: Recorder, rank: int, step: int) -> None:
     recorder.step(recorder.forward(rank, step))
 
 
+@stepped()
+def accumulation_by_flag(recorder: Recorder, rank: int, step: int) -> None:
+    """Set DDP's attribute, as nanoGPT does instead of entering `no_sync`."""
+    recorder.model.require_backward_grad_sync = False
+    recorder.forward(rank, 10 + step).backward()
+    recorder.model.require_backward_grad_sync = True
+    recorder.step(recorder.forward(rank, step))
+
+
+@case
+def gradient_scaler(wrap: Wrap, rank: int, world_size: int) -> Results:
+    """Scale the loss. One rank overflows in a step, which all of them skip."""
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10)
+    SCALE.set(scaler.get_scale)
+    recorder = recorder_of(wrap, mlp())
+    SCALE.set(None)
+    for step in range(STEPS):
+        factor = torch.inf if step == 1 and rank == world_size - 1 else 1.0
+        scaler.scale(recorder.forward(rank, step) * factor).backward()
+        for optimizer in recorder.optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        recorder.drop()
+        recorder.results[f"step {step} scale"] = torch.tensor(scaler.get_scale())
+    return recorder.finish()
+
+
+def averaged(name: str, *, every: int) -> None:
+    """Register a case with a moving average of the model, updated in every so many steps."""
+
+    def run(wrap: Wrap, rank: int, world_size: int) -> Results:
+        recorder = recorder_of(wrap, mlp())
+        average = AveragedModel(recorder.model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for step in range(STEPS):
+            recorder.step(recorder.forward(rank, step))
+            if (step + 1) % every == 0:
+                average.update_parameters(recorder.model.module)
+        recorder.results.update(
+            (f"average {name}", value.clone()) for name, value in average.state_dict().items()
+        )
+        return recorder.finish()
+
+    run.__name__ = name
+    case(run)
+
+
+averaged("average_each_step", every=1)
+averaged("average_every_other_step", every=2)
+
+
+class Block(nn.Module):
+    """A module of our own: torch 2.11 compiles no frame of torch's layers that stand alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x).tanh()
+
+
+def compiled(name: str) -> None:
+    """Register a case in which the network, its blocks, or the DDP model are compiled."""
+
+    def run(wrap: Wrap, rank: int, world_size: int) -> Results:
+        torch._dynamo.reset()
+        network: Any = nn.Sequential(*(Block() for _ in range(DEPTH)))
+        if name == "compiled_network":
+            network = torch.compile(network, backend="aot_eager")
+        for block in network if name == "compiled_blocks" else ():
+            block.compile(backend="aot_eager")
+        # torch wants buckets of at least 1 MiB where it compiles the DDP model.
+        recorder = Recorder(wrap(network, bucket_cap_mb=1))
+        called = recorder.model
+        if name == "compiled_model":
+            called = torch.compile(called, backend="aot_eager")
+        for step in range(STEPS):
+            recorder.note_pending()
+            recorder.step(loss_of(called(inputs(rank, step))))
+        return recorder.finish()
+
+    run.__name__ = name
+    case(run)
+
+
+compiled("compiled_network")
+compiled("compiled_blocks")
+compiled("compiled_model")
+
+
+class SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
+        total = value.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return SumOverRanks.forward(context, gradient)
+
+
+class SyncNorm(nn.Module):
+    """Normalises by the statistics of all ranks' inputs, as SyncBatchNorm, which needs a GPU.
+
+    It sums over the model's own group in forward and in backward.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = len(x) * dist.get_world_size()
+        mean = SumOverRanks.apply(x.sum(0)) / count
+        variance = SumOverRanks.apply((x - mean).square().sum(0)) / count
+        return (x - mean) / (variance + 1e-5).sqrt()
+
+
+trained(
+    "synchronised_batch_norm",
+    model=lambda: nn.Sequential(*mlp(1), SyncNorm(), *mlp(1), SyncNorm(), *mlp(1)),
+)
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -200,6 +333,7 @@ class Branches(nn.Module):
 def unused_parameters(recorder: Recorder, rank: int, step: int) -> None:
     # In steps 0 and 1 the ranks use different branches. Later they agree: one branch is unused.
     left = (step + rank) % 2 == 0 if step < 2 else step == 2
+    recorder.note_pending()
     recorder.step(loss_of(recorder.model(inputs(rank, step), left=left)))
 
 

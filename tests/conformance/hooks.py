@@ -1,5 +1,6 @@
 """The hooks that must agree with plain DDP, in every setting that changes a hook's path."""
 
+import math
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -9,12 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
+    bf16_compress_hook,
     fp16_compress_hook,
 )
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 import crossover_ddp as ddp
+from tests.conformance.cases import SCALE
 from tests.conformance.reference import kfac_in_float64
 from tests.harness import inside
 from tests.multiprocess.identity_codec import Identity
@@ -58,7 +62,7 @@ class Row:
     # Makes the state and the hook. None is plain DDP.
     make: Make | None
     # DDP's options in all cases.
-    options: Mapping[str, bool] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     # Makes the optimizers, for the reference as well.
     optimizers: Callable[[nn.Module, float], list[Optimizer]] = sgd
     # The row that is the reference. None is plain DDP.
@@ -76,12 +80,22 @@ class Row:
     is_like_others: bool = False
     # Whether the state takes a mutex.
     takes_turns: bool = True
+    # Whether the state wants to know the loss scale: a line to add beside a GradScaler.
+    takes_scale: bool = False
+    # Whether updates may travel while the next forward runs.
+    defers: bool = False
+    # Whether all ranks end with the same parameters.
+    ranks_agree: bool = True
     # Whether gradients may be read before the step: always, after ``flush()``, or never.
     reads: Literal["always", "flushed", "never"] = "always"
     # The cases that the hook refuses, each with a part of its error.
     refuses: Mapping[str, str] = field(default_factory=dict)
     # The cases in which results differ, each with the reason, for the documentation.
     differs: Mapping[str, str] = field(default_factory=dict)
+    # The cases in which a line is to be added or nothing is gained, for the documentation.
+    notes: Mapping[str, str] = field(default_factory=dict)
+    # The cases that do not run here, each with the reason, for the documentation.
+    untested: Mapping[str, str] = field(default_factory=dict)
 
     def attach(self, model: DistributedDataParallel, optimizers: list[Optimizer]) -> Any:
         """Register the hook, with the mutex in `MUTEX`, and return its state.
@@ -90,8 +104,12 @@ class Row:
         """
         if self.make is None:
             return None
-        turn = {"mutex": MUTEX.get()} if self.takes_turns and MUTEX.get() else {}
-        state, hook = self.make(model, optimizers, **turn)
+        settings: dict[str, Any] = {}
+        if self.takes_turns and MUTEX.get():
+            settings["mutex"] = MUTEX.get()
+        if self.takes_scale and SCALE.get():
+            settings["loss_scale"] = SCALE.get()
+        state, hook = self.make(model, optimizers, **settings)
         model.register_comm_hook(state, hook)
         vars(model)["state"] = state
         return state
@@ -119,12 +137,31 @@ def decoupled(**settings: Any) -> Make:
     )
 
 
+def of_torch(state: Any, hook: Any) -> Make:
+    return lambda model, optimizers, **turn: (state, hook)
+
+
+def powersgd(model: Any, optimizers: list[Optimizer], **turn: Any) -> tuple[Any, Any]:
+    return PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
+    ), powerSGD_hook
+
+
 VIEWS = {"gradient_as_bucket_view": True}
 INT8 = ddp.Int8(), ddp.Int8(128)
 # The rank that does not find its model raises. The others' error is that rank's end.
 NO_SEARCH = {"model_not_found_on_one_rank": "gc.freeze"}
 NO_VIEWS = dict.fromkeys(("unused_parameters", "complex_parameters"), "gradient_as_bucket_view")
 IN_DOUBLE = {"several_dtypes": "float64"}
+# Without `state.follow` an average reads all parameters at once.
+NOT_FOLLOWED = {"average_each_step": "no gain without `state.follow(ema)`"}
+# A compiled region waits for all that it reads. Guard: tests/unit/decoupled/test_pieces.py.
+IN_PIECES = dict.fromkeys(
+    ("compiled_network", "compiled_model"),
+    "forward hides more with [`compiled`](decoupled.md#torchcompile), or with compiled blocks",
+)
+NEEDS_VIEWS = {"unused_parameters": "with `gradient_as_bucket_view=True`"}
+KNOWS_SCALE = {"gradient_scaler": "with `loss_scale=scaler.get_scale`"}
 AS_MANY_STEPS = {"joined_ranks_with_buffers": "as many steps"}
 
 KFAC: Final[dict[str, Any]] = {
@@ -158,7 +195,14 @@ HOOKS: dict[str, Row] = {
         alone(ddp.LocalSGDState, ddp.local_sgd_hook, sync_every=1),
         refuses={**AS_MANY_STEPS, **NO_SEARCH},
     ),
-    "decoupled": Row(decoupled(), options=VIEWS, reads="never", refuses=NO_SEARCH),
+    "decoupled": Row(
+        decoupled(),
+        options=VIEWS,
+        reads="never",
+        refuses=NO_SEARCH,
+        defers=True,
+        notes={**NOT_FOLLOWED, **IN_PIECES, **NEEDS_VIEWS},
+    ),
     "decoupled_and_copied": Row(decoupled(), reads="never", refuses={**NO_VIEWS, **NO_SEARCH}),
     "decoupled_and_flushed": Row(
         decoupled(), options=VIEWS, reads="flushed", is_like_others=True, refuses=NO_SEARCH
@@ -169,6 +213,7 @@ HOOKS: dict[str, Row] = {
         reads="never",
         is_like_others=True,
         refuses=NO_SEARCH,
+        notes={"average_each_step": "with `state.follow(ema)`", **IN_PIECES, **NEEDS_VIEWS},
     ),
     "compressed_by_nothing": Row(
         alone(ddp.CompressedState, ddp.compressed_hook, codec=None), is_like_others=True
@@ -191,7 +236,9 @@ HOOKS: dict[str, Row] = {
         alone(ddp.CompressedState, ddp.compressed_hook, codec=INT8),
         lossy=True,
         tolerance=2.0**20,
+        takes_scale=True,
         refuses=IN_DOUBLE,
+        notes=KNOWS_SCALE,
     ),
     "decoupled_int8": Row(
         decoupled(codec=INT8),
@@ -199,6 +246,7 @@ HOOKS: dict[str, Row] = {
         reads="never",
         like="int8",
         is_like_others=True,
+        takes_scale=True,
         refuses={**IN_DOUBLE, **NO_SEARCH},
     ),
     "kfac_of_nothing": Row(kfac_of_nothing, is_like_others=True),
@@ -210,6 +258,8 @@ HOOKS: dict[str, Row] = {
         like="kfac_in_float64",
         lossy=True,
         tolerance=2.0**12,
+        takes_scale=True,
+        notes=KNOWS_SCALE,
         refuses={
             "several_dtypes": "float16",
             **dict.fromkeys(
@@ -230,6 +280,8 @@ HOOKS: dict[str, Row] = {
         optimizers=muon_and_sgd,
         tolerance=2.0**15,  # directions are in bfloat16: about one of its epsilons
         reads="never",
+        takes_scale=True,
+        notes=KNOWS_SCALE,
         refuses={**AS_MANY_STEPS, "complex_parameters": "complex"},
         differs={"clipping": "clipping sees the parameters that are no matrices"},
     ),
@@ -239,14 +291,70 @@ HOOKS: dict[str, Row] = {
         optimizers=adamw,
         reads="never",
         refuses={**AS_MANY_STEPS, **NO_SEARCH, "complex_parameters": "complex"},
+        defers=True,
+        notes={**NOT_FOLLOWED, **IN_PIECES, **NEEDS_VIEWS},
     ),
+}
+# Only for the matrix: torch's hooks, and replicas that differ between two averages.
+OF_MATRIX: Final[dict[str, Row]] = {
+    "local_sgd": Row(
+        alone(ddp.LocalSGDState, ddp.local_sgd_hook, sync_every=2),
+        lossy=True,
+        tolerance=math.inf,
+        ranks_agree=False,
+        refuses={"unused_parameters": "find_unused_parameters"},
+        # It looks for torch's own class. Guard: tests/unit/averaging/test_averaging_state.py.
+        untested={"synchronised_batch_norm": "refused"},
+    ),
+    "fp16": Row(of_torch(None, fp16_compress_hook), lossy=True, tolerance=2.0**15),
+    "bf16": Row(of_torch(None, bf16_compress_hook), lossy=True, tolerance=2.0**18),
+    # With several buckets, or DDP's own all-reduce of a map of used parameters, ranks start
+    # all-reduces in different orders, and gloo ends the process.
+    "powersgd": Row(
+        powersgd,
+        options={"bucket_cap_mb": 25},
+        lossy=True,
+        tolerance=math.inf,
+        untested={"unused_parameters": "may end the process over gloo, as with several buckets"},
+    ),
+}
+ROWS: Final = {**HOOKS, **OF_MATRIX}
+# The columns of the matrix in the documentation.
+MATRIX: Final = {
+    "`auto_hook`": "auto",
+    "`decoupled_hook`": "decoupled",
+    "`crossover_hook`": "crossover",
+    "`compressed_hook`": "int8",
+    "`kfac_hook`": "kfac",
+    "`muon_hook`": "muon",
+    "`owner_hook`": "owners",
+    "`local_sgd_hook`": "local_sgd",
+    "torch's fp16": "fp16",
+    "torch's bf16": "bf16",
+    "PowerSGD": "powersgd",
+}
+# Its rows. Each is a situation of `cases.CASES`.
+SITUATIONS: Final = {
+    "`GradScaler`": "gradient_scaler",
+    "`clip_grad_norm_`": "clipping",
+    "EMA, each step": "average_each_step",
+    "EMA, each k steps": "average_every_other_step",
+    "accumulation, `no_sync()`": "accumulation",
+    "… `require_backward_grad_sync`": "accumulation_by_flag",
+    "`DDP(compile(net))`": "compiled_network",
+    "`compile(DDP(net))`": "compiled_model",
+    "compiled blocks": "compiled_blocks",
+    "SyncBatchNorm": "synchronised_batch_norm",
+    "bfloat16 parameters": "bfloat16_parameters",
+    "unused parameters": "unused_parameters",
+    "activation checkpointing": "reentrant_checkpointing",
 }
 # References that are not hooks of this package.
 ORACLES: Final[dict[str, Row]] = {
-    "fp16_compress_hook": Row(
-        lambda model, optimizers: (None, fp16_compress_hook), order=None, takes_turns=False
-    ),
+    "fp16_compress_hook": Row(of_torch(None, fp16_compress_hook), order=None, takes_turns=False),
     "kfac_in_float64": Row(
-        lambda model, optimizers: kfac_in_float64(model, optimizers[0], **KFAC), takes_turns=False
+        lambda model, optimizers, **scale: kfac_in_float64(model, optimizers[0], **KFAC, **scale),
+        takes_turns=False,
+        takes_scale=True,
     ),
 }

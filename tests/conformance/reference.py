@@ -1,6 +1,7 @@
 """References of hooks: plain DDP that adds gradients in the owners' order, and K-FAC in float64."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class KFACOracle:
         layers: the names of the layers to precondition.
         optimizer: its learning rates enter the clip.
         settings: those of K-FAC.
+        loss_scale: returns the factor by which the loss is multiplied.
     """
 
     def __init__(
@@ -72,10 +74,15 @@ class KFACOracle:
         layers: list[str],
         optimizer: torch.optim.Optimizer,
         settings: Settings,
+        loss_scale: Callable[[], float],
     ) -> None:
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._names = {
+            parameter: name.replace("_orig_mod.", "")  # of torch.compile
+            for name, parameter in model.named_parameters()
+        }
         self._layers = {name: model.get_submodule(name) for name in layers}
         self._optimizer = optimizer
+        self._loss_scale = loss_scale
         self._oracle = Oracle(settings, self._learning_rate)
         self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in layers}
         # The number of the latest forward of the model.
@@ -107,7 +114,7 @@ class KFACOracle:
             )
 
     def _record(self, name: str, x: Tensor, forward: int, y: Tensor) -> None:
-        self._calls[name].append((x.double().cpu(), y.double().cpu()))
+        self._calls[name].append((x.double().cpu(), y.double().cpu() / self._loss_scale()))
         self._forwards.add(forward)
         self._backwards.add(torch._C._current_graph_task_id())
 
@@ -125,11 +132,13 @@ class KFACOracle:
             of_ranks = gathered(flat)
             flat.copy_(tree_sum([each / len(of_ranks) for each in of_ranks]))
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                mean[self._names[parameter]] = gradient.double().cpu().view(parameter.shape)
+                unscaled = gradient.double().cpu() / self._loss_scale()
+                mean[self._names[parameter]] = unscaled.view(parameter.shape)
         directions = self._oracle.step_of(mean, self._factors(), self._layers)
         for bucket, future in self._buckets:
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                gradient.copy_(directions[self._names[parameter]].view_as(gradient))
+                direction = directions[self._names[parameter]] * self._loss_scale()
+                gradient.copy_(direction.view_as(gradient))
             future.set_result(bucket.buffer())
         self._buckets.clear()
 
@@ -151,10 +160,15 @@ class KFACOracle:
 
 
 def kfac_in_float64(
-    model: Any, optimizer: torch.optim.Optimizer, **settings: Any
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    loss_scale: Callable[[], float] = lambda: 1.0,
+    **settings: Any,
 ) -> tuple[Any, Any]:
     """Return the oracle and its hook, for the layers that `KFACState` would choose."""
     state = KFACState(model, optimizer, **settings)
     layers = list(state.owners)
     state.close()
-    return KFACOracle(model.module, layers, optimizer, Settings(**settings)), _answered
+    oracle = KFACOracle(model.module, layers, optimizer, Settings(**settings), loss_scale)
+    return oracle, _answered

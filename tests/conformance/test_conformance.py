@@ -15,12 +15,13 @@ other cells run as well:
 With CROSSOVER_CAMPAIGN all hooks run all cases everywhere.
 """
 
+import dataclasses
 import hashlib
 import traceback
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,10 +30,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.conformance import cases
-from tests.conformance.__main__ import table
+from tests.conformance.__main__ import matrix, table
 from tests.conformance.backends import BACKENDS, OF_LAYOUTS, SHORT, Backend
 from tests.conformance.cases import CASES, LAZY, Results, Wrap, seeded
-from tests.conformance.hooks import HOOKS, ORACLES, Row
+from tests.conformance.hooks import HOOKS, OF_MATRIX, ORACLES, ROWS, SITUATIONS, Row
 from tests.conformance.reference import adding
 from tests.harness import RankError
 from tests.harness.campaign import IN_CAMPAIGN
@@ -69,12 +70,24 @@ OF_DDP = (
     *("one_bucket", "static_graph", LAZY, "bfloat16_parameters", "buffers_recomputed_in_backward"),
     *("fewer_elements_than_ranks", "frozen_parameters", "reentrant_checkpointing"),
     *("mixed_precision_by_autocast", "failing_forward"),
+    *("compiled_network", "compiled_blocks", "compiled_model"),
 )
 # Cases whose last bits differ for some hooks, by the beginnings of the hooks' names: their states
 # compute the norm themselves, or over other buckets.
 ROUNDED = {"clipping": ("auto", "decoupled", "owners")}
-# The finding of one case with one hook: differences to its reference, and a digest of the results.
-Finding = tuple[str, str]
+
+
+class Finding(NamedTuple):
+    """The finding of one case with one hook."""
+
+    # Differences to the reference, or an exception.
+    difference: str
+    # A digest of the results that must be the same on all ranks.
+    digest: str
+    # The number of forwards that began while updates were under way.
+    pending: int
+
+
 # Results in a form that is cheap to send to another process, which tensors are not: dtype, shape,
 # bytes.
 Packed = dict[str, tuple[torch.dtype, torch.Size, Any]]
@@ -83,10 +96,11 @@ Reference = str | tuple[str | None, Callable[[nn.Module, float], list[torch.opti
 
 
 def hooks(backend: str, world_size: int) -> dict[str, Row]:
+    of_matrix = OF_MATRIX if (backend, world_size) == ("gloo", 2) else {}
     if IN_CAMPAIGN:
-        return HOOKS
+        return {**HOOKS, **of_matrix}
     if backend == "gloo":
-        return {name: HOOKS[name] for name in OF_EACH_KIND.get(world_size, HOOKS)}
+        return {name: HOOKS[name] for name in OF_EACH_KIND.get(world_size, HOOKS)} | of_matrix
     if "levels" in backend:
         of_levels = OF_LEVELS if backend == "two_levels" else OF_LEVELS_ELSEWHERE
         return {name: row for name, row in HOOKS.items() if name in of_levels}
@@ -94,10 +108,12 @@ def hooks(backend: str, world_size: int) -> dict[str, Row]:
 
 
 def cases_of(backend: str, hook: str, world_size: int) -> list[str]:
-    row = HOOKS[hook]
-    number = [*HOOKS].index(hook)
-    without = {*row.refuses, *row.differs, *BACKENDS[backend].lacks}
+    row = ROWS[hook]
+    number = [*ROWS].index(hook)
+    without = {*row.refuses, *row.differs, *row.untested, *BACKENDS[backend].lacks}
     names = [name for name in CASES if name not in without]
+    if hook in OF_MATRIX:
+        names = [name for name in names if name in SITUATIONS.values()]
     if IN_CAMPAIGN:
         return names
     if backend != "gloo":
@@ -118,25 +134,28 @@ def cases_of(backend: str, hook: str, world_size: int) -> list[str]:
 def findings_of_rank(
     rank: int, world_size: int, backend: str, hook: str, references: list[dict[str, Packed]]
 ) -> dict[str, Finding]:
-    row = HOOKS[hook]
+    row = ROWS[hook]
     found = {}
     with BACKENDS[backend].around():
         for case in cases_of(backend, hook, world_size):
             rounded = is_rounded(hook, row, case, world_size, BACKENDS[backend])
             tolerance = row.tolerance if rounded else 0.0
             try:
-                got = run_case(case, rank, world_size, row)
+                models: list[DistributedDataParallel] = []
+                got = run_case(case, rank, world_size, row, models)
                 difference = differences(got, unpack(references[rank][case]), tolerance)
-                found[case] = difference, digest(got)
+                pending = sum(vars(model).get("pending", 0) for model in models)
+                of_rank = digest(got) if row.ranks_agree else ""
+                found[case] = Finding(difference, of_rank, pending)
             except Exception:
-                found[case] = traceback.format_exc(), ""
+                found[case] = Finding(traceback.format_exc(), "", 0)
     return found
 
 
 def references_of_rank(
     rank: int, world_size: int, backend: str, reference: Reference, names: list[str]
 ) -> dict[str, Packed]:
-    row = ORDERED[reference] if isinstance(reference, tuple) else {**HOOKS, **ORACLES}[reference]
+    row = ORDERED[reference] if isinstance(reference, tuple) else {**ROWS, **ORACLES}[reference]
     with BACKENDS[backend].around():
         return {case: pack(run_case(case, rank, world_size, row)) for case in names}
 
@@ -176,13 +195,20 @@ ORDERED = {
     (order, row.optimizers): Row(
         order and (lambda *_, by=order: adding(by)), optimizers=row.optimizers
     )
-    for row in HOOKS.values()
+    for row in ROWS.values()
     for order in {each.order for each in HOOKS.values()}
 }
 
 
-def run_case(case: str, rank: int, world_size: int, row: Row) -> Results:
-    models: list[DistributedDataParallel] = []
+def run_case(
+    case: str,
+    rank: int,
+    world_size: int,
+    row: Row,
+    models: list[DistributedDataParallel] | None = None,
+) -> Results:
+    """Return the results of a case, and put its models into ``models``."""
+    models = [] if models is None else models
     with seeded(5):
         results = CASES[case](wrapping(row, models), rank, world_size)
     for model in models:
@@ -269,7 +295,7 @@ def references(backend: str, world_size: int, reference: Reference) -> list[dict
 def findings(backend: str, world_size: int, hook: str) -> list[dict[str, Finding]] | RankError:
     """Run all cases of a hook. An error is returned: it fails all tests of the hook at once."""
     try:
-        reference = reference_of(HOOKS[hook], world_size, BACKENDS[backend])
+        reference = reference_of(ROWS[hook], world_size, BACKENDS[backend])
         expected = references(backend, world_size, reference)
         return BACKENDS[backend].run(findings_of_rank, world_size, backend, hook, expected)
     except RankError as error:
@@ -302,20 +328,25 @@ def test_hook_agrees_with_plain_ddp(backend: str, world_size: int, hook: str, ca
     if isinstance(found, RankError):
         raise found
     of_ranks = [of_rank[case] for of_rank in found]
-    for rank, (difference_, _) in enumerate(of_ranks):
-        assert not difference_, f"rank {rank} differs from its reference:\n{difference_}"
-    assert len({digest_ for _, digest_ in of_ranks}) == 1, "the ranks differ from each other"
+    for rank, each in enumerate(of_ranks):
+        assert not each.difference, f"rank {rank} differs from its reference:\n{each.difference}"
+    assert len({each.digest for each in of_ranks}) == 1, "the ranks differ from each other"
+    row = ROWS[hook]
+    if row.defers and case in SITUATIONS.values():
+        gains = not row.notes.get(case, "").startswith("no gain")
+        hidden = all(each.pending for each in of_ranks)
+        assert hidden == gains, "the matrix says otherwise"
 
 
 def refused(rank: int, world_size: int, backend: str, hook: str, case: str) -> None:
     with BACKENDS[backend].around():
-        run_case(case, rank, world_size, HOOKS[hook])
+        run_case(case, rank, world_size, ROWS[hook])
 
 
 # One case for each reason for which a hook refuses cases.
 REFUSALS = {
     (hook, words): case
-    for hook, row in HOOKS.items()
+    for hook, row in ROWS.items()
     for case, words in reversed(row.refuses.items())
 }
 
@@ -335,7 +366,26 @@ def test_an_unsupported_case_is_an_error_that_names_the_reason(
         BACKENDS["gloo"].run(refused, 2, "gloo", hook, case)
 
 
-def test_the_documentation_shows_todays_table() -> None:
+NEED_VIEWS = [
+    hook for hook, row in HOOKS.items() if "bucket_view" in row.notes.get("unused_parameters", "")
+]
+
+
+def refused_without_views(rank: int, world_size: int, hook: str) -> None:
+    row = dataclasses.replace(HOOKS[hook], options={})
+    run_case("unused_parameters", rank, world_size, row)
+
+
+@pytest.mark.parametrize("hook", NEED_VIEWS)
+def test_unused_parameters_need_bucket_views(hook: str) -> None:
+    with pytest.raises(RankError, match=r"Error: .*gradient_as_bucket_view"):
+        BACKENDS["gloo"].run(refused_without_views, 2, hook)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"), [("conformance", table), ("matrix", matrix)], ids=["table", "matrix"]
+)
+def test_the_documentation_shows_todays_tables(name: str, shown: Callable[[], str]) -> None:
     page = (Path(__file__).parents[2] / "docs/loops.md").read_text()
-    shown = page.partition("<!-- conformance -->\n")[2].partition("\n<!-- /conformance -->")[0]
-    assert shown == table(), "put the output of python -m tests.conformance into docs/loops.md"
+    found = page.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[0]
+    assert found == shown(), "put the output of python -m tests.conformance into docs/loops.md"

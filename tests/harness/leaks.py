@@ -73,8 +73,15 @@ def _restore_environment(before: Mapping[str, str]) -> list[str]:
 
 
 def _threads() -> set[Any]:
-    """Return Python's threads. Dummy threads are torch's own, such as autograd's for a device."""
-    return {each for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
+    """Return Python's threads, except torch's own.
+
+    Those are dummy threads, such as autograd's for a device, and the compiler's progress bar.
+    """
+    return {
+        each
+        for each in threading.enumerate()
+        if not isinstance(each, threading._DummyThread) and each.name != "tqdm_monitor"
+    }
 
 
 def _children() -> set[Any]:
