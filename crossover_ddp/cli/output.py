@@ -16,7 +16,7 @@ USAGE: Final = 2
 INTERRUPTED: Final = 130
 """Ctrl-C was pressed. This is the exit code that shells use."""
 
-_REMOVED_OPTIONS: Final = {
+REMOVED_OPTIONS: Final = {
     "advise": ("--seconds S", "--startup S", "--verbose"),
     "doctor": ("--json", "--sweep"),
     "plan": ("--json", "--picture FILE"),
@@ -57,7 +57,7 @@ def declare(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
-    for option in _REMOVED_OPTIONS[name]:
+    for option in REMOVED_OPTIONS[name]:
         word, *value = option.split()
         parser.add_argument(
             word, action=_RemovedOption, nargs="?" if value else 0, help=argparse.SUPPRESS
