@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
+    "SECURITY.md": "security.md",
     "LICENSE": "license.md",
 }
 MODULES = (
@@ -19,6 +21,8 @@ MODULES = (
     *("averaging_hooks", "muon_hooks", "kfac_hooks"),
     *("gpu_mutex", "metrics", "pipeline", "errors"),
 )
+
+PRIVATE_NAMES = "<!-- torch's private names -->"
 
 
 def on_config(config: Any) -> Any:
@@ -54,9 +58,48 @@ def _offered(module: str) -> list[str]:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Let links to pages of the root lead to them."""
+    """Let links to pages of the root lead to them, and list torch's private names where a page asks for it."""
+    if PRIVATE_NAMES in markdown:
+        markdown = markdown.replace(PRIVATE_NAMES, _private_names())
     return re.sub(
-        r"\]\((?:\.\./)?(README\.md|CONTRIBUTING\.md|CHANGELOG\.md|LICENSE)(#[^)]*)?\)",
+        r"\]\((?:\.\./)?(README\.md|CONTRIBUTING\.md|CHANGELOG\.md|SECURITY\.md|LICENSE)(#[^)]*)?\)",
         lambda found: f"]({PAGES[found[1]]}{found[2] or ''})",
         markdown,
     )
+
+
+def _private_names() -> str:
+    """Return a table of torch's private names, with the comments on them in `torch_private.py`.
+
+    A comment is about all statements up to the next one, except functions whose docstring names a guard.
+    """
+    source = (ROOT / "crossover_ddp/_system/torch_private.py").read_text()
+    lines = source.splitlines()
+    names_by_text: dict[str, dict[str, None]] = {}
+    comment, line = "", 0
+    for node in ast.parse(source).body:
+        above = [each[2:] for each in lines[line : node.lineno - 1] if re.match("# (?!---)", each)]
+        comment, line = " ".join(above) or comment, node.end_lineno or 0
+        own = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+        text = " ".join((own if own and "Guard" in own else comment).split())
+        names_by_text.setdefault(text, {}).update(dict.fromkeys(_names_of_torch(node)))
+    rows = ["| name | purpose, and the effect if it is missing |", "|---|---|"]
+    for text, names in names_by_text.items():
+        if text and names:
+            listed = ", ".join(f"`{name}`" for name in names)
+            text = re.sub(" Guards?:.*", "", text)
+            text = re.sub(r"\b__\w+", r"`\g<0>`", text)  # else Markdown reads it as bold
+            rows.append(f"| {listed} | {text} |")
+    return "\n".join(rows)
+
+
+def _names_of_torch(node: ast.AST) -> Iterator[str]:
+    """Yield private names of torch in a statement: attributes, parts of modules, strings given to getattr."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute) and each.attr.startswith("_"):
+            yield each.attr
+        elif isinstance(each, ast.ImportFrom):
+            imported = [f"{each.module}.{alias.name}" for alias in each.names]
+            yield from [name for name in imported if "._" in name]
+        elif isinstance(each, ast.Constant) and re.fullmatch(r"[a-z_]+", str(each.value)):
+            yield each.value

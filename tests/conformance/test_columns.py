@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import io
 import re
 import signal
 import threading
@@ -64,6 +65,15 @@ ROWS = IN_COLUMNS | REPLICAS
 RESUMED |= {**ROWS, "decoupled_int8": HOOKS["decoupled_int8"]}
 
 
+def from_file(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint as torch loads it if only tensors and plain containers are accepted."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
 class SmallTraining(Recorder):
     """Trains a small model with BatchNorm, with a row's optimizers and hook."""
 
@@ -92,7 +102,7 @@ class SmallTraining(Recorder):
         else:
             optimizers = [each.state_dict() for each in self.optimizers]
             saved = {"model": self.model.module.state_dict(), "optimizer": optimizers}
-        first = [copy.deepcopy(saved)]
+        first = [from_file(saved)]
         dist.broadcast_object_list(first)
         return first[0]
 

@@ -17,11 +17,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import crossover_ddp
+from crossover_ddp._system import torch_private
 from tests.harness import documents, in_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+DOCUMENTS = [*[ROOT / page for page in ROOT_PAGES], *sorted((ROOT / "docs").glob("*.md"))]
 # The code that documents show, and whether its model is already wrapped in DDP.
 SHOWN = [
     (block, True) for path in DOCUMENTS for block in documents.blocks(path.read_text(), "python")
@@ -98,6 +100,16 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     described = set(re.findall(r'id="crossover_ddp\.\w+\.(\w+)"', text))
     assert set(crossover_ddp.__all__) - described == set()
     assert {name for name in described if name.startswith("_")} == set()
+
+
+def test_the_site_lists_torchs_private_names(site: Path) -> None:
+    text = (site / "compatibility.html").read_text()
+    for name, value in vars(torch_private).items():
+        if name.isupper() and not isinstance(value, float):
+            values = [value] if isinstance(value, str) else [*value]
+            assert [each for each in values if f"<code>{each}</code>" not in text] == [], name
+    for purpose in ("_get_process_group_store", "_zeropower_via_newtonschulz"):
+        assert f"<code>{purpose}</code>" in text
 
 
 def test_markdown_is_rendered(site: Path) -> None:
