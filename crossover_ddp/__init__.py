@@ -12,7 +12,16 @@ if TYPE_CHECKING:
         elastic_hook,
         local_sgd_hook,
     )
-    from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, Threshold, compressed_hook
+    from crossover_ddp.codecs import (
+        Codec,
+        CodecPlan,
+        CompressedState,
+        Half,
+        Int8,
+        SIDCo,
+        Threshold,
+        compressed_hook,
+    )
     from crossover_ddp.comm_hooks import (
         CrossoverState,
         crossover_hook,
@@ -36,7 +45,7 @@ if TYPE_CHECKING:
     from crossover_ddp.gpu_mutex import GPUMutex
     from crossover_ddp.kfac_hooks import KFACState, kfac_hook
     from crossover_ddp.metrics import metrics_of
-    from crossover_ddp.muon_hooks import MuonState, muon_hook
+    from crossover_ddp.muon_hooks import MuonState, muon_hook, muon_parameters
     from crossover_ddp.owner_hooks import OwnerState, owner_hook
 
 __version__ = "0.2.0"
@@ -44,6 +53,8 @@ __version__ = "0.2.0"
 __all__ = [
     "AutoState",
     "AveragingPlan",
+    "Codec",
+    "CodecPlan",
     "CompressedState",
     "CrossoverError",
     "CrossoverState",
@@ -75,6 +86,7 @@ __all__ = [
     "local_sgd_hook",
     "metrics_of",
     "muon_hook",
+    "muon_parameters",
     "owner_hook",
     "reduce_scatter_all_gather_hook",
 ]

@@ -174,7 +174,7 @@ class CrossoverState(CodedState):
             model whose process group has only some of the job's ranks takes no turns; its gradients
             travel inside the job's turns.
         codec: compress both halves of the exchange, with error feedback. Pass one codec for both
-            halves, such as ``crossover_ddp.codecs.Int8()``, or a pair (to owners, to all); see
+            halves, such as ``crossover_ddp.Int8()``, or a pair (to owners, to all); see
             `CompressedState`. Default: no codec, and the gradients are those of plain DDP.
         loss_scale: only with ``codec``: the factor by which the loss is multiplied before
             ``backward()``, or a function that returns it, such as ``scaler.get_scale``. Default 1.

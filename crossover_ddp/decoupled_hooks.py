@@ -119,7 +119,7 @@ class DecoupledState(DeferredState):
             model on this link, and later steps keep the faster way; see `deferring`. With "always"
             every step is deferred without a race. The results are the same either way.
         codec: compress both halves of the exchange, with error feedback. Pass one codec for both
-            halves, such as ``crossover_ddp.codecs.Int8()``, or a pair (to owners, to all); see
+            halves, such as ``crossover_ddp.Int8()``, or a pair (to owners, to all); see
             `CompressedState`. Parameters then differ from plain DDP's, but are equal on all ranks,
             bit for bit. Default: no codec.
         loss_scale: only with ``codec``: the factor by which the loss is multiplied before

@@ -210,7 +210,7 @@ class KFACState(HookState):
         mutex: the mutex for taking turns with sibling jobs. Solvers are computed inside the turn.
             Default: no turns.
         codec: compress gradients on their way to owners, and directions on their way back, with
-            error feedback. Pass one codec for both ways, such as ``crossover_ddp.codecs.Int8()``,
+            error feedback. Pass one codec for both ways, such as ``crossover_ddp.Int8()``,
             or a pair. Factors and everything else are not compressed. With a codec no layer is
             spread, and the first two steps are not compressed. Default: no codec.
         compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,

@@ -12,18 +12,28 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from crossover_ddp.auto_hooks import AutoState, auto_hook
-from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
-from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, compressed_hook
-from crossover_ddp.comm_hooks import (
+from crossover_ddp import (
+    AutoState,
+    CompressedState,
     CrossoverState,
     DecoupledState,
+    ElasticState,
+    Half,
+    Int8,
+    KFACState,
+    LocalSGDState,
+    MuonState,
+    SIDCo,
+    auto_hook,
+    compressed_hook,
     crossover_hook,
     decoupled_hook,
+    elastic_hook,
+    kfac_hook,
+    local_sgd_hook,
+    muon_hook,
     reduce_scatter_all_gather_hook,
 )
-from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from crossover_ddp.muon_hooks import MuonState, muon_hook
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 MakeState = Callable[[nn.Module, list[Any], argparse.Namespace], tuple[object, Hook]]

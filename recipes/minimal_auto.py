@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from crossover_ddp.auto_hooks import AutoState, auto_hook
+from crossover_ddp import AutoState, auto_hook
 
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 device = torch.device("cpu")

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
+from crossover_ddp import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 
 parser = argparse.ArgumentParser()
 parser.add_argument(

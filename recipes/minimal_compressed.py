@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
+from crossover_ddp import CompressedState, Int8, compressed_hook
 
 dist.init_process_group("gloo")
 digits = load_digits()

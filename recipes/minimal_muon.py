@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from crossover_ddp.muon_hooks import MuonState, muon_hook, muon_parameters
+from crossover_ddp import MuonState, muon_hook, muon_parameters
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint", type=Path)

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from crossover_ddp.gpu_mutex import GPUMutex
+from crossover_ddp import GPUMutex
 
 parser = argparse.ArgumentParser()
 parser.add_argument("name")

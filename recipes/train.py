@@ -25,8 +25,7 @@ import _models
 from _hooks import HOOKS
 from _job import count_steps, join_the_job, learning_rate, leave_the_job, make_optimizers, say
 from _options import parse_arguments
-from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState
-from crossover_ddp.comm_hooks import DecoupledState
+from crossover_ddp import DecoupledState, ElasticState, LocalSGDState
 from lab.meter import StepMeter, configuration, fingerprint, log_path
 
 

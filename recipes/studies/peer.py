@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' dir
 
 import train
 from _hooks import HOOKS, Hook
-from crossover_ddp.decoupled_hooks import DecoupledKFACState, decoupled_hook
-from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from crossover_ddp import DecoupledKFACState, KFACState, decoupled_hook, kfac_hook
 
 
 def preconditioner() -> Any:
