@@ -122,7 +122,7 @@ class MuonState(Owning):
     directions do not depend on the size of a gradient. `grad_norm` returns the norm of the
     matrices' mean gradients.
 
-    Only a matrix's owner has its momentum. Call `consolidate` on all ranks before
+    Only a matrix's owner has its momentum. Call `checkpoint` on all ranks before
     ``muon.state_dict()``. The state dict then has torch's own format, and can be loaded with or
     without this hook, on any number of ranks.
 
@@ -253,7 +253,7 @@ class MuonState(Owning):
     def close(self) -> None:
         """Restore torch's own Muon. Later exchanges fail.
 
-        Not collective, but call `consolidate` on all ranks first. Raises
+        Not collective, but call `checkpoint` on all ranks first. Raises
         ``UnsupportedConfigurationError`` if Muon would keep only a part of its momentum.
         """
         if self._owned_state is not None:

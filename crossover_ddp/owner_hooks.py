@@ -102,7 +102,7 @@ class OwnerState(DeferredState, Owning):
     read.
 
     After ``backward()`` the gradients are NaN, since only the owner has the mean. Clip them with
-    `clip_grad_norm_`; `flush` does not complete them. Call `consolidate` on all ranks before
+    `clip_grad_norm_`; `flush` does not complete them. Call `checkpoint` on all ranks before
     ``optimizer.state_dict()``.
 
     Args:
@@ -254,7 +254,7 @@ class OwnerState(DeferredState, Owning):
     def close(self) -> None:
         """Apply all updates, and release the optimizers and the model.
 
-        Later steps work like those of the split hook. Not collective, but call `consolidate` on all
+        Later steps work like those of the split hook. Not collective, but call `checkpoint` on all
         ranks first. It is safe to call more than once.
 
         On failure: ``UnsupportedConfigurationError`` if this rank would keep only a part of the

@@ -39,12 +39,23 @@ def on_files(files: Files, config: Any) -> Files:
         text = (ROOT / source).read_text().replace("](docs/", "](")
         files.append(File.generated(config, page, content=text))
     for module in MODULES:
-        text = f"# crossover_ddp.{module}\n\n::: crossover_ddp.{module}\n    options: {{members: {_offered(module)}}}\n"
+        path = "crossover_ddp.pipeline" if module == "pipeline" else "crossover_ddp"
+        text = f"# {module}\n\nImport these names from `{path}`.\n\n"
+        text += f"::: crossover_ddp.{module}\n    options: {{members: {_offered(module)}}}\n"
         files.append(File.generated(config, f"reference/{module}.md", content=text))
     return files
 
 
 def _offered(module: str) -> list[str]:
+    """Return the names that a page describes: those that the package offers, each on one page."""
+    names = _public(module)
+    if module == "pipeline":
+        return names
+    elsewhere = _public("decoupled_hooks") if module == "comm_hooks" else []
+    return [name for name in names if name in _public("") and name not in elsewhere]
+
+
+def _public(module: str) -> list[str]:
     """Return the names of ``__all__``, else of all public classes and functions."""
     path = ROOT / "crossover_ddp" / module
     tree = ast.parse(

@@ -94,8 +94,8 @@ class OwnedState:
         if not self.is_whole:
             raise UnsupportedConfigurationError(
                 "this rank has the optimizer's state of its own parameters only, and state_dict() "
-                "or state.close() needs all of it; call state.consolidate() or checkpoint() on all "
-                "ranks after the last step, and then state_dict() on the ranks that have the state"
+                "or state.close() needs all of it; call state.checkpoint() on all ranks after the "
+                "last step, and then state_dict() on the ranks that have the state"
             )
 
     @property

@@ -100,6 +100,11 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     described = set(re.findall(r'id="crossover_ddp\.\w+\.(\w+)"', text))
     assert set(crossover_ddp.__all__) - described == set()
     assert {name for name in described if name.startswith("_")} == set()
+    members = set(re.findall(r'id="crossover_ddp\.\w+\.\w+\.(\w+)"', text))
+    assert "checkpoint" in members
+    assert (
+        members & {"fingerprint", "meter", "exchange", "defer", "consolidate", "for_hook"} == set()
+    )
 
 
 def test_the_site_lists_torchs_private_names(site: Path) -> None:
