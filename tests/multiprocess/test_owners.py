@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -288,6 +289,11 @@ def test_ranks_get_the_bits_of_the_replicated_optimizers(
         assert is_deferred, "the gather is deferred into the next forward"
 
 
+def others_of(training: Training) -> list[nn.Parameter]:
+    matrices = {*map(id, training.model.module.matrices())}
+    return [each for each in training.model.parameters() if id(each) not in matrices]
+
+
 @in_ranks(3)
 def test_grad_norm_is_that_of_the_matrices_mean_gradients(rank: int) -> float:
     ours, theirs = training_of("muon", rank), training_of(by_owners, rank)
@@ -297,6 +303,13 @@ def test_grad_norm_is_that_of_the_matrices_mean_gradients(rank: int) -> float:
     gradients = torch.cat([matrix.grad.flatten() for matrix in theirs.model.module.matrices()])
     norm = float(ours.state.grad_norm())
     assert norm == pytest.approx(float(gradients.double().norm()), rel=1e-12)
+    # The lines of docs/muon.md that clip the other parameters by the norm of all gradients.
+    others = others_of(ours)
+    total = torch.hypot(ours.state.grad_norm(), get_total_norm(p.grad for p in others))
+    assert float(clip_grad_norm_(theirs.model.parameters(), 0.1)) == pytest.approx(float(total))
+    clip_grads_with_norm_(others, 0.1, total)
+    for mine, its in zip(others, others_of(theirs), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
     return norm
 
 
