@@ -67,10 +67,11 @@ _ARMS: Final[Mapping[str, tuple[Arm, ...]]] = {
 class AutoState(DecoupledState):
     """State of `auto_hook`: several ways to exchange gradients race, and the fastest one is kept.
 
-    The training loop stays as it is. For the first 10 to 135 steps or so, blocks of steps are
-    trained with each arm. Then all ranks keep the weakest arm within 2 % of the fastest: the one
-    that changes the training least. Rank 0 writes one line about it to stderr. If steps later become
-    a fifth slower for hundreds of steps, the arms race again.
+    The training loop stays as it is. For the first 10 to 95 steps, or up to 155 with
+    ``losses="rounded"``, blocks of steps are trained with each arm. Then all ranks keep the weakest
+    arm within 2 % of the fastest: the one that changes the training least. Rank 0 writes one line
+    about it to stderr. If steps later become a fifth slower for hundreds of steps, the arms race
+    again.
 
     Parameters and gradients may be read under the rules of `DecoupledState`.
 

@@ -84,7 +84,7 @@ def every(steps: int) -> Limit:
 
 
 PLAIN = Way("--hook none")
-# The trial of deferring takes at most 88 steps. Buckets of a sixteenth of these models suit it.
+# The trial of deferring takes at most 60 steps. Buckets of a sixteenth of these models suit it.
 DECOUPLED = Way("--hook decoupled --bucket-cap-mb 0.15", warm_up=90)
 # Torch's PowerSGD starts collectives in callbacks. On gloo those of several buckets mix.
 POWERSGD = Way("--hook powersgd --bucket-cap-mb 1000")
