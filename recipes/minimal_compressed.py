@@ -5,6 +5,8 @@
 Each rank keeps the rounding errors of its messages and adds them to its next gradient.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
@@ -14,7 +16,12 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from crossover_ddp import CompressedState, Int8, compressed_hook
 
-dist.init_process_group("gloo")
+dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+
 digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
 data = TensorDataset(images, torch.tensor(digits.target))
@@ -26,6 +33,7 @@ network = nn.Sequential(
     nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
     nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10),
 )  # fmt: skip
+network.to(device)
 model = DistributedDataParallel(network)
 state = CompressedState(codec=Int8())
 model.register_comm_hook(state, compressed_hook)  # the added lines
@@ -34,7 +42,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 for epoch in range(3):
     sampler.set_epoch(epoch)
     for inputs, labels in loader:
-        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss = nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
