@@ -1,0 +1,91 @@
+"""The code blocks of README and docs/ run as they stand, and train two ranks on gloo.
+
+`test_loops` runs those of docs/loops.md.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.harness import documents, run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    "README.md",
+    *(f"docs/{each.name}" for each in sorted((ROOT / "docs").glob("*.md"))),
+]
+ELSEWHERE = {"docs/loops.md": "tests/recipes/test_loops.py"}
+
+
+def blocks_of(page: str) -> list[str]:
+    text = (ROOT / page).read_text()
+    diffs = [documents.after(each) for each in documents.blocks(text, "diff")]
+    return [*diffs, *documents.blocks(text, "python")]
+
+
+BLOCKS = {
+    f"{page} {number}": block
+    for page in PAGES
+    if page not in ELSEWHERE
+    for number, block in enumerate(blocks_of(page), 1)
+}
+
+
+def given() -> dict[str, Any]:
+    """Return what a block may expect of the script around it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3, bias=False)
+    )
+    model = DistributedDataParallel(net)
+    return {
+        "torch": torch,
+        "DistributedDataParallel": DistributedDataParallel,
+        "net": net,
+        "network": net,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(3)],
+        "loss_function": nn.functional.cross_entropy,
+    }
+
+
+def run_block(rank: int, world_size: int, block: str) -> tuple[list[Tensor], bool]:
+    """Run a block and train. Return the parameters, and whether they have changed."""
+    names = given()
+    if "DistributedDataParallel(model)" in block:
+        names["model"] = names["net"]
+    before = [each.detach().clone() for each in names["net"].parameters()]
+    exec(compile(block, "a document", "exec"), names)
+    optimizers = {
+        id(each): each for each in names.values() if isinstance(each, torch.optim.Optimizer)
+    }
+    for inputs, labels in names["loader"]:
+        names["loss_function"](names["model"](inputs), labels).backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+    after = [each.detach().clone() for each in names["model"].parameters()]
+    return after, any(not torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("block", [each for each in BLOCKS if "pipeline" not in each])
+def test_a_block_runs_and_trains(block: str) -> None:
+    for after, has_changed in run_ranks(run_block, 2, args=(BLOCKS[block],)):
+        assert has_changed
+        assert all(bool(each.isfinite().all()) for each in after)
+
+
+def test_the_blocks_of_a_pipeline_are_the_model() -> None:
+    names: dict[str, Any] = {}
+    exec(BLOCKS["docs/pipeline.md 1"], names)
+    assert nn.Sequential(*names["blocks"]()).eval()(torch.randn(1, 3, 224, 224)).shape == (1, 1000)
+
+
+def test_every_page_with_code_is_run() -> None:
+    assert len(BLOCKS) >= 13
+    assert all((ROOT / test).exists() for test in ELSEWHERE.values())
