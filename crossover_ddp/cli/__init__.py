@@ -16,6 +16,7 @@ examples:
   crossover-ddp doctor           is this machine ready?
   crossover-ddp advise -- torchrun --nproc-per-node 2 train.py   what would make this job faster?
   crossover-ddp run -- 'torchrun train.py --lr 0.1' -- 'torchrun train.py --lr 0.2'
+  crossover-ddp run --commands sweep.txt --gpus-each 1   each job on its own GPU
   crossover-ddp status           who computes, who queues?
   crossover-ddp timeline DIR     who computed, who communicated when
   crossover-ddp plan torchvision:vgg19 --cluster c.json --microbatches 16   pipeline stages

@@ -7,9 +7,7 @@ import os
 import re
 import resource
 import shlex
-import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +17,13 @@ from crossover_ddp._system.cuda_driver import WORK_QUEUES
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp._turns.view import GROUP_NAME, Mode, look, printable
 
+from .cards import ask_nvidia_smi
 from .output import FINE, FOUND, declare
 
 _EXAMPLES = "exit codes: 0 no problem; 1 at least one; 2 wrong usage"
 _LEAST_TORCH = (2, 11)
 _LEAST_FREE_MIB = 16
 _LEAST_OPEN_FILES = 4096
-_ANSWER_S = 30.0
 _START_MPS = "nvidia-cuda-mps-control -d"
 
 Finding = tuple[str, str, str]
@@ -136,18 +134,15 @@ def _files() -> Iterator[Finding]:
 
 
 def _gpus() -> Iterator[Finding]:
-    if shutil.which("nvidia-smi") is None:
-        return
-    query = ["nvidia-smi", "--query-gpu=uuid,compute_mode", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=_ANSWER_S)
-        listed = [line for line in answer.stdout.splitlines() if line.startswith(("GPU-", "MIG-"))]
-        if answer.returncode and "No devices" not in answer.stdout:
-            raise OSError((answer.stdout or answer.stderr).partition("\n")[0])
-    except (OSError, subprocess.TimeoutExpired) as error:
+        answer = ask_nvidia_smi("--query-gpu=uuid,compute_mode", "--format=csv,noheader")
+    except OSError as error:
         finding = f"nvidia-smi does not answer: {error}"
         yield "problem", finding, "see dmesg; reload the driver, or reboot"
         return
+    if answer is None:
+        return
+    listed = [line for line in answer.splitlines() if line.startswith(("GPU-", "MIG-"))]
     pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
     mps = os.path.exists(f"{pipes}/control")
     for uuid, _, mode in (line.partition(", ") for line in listed):

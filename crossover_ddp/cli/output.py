@@ -74,6 +74,14 @@ def say(text: str) -> None:
         os.write(sys.stderr.fileno(), f"{text}\n".encode(errors="replace"))
 
 
+def duration(length_s: float) -> str:
+    """Return a length of time for people, in the largest unit of which it has two."""
+    for unit, unit_s in (("h", 3600), ("min", 60)):
+        if length_s >= 2 * unit_s:
+            return f"{length_s / unit_s:.0f} {unit}"
+    return f"{length_s:.0f} s"
+
+
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table with aligned columns."""
     table = [head, *rows]

@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import re
 import resource
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from crossover_ddp._turns.rules import Mode
-from crossover_ddp.cli import doctor
+from crossover_ddp.cli import cards, doctor
 from tests.unit.turns.mutexes import home, join_at
 
 Found = Callable[[], tuple[int, str]]
@@ -30,7 +31,7 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
             monkeypatch.delenv(name)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (10_000, 10_000))
-    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     return monkeypatch
 
 
@@ -87,8 +88,8 @@ def with_gpu(
         here = {"PATH": f"{base.parent}:{os.environ['PATH']}", "CUDA_MPS_PIPE_DIRECTORY": str(pipe)}
         for name, value in {**here, **variables}.items():
             patch.setenv(name, value)
-        patch.setattr(doctor.shutil, "which", lambda name: f"{base.parent}/{name}")
-        patch.setattr(doctor, "_ANSWER_S", 0.1 if "sleep" in driver else 30.0)
+        patch.setattr(shutil, "which", lambda name: f"{base.parent}/{name}")
+        patch.setattr(cards, "_ANSWER_S", 0.1 if "sleep" in driver else 30.0)
 
     return change
 
