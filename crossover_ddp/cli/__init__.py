@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from crossover_ddp import __version__
-from crossover_ddp.cli import advise, doctor, plan, run, status, timeline
+from crossover_ddp.cli import advise, compare, doctor, plan, run, status, timeline
 from crossover_ddp.cli.output import FINE, INTERRUPTED
 
 _EXAMPLES = """\
 examples:
   crossover-ddp doctor           is this machine ready?
   crossover-ddp advise -- torchrun --nproc-per-node 2 train.py   what would make this job faster?
+  crossover-ddp compare -- 'torchrun old.py' -- 'torchrun new.py'   did a change help?
   crossover-ddp run -- 'torchrun train.py --lr 0.1' -- 'torchrun train.py --lr 0.2'
   crossover-ddp run --commands sweep.txt --gpus-each 1   each job on its own GPU
   crossover-ddp status           who computes, who queues?
@@ -24,6 +25,7 @@ examples:
 exit codes: 0 fine; 1 something to fix, or nothing found; 2 wrong usage;
 run: see crossover-ddp run --help
 """
+_WITH_COMMANDS = ("advise", "compare", "run")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,16 +38,16 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"crossover-ddp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (status, doctor, run, timeline, advise, plan):
+    for module in (status, doctor, run, timeline, advise, compare, plan):
         module.add_parser(commands)
     return parser
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments. For ``run`` and ``advise``, the words after each ``--`` form a group."""
+    """Parse the arguments. In ``_WITH_COMMANDS``, the words after each ``--`` form a group."""
     # argparse knows only one "--", and its versions treat that one differently.
     bounds = [len(words)]
-    if words[:1] in (["run"], ["advise"]):
+    if words[:1] and words[0] in _WITH_COMMANDS:
         bounds = [place for place, word in enumerate(words) if word == "--"] + bounds
     groups = [list(words[begin + 1 : end]) for begin, end in pairwise(bounds)]
     return parser().parse_args(words[: bounds[0]], argparse.Namespace(groups=groups))

@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -22,10 +21,9 @@ from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
 from crossover_ddp._system import environment
-from crossover_ddp._system.children import SHELLS_OFFSET
 
 from . import rehearsal, step_meter
-from .jobs import ENDING, JobProcess, signals_blocked
+from .jobs import JobProcess, run_until, signals_blocked
 from .output import FINE, FOUND, USAGE, columns, declare, say, whole, write_json
 from .run import command_words
 
@@ -38,8 +36,6 @@ The script needs no hook: its steps are those of plain DDP, a hook that it regis
 exit codes: 0 there is advice, also if it is "do not bother"; 1 nothing could be measured;
 2 wrong usage
 """
-_POLL_S: Final = 0.25
-_GRACE_S: Final = 5.0
 _REHEARSAL_S: Final = 120.0
 """How long ranks may take to rehearse."""
 _WORTH: Final = 1.05
@@ -317,35 +313,44 @@ def run(arguments: argparse.Namespace) -> int:
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def measuring(directory: Path, blocks: int = 0) -> dict[str, str]:
+def metered(directory: Path, setting: str, value: object) -> dict[str, str]:
     """Copy the step meter to ``directory``, and return the variables that make a job run it.
 
-    Delete the recordings of earlier runs in that directory. After this number of ``blocks`` the job
-    rehearses each way to exchange gradients; if it is 0, it does not.
+    ``setting`` is the name of a file that the meter reads, and ``value`` its text. Delete the
+    recordings of earlier runs in that directory.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.glob("rank-*.jsonl"):
         old.unlink()
     shutil.copy(step_meter.__file__, directory / "sitecustomize.py")
-    (directory / step_meter.BLOCKS).write_text(str(blocks))
+    (directory / setting).write_text(str(value))
     path = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path}
+
+
+def measuring(directory: Path, blocks: int = 0) -> dict[str, str]:
+    """Return the variables that make a job measure itself, and record to ``directory``.
+
+    After this number of ``blocks`` the job rehearses each way to exchange gradients; if it is 0, it
+    does not.
+    """
     # With DISABLE, the states of this package leave the optimizer alone.
-    return {"PYTHONPATH": path, environment.DISABLE: "1"}
+    return {**metered(directory, step_meter.BLOCKS, blocks), environment.DISABLE: "1"}
 
 
 def _blocks(directory: Path) -> list[list[dict[str, Any]]]:
     """Return the blocks of each rank that has recorded blocks of both kinds."""
-    ranks = [[line for line in lines if "apart" in line] for lines in _recorded(directory)]
+    ranks = [[line for line in lines if "apart" in line] for lines in recorded(directory)]
     return [blocks for blocks in ranks if any(block["apart"] for block in blocks)]
 
 
 def _rehearsals(directory: Path) -> list[dict[str, float] | None]:
     """Return the rehearsal of each rank that has ended it. None stands for one that failed."""
-    lines = [line for lines in _recorded(directory) for line in lines]
+    lines = [line for lines in recorded(directory) for line in lines]
     return [line["rehearsed"] for line in lines if "rehearsed" in line]
 
 
-def _recorded(directory: Path) -> list[list[dict[str, Any]]]:
+def recorded(directory: Path) -> list[list[dict[str, Any]]]:
     """Return the lines that each rank has recorded."""
     texts = [path.read_text() for path in directory.glob("rank-*.jsonl")]
     # A line without a closing brace is still being written.
@@ -425,25 +430,22 @@ def _measured(words: Sequence[str], steps: int) -> Figures:
         job = JobProcess(words, variables, directory / "log")
         shown = 0
         end_s = math.inf
-        try:
-            while not job.supervise() and time.monotonic() < end_s:
-                came = signal.sigtimedwait(numbers, _POLL_S)
-                if came and came.si_signo in ENDING:
-                    raise SystemExit(SHELLS_OFFSET + came.si_signo)
-                done = min(wanted, min(map(len, _blocks(directory)), default=0))
-                if done > shown:
-                    say(f"{_steps(done)} of {_steps(wanted)} steps")
-                    if done == wanted:
-                        say("rehearsing each way with a stub of the model")
-                        end_s = time.monotonic() + _REHEARSAL_S
-                shown = done
-                if len(_rehearsals(directory)) >= len(_blocks(directory)) > 0:
-                    end_s = 0.0
-            code = job.code
-        finally:
-            job.finish(signal.SIGTERM, _GRACE_S)
-        ended = f"the command ended with {code} after {job.took_s:.0f} s; its last lines:"
-        how = f"{ended}\n{job.last_lines()}".rstrip()
+
+        def is_over() -> bool:
+            """Show the progress, and return whether all ranks have rehearsed."""
+            nonlocal shown, end_s
+            done = min(wanted, min(map(len, _blocks(directory)), default=0))
+            if done > shown:
+                say(f"{_steps(done)} of {_steps(wanted)} steps")
+                if done == wanted:
+                    say("rehearsing each way with a stub of the model")
+                    end_s = time.monotonic() + _REHEARSAL_S
+            shown = done
+            rehearsed = len(_rehearsals(directory)) >= len(_blocks(directory)) > 0
+            return rehearsed or time.monotonic() >= end_s
+
+        code = run_until(job, numbers, is_over)
+        how = job.how_it_ended(code)
         try:
             found = figures(directory)
         except ValueError as error:

@@ -19,7 +19,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -31,9 +31,14 @@ ENDING: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.
 PASSED_ON: Final = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 """Signals that are only passed on to jobs. Slurm can send them before an allocation ends."""
 TICK_S: Final = 0.1
+_POLL_S: Final = 0.25
+_GRACE_AFTER_S: Final = 5.0
+"""How long the processes of a job have that was ended because it was measured."""
 _GRACE_S: Final = 30.0
-_TAIL_BYTES: Final = 4096
 _TAIL_LINES: Final = 10
+_LONG_TAIL_LINES: Final = 50
+"""The lines that are shown of a log that is not kept. torchrun's own report of an error is long."""
+_LINE_BYTES: Final = 400
 # Below Linux's ephemeral ports, so that no outgoing connection takes one in the meantime.
 _NOT_EPHEMERAL: Final = range(20_000, 32_000)
 _VARIABLE: Final = re.compile(r"[A-Za-z_]\w*=")
@@ -159,10 +164,32 @@ class JobProcess(Child):
         while not self.supervise() and time.monotonic() < deadline_s:
             time.sleep(TICK_S / 10)
 
-    def last_lines(self) -> str:
+    def last_lines(self, count: int = _TAIL_LINES) -> str:
         """Return the last lines of the log, indented, or an empty string if the log is gone."""
         lines = list[str]()
         with contextlib.suppress(OSError), self.log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - count * _LINE_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
-        return "".join(f"    {line}\n" for line in lines[-_TAIL_LINES:])
+        return "".join(f"    {line}\n" for line in lines[-count:])
+
+    def how_it_ended(self, code: int | None) -> str:
+        """Return a text with the command's exit ``code``, its length and the end of its log."""
+        ended = f"the command ended with {code} after {self.took_s:.0f} s; its last lines:"
+        return f"{ended}\n{self.last_lines(_LONG_TAIL_LINES)}".rstrip()
+
+
+def run_until(job: JobProcess, numbers: Iterable[int], is_over: Callable[[], bool]) -> int | None:
+    """Let a job run until it ends or ``is_over`` returns True. Then end all its processes.
+
+    ``numbers`` are those of `signals_blocked`. Return the command's exit code, or None if it was
+    ended. Raises ``SystemExit``, with the exit code of shells, if a signal asks this process to
+    end.
+    """
+    try:
+        while not job.supervise() and not is_over():
+            came = signal.sigtimedwait(numbers, _POLL_S)
+            if came and came.si_signo in ENDING:
+                raise SystemExit(SHELLS_OFFSET + came.si_signo)
+        return job.code
+    finally:
+        job.finish(signal.SIGTERM, _GRACE_AFTER_S)

@@ -57,7 +57,7 @@ def declare(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
-    for option in REMOVED_OPTIONS[name]:
+    for option in REMOVED_OPTIONS.get(name, ()):
         word, *value = option.split()
         parser.add_argument(
             word, action=_RemovedOption, nargs="?" if value else 0, help=argparse.SUPPRESS

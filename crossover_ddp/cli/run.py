@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Final
 
 from crossover_ddp._system import environment
 from crossover_ddp._system.children import SHELLS_OFFSET
@@ -43,7 +44,8 @@ _SHELLS = re.compile(r"[|&;<>()$`\n]|(?<!\S)(?:[A-Za-z_]\w*=(?:\S*:)?)?~")
 _PLACE = re.compile(
     r"(?:--(?:rdzv|master)[-_](?:endpoint|port)[ =]|\bMASTER_PORT=)(?!(\S*:)?0'?( |$))(\S+)"
 )
-_NODES = re.compile(r"--nnodes[ =](?!1(:1)?( |$))")
+NODES: Final = re.compile(r"--nnodes[ =](?!1(:1)?( |$))")
+"""Matches the commands of jobs that span several nodes."""
 _AT_ONCE = 2
 _NOT_STARTED = 126  # the exit code of shells
 
@@ -263,7 +265,7 @@ class _Runner:
         up from a port that all of them know: ``MASTER_PORT``, or torchrun's default.
         """
         first = os.environ.get("MASTER_PORT", "")
-        if not first and _NODES.search(shlex.join(words)):
+        if not first and NODES.search(shlex.join(words)):
             first = "29500"
         is_known = first.isdecimal()
         port = int(first) + self._started - 1 if is_known else next(self._free_ports)

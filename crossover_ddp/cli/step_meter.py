@@ -1,9 +1,9 @@
 """Times the steps of any script that trains with DistributedDataParallel.
 
-`crossover-ddp advise` copies this file to ``sitecustomize.py`` in a directory, and puts that
-directory first on the script's PYTHONPATH. So Python runs the copy when it starts. The copy writes
-its recordings to the same directory. It imports this package only after the last block, and only if
-the script's Python has it.
+`crossover-ddp advise` and `compare` copy this file to ``sitecustomize.py`` in a directory, and put
+that directory first on the script's PYTHONPATH. So Python runs the copy when it starts. The copy
+writes its recordings to the same directory. It imports this package only for `advise`, after the
+last block, and only if the script's Python has it.
 
 [Note: blocks of steps]
 DDP forms its buckets in the first few steps. After that, two kinds of blocks alternate. In the
@@ -20,8 +20,17 @@ gradient is the mean over ranks. Our design.
 The number of blocks is in the file `BLOCKS`. Before the first training forward behind the last
 block, ranks rehearse each way to exchange gradients; see `rehearsal.py`.
 All of them come to this forward, as its backward exchanges gradients.
+
+[Note: time alone]
+If there is a file `WINDOW`, as for `compare`, steps are timed and nothing else is changed. The file
+has two numbers: how many steps are skipped, and how many are timed after these. The clock is read at
+the begin and the end of this window only, each time with an idle device. A step is a forward whose
+backward exchanges gradients. In a process without DDP, it is a step of the optimizer. Step hooks
+would make decoupled training stop deferring, so the optimizer's step is counted at the point that
+torch has for its profiler.
 """
 
+import atexit
 import functools
 import gc
 import importlib.abc
@@ -31,6 +40,8 @@ import os
 import re
 import sys
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 WARM_UP_STEPS = 5
@@ -39,8 +50,11 @@ BLOCKS = "blocks"
 """The file with the number of blocks after which ranks rehearse."""
 # If more backwards in a row than this belong to other models, one of those is measured instead.
 _PATIENCE = 2 * BLOCK_STEPS
+WINDOW = "window"
+"""The file with the steps to skip and to time; see [Note: time alone]."""
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _DDP = "torch.nn.parallel.distributed"
+_OPTIMIZER = "torch.optim.optimizer"
 
 
 _SUMMED = ("backward_s", "met_s", "wire_s", "bytes", "forwards", "processor_s")
@@ -349,14 +363,120 @@ def _watch(ddp: Any) -> None:
     ddp._post_forward = post_forward_measured
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Patches DDP and gradient clipping when `import torch` imports their modules."""
+# --- time alone -----------------------------------------------------------------------------------
 
-    def __init__(self) -> None:
-        self._patches = {
+
+class _Timer:
+    """Times a window of steps; see [Note: time alone].
+
+    The first model or optimizer that reaches the end of the window is the one that is timed.
+
+    Args:
+        skip: the number of steps before the window.
+        steps: the number of steps in the window.
+    """
+
+    def __init__(self, skip: int, steps: int) -> None:
+        self._skip = skip
+        self._steps = steps
+        # The number of steps that each model or optimizer has done.
+        self._done = weakref.WeakKeyDictionary[Any, int]()
+        # When the window of each model or optimizer began.
+        self._begun_s = weakref.WeakKeyDictionary[Any, float]()
+        self._has_ddp = False
+        self._is_over = False
+        # For a script that ends before the window does.
+        atexit.register(self._write_count)
+
+    def begin_forward(self, model: Any) -> None:
+        """Count a forward whose backward exchanges gradients. The steps before it are done."""
+        import torch
+
+        if torch.is_grad_enabled() and model.require_backward_grad_sync:
+            self._has_ddp = True
+            self._count(model, self._done.get(model, -1) + 1)
+
+    def end_step(self, optimizer: Any) -> None:
+        """Count a step of an optimizer, if this process has no DDP model."""
+        if not self._has_ddp:
+            self._count(optimizer, self._done.get(optimizer, 0) + 1)
+
+    def _count(self, owner: Any, done: int) -> None:
+        self._done[owner] = done
+        if self._is_over:
+            return
+        if done == self._skip:
+            self._write({"begun": done})
+            self._begun_s[owner] = _idle_s()
+        elif done == self._skip + self._steps and owner in self._begun_s:
+            self._is_over = True
+            self._write({"step_s": (_idle_s() - self._begun_s[owner]) / self._steps})
+
+    def _write_count(self) -> None:
+        if self._done and not self._is_over:
+            self._write({"steps": max(self._done.values()) + self._has_ddp})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with open(os.path.join(_HERE, f"rank-{os.getpid()}.jsonl"), "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _idle_s() -> float:
+    """Wait until the GPU that this process uses has finished, and return the time."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.monotonic()
+
+
+def _time_forwards(ddp: Any, timer: _Timer) -> None:
+    pre_forward = ddp._pre_forward
+
+    @functools.wraps(pre_forward)
+    def pre_forward_timed(self: Any, *inputs: Any, **options: Any) -> Any:
+        timer.begin_forward(self)
+        return pre_forward(self, *inputs, **options)
+
+    ddp._pre_forward = pre_forward_timed
+
+
+def _time_optimizers(optimizer: Any, timer: _Timer) -> None:
+    step_code = optimizer._optimizer_step_code
+
+    @functools.wraps(step_code)
+    def step_code_timed(self: Any) -> None:
+        timer.end_step(self)
+        step_code(self)
+
+    optimizer._optimizer_step_code = step_code_timed
+
+
+# --- patching -------------------------------------------------------------------------------------
+
+
+def _patches() -> dict[str, Callable[[Any], None]]:
+    """Return a function for each module of torch that is patched."""
+    try:
+        with open(os.path.join(_HERE, WINDOW)) as file:
+            skip, steps = map(int, file.read().split())
+    except FileNotFoundError:
+        return {
             _DDP: lambda module: _watch(module.DistributedDataParallel),
             "torch.nn.utils.clip_grad": _note_clipping,
         }
+    timer = _Timer(skip, steps)
+    return {
+        _DDP: lambda module: _time_forwards(module.DistributedDataParallel, timer),
+        _OPTIMIZER: lambda module: _time_optimizers(module.Optimizer, timer),
+    }
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Patches modules of torch when `import torch` imports them."""
+
+    def __init__(self) -> None:
+        self._patches = _patches()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if (patch := self._patches.pop(name, None)) is None:

@@ -465,17 +465,26 @@ def test_the_users_own_sitecustomize_still_runs(tmp_path: Path) -> None:
 # Its child has left the session, as torchrun's workers do. Both ignore SIGTERM.
 STUBBORN = "trap '' TERM; setsid sleep 99 & echo $! >$0; sleep 99; sleep 99"
 IMPATIENT = """
-from crossover_ddp.cli import advise, main
-advise._GRACE_S = 0.5
+from crossover_ddp.cli import jobs, main
+jobs._GRACE_AFTER_S = 0.5
 raise SystemExit(main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_measured_job(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "command", "more"),
+    [
+        (signal.SIGINT, "advise", []),
+        (signal.SIGTERM, "advise", []),
+        (signal.SIGINT, "compare", ["--", "true"]),
+    ],
+)
+def test_a_signal_ends_the_measured_job(
+    number: signal.Signals, command: str, more: list[str], tmp_path: Path
+) -> None:
     noted = tmp_path / "pid"
     process = subprocess.Popen(
-        [sys.executable, "-c", IMPATIENT, "advise", "--", "bash", "-c", STUBBORN, str(noted)],
+        [sys.executable, "-c", IMPATIENT, command, "--", "bash", "-c", STUBBORN, str(noted), *more],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
     )
     try:

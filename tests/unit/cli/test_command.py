@@ -10,11 +10,19 @@ import pytest
 from crossover_ddp import cli
 
 ROOT = Path(__file__).resolve().parents[3]
-COMMANDS = ("status", "doctor", "run", "timeline", "advise", "plan")
+COMMANDS = ("status", "doctor", "run", "timeline", "advise", "compare", "plan")
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["nonsense"], ["run", "--at-once", "0"], ["plan"], ["advise", "--steps", "3"]]
+    "words",
+    [
+        [],
+        ["nonsense"],
+        ["run", "--at-once", "0"],
+        ["plan"],
+        ["advise", "--steps", "3"],
+        ["compare", "--rounds", "1"],
+    ],
 )
 def test_wrong_usage_shows_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
