@@ -389,6 +389,7 @@ def test_each_way_is_rehearsed_after_the_last_block(tmp_path: Path, rank: int) -
 
     step_meter._Meter._send = counted  # type: ignore[method-assign]
     for kind in (watched(tmp_path), DistributedDataParallel):
+        torch.nn.parallel.DistributedDataParallel = kind  # for the stubs as well
         torch.manual_seed(1)
         model = kind(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
