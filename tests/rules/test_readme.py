@@ -1,6 +1,6 @@
-"""The README and docs/ are correct: Python blocks run, links have targets, the site is complete.
+"""The README and docs/ are correct: links have targets, the site is complete.
 
-tests/recipes/test_loops.py runs the diffs of docs/loops.md, tests/recipes/test_documents.py the
+tests/recipes/test_snippets.py and test_loops.py run the code that they show, test_documents.py the
 commands.
 """
 
@@ -9,48 +9,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import crossover_ddp
 from crossover_ddp._system import torch_private
-from tests.harness import documents, in_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 DOCUMENTS = [*[ROOT / page for page in ROOT_PAGES], *sorted((ROOT / "docs").glob("*.md"))]
-# The code that documents show, and whether its model is already wrapped in DDP.
-SHOWN = [
-    (block, True) for path in DOCUMENTS for block in documents.blocks(path.read_text(), "python")
-]
-SHOWN += [(documents.after(diff), False) for diff in documents.blocks(README, "diff")]
-
-
-@pytest.mark.parametrize(("source", "wrapped"), SHOWN)
-@in_ranks(1)
-def test_code_in_the_documentation_runs(source: str, wrapped: bool) -> None:
-    """It runs where a reader would paste it: behind a model, a loader and an optimizer."""
-    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    names: dict[str, Any] = {
-        "torch": torch,
-        "net": network,
-        "model": DistributedDataParallel(network) if wrapped else network,
-        "loader": [(torch.randn(4, 3), torch.randint(2, (4,))) for _ in range(3)],
-        "loss_function": nn.CrossEntropyLoss(),
-        "optimizer": torch.optim.SGD(network.parameters(), lr=0.1),
-        "device": torch.device("cpu"),
-        "DistributedDataParallel": DistributedDataParallel,
-    }
-    exec(compile(source, "README.md", "exec"), names)
-    for images, labels in names["loader"]:  # the reader's loop, which stays as it is
-        names["loss_function"](names["model"](images), labels).backward()
-        names["optimizer"].step()
-        names["optimizer"].zero_grad()
 
 
 def broken_links(document: Path) -> Iterator[str]:
