@@ -1,10 +1,14 @@
 """Shared by the foreign loops: the document's blocks, a small training, and a record of a run."""
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,14 +16,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from crossover_ddp import DecoupledState, GPUMutex, decoupled_hook
+import crossover_ddp
+from crossover_ddp import AutoState, DecoupledState, GPUMutex, decoupled_hook
 from crossover_ddp.comm_hooks import _mutexes
 from tests.harness import documents
 from tests.harness.networks import mlp
+from tests.harness.waiting import eventually
 from tests.multiprocess.compressed_training import digest
 
 _DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "loops.md").read_text()
 WIDTH = 8
+STEPS = 4  # of each rank in an epoch
+KILLED_IN = STEPS + 2
 
 
 def diffs(heading: str) -> list[str]:
@@ -71,7 +79,7 @@ class Run:
     turns: int = 0
     # Whether all mutexes were closed at the end.
     has_left: bool = False
-    state: DecoupledState | None = None
+    state: Any = None
     # For each forward, whether the model was in training mode, and whether it ran inside a turn.
     forwards: list[tuple[bool, bool]] = field(default_factory=list)
 
@@ -115,9 +123,54 @@ def watched(model: nn.Module, run: Run | None = None) -> Iterator[Run]:
     handle = nn.modules.module.register_module_forward_pre_hook(note)
     yield run
     handle.remove()
-    run.weights = [value.detach().clone() for value in model.state_dict().values()]
+    run.weights += [value.detach().clone() for value in model.state_dict().values()]
     run.turns = sum(mutex.stats()["turns"] for mutex in mutexes())
     run.has_left = all(mutex.disabled_because == "closed" for mutex in mutexes())
     for mutex in mutexes():
         mutex.close()
-    print(f"\nweights {digest(run.weights)}", flush=True)
+    # Running statistics differ between ranks.
+    print(f"\nweights {digest([each.detach() for each in model.parameters()])}", flush=True)
+
+
+@contextlib.contextmanager
+def deferring() -> Iterator[None]:
+    """Let an ``AutoState(optimizer)`` of a document defer from the start, without a race."""
+    with patch.object(crossover_ddp, "AutoState", partial(AutoState, arms=("deferred",))):
+        yield
+
+
+@dataclass
+class Job:
+    """A training.
+
+    It is "plain", without the hook, or "whole", or "killed" in its second epoch, or "resumed".
+    """
+
+    name: str
+    directory: Path
+    losses: list[float] = field(default_factory=list)
+
+    def loss(self, output: torch.Tensor) -> torch.Tensor:
+        return self.note(square(output))
+
+    def note(self, loss: torch.Tensor) -> torch.Tensor:
+        """Record the loss. Kill this process after step `KILLED_IN`, when both ranks are there."""
+        self.losses.append(loss.item())
+        if self.name == "killed" and len(self.losses) == KILLED_IN:
+            (self.directory / f"killed-{os.environ['RANK']}").touch()
+            assert eventually(lambda: len([*self.directory.glob("killed-*")]) == 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+    @property
+    def resume(self) -> bool:
+        return self.name == "resumed"
+
+    def run(self, heading: str, names: dict[str, Any]) -> None:
+        """Execute the document's diff under a heading: its result, or if "plain" its begin."""
+        (diff,) = diffs(heading)
+        own = {"resume": self.resume, "path": self.directory, "first_epoch": int(self.resume)}
+        shown(
+            documents.before(diff) if self.name == "plain" else documents.after(diff),
+            {**own, **names},
+        )

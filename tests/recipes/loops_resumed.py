@@ -5,12 +5,9 @@ See loops_worker.py.
 
 import argparse
 import os
-import signal
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -20,57 +17,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import LocalSGDState, local_sgd_hook
 from tests.harness import documents
-from tests.harness.waiting import eventually
+from tests.recipes import loops_one_job
 from tests.recipes.loops_common import (
+    STEPS,
+    Job,
     Run,
     batches,
+    deferring,
     diffs,
     network,
     sgd,
     shown,
-    square,
     train,
     watched,
 )
-
-STEPS = 4  # of each rank in an epoch
-KILLED_IN = STEPS + 2
-
-
-@dataclass
-class Job:
-    """A training.
-
-    It is "plain", without the hook, or "whole", or "killed" in its second epoch, or "resumed".
-    """
-
-    name: str
-    directory: Path
-    losses: list[float] = field(default_factory=list)
-
-    def loss(self, output: torch.Tensor) -> torch.Tensor:
-        """Record the loss. Kill this process after step `KILLED_IN`, when both ranks are there."""
-        loss = square(output)
-        self.losses.append(loss.item())
-        if self.name == "killed" and len(self.losses) == KILLED_IN:
-            (self.directory / f"killed-{os.environ['RANK']}").touch()
-            assert eventually(lambda: len([*self.directory.glob("killed-*")]) == 2)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return loss
-
-    @property
-    def resume(self) -> bool:
-        return self.name == "resumed"
-
-    def run(self, heading: str, names: dict[str, Any]) -> None:
-        """Execute the document's diff under a heading: its result, or if "plain" its begin."""
-        (diff,) = diffs(heading)
-        own = {"resume": self.resume, "path": self.directory, "first_epoch": int(self.resume)}
-        shown(
-            documents.before(diff) if self.name == "plain" else documents.after(diff),
-            {**own, **names},
-        )
-
 
 IMAGENET = """
 def main_worker(args):
@@ -242,10 +202,32 @@ def distributed_checkpoint(job: Job) -> None:
     job.run("torch.distributed.checkpoint", {**names, "train": partial(train, loss=job.loss)})
 
 
+def torchvision(job: Job) -> None:
+    (diff,) = diffs("torchvision's references")
+    with deferring():
+        loops_one_job.torchvision(job, "" if job.name == "plain" else diff)
+
+
+def nanogpt(job: Job) -> None:
+    source = documents.patched(loops_one_job.NANOGPT, diffs("nanoGPT")[1])
+    loops_one_job.nanogpt(
+        job, loops_one_job.without_hook(source) if job.name == "plain" else source
+    )
+
+
 LOOPS = {
-    each.__name__: each for each in (imagenet, timm, lightning, accelerate, distributed_checkpoint)
+    each.__name__: each
+    for each in (
+        imagenet,
+        timm,
+        lightning,
+        accelerate,
+        distributed_checkpoint,
+        torchvision,
+        nanogpt,
+    )
 }
-WITH_PLAIN = ("timm", "distributed_checkpoint")
+WITH_PLAIN = ("timm", "distributed_checkpoint", "torchvision", "nanogpt")
 OWN_GROUP = ("accelerate",)  # made by the loop itself
 
 

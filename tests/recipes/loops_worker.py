@@ -21,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import decoupled_hook
 from tests.harness import documents
-from tests.recipes import loops_resumed
+from tests.recipes import loops_one_job, loops_resumed
 from tests.recipes.loops_common import (
     Run,
     batches,
+    deferring,
     diffs,
     evaluate,
     network,
@@ -158,7 +159,49 @@ def timm() -> None:
         assert run.inside_turns(training=False) == [run is hooked] * 3
 
 
-LOOPS = {each.__name__: each for each in (accelerate, trainer, lightning, compiled, timm)}
+def torchvision() -> None:
+    dist.init_process_group("gloo")
+    train = functools.partial(loops_one_job.torchvision, loops_resumed.Job("", Path.cwd()))
+    (diff,) = diffs("torchvision's references")
+    plain = train("")
+    with deferring():
+        for each in (diff, diff.replace("state.follow(model_ema)", "pass")):
+            run = train(each)
+            run.assert_like(plain)
+            assert run.deferred > 0
+    clipped = train("", clip=0.01)
+    assert not torch.equal(clipped.weights[0], plain.weights[0])
+    train(diff, clip=0.01).assert_like(clipped, rtol=1e-5, atol=1e-7)
+
+
+def nanogpt() -> None:
+    dist.init_process_group("gloo")
+    train = functools.partial(loops_one_job.nanogpt, loops_resumed.Job("", Path.cwd()))
+    auto, muon = (
+        documents.patched(loops_one_job.NANOGPT, diff).replace("inductor", "aot_eager")
+        for diff in diffs("nanoGPT")
+    )
+    compiling = "if compile:\n    model = torch.compile(model) # requires PyTorch 2.0\n"
+    assert compiling in muon
+    outside = muon.replace(compiling, "").replace("raw_model", compiling + "raw_model", 1)
+    with patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+        for compiles in (False, True):
+            plain = train(loops_one_job.NANOGPT, compile=compiles)
+            with deferring():
+                run = train(auto, compile=compiles)
+            run.assert_like(plain)
+            assert run.deferred > 0
+        clipped = train(loops_one_job.without_hook(muon), clip=0.1, compile=True)
+        for source in (muon, outside):
+            train(source, clip=0.1, compile=True).assert_like(clipped)
+    clipped = train(loops_one_job.NANOGPT, clip=0.1)
+    train(auto, clip=0.1).assert_like(clipped, rtol=1e-5, atol=1e-7)
+
+
+LOOPS = {
+    each.__name__: each
+    for each in (accelerate, trainer, lightning, compiled, timm, torchvision, nanogpt)
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

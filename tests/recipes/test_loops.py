@@ -32,7 +32,18 @@ LOOPS = {
     "timm": ["timm"],
     "imagenet": [],
     "distributed_checkpoint": [],
+    "torchvision": [],
+    "nanogpt": [],
 }
+SAVING = (
+    "accelerate",
+    "lightning",
+    "timm",
+    "imagenet",
+    "distributed_checkpoint",
+    "torchvision",
+    "nanogpt",
+)
 
 
 def work(loop: str, phase: str, directory: Path) -> list[str]:
@@ -48,7 +59,7 @@ def work(loop: str, phase: str, directory: Path) -> list[str]:
 def test_a_loop_with_the_documents_lines_trains_and_resumes(loop: str, tmp_path: Path) -> None:
     if any(importlib.util.find_spec(package) is None for package in LOOPS[loop]):
         pytest.skip(f"needs {LOOPS[loop]}: pip install '.[loops]'")
-    saves = loop in ("accelerate", "lightning", "timm", "imagenet", "distributed_checkpoint")
+    saves = loop in SAVING
     printed = work(loop, "killed" if saves else "", tmp_path)
     first, second = (re.findall("^weights .*", each, re.M) for each in printed)
     assert first == second
@@ -61,6 +72,6 @@ def test_a_loop_with_the_documents_lines_trains_and_resumes(loop: str, tmp_path:
         )
         assert "killed" not in before
         whole = before["whole"]
-        assert len({*whole}) == len(whole) in (8, 12)
+        assert len({*whole}) == len(whole) in (8, 12, 13)
         assert after["resumed"] == whole[4:]
         assert before.get("plain", whole) == whole
