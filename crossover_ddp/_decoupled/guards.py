@@ -19,11 +19,12 @@ down. All our functions that traced code may call are disabled for dynamo.
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
-from types import CodeType
-from typing import Any, cast
+from types import CodeType, FrameType
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -33,6 +34,11 @@ from crossover_ddp._ddp.compiled import OwnHook, Region, uncompiled
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 Entry = nn.Parameter | None
+# More than there are between a guard's callback and ``zero_grad``, in any version of torch.
+_FRAMES_TO_ZERO_GRAD: Final = 16
+_ZERO_GRAD: Final = {
+    inspect.unwrap(each.zero_grad).__code__ for each in (nn.Module, torch.optim.Optimizer)
+}
 Reads = Callable[[Iterable[torch.Tensor | None]], None]
 
 
@@ -297,6 +303,22 @@ class Guards:
         variables = vars(entry)
         variables["_compiled_call_impl"] = entered
         self._regions.callback(restore)
+
+
+def drops_gradients() -> bool:
+    """Return whether ``zero_grad()`` of a model or an optimizer is among the nearest callers.
+
+    It lists all parameters, but reads none of their values. Hugging Face's Trainer calls the
+    model's, and Fabric that of an optimizer of its own with the same parameter groups.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_TO_ZERO_GRAD):
+        if frame is None:
+            return False
+        if frame.f_code in _ZERO_GRAD:
+            return bool(frame.f_locals.get("set_to_none"))
+        frame = frame.f_back
+    return False
 
 
 # --- compiled code -----------------------------------------------------------------------------

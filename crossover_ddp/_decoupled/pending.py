@@ -54,7 +54,7 @@ from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .forward_turn import ForwardTurn
-from .guards import Guards, called_by_compiled_code, compiled_modules
+from .guards import Guards, called_by_compiled_code, compiled_modules, drops_gradients
 from .lazy_gradients import Cut, LazyGradients, Scaling, SquareSums, plain_of
 
 logger = logging.getLogger(__name__)
@@ -527,7 +527,7 @@ class Pending:
         self.listeners: OrderedDict[int, Callable[[Sequence[torch.Tensor]], object]] = OrderedDict()
         self._early_reads = _Often(
             "parameters or the optimizer's state are read between optimizer.step() and the next "
-            "forward (a moving average, model.zero_grad() instead of optimizer.zero_grad(), ...): "
+            "forward (a moving average, model.zero_grad(set_to_none=False), ...): "
             "correct, but updates wait for the network; for an average call state.follow(average)"
         )
         self._early_looks = _Often(
@@ -946,6 +946,8 @@ class Pending:
             if parameter is not None:
                 self.forward_reads.note(parameter)
                 if (found := self.awaiting_read.get(id(parameter))) is not None:
+                    if found.is_due and drops_gradients():
+                        return
                     with self.lock:
                         if found.is_due and self.phase is not Phase.FORWARD:
                             self._early_reads.note(self.steps)

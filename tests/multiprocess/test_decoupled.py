@@ -142,6 +142,25 @@ def test_gradients_without_bucket_views_are_those_of_plain_ddp_after_forward(ran
     assert torch.equal(end(one), end(plain))
 
 
+@in_ranks(2)
+def test_gradients_that_others_drop_leave_updates_pending(rank: int) -> None:
+    """Hugging Face's Trainer drops them by the model, and Fabric by an optimizer of its own."""
+    one, plain = (training_of(way, rank) for way in ("decoupled", None))
+    for step in range(8):
+        for training in (one, plain):
+            training.backward(step)
+            training.optimizer.step()
+            pending = training.is_pending
+            if step % 2:
+                torch.optim.Optimizer.zero_grad(training.optimizer)
+            else:
+                training.model.zero_grad(set_to_none=step != 6)
+            assert training.is_pending == (pending and step != 6)
+            assert step == 6 or all(p.grad is None for p in training.held)
+    assert one.state.stats()["steps_deferred"] > 4
+    assert torch.equal(end(one), end(plain))
+
+
 def train(training: Training, verdict: bool | None = None) -> tuple[list[float], list[bool]]:
     """Return losses, and for each step whether it was deferred.
 

@@ -1,11 +1,11 @@
 """Shared by the foreign loops: the document's blocks, a small training, and a record of a run."""
 
 import contextlib
+import importlib.util
 import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +28,11 @@ _DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "loops.md").read_tex
 WIDTH = 8
 STEPS = 4  # of each rank in an epoch
 KILLED_IN = STEPS + 2
+
+
+if importlib.util.find_spec("lightning") is None:  # the same code under its other name
+    _DOCUMENT = _DOCUMENT.replace("lightning.pytorch", "pytorch_lightning")
+    _DOCUMENT = _DOCUMENT.replace("lightning.fabric", "lightning_fabric")
 
 
 def diffs(heading: str) -> list[str]:
@@ -133,9 +138,16 @@ def watched(model: nn.Module, run: Run | None = None) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def deferring() -> Iterator[None]:
+def deferring(run: Run | None = None) -> Iterator[None]:
     """Let an ``AutoState(optimizer)`` of a document defer from the start, without a race."""
-    with patch.object(crossover_ddp, "AutoState", partial(AutoState, arms=("deferred",))):
+
+    def state(optimizer: torch.optim.Optimizer) -> AutoState:
+        made = AutoState(optimizer, arms=("deferred",))
+        if run is not None:
+            run.state = made
+        return made
+
+    with patch.object(crossover_ddp, "AutoState", state):
         yield
 
 

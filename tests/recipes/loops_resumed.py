@@ -85,7 +85,7 @@ def imagenet(job: Job) -> None:
 TIMM = """
 def main(start_epoch):
     if True:
-        task.prepare_distributed(device_ids=[device])
+        task.prepare_distributed(device_ids=[device], broadcast_buffers=not args.no_ddp_bb)
     if start_epoch > 0:
         scheduler.step(start_epoch)
     try:
@@ -107,8 +107,8 @@ def timm(job: Job) -> None:
     run_timm(job, "" if job.name == "plain" else diff)
 
 
-def run_timm(job: Job, diff: str) -> Run:
-    """Train with ``--opt muon`` in timm's task. Timm's functions save and resume it."""
+def run_timm(job: Job, diff: str, opt: str = "muon") -> Run:
+    """Train in timm's task, whose average follows AdamW. Timm's functions save and resume it."""
     from timm.models import VisionTransformer, resume_checkpoint
     from timm.optim import create_optimizer_v2
     from timm.scheduler import create_scheduler_v2
@@ -126,7 +126,9 @@ def run_timm(job: Job, diff: str) -> Run:
     }
     vit = VisionTransformer(**shape)
     task = ClassificationTask(vit, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
-    optimizer = create_optimizer_v2(vit, opt="muon", lr=0.01)
+    optimizer = create_optimizer_v2(vit, opt=opt, lr=0.01)
+    if opt != "muon":
+        task.setup_ema(decay=0.9)
     start_epoch, directory = 0, str(job.directory)
     if job.resume:
         start_epoch = resume_checkpoint(
@@ -139,6 +141,7 @@ def run_timm(job: Job, diff: str) -> Run:
             job.loss(task.get_trainable_module()(torch.randn(2, 3, 8, 8))).backward()
             optimizer.step()
             optimizer.zero_grad()
+            task.update_ema(step=epoch * STEPS + step)
 
     def validate(model: nn.Module) -> None:
         with torch.inference_mode():
@@ -147,6 +150,7 @@ def run_timm(job: Job, diff: str) -> Run:
 
     names = {
         "start_epoch": start_epoch,
+        "args": argparse.Namespace(no_ddp_bb=False, model_ema=task.has_ema()),
         "device": None,
         "model": vit,
         "train_one_epoch": train_one_epoch,
@@ -161,15 +165,17 @@ def run_timm(job: Job, diff: str) -> Run:
             get_trainable_module=task.get_trainable_module,
         ),
     }
-    with watched(vit) as run:
+    run = Run()
+    with watched(vit, run):
         shown(documents.patched(TIMM, diff), names)
+        if task.has_ema():
+            average = task.get_trainable_module(ema=True)
+            run.weights += [each.clone() for each in average.state_dict().values()]
     return run
 
 
 def lightning(job: Job) -> None:
-    import pytorch_lightning
-
-    from tests.recipes.loops_lightning import Module
+    from tests.recipes.loops_lightning import PACKAGE, Module
 
     (diff,) = diffs("Lightning's checkpoints")
     source = documents.after(diff)
@@ -177,11 +183,27 @@ def lightning(job: Job) -> None:
         source = source.replace("val_loader)", "val_loader, ckpt_path=path)")
     options = {"default_root_dir": job.directory, "enable_progress_bar": False}
     loader, path = batches(), next(job.directory.rglob("*.ckpt"), None)
-    with patch.object(pytorch_lightning, "Trainer", partial(pytorch_lightning.Trainer, **options)):
+    with patch.object(PACKAGE, "Trainer", partial(PACKAGE.Trainer, **options)):
         shown(
             source,
             {"model": Module(job.loss), "train_loader": loader, "val_loader": loader, "path": path},
         )
+
+
+def fabric(job: Job) -> None:
+    model = network()
+    shifted = [(inputs + int(os.environ["RANK"]),) for (inputs,) in batches(8)]
+    names = {
+        "model": model,
+        "optimizer": sgd(model),
+        "loader": shifted,
+        "loss_function": job.loss,
+        "path": job.directory / "checkpoint.pt",
+    }
+    run = Run()
+    with deferring(run):
+        job.run("Fabric", names)
+    assert job.name == "plain" or run.deferred > 0
 
 
 def accelerate(job: Job) -> None:
@@ -221,14 +243,15 @@ LOOPS = {
         imagenet,
         timm,
         lightning,
+        fabric,
         accelerate,
         distributed_checkpoint,
         torchvision,
         nanogpt,
     )
 }
-WITH_PLAIN = ("timm", "distributed_checkpoint", "torchvision", "nanogpt")
-OWN_GROUP = ("accelerate",)  # made by the loop itself
+WITH_PLAIN = ("timm", "distributed_checkpoint", "torchvision", "nanogpt", "fabric")
+OWN_GROUP = ("accelerate", "fabric")  # made by the loop itself
 
 
 def run(loop: str, phase: str, directory: Path) -> None:

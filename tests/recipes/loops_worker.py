@@ -9,17 +9,20 @@ and "resumed". Or it is the name of both.
 
 import functools
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import decoupled_hook
+from crossover_ddp import auto_hook
+from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import documents
 from tests.recipes import loops_one_job, loops_resumed
 from tests.recipes.loops_common import (
@@ -50,25 +53,31 @@ def accelerate() -> None:
 
     accelerator = accelerate.Accelerator
 
-    def train(source: str, **ddp: Any) -> Run:
-        model = network()
+    def train(source: str, run: Run | None = None, **ddp: Any) -> Run:
+        model, run = network(), run or Run()
         names = {"model": model, "loader": batches(), "loss_function": square, "evaluate": evaluate}
         kwargs = [DistributedDataParallelKwargs(**ddp)]
         made = functools.partial(accelerator, kwargs_handlers=kwargs) if ddp else accelerator
-        with watched(model) as run, patch.object(accelerate, "Accelerator", made):
-            shown(source, {"optimizer": sgd(model), "hook": run.hook, **names})
+        with watched(model, run), patch.object(accelerate, "Accelerator", made):
+            shown(source, {"optimizer": sgd(model), **names})
         return run
 
     (diff,) = diffs("Accelerate")
-    source = documents.before(diff)
-    plain = train(source)
-    takes_turns(train(documents.after(diff)), plain)
+    source, hooked = documents.before(diff), documents.after(diff)
+    plain, run = train(source), Run()
+    with deferring(run):
+        train(hooked, run).assert_like(plain)
+    assert run.deferred > 0
+    takes_turns(train(as_sibling(hooked)), plain)
     # The document warns of this: the hook is not run. Without a state it would fail.
-    train(source, comm_hook=decoupled_hook).assert_like(plain)
-    hooking = source.replace("for epoch", "hook(model, optimizer.optimizer)\nfor epoch")
-    decoupled = train(hooking, gradient_as_bucket_view=True)
-    decoupled.assert_like(plain)
-    assert decoupled.deferred > 0
+    train(source, comm_hook=auto_hook).assert_like(plain)
+
+
+def as_sibling(source: str) -> str:
+    """Return a loop with turns in the place of `AutoState`, and a pause for evaluation."""
+    source = re.sub(r"AutoState\(.*?\)", "CrossoverState()", source)
+    source = source.replace("AutoState", "CrossoverState").replace("auto_hook", "crossover_hook")
+    return re.sub(r"^( *)evaluate", r"\1with state.paused(): evaluate", source, flags=re.M)
 
 
 def trainer() -> None:
@@ -87,22 +96,42 @@ def trainer() -> None:
         "report_to": "none",
         "disable_tqdm": True,
     }
-    arguments = transformers.TrainingArguments(os.getcwd(), learning_rate=0.01, **options)
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     config = transformers.LlamaConfig(num_hidden_layers=1, attention_dropout=0.1, **sizes)
 
-    def train(source: str) -> Run:
+    def train(source: str, run: Run | None = None, **more: Any) -> Run:
+        arguments = transformers.TrainingArguments(
+            os.getcwd(), learning_rate=0.01, **{**options, **more}
+        )
         torch.manual_seed(3)
-        model = transformers.LlamaForCausalLM(config)
-        with watched(model) as run:
+        model, run = transformers.LlamaForCausalLM(config), run or Run()
+        with watched(model, run):
             shown(
                 source,
                 {"model": model, "arguments": arguments, "train_set": data, "eval_set": data},
             )
         return run
 
-    (diff,) = diffs("Hugging Face Trainer")
-    takes_turns(train(documents.after(diff)), train(documents.before(diff)))
+    auto, turns = diffs("Hugging Face Trainer")
+    plain = train(documents.before(turns))
+    takes_turns(train(documents.after(turns)), plain)
+    # Clipping's norm has another order of additions.
+    for more, tolerance in (({}, {"rtol": 1e-5, "atol": 1e-7}), ({"max_grad_norm": 0.0}, {})):
+        run = Run()
+        with deferring(run):
+            train(documents.after(auto), run, **more)
+        run.assert_like(train(documents.before(auto), **more) if more else plain, **tolerance)
+        assert run.deferred > 0
+    used = documents.after(auto).replace("arguments.ddp", "unused")
+    with pytest.raises(UnsupportedConfigurationError, match="gradient_as_bucket_view"):
+        train(used)
+    for old, new in (
+        ("AutoState(self.optimizer.optimizer)", "CompressedState(Int8())"),
+        ("AutoState, auto_hook", "CompressedState, Int8, compressed_hook"),
+        ("auto", "compressed"),
+    ):
+        used = used.replace(old, new)
+    train(used)
 
 
 def lightning() -> None:
@@ -129,34 +158,41 @@ def compiled() -> None:
     dist.init_process_group("gloo")
 
     names = {"torch": torch, "DistributedDataParallel": DistributedDataParallel}
-    names |= {"train": lambda model: train(model, sgd(model), batches(8))}
     with patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
         for diff in diffs("torch.compile"):  # inside of DDP, and outside
             runs, graphs = [], []
             for source in (documents.before(diff), documents.after(diff)):
                 model = _Compiled()
+                optimizer = sgd(model)
+                names |= {"train": functools.partial(train, optimizer=optimizer, loader=batches(8))}
                 torch._dynamo.reset()
                 counters.clear()
-                with watched(model) as run:
-                    shown(source, {**names, "model": model})
+                with watched(model) as run, deferring(run):
+                    shown(source, {**names, "model": model, "optimizer": optimizer})
                 runs.append(run)
                 graphs.append(counters["stats"]["unique_graphs"])
             runs[1].assert_like(runs[0])
-            assert runs[1].turns == 4
+            assert runs[1].deferred > 0
             assert graphs[1] == graphs[0] > 0
 
 
 def timm() -> None:
-    """Run the line after timm's ``prepare_distributed``, in a loop of timm's functions."""
+    """Run the lines after timm's ``prepare_distributed``, in a loop of timm's functions."""
     dist.init_process_group("gloo")
     job = loops_resumed.Job("", Path.cwd())
-    plain, hooked, pausing = (
-        loops_resumed.run_timm(job, diff) for diff in ("", *diffs("timm")[:2])
-    )
-    for run, inside in ((hooked, 11), (pausing, 9)):
+    auto, turns, _ = diffs("timm")
+    train = functools.partial(loops_resumed.run_timm, job, opt="adamw")
+    plain = train("")
+    run = Run()
+    with deferring(run):
+        train(auto).assert_like(plain)
+    assert run.deferred > 0
+    unpaused = turns.replace("state.paused()(validate)", "validate")
+    for diff, inside in ((unpaused, 11), (turns, 9)):
+        run = train(diff)
         run.assert_like(plain)
         assert (run.turns, sum(run.inside_turns(training=True))) == (12, inside)
-        assert run.inside_turns(training=False) == [run is hooked] * 3
+        assert run.inside_turns(training=False) == [diff is unpaused] * 3
 
 
 def torchvision() -> None:

@@ -112,3 +112,37 @@ def test_two_programs_take_turns() -> None:
         assert "'turns': 4" in output
         assert "'disabled_because': None" in output
     assert any(int(re.findall(r"'handovers': (\d+)", output)[0]) > 0 for output in outputs)
+
+
+def test_snapshots_are_evaluated_beside_their_training(tmp_path: Path) -> None:
+    script, group = RECIPES / "minimal_evaluation.py", {"CROSSOVER_GROUP": uuid.uuid4().hex}
+    own = {"environment": group, "cwd": tmp_path, "forked": True}
+    with (
+        spawn_script(script, 1, args=["evaluate"], **own) as evaluation,
+        spawn_script(script, 2, args=["train"], **own) as training,
+    ):
+        trained = losses(training.wait(TIMEOUT_S)[0])
+        (beside,) = evaluation.wait(TIMEOUT_S)
+    with spawn_script(script, 1, args=["evaluate"], **own) as evaluation:
+        (alone,) = evaluation.wait(TIMEOUT_S)
+    metrics = re.findall(r"^epoch \d+: \d+ of 360 right$", beside, re.MULTILINE)
+    assert len(metrics) == 3
+    assert metrics == re.findall(r"^epoch .*", alone, re.MULTILINE)
+    assert len({*metrics}) > 1
+    assert "'turns': 18" in beside
+    assert "'disabled_because': None" in beside
+    (snapshots,) = tmp_path.iterdir()
+    with spawn_script(
+        script,
+        2,
+        args=["train", "--snapshots", "others"],
+        environment=PLAIN,
+        cwd=tmp_path,
+        forked=True,
+    ) as training:
+        assert losses(training.wait(TIMEOUT_S)[0]) == trained
+    for path in snapshots.iterdir():
+        with_turns, without = (
+            torch.load(each / path.name) for each in (snapshots, tmp_path / "others")
+        )
+        assert all(torch.equal(with_turns[name], without[name]) for name in without)
