@@ -5,6 +5,7 @@ The package ``lightning`` contains the code of ``pytorch_lightning``, which is u
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -57,6 +58,12 @@ def lightning() -> None:
     unused = strategy(find_unused_parameters=True, gradient_as_bucket_view=True)
     train(hooked, strategy=unused).assert_like(plain)
 
+    resumed = hooked.replace("val_loader)", "val_loader, ckpt_path=path)")
+    with deferring():
+        train(hooked, max_epochs=1, default_root_dir="first")
+        train(resumed).assert_like(plain)
+
+    train(hooked, precision="bf16-mixed").assert_like(train(source, precision="bf16-mixed"))
     options = {"gradient_clip_val": 0.01, "accumulate_grad_batches": 2}
     clipped = train(source, **options)
     assert not torch.equal(plain.weights[0], clipped.weights[0])
@@ -87,5 +94,7 @@ def train(source: str, run: Run | None = None, **options: Any) -> Run:
 
     made = PACKAGE.Trainer
     with watched(module.network, run), patch.object(PACKAGE, "Trainer", trainer):
-        shown(source, {"model": module, "train_loader": loader, "val_loader": loader})
+        path = next(Path("first").rglob("*.ckpt"), None)
+        names = {"model": module, "train_loader": loader, "val_loader": loader, "path": path}
+        shown(source, names)
     return run

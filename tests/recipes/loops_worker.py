@@ -120,8 +120,13 @@ def trainer() -> None:
         run = Run()
         with deferring(run):
             train(documents.after(auto), run, **more)
-        run.assert_like(train(documents.before(auto), **more) if more else plain, **tolerance)
+        expected = train(documents.before(auto), **more) if more else plain
+        run.assert_like(expected, **tolerance)
         assert run.deferred > 0
+    resuming = 'trainer.train(resume_from_checkpoint="checkpoint-2")'
+    with deferring():
+        used = documents.after(auto).replace("trainer.train()", resuming)
+        train(used, **more).assert_like(expected)
     used = documents.after(auto).replace("arguments.ddp", "unused")
     with pytest.raises(UnsupportedConfigurationError, match="gradient_as_bucket_view"):
         train(used)
@@ -131,7 +136,9 @@ def trainer() -> None:
         ("auto", "compressed"),
     ):
         used = used.replace(old, new)
-    train(used)
+    compressed = train(used)
+    assert not torch.equal(compressed.weights[0], plain.weights[0])
+    compressed.assert_like(plain, rtol=0.0, atol=0.05)
 
 
 def lightning() -> None:
