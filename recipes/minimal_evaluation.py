@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from crossover_ddp.comm_hooks import CrossoverState, crossover_hook
+from crossover_ddp import CrossoverState, crossover_hook
 from crossover_ddp.gpu_mutex import GPUMutex
 
 parser = argparse.ArgumentParser()
