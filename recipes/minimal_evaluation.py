@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from crossover_ddp import CrossoverState, crossover_hook
-from crossover_ddp.gpu_mutex import GPUMutex
+from crossover_ddp import CrossoverState, GPUMutex, crossover_hook
 
 parser = argparse.ArgumentParser()
 parser.add_argument("role", choices=["train", "evaluate"])
