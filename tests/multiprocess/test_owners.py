@@ -346,7 +346,7 @@ def test_a_part_of_the_state_is_never_saved(rank: int, way: str, count: int) -> 
     """After consolidation to rank 1 rank 0 refuses to save; after the next step rank 1 does."""
     training = Training(way, rank).run(2)
     for refused in (training.optimizer.state_dict, training.state.close):
-        with pytest.raises(UnsupportedConfigurationError, match=r"call state\.consolidate\(\)"):
+        with pytest.raises(UnsupportedConfigurationError, match=r"call state\.checkpoint\(\)"):
             refused()
     with pytest.raises(ValueError, match="expected 0 <= to < 2"):
         training.state.consolidate(to=2)
@@ -355,10 +355,10 @@ def test_a_part_of_the_state_is_never_saved(rank: int, way: str, count: int) -> 
         assert len(training.optimizer.state_dict()["state"]) == count
         training.run(1)
     else:
-        with pytest.raises(UnsupportedConfigurationError, match=r"call state\.consolidate\(\)"):
+        with pytest.raises(UnsupportedConfigurationError, match=r"call state\.checkpoint\(\)"):
             training.optimizer.state_dict()
         training.run(1)
-    with pytest.raises(UnsupportedConfigurationError, match=r"call state\.consolidate\(\)"):
+    with pytest.raises(UnsupportedConfigurationError, match=r"call state\.checkpoint\(\)"):
         training.optimizer.state_dict()
 
 
