@@ -166,7 +166,15 @@ class Words(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
 
     def configure_optimizers(self, decay: float, rate: float, betas: Any, _: str) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=rate, betas=betas, weight_decay=decay)
+        """Return AdamW with nanoGPT's groups: only tensors of two or more dimensions decay."""
+        groups = [
+            {
+                "params": [p for p in self.parameters() if (p.dim() >= 2) == decays],
+                "weight_decay": by,
+            }
+            for decays, by in ((True, decay), (False, 0.0))
+        ]
+        return torch.optim.AdamW(groups, lr=rate, betas=betas)
 
 
 def nanogpt(job: Job, source: str, *, compile: bool = False, clip: float = 0.0) -> Run:
@@ -220,14 +228,26 @@ def nanogpt(job: Job, source: str, *, compile: bool = False, clip: float = 0.0) 
     with watched(net) as run:
         shown(source.replace(", device_ids=[ddp_local_rank]", ""), names)
     run.state = names.get("state")
+    if "muon" in names:
+        assert _decays(names.get("adamw") or names["optimizer"]) == [(1, 0.1), (2, 0.0)]
+        assert _decays(names["muon"]) == [(2, 0.1)]
     return run
+
+
+def _decays(optimizer: torch.optim.Optimizer) -> list[tuple[int, float]]:
+    """Return the number of parameters and the weight decay of each group."""
+    return [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
 
 
 def without_hook(source: str) -> str:
     """Return a loop with Muon as it trains by plain DDP. It clips the same parameters."""
-    hookless = re.sub(r"^ +(state = |model.register_comm).*\n", "", source, flags=re.M)
-    return (
-        hookless.replace("state.checkpoint([muon, optimizer], to=0)", "None")
-        .replace("saved['optimizer']", "[muon.state_dict(), optimizer.state_dict()]")
-        .replace("clip_grad_norm_(model.parameters(), ", "clip_grad_norm_(others, ")
-    )
+    lines = r"    if iter_num % eval_interval == 0:\n        saved = .*\n| +(state = |model.register_comm).*\n"
+    hookless = re.sub(rf"^({lines})", "", source, flags=re.M)
+    return hookless.replace(
+        "saved['optimizer']", "[muon.state_dict(), optimizer.state_dict()]"
+    ).replace("clip_grad_norm_(model.parameters(), ", "clip_grad_norm_(others, ")
+
+
+def with_adamw(source: str) -> str:
+    """Return a loop whose ``optimizer`` is named ``adamw``."""
+    return re.sub(r"(?<!')\boptimizer\b", "adamw", source)

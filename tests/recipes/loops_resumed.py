@@ -231,7 +231,7 @@ def torchvision(job: Job) -> None:
 
 
 def nanogpt(job: Job) -> None:
-    source = documents.patched(loops_one_job.NANOGPT, diffs("nanoGPT")[1])
+    source = documents.patched(loops_one_job.NANOGPT, diffs("nanoGPT")[2])
     loops_one_job.nanogpt(
         job, loops_one_job.without_hook(source) if job.name == "plain" else source
     )

@@ -220,10 +220,12 @@ def torchvision() -> None:
 def nanogpt() -> None:
     dist.init_process_group("gloo")
     train = functools.partial(loops_one_job.nanogpt, loops_resumed.Job("", Path.cwd()))
+    one_job, hook, added = diffs("nanoGPT")
     auto, muon = (
         documents.patched(loops_one_job.NANOGPT, diff).replace("inductor", "aot_eager")
-        for diff in diffs("nanoGPT")
+        for diff in (one_job, added)
     )
+    own = loops_one_job.with_adamw(loops_one_job.without_hook(muon))
     compiling = "if compile:\n    model = torch.compile(model) # requires PyTorch 2.0\n"
     assert compiling in muon
     outside = muon.replace(compiling, "").replace("raw_model", compiling + "raw_model", 1)
@@ -235,7 +237,7 @@ def nanogpt() -> None:
             run.assert_like(plain)
             assert run.deferred > 0
         clipped = train(loops_one_job.without_hook(muon), clip=0.1, compile=True)
-        for source in (muon, outside):
+        for source in (muon, outside, documents.patched(own, hook)):
             train(source, clip=0.1, compile=True).assert_like(clipped)
     clipped = train(loops_one_job.NANOGPT, clip=0.1)
     train(auto, clip=0.1).assert_like(clipped, rtol=1e-5, atol=1e-7)
