@@ -197,7 +197,7 @@ def _auto(measured: Measured) -> Iterator[Passage]:
     ]
     yield Passage(
         README,
-        "1 Gbit/s, M/C 0.8: {} (small buckets alone: {}); 500 Mbit/s: {}; 250 Mbit/s: {}. "
+        "1 Gbit/s, M/C 0.75: {} (small buckets alone: {}); 500 Mbit/s: {}; 250 Mbit/s: {}. "
         "ConvNeXt-atto, RegNetY-002, 1 Gbit/s: {}, {} |",
         [first, buckets, *slower, *others],
         AUTO,
@@ -213,13 +213,13 @@ def _auto(measured: Measured) -> Iterator[Passage]:
 
 def _rounded(measured: Measured) -> Iterator[Passage]:
     rounded = _on_links(measured, '`losses="rounded"`')
-    yield Passage(README, '`losses="rounded"` | ViT-tiny: {}; {}; {} |', rounded, AUTO)
+    yield Passage(README, '`losses="rounded"` | ViT-tiny, same links: {}; {}; {} |', rounded, AUTO)
     yield Passage(MEASUREMENTS, '… `losses="rounded"` | same | {}; {}; {} |', rounded, AUTO)
     for way, column in {
         "`fp16_compress_hook`": "`fp16_compress_hook`",
-        "PowerSGD, rank 2: other losses": "PowerSGD, rank 2",
+        "PowerSGD, rank 2 (losses differ)": "PowerSGD, rank 2",
     }.items():
-        text = f"torch's {way} | ViT-tiny: {{}}; {{}}; {{}} |"
+        text = f"torch's {way} | ViT-tiny, same links: {{}}; {{}}; {{}} |"
         yield Passage(README, text, _on_links(measured, column), AUTO)
 
     def slow(column: str) -> list[str]:
