@@ -137,8 +137,8 @@ def _arithmetic() -> Iterator[Passage]:
     crossover, deferred, half, int8 = (1.05 / method.reached - 1 for method in METHODS)
     yield Passage(
         CHOOSING,
-        "two siblings gain 5 % from N/C {} on at the earliest, torch's fp16 from {}, decoupled "
-        "training from {} and `Int8()` from {}.",
+        "a gain of 5 % needs at least N/C {} with two siblings, {} with torch's fp16, {} with "
+        "decoupled training and {} with `Int8()`.",
         listed([crossover, half, deferred, int8]).split(", "),
         ARITHMETIC,
     )
