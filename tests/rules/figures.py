@@ -502,6 +502,6 @@ def _costs(measured: Measured) -> Iterator[Passage]:
     idle, idle_most = measured.said("Codecs", "`Int8()` {} to {} ms per MiB of gradients")
     (busy,) = measured.said("Codecs", "40 ms for 21 MiB, {} ms per MiB.")
     yield Passage(
-        "docs/codecs.md", "cost {} to {} ms of an idle core", [idle, idle_most], NO_COMMAND
+        "docs/codecs.md", "costs {} to {} ms of an idle core", [idle, idle_most], NO_COMMAND
     )
     yield Passage(CHOOSING, "0.6 to {} ms of processor for each MiB", [busy], NO_COMMAND)
