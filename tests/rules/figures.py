@@ -468,13 +468,13 @@ def _gpu(measured: Measured) -> Iterator[Passage]:
         listed(int8 + int8_8).split(", "),
         GPU,
     )
-    yield Passage(
-        "docs/gpu.md",
-        "turns under MPS {} and {} over gloo, {} over NCCL with eight queues ({} without); MPS alone "
-        "{} and {}, {} with eight queues ({}); turns alone {} over gloo.",
-        listed(turns_gloo + turns8 + turns + side_gloo + side8 + side + turns_alone).split(", "),
-        GPU,
-    )
+    for label, gloo, nccl in (
+        ("turns under MPS", turns_gloo, turns + turns8),
+        ("MPS alone", side_gloo, side + side8),
+    ):
+        figures = listed(gloo + nccl).split(", ")
+        yield Passage("docs/gpu.md", f"| {label} | {{}} | {{}} | {{}} | {{}} |", figures, GPU)
+    yield Passage("docs/gpu.md", "| turns alone, without MPS | {} |", [listed(turns_alone)], GPU)
     # The bound of two equal jobs, from C, M and the steps per second of one of them.
     for label, text, each in (
         ("gloo, MPS; 8 queues", "0.90 of the bound, {} over gloo", turns_gloo),
