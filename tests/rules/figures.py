@@ -52,8 +52,8 @@ class Measured:
     def __init__(self, document: str) -> None:
         self._document = document
 
-    def rows(self, heading: str) -> Iterator[dict[str, str]]:
-        """Yield the rows of all tables under a heading, by column."""
+    def rows(self, heading: str, key: str = "") -> Iterator[dict[str, str]]:
+        """Yield the rows of all tables under a heading that have the column ``key``, if given."""
         columns: list[str] = []
         for line in section(self._document, heading).splitlines():
             cells = [each.strip() for each in line.strip("|").split("|")]
@@ -62,14 +62,16 @@ class Measured:
             elif not columns:
                 columns = cells
             elif set(cells) != {"---"}:
-                yield dict(zip(columns, cells, strict=True))
+                row = dict(zip(columns, cells, strict=True))
+                if not key or key in row:
+                    yield row
 
     def cell(self, heading: str, row: str, column: str) -> list[float]:
         """Return the numbers of one cell. Its row begins with ``row``."""
         found = [
             each[column]
-            for each in self.rows(heading)
-            if column in each and " | ".join(each.values()).startswith(row)
+            for each in self.rows(heading, column)
+            if " | ".join(each.values()).startswith(row)
         ]
         if len(found) != 1:
             raise ValueError(
@@ -198,7 +200,12 @@ def _auto(measured: Measured) -> Iterator[Passage]:
         [first, buckets, *slower, *others],
         AUTO,
     )
-    yield Passage(MEASUREMENTS, "its best arm | {}; {}, **missed**; {} |", [first, *slower], AUTO)
+    yield Passage(
+        MEASUREMENTS,
+        "its best arm | 1 Gbit/s: {}; 500 Mbit/s: {}, **missed**; 250 Mbit/s: {} |",
+        [first, *slower],
+        AUTO,
+    )
     yield Passage(
         CHOOSING,
         "Small buckets alone gained {} at M/C 0.4",
@@ -210,7 +217,12 @@ def _auto(measured: Measured) -> Iterator[Passage]:
 def _rounded(measured: Measured) -> Iterator[Passage]:
     rounded = _on_links(measured, '`losses="rounded"`')
     yield Passage(README, '`losses="rounded"` | ViT-tiny, same links: {}; {}; {} |', rounded, AUTO)
-    yield Passage(MEASUREMENTS, '… `losses="rounded"` | same | {}; {}; {} |', rounded, AUTO)
+    yield Passage(
+        MEASUREMENTS,
+        "its best arm | 1 Gbit/s: {}; 500 Mbit/s: {}; 250 Mbit/s: {} |",
+        rounded,
+        AUTO,
+    )
     for way, column in {
         "`fp16_compress_hook`": "`fp16_compress_hook`",
         "PowerSGD, rank 2 (losses differ)": "PowerSGD, rank 2",
@@ -225,10 +237,12 @@ def _rounded(measured: Measured) -> Iterator[Passage]:
     int8, sidco, power, fp16 = (
         slow(n) for n in ("`Int8()`", "`SIDCo(0.01)`", "PowerSGD, rank 2 (torch)", "fp16 (torch)")
     )
-    yield Passage(MEASUREMENTS, "3.1 at 3 and more | {}, **missed**; {} |", int8, CODECS)
-    yield Passage(
-        MEASUREMENTS, "as fast | {}, {}; **{}, {}**, missed; {}, {} |", sidco + power + fp16, CODECS
-    )
+    for text, each in (
+        ("3.1 at M/C 3 and more | convnet: {}, **missed**; ViT: {} |", int8),
+        ("as fast as PowerSGD | convnet: {}, ViT: {}, both **missed** |", sidco),
+        ("PowerSGD: **{}, {}**; fp16: {}, {} |", power + fp16),
+    ):
+        yield Passage(MEASUREMENTS, text, each, CODECS)
 
 
 def _nodes(measured: Measured) -> Iterator[Passage]:
@@ -245,13 +259,14 @@ def _nodes(measured: Measured) -> Iterator[Passage]:
         [listed(deferred), listed(int8)],
         NODES,
     )
-    pairs = (
+    by_rate = (
         f"{value:.2f}" for at_rate in zip(split, int8, deferred, strict=True) for value in at_rate
     )
     yield Passage(
         MEASUREMENTS,
-        "| 1.0; 3; 1.2 | {}; {}; {}; {}, {} (**missed**), {} |",
-        [*pairs],
+        "200 Mbit/s: split {}, `Int8()` {}, decoupled {}; 400 Mbit/s: split {}, `Int8()` {} "
+        "(**missed**), decoupled {} |",
+        [*by_rate],
         NODES,
     )
     least = [
@@ -276,11 +291,19 @@ def _owners(measured: Measured) -> Iterator[Passage]:
     yield Passage(README, "M/C 0.8: {} ({} without bfloat16 in hardware); 1.0: {} |", figures, MUON)
     yield Passage(
         MEASUREMENTS,
-        "| {}, **missed**; {}; {}, **missed** (without: {}; {} at M/C 0.82) |",
-        listed([*unshaped, *slow, *slower, *emulated]).split(", "),
+        "| unshaped: {}, **missed**; M/C 0.78: {}; 0.96: {}, **missed** |",
+        listed([*unshaped, *slow, *slower]).split(", "),
         MUON,
     )
-    ours, plain = measured.said("Muon on its owners", "82 MB of matrices: {} MB, plain DDP {},")
+    yield Passage(
+        MEASUREMENTS,
+        "| unshaped: {}; M/C 0.82: {} |",
+        listed(emulated).split(", "),
+        MUON,
+    )
+    ours, plain = measured.said(
+        "Muon on its owners", "82 MB of matrices is {} MB, and plain DDP's is {} (**missed**)."
+    )
     yield Passage("docs/muon.md", "{} MB more for 82", [f"{int(ours) - int(plain)}"], NO_COMMAND)
     yield Passage(
         "docs/muon.md",
@@ -304,7 +327,7 @@ def _owners(measured: Measured) -> Iterator[Passage]:
     )
     yield Passage(
         MEASUREMENTS,
-        "| {}, {}; decoupled {}, {} |",
+        "| `kfac_hook`: {}, {}; decoupled: {}, {} |",
         listed([resnet, vit, resnet_late, vit_late]).split(", "),
         KFAC,
     )
@@ -360,10 +383,10 @@ def _by_ratio(measured: Measured, *, turns: bool) -> dict[float, list[float]]:
 
     for row in measured.rows("Two siblings" if turns else "Decoupled training"):
         add(row["M/C"], numbers(row["turns" if turns else "over DDP (single runs)"]))
-    for row in measured.rows("Advice beside what then happens"):
+    for row in measured.rows("Advice beside what then happens", "M/C"):
         pairs = row["crossover" if turns else "decoupled"].split(";")
         add(row["M/C"], (numbers(pair)[1] for pair in pairs))
-    for row in () if turns else measured.rows("Averaged replicas"):
+    for row in () if turns else measured.rows("Averaged replicas", "M/C"):
         add(row["M/C"], [float(row["DDP"]) / float(row["decoupled"])])
     return found
 
@@ -401,10 +424,12 @@ def _averaged(measured: Measured) -> Iterator[Passage]:
         measured.cell(heading, "3.00", n)[0]
         for n in ("DDP", "decoupled", "accumulation of 4", "averaged")
     )
-    loss, *_, least = measured.said(
-        heading,
-        "τ = 4 late by 3 +{} % ± 1.1 %; τ = 8 streamed +{} % ± 1.0 %; after 64 steps of warm-up "
-        "+{} % ± 0.3 % and +{} % ± 0.3 %",
+    loss, least = (
+        f"{measured.cell(heading, row, column)[0]:.1f}"
+        for row, column in (
+            ("from the first step", "late by 3, τ = 4"),
+            ("after 64 steps", "streamed, τ = 8"),
+        )
     )
     yield Passage(
         README,
@@ -418,7 +443,7 @@ def _averaged(measured: Measured) -> Iterator[Passage]:
     yield Passage("docs/averaging.md", "is {} to {} % higher", [least, loss], IN_GIT)
     yield Passage(
         MEASUREMENTS,
-        "| 2.8; 2.5; 1.4 | {}; {}; {} |",
+        "| over DDP: {}; decoupled: {}; accumulation: {} | `--claim averaging`",
         [f"{plain / averaged:.2f}", f"{deferred / averaged:.1f}", f"{accumulated / averaged:.2f}"],
         AVERAGING,
     )
@@ -452,14 +477,20 @@ def _gpu(measured: Measured) -> Iterator[Passage]:
     )
     yield Passage(
         MEASUREMENTS,
-        "**missed**; {}. NCCL with eight queues {} (0.84), **missed**; {} |",
-        [listed(side_gloo), *listed(turns8 + side8).split(", ")],
+        "| gloo: {}; NCCL, eight queues: {} |",
+        [listed(side_gloo), listed(side8)],
         GPU,
     )
     yield Passage(
         MEASUREMENTS,
-        "| gloo 0.96 to 0.97, **missed**; {}. NCCL {}; {} |",
-        [listed(int8_gloo), span(single + single8), listed(int8 + int8_8)],
+        "| gloo: 0.96 to 0.97, **missed**; NCCL: {} |",
+        [span(single + single8)],
+        GPU,
+    )
+    yield Passage(
+        MEASUREMENTS,
+        "| gloo: {}; NCCL: {} |",
+        [listed(int8_gloo), listed(int8 + int8_8)],
         GPU,
     )
     yield Passage(
@@ -485,9 +516,9 @@ def _gpu(measured: Measured) -> Iterator[Passage]:
         bound = 2 * step_s / max(2 * compute_s, step_s, 2 * wire_s)
         yield Passage(MEASUREMENTS, text, [f"{bound:.2f}"], GPU)
         shares = listed(value / bound for value in each)
-        of_it = " of it" if len(each) > 1 else ""
+        end = " of the bound), **missed**;" if len(each) > 1 else "), **missed** |"
         values = listed(each)
-        yield Passage(MEASUREMENTS, f" {{}} ({{}}{of_it}), **missed**;", [values, shares], GPU)
+        yield Passage(MEASUREMENTS, f": {{}} ({{}}{end}", [values, shares], GPU)
 
 
 def _costs(measured: Measured) -> Iterator[Passage]:
@@ -499,8 +530,11 @@ def _costs(measured: Measured) -> Iterator[Passage]:
     yield Passage(CHOOSING, "| {} (ResNet), {} (ViT), every 10 / 100 |", shares, KFAC)
     sent = [measured.cell("Codecs", row, "bytes of the four")[3] for row in ("ViT", "convnet")]
     yield Passage(CHOOSING, "| {} (rank 2) |", [listed(sent, 3)], CODECS)
-    idle, idle_most = measured.said("Codecs", "`Int8()` {} to {} ms per MiB of gradients")
-    (busy,) = measured.said("Codecs", "40 ms for 21 MiB, {} ms per MiB.")
+    idle, idle_most, busy = (
+        f"{value:.2f}".rstrip("0")
+        for row in ("an idle core", "a core that also computes")
+        for value in measured.cell("Codecs", row, "`Int8()`")
+    )
     yield Passage(
         "docs/codecs.md", "costs {} to {} ms of an idle core", [idle, idle_most], NO_COMMAND
     )
