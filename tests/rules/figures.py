@@ -412,8 +412,12 @@ def _deferred(measured: Measured) -> Iterator[Passage]:
         for compute_s, step_s, factor in zip(*(numbers(row[n]) for n in names), strict=True)
         if step_s / compute_s - 1 > 0.15
     )
-    # All runs, including those in slow phases: their other rows are in this one of the summary.
-    hidden = span(measured.cell("In one table", "… at M/C 0.5; on a link without a limit", "got"))
+    # All runs, including those in slow phases, which are in the summary only.
+    hidden = span(
+        factor
+        for row in ("… at M/C 0.5", "… on a link without a limit")
+        for factor in measured.cell("In one table", row, "got")
+    )
     yield Passage(CHOOSING, "Decoupled training gained {} over DDP's best", [exposed], DECOUPLED)
     yield Passage(CHOOSING, "Below N/C 0.1 it had {}.", [hidden], DECOUPLED)
 
