@@ -19,6 +19,7 @@ from crossover_ddp import (
     DecoupledState,
     ElasticState,
     Half,
+    Int4,
     Int8,
     KFACState,
     LocalSGDState,
@@ -38,7 +39,12 @@ from crossover_ddp import (
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 MakeState = Callable[[nn.Module, list[Any], argparse.Namespace], tuple[object, Hook]]
 
-CODECS: dict[str, Any] = {"int8": Int8(), "half": Half(), "sidco": SIDCo(0.01)}
+CODECS: dict[str, Any] = {
+    "int8": Int8(),
+    "int4": Int4(),
+    "half": Half(),
+    "sidco": SIDCo(0.01),
+}
 
 # By name: a function that makes the state, and returns it with the hook.
 HOOKS: dict[str, MakeState] = {

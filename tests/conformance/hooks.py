@@ -149,6 +149,7 @@ def powersgd(model: Any, optimizers: list[Optimizer], **turn: Any) -> tuple[Any,
 
 VIEWS = {"gradient_as_bucket_view": True}
 INT8 = ddp.Int8(), ddp.Int8(128)
+INT4 = ddp.Int4(), ddp.Int4(32)
 # The rank that does not find its model raises. The others' error is that rank's end.
 NO_SEARCH = {"model_not_found_on_one_rank": "gc.freeze"}
 NO_VIEWS = dict.fromkeys(("unused_parameters", "complex_parameters"), "gradient_as_bucket_view")
@@ -295,7 +296,7 @@ HOOKS: dict[str, Row] = {
         notes={**NOT_FOLLOWED, **IN_PIECES, **NEEDS_VIEWS},
     ),
 }
-# Only for the matrix: torch's hooks, and replicas that differ between two averages.
+# In no table of hooks: torch's own, replicas that differ between two averages, and another codec.
 OF_MATRIX: Final[dict[str, Row]] = {
     "local_sgd": Row(
         alone(ddp.LocalSGDState, ddp.local_sgd_hook, sync_every=2),
@@ -308,6 +309,16 @@ OF_MATRIX: Final[dict[str, Row]] = {
     ),
     "fp16": Row(of_torch(None, fp16_compress_hook), lossy=True, tolerance=2.0**15),
     "bf16": Row(of_torch(None, bf16_compress_hook), lossy=True, tolerance=2.0**18),
+    "int4": Row(
+        alone(ddp.CompressedState, ddp.compressed_hook, codec=INT4),
+        lossy=True,
+        # A code errs by 1/14 of the largest magnitude; two codes and two residuals count.
+        tolerance=2.5 * 2.0**20,
+        is_like_others=True,
+        takes_scale=True,
+        refuses=IN_DOUBLE,
+        notes=KNOWS_SCALE,
+    ),
     # With several buckets, or DDP's own all-reduce of a map of used parameters, ranks start
     # all-reduces in different orders, and gloo ends the process.
     "powersgd": Row(

@@ -21,7 +21,7 @@ from crossover_ddp._engine.buckets import BehindLastBucket
 from crossover_ddp._engine.device import Device, Staged
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Journey
-from crossover_ddp.codecs import Half, Int8, PerPair, SIDCo
+from crossover_ddp.codecs import Half, Int4, Int8, PerPair, SIDCo
 from tests.fake_cuda import contexts, late
 from tests.harness import close_pools, in_ranks, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
@@ -42,17 +42,17 @@ PAIRS = PerPair(((Int8(), Half()), (SIDCo(0.3), Int8())))
 CELLS: dict[str, Way] = {
     # Without elastic averaging, of which no two runs are alike.
     **{way: made for way, made in WAYS.items() if way != "elastic"},
-    "compressed int8 and half": way_of("compressed", codec=(Int8(), Half())),
-    "crossover pairs": way_of("crossover", codec=(PAIRS, Int8())),
+    "compressed int8 and int4": way_of("compressed", codec=(Int8(), Int4())),
+    "crossover pairs": way_of("crossover", codec=(PAIRS, Int4())),
     "decoupled int8": way_of("decoupled", codec=Int8()),
     "decoupled pairs": way_of("decoupled", codec=(PAIRS, Int8())),
     "decoupled sidco": way_of("decoupled", codec=SIDCo(0.3)),
-    "kfac int8": way_of("kfac", codec=Int8()),
+    "kfac int8 and int4": way_of("kfac", codec=(Int8(), Int4())),
 }
 # The short form: each way on one backend, and the split, whose two halves all ways have, on both.
 SHORT = {
-    "cpu": ("decoupled pairs", "kfac int8"),
-    "gloo": ("split", "compressed int8 and half", "decoupled", "kfac"),
+    "cpu": ("decoupled pairs", "kfac int8 and int4"),
+    "gloo": ("split", "compressed int8 and int4", "decoupled", "kfac"),
     "nccl": (
         "split",
         "crossover pairs",
@@ -60,7 +60,7 @@ SHORT = {
         "owned",
         "muon",
         "decoupled sidco",
-        "kfac int8",
+        "kfac int8 and int4",
     ),
 }
 
@@ -244,7 +244,7 @@ def drained(rank: int, world_size: int, us: int) -> torch.Tensor:
 
     After its buckets tensors of the residuals' sizes are made. They must not get their memory.
     """
-    training = Training(CELLS["kfac int8"], rank, device="cuda").run(5)
+    training = Training(CELLS["kfac int8 and int4"], rank, device="cuda").run(5)
     made = []
 
     def make_others(*_: Any) -> None:

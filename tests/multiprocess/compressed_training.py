@@ -12,6 +12,7 @@ from crossover_ddp.codecs import (
     Codec,
     CompressedState,
     Half,
+    Int4,
     Int8,
     SIDCo,
     Threshold,
@@ -25,6 +26,7 @@ from tests.multiprocess.identity_codec import Identity
 CODECS: dict[str, Codec | tuple[Codec, Codec]] = {
     "identity": Identity(),
     "int8": Int8(),
+    "int4": Int4(),
     "half": Half(),
     "threshold": Threshold(0.1),
     "sidco": SIDCo(0.05),

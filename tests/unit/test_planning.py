@@ -26,7 +26,7 @@ from crossover_ddp._tuning.model import (
     weakest_codec,
     workload_of_records,
 )
-from crossover_ddp.codecs import Half, Int8, PerPair, SIDCo
+from crossover_ddp.codecs import Half, Int4, Int8, PerPair, SIDCo
 
 
 def work(size_mb: float = 8.0, compute_s: float = 0.3, buckets: int = 8) -> Workload:
@@ -99,10 +99,15 @@ def test_the_weakest_codec_that_hides_the_exchange_is_chosen(
 
 @pytest.mark.parametrize(
     ("codec", "least", "most"),
-    [(Half(), 0.5, 0.5), (Int8(), 0.253, 0.255), (SIDCo(0.01), 0.019, 0.026)],
+    [
+        (Half(), 0.5, 0.5),
+        (Int8(), 0.253, 0.255),
+        (Int4(), 0.132, 0.135),
+        (SIDCo(0.01), 0.019, 0.026),
+    ],
 )
 def test_costs_have_the_rate_of_the_codec(
-    codec: Half | Int8 | SIDCo, least: float, most: float
+    codec: Half | Int4 | Int8 | SIDCo, least: float, most: float
 ) -> None:
     assert least <= cost_of(codec, 2).rate <= most
     both = cost_of((codec, Half()), 4)

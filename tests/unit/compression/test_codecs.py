@@ -8,10 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp.codecs import Codec, Half, Int8, PerPair, SIDCo, Threshold
+from crossover_ddp.codecs import Codec, Half, Int4, Int8, PerPair, SIDCo, Threshold
 
 FLOAT32 = torch.finfo(torch.float32)
-CODECS: list[Codec] = [Int8(), Int8(7), Half(), Half(torch.float16), SIDCo(0.1), Threshold(0.1)]
+CODECS: list[Codec] = [
+    Int8(),
+    Int8(7),
+    Int4(),
+    Int4(7),
+    Half(),
+    Half(torch.float16),
+    SIDCo(0.1),
+    Threshold(0.1),
+]
 SEEDS = st.integers(0, 1 << 30)
 
 
@@ -52,12 +61,14 @@ def test_decoded_values_and_residual_add_up_to_the_values_and_decoding_adds(
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.sampled_from([Int8(1), Int8(7), Int8(), Half(), Half(torch.float16)]),
+    st.sampled_from(
+        [Int8(1), Int8(7), Int8(), Int4(1), Int4(7), Int4(), Half(), Half(torch.float16)]
+    ),
     st.integers(1, 2000),
     SEEDS,
 )
 def test_decode_writes_the_values_that_add_decoded_adds_to_zeros(
-    codec: Int8 | Half, numel: int, seed: int
+    codec: Int4 | Int8 | Half, numel: int, seed: int
 ) -> None:
     values = normal(numel, seed, codec)
     values[: len(values) // 2] *= -1e-30
@@ -83,6 +94,60 @@ def test_int8_errs_by_at_most_half_the_scale_of_the_block(
         assert float(decoded.abs().max()) >= largest * (1 - 2**-22)
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 150), st.integers(1, 2000), SEEDS)
+def test_int4_errs_by_at_most_half_the_scale_and_keeps_zeros(
+    block: int, numel: int, seed: int
+) -> None:
+    codec = Int4(block)
+    values = normal(numel, seed, codec)
+    values[torch.rand(len(values), generator=torch.Generator().manual_seed(seed)) < 0.3] = 0
+    decoded, error = round_trip(codec, values)
+    assert not decoded[values == 0].any()
+    assert not error[values == 0].any()
+    blocks = [each.split(block) for each in (values, decoded, error)]
+    for own, sent, rest in zip(*blocks, strict=True):
+        largest = float(own.abs().max())
+        # The scale has 8 significant bits.
+        most = largest / 14 * (1 + 2**-7)
+        assert float(rest.abs().max()) <= most
+        assert float((own - sent).abs().max()) <= most
+        # The largest magnitude has the code 7, so no code is wasted.
+        assert float(sent.abs().max()) >= largest * (1 - 2**-23)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 150), st.integers(1, 2000), SEEDS)
+def test_int4_sends_decoded_values_again_without_an_error(
+    block: int, numel: int, seed: int
+) -> None:
+    codec = Int4(block)
+    decoded, _ = round_trip(codec, normal(numel, seed, codec))
+    again, error = round_trip(codec, decoded)
+    assert torch.equal(again, decoded)
+    assert not error.any()
+
+
+def test_int4_sends_every_pair_of_codes_in_a_byte() -> None:
+    """The two codes of a byte are half a message apart. The 7 in each block makes its scale 1."""
+    codes = torch.arange(-7.0, 8.0)
+    pairs = torch.cartesian_prod(codes, codes)
+    blocks = [torch.stack([each, torch.full_like(each, 7)], 1) for each in pairs.unbind(1)]
+    values = torch.cat(blocks).flatten()
+    decoded, error = round_trip(Int4(2), values)
+    assert torch.equal(decoded, values)
+    assert not error.any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 150), st.integers(1, 100))
+def test_int4_takes_half_a_byte_an_element_and_two_bytes_a_block(block: int, pairs: int) -> None:
+    codec, blocks = Int4(block), 2 * pairs
+    assert codec.multiple == 2 * block
+    assert codec.nbytes(blocks * block) == 2 * blocks + pairs * block
+    assert Int4().nbytes(1280) / (4 * 1280) <= 0.135
+
+
 @pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-38, 1e-30, 1e30, 3e38, FLOAT32.max])
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_values_of_any_magnitude_decode_to_finite_ones(codec: Codec, magnitude: float) -> None:
@@ -91,17 +156,24 @@ def test_values_of_any_magnitude_decode_to_finite_ones(codec: Codec, magnitude: 
     decoded, residual = round_trip(codec, values)
     assert bool(torch.isfinite(decoded).all())
     assert torch.equal(decoded + residual, values)
-    if codec == Int8() and magnitude >= 1e-30:
-        assert float(residual.abs().max()) <= magnitude / 250
+    largest_code = {Int8(): 127, Int4(): 7}.get(codec)
+    if largest_code and magnitude >= 1e-30:
+        # A scale of Int4 has 8 significant bits.
+        assert float(residual.abs().max()) <= magnitude / (2 * largest_code) * (1 + 2**-7)
 
 
-def test_int8_keeps_a_block_whose_scale_would_be_too_small() -> None:
-    values = torch.cat([torch.linspace(-1, 1, 256) * scale for scale in (1e-34, 2e-34)])
-    decoded, residual = round_trip(Int8(), values)
+@pytest.mark.parametrize(("codec", "most"), [(Int8(), 1 / 250), (Int4(256), 1 / 13.8)], ids=repr)
+def test_a_block_whose_scale_would_be_too_small_stays_in_the_residual(
+    codec: Int4 | Int8, most: float
+) -> None:
+    largest_code = 127 if isinstance(codec, Int8) else 7
+    magnitudes = [largest_code * scale for scale in (0.9e-36, 1.1e-36)]
+    values = torch.cat([torch.linspace(-1, 1, 256) * each for each in magnitudes])
+    decoded, residual = round_trip(codec, values)
     kept, sent = decoded.split(256)
     assert not kept.any()
     assert torch.equal(residual[:256], values[:256])
-    assert float((sent - values[256:]).abs().max()) <= 2e-34 / 250
+    assert float((sent - values[256:]).abs().max()) <= magnitudes[1] * most
 
 
 @pytest.mark.parametrize("codec", [Half(), Half(torch.float16)], ids=repr)
@@ -226,6 +298,7 @@ def test_sidco_sends_about_the_rate(name: str, rate: float) -> None:
     ("make", "message"),
     [
         (lambda: Int8(0), "expected block >= 1, got block=0"),
+        (lambda: Int4(0), "got block=0; 64 is the default"),
         (lambda: Int8(1.5), "expected block >= 1, got block=1.5"),  # type: ignore[arg-type]
         (lambda: Half(torch.float32), "expected dtype of"),
         (lambda: Threshold(0), "expected 0 < rate < 1, got rate=0"),

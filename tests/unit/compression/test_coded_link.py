@@ -16,7 +16,7 @@ from crossover_ddp._compression.codec import CodecChoice, Scratch, codecs_of
 from crossover_ddp._compression.coded_link import OneHopLink, OwnersLink, parts_of, suits_one_hop
 from crossover_ddp._ddp.layout import spans_of
 from crossover_ddp._engine.buckets import Run
-from crossover_ddp.codecs import Codec, Half, Int8, PerPair, SIDCo
+from crossover_ddp.codecs import Codec, Half, Int4, Int8, PerPair, SIDCo
 from tests.multiprocess.identity_codec import Identity
 
 # A large matrix, a bias, a matrix, a bias, and a matrix smaller than a block.
@@ -26,6 +26,7 @@ CPU = torch.device("cpu")
 PAIRS: list[tuple[Codec | PerPair, Codec]] = [
     (Int8(), Int8()),
     (Int8(64), Half()),
+    (Int4(), Int8()),
     (Half(torch.float16), Int8(100)),
     (Half(), Half()),
     (PerPair.by_node([0, 1, 1], far=Int8()), Int8()),
@@ -146,14 +147,14 @@ def per_pair(*nodes: int) -> tuple[PerPair, Codec]:
 
 
 EACH_WAY = tuple([tuple([codec] * 3) for codec in (None, Half(), Int8())])
-CHOICES: list[CodecChoice] = [Int8(), Half(), SIDCo(0.05), (SIDCo(0.05), Int8(100))]
+CHOICES: list[CodecChoice] = [Int8(), Half(), Int4(), SIDCo(0.05), (SIDCo(0.05), Int8(100))]
 
 
 @pytest.mark.parametrize(
     ("codec", "world_size", "one_hop"),
     [
         *((codec, size, False) for codec in CHOICES for size in (2, 3, 4)),
-        *((codec, 2, True) for codec in CHOICES[:3]),
+        *((codec, 2, True) for codec in CHOICES[:4]),
         *(
             (per_pair(*nodes), len(nodes), False)
             for nodes in ((0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1))
@@ -227,7 +228,7 @@ def test_one_hop_suits_two_ranks_with_one_codec() -> None:
 
 
 @pytest.mark.parametrize("one_hop", [False, True])
-@pytest.mark.parametrize("codec", [Half(), Int8(), Int8(100), Int8(7000)], ids=repr)
+@pytest.mark.parametrize("codec", [Half(), Int4(), Int8(), Int8(100), Int8(7000)], ids=repr)
 def test_tiles_do_not_change_a_bit(
     codec: Codec, one_hop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +332,7 @@ def check_infinities(codecs: CodecChoice, bad: float, device: torch.device) -> N
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("codecs", [*PAIRS[:3], (SIDCo(0.05), Int8())], ids=repr)
+@pytest.mark.parametrize("codecs", [*PAIRS[:4], (SIDCo(0.05), Int8())], ids=repr)
 def test_infinities_reach_all_ranks_and_no_residual(codecs: CodecChoice, bad: float) -> None:
     check_infinities(codecs, bad, CPU)
 
