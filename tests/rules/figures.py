@@ -419,7 +419,7 @@ def _deferred(measured: Measured) -> Iterator[Passage]:
         for factor in measured.cell("In one table", row, "got")
     )
     yield Passage(CHOOSING, "Decoupled training gained {} over DDP's best", [exposed], DECOUPLED)
-    yield Passage(CHOOSING, "Below N/C 0.1 it had {}.", [hidden], DECOUPLED)
+    yield Passage(CHOOSING, "Below N/C 0.1 the factor was {}, and", [hidden], DECOUPLED)
 
 
 def _averaged(measured: Measured) -> Iterator[Passage]:
