@@ -453,7 +453,7 @@ def _averaged(measured: Measured) -> Iterator[Passage]:
     )
     yield Passage(
         "docs/averaging.md",
-        "takes {} ms, with plain DDP {} and with accumulation {}.",
+        "takes {} ms. It takes {} ms with plain DDP and {} ms with accumulation.",
         listed([averaged, plain, accumulated], 0).split(", "),
         AVERAGING,
     )
