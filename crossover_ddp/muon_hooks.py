@@ -26,12 +26,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Muon
 
+from crossover_ddp._compression.codec import CodecChoice
+from crossover_ddp._compression.compression import ResidualState
 from crossover_ddp._ddp.checks import check_not_joined, resolve_group
 from crossover_ddp._engine.buckets import Bucket, JourneyTurn, contents_of
 from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.muon import (
+    NORM_NUMEL,
+    CodedMuonBucket,
     Momenta,
     MuonBucket,
     MuonStep,
@@ -105,7 +109,7 @@ class _Phase(enum.Enum):
     CLOSED = enum.auto()
 
 
-class MuonState(Owning):
+class MuonState(ResidualState, Owning):
     """State of `muon_hook`: each matrix of a ``torch.optim.Muon`` is orthogonalised by its owner.
 
     The training loop stays as it is: call ``backward()``, then ``muon.step()`` and the ``step()``
@@ -130,8 +134,16 @@ class MuonState(Owning):
     allowed. After any other mean, call ``muon.zero_grad()`` to skip the step; otherwise a second
     exchange without ``muon.step()`` is an error. Accumulate gradients in ``no_sync()``.
 
+    With a codec, all ranks, the owner included, apply the decoded directions. So parameters are
+    still the same on all ranks, but they differ from plain DDP's.
+
     Args:
         muon: the optimizer. Its matrices must be the DDP model's. Other optimizers are not passed.
+        codec: a pair of codecs for the matrices: for gradients on their way to owners, which keep
+            residuals, and for directions on their way back, which do not. One codec is used for
+            both ways. ``(Int8(), Int4())`` sends 0.19 times as many bytes as float32, and
+            ``(Half(), Int8())`` 0.38 times. The other parameters travel exactly, and so do the
+            first two steps. Gradients must be float32. Default: no codec.
         process_group: the job's process group, which must also be the DDP model's. Default: the
             default group.
         mutex: the mutex for taking turns with sibling jobs. Newton-Schulz runs inside the turn.
@@ -148,7 +160,7 @@ class MuonState(Owning):
             20·m²·n + 10·m³, where m is its smaller side.
         is_disabled: whether ``CROSSOVER_DISABLE=1`` was set when the state was created.
 
-    On failure: ``TypeError`` for an optimizer that is not a Muon, and ``ValueError`` for a loss
+    On failure: ``TypeError`` for an optimizer that is not a Muon or a codec that is none, and ``ValueError`` for a loss
     scale that is not a power of two. For a configuration that cannot work, the constructor,
     ``backward()`` or ``muon.step()`` raises ``UnsupportedConfigurationError`` with a remedy.
     ``backward()`` raises ``ExchangeError`` when a peer dies (for NCCL see
@@ -167,6 +179,7 @@ class MuonState(Owning):
         self,
         muon: Muon,
         *,
+        codec: CodecChoice | None = None,
         process_group: dist.ProcessGroup | None = None,
         mutex: GPUMutex | None = None,
         loss_scale: float | Callable[[], float] = 1.0,
@@ -177,13 +190,14 @@ class MuonState(Owning):
         check_torch()
         if not callable(loss_scale):
             _power_of_two(loss_scale)
-        super().__init__(process_group, model, compare_replicas)
+        # Directions need no residuals: Newton-Schulz makes a new one of the same size in each step.
+        settings = {"has_work": True, "keeps_rest": False}
+        super().__init__(codec, loss_scale, process_group, compare_replicas, model, **settings)
         self.muon = self.optimizer = muon
         self.mutex = mutex
         group = resolve_group(process_group)
         self._rank = group.rank()
         self._world_size = group.size()
-        self._loss_scale = loss_scale
         costs: dict[Tensor, int] = {}
         for each in muon.param_groups:
             for matrix in each["params"]:
@@ -250,6 +264,14 @@ class MuonState(Owning):
             "buffers": sum(each.nbytes for each in travelled),
         }
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the residuals of `state_dict`. An empty state, as of version 0.1, has none."""
+        super().load_state_dict(state or {"residuals": {}, "loss_scale": None})
+
+    def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
+        ResidualState._bring_together(self, optimizers, to)
+        Owning._bring_together(self, optimizers, to)
+
     def close(self) -> None:
         """Restore torch's own Muon. Later exchanges fail.
 
@@ -282,6 +304,7 @@ class MuonState(Owning):
                     found[name] = value.tolist()
             settings.append(found)
         return {
+            **super().fingerprint(bucket),
             "matrices": [tuple(matrix.shape) for matrix in self._owner_of],
             "settings": settings,
         }
@@ -295,33 +318,42 @@ class MuonState(Owning):
     ) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of ``bucket``. Raise an error if the bucket is refused."""
         self.bound_model.bind(bucket, self)
+        around = None
+
+        # With a codec, the codec packs the bucket; otherwise making its journey does.
+        @functools.cache
+        def pack() -> MuonBucket:
+            return self._pack(bucket)
+
+        def make(under_way: Bucket, link: Link, turn: JourneyTurn) -> Coroutine[Any, Any, None]:
+            return orthogonalise(pack(), under_way, link, turn)
+
+        if self.compression is not None:
+            around = self.compression.around(bucket, exchange, pack)
         try:
-            make = functools.partial(self._journey_of, bucket)
-            return exchange.send(bucket, make, turn=self.mutex, state=self).future
+            started = exchange.send(bucket, make, turn=self.mutex, state=self, around=around)
+            return started.future
         finally:
             if bucket.is_last() and self._phase is _Phase.IN_BACKWARD:
                 assert self._latest is not None
                 self._latest.seal = Seal(self._latest.settings)
                 self._enter(_Phase.STEP_DUE)
 
-    def _journey_of(
-        self, grad_bucket: dist.GradBucket, bucket: Bucket, link: Link, turn: JourneyTurn
-    ) -> Coroutine[Any, Any, None]:
-        """Create a bucket's journey. The hook's thread calls this in the order of the buckets."""
+    def _enter_bucket(self, bucket: dist.GradBucket) -> MuonStep:
+        """Return the backward pass of ``bucket``, which begins with the first bucket."""
         if self._phase is _Phase.CLOSED:
             raise UnsupportedConfigurationError(
                 "this MuonState is closed, so backward() cannot exchange gradients with it; wrap "
                 "the model in DistributedDataParallel again"
             )
-        if self._phase is _Phase.IN_BACKWARD and bucket.index == 0:
+        if self._phase is _Phase.IN_BACKWARD and bucket.index() == 0:
             # The previous backward pass has ended with an exception.
             self._enter(_Phase.IDLE)
             self._latest = None
         if self._phase is not _Phase.IN_BACKWARD:
             self._begin()
         assert self._latest is not None
-        packed = self._pack(grad_bucket, bucket.flat, self._latest)
-        return orthogonalise(packed, bucket, link, turn)
+        return self._latest
 
     def _begin(self) -> None:
         """Begin a backward pass. Raise an error if it is refused."""
@@ -343,24 +375,41 @@ class MuonState(Owning):
         self._enter(_Phase.IDLE)
         self._latest = None
         scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
-        self._latest = MuonStep(self._settings(), _power_of_two(scale))
+        settings = self._settings()
+        if self.compression is not None and len(settings) < len(self._owner_of):
+            raise UnsupportedConfigurationError(
+                f"expected the {len(self._owner_of)} matrices that Muon had when its MuonState was "
+                f"made, got {len(settings)}: with a codec their messages have fixed sizes; make "
+                "the model, Muon and MuonState again after a checkpoint()"
+            )
+        self._latest = MuonStep(settings, _power_of_two(scale))
         self._enter(_Phase.IN_BACKWARD)
 
-    def _pack(self, grad_bucket: dist.GradBucket, flat: Tensor, step: MuonStep) -> MuonBucket:
-        """Lay out the buffers that travel for a bucket; see [Note: Muon's packing]."""
+    def _pack(self, grad_bucket: dist.GradBucket) -> MuonBucket:
+        """Lay out the buffers that travel for a bucket; see [Note: Muon's packing].
+
+        The hook's thread calls this in the order of the buckets.
+        """
+        step = self._enter_bucket(grad_bucket)
+        # `.data` has a version counter of its own: user code that writes to gradients bumps theirs.
+        flat = grad_bucket.buffer().data
         contents = [(p, span) for p, _, span in contents_of(grad_bucket, flat)]
         owned = [(p, span) for p, span in contents if p in step.settings]
         passing = tuple([span for p, span in contents if p not in step.settings])
         items = []
         for matrix, _ in owned:
-            numel = matrix.numel()
-            items.append(Item(self._owner_of[matrix], numel, returned_numel(numel, flat.itemsize)))
+            sent = matrix.numel()
+            returned = returned_numel(sent, flat.itemsize)
+            if self.compression is not None:
+                sent = returned = sent + NORM_NUMEL
+            items.append(Item(self._owner_of[matrix], sent, returned))
         plan = packing(self._world_size, tuple(items), passing)
         # The buffer is allocated on the hook's stream, since `muon.step` reads it there.
         back = flat.new_empty(sum(plan.back))
         step.travelled.append(back)
         matrices = [(*each, place) for each, place in zip(owned, plan.items, strict=True)]
-        return MuonBucket(step, self._momenta, self._rank, plan, matrices, flat, back)
+        kind = MuonBucket if self.compression is None else CodedMuonBucket
+        return kind(step, self._momenta, self._rank, plan, matrices, flat, back)
 
     # --- muon.step(), muon.zero_grad() and loading Muon's state ---
 

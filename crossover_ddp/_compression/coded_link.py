@@ -302,6 +302,7 @@ class CodedLink(LinkAround):
         divided_by: the number by which gradients have been divided. If it is not 1, the result is
             the sum.
         has_work: True if owners work on the mean between the halves and send the result.
+        keeps_rest: False if an owner drops the rounding error of its message to all ranks.
         leaves_unused: True if DDP may leave a parameter's gradient None when no rank uses it.
     """
 
@@ -317,6 +318,7 @@ class CodedLink(LinkAround):
         content: Sequence[Part] | None = None,
         divided_by: int = 1,
         has_work: bool = False,
+        keeps_rest: bool = True,
         leaves_unused: bool = False,
     ) -> None:
         super().__init__(link)
@@ -327,6 +329,7 @@ class CodedLink(LinkAround):
         self._scratch = scratch
         self._device = device
         self._has_work = has_work
+        self._keeps_rest = keeps_rest
         to_owners, to_all = codecs
         used = [*to_owners.all(), to_all]
         # Coded runs must begin where any of the codecs may begin.
@@ -590,6 +593,8 @@ class OwnersLink(CodedLink):
         """Encode this owner's message to all ranks; decode it here too, to get the same bits."""
         tile = self._own_tiles[index]
         tile.encode(tile.views(values).spans, self._to_all[self.rank][index], values)
+        if not self._keeps_rest:
+            tile.residual.zero_()
         self._decode(self.rank, index)
 
     def _decode(self, owner: int, index: int) -> None:

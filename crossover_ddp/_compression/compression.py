@@ -62,6 +62,7 @@ class Compression:
         loss_scale: the factor by which the loss is scaled, or a function that returns it.
         state: the state with which the hook is registered.
         has_work: True if owners work on the mean, and other tensors travel instead of the buckets.
+        keeps_rest: False if an owner drops the rounding error of its message to all ranks.
         one_hop: see `use`.
     """
 
@@ -72,9 +73,11 @@ class Compression:
         state: Any,
         has_work: bool = False,
         *,
+        keeps_rest: bool = True,
         one_hop: bool = False,
     ) -> None:
         self.use(codec, one_hop=one_hop)
+        self._keeps_rest = keeps_rest
         self._dtypes = _DTYPES[:1] if has_work else _DTYPES
         self._loss_scale = loss_scale
         self._state = state
@@ -194,6 +197,7 @@ class Compression:
                 content=content,
                 divided_by=1 if levels is None else exchange.size,
                 has_work=self._has_work,
+                keeps_rest=self._keeps_rest,
                 leaves_unused=self._leaves_unused,
             )
             self._buckets[bucket.index()] = known
@@ -350,8 +354,17 @@ class Compression:
         }
 
 
-class CodedState(HookState):
-    """A state with a ``codec`` argument whose buckets use the split; see `CompressedState`."""
+class ResidualState(HookState):
+    """A state with a ``codec`` argument, whose checkpoints hold the residuals.
+
+    Args:
+        codec: the codec, or None.
+        loss_scale: see `Compression`.
+        group: the process group; see `HookState`.
+        compares: whether to compare replicas; see `HookState`.
+        model: the DDP model; see `HookState`.
+        settings: other arguments of `Compression`.
+    """
 
     def __init__(
         self,
@@ -360,12 +373,13 @@ class CodedState(HookState):
         group: dist.ProcessGroup | None,
         compares: bool,
         model: DistributedDataParallel | None,
+        **settings: bool,
     ) -> None:
         super().__init__(group, model, compares)
         self.codec = codec
         self._loss_scale = loss_scale
         self.compression = (
-            None if codec is None else Compression(codec, loss_scale, self, one_hop=True)
+            None if codec is None else Compression(codec, loss_scale, self, **settings)
         )
 
     def stats(self) -> dict[str, Any]:
@@ -379,22 +393,6 @@ class CodedState(HookState):
     def fingerprint(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return the settings that must be the same on all ranks."""
         return {"codec": in_words(self.codec)}
-
-    def _send(
-        self,
-        bucket: dist.GradBucket,
-        exchange: Exchange,
-        journey: BucketJourney,
-        *,
-        turn: Turn | None = None,
-        join: Join | None = None,
-    ) -> GradientFuture:
-        """Start the journey of ``bucket``, on a coded link if there is a codec."""
-        if bucket.parameters()[0] not in self.bound_model.names:  # once per bucket
-            self.bound_model.bind(bucket, self)
-        around = None if self.compression is None else self.compression.around(bucket, exchange)
-        started = exchange.send(bucket, journey, turn=turn, join=join, state=self, around=around)
-        return started.future
 
     def drain(self) -> None:
         """Make the next step travel exactly and send all residuals, so that none are left after it.
@@ -432,6 +430,36 @@ class CodedState(HookState):
                 state, {"residuals", "loss_scale"}, "'residuals' and 'loss_scale'", has_more=True
             )
             self.compression.load(state["residuals"], state["loss_scale"])
+
+
+class CodedState(ResidualState):
+    """A state with a ``codec`` argument whose buckets use the split; see `CompressedState`."""
+
+    def __init__(
+        self,
+        codec: AnyCodec,
+        loss_scale: LossScale,
+        group: dist.ProcessGroup | None,
+        compares: bool,
+        model: DistributedDataParallel | None,
+    ) -> None:
+        super().__init__(codec, loss_scale, group, compares, model, one_hop=True)
+
+    def _send(
+        self,
+        bucket: dist.GradBucket,
+        exchange: Exchange,
+        journey: BucketJourney,
+        *,
+        turn: Turn | None = None,
+        join: Join | None = None,
+    ) -> GradientFuture:
+        """Start the journey of ``bucket``, on a coded link if there is a codec."""
+        if bucket.parameters()[0] not in self.bound_model.names:  # once per bucket
+            self.bound_model.bind(bucket, self)
+        around = None if self.compression is None else self.compression.around(bucket, exchange)
+        started = exchange.send(bucket, journey, turn=turn, join=join, state=self, around=around)
+        return started.future
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
         """Choose the weakest codec whose predicted step time is close to the shortest.

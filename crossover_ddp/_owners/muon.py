@@ -13,6 +13,9 @@ two bytes per number whatever the bucket's dtype. Each direction is followed by 
 its gradient, as eight raw bytes. Both buffers also hold the rank's share of the elements that pass
 through, as [Note: packing] explains.
 
+With a codec there is one buffer, in float32: directions return in the memory of the gradients, and
+the codec makes them small. Each is followed by its norm, as the sum of two float32 numbers.
+
 [Note: momentum and skipped steps] A backward pass computes the new momentum beside the old one.
 ``muon.step()`` puts the new momentum into effect by swapping the two. A skipped step leaves the old
 momentum as it was. Each rank thus keeps two momenta for each matrix that it owns, instead of one
@@ -31,7 +34,7 @@ from torch import Tensor
 from torch.optim import Muon
 
 from crossover_ddp._ddp.layout import Span
-from crossover_ddp._engine.buckets import copy_parts, part_of, view_of
+from crossover_ddp._engine.buckets import Run, copy_parts, part_of, view_of
 from crossover_ddp._system import torch_private
 from crossover_ddp.errors import UnsupportedConfigurationError
 
@@ -41,6 +44,8 @@ from .packing import Packing, Place
 # The key of the momentum in the state that torch's Muon keeps for a parameter.
 MOMENTUM: Final = "momentum_buffer"
 _NORM_BYTES: Final = 8
+# With a codec a norm is the sum of this many float32 numbers.
+NORM_NUMEL: Final = 2
 
 Settings = Mapping[str, Any]
 
@@ -117,11 +122,11 @@ def direction_view(flat: Tensor, shape: torch.Size) -> Tensor:
     """View ``flat`` as a direction with the memory order that torch uses, so that rounding agrees.
 
     Args:
-        flat: a flat tensor that begins with the direction.
+        flat: a flat tensor that begins with the direction, in the direction's dtype.
         shape: the shape of the matrix.
     """
     rows, columns = shape
-    flat = flat.view(torch.bfloat16)[: rows * columns]
+    flat = flat[: rows * columns]
     return flat.view(columns, rows).T if rows > columns else flat.view(rows, columns)
 
 
@@ -208,9 +213,9 @@ class MuonBucket:
     momenta: Momenta
     rank: int
     plan: Packing
-    # Each matrix, the span of its gradient in `flat`, and its place in the buffers that travel.
+    # Each matrix, the span of its gradient in `buffer`, and its place in the buffers that travel.
     matrices: Sequence[tuple[Tensor, Span, Place]]
-    flat: Tensor  # the bucket's buffer
+    buffer: Tensor  # the bucket's own
     back: Tensor  # the buffer that returns from the owners
 
     def pack(self) -> Tensor:
@@ -221,9 +226,9 @@ class MuonBucket:
         moves = [(span, place.there) for _, span, place in self.matrices]
         moves += [(span, place.there) for span, place in self.plan.passing]
         if all(span == place for span, place in moves):
-            return self.flat
-        there = self.flat.new_empty(sum(self.plan.there))
-        copy_parts(self.flat, there, moves)
+            return self.buffer
+        there = self.buffer.new_empty(sum(self.plan.there))
+        copy_parts(self.buffer, there, moves)
         return there
 
     def orthogonalise(self, there: Tensor) -> None:
@@ -233,28 +238,95 @@ class MuonBucket:
             for matrix, _, place in self.matrices:
                 if place.owner != self.rank:
                     continue
-                gradient = view_of(part_of(there, place.there), matrix)
-                sent = part_of(self.back, place.back)
+                start = place.there.start
+                own = Span(start, start + matrix.numel())
+                gradient = view_of(part_of(there, own), matrix)
                 if self.step.scale != 1.0:
                     gradient.mul_(1.0 / self.step.scale)
                 norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-                _norm_in(sent).copy_(norm.square().reshape(1).view(sent.dtype))
                 direction = self.momenta.direction_of(matrix, gradient, self.step.settings[matrix])
-                direction_view(sent, matrix.shape).copy_(direction)
-        own = [place for _, place in self.plan.passing if place.owner == self.rank]
-        copy_parts(there, self.back, [(place.there, place.back) for place in own])
+                self._write(direction, norm, part_of(self.back, place.back))
+        own_passing = [place for _, place in self.plan.passing if place.owner == self.rank]
+        self._return_passing(there, own_passing)
 
     def unpack(self) -> None:
         """Keep the directions for the step. Fill the matrices' gradients with zero or NaN."""
         for matrix, span, place in self.matrices:
             received = part_of(self.back, place.back)
-            square = _norm_in(received).clone().view(torch.float64)[0]
-            self.step.directions[matrix] = direction_view(received, matrix.shape)
+            direction, square = self._read(received, matrix)
+            self.step.directions[matrix] = direction
             self.step.squared_norms[matrix] = square
             # This fills in NaN if a gradient was not finite, so that a GradScaler skips the step on
             # all ranks. The host does not wait for a device here.
-            part_of(self.flat, span).fill_((square * 0).to(self.flat.dtype))
-        copy_parts(self.back, self.flat, [(place.back, span) for span, place in self.plan.passing])
+            part_of(self.buffer, span).fill_((square * 0).to(self.buffer.dtype))
+        moves = [(place.back, span) for span, place in self.plan.passing]
+        copy_parts(self.back, self.buffer, moves)
+
+    def _write(self, direction: Tensor, norm: Tensor, sent: Tensor) -> None:
+        """Write a direction, and the norm of its gradient, to their place in `back`."""
+        _norm_in(sent).copy_(norm.square().reshape(1).view(sent.dtype))
+        direction_view(sent.view(torch.bfloat16), direction.shape).copy_(direction)
+
+    def _read(self, received: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the direction of ``matrix``, and the squared norm of its gradient."""
+        square = _norm_in(received).clone().view(torch.float64)[0]
+        return direction_view(received.view(torch.bfloat16), matrix.shape), square
+
+    def _return_passing(self, there: Tensor, places: Sequence[Place]) -> None:
+        """Copy the means of this rank's share of the elements that pass through to `back`."""
+        copy_parts(there, self.back, [(place.there, place.back) for place in places])
+
+
+@dataclass(eq=False)
+class CodedMuonBucket(MuonBucket):
+    """The same with a codec: one buffer travels both ways, see [Note: Muon's packing]."""
+
+    def __post_init__(self) -> None:
+        moves = [(span, place.there) for span, place in self.plan.passing]
+        for matrix, span, place in self.matrices:
+            stop = place.there.stop
+            moves.append((span, Span(place.there.start, place.there.start + matrix.numel())))
+            # On the way to the owners there is no norm.
+            part_of(self.back, Span(stop - NORM_NUMEL, stop)).zero_()
+        copy_parts(self.buffer, self.back, moves)
+
+    def pack(self) -> Tensor:
+        return self.back
+
+    # --- for the codec, which encodes `flat` before the journey begins ---
+
+    @property
+    def flat(self) -> Tensor:
+        return self.back
+
+    @property
+    def layout(self) -> Sequence[int]:
+        return self.plan.there
+
+    def runs(self) -> list[Run]:
+        """Return the places of all elements, of which only the matrices are encoded.
+
+        The others belong to a flat tensor here: elements of one-dimensional tensors travel exactly.
+        """
+        runs = []
+        for matrix, _, place in self.matrices:
+            start, stop = place.there
+            runs.append(Run(matrix, 0, Span(start, stop - NORM_NUMEL)))
+            runs.append(Run(self.back, 0, Span(stop - NORM_NUMEL, stop)))
+        return [*runs, *(Run(self.back, 0, place.there) for _, place in self.plan.passing)]
+
+    def _write(self, direction: Tensor, norm: Tensor, sent: Tensor) -> None:
+        first = norm.float()
+        # Raw bytes could not pass through a codec's link, which adds residuals, if only zeros.
+        sent[-NORM_NUMEL:].copy_(torch.stack([first, (norm - first).float()]))
+        direction_view(sent, direction.shape).copy_(direction)
+
+    def _read(self, received: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        square = received[-NORM_NUMEL:].double().sum().square()
+        return direction_view(received, matrix.shape), square
+
+    def _return_passing(self, there: Tensor, places: Sequence[Place]) -> None:
+        """Leave them where they are."""
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from crossover_ddp._engine.device import Device, Staged
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Journey
 from crossover_ddp.codecs import Half, Int4, Int8, PerPair, SIDCo
+from crossover_ddp.muon_hooks import MuonState, muon_hook
 from tests.fake_cuda import contexts, late
 from tests.harness import close_pools, in_ranks, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
@@ -48,6 +49,10 @@ CELLS: dict[str, Way] = {
     "decoupled pairs": way_of("decoupled", codec=(PAIRS, Int8())),
     "decoupled sidco": way_of("decoupled", codec=SIDCo(0.3)),
     "kfac int8 and int4": way_of("kfac", codec=(Int8(), Int4())),
+    "muon int8 and int4": lambda model, opts, mutex: (
+        MuonState(opts[0], codec=(Int8(), Int4()), mutex=mutex),  # type: ignore[arg-type]
+        muon_hook,
+    ),
 }
 # The short form: each way on one backend, and the split, whose two halves all ways have, on both.
 SHORT = {
@@ -59,6 +64,7 @@ SHORT = {
         "averaged",
         "owned",
         "muon",
+        "muon int8 and int4",
         "decoupled sidco",
         "kfac int8 and int4",
     ),
@@ -67,7 +73,7 @@ SHORT = {
 
 def trained(rank: int, device: str, way: str) -> torch.Tensor:
     made: Way = (lambda *_: (None, allreduce_hook)) if way == "plain" else CELLS[way]
-    optimizers = functools.partial(optimizers_of, way)
+    optimizers = functools.partial(optimizers_of, way.partition(" ")[0])
     training = Training(
         made, rank, device=device, mutex=RecordingTurn(), optimizers=optimizers
     ).run(6)

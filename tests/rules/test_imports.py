@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "averaging_hooks": {*BELOW, "_averaging", "comm_hooks"},
     "comm_hooks": {*BELOW, "decoupled_hooks"},
     "decoupled_hooks": {*BELOW, "_decoupled", "owner_hooks"},  # the latter for version 0.2's names
+    "muon_hooks": {*BELOW, "_compression"},
     "owner_hooks": {*BELOW, "_decoupled"},
     "codecs": {*BELOW, "_compression"},
     "pipeline": {*HOOKS, "_tuning", "_ddp", "gpu_mutex", "errors"},
