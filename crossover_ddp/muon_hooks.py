@@ -160,8 +160,8 @@ class MuonState(ResidualState, Owning):
             20·m²·n + 10·m³, where m is its smaller side.
         is_disabled: whether ``CROSSOVER_DISABLE=1`` was set when the state was created.
 
-    On failure: ``TypeError`` for an optimizer that is not a Muon or a codec that is none, and ``ValueError`` for a loss
-    scale that is not a power of two. For a configuration that cannot work, the constructor,
+    On failure: ``TypeError`` for an optimizer that is not a Muon, or a codec of another type.
+    ``ValueError`` for a loss scale that is not a power of two. For a configuration that cannot work, the constructor,
     ``backward()`` or ``muon.step()`` raises ``UnsupportedConfigurationError`` with a remedy.
     ``backward()`` raises ``ExchangeError`` when a peer dies (for NCCL see
     `reduce_scatter_all_gather_hook`).
