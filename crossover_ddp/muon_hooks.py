@@ -161,10 +161,10 @@ class MuonState(ResidualState, Owning):
         is_disabled: whether ``CROSSOVER_DISABLE=1`` was set when the state was created.
 
     On failure: ``TypeError`` for an optimizer that is not a Muon, or a codec of another type.
-    ``ValueError`` for a loss scale that is not a power of two. For a configuration that cannot work, the constructor,
-    ``backward()`` or ``muon.step()`` raises ``UnsupportedConfigurationError`` with a remedy.
-    ``backward()`` raises ``ExchangeError`` when a peer dies (for NCCL see
-    `reduce_scatter_all_gather_hook`).
+    ``ValueError`` for a loss scale that is not a power of two. For a configuration that cannot
+    work, the constructor, ``backward()`` or ``muon.step()`` raises
+    ``UnsupportedConfigurationError`` with a remedy. ``backward()`` raises ``ExchangeError`` when a
+    peer dies (for NCCL see `reduce_scatter_all_gather_hook`).
 
     **Collective**: all ranks create the state, with Muons that are built alike, and register the
     hook. If ``CROSSOVER_DISABLE=1`` is set before that, the hook is a plain all-reduce, and Muon is
