@@ -42,7 +42,8 @@ def parameters_after(training: Training, accumulation: Accumulation, steps: int)
     return torch.cat([each.detach().flatten() for each in training.model.parameters()])
 
 
-@pytest.mark.parametrize("way", WAYS)
+# An elastic replica takes the centre as it finds it, which depends on the ranks' paces.
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "elastic"])
 @in_ranks(2)
 def test_the_flag_set_before_forward_is_no_sync(rank: int, way: str) -> None:
     expected = parameters_after(Training(way, rank), by_no_sync, steps=5)

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -254,13 +255,13 @@ def test_a_command_that_ends_early_is_an_error(
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("true", "got 0; steps are seen of DistributedDataParallel and of torch.optim's"),
+        ("true", r"got 0; steps are seen of DistributedDataParallel and of torch\.optim's"),
         (
             "sh -c 'echo no such data set; exit 3'",
-            "the old command failed\nthe command ended with 3 after 0 s; its last lines:\n"
-            "    no such data set\n",
+            r"the old command failed\nthe command ended with 3 after \d+ s; its last lines:\n"
+            r"    no such data set\n",
         ),
-        ("/nowhere", "the old command failed\nthe command ended with 127"),
+        ("/nowhere", r"the old command failed\nthe command ended with 127"),
     ],
 )
 def test_a_command_that_fails_is_an_error_with_the_end_of_its_log(
@@ -268,7 +269,8 @@ def test_a_command_that_fails_is_an_error_with_the_end_of_its_log(
 ) -> None:
     assert cli.main([*SHORT, "--", command, "--", "true"]) == 1
     out, err = capfd.readouterr()
-    assert (out, message in err) == ("", True)
+    assert out == ""
+    assert re.search(message, err), err
 
 
 @pytest.mark.parametrize(
