@@ -520,7 +520,8 @@ def _seen(found: Figures) -> str:
 
 
 def _ms(length_s: float) -> str:
-    return f"{length_s * 1e3:.0f} ms" if length_s >= 0.01 else f"{length_s * 1e3:.2g} ms"
+    """Return a time in milliseconds with three digits, so that C and N add up to a step."""
+    return f"{length_s * 1e3:.{0 if length_s >= 0.1 else 1 if length_s >= 0.01 else 2}f} ms"
 
 
 def _table(bytes_per_s: float, model: str | float, ranks: int, nodes: int) -> str:

@@ -102,3 +102,11 @@ def test_the_readme_shows_the_output_of_advise_that_its_page_explains() -> None:
     )
     assert len(shown) == 7
     assert [line for line in shown if line not in page] == []
+
+
+def test_the_readme_comes_to_the_point() -> None:
+    """A reader must find the install line and the table of jobs within a minute or two."""
+    text = re.sub(r"\]\([^)]*\)", "]", README)
+    assert len(README.splitlines()) <= 90
+    assert len(text.partition("    pip install")[0].split()) <= 120
+    assert len(text.partition("\n| your job")[0].split()) <= 350
