@@ -536,7 +536,7 @@ def _costs(measured: Measured) -> Iterator[Passage]:
     yield Passage(CHOOSING, "| {} (rank 2) |", [listed(sent, 3)], CODECS)
     idle, idle_most, busy = (
         f"{value:.2f}".rstrip("0")
-        for row in ("an idle core", "a core that also computes")
+        for row in ("a core that computes nothing else", "a core that also computes")
         for value in measured.cell("Codecs", row, "`Int8()`")
     )
     yield Passage(
