@@ -70,8 +70,14 @@ OF_DDP = (
     *("one_bucket", "static_graph", LAZY, "bfloat16_parameters", "buffers_recomputed_in_backward"),
     *("fewer_elements_than_ranks", "frozen_parameters", "reentrant_checkpointing"),
     *("mixed_precision_by_autocast", "failing_forward"),
-    *("compiled_network", "compiled_blocks", "compiled_model"),
 )
+# The compiler takes seconds for each of these. In the short form one hook runs all of them, and one
+# of each other way through a graph runs the first.
+COMPILED = ("compiled_network", "compiled_blocks", "compiled_model")
+COMPILED_IN_SHORT = {
+    "split": COMPILED,
+    **dict.fromkeys(("decoupled", "kfac", "muon"), COMPILED[:1]),
+}
 # Cases whose last bits differ for some hooks, by the beginnings of the hooks' names: their states
 # compute the norm themselves, or over other buckets.
 ROUNDED = {"clipping": ("auto", "decoupled", "owners")}
@@ -116,6 +122,8 @@ def cases_of(backend: str, hook: str, world_size: int) -> list[str]:
         names = [name for name in names if name in SITUATIONS.values()]
     if IN_CAMPAIGN:
         return names
+    compiled = {*COMPILED} - {*COMPILED_IN_SHORT.get(hook, ())}
+    names = [name for name in names if name not in compiled]
     if backend != "gloo":
         chosen = (SHORT[0], SHORT[1 + number % (len(SHORT) - 1)])
         return [name for name in names if name in chosen]
