@@ -425,11 +425,18 @@ class ResidualState(HookState):
         saved passes ``{"residuals": {}, "loss_scale": None}``. If the number of ranks has changed,
         the sum of the residuals is divided by the new number.
         """
-        if self.compression is not None:
+        if state or self.compression is not None:  # a hook without residuals saves nothing
             check_keys(
                 state, {"residuals", "loss_scale"}, "'residuals' and 'loss_scale'", has_more=True
             )
+        if self.compression is not None:
             self.compression.load(state["residuals"], state["loss_scale"])
+        elif state.get("residuals"):
+            logger.warning(
+                "the checkpoint has residuals of a codec, and this %s has none: they are dropped; "
+                "call drain() one step before you save, or pass a codec",
+                type(self).__name__,
+            )
 
 
 class CodedState(ResidualState):

@@ -208,7 +208,7 @@ def wait_for_data(rank: int, world_size: int) -> tuple[bool | None, int]:
                 training.backward()
             known[0] = training.state.stats()["turns_pay"] is not None
             dist.all_reduce(known, dist.ReduceOp.MIN)
-        # The thread that has heard the verdict writes its line before it takes another turn.
+        # The thread that receives the verdict writes its line before it takes another turn.
         training.backward()
         training.backward()
     pays = training.state.stats()["turns_pay"]

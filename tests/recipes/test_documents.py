@@ -4,6 +4,7 @@ A command is an indented line that begins with one of `PROGRAMS`.
 """
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -121,7 +122,8 @@ def test_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_job_under_torchrun_is_measured_and_ended(capfd: pytest.CaptureFixture[str]) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     script = [str(RECIPES / "train.py"), "--preset", "tiny", "--hook", "decoupled"]
-    endless = ["--steps", "1000001", "--threads", "1", "--eval-every", "0", "--optimizer", "sgd"]
+    steps = str(10**6 + os.getpid())  # only this test has a job of so many
+    endless = ["--steps", steps, "--threads", "1", "--eval-every", "0", "--optimizer", "sgd"]
     code = cli.main(["advise", "--json", "--steps", "17", "--", *launch, *script, *endless])
     out, err = capfd.readouterr()
     assert code == 0, err
@@ -129,5 +131,5 @@ def test_a_job_under_torchrun_is_measured_and_ended(capfd: pytest.CaptureFixture
     assert found["ranks"] == 2
     assert found["compute_s"] > 0
     assert found["size_bytes"] == pytest.approx(2.1e5, rel=0.2)
-    running = subprocess.run(["pgrep", "-f", "steps 1000001"], capture_output=True, check=False)
+    running = subprocess.run(["pgrep", "-f", f"steps {steps}"], capture_output=True, check=False)
     assert running.stdout == b""

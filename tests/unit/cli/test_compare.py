@@ -241,7 +241,7 @@ def test_commands_run_alternately_with_their_hooks_and_are_ended(
     assert err.count("left\n") == 3
 
 
-@pytest.mark.parametrize("ranks", [2])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_command_that_ends_early_is_an_error(
     ranks: int, train: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
