@@ -321,8 +321,8 @@ class Int4(_Blocks):
     def _unpack(self, codes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         low, high = rows.chunk(2)
         low.copy_(codes)
-        # A low code is at most 7/16 of a high one's unit, so rounding removes it.
-        torch.mul(low, 1 / _HIGH, out=high).round_()
+        # A low code is at most 7/16 of a high one's unit. (Rounding could make -0.0 of it.)
+        torch.add(low.new_full((), 0.5), low, alpha=1 / _HIGH, out=high).floor_()
         low.sub_(high, alpha=_HIGH)
         return rows
 

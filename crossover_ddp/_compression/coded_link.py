@@ -8,7 +8,8 @@ same two messages in the same order. Our design.
 [Note: tiles] On a CPU, memory takes most of the time. So a part of a bucket is cut into tiles that fit
 into a core's cache. Each has a message of its own within the part's message, and all passes over a
 tile follow each other. On a device, and for a codec that looks at all values together, the part is
-one tile. Tiles begin where blocks of the codec begin, so they do not change a single bit.
+one tile. Tiles begin where blocks of the codec begin, so they do not change a single bit. Where a
+codec has fused passes, they read and write the bucket itself; see [Note: kernels] in `kernels.py`.
 
 [Note: residuals] A rank keeps what its messages to owners do not hold, in units of its gradient. An
 owner keeps what its message to all ranks does not hold, in units of the mean, or of the result of
@@ -36,6 +37,7 @@ from crossover_ddp._engine.journeys import nothing
 from crossover_ddp._engine.links import Halfway, Layout, Link, LinkAround, parts
 
 from .codec import Codec, PerPair, Scratch
+from .kernels import Kernel, Runs, kernel_of
 
 _ALIGNED: Final = 16
 # NCCL's collectives are slow if a rank's share begins at an address that is not aligned like this.
@@ -62,7 +64,7 @@ class Part(NamedTuple):
         return Part(coded, [_moved(span, by) for span in self.exact])
 
     def slots(self, multiple: int) -> list[Span]:
-        """Return where each span lies among the part's values.
+        """Return the place of each span among the part's values.
 
         Each coded run begins at a multiple of ``multiple``. The exact spans follow without gaps.
         """
@@ -137,11 +139,21 @@ class MessageBuffer(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """Two views of a tile's message: exact values in float32, followed by a codec's bytes."""
+    """Views of a tile's message: exact values in float32, followed by a codec's bytes."""
 
     codec: Codec
     exact: Tensor
+    exact_spans: list[Tensor]
     coded: Tensor
+    kernel: Kernel | None
+
+
+class _Places(NamedTuple):
+    """The places of a tile's coded runs and exact spans in some memory."""
+
+    spans: list[Span]
+    exact: list[Span]
+    runs: Runs
 
 
 class _Views(NamedTuple):
@@ -149,6 +161,7 @@ class _Views(NamedTuple):
 
     of: Tensor
     spans: list[Tensor]  # without padding
+    exact_spans: list[Tensor]  # the last of them
     gaps: list[Tensor]  # the padding
     coded: Tensor
     exact: Tensor
@@ -164,27 +177,46 @@ class _Tile:
         multiple: coded runs begin at multiples of this many values.
         device: the bucket's device.
         leaves_unused: True if DDP may leave a parameter's gradient None when no rank uses it.
+        scratch: memory for values that are not needed after a call.
     """
 
     def __init__(
-        self, content: Part, multiple: int, device: torch.device, leaves_unused: bool
+        self,
+        content: Part,
+        multiple: int,
+        device: torch.device,
+        leaves_unused: bool,
+        scratch: Scratch,
     ) -> None:
         self.content = content
+        self._device = device
+        self._scratch = scratch
         self._leaves_unused = leaves_unused
         self._slots = content.slots(multiple)
-        coded_slots = self._slots[: len(content.coded)]
-        ends = [(slot.stop, padded(slot.stop, multiple)) for slot in coded_slots]
+        count = len(content.coded)
+        ends = [(slot.stop, padded(slot.stop, multiple)) for slot in self._slots[:count]]
         self._gaps = [slice(*gap) for gap in ends if gap[0] < gap[1]]
         # The number of coded values, including padding.
         self._coded_numel = ends[-1][1] if ends else 0
         exact_numel = sum(span.numel for span in content.exact)
         self._exact_bytes = 4 * exact_numel
         self.numel = self._coded_numel + exact_numel  # of the values
+        self.in_bucket = self._places(content.spans, multiple)
+        self.in_values = self._places(self._slots, multiple)
         # It stays 0 for values that travel exactly.
         self.residual = torch.zeros(self.numel, dtype=torch.float32, device=device)
         self._residual_views = self._made_views(self.residual)
         # Those of the last two threads. Making views takes as long as a pass over the tile.
         self._known_views: list[_Views] = []
+
+    def _places(self, spans: list[Span], multiple: int) -> _Places:
+        count = len(self.content.coded)
+        slots = self._slots[:count]
+        runs = [
+            (span.start, slot.start, slot.numel, padded(slot.numel, multiple))
+            for span, slot in zip(spans, slots, strict=False)
+        ]
+        return _Places(spans, spans[count:], Runs(runs))
 
     def message_bytes(self, codec: Codec) -> int:
         return padded(self._exact_bytes, _ALIGNED) + codec.nbytes(self._coded_numel)
@@ -192,11 +224,10 @@ class _Tile:
     def message(self, memory: Tensor, codec: Codec) -> _Message:
         """Return the message that fills ``memory``: exact values first, then the codec's bytes."""
         exact = memory[: self._exact_bytes].view(torch.float32)
-        return _Message(codec, exact, memory[padded(self._exact_bytes, _ALIGNED) :])
-
-    def pieces(self, flat: Tensor) -> list[Tensor]:
-        """Return a view of a bucket's memory for each of the tile's spans."""
-        return _slices(flat, self.content.spans)
+        exact_spans = list(exact.split_with_sizes([span.numel for span in self.content.exact]))
+        coded = memory[padded(self._exact_bytes, _ALIGNED) :]
+        kernel = kernel_of(codec) if memory.device.type == "cpu" else None
+        return _Message(codec, exact, exact_spans, coded, kernel)
 
     def coded_residuals(self) -> Iterator[tuple[Run, Tensor]]:
         """Yield each coded run, with a view of its residual."""
@@ -207,30 +238,46 @@ class _Tile:
         views = self.views(values)
         for gap in views.gaps:
             gap.zero_()
-        for piece, place in zip(self.pieces(flat), views.spans, strict=True):
+        for piece, place in zip(_slices(flat, self.content.spans), views.spans, strict=True):
             place.copy_(piece)
 
     def unpack(self, values: Tensor, flat: Tensor, divisor: Tensor | None = None) -> None:
         """Copy ``values`` to the tile's spans of ``flat``, divided by ``divisor`` if given."""
-        for piece, view in zip(self.pieces(flat), self.views(values).spans, strict=True):
+        pieces = _slices(flat, self.content.spans)
+        for piece, view in zip(pieces, self.views(values).spans, strict=True):
             if divisor is None:
                 piece.copy_(view)
             else:
                 torch.div(view, divisor, out=piece)
 
-    def encode(self, pieces: Sequence[Tensor], message: _Message, values: Tensor) -> None:
-        """Encode ``pieces`` plus the residual, except for residuals of unused parameters.
+    def values(self) -> Tensor:
+        """Return memory for the tile's values, until the next call."""
+        return self._scratch.take(self.numel, self._device)
+
+    def encode(self, memory: Tensor, places: _Places, message: _Message) -> None:
+        """Encode gradients plus the residual, except for residuals of unused parameters.
 
         If no rank uses a parameter, DDP leaves its gradient None, and a residual that was sent
         for it would be lost. So such residuals are kept.
 
         Args:
-            pieces: the gradients of the tile, by span.
+            memory: the memory that holds the gradients.
+            places: their places in it.
             message: the message to write.
-            values: memory for the sums. ``pieces`` may be views of it.
         """
-        views = self.views(values)
         rests = self._residual_views
+        if message.kernel is not None and memory.dtype == torch.float32:
+            pieces = _slices(memory, places.exact)
+            for piece, rest, sent in zip(
+                pieces, rests.exact_spans, message.exact_spans, strict=True
+            ):
+                torch.add(piece, rest, out=sent)
+            message.kernel.encode(
+                memory, places.runs, rests.coded, message.coded, self._leaves_unused
+            )
+            return
+        views = self.views(self.values())
+        pieces = _slices(memory, places.spans)
         coded_pieces = pieces[: len(self.content.coded)] if self._leaves_unused else ()
         unused = [piece.any().logical_not() for piece in coded_pieces]
         for gap in views.gaps:
@@ -249,24 +296,59 @@ class _Tile:
             piece = residual[slice(*slot)]
             torch.where(is_unused, former[slice(*slot)], piece, out=piece)
 
-    def decode(self, message: _Message, values: Tensor) -> None:
-        """Overwrite ``values`` with those of ``message``."""
-        views = self.views(values)
-        views.exact.copy_(message.exact)
-        if not self._coded_numel:
+    def read(
+        self, messages: Sequence[_Message], flat: Tensor, divisor: Tensor | None = None
+    ) -> None:
+        """Overwrite the tile's spans of a bucket with the sum of ``messages``.
+
+        Args:
+            messages: the messages, which are added in this order.
+            flat: the bucket's memory.
+            divisor: divides the sum, if given.
+        """
+        first, *others = messages
+        if flat.dtype == torch.float32 and all(each.kernel is not None for each in messages):
+            for index, message in enumerate(messages):
+                is_last = index == len(others)
+                divides_by = float(divisor) if is_last and divisor is not None else 1.0
+                self._fused(message, flat, self.in_bucket, index > 0, divides_by)
             return
-        decode = getattr(message.codec, "decode", None)
-        if decode is not None:
-            decode(message.coded, views.coded)
-        else:
-            message.codec.add_decoded(message.coded, views.coded.zero_())
+        values = self.values()
+        views = self.views(values)
+        views.exact.copy_(first.exact)
+        if self._coded_numel:
+            decode = getattr(first.codec, "decode", None)
+            if decode is not None:
+                decode(first.coded, views.coded)
+            else:
+                first.codec.add_decoded(first.coded, views.coded.zero_())
+        for message in others:
+            self.add_decoded(message, values)
+        self.unpack(values, flat, divisor)
 
     def add_decoded(self, message: _Message, values: Tensor) -> None:
         """Add the values of ``message`` to ``values``."""
+        if message.kernel is not None:
+            self._fused(message, values, self.in_values, True)
+            return
         views = self.views(values)
         views.exact.add_(message.exact)
         if self._coded_numel:
             message.codec.add_decoded(message.coded, views.coded)
+
+    def _fused(
+        self, message: _Message, out: Tensor, places: _Places, adds: bool, divisor: float = 1.0
+    ) -> None:
+        """Read one message with the codec's kernel; see `read`."""
+        assert message.kernel is not None
+        for piece, sent in zip(_slices(out, places.exact), message.exact_spans, strict=True):
+            if adds:
+                piece.add_(sent)
+            else:
+                piece.copy_(sent)
+            if divisor != 1.0:
+                piece.div_(divisor)
+        message.kernel.decode(message.coded, out, places.runs, self._coded_numel, adds, divisor)
 
     def views(self, values: Tensor) -> _Views:
         """Return views of memory for the tile's values."""
@@ -281,7 +363,8 @@ class _Tile:
     def _made_views(self, values: Tensor) -> _Views:
         gaps = [values[gap] for gap in self._gaps]
         coded, exact = values[: self._coded_numel], values[self._coded_numel :]
-        return _Views(values, _slices(values, self._slots), gaps, coded, exact)
+        spans = _slices(values, self._slots)
+        return _Views(values, spans, spans[len(self.content.coded) :], gaps, coded, exact)
 
 
 class CodedLink(LinkAround):
@@ -326,7 +409,6 @@ class CodedLink(LinkAround):
         self.parameters = list(parameters)
         self.content = parts if content is None else content
         self._divided_by = divided_by
-        self._scratch = scratch
         self._device = device
         self._has_work = has_work
         self._keeps_rest = keeps_rest
@@ -338,7 +420,7 @@ class CodedLink(LinkAround):
         # The tiles of each part.
         self._tiles = [
             [
-                _Tile(content, multiple, device, leaves_unused)
+                _Tile(content, multiple, device, leaves_unused, scratch)
                 for content in (_cut(part, padded(_TILE_NUMEL, multiple)) if cuts else [part])
             ]
             for part in parts
@@ -406,10 +488,6 @@ class CodedLink(LinkAround):
         """Return how many bytes this rank sends in one step."""
         raise NotImplementedError
 
-    def _values(self, tile: _Tile) -> Tensor:
-        """Return memory for a tile's values, until the next call."""
-        return self._scratch.take(tile.numel, self._device)
-
     def _messages(
         self, contents: Mapping[int, tuple[int, Codec]]
     ) -> tuple[MessageBuffer, dict[int, list[_Message]]]:
@@ -458,7 +536,7 @@ class OneHopLink(CodedLink):
     def encode(self, flat: Tensor, link: Link) -> None:
         self._link = link
         for tile, message in zip(self._tiles[0], self._own, strict=True):
-            tile.encode(tile.pieces(flat), message, self._values(tile))
+            tile.encode(flat, tile.in_bucket, message)
 
     def sent_bytes(self) -> int:
         return len(self._outgoing.tensor)
@@ -467,11 +545,9 @@ class OneHopLink(CodedLink):
         await self.all_to_all(*self._outgoing, *self._incoming)
         halfway()
         for tile, own, theirs in zip(self._tiles[0], self._own, self._theirs, strict=True):
-            values = self._values(tile)
             # Both ranks add in the same order, so their sums have the same bits.
-            tile.decode(theirs if self.rank else own, values)
-            tile.add_decoded(own if self.rank else theirs, values)
-            tile.unpack(values, flat, self._divisor)
+            in_order = (theirs, own) if self.rank else (own, theirs)
+            tile.read(in_order, flat, self._divisor)
 
 
 def suits_one_hop(codecs: tuple[PerPair, Codec], size: int) -> bool:
@@ -527,7 +603,7 @@ class OwnersLink(CodedLink):
         self._link = link
         for owner, messages in self._to_owners.items():
             for tile, message in zip(self._tiles[owner], messages, strict=True):
-                tile.encode(tile.pieces(flat), message, self._values(tile))
+                tile.encode(flat, tile.in_bucket, message)
         # Copy this rank's own gradient, because the result will overwrite it.
         self._pack_own()
 
@@ -581,7 +657,7 @@ class OwnersLink(CodedLink):
         own = self._own[index]
         # a + b equals b + a in every bit, so ranks 0 and 1 can add to their own gradient in place.
         adds_to_own = self.rank <= 1
-        values = own if adds_to_own else self._values(tile).zero_()
+        values = own if adds_to_own else tile.values().zero_()
         for rank in range(self.size):
             if rank != self.rank:
                 tile.add_decoded(self._from_peers[rank][index], values)
@@ -592,7 +668,7 @@ class OwnersLink(CodedLink):
     def _encode_own(self, index: int, values: Tensor) -> None:
         """Encode this owner's message to all ranks; decode it here too, to get the same bits."""
         tile = self._own_tiles[index]
-        tile.encode(tile.views(values).spans, self._to_all[self.rank][index], values)
+        tile.encode(values, tile.in_values, self._to_all[self.rank][index])
         if not self._keeps_rest:
             tile.residual.zero_()
         self._decode(self.rank, index)
@@ -600,9 +676,7 @@ class OwnersLink(CodedLink):
     def _decode(self, owner: int, index: int) -> None:
         """Decode a tile of an owner's message to all ranks into the bucket."""
         tile = self._tiles[owner][index]
-        values = self._values(tile)
-        tile.decode(self._to_all[owner][index], values)
-        tile.unpack(values, self._flat)
+        tile.read([self._to_all[owner][index]], self._flat)
 
 
 def _cut(part: Part, numel: int) -> list[Part]:

@@ -14,21 +14,26 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .codec import Codec, CodecChoice, Half, Int4, Int8, PerPair, SIDCo, Threshold, Whole, codecs_of
 from .coded_link import suits_one_hop
+from .kernels import kernel_of
 
 AnyCodec = CodecChoice | None
 
 CANDIDATES: Final[tuple[AnyCodec, ...]] = (None, Half(), Int8(), SIDCo(0.05), SIDCo(0.01))
 _NUMEL: Final = 1 << 20
 # Processor time to encode and to decode, in seconds per byte of float32, including copies.
-# Measured: docs/measurements.md, "Codecs".
+# Measured: docs/measurements.md, "Codecs on one core a rank".
+_FUSED_SECONDS: Final[Mapping[type, tuple[float, float]]] = {
+    Half: (0.31e-9, 0.17e-9),
+    Int8: (0.29e-9, 0.16e-9),
+    Int4: (0.32e-9, 0.16e-9),
+}
 _SECONDS: Final[Mapping[type, tuple[float, float]]] = {
     Whole: (0.2e-9, 0.1e-9),
-    Half: (0.45e-9, 0.15e-9),
-    Int8: (0.69e-9, 0.08e-9),
-    # Int8's, multiplied by the ratios of docs/codecs.md, "Figures".
-    Int4: (0.79e-9, 0.14e-9),
-    SIDCo: (1.2e-9, 0.1e-9),
-    Threshold: (1.2e-9, 0.1e-9),
+    Half: (0.66e-9, 0.32e-9),
+    Int8: (1.1e-9, 0.35e-9),
+    Int4: (1.2e-9, 0.30e-9),
+    SIDCo: (1.5e-9, 0.25e-9),
+    Threshold: (1.5e-9, 0.25e-9),
 }
 
 
@@ -105,7 +110,8 @@ def cost_of(codec: AnyCodec, world_size: int, ranks_inside: int = 1) -> CodecCos
 
 def _half_of(codec: Codec) -> tuple[float, float, float]:
     """Return a codec's rate, and its encoding and decoding times in seconds per float32 byte."""
-    seconds = _SECONDS.get(type(codec))
+    table = _SECONDS if kernel_of(codec) is None else _FUSED_SECONDS
+    seconds = table.get(type(codec))
     if seconds is None:
         raise UnsupportedConfigurationError(
             f"expected codecs of crossover_ddp.codecs to plan with, got {codec!r}, whose processor "

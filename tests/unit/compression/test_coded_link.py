@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from crossover_ddp._compression import coded_link
+from crossover_ddp._compression import coded_link, kernels
 from crossover_ddp._compression.codec import CodecChoice, Scratch, codecs_of
 from crossover_ddp._compression.coded_link import OneHopLink, OwnersLink, parts_of, suits_one_hop
 from crossover_ddp._ddp.layout import spans_of
@@ -31,6 +31,16 @@ PAIRS: list[tuple[Codec | PerPair, Codec]] = [
     (Half(), Half()),
     (PerPair.by_node([0, 1, 1], far=Int8()), Int8()),
 ]
+
+
+@pytest.fixture(params=["fused", "plain"], autouse=True)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test with fused passes, where the machine has a compiler, and with plain ones."""
+    if request.param == "plain":
+        monkeypatch.setattr(coded_link, "kernel_of", lambda codec: None)
+    elif kernels.load() is None:
+        pytest.skip("needs a C compiler: install gcc or clang, or name one in CC")
+
 
 # By number of the exchange, sender and receiver.
 Mail = Mapping[tuple[int, int, int], asyncio.Future[torch.Tensor]]
