@@ -9,16 +9,18 @@ the one that was fastest on the slowest rank. These *arms* are:
 - "deferred": gradients are gathered, and parameters updated, in the next forward, as with
   `DecoupledState`;
 - "whole, Half()", "whole, Int8()": backward waits for coded messages, as with `CompressedState`;
-- "deferred, Half()", "deferred, Int8()": both.
+- "deferred, Half()", "deferred, Int8()": both;
+- "whole, PowerSGD()": backward waits for two small all-reduces.
 
 Only "whole" has the user's own buckets. All others have a small bucket and five larger ones: DDP's
 reducer is made again between two steps. If one of the first two wins, the model continues without
 any hook, which is plain DDP.
 
 With ``losses="same"`` only the first three are tried, which give the losses of plain DDP. So losses
-do not depend on the choice. With ``losses="rounded"`` all seven are tried. The part of a gradient that
-an arm has not sent yet is sent by the next one, so changing arms loses nothing. For the rules of the
-race, see [Note: race] in `_decoupled/race.py`. Our design.
+do not depend on the choice. With ``losses="rounded"`` all but the last are tried, and with
+``losses="any"`` all eight. The part of a gradient that an arm has not sent yet is sent by the next
+one, so changing arms loses nothing. For the rules of the race, see [Note: race] in
+`_decoupled/race.py`. Our design.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -34,6 +36,7 @@ from torch.optim import Optimizer
 
 from crossover_ddp._compression.codec import Codec, Half, Int8, in_words
 from crossover_ddp._compression.compression import Compression
+from crossover_ddp._compression.low_rank import PowerSGD
 from crossover_ddp._compression.planning import cost_of
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._ddp.refit import small_buckets
@@ -54,12 +57,16 @@ def _coded(arm: Arm, codec: Codec) -> Arm:
 _WHOLE: Final = WHOLE._replace(is_refitted=True)
 _DEFERRED: Final = DEFERRED._replace(is_refitted=True)
 _EXACT: Final = WHOLE, _WHOLE._replace(name="whole, small buckets"), _DEFERRED
+_ROUNDED: Final = (
+    *_EXACT,
+    *(_coded(arm, codec) for codec in (Half(), Int8()) for arm in (_WHOLE, _DEFERRED)),
+)
+# The rate depends on the model. This one is so low that the race rules out nothing by it.
+_LOW_RANK: Final = _WHOLE._replace(name="whole, PowerSGD()", codec=PowerSGD(), rate=1e-3)
 _ARMS: Final[Mapping[str, tuple[Arm, ...]]] = {
     "same": _EXACT,
-    "rounded": (
-        *_EXACT,
-        *(_coded(arm, codec) for codec in (Half(), Int8()) for arm in (_WHOLE, _DEFERRED)),
-    ),
+    "rounded": _ROUNDED,
+    "any": (*_ROUNDED, _LOW_RANK),
 }
 """The arms of each promise, the weakest first."""
 
@@ -68,10 +75,10 @@ class AutoState(DecoupledState):
     """State of `auto_hook`: several ways to exchange gradients race, and the fastest one is kept.
 
     The training loop stays as it is. For the first 10 to 95 steps, or up to 155 with
-    ``losses="rounded"``, blocks of steps are trained with each arm. Then all ranks keep the weakest
-    arm within 2 % of the fastest: the one that changes the training least. Rank 0 writes one line
-    about it to stderr. If steps later become a fifth slower for hundreds of steps, the arms race
-    again.
+    ``losses="rounded"`` and 170 with ``losses="any"``, blocks of steps are trained with each arm.
+    Then all ranks keep the weakest arm within 2 % of the fastest: the one that changes the training
+    least. Rank 0 writes one line about it to stderr. If steps later become a fifth slower for
+    hundreds of steps, the arms race again.
 
     Parameters and gradients may be read under the rules of `DecoupledState`.
 
@@ -83,11 +90,13 @@ class AutoState(DecoupledState):
         losses: with "same" the losses are those of plain DDP: with one or two ranks bit for bit,
             with more up to the order of additions. With "rounded" gradients may also be coded, with
             error feedback. Parameters are then still equal on all ranks, bit for bit. But the clock
-            chooses when which codec is used, so two runs differ. Default "same".
+            chooses when which codec is used, so two runs differ. With "any" the loss may also be
+            clearly higher at the same number of steps, since `PowerSGD` sends the largest parts of a
+            gradient first and the rest much later, see docs/codecs.md. Default "same".
         arms: the names of the arms that race, from those of ``losses``, such as
             ``("whole", "deferred")``. A single one, such as ``("deferred, Half()",)``, is used from
             the start, so that runs can be repeated. Default: all arms of ``losses``.
-        loss_scale: only with "rounded": the factor by which the loss is multiplied before
+        loss_scale: only with "rounded" and "any": the factor by which the loss is multiplied before
             ``backward()``, or a function that returns it, such as ``scaler.get_scale``. Default 1.
         mutex: the mutex for taking turns, like that of `DecoupledState`. Default: no turns.
         compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
@@ -95,7 +104,7 @@ class AutoState(DecoupledState):
         model: the DDP model that the hook is registered on. Default: found at the first bucket.
 
     On failure: ``ValueError`` for other values of ``losses`` and ``arms``, and otherwise like
-    `DecoupledState`. With "rounded" the first ``backward()`` raises
+    `DecoupledState`. With "rounded" and "any" the first ``backward()`` raises
     ``UnsupportedConfigurationError`` for float64 gradients.
 
     **Collective**: all ranks create the state with the same arguments and register the hook.
@@ -111,7 +120,7 @@ class AutoState(DecoupledState):
         optimizer: Optimizer | Sequence[Optimizer],
         process_group: dist.ProcessGroup | None = None,
         *,
-        losses: Literal["same", "rounded"] = "same",
+        losses: Literal["same", "rounded", "any"] = "same",
         arms: Sequence[str] | None = None,
         loss_scale: float | Callable[[], float] = 1.0,
         mutex: GPUMutex | None = None,
@@ -217,7 +226,7 @@ def _arms_of(losses: str, names: Sequence[str] | None) -> tuple[Arm, ...]:
     """Return the arms with these names, the weakest first. Refuse names that ``losses`` lacks."""
     if losses not in _ARMS:
         raise ValueError(
-            f"expected losses='same' or 'rounded', got losses={losses!r}; see AutoState"
+            f"expected losses='same', 'rounded' or 'any', got losses={losses!r}; see AutoState"
         )
     arms = _ARMS[losses]
     if names is None:
@@ -226,7 +235,7 @@ def _arms_of(losses: str, names: Sequence[str] | None) -> tuple[Arm, ...]:
     if isinstance(names, str) or not names or not {*names} <= {*known}:
         raise ValueError(
             f"expected some of {known} with losses={losses!r}, got arms={names!r}; pass a sequence "
-            "of these names, or losses='rounded' for arms with codecs"
+            "of these names, or losses='rounded' or 'any' for arms with codecs"
         )
     return tuple(arm for arm in arms if arm.name in names)
 

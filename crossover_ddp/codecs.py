@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._compression.codec import (
     Codec,
-    CodecChoice,
     Half,
     Int4,
     Int8,
@@ -30,7 +29,8 @@ from crossover_ddp._compression.codec import (
     Threshold,
 )
 from crossover_ddp._compression.compression import CodedState
-from crossover_ddp._compression.planning import CodecPlan
+from crossover_ddp._compression.low_rank import PowerSGD
+from crossover_ddp._compression.planning import AnyCodec, CodecPlan
 from crossover_ddp._engine.buckets import Bucket, JourneyTurn
 from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.journeys import GradientFuture
@@ -46,6 +46,7 @@ __all__ = [
     "Int4",
     "Int8",
     "PerPair",
+    "PowerSGD",
     "SIDCo",
     "Threshold",
     "compressed_hook",
@@ -82,8 +83,9 @@ class CompressedState(CodedState):
     Args:
         codec: a codec for both halves, such as ``Int8()``, or a pair of codecs. A pair encodes
             messages to owners with its first codec, which may be a `PerPair`, and messages to all
-            ranks with its second. Your own codecs must implement `Codec`. With None nothing is
-            compressed, and the mean is that of `reduce_scatter_all_gather_hook` to the last bit.
+            ranks with its second. `PowerSGD` is used alone. Your own codecs must implement `Codec`.
+            With None nothing is compressed, and the mean is that of
+            `reduce_scatter_all_gather_hook` to the last bit.
         loss_scale: the factor by which the loss is multiplied before ``backward()``, or a function
             that returns it, such as ``scaler.get_scale``. Residuals are rescaled when it changes.
             Default 1.
@@ -112,7 +114,7 @@ class CompressedState(CodedState):
 
     def __init__(
         self,
-        codec: CodecChoice | None,
+        codec: AnyCodec,
         *,
         loss_scale: float | Callable[[], float] = 1.0,
         process_group: dist.ProcessGroup | None = None,

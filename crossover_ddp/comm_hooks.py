@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._compression.codec import CodecChoice
 from crossover_ddp._compression.compression import CodedState
+from crossover_ddp._compression.planning import AnyCodec
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._ddp.groups import on_destruction
 from crossover_ddp._engine.buckets import Bucket, JourneyTurn, after_backward
@@ -204,7 +204,7 @@ class CrossoverState(CodedState):
         process_group: dist.ProcessGroup | None = None,
         *,
         mutex: GPUMutex | None = None,
-        codec: CodecChoice | None = None,
+        codec: AnyCodec = None,
         loss_scale: float | Callable[[], float] = 1.0,
         hook_state: Any = None,
         compare_replicas: bool = True,

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from crossover_ddp._compression.codec import in_words
+from crossover_ddp._compression.codec import CodecChoice, in_words
 from crossover_ddp._compression.compression import Compression
 from crossover_ddp._compression.planning import AnyCodec
 from crossover_ddp._ddp.checks import resolve_group
@@ -164,7 +164,7 @@ class DecoupledState(DeferredState):
         *,
         mutex: GPUMutex | None = None,
         defer: Literal["auto", "always"] = "auto",
-        codec: AnyCodec = None,
+        codec: CodecChoice | None = None,
         loss_scale: float | Callable[[], float] = 1.0,
         compare_replicas: bool = True,
         model: DistributedDataParallel | None = None,
@@ -175,7 +175,7 @@ class DecoupledState(DeferredState):
         only = check_one_optimizer(optimizer)
         super().__init__(process_group, mutex, compare_replicas, model)
         self.optimizer = optimizer
-        self.codec = codec
+        self.codec: AnyCodec = codec
         self._defer = defer
         self._compression = None if codec is None else Compression(codec, loss_scale, self)
         self._partial = PartialOptimizer(only)

@@ -367,12 +367,67 @@ class _Tile:
         return _Views(values, spans, spans[len(self.content.coded) :], gaps, coded, exact)
 
 
-class CodedLink(LinkAround):
+class ResidualLink(LinkAround):
+    """Carries one bucket with an error that it keeps. The base class of all such links.
+
+    One object serves a bucket for many steps and wraps a new link in each step.
+
+    Args:
+        link: the link for the first step.
+        codecs: the codecs. An object serves a bucket until they change.
+        parameters: the bucket's parameters.
+        content: the parts of the whole bucket.
+    """
+
+    def __init__(
+        self, link: Link, codecs: object, parameters: Sequence[Tensor], content: Sequence[Part]
+    ) -> None:
+        super().__init__(link)
+        self.codecs = codecs
+        self.parameters = list(parameters)
+        self.content = content
+
+    def encode(self, flat: Tensor, link: Link) -> None:
+        """Encode the messages.
+
+        Args:
+            flat: the gradients, which the result will overwrite.
+            link: the link that carries this step's messages.
+        """
+        raise NotImplementedError
+
+    def encoded(self, flat: Tensor, link: Link) -> Link:
+        """Call `encode`, and return this link."""
+        self.encode(flat, link)
+        return self
+
+    @property
+    def exact(self) -> Link:
+        return self._link
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the residuals in bytes."""
+        raise NotImplementedError
+
+    def residuals(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each coded parameter and its whole flat residual, in units of the gradient."""
+        raise NotImplementedError
+
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply all residuals by ``factor``."""
+        raise NotImplementedError
+
+    def sent_bytes(self) -> int:
+        """Return how many bytes this rank sends in one step."""
+        raise NotImplementedError
+
+
+class CodedLink(ResidualLink):
     """Carries one bucket in coded messages. The base class of both kinds of coded links.
 
-    One object serves a bucket for many steps and wraps a new link in each step. It holds the
-    messages' residuals; see [Note: residuals]. Gradients are encoded undivided, added in float32,
-    and only then divided, unless they are sums of gradients that were divided before.
+    It holds the messages' residuals; see [Note: residuals]. Gradients are encoded undivided, added
+    in float32, and only then divided, unless they are sums of gradients that were divided before.
 
     Args:
         link: the link for the first step.
@@ -404,10 +459,8 @@ class CodedLink(LinkAround):
         keeps_rest: bool = True,
         leaves_unused: bool = False,
     ) -> None:
-        super().__init__(link)
-        self.codecs = codecs
-        self.parameters = list(parameters)
-        self.content = parts if content is None else content
+        super().__init__(link, codecs, parameters, parts if content is None else content)
+        self.codecs: tuple[PerPair, Codec] = codecs
         self._divided_by = divided_by
         self._device = device
         self._has_work = has_work
@@ -439,31 +492,11 @@ class CodedLink(LinkAround):
         """
         raise NotImplementedError
 
-    def encode(self, flat: Tensor, link: Link) -> None:
-        """Encode the messages.
-
-        Args:
-            flat: the gradients, which the result will overwrite.
-            link: the link that carries this step's messages.
-        """
-        raise NotImplementedError
-
-    def encoded(self, flat: Tensor, link: Link) -> "CodedLink":
-        """Call `encode`, and return this link."""
-        self.encode(flat, link)
-        return self
-
-    @property
-    def exact(self) -> Link:
-        return self._link
-
     @property
     def nbytes(self) -> int:
-        """The size of the residuals in bytes."""
         return sum(tile.residual.nbytes for tiles in self._tiles for tile in tiles)
 
     def residuals(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each coded parameter and its whole flat residual, in units of the gradient."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for part, tiles in enumerate(self._tiles):
             factor = self._residual_factor(part) * self._divided_by
@@ -479,14 +512,9 @@ class CodedLink(LinkAround):
         return 1
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply all residuals by ``factor``."""
         for tiles in self._tiles:
             for tile in tiles:
                 tile.residual.mul_(factor)
-
-    def sent_bytes(self) -> int:
-        """Return how many bytes this rank sends in one step."""
-        raise NotImplementedError
 
     def _messages(
         self, contents: Mapping[int, tuple[int, Codec]]

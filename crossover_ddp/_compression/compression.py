@@ -32,17 +32,19 @@ from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.states import HookState
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .codec import Scratch, codecs_of, in_words
+from .codec import Codec, PerPair, Scratch, codecs_of, in_words
 from .coded_link import (
     CodedLink,
     OneHopLink,
     OwnersLink,
     Part,
+    ResidualLink,
     column_of,
     joined,
     parts_of,
     suits_one_hop,
 )
+from .low_rank import LowRankLink, PowerSGD
 from .planning import CANDIDATES, AnyCodec, CodecPlan, plan_from
 
 logger = logging.getLogger(__name__)
@@ -57,8 +59,8 @@ class Compression:
     """One model's residuals on this rank, and the messages of its buckets.
 
     Args:
-        codec: one codec for both halves, or a pair of codecs. None if gradients travel exactly until
-            `use` is called.
+        codec: one codec for both halves, a pair of codecs, or `PowerSGD`. None if gradients travel
+            exactly until `use` is called.
         loss_scale: the factor by which the loss is scaled, or a function that returns it.
         state: the state with which the hook is registered.
         has_work: True if owners work on the mean, and other tensors travel instead of the buckets.
@@ -85,7 +87,7 @@ class Compression:
         # The loss scale in the last step. Residuals are in units of gradients with that scale.
         self._scale: Scale | None = None
         # The link of each bucket, by index. A bucket is added in its first coded step.
-        self._buckets: dict[int, CodedLink] = {}
+        self._buckets: dict[int, ResidualLink] = {}
         self._scratch = Scratch()
         # Residuals that are in no bucket, by parameter; see [Note: residuals aside].
         self._aside: Any = WeakTensorKeyDictionary()
@@ -114,9 +116,20 @@ class Compression:
         Args:
             codec: see `Compression`.
             one_hop: whether two ranks exchange their messages in one hop if that suits the codec.
-                Journeys must then call `Link.all_reduce`. Deferring needs both halves.
+                Journeys must then call `Link.all_reduce`. Deferring needs both halves. `PowerSGD`
+                has none, so it is refused otherwise.
         """
-        self._codecs = None if codec is None else codecs_of(codec)
+        self._codecs: tuple[PerPair, Codec] | PowerSGD | None = None
+        if isinstance(codec, PowerSGD):
+            if not one_hop:
+                raise UnsupportedConfigurationError(
+                    f"expected a codec of messages, such as Int8(), got codec={codec!r}: it averages a bucket at "
+                    "once, and this state works between the two halves of an exchange; use CompressedState, "
+                    "CrossoverState or AutoState(losses='any') with it"
+                )
+            self._codecs = codec
+        elif codec is not None:
+            self._codecs = codecs_of(codec)
         self._one_hop = one_hop
 
     def around(
@@ -144,17 +157,20 @@ class Compression:
         flat = bucket.buffer().data if packed is None else packed.flat
         parameters = bucket.parameters()
         known = self._buckets.get(bucket.index())
-        rows = 1 if self._codecs is None else len(self._codecs[0].codecs)
+        codecs = self._codecs
+        is_low_rank = isinstance(codecs, PowerSGD)
+        rows = len(codecs[0].codecs) if isinstance(codecs, tuple) else 1
         levels = link if isinstance(link, TwoLevelLink) else None
-        if levels is not None and rows > 1:  # codecs for pairs of ranks, so all pairs exchange
+        # With codecs for pairs of ranks all pairs exchange. Factors of matrices are small.
+        if levels is not None and (rows > 1 or is_low_rank):
             link, levels = levels.flat, None
         ranks = exchange.size if levels is None else len(levels.column)
-        kind: type[CodedLink] = OwnersLink
-        if self._codecs is not None and self._one_hop and suits_one_hop(self._codecs, ranks):
+        kind: type[ResidualLink] = LowRankLink if is_low_rank else OwnersLink
+        if isinstance(codecs, tuple) and self._one_hop and suits_one_hop(codecs, ranks):
             kind = OneHopLink
         if known is not None and (
             not isinstance(known, kind)
-            or known.codecs != self._codecs
+            or known.codecs != codecs
             or [*map(id, known.parameters)] != [*map(id, parameters)]
         ):
             known = None
@@ -162,7 +178,7 @@ class Compression:
             self._enter(bucket, flat.dtype, exchange.size, rows)
         if self._is_new_step:
             self._begin_step()
-        is_exact = self._codecs is None or self._exact_left > 0 or exchange.size == 1
+        is_exact = codecs is None or self._exact_left > 0 or exchange.size == 1
         self._is_new_step = bucket.is_last()
         if bucket.is_last():
             self.steps += 1
@@ -174,7 +190,7 @@ class Compression:
             content = known.content
         else:
             runs = _runs_of(bucket, flat) if packed is None else packed.runs()
-            is_one = kind is OneHopLink and levels is None
+            is_one = kind is not OwnersLink and levels is None
             content = parts_of(runs, [flat.numel()] if is_one else layout)
         self._add_aside(flat, content)
         if is_exact:
@@ -184,12 +200,21 @@ class Compression:
                     return drained(link)
                 levels.code(lambda _, between: drained(between))
             return link
-        if known is None:
-            assert self._codecs is not None
+        if known is None and isinstance(codecs, PowerSGD):
+            known = LowRankLink(
+                link,
+                codecs,
+                parameters,
+                content[0],
+                flat.device,
+                leaves_unused=self._leaves_unused,
+            )
+        elif known is None:
+            assert isinstance(codecs, tuple) and issubclass(kind, CodedLink)
             coded = content if levels is None else column_of(content, layout, levels.column)
             known = kind(
                 link if levels is None else levels.between,
-                self._codecs,
+                codecs,
                 parameters,
                 [joined(coded)] if kind is OneHopLink else coded,
                 flat.device,
@@ -200,7 +225,7 @@ class Compression:
                 keeps_rest=self._keeps_rest,
                 leaves_unused=self._leaves_unused,
             )
-            self._buckets[bucket.index()] = known
+        self._buckets[bucket.index()] = known
         self._sent_bytes += known.sent_bytes()
         # Without a codec, both halves would send this many.
         carried = flat.numel() if levels is None else sum(layout[rank] for rank in levels.column)

@@ -15,8 +15,9 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from .codec import Codec, CodecChoice, Half, Int4, Int8, PerPair, SIDCo, Threshold, Whole, codecs_of
 from .coded_link import suits_one_hop
 from .kernels import kernel_of
+from .low_rank import PowerSGD
 
-AnyCodec = CodecChoice | None
+AnyCodec = CodecChoice | PowerSGD | None
 
 CANDIDATES: Final[tuple[AnyCodec, ...]] = (None, Half(), Int8(), SIDCo(0.05), SIDCo(0.01))
 _NUMEL: Final = 1 << 20
@@ -92,6 +93,11 @@ def cost_of(codec: AnyCodec, world_size: int, ranks_inside: int = 1) -> CodecCos
         world_size: the number of ranks.
         ranks_inside: the number of ranks on a node if the exchange has two levels, otherwise 1.
     """
+    if isinstance(codec, PowerSGD):
+        raise UnsupportedConfigurationError(
+            f"expected codecs whose rate does not depend on the model to plan with, got {codec!r}; "
+            "train some steps with it and with others, and compare them"
+        )
     if codec is None or world_size < 2:
         return EXACT
     if ranks_inside > 1 and len(codecs_of(codec)[0].codecs) == 1:  # otherwise all pairs exchange

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from crossover_ddp.codecs import CompressedState, Int8, PerPair, SIDCo
+from crossover_ddp.codecs import CompressedState, Int8, PerPair, PowerSGD, SIDCo
 from tests.harness import in_ranks
 from tests.harness.oracles import error_of
 from tests.harness.training import Training
@@ -49,17 +49,18 @@ def test_residuals_of_complex_matrices_arrive_with_an_exact_step(rank: int) -> N
 
 
 @pytest.mark.defect("codecs-S6")
+@pytest.mark.parametrize("codec", [SIDCo(0.05), PowerSGD()], ids=repr)
 @pytest.mark.parametrize(("unused", "drained"), [(True, False), (True, True), (False, True)])
 @in_ranks(2)
 def test_residuals_wait_while_their_parameter_is_unused_and_arrive_once(
-    rank: int, unused: bool, drained: bool
+    rank: int, unused: bool, drained: bool, codec: Any
 ) -> None:
     """They add up over checkpoints: those from before, and those that one rank makes after it.
 
     Without ``find_unused_parameters`` a gradient of zeros takes its residual along.
     """
     uses = [1, 1, 1, 0, 0, 0, rank == 0, rank == 0, 0, 0, 1, unused or rank == 0]
-    state = CompressedState(SIDCo(0.05))
+    state = CompressedState(codec)
     training = compressed(
         rank,
         state,

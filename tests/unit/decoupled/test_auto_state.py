@@ -13,6 +13,7 @@ from crossover_ddp import (
     DecoupledState,
     Half,
     Int8,
+    PowerSGD,
     UnsupportedConfigurationError,
     auto_hook,
     decoupled_hook,
@@ -44,8 +45,13 @@ def optimizer(kind: Callable[..., Any] = SGD) -> Any:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"losses": "equal"}, ValueError, "losses='same' or 'rounded', got losses='equal'"),
-        ({"arms": ("deferred, Half()",)}, ValueError, r"losses='rounded' for arms with codecs"),
+        ({"losses": "equal"}, ValueError, "losses='same', 'rounded' or 'any', got losses='equal'"),
+        ({"arms": ("deferred, Half()",)}, ValueError, r"losses='rounded' or 'any' for arms"),
+        (
+            {"arms": ("whole, PowerSGD()",), "losses": "rounded"},
+            ValueError,
+            r"got arms=\('whole, PowerSGD\(\)',\)",
+        ),
         ({"arms": ("hole",), "losses": "rounded"}, ValueError, r"whole.*got arms=\('hole',\)"),
         ({"arms": "whole"}, ValueError, "got arms='whole'; pass a sequence"),
         ({"arms": ()}, ValueError, r"got arms=\(\)"),
@@ -92,9 +98,14 @@ def test_arms_are_sorted_and_a_single_one_is_chosen_from_the_start() -> None:
     assert (state.chosen, state.deferring, state.codec) == ("deferred, Int8()", True, Int8())
     state = AutoState(optimizer(), losses="rounded")
     assert [arm.name for arm in state._race.arms][:-1] == [*ALL]
+    rounded = state._race.arms
+    state = AutoState(optimizer(), losses="any")
+    assert state._race.arms[:-1] == rounded
+    assert state._race.arms[-1].name == "whole, PowerSGD()"
+    assert state._race.arms[-1].codec == PowerSGD()
 
 
-@pytest.mark.parametrize("losses", ["same", "rounded"])
+@pytest.mark.parametrize("losses", ["same", "rounded", "any"])
 def test_one_rank_chooses_whole_at_once_and_a_line_on_stderr_names_it(
     losses: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
