@@ -24,6 +24,7 @@ from crossover_ddp import (
     KFACState,
     LocalSGDState,
     MuonState,
+    PowerSGD,
     SIDCo,
     auto_hook,
     compressed_hook,
@@ -44,6 +45,7 @@ CODECS: dict[str, Any] = {
     "int4": Int4(),
     "half": Half(),
     "sidco": SIDCo(0.01),
+    "powersgd": PowerSGD(),
 }
 
 # By name: a function that makes the state, and returns it with the hook.
@@ -64,6 +66,10 @@ HOOKS: dict[str, MakeState] = {
     "auto": lambda model, optimizers, args: (AutoState(optimizers[0]), auto_hook),
     "auto_rounded": lambda model, optimizers, args: (
         AutoState(optimizers[0], losses="rounded"),
+        auto_hook,
+    ),
+    "auto_any": lambda model, optimizers, args: (
+        AutoState(optimizers[0], losses="any"),
         auto_hook,
     ),
     "decoupled": lambda model, optimizers, args: (DecoupledState(optimizers[0]), decoupled_hook),

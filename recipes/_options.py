@@ -158,7 +158,7 @@ def add_run_arguments(group: argparse._ArgumentGroup, hooks: Iterable[str]) -> N
     )
     group.add_argument(
         "--codec",
-        choices=("int8", "half", "sidco"),
+        choices=("int8", "int4", "half", "sidco", "powersgd"),
         default="int8",
         help="of --hook compressed (default int8)",
     )

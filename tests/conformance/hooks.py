@@ -320,6 +320,13 @@ OF_MATRIX: Final[dict[str, Row]] = {
         refuses=IN_DOUBLE,
         notes=KNOWS_SCALE,
     ),
+    "low_rank": Row(
+        alone(ddp.CompressedState, ddp.compressed_hook, codec=ddp.PowerSGD()),
+        lossy=True,
+        tolerance=math.inf,
+        takes_scale=True,
+        notes=KNOWS_SCALE,
+    ),
     # With several buckets, or DDP's own all-reduce of a map of used parameters, ranks start
     # all-reduces in different orders, and gloo ends the process.
     "powersgd": Row(
@@ -343,7 +350,7 @@ MATRIX: Final = {
     "`local_sgd_hook`": "local_sgd",
     "torch's fp16": "fp16",
     "torch's bf16": "bf16",
-    "PowerSGD": "powersgd",
+    "torch's PowerSGD": "powersgd",
 }
 # Its rows. Each is a situation of `cases.CASES`.
 SITUATIONS: Final = {

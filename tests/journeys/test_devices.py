@@ -21,7 +21,7 @@ from crossover_ddp._engine.buckets import BehindLastBucket
 from crossover_ddp._engine.device import Device, Staged
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Journey
-from crossover_ddp.codecs import Half, Int4, Int8, PerPair, SIDCo
+from crossover_ddp.codecs import Half, Int4, Int8, PerPair, PowerSGD, SIDCo
 from crossover_ddp.muon_hooks import MuonState, muon_hook
 from tests.fake_cuda import contexts, late
 from tests.harness import close_pools, in_ranks, run_ranks
@@ -44,6 +44,7 @@ CELLS: dict[str, Way] = {
     # Without elastic averaging, of which no two runs are alike.
     **{way: made for way, made in WAYS.items() if way != "elastic"},
     "compressed int8 and int4": way_of("compressed", codec=(Int8(), Int4())),
+    "compressed low rank": way_of("compressed", codec=PowerSGD()),
     "crossover pairs": way_of("crossover", codec=(PAIRS, Int4())),
     "decoupled int8": way_of("decoupled", codec=Int8()),
     "decoupled pairs": way_of("decoupled", codec=(PAIRS, Int8())),
@@ -60,6 +61,7 @@ SHORT = {
     "gloo": ("split", "compressed int8 and int4", "decoupled", "kfac"),
     "nccl": (
         "split",
+        "compressed low rank",
         "crossover pairs",
         "averaged",
         "owned",

@@ -87,6 +87,7 @@ def piece(flat: Tensor, index: int) -> Tensor:
         (torch.empty(40, 3, 5, 5), Shape(40, 75, 2)),
         (torch.empty(40, 8, 3, 3).to(memory_format=torch.channels_last), Shape(40, 72, 2)),
         (torch.empty(40, 30).t(), Shape(40, 30, 2)),
+        (torch.empty(30, 40), Shape(30, 40, 2)),
         (torch.empty(5, 4), Shape(5, 4, 2)),
         (torch.empty(4, 4), None),
         (torch.empty(1, 900), None),

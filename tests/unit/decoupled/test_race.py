@@ -26,7 +26,7 @@ from crossover_ddp._engine.observe import Meter
 from crossover_ddp.auto_hooks import _ARMS
 
 TWO = (WHOLE, DEFERRED)
-ARMS = {2: TWO, 3: _ARMS["same"], 7: _ARMS["rounded"]}
+ARMS = {2: TWO, 3: _ARMS["same"], 7: _ARMS["rounded"], 8: _ARMS["any"]}
 CPU = torch.device("cpu")
 SHORTEST = WARM_UP + 1 + FIRST
 SETTLING = 2  # passes in which new buckets have yet to settle
@@ -50,6 +50,12 @@ TIMES: dict[str, Times] = {
     "seven, M/C 3": ([1.0, 0.97, 0.94, 0.55, 0.47, 0.36, 0.33], 0.7, 0.95),
     "seven, costly": ([1.0, 1.1, 1.5, 1.5, 2.0, 1.8, 2.2], 0.05, 0.4),
     "seven, close": ([1.0, 0.98, 0.97, 0.96, 0.94, 0.95, 0.93], 0.1, 0.5),
+}
+# With ``losses="any"`` the eighth arm may change the loss, and is chosen only if it is faster.
+ANY: dict[str, Times] = {
+    "eight, M/C 0.4": ([1.0, 1.0, 1.0, 0.97, 1.0, 1.0, 1.02, 0.96], 0.05, 0.4),
+    "eight, M/C 1": ([1.0, 0.85, 0.80, 0.76, 0.74, 0.77, 0.76, 0.73], 0.28, 0.7),
+    "eight, M/C 3": ([1.0, 0.97, 0.94, 0.55, 0.47, 0.36, 0.33, 0.28], 0.7, 0.95),
 }
 FAST_LINK: dict[str, Times] = {
     "two": ([1.0, 1.1], 0.01, 0.1),
@@ -184,15 +190,15 @@ def test_where_nothing_can_be_gained_the_race_ends_after_its_first_block(
         assert SHORTEST <= 12
 
 
-@pytest.mark.parametrize("name", TIMES)
+@pytest.mark.parametrize("name", [*TIMES, *ANY])
 def test_without_scatter_the_weakest_arm_within_two_percent_is_chosen(name: str) -> None:
-    rank = Rank(TIMES[name], lambda number: (1.0, 0.0)).run()
+    rank = Rank((TIMES | ANY)[name], lambda number: (1.0, 0.0)).run()
     assert rank.chosen == next(
         number
         for number, step_s in enumerate(rank.steps_s)
         if step_s <= 1.02 * min(rank.steps_s) + 1e-9
     )
-    assert len(rank.passes) <= {2: 30, 3: 45, 7: 75}[len(rank.arms)]
+    assert len(rank.passes) <= {2: 30, 3: 45, 7: 75, 8: 80}[len(rank.arms)]
 
 
 @pytest.mark.parametrize("scatter", [0.01, 0.03, 0.06, 0.1, 0.3, 0.6])
