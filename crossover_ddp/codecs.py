@@ -4,7 +4,8 @@ Each rank sends its coded gradient straight to the owner of each part. The owner
 values in float32, in rank order. It encodes the mean and sends it to all ranks. So values are
 rounded twice, whatever the number of ranks. The part that a message does not hold is added to the
 next gradient of the same parameter ("error feedback"). Gradients of one-dimensional parameters
-travel without a codec. Our design; each codec names its paper.
+travel without a codec. Our design; each codec names its paper. `PowerSGD` has no such messages:
+ranks average two factors of each matrix.
 
 The module begins with `compressed`, the coroutine that carries one bucket. The state,
 `CompressedState`, and the hook follow.
@@ -56,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 async def compressed(bucket: Bucket, link: Link, turn: JourneyTurn) -> None:
-    """Average a bucket's gradients over the ranks in backward, by coded messages, see `CodedLink`.
+    """Average a bucket's gradients over the ranks in backward, by coded messages, see `ResidualLink`.
 
     Each rank keeps residuals, of its own gradients and of the mean of the shard that it owns. They
     take up the part that a message does not hold. DDP waits for all buckets before ``backward()``

@@ -507,8 +507,8 @@ class CodedState(ResidualState):
 
         On failure: ``UnsupportedConfigurationError`` on all ranks if there is only one rank; on a
         GPU, since the host's clock does not time its work; for a codec of your own, since its
-        processor time is not known; or if a rank has recorded no step. ``ValueError`` if any of the
-        candidates contains a `PerPair`.
+        processor time is not known; for `PowerSGD`, whose rate depends on the model; or if a rank
+        has recorded no step. ``ValueError`` if any of the candidates contains a `PerPair`.
 
         **Collective**: all ranks must call it between the same two steps.
         """

@@ -198,7 +198,7 @@ class _Batch:
         if leaves_unused:
             used = torch.stack([piece.any() for piece in self._pieces])
             self._unused = used.logical_not()[:, None, None]
-        # An orthogonal Q has the same columns' span, but P is more exact and does not underflow.
+        # An orthogonal Q has columns of the same span, but P is more exact and does not underflow.
         torch.bmm(_orthogonal(self._known), self._sums.whole.mT, out=self.left)
         self._leave_out(self.left)
 
@@ -313,7 +313,7 @@ class LowRankLink(ResidualLink):
 
     def residuals(self) -> list[tuple[Tensor, Tensor]]:
         return [
-            (run.parameter, residual.flatten().clone())
+            (run.parameter, residual.flatten())
             for batch in self._batches
             for run, residual in zip(batch.runs, batch.residual.each, strict=True)
         ]
