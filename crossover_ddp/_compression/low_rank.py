@@ -227,7 +227,10 @@ class _Batch:
             if piece.dtype == torch.float32:
                 torch.mm(axes.mT, right, out=piece)
             else:
-                piece.copy_(torch.mm(axes.mT, right, out=torch.empty_like(total)))
+                # An infinite mean would leave an infinite residual.
+                limit = torch.finfo(piece.dtype).max
+                product = torch.mm(axes.mT, right, out=torch.empty_like(total))
+                piece.copy_(product.clamp_(-limit, limit))
             total.sub_(piece)
         # A device's values are not read, so that the host need not wait.
         if finite.device.type != "cpu" or not bool(finite.all()):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from crossover_ddp._compression.codec import CodecChoice
+from tests.unit.compression import test_low_rank as low_rank
 from tests.unit.compression.test_coded_link import (
     PAIRS,
     Ranks,
@@ -31,6 +32,29 @@ def test_bits_are_those_of_the_cpu(codecs: CodecChoice, world_size: int) -> None
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_infinities_reach_all_ranks_and_no_residual(bad: float) -> None:
     check_infinities(PAIRS[0], bad, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_means_of_low_rank_are_equal_on_all_ranks_and_near_the_cpus(world_size: int) -> None:
+    """In the third step a value of one rank is not finite. It enters no residual."""
+    ranks, reference = (
+        low_rank.Ranks(world_size, device=device, by_collectives=True, leaves_unused=True)
+        for device in ("cuda", "cpu")
+    )
+    for step in range(5):
+        expected = low_rank.gradients(world_size, step)
+        if step == 2:
+            expected[1][10] = torch.nan
+        found = [flat.cuda() for flat in expected]
+        ranks.step(found)
+        reference.step(expected)
+        for flat in found:
+            assert torch.equal(flat.isnan(), found[0].isnan())
+            assert torch.equal(flat.nan_to_num(), found[0].nan_to_num())
+        torch.testing.assert_close(
+            found[0].cpu(), expected[0], rtol=1e-3, atol=1e-4, equal_nan=True
+        )
+    assert all(bool(each.isfinite().all()) for each in ranks.residuals())
 
 
 @pytest.mark.parametrize("codecs", PAIRS, ids=repr)

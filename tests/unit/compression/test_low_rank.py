@@ -31,14 +31,26 @@ class Ranks:
     """All ranks of one bucket."""
 
     def __init__(
-        self, world_size: int, *, rank: int = 2, by_collectives: bool = False, **options: Any
+        self,
+        world_size: int,
+        *,
+        device: str = "cpu",
+        by_collectives: bool = False,
+        leaves_unused: bool = False,
     ) -> None:
         self.size, self.by_collectives = world_size, by_collectives
         parameters = [torch.empty(shape, device="meta") for shape in SHAPES]
         runs = [Run(p, 0, span) for p, span in zip(parameters, SPANS, strict=True)]
         [content] = parts_of(runs, [sum(NUMELS)])
         self.coded = [
-            LowRankLink(link, PowerSGD(rank), parameters, content, torch.device("cpu"), **options)
+            LowRankLink(
+                link,
+                PowerSGD(),
+                parameters,
+                content,
+                torch.device(device),
+                leaves_unused=leaves_unused,
+            )
             for link in self._links()
         ]
 
@@ -65,7 +77,7 @@ class Ranks:
         """Return each rank's residuals, as long as a gradient."""
         found = []
         for coded in self.coded:
-            kept = {id(parameter): residual for parameter, residual in coded.residuals()}
+            kept = {id(parameter): residual.cpu() for parameter, residual in coded.residuals()}
             empty = zip(coded.parameters, map(torch.zeros, NUMELS), strict=True)
             found.append(torch.cat([kept.get(id(parameter), zeros) for parameter, zeros in empty]))
         return found
@@ -224,6 +236,24 @@ def test_applied_means_and_residuals_add_up_to_all_gradients(
     assert float(coded.abs().max()) < 1e-5
     rounding = 1e-6 if dtype == torch.float32 else 0.05  # exact means are rounded to the dtype
     assert float(missing.abs().max()) < rounding
+
+
+def test_means_beyond_half_precision_are_clamped_and_the_excess_is_sent_later() -> None:
+    """Residuals are added to gradients that are nearly as large as float16 allows."""
+    ranks = Ranks(2)
+    missing = torch.zeros(sum(NUMELS), dtype=torch.float64)
+    limit = torch.finfo(torch.float16).max
+    has_clamped = False
+    for step in range(6):
+        flats = [(flat.clamp(-1, 1) * 0.99 * limit).half() for flat in gradients(2, step)]
+        missing += torch.stack(flats).double().mean(0)
+        ranks.step(flats)
+        has_clamped |= float(piece(flats[0], 0).abs().max()) == limit
+        assert bool(flats[0].isfinite().all())
+        missing -= flats[0]
+    assert has_clamped
+    missing -= torch.stack(ranks.residuals()).double().mean(0)
+    assert float(piece(missing, 0).abs().max()) < 1e-5 * limit
 
 
 def test_the_mean_of_a_matrix_of_a_low_rank_is_exact() -> None:
