@@ -553,9 +553,9 @@ def _formerly(
     if sum(each is not None for each in (codec, owners, kfac)) > 1:
         raise UnsupportedConfigurationError(
             f"expected one of codec=, owners= and kfac= at most, got codec={codec!r}, "
-            f"owners={owners!r} and kfac={kfac!r}: owners send updated parameters, whose rounding "
-            "no residual would correct, and layers of K-FAC have owners already, whose directions "
-            "travel; use one of them"
+            f"owners={owners!r} and kfac={kfac!r}: owners take a codec as OwnerState(optimizer, "
+            "codec=...), and layers of K-FAC have owners already, whose directions travel; use one "
+            "of them"
         )
     text = "DecoupledState({}) is deprecated and will be removed; write {}"
     if kfac is not None:

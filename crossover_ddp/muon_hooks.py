@@ -190,9 +190,9 @@ class MuonState(ResidualState, Owning):
         check_torch()
         if not callable(loss_scale):
             _power_of_two(loss_scale)
+        super().__init__(process_group, model, compare_replicas)
         # Directions need no residuals: Newton-Schulz makes a new one of the same size in each step.
-        settings = {"has_work": True, "keeps_rest": False}
-        super().__init__(codec, loss_scale, process_group, compare_replicas, model, **settings)
+        self._use_codec(codec, loss_scale, has_work=True, keeps_rest=False)
         self.muon = self.optimizer = muon
         self.mutex = mutex
         group = resolve_group(process_group)

@@ -5,7 +5,8 @@ update a parameter for all ranks. SOAP and Shampoo with their preconditioners, M
 such optimizers. Each bucket is packed by owner and reduce-scattered during backward. In ``step()``
 each rank runs the optimizers' own step on the parameters that it owns, as their mean gradients
 arrive. The gather brings the new values to all ranks while the next forward runs. The hook sends as
-many bytes as plain DDP, and divides work and state by the number of ranks. Our design.
+many bytes as plain DDP, and divides work and state by the number of ranks. With a codec it sends
+fewer, see [Note: owners' updates] in ``_decoupled/owned.py``. Our design.
 
 Owners update in ``step()`` itself, on the training thread, because optimizers and their schedulers
 are not built for two threads. Little could run ahead anyway: the bucket that forward needs first is
@@ -15,6 +16,7 @@ the one that was reduced last.
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,12 +25,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from crossover_ddp._compression.codec import CodecChoice
+from crossover_ddp._compression.compression import Compression, ResidualState
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._decoupled.clipping import clip
 from crossover_ddp._decoupled.owned import (
     OwnedBucket,
     OwnedPending,
     OwnedStep,
+    PackedByOwner,
     withhold,
 )
 from crossover_ddp._decoupled.owner_costs import costs_of
@@ -39,7 +44,6 @@ from crossover_ddp._engine.buckets import (
     JourneyTurn,
     contents_of,
     copy_parts,
-    part_of,
     view_of,
 )
 from crossover_ddp._engine.exchange import Exchange, run_hook
@@ -54,6 +58,8 @@ from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex
 
 __all__ = ["OwnerState", "owner_hook"]
+
+logger = logging.getLogger(__name__)
 
 
 async def owned(bucket: Bucket, link: Link, turn: JourneyTurn, deferred: OwnedBucket) -> None:
@@ -76,7 +82,9 @@ async def owned(bucket: Bucket, link: Link, turn: JourneyTurn, deferred: OwnedBu
     # Suspend until step() of the model's last optimizer reaches this bucket, on the training
     # thread.
     step = await next_stage()
-    deferred.take_step(step)  # the updated parameters replace the gradients in this rank's part
+    # The updated parameters, or with a codec their changes, replace the gradients in this rank's
+    # part.
+    deferred.take_step(step)
     # Suspend until step() has updated all buckets. Then the last bucket goes first, because forward
     # needs its parameters first.
     await next_stage()
@@ -84,10 +92,10 @@ async def owned(bucket: Bucket, link: Link, turn: JourneyTurn, deferred: OwnedBu
     # Suspend until a parameter of this bucket is first read. The thread that reads it runs the
     # rest. step() has acquired the turn, before it updated the first bucket.
     await next_stage()
-    deferred.take_over()  # overwrites the other owners' parameters
+    deferred.take_over()  # overwrites the other owners' parameters, or adds all changes
 
 
-class OwnerState(DeferredState, Owning):
+class OwnerState(DeferredState, ResidualState, Owning):
     """State of `owner_hook`: each parameter has an owner, which alone runs the optimizer on it.
 
     The owner keeps the optimizer state for its parameters. The second half of the exchange carries
@@ -105,18 +113,30 @@ class OwnerState(DeferredState, Owning):
     `clip_grad_norm_`; `flush` does not complete them. Call `checkpoint` on all ranks before
     ``optimizer.state_dict()``.
 
+    With a codec, owners receive coded gradients and send coded changes of parameters, both with
+    error feedback. All ranks, the owner included, add the decoded changes. So parameters are still
+    the same on all ranks, but they differ from plain DDP's. `checkpoint` first adds the rest of the
+    changes, which owners keep, to the parameters on all ranks. So nothing is lost.
+
     Args:
         optimizer: a torch optimizer that treats each parameter by itself, or a sequence of such
             optimizers. Together they must hold all parameters of the model.
         process_group: the job's process group, which must also be the DDP model's. Default: the
             default group.
+        codec: a pair of codecs: for gradients on their way to owners, and for changes of parameters
+            on their way back. One codec, such as ``Int8()``, is used for both ways.
+            One-dimensional parameters travel exactly, and so do the first two steps and the two
+            after a checkpoint. Parameters must be float32. Default: no codec.
         mutex: the mutex for taking turns with sibling jobs. Owners update inside the turn. Default:
             no turns.
+        loss_scale: only with ``codec``: the factor by which the loss is multiplied before
+            ``backward()``, or a function that returns it, such as ``scaler.get_scale``. Default 1.
         compare_replicas: compare the parameters in steps 1, 2, 4, … and in every thousandth step,
             and raise ``ReplicasDifferError`` if they differ between ranks. Default True.
         model: the DDP model that the hook is registered on. Default: found at the first bucket.
 
-    On failure: like `DecoupledState`.
+    On failure: like `DecoupledState`. ``TypeError`` for an object that is not a codec. If a step is
+    skipped, the messages that other ranks sent to owners are lost, as with `CompressedState`.
 
     **Collective**: all ranks create the state, with optimizers that are built alike, and register
     the hook. If ``CROSSOVER_DISABLE=1`` is set before that, the hook is a plain all-reduce.
@@ -132,7 +152,9 @@ class OwnerState(DeferredState, Owning):
         optimizer: Optimizer | Sequence[Optimizer],
         process_group: dist.ProcessGroup | None = None,
         *,
+        codec: CodecChoice | None = None,
         mutex: GPUMutex | None = None,
+        loss_scale: float | Callable[[], float] = 1.0,
         compare_replicas: bool = True,
         model: DistributedDataParallel | None = None,
     ) -> None:
@@ -146,6 +168,8 @@ class OwnerState(DeferredState, Owning):
                     "make the OwnerState first, or act after step()"
                 )
         super().__init__(process_group, mutex, compare_replicas, model)
+        # What an owner keeps is a part of a parameter, whatever the loss scale.
+        self._use_codec(codec, loss_scale, has_work=True, scales_rest=False)
         self.optimizer = optimizer
         pending = OwnedPending(optimizers, self._check, self._forward_turn)
         self._owned = pending
@@ -187,6 +211,7 @@ class OwnerState(DeferredState, Owning):
         """Return the settings that all ranks must have in common."""
         return {
             "state": type(self).__name__,
+            **super().fingerprint(bucket),
             "parameters in the optimizers": self._contents,
             "owners of the parameters": self._ranks,
         }
@@ -220,9 +245,10 @@ class OwnerState(DeferredState, Owning):
     def stats(self) -> dict[str, Any]:
         """Return the common statistics and those of deferring; see `DecoupledState.stats`.
 
-        Not collective.
+        With a codec, they include "sent_bytes" and "residual_bytes". Not collective.
         """
-        return self._deferred_stats()
+        coded = None if self.compression is None else self.compression.stats()
+        return {**(coded or {}), **self._deferred_stats(codec=self.codec, coded=coded)}
 
     def memory_usage(self) -> dict[str, int]:
         """Return how many bytes this rank keeps.
@@ -239,17 +265,31 @@ class OwnerState(DeferredState, Owning):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Apply pending updates, and return an empty dictionary. Not collective."""
+        """Apply pending updates; return an empty dictionary, or with a codec this rank's residuals.
+
+        These are the residuals of gradients. They do not contain the rest of the changes that this
+        rank keeps as an owner. Call `checkpoint`, which adds it to the parameters, or `drain`
+        before the last step. Otherwise it is lost, and a warning is logged. Not collective.
+        """
         self.flush()
-        return {}
+        if self.compression is None:
+            return {}
+        if self.compression.has_rest:
+            logger.warning(
+                "this state dict lacks the rest of coded changes of parameters, which owners keep; "
+                "save checkpoint(), or call drain() before the step before"
+            )
+        return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Accept the empty state dict of an `OwnerState`.
+        """Load the result of `state_dict`, or of a checkpoint with or without a codec.
 
         On failure: ``ValueError`` for any other dictionary. Not collective.
         """
-        if {*state} - {"forward_order"}:  # a key that state dicts had in version 0.1
-            super().load_state_dict(state)
+        # The first key was in state dicts of version 0.1.
+        given = {key: value for key, value in state.items() if key != "forward_order"}
+        if given or self.compression is not None:
+            super().load_state_dict(given or {"residuals": {}, "loss_scale": None})
 
     def close(self) -> None:
         """Apply all updates, and release the optimizers and the model.
@@ -266,6 +306,20 @@ class OwnerState(DeferredState, Owning):
 
     def _finish(self) -> None:
         self.flush()
+
+    def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
+        self.flush()
+        if self.compression is not None:
+            self._add_rest(self.compression)
+        ResidualState._bring_together(self, optimizers, to)
+        Owning._bring_together(self, optimizers, to)
+
+    def _add_rest(self, compression: Compression) -> None:
+        """Add the rest of changes, which owners keep, to all ranks' parameters. **Collective**."""
+        exchange = Exchange.of(self.process_group)
+        with torch.no_grad(), self._owned.unwatched():
+            for parameter, rest in compression.gather_rest(exchange):
+                parameter.add_(view_of(rest, parameter))
 
     # --- backward ------------------------------------------------------------------------------
 
@@ -288,21 +342,31 @@ class OwnerState(DeferredState, Owning):
         pending.check_backward()
         pending.begin_with(exchange, bucket)
         deferred: OwnedBucket
+        around = None
+
+        # With a codec, the codec packs the bucket; otherwise making its journey does.
+        @functools.cache
+        def pack() -> PackedByOwner:
+            return self._packed(bucket, exchange.size)
 
         def make(taken: Bucket, link: Link, turn: JourneyTurn) -> JourneyCoroutine:
             nonlocal deferred
-            deferred = self._packed(bucket, taken)
+            deferred = self._deferred(pack(), bucket.buffer(), taken)
             return deferred.travel(functools.partial(owned, taken, link, turn, deferred))
 
-        taken = exchange.send(bucket, make, turn=self._turn, state=self, hands_back=True)
+        if self.compression is not None:
+            around = self.compression.around(bucket, exchange, pack)
+        taken = exchange.send(
+            bucket, make, turn=self._turn, state=self, around=around, hands_back=True
+        )
         pending.hand_back(deferred)
         return taken.future
 
     @torch.no_grad()
-    def _packed(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> OwnedBucket:
-        """Pack a bucket's gradients by owner, and withhold them from the bucket's own buffer."""
-        buffer = grad_bucket.buffer()
-        contents = contents_of(grad_bucket, buffer)
+    def _packed(self, bucket: dist.GradBucket, world_size: int) -> PackedByOwner:
+        """Pack a bucket's gradients by owner."""
+        buffer = bucket.buffer()
+        contents = contents_of(bucket, buffer)
         parameters = [each.parameter for each in contents]
         if any(each.dtype != buffer.dtype for each in parameters):
             raise UnsupportedConfigurationError(
@@ -310,12 +374,18 @@ class OwnerState(DeferredState, Owning):
                 "parameters travel in their place: use DecoupledState"
             )
         items = [Item(self._owner_of[id(p)], p.numel(), p.numel()) for p in parameters]
-        plan = packing(bucket.link.size, tuple(items))
+        plan = packing(world_size, tuple(items))
         packed = buffer.new_empty(sum(plan.there))
         placed = [*zip(contents, plan.items, strict=True)]
         copy_parts(buffer, packed, [(each.span, place.there) for each, place in placed])
+        return PackedByOwner(packed, plan.there, placed)
+
+    @torch.no_grad()
+    def _deferred(self, packed: PackedByOwner, buffer: torch.Tensor, bucket: Bucket) -> OwnedBucket:
+        """Return the bucket that travels, and withhold its gradients from DDP's own buffer."""
         withhold(buffer)
         model = self._owned.model()
+        parameters = [each.parameter for each, _ in packed.placed]
         return OwnedBucket(
             bucket,
             self._owned.gradients.cuts(parameters, buffer, bucket.layout),
@@ -323,10 +393,12 @@ class OwnerState(DeferredState, Owning):
             self._owned.gradients,
             # If DDP copies gradients out of its bucket, this is empty, and none is copied back.
             None if model is not None and model.gradient_as_bucket_view else {},
-            packed=packed,
-            layout=plan.there,
-            pieces={id(p): view_of(part_of(packed, place.there), p) for (p, *_), place in placed},
-            own={id(p) for (p, *_), place in placed if place.owner == bucket.link.rank},
+            packed=packed.flat,
+            layout=packed.layout,
+            pieces=packed.pieces(),
+            own=packed.owned_by(bucket.link.rank),
+            # A single rank sends nothing.
+            sends_updates=self.compression is not None and bucket.link.size > 1,
         )
 
     # --- step() --------------------------------------------------------------------------------
@@ -405,7 +477,8 @@ class OwnerState(DeferredState, Owning):
         pending = self._owned
         exchange = Exchange.of(self.process_group)
         for each in reversed(buckets):
-            each.updated = [p for p in each.parameters if pending.number_of[id(p)] in plans]
+            if not each.sends_updates:  # otherwise all may receive the rest of an earlier change
+                each.updated = [p for p in each.parameters if pending.number_of[id(p)] in plans]
             each.arriving = exchange.begin(
                 each.gather,
                 each.packed,

@@ -441,6 +441,7 @@ class CodedLink(ResidualLink):
             the sum.
         has_work: True if owners work on the mean between the halves and send the result.
         keeps_rest: False if an owner drops the rounding error of its message to all ranks.
+        scales_rest: False if that error is not in units of the scaled loss's gradient.
         leaves_unused: True if DDP may leave a parameter's gradient None when no rank uses it.
     """
 
@@ -457,14 +458,16 @@ class CodedLink(ResidualLink):
         divided_by: int = 1,
         has_work: bool = False,
         keeps_rest: bool = True,
+        scales_rest: bool = True,
         leaves_unused: bool = False,
     ) -> None:
         super().__init__(link, codecs, parameters, parts if content is None else content)
         self.codecs: tuple[PerPair, Codec] = codecs
         self._divided_by = divided_by
-        self._device = device
+        self.device = device
         self._has_work = has_work
         self._keeps_rest = keeps_rest
+        self._scales_rest = scales_rest
         to_owners, to_all = codecs
         used = [*to_owners.all(), to_all]
         # Coded runs must begin where any of the codecs may begin.
@@ -512,9 +515,14 @@ class CodedLink(ResidualLink):
         return 1
 
     def scale(self, factor: float | Tensor) -> None:
-        for tiles in self._tiles:
-            for tile in tiles:
-                tile.residual.mul_(factor)
+        for part, tiles in enumerate(self._tiles):
+            if self._is_scaled(part):
+                for tile in tiles:
+                    tile.residual.mul_(factor)
+
+    def _is_scaled(self, part: int) -> bool:
+        """Return whether a part's residual has the loss scale of the gradients."""
+        return True
 
     def _messages(
         self, contents: Mapping[int, tuple[int, Codec]]
@@ -535,7 +543,7 @@ class CodedLink(ResidualLink):
             # NCCL's all-gather needs parts of equal size.
             sizes = [max(sizes)] * len(sizes)
         # Zero the memory. Otherwise the padding would send this process's old data to other ranks.
-        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
+        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
         buffer = MessageBuffer(memory, sizes)
         messages = {}
         for peer, (part, codec) in contents.items():
@@ -619,6 +627,13 @@ class OwnersLink(CodedLink):
         if part != self.rank:
             return 1
         return 0 if self._has_work else self._divides_by
+
+    def _is_scaled(self, part: int) -> bool:
+        return self._scales_rest or part != self.rank
+
+    def rest(self) -> list[tuple[Run, Tensor]]:
+        """Return the coded runs of this owner's results, in order, with views of their residuals."""
+        return [*_coded_residuals(self._own_tiles)]
 
     def drained(self, link: Link) -> Link:
         """Make the next step travel exactly. Owners add their residuals to the results."""

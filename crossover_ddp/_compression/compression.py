@@ -14,7 +14,7 @@ need not exchange anything for this, and nothing is lost.
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -28,7 +28,7 @@ from crossover_ddp._engine.buckets import BucketJourney, Join, Run, Turn, conten
 from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.levels import TwoLevelLink
-from crossover_ddp._engine.links import Link
+from crossover_ddp._engine.links import Link, parts
 from crossover_ddp._engine.states import HookState
 from crossover_ddp.errors import UnsupportedConfigurationError
 
@@ -65,6 +65,7 @@ class Compression:
         state: the state with which the hook is registered.
         has_work: True if owners work on the mean, and other tensors travel instead of the buckets.
         keeps_rest: False if an owner drops the rounding error of its message to all ranks.
+        scales_rest: False if that error is not in units of the scaled loss's gradient.
         one_hop: see `use`.
     """
 
@@ -76,10 +77,12 @@ class Compression:
         has_work: bool = False,
         *,
         keeps_rest: bool = True,
+        scales_rest: bool = True,
         one_hop: bool = False,
     ) -> None:
         self.use(codec, one_hop=one_hop)
         self._keeps_rest = keeps_rest
+        self._scales_rest = scales_rest
         self._dtypes = _DTYPES[:1] if has_work else _DTYPES
         self._loss_scale = loss_scale
         self._state = state
@@ -223,6 +226,7 @@ class Compression:
                 divided_by=1 if levels is None else exchange.size,
                 has_work=self._has_work,
                 keeps_rest=self._keeps_rest,
+                scales_rest=self._scales_rest,
                 leaves_unused=self._leaves_unused,
             )
         self._buckets[bucket.index()] = known
@@ -370,6 +374,37 @@ class Compression:
             means[name] = torch.stack(kept).sum(0) / group.size()
         self.load(means, state["loss_scale"])
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether messages of this rank's results have left anything out."""
+        return any(
+            bool(piece.any())
+            for each in self._buckets.values()
+            if isinstance(each, OwnersLink)
+            for _, piece in each.rest()
+        )
+
+    def gather_rest(self, exchange: Exchange) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Gather the residuals of the owners' results, and set them to zero. **Collective**.
+
+        Yields each coded parameter, which must belong to one owner, with its flat residual.
+        """
+        for index, each in sorted(self._buckets.items()):
+            if not isinstance(each, OwnersLink):
+                continue
+            layout = [sum(run.span.numel for run in part.coded) for part in each.content]
+            rest = torch.zeros(sum(layout), dtype=torch.float32, device=each.device)
+            own = parts(rest, layout)[exchange.rank]
+            for (_, piece), place in zip(
+                each.rest(), own.split([len(piece) for _, piece in each.rest()]), strict=True
+            ):
+                place.copy_(piece)
+                piece.zero_()
+            exchange.gather(rest, layout, f"the residuals of bucket {index}")
+            runs = [run for part in each.content for run in part.coded]
+            pieces = rest.split([run.span.numel for run in runs])
+            yield from zip([run.parameter for run in runs], pieces, strict=True)
+
     def stats(self) -> dict[str, float]:
         return {
             "steps": self.steps,
@@ -382,25 +417,20 @@ class Compression:
 class ResidualState(HookState):
     """A state with a ``codec`` argument, whose checkpoints hold the residuals.
 
-    Args:
-        codec: the codec, or None.
-        loss_scale: see `Compression`.
-        group: the process group; see `HookState`.
-        compares: whether to compare replicas; see `HookState`.
-        model: the DDP model; see `HookState`.
-        settings: other arguments of `Compression`.
+    A subclass calls `_use_codec` in its constructor.
     """
 
-    def __init__(
-        self,
-        codec: AnyCodec,
-        loss_scale: LossScale,
-        group: dist.ProcessGroup | None,
-        compares: bool,
-        model: DistributedDataParallel | None,
-        **settings: bool,
-    ) -> None:
-        super().__init__(group, model, compares)
+    codec: AnyCodec
+    compression: Compression | None
+
+    def _use_codec(self, codec: AnyCodec, loss_scale: LossScale, **settings: bool) -> None:
+        """Compress with ``codec``, or not at all if it is None.
+
+        Args:
+            codec: the codec, or None.
+            loss_scale: see `Compression`.
+            settings: other arguments of `Compression`.
+        """
         self.codec = codec
         self._loss_scale = loss_scale
         self.compression = (
@@ -475,7 +505,8 @@ class CodedState(ResidualState):
         compares: bool,
         model: DistributedDataParallel | None,
     ) -> None:
-        super().__init__(codec, loss_scale, group, compares, model, one_hop=True)
+        super().__init__(group, model, compares)
+        self._use_codec(codec, loss_scale, one_hop=True)
 
     def _send(
         self,

@@ -4,6 +4,11 @@
 gradient for it. So the gradient is filled with a signalling NaN, which arithmetic turns into an
 ordinary NaN. A change therefore shows in the bits, even if no version counter records it, as with
 GradScaler or ``.data``. Copies keep the bits.
+
+[Note: owners' updates] With a codec, an owner sends the change of each parameter, old to new, not
+the parameter. It sets its own parameters back to the old values. All ranks then add the decoded
+change, so they have the same bits. The owner keeps the rest of a change, in units of the parameter,
+and adds it to the next one. A codec's error is small beside a change, but not beside a parameter.
 """
 
 import contextlib
@@ -17,9 +22,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import check_not_joined
+from crossover_ddp._engine.buckets import Content, Run, part_of, view_of
 from crossover_ddp._engine.journeys import JourneyCoroutine
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.optimizer import PartialOptimizer, StepPlan, Update
+from crossover_ddp._owners.packing import Place
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
 from .forward_turn import ForwardTurn
@@ -79,6 +86,32 @@ def is_computed_with(gradient: torch.Tensor) -> bool:
     return bool((gradient.isnan() & (gradient.view(bits) != value)).any())
 
 
+@dataclass(frozen=True, eq=False)
+class PackedByOwner:
+    """A bucket's gradients in a flat buffer, packed by owner, as `Compression.around` expects."""
+
+    flat: torch.Tensor
+    # The length of each owner's part.
+    layout: tuple[int, ...]
+    # Each parameter of the bucket, with its place in ``flat``.
+    placed: Sequence[tuple[Content, Place]]
+
+    def runs(self) -> list[Run]:
+        """Return the place of each parameter."""
+        return [Run(each.parameter, 0, place.there) for each, place in self.placed]
+
+    def pieces(self) -> dict[int, torch.Tensor]:
+        """Return a view of ``flat`` for each parameter, by its id."""
+        return {
+            id(each.parameter): view_of(part_of(self.flat, place.there), each.parameter)
+            for each, place in self.placed
+        }
+
+    def owned_by(self, rank: int) -> set[int]:
+        """Return the ids of the parameters that a rank owns."""
+        return {id(each.parameter) for each, place in self.placed if place.owner == rank}
+
+
 class OwnedStep(NamedTuple):
     """The optimizers' calls of `step()` after one backward pass, by the optimizer's number."""
 
@@ -102,6 +135,7 @@ class OwnedBucket(DeferredBucket):
         layout: the length of each owner's part.
         pieces: the view of ``packed`` that belongs to each parameter, by the parameter's id.
         own: the ids of the parameters that this rank owns.
+        sends_updates: whether the changes of parameters return, see [Note: owners' updates].
     """
 
     changed: ClassVar[str] = TOUCHED  # see [Note: gradients that are withheld]
@@ -109,6 +143,7 @@ class OwnedBucket(DeferredBucket):
     layout: tuple[int, ...]
     pieces: Mapping[int, torch.Tensor]
     own: set[int]
+    sends_updates: bool
 
     def collect(self) -> None:
         """Record which gradients to apply; refuse those that are not the bucket's own."""
@@ -119,11 +154,29 @@ class OwnedBucket(DeferredBucket):
     def take_step(self, step: OwnedStep) -> None:
         """Update the parameters that this rank owns, and pack them for the other ranks."""
         updates = self._own_updates()
+        former = [p.clone() for p, _ in updates] if self.sends_updates else []
         step.apply(updates)
         for parameter, _ in updates:
             self.pieces[id(parameter)].copy_(parameter)
+        if self.sends_updates:
+            self._pack_changes([parameter for parameter, _ in updates], former)
         for _, gradient in updates:
             withhold(gradient)
+
+    def _pack_changes(
+        self, parameters: Sequence[torch.Tensor], former: Sequence[torch.Tensor]
+    ) -> None:
+        """Replace new parameters in `packed` by their changes; restore the parameters themselves.
+
+        Args:
+            parameters: the parameters that this rank has updated.
+            former: their values before the update.
+        """
+        for parameter, old in zip(parameters, former, strict=True):
+            self.pieces[id(parameter)].sub_(old)
+            parameter.copy_(old)
+        for unchanged in self.own - {*map(id, parameters)}:
+            self.pieces[unchanged].zero_()
 
     def _own_updates(self) -> list[Update]:
         """Scale the mean, copy it into the gradients of this rank's parameters, and return those.
@@ -166,7 +219,15 @@ class OwnedBucket(DeferredBucket):
         return self.stages.travel()
 
     def take_over(self) -> None:
-        """Overwrite other owners' parameters with the values that the owners have sent."""
+        """Overwrite other owners' parameters with the values that the owners have sent.
+
+        With a codec, add the changes that all owners have sent, this rank included. A parameter
+        without a gradient in this step may receive the rest of an earlier change.
+        """
+        if self.sends_updates:
+            changes = [self.pieces[id(parameter)] for parameter in self.parameters]
+            torch._foreach_add_(self.parameters, changes)
+            return
         others = [parameter for parameter, _ in self.updates if id(parameter) not in self.own]
         if others:
             torch._foreach_copy_(others, [self.pieces[id(parameter)] for parameter in others])

@@ -23,6 +23,7 @@ from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Journey
 from crossover_ddp.codecs import Half, Int4, Int8, PerPair, PowerSGD, SIDCo
 from crossover_ddp.muon_hooks import MuonState, muon_hook
+from crossover_ddp.owner_hooks import OwnerState, owner_hook
 from tests.fake_cuda import contexts, late
 from tests.harness import close_pools, in_ranks, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
@@ -50,6 +51,10 @@ CELLS: dict[str, Way] = {
     "decoupled pairs": way_of("decoupled", codec=(PAIRS, Int8())),
     "decoupled sidco": way_of("decoupled", codec=SIDCo(0.3)),
     "kfac int8 and int4": way_of("kfac", codec=(Int8(), Int4())),
+    "owned int8 and int4": lambda model, opts, mutex: (
+        OwnerState(opts, codec=(Int8(), Int4()), mutex=mutex),
+        owner_hook,
+    ),
     "muon int8 and int4": lambda model, opts, mutex: (
         MuonState(opts[0], codec=(Int8(), Int4()), mutex=mutex),  # type: ignore[arg-type]
         muon_hook,
@@ -65,6 +70,7 @@ SHORT = {
         "crossover pairs",
         "averaged",
         "owned",
+        "owned int8 and int4",
         "muon",
         "muon int8 and int4",
         "decoupled sidco",

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comm_hooks": {*BELOW, "decoupled_hooks"},
     "decoupled_hooks": {*BELOW, "_decoupled", "owner_hooks"},  # the latter for version 0.2's names
     "muon_hooks": {*BELOW, "_compression"},
-    "owner_hooks": {*BELOW, "_decoupled"},
+    "owner_hooks": {*BELOW, "_decoupled", "_compression"},
     "codecs": {*BELOW, "_compression"},
     "pipeline": {*HOOKS, "_tuning", "_ddp", "gpu_mutex", "errors"},
     "cli": {"__init__", "_turns.view", "_timeline", "_system", "pipeline", "errors"},
