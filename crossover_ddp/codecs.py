@@ -30,6 +30,7 @@ from crossover_ddp._compression.codec import (
     Threshold,
 )
 from crossover_ddp._compression.compression import CodedState
+from crossover_ddp._compression.lossless import Lossless
 from crossover_ddp._compression.low_rank import PowerSGD
 from crossover_ddp._compression.planning import AnyCodec, CodecPlan
 from crossover_ddp._engine.buckets import Bucket, JourneyTurn
@@ -46,6 +47,7 @@ __all__ = [
     "Half",
     "Int4",
     "Int8",
+    "Lossless",
     "PerPair",
     "PowerSGD",
     "SIDCo",

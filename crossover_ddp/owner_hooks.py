@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from crossover_ddp._compression.codec import CodecChoice
+from crossover_ddp._compression.codec import OwnersChoice, without_lossless
 from crossover_ddp._compression.compression import Compression, ResidualState
+from crossover_ddp._compression.lossless import LosslessLink, Traffic
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._decoupled.clipping import clip
 from crossover_ddp._decoupled.owned import (
@@ -34,6 +35,7 @@ from crossover_ddp._decoupled.owned import (
     OwnedPending,
     OwnedStep,
     PackedByOwner,
+    Returns,
     withhold,
 )
 from crossover_ddp._decoupled.owner_costs import costs_of
@@ -46,7 +48,7 @@ from crossover_ddp._engine.buckets import (
     copy_parts,
     view_of,
 )
-from crossover_ddp._engine.exchange import Exchange, run_hook
+from crossover_ddp._engine.exchange import Around, Exchange, run_hook
 from crossover_ddp._engine.journeys import JourneyCoroutine
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.assignment import assign
@@ -126,7 +128,8 @@ class OwnerState(DeferredState, ResidualState, Owning):
         codec: a pair of codecs: for gradients on their way to owners, and for changes of parameters
             on their way back. One codec, such as ``Int8()``, is used for both ways.
             One-dimensional parameters travel exactly, and so do the first two steps and the two
-            after a checkpoint. Parameters must be float32. Default: no codec.
+            after a checkpoint. Parameters must be float32. With `Lossless`, alone or second in a
+            pair, parameters return without a change of a bit. Default: no codec.
         mutex: the mutex for taking turns with sibling jobs. Owners update inside the turn. Default:
             no turns.
         loss_scale: only with ``codec``: the factor by which the loss is multiplied before
@@ -152,7 +155,7 @@ class OwnerState(DeferredState, ResidualState, Owning):
         optimizer: Optimizer | Sequence[Optimizer],
         process_group: dist.ProcessGroup | None = None,
         *,
-        codec: CodecChoice | None = None,
+        codec: OwnersChoice | None = None,
         mutex: GPUMutex | None = None,
         loss_scale: float | Callable[[], float] = 1.0,
         compare_replicas: bool = True,
@@ -168,8 +171,13 @@ class OwnerState(DeferredState, ResidualState, Owning):
                     "make the OwnerState first, or act after step()"
                 )
         super().__init__(process_group, mutex, compare_replicas, model)
-        # What an owner keeps is a part of a parameter, whatever the loss scale.
-        self._use_codec(codec, loss_scale, has_work=True, scales_rest=False)
+        coded, is_lossless = without_lossless(codec)
+        # An owner keeps a part of a parameter's change, which has no loss scale.
+        settings = {"has_work": True, "scales_rest": False, "codes_back": not is_lossless}
+        self._use_codec(coded, loss_scale, **settings)
+        self.codec = codec
+        # The bytes of parameters that return without loss; None if they do not.
+        self._lossless = Traffic() if is_lossless else None
         self.optimizer = optimizer
         pending = OwnedPending(optimizers, self._check, self._forward_turn)
         self._owned = pending
@@ -248,6 +256,8 @@ class OwnerState(DeferredState, ResidualState, Owning):
         With a codec, they include "sent_bytes" and "residual_bytes". Not collective.
         """
         coded = None if self.compression is None else self.compression.stats()
+        if self._lossless is not None:
+            coded = self._lossless.stats(coded)
         return {**(coded or {}), **self._deferred_stats(codec=self.codec, coded=coded)}
 
     def memory_usage(self) -> dict[str, int]:
@@ -356,6 +366,8 @@ class OwnerState(DeferredState, ResidualState, Owning):
 
         if self.compression is not None:
             around = self.compression.around(bucket, exchange, pack)
+        if self._lossless is not None and exchange.size > 1:
+            around = self._around(self._lossless, bucket, exchange, around)
         taken = exchange.send(
             bucket, make, turn=self._turn, state=self, around=around, hands_back=True
         )
@@ -397,9 +409,32 @@ class OwnerState(DeferredState, ResidualState, Owning):
             layout=packed.layout,
             pieces=packed.pieces(),
             own=packed.owned_by(bucket.link.rank),
-            # A single rank sends nothing.
-            sends_updates=self.compression is not None and bucket.link.size > 1,
+            returns=self._returns(bucket.link),
         )
+
+    def _returns(self, link: Link) -> Returns:
+        if link.size == 1 or self.codec is None:  # a single rank sends nothing
+            return Returns.PARAMETERS
+        return Returns.CHANGES if self._lossless is None else Returns.BITS
+
+    def _around(
+        self, traffic: Traffic, bucket: dist.GradBucket, exchange: Exchange, coded: Around | None
+    ) -> Around:
+        """Return a function that wraps a link, so that parameters return without loss.
+
+        Args:
+            traffic: counts the bytes.
+            bucket: the bucket. Raises if it cannot return like this.
+            exchange: the exchange of its group.
+            coded: a function that wraps the link in a codec for gradients, or None.
+        """
+        device = bucket.buffer().device
+        if device.type != "cpu" or exchange.networks[device].in_program_order:
+            raise UnsupportedConfigurationError(
+                f"expected CPU tensors over gloo with Lossless(), got tensors on {device}: it "
+                "compresses on the host; use Half() or Int8() for the way back, or no codec"
+            )
+        return lambda link: LosslessLink(link if coded is None else coded(link), traffic)
 
     # --- step() --------------------------------------------------------------------------------
 
@@ -477,7 +512,9 @@ class OwnerState(DeferredState, ResidualState, Owning):
         pending = self._owned
         exchange = Exchange.of(self.process_group)
         for each in reversed(buckets):
-            if not each.sends_updates:  # otherwise all may receive the rest of an earlier change
+            if (
+                each.returns is not Returns.CHANGES
+            ):  # otherwise all may receive the rest of an earlier change
                 each.updated = [p for p in each.parameters if pending.number_of[id(p)] in plans]
             each.arriving = exchange.begin(
                 each.gather,

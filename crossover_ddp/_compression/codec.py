@@ -17,6 +17,8 @@ import torch
 
 from crossover_ddp._engine.links import all_finite
 
+from .lossless import Lossless
+
 _REQUIRED: Final = ("nbytes", "encode", "add_decoded")
 
 
@@ -493,6 +495,20 @@ def in_words(codec: object) -> object:
 
 # One codec for both halves of an exchange, or a pair: one to owners, one from owners to all ranks.
 CodecChoice = Codec | tuple[Codec | PerPair, Codec]
+# The same where updated parameters return.
+OwnersChoice = CodecChoice | Lossless | tuple[Codec | PerPair, Lossless]
+
+
+def without_lossless(codec: OwnersChoice | None) -> tuple[CodecChoice | None, bool]:
+    """Return the choice without `Lossless`, and whether it had that as the way back.
+
+    If parameters return without loss, the second codec of a pair is not used.
+    """
+    if isinstance(codec, Lossless):
+        return None, True
+    if isinstance(codec, tuple) and len(codec) == 2 and isinstance(codec[1], Lossless):
+        return (codec[0], Whole()), True
+    return codec, False
 
 
 def codecs_of(codec: CodecChoice) -> tuple[PerPair, Codec]:
@@ -506,6 +522,12 @@ def codecs_of(codec: CodecChoice) -> tuple[PerPair, Codec]:
     else:
         table = PerPair(((to_owners,),))
         given = [to_owners, to_all]
+    if any(isinstance(each, Lossless) for each in given):
+        raise TypeError(
+            f"expected codecs of gradients, got codec={codec!r}: Lossless() compresses updated "
+            "parameters, which only owners send back; pass it to OwnerState alone or second in a "
+            "pair, and another codec here"
+        )
     for each in given:
         if isinstance(each, type) or not _has_methods(each):
             raise TypeError(

@@ -442,6 +442,7 @@ class CodedLink(ResidualLink):
         has_work: True if owners work on the mean between the halves and send the result.
         keeps_rest: False if an owner drops the rounding error of its message to all ranks.
         scales_rest: False if that error is not in units of the scaled loss's gradient.
+        codes_back: False if messages to all ranks are made elsewhere.
         leaves_unused: True if DDP may leave a parameter's gradient None when no rank uses it.
     """
 
@@ -459,6 +460,7 @@ class CodedLink(ResidualLink):
         has_work: bool = False,
         keeps_rest: bool = True,
         scales_rest: bool = True,
+        codes_back: bool = True,
         leaves_unused: bool = False,
     ) -> None:
         super().__init__(link, codecs, parameters, parts if content is None else content)
@@ -468,6 +470,7 @@ class CodedLink(ResidualLink):
         self._has_work = has_work
         self._keeps_rest = keeps_rest
         self._scales_rest = scales_rest
+        self._codes_back = codes_back
         to_owners, to_all = codecs
         used = [*to_owners.all(), to_all]
         # Coded runs must begin where any of the codecs may begin.
@@ -616,9 +619,8 @@ class OwnersLink(CodedLink):
         self._incoming, self._from_peers = self._messages(
             {peer: (rank, to_owners.between(peer, rank)) for peer in peers}
         )
-        self._gathered, self._to_all = self._messages(
-            {owner: (owner, to_all) for owner in range(self.size)}
-        )
+        owners = range(self.size) if self._codes_back else ()
+        self._gathered, self._to_all = self._messages({owner: (owner, to_all) for owner in owners})
 
     def _residual_factor(self, part: int) -> int:
         # An owner's residual is in units of the mean, so it is multiplied by the number of ranks,
@@ -632,7 +634,7 @@ class OwnersLink(CodedLink):
         return self._scales_rest or part != self.rank
 
     def rest(self) -> list[tuple[Run, Tensor]]:
-        """Return the coded runs of this owner's results, in order, with views of their residuals."""
+        """Return the coded runs of this owner's results, with views of their residuals."""
         return [*_coded_residuals(self._own_tiles)]
 
     def drained(self, link: Link) -> Link:

@@ -66,6 +66,7 @@ class Compression:
         has_work: True if owners work on the mean, and other tensors travel instead of the buckets.
         keeps_rest: False if an owner drops the rounding error of its message to all ranks.
         scales_rest: False if that error is not in units of the scaled loss's gradient.
+        codes_back: False if messages to all ranks are made elsewhere.
         one_hop: see `use`.
     """
 
@@ -78,11 +79,13 @@ class Compression:
         *,
         keeps_rest: bool = True,
         scales_rest: bool = True,
+        codes_back: bool = True,
         one_hop: bool = False,
     ) -> None:
         self.use(codec, one_hop=one_hop)
         self._keeps_rest = keeps_rest
         self._scales_rest = scales_rest
+        self._codes_back = codes_back
         self._dtypes = _DTYPES[:1] if has_work else _DTYPES
         self._loss_scale = loss_scale
         self._state = state
@@ -227,13 +230,15 @@ class Compression:
                 has_work=self._has_work,
                 keeps_rest=self._keeps_rest,
                 scales_rest=self._scales_rest,
+                codes_back=self._codes_back,
                 leaves_unused=self._leaves_unused,
             )
         self._buckets[bucket.index()] = known
         self._sent_bytes += known.sent_bytes()
-        # Without a codec, both halves would send this many.
+        # Without a codec, each half would send this many.
         carried = flat.numel() if levels is None else sum(layout[rank] for rank in levels.column)
-        self._exact_bytes += 2 * (carried * flat.itemsize * (ranks - 1) // ranks)
+        halves = 2 if self._codes_back else 1
+        self._exact_bytes += halves * (carried * flat.itemsize * (ranks - 1) // ranks)
         if levels is None:
             known.encode(flat, link)
             return known
@@ -420,7 +425,7 @@ class ResidualState(HookState):
     A subclass calls `_use_codec` in its constructor.
     """
 
-    codec: AnyCodec
+    codec: Any  # the constructor's argument
     compression: Compression | None
 
     def _use_codec(self, codec: AnyCodec, loss_scale: LossScale, **settings: bool) -> None:

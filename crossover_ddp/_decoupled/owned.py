@@ -9,9 +9,14 @@ GradScaler or ``.data``. Copies keep the bits.
 the parameter. It sets its own parameters back to the old values. All ranks then add the decoded
 change, so they have the same bits. The owner keeps the rest of a change, in units of the parameter,
 and adds it to the next one. A codec's error is small beside a change, but not beside a parameter.
+
+[Note: old bits] With `Lossless`, an owner sends the difference between the bits of new and old
+parameters. Other ranks need the old bits. They copy them in ``step()`` to where the new ones will
+arrive, so that user code cannot change them before the message is decoded.
 """
 
 import contextlib
+import enum
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +27,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import check_not_joined
-from crossover_ddp._engine.buckets import Content, Run, part_of, view_of
+from crossover_ddp._engine.buckets import Content, Run, bits_of, part_of, view_of
 from crossover_ddp._engine.journeys import JourneyCoroutine
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.optimizer import PartialOptimizer, StepPlan, Update
@@ -62,12 +67,12 @@ UNEXCHANGED: Final = (
     "model.no_sync()"
 )
 
-# For each gradient dtype: the dtype of its bits, and their value in a withheld gradient.
+# For each gradient dtype: the bits of each element of a withheld gradient, as an integer.
 _MARKS: Final = {
-    torch.float16: (torch.int16, 0x7D00),
-    torch.bfloat16: (torch.int16, 0x7FA0),
-    torch.float32: (torch.int32, 0x7FA00000),
-    torch.float64: (torch.int64, 0x7FF4000000000000),
+    torch.float16: 0x7D00,
+    torch.bfloat16: 0x7FA0,
+    torch.float32: 0x7FA00000,
+    torch.float64: 0x7FF4000000000000,
 }
 
 
@@ -76,14 +81,24 @@ def withhold(gradient: torch.Tensor) -> None:
 
     This does not change the gradient's version counter.
     """
-    bits, value = _MARKS[gradient.dtype]
-    gradient.data.view(bits).fill_(value)
+    bits_of(gradient.data).fill_(_MARKS[gradient.dtype])
 
 
 def is_computed_with(gradient: torch.Tensor) -> bool:
     """Return whether arithmetic has changed a withheld gradient. Zeroing it does not count."""
-    bits, value = _MARKS[gradient.dtype]
-    return bool((gradient.isnan() & (gradient.view(bits) != value)).any())
+    is_changed = bits_of(gradient) != _MARKS[gradient.dtype]
+    return bool((gradient.isnan() & is_changed).any())
+
+
+class Returns(enum.Enum):
+    """The contents of an owner's part on its way back to all ranks."""
+
+    # New parameters.
+    PARAMETERS = enum.auto()
+    # With a codec: new minus old parameters, see [Note: owners' updates].
+    CHANGES = enum.auto()
+    # With `Lossless`: the bits of new parameters minus those of old ones, see [Note: old bits].
+    BITS = enum.auto()
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +150,7 @@ class OwnedBucket(DeferredBucket):
         layout: the length of each owner's part.
         pieces: the view of ``packed`` that belongs to each parameter, by the parameter's id.
         own: the ids of the parameters that this rank owns.
-        sends_updates: whether the changes of parameters return, see [Note: owners' updates].
+        returns: the contents of each owner's part after the step.
     """
 
     changed: ClassVar[str] = TOUCHED  # see [Note: gradients that are withheld]
@@ -143,7 +158,7 @@ class OwnedBucket(DeferredBucket):
     layout: tuple[int, ...]
     pieces: Mapping[int, torch.Tensor]
     own: set[int]
-    sends_updates: bool
+    returns: Returns
 
     def collect(self) -> None:
         """Record which gradients to apply; refuse those that are not the bucket's own."""
@@ -154,11 +169,19 @@ class OwnedBucket(DeferredBucket):
     def take_step(self, step: OwnedStep) -> None:
         """Update the parameters that this rank owns, and pack them for the other ranks."""
         updates = self._own_updates()
-        former = [p.clone() for p, _ in updates] if self.sends_updates else []
+        former = []
+        if self.returns is Returns.CHANGES:
+            former = [parameter.clone() for parameter, _ in updates]
+        elif self.returns is Returns.BITS:
+            pieces = [self.pieces[id(parameter)] for parameter in self.parameters]
+            torch._foreach_copy_(pieces, self.parameters)
         step.apply(updates)
-        for parameter, _ in updates:
-            self.pieces[id(parameter)].copy_(parameter)
-        if self.sends_updates:
+        if self.returns is Returns.BITS:
+            self._pack_bits()
+        else:
+            for parameter, _ in updates:
+                self.pieces[id(parameter)].copy_(parameter)
+        if self.returns is Returns.CHANGES:
             self._pack_changes([parameter for parameter, _ in updates], former)
         for _, gradient in updates:
             withhold(gradient)
@@ -177,6 +200,13 @@ class OwnedBucket(DeferredBucket):
             parameter.copy_(old)
         for unchanged in self.own - {*map(id, parameters)}:
             self.pieces[unchanged].zero_()
+
+    def _pack_bits(self) -> None:
+        """Replace this rank's old parameters in `packed` by differences of bits."""
+        for parameter in self.parameters:
+            if id(parameter) in self.own:
+                piece = bits_of(self.pieces[id(parameter)])
+                torch.sub(bits_of(parameter.detach()), piece, out=piece)
 
     def _own_updates(self) -> list[Update]:
         """Scale the mean, copy it into the gradients of this rank's parameters, and return those.
@@ -224,7 +254,7 @@ class OwnedBucket(DeferredBucket):
         With a codec, add the changes that all owners have sent, this rank included. A parameter
         without a gradient in this step may receive the rest of an earlier change.
         """
-        if self.sends_updates:
+        if self.returns is Returns.CHANGES:
             changes = [self.pieces[id(parameter)] for parameter in self.parameters]
             torch._foreach_add_(self.parameters, changes)
             return

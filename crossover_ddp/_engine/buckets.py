@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,9 @@ from .links import Layout, Link
 if TYPE_CHECKING:
     from .exchange import Exchange
     from .observe import Meter
+
+# Integers by their size in bytes.
+_INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Turn(Protocol):
@@ -553,6 +556,11 @@ class Run(NamedTuple):
 def part_of(flat: Tensor, span: Span) -> Tensor:
     """Return a view of the elements of ``flat`` that ``span`` covers."""
     return flat[span.start : span.stop]
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """Return a view of floating-point values as integers of the same size."""
+    return values.view(_INTEGERS[values.itemsize])
 
 
 def copy_parts(source: Tensor, target: Tensor, moves: Sequence[tuple[Span, Span]]) -> None:

@@ -21,7 +21,8 @@ from crossover_ddp._engine.buckets import BehindLastBucket
 from crossover_ddp._engine.device import Device, Staged
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Journey
-from crossover_ddp.codecs import Half, Int4, Int8, PerPair, PowerSGD, SIDCo
+from crossover_ddp.codecs import Half, Int4, Int8, Lossless, PerPair, PowerSGD, SIDCo
+from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.muon_hooks import MuonState, muon_hook
 from crossover_ddp.owner_hooks import OwnerState, owner_hook
 from tests.fake_cuda import contexts, late
@@ -175,6 +176,18 @@ def test_no_thread_makes_a_context_on_another_ranks_device() -> None:
     close_pools()  # its processes may have contexts on other devices
     _, found = run_ranks(contexts_of_each, 2, backend="nccl")
     assert found == {way: [False, True] for way in (*NAMED, "dropped")}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_lossless_is_refused_on_a_device(backend: str) -> None:
+    run_ranks(refuses_lossless, 2, backend=backend)
+
+
+def refuses_lossless(rank: int, world_size: int) -> None:
+    way: Way = lambda _, opts, mutex: (OwnerState(opts, codec=Lossless()), owner_hook)  # noqa: E731
+    training = Training(way, rank, device="cuda")
+    with pytest.raises(UnsupportedConfigurationError, match=r"CPU tensors over gloo.*on cuda"):
+        training.backward()
 
 
 @pytest.mark.parametrize("way", ["owned", "muon"])
