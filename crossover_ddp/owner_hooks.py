@@ -512,9 +512,8 @@ class OwnerState(DeferredState, ResidualState, Owning):
         pending = self._owned
         exchange = Exchange.of(self.process_group)
         for each in reversed(buckets):
-            if (
-                each.returns is not Returns.CHANGES
-            ):  # otherwise all may receive the rest of an earlier change
+            # With a codec all parameters may receive the rest of an earlier change.
+            if each.returns is not Returns.CHANGES:
                 each.updated = [p for p in each.parameters if pending.number_of[id(p)] in plans]
             each.arriving = exchange.begin(
                 each.gather,
