@@ -137,6 +137,13 @@ def decoupled(**settings: Any) -> Make:
     )
 
 
+def owners_with(codec: Callable[[], Any]) -> Make:
+    return lambda model, optimizers, **turn: (
+        ddp.OwnerState(optimizers, codec=codec(), **turn),
+        ddp.owner_hook,
+    )
+
+
 def of_torch(state: Any, hook: Any) -> Make:
     return lambda model, optimizers, **turn: (state, hook)
 
@@ -296,7 +303,15 @@ HOOKS: dict[str, Row] = {
         notes={**NOT_FOLLOWED, **IN_PIECES, **NEEDS_VIEWS},
     ),
 }
-# In no table of hooks: torch's own, replicas that differ between two averages, and another codec.
+OWNERS: dict[str, Any] = {
+    "options": VIEWS,
+    "optimizers": adamw,
+    "reads": "never",
+    "is_like_others": True,
+    "refuses": {**AS_MANY_STEPS, **NO_SEARCH, "complex_parameters": "complex"},
+    "notes": {**NOT_FOLLOWED, **IN_PIECES, **NEEDS_VIEWS},
+}
+# In no table of hooks: torch's own, replicas that differ between two averages, and other codecs.
 OF_MATRIX: Final[dict[str, Row]] = {
     "local_sgd": Row(
         alone(ddp.LocalSGDState, ddp.local_sgd_hook, sync_every=2),
@@ -326,6 +341,14 @@ OF_MATRIX: Final[dict[str, Row]] = {
         tolerance=math.inf,
         takes_scale=True,
         notes=KNOWS_SCALE,
+    ),
+    "owners_lossless": Row(owners_with(ddp.Lossless), **OWNERS),
+    # Changes of parameters are rounded when they are taken and added.
+    "owners_identity_codec": Row(
+        owners_with(Identity),
+        **{**OWNERS, "refuses": {**OWNERS["refuses"], "several_dtypes": "float16"}},
+        lossy=True,
+        tolerance=2.0**14,
     ),
     # With several buckets, or DDP's own all-reduce of a map of used parameters, ranks start
     # all-reduces in different orders, and gloo ends the process.
