@@ -1,4 +1,4 @@
-/* The passes of a codec over one tile, fused. See [Note: kernels] in kernels.py.
+/* The passes of codecs over their values, fused. See [Note: kernels] in kernels.py.
 
 Each function computes the same bits as the plain form in codec.py. Products of a code and a scale
 are exact there, and the compiler may not contract or reorder anything else. */
@@ -204,4 +204,27 @@ void decode(int kind, float *out, const uint8_t *message, const run_t *runs, int
         for (int64_t i = 0; i < runs[k].numel; i += block)
             decode_block(kind, out + runs[k].at + i, message, runs[k].slot + i,
                          least(block, runs[k].numel - i), block, tile, adds, divisor);
+}
+
+/* Zigzag encode integers, and divide them into four planes: all bytes of equal significance
+together. */
+void to_planes(const int32_t *restrict values, uint8_t *restrict planes, int64_t numel)
+{
+    for (int64_t i = 0; i < numel; i++) {
+        uint32_t zigzag = ((uint32_t)values[i] << 1) ^ (uint32_t)(values[i] >> 31);
+        planes[i] = zigzag;
+        planes[numel + i] = zigzag >> 8;
+        planes[2 * numel + i] = zigzag >> 16;
+        planes[3 * numel + i] = zigzag >> 24;
+    }
+}
+
+/* Add the integers in four planes to `values`, wrapping around. */
+void add_planes(const uint8_t *restrict planes, uint32_t *restrict values, int64_t numel)
+{
+    for (int64_t i = 0; i < numel; i++) {
+        uint32_t zigzag = planes[i] | (uint32_t)planes[numel + i] << 8
+            | (uint32_t)planes[2 * numel + i] << 16 | (uint32_t)planes[3 * numel + i] << 24;
+        values[i] += (zigzag >> 1) ^ (0 - (zigzag & 1));
+    }
 }

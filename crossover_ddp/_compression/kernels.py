@@ -1,4 +1,4 @@
-"""The passes of the codecs over a tile, fused in C.
+"""The passes of the codecs over their values, fused in C.
 
 [Note: kernels] On a CPU a codec's plain form, in `codec.py`, makes about ten passes over a tile, and
 each of them is an operation of torch. `kernels.c` needs two, and takes about a quarter of the time to
@@ -8,34 +8,16 @@ encoded, in half a second. The result is kept in the user's cache directory. Wit
 for all other codecs, dtypes and devices, the plain form is used.
 """
 
-import contextlib
 import ctypes
-import functools
-import hashlib
-import logging
-import os
-import platform
-import shlex
-import subprocess
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .codec import Codec, Half, Int4, Int8
+from .compiled import load
 
-logger = logging.getLogger(__name__)
-
-_SOURCE: Final = Path(__file__).with_name("kernels.c")
-# Contraction to fused operations could change bits.
-_FLAGS: Final = (
-    *("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-    *("-shared", "-fPIC"),
-)
-_COMPILE_TIMEOUT_S: Final = 60
 _INT8, _INT4, _BFLOAT16 = range(3)
 # A kernel encodes this many values of half precision together, so that they fit into a core's cache.
 _HALF_BLOCK: Final = 4096
@@ -129,59 +111,3 @@ def kernel_of(codec: Codec) -> Kernel | None:
     if library is None:
         return None
     return Kernel(library, kind, getattr(codec, "block", _HALF_BLOCK))
-
-
-@functools.cache
-def load() -> ctypes.CDLL | None:
-    """Return the compiled kernels; None, and a line in the log, if they cannot be compiled."""
-    try:
-        library = _compiled()
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        output = getattr(error, "stderr", None) or ""
-        logger.info("codecs use their plain form, which is slower: %s %s", error, output.strip())
-        return None
-    address, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    runs = address, count
-    library.encode.argtypes = [flag, *[address] * 3, *runs, count, count, flag]
-    library.decode.argtypes = [flag, *[address] * 2, *runs, count, count, flag, ctypes.c_float]
-    library.encode.restype = library.decode.restype = None
-    return library
-
-
-def _compiled() -> ctypes.CDLL:
-    """Load the kernels from the cache, or compile them."""
-    command = [*shlex.split(os.environ.get("CC") or "cc"), *_FLAGS]
-    # A home directory may be shared by machines with different processors.
-    parts = [_SOURCE.read_text(), *command, platform.machine(), _processor()]
-    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "crossover_ddp"
-    kept = cache / f"codecs-{name}.so"
-    with contextlib.suppress(OSError):
-        return ctypes.CDLL(os.fspath(kept))
-    with contextlib.ExitStack() as stack:
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            directory = stack.enter_context(tempfile.TemporaryDirectory(dir=cache))
-        except OSError:  # the cache cannot be written
-            directory = stack.enter_context(tempfile.TemporaryDirectory())
-        made = Path(directory, kept.name)
-        subprocess.run(
-            [*command, "-o", made, _SOURCE],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=_COMPILE_TIMEOUT_S,
-        )
-        library = ctypes.CDLL(os.fspath(made))
-        if made.parent.parent == cache:
-            made.replace(kept)  # other ranks may do so at the same time
-        return library
-
-
-def _processor() -> str:
-    """Return the features of the processor, for which the kernels are compiled."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -26,6 +26,8 @@ from crossover_ddp._engine.buckets import bits_of
 from crossover_ddp._engine.links import Layout, Link, LinkAround, parts
 from crossover_ddp.errors import UnsupportedConfigurationError
 
+from . import compiled
+
 _LEVEL: Final = 1
 
 
@@ -87,9 +89,11 @@ def encoded(changes: Tensor) -> Tensor:
     Args:
         changes: flat integers on the CPU.
     """
-    itemsize = changes.itemsize
-    zigzag = (changes << 1).bitwise_xor_(changes >> (8 * itemsize - 1))
-    planes = zigzag.view(torch.uint8).view(-1, itemsize).T.contiguous().view(-1)
+    planes = torch.empty(changes.nbytes, dtype=torch.uint8)
+    if not compiled.to_planes(changes, planes):
+        itemsize = changes.itemsize
+        zigzag = (changes << 1).bitwise_xor_(changes >> (8 * itemsize - 1))
+        planes.view(itemsize, -1).copy_(zigzag.view(torch.uint8).view(-1, itemsize).T)
     if not len(planes):
         return planes
     message = _zstd().compress(_memory(planes))
@@ -109,6 +113,8 @@ def add_decoded(message: Tensor, values: Tensor) -> None:
     """
     itemsize = values.itemsize
     planes = message if len(message) == values.nbytes else _decompressed(message, values.nbytes)
+    if compiled.add_planes(planes, values):
+        return
     # A copy in any case: a message may begin at any address.
     interleaved = planes.view(itemsize, -1).T.clone(memory_format=torch.contiguous_format)
     zigzag = interleaved.view(-1).view(values.dtype)

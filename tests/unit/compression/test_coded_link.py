@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from crossover_ddp._compression import coded_link, kernels
+from crossover_ddp._compression import coded_link, compiled
 from crossover_ddp._compression.codec import CodecChoice, Scratch, codecs_of
 from crossover_ddp._compression.coded_link import OneHopLink, OwnersLink, parts_of, suits_one_hop
 from crossover_ddp._ddp.layout import spans_of
@@ -38,7 +38,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Run each test with fused passes, where the machine has a compiler, and with plain ones."""
     if request.param == "plain":
         monkeypatch.setattr(coded_link, "kernel_of", lambda codec: None)
-    elif kernels.load() is None:
+    elif compiled.load() is None:
         pytest.skip("needs a C compiler: install gcc or clang, or name one in CC")
 
 

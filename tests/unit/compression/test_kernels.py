@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._compression import coded_link, kernels
+from crossover_ddp._compression import coded_link, compiled, kernels
 from crossover_ddp._compression.codec import Scratch
 from crossover_ddp._compression.coded_link import Part, _Tile
 from crossover_ddp._ddp.layout import Span
@@ -24,7 +24,7 @@ from tests.harness.training import Training
 CPU = torch.device("cpu")
 CODECS: list[Codec] = [Int8(), Int8(48), Int4(), Int4(8), Half()]
 needs_a_compiler = pytest.mark.skipif(
-    kernels.load() is None,
+    compiled.load() is None,
     reason="needs a C compiler: install gcc or clang, or name one in CC",
 )
 
@@ -33,9 +33,9 @@ needs_a_compiler = pytest.mark.skipif(
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Give the kernels an empty cache directory, in which they are looked for again."""
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path))
-    kernels.load.cache_clear()
+    compiled.load.cache_clear()
     yield tmp_path / "crossover_ddp"
-    kernels.load.cache_clear()
+    compiled.load.cache_clear()
 
 
 def tile_of(
@@ -132,30 +132,30 @@ def test_other_codecs_have_only_a_plain_form() -> None:
 
 @needs_a_compiler
 def test_kernels_are_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernels.load() is not None
+    assert compiled.load() is not None
     assert len([*cache.glob("*")]) == 1  # nothing else is left there
-    kernels.load.cache_clear()
+    compiled.load.cache_clear()
 
     def run(*arguments: Any, **options: Any) -> None:
         raise AssertionError("compiled twice")
 
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", run)
-        assert kernels.load() is not None
+        assert compiled.load() is not None
 
 
 @needs_a_compiler
 def test_kernels_that_cannot_be_loaded_are_compiled_again(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels.load()
+    compiled.load()
     (kept,) = cache.glob("*")
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path / "other"))
     broken = tmp_path / "other/crossover_ddp" / kept.name
     broken.parent.mkdir(parents=True)
     broken.write_bytes(b"cut off")
-    kernels.load.cache_clear()
-    assert kernels.load() is not None
+    compiled.load.cache_clear()
+    assert compiled.load() is not None
     assert broken.stat().st_size == kept.stat().st_size
 
 
@@ -163,10 +163,10 @@ def test_kernels_that_cannot_be_loaded_are_compiled_again(
 def test_another_processor_has_its_own_kernels(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels.load()
-    monkeypatch.setattr(kernels, "_processor", lambda: "flags: none")
-    kernels.load.cache_clear()
-    kernels.load()
+    compiled.load()
+    monkeypatch.setattr(compiled, "_processor", lambda: "flags: none")
+    compiled.load.cache_clear()
+    compiled.load()
     assert len([*cache.glob("*.so")]) == 2
 
 
@@ -176,9 +176,9 @@ def test_a_cache_that_cannot_be_written_is_not_needed(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path / "file"))
-    kernels.load.cache_clear()
-    assert kernels.load() is not None
-    kernels.load.cache_clear()
+    compiled.load.cache_clear()
+    assert compiled.load() is not None
+    compiled.load.cache_clear()
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
@@ -187,7 +187,7 @@ def test_without_a_compiler_the_log_says_that_passes_are_plain(
 ) -> None:
     monkeypatch.setenv("CC", compiler)
     with caplog.at_level(logging.INFO):
-        assert kernels.load() is None
+        assert compiled.load() is None
     assert compiler in caplog.text
     assert "plain form" in caplog.text
     assert kernels.kernel_of(Int8()) is None
@@ -199,8 +199,8 @@ def test_ranks_with_and_without_a_compiler_agree(rank: int, world_size: int) -> 
     """`Training` compares the parameters of the ranks itself."""
     if rank == 1:
         os.environ["CC"] = "no-such-compiler"
-    kernels.load.cache_clear()
-    assert (kernels.load() is None) == (rank == 1)
+    compiled.load.cache_clear()
+    assert (compiled.load() is None) == (rank == 1)
     Training("int8", rank).run(6).close()
     os.environ.pop("CC", None)
-    kernels.load.cache_clear()
+    compiled.load.cache_clear()

@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from crossover_ddp import Int8, Lossless, UnsupportedConfigurationError
-from crossover_ddp._compression import lossless
+from crossover_ddp._compression import compiled, lossless
 from crossover_ddp._compression.codec import codecs_of
 from crossover_ddp._compression.lossless import add_decoded, encoded
 from crossover_ddp._engine.buckets import bits_of
@@ -32,7 +32,19 @@ def floats_of(numbers: list[int], dtype: torch.dtype) -> Tensor:
 BITS = st.integers(-(2**63), 2**63 - 1)
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.fixture(params=["fused", "plain"], autouse=True)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test with fused passes, where the machine has a compiler, and with plain ones."""
+    if request.param == "plain":
+        monkeypatch.setattr(compiled, "load", lambda: None)
+    elif compiled.load() is None:
+        pytest.skip("needs a C compiler: install gcc or clang, or name one in CC")
+
+
+FIXED = [HealthCheck.function_scoped_fixture]  # the form is the same for all examples
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=FIXED)
 @given(pairs=st.lists(st.tuples(BITS, BITS), max_size=40), dtype=st.sampled_from(DTYPES))
 @example([(2**63 - 1, -(2**63)), (-(2**63), 2**63 - 1), (NEGATIVE_ZERO, 0)], torch.float32)
 @example([], torch.bfloat16)
@@ -61,6 +73,13 @@ def test_small_changes_take_fewer_bytes(dtype: torch.dtype, most: float) -> None
     """About 27 + log2(1e-3 · 0.67) = 16.5 bits of 32."""
     old, new = changed(dtype)
     assert len(encoded(new - old)) < most * new.nbytes
+
+
+def test_both_forms_write_the_same_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = changed()
+    message = encoded(new - old)
+    monkeypatch.setattr(compiled, "load", lambda: None)
+    assert torch.equal(encoded(new - old), message)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "longer", "emptied"])
