@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from crossover_ddp._averaging.centre import CentrePart, ElasticRound, moving_rate_for
 from crossover_ddp._averaging.elastic import (
@@ -39,9 +40,10 @@ from crossover_ddp._averaging.elastic import (
 )
 from crossover_ddp._averaging.local_sgd import LocalSGDReplica, OuterOptimizer, Schedule
 from crossover_ddp._averaging.replica import OwnerStep, Replica, blocks_of
+from crossover_ddp._averaging.second_moment import SecondMoment
 from crossover_ddp._ddp import checks
 from crossover_ddp._ddp.compiled import OwnHook
-from crossover_ddp._ddp.groups import compare
+from crossover_ddp._ddp.groups import compare, gather_objects
 from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.links import Layout, Link, parts
@@ -172,6 +174,8 @@ class AveragingState(HookState):
         # Whether the replica's `begin` was called; the first local step calls it.
         self._has_begun = False
         self._is_closed = False
+        # Corrects the optimizer's second moment in local steps, if one was given.
+        self._second_moment: SecondMoment | None = None
         # The first error that an exchange raised. Every later step raises it again.
         self._failure: Exception | None = None
         # The time at which this step's computation began.
@@ -202,6 +206,8 @@ class AveragingState(HookState):
                 if tensor.dim() and (tensor.is_floating_point() or tensor.is_complex())
             ]
             self._take_mean("checkpoint()", leave=False, beside=beside)
+        if self._second_moment is not None:  # as in a resumed job
+            self._second_moment.state = self._common_moment()
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -278,7 +284,15 @@ class AveragingState(HookState):
             )
         with torch.no_grad():
             kept = self._replica.state_dict() if self._has_begun else None
-        return {"steps": self._steps, "kept": kept}
+        return {"steps": self._steps, "kept": kept, "second_moment": self._common_moment()}
+
+    def _common_moment(self) -> list[float] | None:
+        """Return the mean of the ranks' sums for the second moment. **Collective**."""
+        if self._second_moment is None or not self._has_begun:
+            return None
+        group = checks.resolve_group(self.process_group)
+        known = [each for each in gather_objects(group, self._second_moment.state) if each]
+        return [sum(column) / len(known) for column in zip(*known, strict=True)] or None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a result of `state_dict`. Call this before the first ``backward()``.
@@ -286,7 +300,9 @@ class AveragingState(HookState):
         Not collective, but all ranks must call it: otherwise the next ``backward()`` raises on all
         ranks. Raises ``ValueError`` if the state was saved with another model or other arguments.
         """
-        checks.check_keys(state, {"steps", "kept"}, "a state dict with 'steps' and 'kept'")
+        moment = state.get("second_moment")  # version 0.1 had none
+        own = {key: value for key, value in state.items() if key != "second_moment"}
+        checks.check_keys(own, {"steps", "kept"}, "a state dict with 'steps' and 'kept'")
         if not isinstance(state["steps"], int):
             raise ValueError(
                 f"expected a number of steps, got steps={state['steps']!r}; pass the result of "
@@ -299,6 +315,8 @@ class AveragingState(HookState):
             )
         if state["kept"] is not None:
             self._replica.load_state_dict(state["kept"])
+        if self._second_moment is not None:
+            self._second_moment.state = moment
         self._steps = state["steps"]
         self._replica.acted = self._steps
         self.agreement.forget()
@@ -383,7 +401,9 @@ class AveragingState(HookState):
             for block in self._replica.blocks
             for entry in block.entries
         ]
-        return {"steps": self._steps, **self._replica.settings, "model": tensors}
+        corrects = self._second_moment is not None
+        settings = {**self._replica.settings, "corrects the second moment": corrects}
+        return {"steps": self._steps, **settings, "model": tensors}
 
     def _enter(self, bucket: dist.GradBucket) -> None:
         """Check that ``bucket`` is from this state's model. Raise the error of an earlier step."""
@@ -507,11 +527,16 @@ class LocalSGDState(AveragingState):
             by itself. Default: no outer optimizer.
         process_group: the job's process group, which must also be the DDP model's. Default: the
             default group.
+        optimizer: the optimizer of the parameters, or several. In local steps the second moment of
+            an Adam or AdamW is corrected for the noise of a rank's own batch, which is W times
+            smaller with W ranks; see [Note: second moment] in ``_averaging/second_moment.py``.
+            Optimizers without a second moment stay as they are. Default: no correction.
         mutex: the mutex for taking turns. The turn is released to a sibling job while parameters
             travel, or gradients in warm-up. It needs ``delay=0``. Default: no turns.
         model: the DDP model that the hook is registered on. Default: found at the first bucket.
 
-    On failure: the constructor raises ``ValueError`` for wrong arguments. The first ``backward()``
+    On failure: the constructor raises ``ValueError`` for wrong arguments, and
+    ``UnsupportedConfigurationError`` for an ``optimizer`` with ``amsgrad=True``. The first ``backward()``
     raises ``UnsupportedConfigurationError`` for models that would wait in every step
     (``find_unused_parameters``, SyncBatchNorm). If parameters are not finite, all ranks raise
     ``UnsupportedConfigurationError`` before a step. When a peer has died, ``ExchangeError`` is
@@ -535,6 +560,7 @@ class LocalSGDState(AveragingState):
         outer_optimizer: OuterOptimizer | None = None,
         process_group: dist.ProcessGroup | None = None,
         *,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         mutex: GPUMutex | None = None,
         model: DistributedDataParallel | None = None,
     ) -> None:
@@ -546,6 +572,15 @@ class LocalSGDState(AveragingState):
                 "never differ then; leave outer_optimizer out"
             )
         super().__init__(LocalSGDReplica(schedule, outer_optimizer), process_group, mutex, model)
+        if optimizer is not None and not environment.is_set(environment.DISABLE):
+            self.optimizer = optimizer
+            given = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+            self._second_moment = SecondMoment(given, self._ranks_apart)
+            self._cleanup.enter_context(self._second_moment.hooks)
+
+    def _ranks_apart(self) -> int:
+        """Return the number of ranks if the last gradients were this rank's own; otherwise 1."""
+        return self._replica.exchange.size if self._has_begun else 1
 
 
 def local_sgd_hook(
