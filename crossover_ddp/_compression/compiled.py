@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import platform
-import shlex
 import subprocess
 import tempfile
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Final
 
 import torch
 from torch import Tensor
+
+from crossover_ddp._system.machine import c_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def add_planes(planes: Tensor, values: Tensor) -> bool:
 
 def _compiled() -> ctypes.CDLL:
     """Load the kernels from the cache, or compile them."""
-    command = [*shlex.split(os.environ.get("CC") or "cc"), *_FLAGS]
+    command = [*c_compiler(), *_FLAGS]
     # A home directory may be shared by machines with different processors.
     parts = [_SOURCE.read_text(), *command, platform.machine(), _processor()]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]

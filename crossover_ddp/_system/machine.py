@@ -1,5 +1,7 @@
-"""Finds a name for this machine that all its containers share."""
+"""A name for this machine that all its containers share, and its C compiler."""
 
+import os
+import shlex
 import socket
 from pathlib import Path
 from typing import Final
@@ -16,3 +18,8 @@ def machine() -> str:
         return Path(_BOOT_ID).read_text().strip()
     except OSError:
         return socket.gethostname()
+
+
+def c_compiler() -> list[str]:
+    """Return the command of the C compiler, which the variable ``CC`` may name."""
+    return shlex.split(os.environ.get("CC") or "cc")

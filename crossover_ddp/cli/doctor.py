@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shlex
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from crossover_ddp._system import environment
 from crossover_ddp._system.cuda_driver import WORK_QUEUES
+from crossover_ddp._system.machine import c_compiler
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp._turns.view import GROUP_NAME, Mode, look, printable
 
@@ -41,7 +43,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
     """Print the findings, and return the exit code."""
-    found = [*_versions(), *_shared_memory(base), *_network(), *_files(), *_gpus(), *_variables()]
+    found = [
+        *_versions(),
+        *_compiler(),
+        *_shared_memory(base),
+        *_network(),
+        *_files(),
+        *_gpus(),
+        *_variables(),
+    ]
     for state, finding, remedy in found:
         sys.stdout.write(f"{state:8}{printable(finding)}\n        → {printable(remedy)}\n")
     if not found:
@@ -59,6 +69,13 @@ def _versions() -> Iterator[Finding]:
     if tuple(map(int, re.findall(r"\d+", torch)[:2])) < _LEAST_TORCH:
         least = ".".join(map(str, _LEAST_TORCH))
         yield "problem", f"torch {torch}", f"pip install 'torch>={least}'"
+
+
+def _compiler() -> Iterator[Finding]:
+    command = c_compiler()
+    if shutil.which(command[0]) is None:
+        finding = f"no C compiler {command[0]}: on a CPU codecs take three times as long"
+        yield "note", finding, "apt-get install gcc, or export CC=another one"
 
 
 def _shared_memory(base: str) -> Iterator[Finding]:

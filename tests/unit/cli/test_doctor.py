@@ -27,11 +27,11 @@ NO_TORCH = importlib.metadata.PackageNotFoundError("torch")
 def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Hide this machine's own problems, and return the patch for further changes."""
     for name in (*os.environ,):
-        if name.startswith(("CROSSOVER_", "GLOO_", "CUDA_")):
+        if name.startswith(("CROSSOVER_", "GLOO_", "CUDA_")) or name == "CC":
             monkeypatch.delenv(name)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (10_000, 10_000))
-    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/cc" if name == "cc" else None)
     return monkeypatch
 
 
@@ -109,6 +109,7 @@ def with_gpu(
                 ("CROSSOVER_DISABLE", "1", 0, "unset CROSSOVER_DISABLE"),
                 ("CROSSOVER_TIMELINE", "/dev/full", 1, "name another directory"),
                 ("GLOO_SOCKET_IFNAME", "lo,nosuch0", 1, "export GLOO_SOCKET_IFNAME="),
+                ("CC", "no-such-cc -m64", 0, "apt-get install gcc"),
             )
         ),
         # `crossover-ddp run` sets it.
