@@ -34,6 +34,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     install = [*pip, "install", "--no-deps", "--no-index", "--target", target, wheel]
     subprocess.run(install, check=True)
+    assert (target / "crossover_ddp/_compression/kernels.c").exists(), "codecs would stay plain"
     return target
 
 
