@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from crossover_ddp._compression.codec import Codec, Half, Int8, in_words
 from crossover_ddp._compression.compression import Compression
 from crossover_ddp._compression.low_rank import PowerSGD
-from crossover_ddp._compression.planning import cost_of
+from crossover_ddp._compression.planning import rate_of
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._ddp.refit import small_buckets
 from crossover_ddp._decoupled.race import DEFERRED, WHOLE, Arm, Race
@@ -51,7 +51,7 @@ __all__ = ["AutoState", "auto_hook"]
 
 def _coded(arm: Arm, codec: Codec) -> Arm:
     name = f"{arm.name}, {type(codec).__name__}()"
-    return arm._replace(name=name, codec=codec, rate=cost_of(codec, 2).rate)
+    return arm._replace(name=name, codec=codec, rate=rate_of(codec))
 
 
 _WHOLE: Final = WHOLE._replace(is_refitted=True)

@@ -572,8 +572,8 @@ class LocalSGDState(AveragingState):
                 "never differ then; leave outer_optimizer out"
             )
         super().__init__(LocalSGDReplica(schedule, outer_optimizer), process_group, mutex, model)
+        self.optimizer = optimizer
         if optimizer is not None and not environment.is_set(environment.DISABLE):
-            self.optimizer = optimizer
             given = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
             self._second_moment = SecondMoment(given, self._ranks_apart)
             self._cleanup.enter_context(self._second_moment.hooks)

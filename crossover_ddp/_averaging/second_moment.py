@@ -15,6 +15,10 @@ the same batch, s and r become 1. Nothing is exchanged. Our design.
 Before a step, v is reduced by (1 − β2)/β2·(1 − r)·g². The optimizer's own update then leaves
 β2·v + (1 − β2)·r·g², which is not negative. A parameter's first update does not depend on v's scale,
 so v is multiplied by 1/W after it.
+
+[Note: closures] A closure that is passed to ``step()``, as Lightning does, computes the gradients. So
+it is called before v is reduced, and the optimizer gets its result instead: with the gradients of the
+step before, v could become negative.
 """
 
 import contextlib
@@ -69,8 +73,20 @@ class SecondMoment:
     def state(self, sums: list[float] | None) -> None:
         self._sums = None if sums is None else torch.tensor(sums, dtype=torch.float64)
 
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Correct the moments. Return the arguments of ``step()`` without a closure to call."""
+        given = {"closure": args[1]} if len(args) > 1 else kwargs
+        closure = given.get("closure")
+        if closure is None:
+            self._correct(optimizer)
+            return None
+        with torch.enable_grad():
+            loss = closure()  # see [Note: closures]
+        self._correct(optimizer)
+        return args[:1], {**kwargs, "closure": lambda: loss}
+
     @torch.no_grad()
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+    def _correct(self, optimizer: Optimizer) -> None:
         ranks = self._ranks()
         self._new = []
         found: list[tuple[Tensor, Tensor, float]] = []
@@ -80,19 +96,20 @@ class SecondMoment:
                 state = optimizer.state.get(parameter, {})
                 if parameter.grad is None:
                     continue
-                if _MOMENT not in state:
+                _check(optimizer, group)
+                # A GradScaler may have skipped a parameter's first steps.
+                if _MOMENT not in state or float(state["step"]) == 0:
                     self._new.append(parameter)
                     continue
-                _check(optimizer, group)
                 gradient = _gradient(optimizer, group, parameter)
                 if gradient is None:  # a fused optimizer will skip the step
                     return
                 beta1, beta2 = map(float, group["betas"])
                 unbiased = 1 - beta1 ** float(state["step"])
-                dot = (gradient * state["exp_avg"]).sum(dtype=torch.float64) / unbiased
+                dot = (gradient * _real(state["exp_avg"])).sum(dtype=torch.float64) / unbiased
                 square = gradient.square().sum(dtype=torch.float64)
                 sums.append(torch.stack([-dot if group["maximize"] else dot, square]).cpu())
-                found.append((state[_MOMENT], gradient, beta2))
+                found.append((_real(state[_MOMENT]), gradient, beta2))
         if not found:
             return
         total = torch.stack(sums).sum(0)
@@ -146,7 +163,12 @@ def _gradient(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) ->
     if group["weight_decay"] and not _is_decoupled(optimizer, group):
         sign = -1 if group["maximize"] else 1
         gradient = gradient.add(parameter, alpha=sign * group["weight_decay"])
-    return gradient
+    return _real(gradient)
+
+
+def _real(values: Tensor) -> Tensor:
+    """Return a view of values as Adam squares them: the parts of a complex number by themselves."""
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:

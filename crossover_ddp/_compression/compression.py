@@ -129,9 +129,10 @@ class Compression:
         if isinstance(codec, PowerSGD):
             if not one_hop:
                 raise UnsupportedConfigurationError(
-                    f"expected a codec of messages, such as Int8(), got codec={codec!r}: it averages a bucket at "
-                    "once, and this state works between the two halves of an exchange; use CompressedState, "
-                    "CrossoverState or AutoState(losses='any') with it"
+                    f"expected a codec of messages, such as Int8(), got codec={codec!r}: it "
+                    "averages a bucket at once, and this state works between the two halves of an "
+                    "exchange; use CompressedState, CrossoverState or AutoState(losses='any') "
+                    "with it"
                 )
             self._codecs = codec
         elif codec is not None:

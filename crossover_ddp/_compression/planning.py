@@ -123,4 +123,9 @@ def _half_of(codec: Codec) -> tuple[float, float, float]:
             f"expected codecs of crossover_ddp.codecs to plan with, got {codec!r}, whose processor "
             "time is not known; train some steps with it and with others, and compare them"
         )
-    return codec.nbytes(_NUMEL) / (4 * _NUMEL), *seconds
+    return rate_of(codec), *seconds
+
+
+def rate_of(codec: Codec) -> float:
+    """Return the bytes of a long message divided by those of its values in float32. Pure."""
+    return codec.nbytes(_NUMEL) / (4 * _NUMEL)

@@ -327,8 +327,8 @@ OF_MATRIX: Final[dict[str, Row]] = {
     "int4": Row(
         alone(ddp.CompressedState, ddp.compressed_hook, codec=INT4),
         lossy=True,
-        # A code errs by 1/14 of the largest magnitude. Two codes and two residuals count, and the
-        # parameters of the steps before differ, too.
+        # A code errs by 1/14 of the largest magnitude. The error has two codes and two residuals in
+        # it, and the parameters of earlier steps already differ.
         tolerance=3.5 * 2.0**20,
         is_like_others=True,
         takes_scale=True,

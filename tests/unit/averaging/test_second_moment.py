@@ -175,3 +175,69 @@ def test_moments_with_rules_of_their_own_are_refused() -> None:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             optimizer.step()
+
+
+@pytest.mark.parametrize("by_keyword", [True, False])
+def test_a_closure_computes_the_gradients_before_the_moments_are_corrected(
+    by_keyword: bool,
+) -> None:
+    """The gradients of the step before are a thousand times larger."""
+    trained = []
+    for has_closure in (False, True):
+        optimizer, parameters = optimizer_of(torch.optim.AdamW, torch.float32)
+        SecondMoment([optimizer], lambda: RANKS)
+        calls = 0
+
+        def closure(step: int, parameters: list[torch.nn.Parameter] = parameters) -> Tensor:
+            nonlocal calls
+            calls += 1
+            assert torch.is_grad_enabled()
+            for parameter, gradient in zip(
+                parameters, gradients_of(step, torch.float32), strict=True
+            ):
+                parameter.grad = gradient * 1000.0 ** (1 - step % 2)
+            return torch.tensor(float(step))
+
+        for step in range(6):
+            if not has_closure:
+                closure(step)
+                optimizer.step()
+            elif by_keyword:
+                assert optimizer.step(closure=lambda step=step: closure(step)) == step
+            else:
+                assert optimizer.step(lambda step=step: closure(step)) == step
+        assert calls == 6
+        trained.append(torch.cat([each.detach() for each in parameters]))
+    assert trained[0].isfinite().all()
+    assert torch.equal(*trained)
+
+
+def test_a_first_step_that_a_scaler_skips_is_not_the_first_update() -> None:
+    optimizer, (parameter, _) = optimizer_of(torch.optim.AdamW, torch.float32, fused=True)
+    SecondMoment([optimizer], lambda: RANKS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))  # makes the scale
+    for value in (torch.inf, 8.0):
+        parameter.grad = torch.full_like(parameter, value)
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+    moment = optimizer.state[parameter]["exp_avg_sq"]
+    expected = 0.001 * (8.0 / scale) ** 2 / RANKS
+    torch.testing.assert_close(moment, torch.full_like(moment, expected))
+
+
+def test_the_parts_of_a_complex_parameter_are_corrected_each() -> None:
+    moments = []
+    for is_complex in (True, False):
+        whole = torch.ones(6, dtype=torch.complex64) if is_complex else torch.ones(6, 2)
+        parameter = torch.nn.Parameter(whole)
+        optimizer = torch.optim.AdamW([parameter], foreach=False)
+        SecondMoment([optimizer], lambda: RANKS)
+        for step in range(3):
+            gradient = gradients_of(step, torch.float32)[0][:12].view(6, 2)
+            parameter.grad = torch.view_as_complex(gradient) if is_complex else gradient
+            optimizer.step()
+        moment = optimizer.state[parameter]["exp_avg_sq"]
+        moments.append(torch.view_as_real(moment) if is_complex else moment)
+    torch.testing.assert_close(*moments)

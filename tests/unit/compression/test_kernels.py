@@ -3,6 +3,7 @@
 import logging
 import os
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,11 @@ def test_ranks_with_and_without_a_compiler_agree(rank: int, world_size: int) -> 
     Training("int8", rank).run(6).close()
     os.environ.pop("CC", None)
     compiled.load.cache_clear()
+
+
+@needs_a_compiler
+def test_importing_the_package_compiles_nothing(tmp_path: Path) -> None:
+    code = "import crossover_ddp; crossover_ddp.AutoState, crossover_ddp.Int8()"
+    environment = {**os.environ, "XDG_CACHE_HOME": os.fspath(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    assert [*tmp_path.iterdir()] == []

@@ -257,7 +257,7 @@ def test_means_beyond_half_precision_are_clamped_and_the_excess_is_sent_later() 
 
 
 def test_the_mean_of_a_matrix_of_a_low_rank_is_exact() -> None:
-    """Of rank 1 as well, for which one of both columns is superfluous. Nothing remains."""
+    """The matrices have rank 1, so one of the codec's two columns is not needed."""
     ranks = Ranks(3)
     for step in range(3):
         flats = gradients(3, step)
