@@ -18,6 +18,7 @@ At that point the training thread is between two steps, whether the optimizer st
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -41,6 +42,8 @@ from crossover_ddp._averaging.elastic import (
 from crossover_ddp._averaging.local_sgd import LocalSGDReplica, OuterOptimizer, Schedule
 from crossover_ddp._averaging.replica import OwnerStep, Replica, blocks_of
 from crossover_ddp._averaging.second_moment import SecondMoment
+from crossover_ddp._compression.codec import CodecChoice, codecs_of
+from crossover_ddp._compression.coded_vector import CodedVector
 from crossover_ddp._ddp import checks
 from crossover_ddp._ddp.compiled import OwnHook
 from crossover_ddp._ddp.groups import compare, gather_objects
@@ -72,9 +75,10 @@ async def average(
     layout: Layout,
     owner_step: OwnerStep | None,
     snapshot: torch.Tensor | None,
+    common: torch.Tensor | None,
     link: Link,
 ) -> None:
-    """Replace a copy of parameters with their mean over the ranks.
+    """Replace a copy of parameters, or increments of them, with their mean over the ranks.
 
     With ``snapshot``, replace it with the difference between the mean and the snapshot.
 
@@ -91,8 +95,10 @@ async def average(
         layout: the length of each rank's part.
         owner_step: the outer step of this rank's part, if there is one; see [Note: outer steps] in
             ``_averaging/local_sgd.py``.
-        snapshot: the parameters that were sent, if training continues meanwhile; otherwise None.
-        link: the link that connects the ranks.
+        snapshot: the values that were sent, if training continues meanwhile; otherwise None.
+        common: with a codec, the parameters without the increments that are on their way; see
+            [Note: increments] in ``_averaging/increments.py``. Otherwise None.
+        link: the link that connects the ranks. With a codec it carries coded messages.
     """
     # Each rank sends every other rank its part. Afterwards this rank's part is the mean.
     own = await link.reduce_scatter(values, layout)
@@ -101,6 +107,8 @@ async def average(
         await link.compute()
         owner_step(own)
     await link.all_gather(values, layout)
+    if common is not None:
+        common.add_(values)
     if snapshot is not None:
         # The parameters have changed since then. The difference will be added to them, see
         # [Note: delta rule] in `_averaging/local_sgd.py`.
@@ -153,6 +161,9 @@ class AveragingState(HookState):
 
     [Note: the clock] in ``_averaging/local_sgd.py`` explains how steps are counted.
     """
+
+    # The codec of increments, as the user passed it.
+    codec: CodecChoice | None = None
 
     def __init__(
         self,
@@ -257,14 +268,17 @@ class AveragingState(HookState):
 
     def stats(self) -> dict[str, Any]:
         """Return the common statistics, this rank's exchanges and "waited_s". Not collective."""
+        own = self._replica.stats()
         common = self._common_stats(
-            not_deferred="gradients stay on their rank, or are averaged in backward()"
+            codec=self.codec,
+            coded=own.pop("coded", None),
+            not_deferred="gradients stay on their rank, or are averaged in backward()",
         )
         return {
             **common,
             "steps": self._steps,
             "waited_s": self.meter.exposed_s,
-            **self._replica.stats(),
+            **own,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -514,7 +528,7 @@ class LocalSGDState(AveragingState):
     Args:
         sync_every: the number of steps from one exchange of an element to the next.
         delay: the number of steps from a snapshot to its correction. It must be less than
-            ``sync_every``. Default 0.
+            ``sync_every``, or at most ``sync_every`` with a codec. Default 0.
         fragments: the number of equal slices into which the flat parameters are cut. The slices
             are sent after different steps. Snapshots take the memory of two copies of the slices in
             flight (one copy with ``delay=0``). Default 1.
@@ -527,6 +541,11 @@ class LocalSGDState(AveragingState):
             by itself. Default: no outer optimizer.
         process_group: the job's process group, which must also be the DDP model's. Default: the
             default group.
+        codec: a codec such as ``Int4()``, or a pair for the two halves of an exchange. Ranks then
+            send the progress of their parameters since the last exchange, with error feedback in
+            both halves. Parameters with one dimension and buffers travel exactly.
+            Parameters must be float32. It takes the memory of two more copies of the parameters
+            (the common parameters and the residuals). Default: parameters travel.
         optimizer: the optimizer of the parameters, or several. In local steps the second moment of
             an Adam or AdamW is corrected for the noise of a rank's own batch, which is W times
             smaller with W ranks; see [Note: second moment] in ``_averaging/second_moment.py``.
@@ -560,18 +579,25 @@ class LocalSGDState(AveragingState):
         outer_optimizer: OuterOptimizer | None = None,
         process_group: dist.ProcessGroup | None = None,
         *,
+        codec: CodecChoice | None = None,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         mutex: GPUMutex | None = None,
         model: DistributedDataParallel | None = None,
     ) -> None:
-        schedule = Schedule(sync_every, delay, fragments, warmup_steps)
+        schedule = Schedule(sync_every, delay, fragments, warmup_steps, codec is not None)
         _check_waits(mutex, "delay=0", f"delay={delay}")
-        if outer_optimizer is not None and sync_every == 1:
+        if outer_optimizer is not None and sync_every == 1 and codec is None:
             raise ValueError(
                 "expected sync_every >= 2 with an outer optimizer, got sync_every=1: replicas "
                 "never differ then; leave outer_optimizer out"
             )
-        super().__init__(LocalSGDReplica(schedule, outer_optimizer), process_group, mutex, model)
+        make_codec = None
+        if codec is not None:
+            has_work = outer_optimizer is not None
+            make_codec = functools.partial(CodedVector, codecs_of(codec), has_work=has_work)
+        replica = LocalSGDReplica(schedule, outer_optimizer, codec, make_codec)
+        super().__init__(replica, process_group, mutex, model)
+        self.codec = codec
         self.optimizer = optimizer
         if optimizer is not None and not environment.is_set(environment.DISABLE):
             given = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]

@@ -30,7 +30,15 @@ from crossover_ddp._engine.links import all_finite
 from crossover_ddp._owners.owned_state import tensors_in
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .replica import OWNED_STATE, FlatBlock, PendingSlice, Replica, wide_dtype
+from .increments import Increments, MakeCodec
+from .replica import (
+    OWNED_STATE,
+    FlatBlock,
+    PendingSlice,
+    Replica,
+    from_first_rank,
+    wide_dtype,
+)
 
 OuterOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
 
@@ -46,6 +54,8 @@ class Schedule:
     delay: int = 0
     fragments: int = 1
     warmup_steps: int = 0
+    # Whether increments travel, see [Note: increments] in `increments.py`.
+    sends_increments: bool = False
 
     def __post_init__(self) -> None:
         for name, least in {"sync_every": 1, "delay": 0, "fragments": 1, "warmup_steps": 0}.items():
@@ -55,11 +65,21 @@ class Schedule:
                     f"expected an integer {name} >= {least}, got {name}={value!r}; "
                     "see LocalSGDState"
                 )
-        if self.sync_every < self.delay + 1:
+        # An increment may leave in the step in which the last one arrives; a snapshot may not.
+        rule, least = (
+            ("delay", self.delay) if self.sends_increments else ("delay + 1", self.delay + 1)
+        )
+        if self.sync_every < least:
             raise ValueError(
-                f"expected sync_every >= delay + 1, got sync_every={self.sync_every} and "
+                f"expected sync_every >= {rule}, got sync_every={self.sync_every} and "
                 f"delay={self.delay}: two exchanges of the same element would be in flight, and "
-                f"both would be added; pass sync_every={self.delay + 1} or more"
+                f"both would be added; pass sync_every={least} or more"
+            )
+        if self.sends_increments and self.sync_every == 1 and self.delay == 0:
+            raise ValueError(
+                "expected delay=1 with sync_every=1 and a codec, got delay=0: each step would wait "
+                "for its exchange; pass delay=1, or use CompressedState, whose gradients wait no "
+                "longer and keep ranks equal"
             )
         if self.sync_every == 1 and self.fragments > 1:
             raise ValueError(
@@ -70,7 +90,8 @@ class Schedule:
     @property
     def local_from(self) -> float:
         """The number of steps after which each step uses only this rank's gradients."""
-        return self.warmup_steps if self.sync_every > 1 else math.inf
+        is_local = self.sync_every > 1 or self.sends_increments
+        return self.warmup_steps if is_local else math.inf
 
     def leaving(self, steps: int) -> list[int]:
         """Return the fragments that are sent after ``steps`` steps."""
@@ -129,12 +150,24 @@ class OuterPart:
     def step(self, mean: torch.Tensor) -> None:
         """Replace the mean of this part with the next z; see [Note: outer steps]."""
         own = mean[: len(self.anchor)]
-        if own.device.type == "cpu" and not all_finite(own):
-            return  # the optimizer's state stays finite, and all ranks refuse the mean
-        self.anchor.grad = self.anchor.detach() - own
+        if self._update(own.to(self.anchor.dtype) - self.anchor.detach()):
+            own.copy_(self.anchor.detach())
+
+    def step_by(self, mean_increment: torch.Tensor) -> None:
+        """Replace the mean increment of this part with the change of z in an outer step."""
+        own = mean_increment[: len(self.anchor)]
+        former = self.anchor.detach().clone()
+        if self._update(own):
+            torch.sub(self.anchor.detach(), former, out=own)
+
+    def _update(self, progress: torch.Tensor) -> bool:
+        """Take an outer step, and return True; do nothing if ``progress`` is not finite."""
+        if progress.device.type == "cpu" and not all_finite(progress):
+            return False  # the optimizer's state stays finite, and all ranks refuse the mean
+        self.anchor.grad = -progress
         self._optimizer.step()
         self.anchor.grad = None
-        own.copy_(self.anchor.detach())
+        return True
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """Return the per-element state, including z, and single numbers such as "step"."""
@@ -168,9 +201,26 @@ class OuterPart:
 class LocalSGDReplica(Replica):
     """The replica of ``LocalSGDState``."""
 
-    def __init__(self, schedule: Schedule, outer_optimizer: OuterOptimizer | None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        outer_optimizer: OuterOptimizer | None,
+        codec: object = None,
+        make_codec: MakeCodec | None = None,
+    ) -> None:
+        """Create a replica.
+
+        Args:
+            schedule: when fragments are sent and applied.
+            outer_optimizer: see ``LocalSGDState``.
+            codec: the codec of increments, as users pass it; None if parameters travel.
+            make_codec: makes the codec of a vector; needed with ``codec``.
+        """
         outer = None if outer_optimizer is None else described(outer_optimizer)
-        self.settings = {**asdict(schedule), "outer_optimizer": outer}
+        self.settings = {**asdict(schedule), "outer_optimizer": outer, "codec": repr(codec)}
+        self._make_codec = make_codec
+        # For each fragment and block that is exchanged, its increments. Empty without a codec.
+        self._increments: dict[tuple[int, int], Increments] = {}
         self.local_from = schedule.local_from
         self._schedule = schedule
         self._make_outer = outer_optimizer
@@ -195,6 +245,42 @@ class LocalSGDReplica(Replica):
                 self._outer_parts.append(outers)
         if self._loaded:
             self._restore()
+        if self._make_codec is not None:
+            self._begin_increments(self._make_codec)
+
+    def _begin_increments(self, make_codec: MakeCodec) -> None:
+        for number, block in enumerate(self.blocks):
+            if block.parameters_numel and block.dtype != torch.float32:
+                raise UnsupportedConfigurationError(
+                    f"expected parameters of float32 with a codec, got dtype={block.dtype}, in "
+                    "which small increments vanish; leave codec out, or train with autocast"
+                )
+            for fragment in range(self._schedule.fragments):
+                span = self._schedule.span(block.numel, fragment)
+                # Buffers of another dtype, in a block of their own, travel exactly.
+                has_parameters = span.start < block.parameters_numel
+                codec = make_codec(block.runs(span)) if has_parameters else None
+                if span.start < span.stop:
+                    self._increments[fragment, number] = Increments(block.copy(span), codec)
+        self._make_common()
+
+    def _make_common(self) -> None:
+        """Let increments begin at rank 0's parameters, or at z. **Collective**.
+
+        It is called while no exchange is pending.
+        """
+        for (fragment, number), increments in self._increments.items():
+            span = self._schedule.span(self.blocks[number].numel, fragment)
+            common = increments.common
+            increments.forget()
+            self.blocks[number].pack(span, common)
+            # Each rank has run a forward, so buffers may differ between ranks.
+            from_first_rank(self.exchange, common)
+            if self._outer_parts:
+                outer = self._outer_parts[fragment][number]
+                start, stop = outer.span
+                common[start - span.start : stop - span.start] = outer.anchor.detach()
+                self.exchange.gather(common, outer.layout, OWNED_STATE)
 
     def _restore(self) -> None:
         """Load the state dict into the outer optimizers."""
@@ -223,13 +309,18 @@ class LocalSGDReplica(Replica):
         for place, block in enumerate(self.blocks):
             span = self._schedule.span(block.numel, fragment)
             if span.start < span.stop:
-                outers = self._outer_parts
-                outer_step = outers[fragment][place].step if outers else None
-                slices.append(self.send(block, span, outer_step, late=is_late))
+                increments = self._increments.get((fragment, place))
+                outer_step = None
+                if self._outer_parts:
+                    outer = self._outer_parts[fragment][place]
+                    outer_step = outer.step if increments is None else outer.step_by
+                slices.append(
+                    self.send(block, span, outer_step, late=is_late, increments=increments)
+                )
         self._exchanges += 1
         self._bytes += sum(each.values.nbytes for each in slices)
         pending_bytes = sum(each.values.nbytes for each in self._in_flight())
-        copies = 2 if is_late else 1  # a late mean has a snapshot
+        copies = 2 if is_late or self._increments else 1  # snapshots
         self._peak_bytes = max(self._peak_bytes, pending_bytes * copies)
 
     def _in_flight(self) -> list[PendingSlice]:
@@ -244,6 +335,8 @@ class LocalSGDReplica(Replica):
         if not leave:
             self._pending.clear()
         yield
+        if not leave:  # all ranks now have the same parameters
+            self._make_common()
 
     def state_dict(self) -> dict[str, Any]:
         for each in self._in_flight():
@@ -309,8 +402,24 @@ class LocalSGDReplica(Replica):
             "in_flight": len(self._pending),
             "peak_bytes": self._peak_bytes,
             "outer_bytes": sum(tensor.nbytes for tensor in tensors_in(outer_states)),
+            "common_bytes": sum(each.common.nbytes for each in self._increments.values()),
+            "coded": self._coded_stats(),
+        }
+
+    def _coded_stats(self) -> dict[str, Any] | None:
+        """Return the codec's statistics, as other states with a codec do; None without one."""
+        if self._make_codec is None:
+            return None
+        codecs = [each.codec for each in self._increments.values() if each.codec is not None]
+        sent_bytes = sum(codec.sent_bytes for codec in codecs)
+        exact_bytes = sum(codec.exact_bytes for codec in codecs)
+        return {
+            "sent_bytes": sent_bytes,
+            "rate": sent_bytes / exact_bytes if exact_bytes else 1.0,
+            "residual_bytes": sum(codec.nbytes for codec in codecs),
         }
 
     def close(self) -> None:
         self._pending.clear()
         self._outer_parts.clear()
+        self._increments.clear()

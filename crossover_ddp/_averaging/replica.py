@@ -14,17 +14,20 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._ddp.layout import Span
-from crossover_ddp._engine.buckets import Turn, is_dense
+from crossover_ddp._engine.buckets import Run, Turn, is_dense
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Journey, JourneyCoroutine, outside_of_autograd
 from crossover_ddp._engine.links import Layout, Link, all_finite
 from crossover_ddp._engine.observe import Meter
 from crossover_ddp.errors import UnsupportedConfigurationError
 
+from .increments import Increments
+
 OwnerStep = Callable[[torch.Tensor], None]
 # The coroutine `average` of `crossover_ddp.averaging_hooks`.
 Average = Callable[
-    [torch.Tensor, Layout, OwnerStep | None, torch.Tensor | None, Link], JourneyCoroutine
+    [torch.Tensor, Layout, OwnerStep | None, torch.Tensor | None, torch.Tensor | None, Link],
+    JourneyCoroutine,
 ]
 # What error messages call the data of journeys that gather the owners' state.
 OWNED_STATE: Final = "the state of owners"
@@ -90,6 +93,22 @@ class FlatBlock:
                 )
             found.append(flat[max(0, span.start - start) : span.stop - start])
             start = stop
+        return found
+
+    def runs(self, span: Span) -> list[Run]:
+        """Return the tensors that make up ``span``, with their places in it.
+
+        Buffers are returned as flat tensors, which codecs leave exact.
+        """
+        found = []
+        starts = [0, *self._stops]
+        for entry, start, stop in zip(self.entries, starts, self._stops, strict=False):
+            own = Span(max(start, span.start), min(stop, span.stop))
+            if own.start < own.stop:
+                is_parameter = start < self.parameters_numel
+                tensor = entry.get() if is_parameter else _flat(entry)
+                place = Span(own.start - span.start, own.stop - span.start)
+                found.append(Run(tensor, own.start - start, place))
         return found
 
     def pack(self, span: Span, values: torch.Tensor) -> None:
@@ -215,7 +234,7 @@ class PendingSlice(NamedTuple):
     trip: Journey
     # True if the result is added to the parameters, False if it replaces them.
     adds: bool
-    # A copy of the parameters that were sent, if training continues during the exchange.
+    # A copy of the values that were sent, if the result is added.
     snapshot: torch.Tensor | None = None
 
 
@@ -294,6 +313,7 @@ class Replica(abc.ABC):
         values: torch.Tensor,
         owner_step: OwnerStep | None = None,
         snapshot: torch.Tensor | None = None,
+        increments: Increments | None = None,
     ) -> Journey:
         """Start to replace ``values`` with their mean over the ranks. **Collective**.
 
@@ -302,9 +322,16 @@ class Replica(abc.ABC):
             owner_step: a function that changes the owner's part of the mean in place before it is
                 gathered.
             snapshot: a tensor to subtract from the result; see [Note: delta rule].
+            increments: the increments that ``values`` hold; see [Note: increments].
         """
         layout = self.exchange.equal_layout(values)
-        make = functools.partial(self._average, values, layout, owner_step, snapshot)
+
+        def make(link: Link) -> JourneyCoroutine:
+            if increments is None:
+                return self._average(values, layout, owner_step, snapshot, None, link)
+            coded = increments.around(values, layout, link)
+            return self._average(values, layout, owner_step, snapshot, increments.common, coded)
+
         return self.exchange.begin(
             make, values, "parameters", deferred=snapshot is not None, meter=self.meter
         )
@@ -316,15 +343,19 @@ class Replica(abc.ABC):
         owner_step: OwnerStep | None = None,
         *,
         late: bool = False,
+        increments: Increments | None = None,
     ) -> PendingSlice:
-        """Start to average a copy of ``span``.
+        """Start to average a copy of ``span``, or this rank's ``increments`` of it.
 
         With ``late``, keep a snapshot as well, so that training can continue meanwhile.
         """
         values = block.copy(span)
-        snapshot = values.clone() if late else None
-        trip = self.begin_mean(values, owner_step, snapshot)
-        return PendingSlice(block, span, values, trip, late, snapshot)
+        if increments is not None:
+            values.sub_(increments.common)
+        adds = late or increments is not None
+        snapshot = values.clone() if adds else None
+        trip = self.begin_mean(values, owner_step, snapshot, increments)
+        return PendingSlice(block, span, values, trip, adds, snapshot)
 
     def apply(self, slices: Sequence[PendingSlice], *, gives_turn: bool = True) -> None:
         """Wait for all ``slices``, then write their results to the model.

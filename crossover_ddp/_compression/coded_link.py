@@ -26,7 +26,7 @@ device record which values are not finite and which parameters are unused.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from torch import Tensor
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Run
 from crossover_ddp._engine.journeys import nothing
+from crossover_ddp._engine.levels import TwoLevelLink
 from crossover_ddp._engine.links import Halfway, Layout, Link, LinkAround, parts
 
 from .codec import Codec, PerPair, Scratch
@@ -401,6 +402,17 @@ class ResidualLink(LinkAround):
         self.encode(flat, link)
         return self
 
+    def around(self, flat: Tensor, link: Link) -> Link:
+        """Encode ``flat``, and return the link that carries the messages.
+
+        With two levels only nodes exchange coded messages, see [Note: coded between nodes] in
+        ``_engine/levels.py``.
+        """
+        if isinstance(link, TwoLevelLink):
+            link.code(self.encoded)
+            return link
+        return self.encoded(flat, link)
+
     @property
     def exact(self) -> Link:
         return self._link
@@ -557,6 +569,9 @@ class CodedLink(ResidualLink):
                 for tile, start in zip(self._tiles[part], starts, strict=False)
             ]
         return buffer, messages
+
+
+CodedLinkOfKind = TypeVar("CodedLinkOfKind", bound=CodedLink)
 
 
 class OneHopLink(CodedLink):
@@ -722,6 +737,57 @@ class OwnersLink(CodedLink):
         """Decode a tile of an owner's message to all ranks into the bucket."""
         tile = self._tiles[owner][index]
         tile.read([self._to_all[owner][index]], self._flat)
+
+
+def carrier_of(link: Link, codecs: object) -> Link:
+    """Return the link to wrap: with two levels that of all ranks, if coding needs it.
+
+    Codecs for pairs of ranks need all pairs. Factors of matrices are too small for two levels.
+    """
+    has_one = isinstance(codecs, tuple) and len(codecs[0].codecs) == 1
+    needs_all = codecs is not None and not has_one
+    return link.flat if needs_all and isinstance(link, TwoLevelLink) else link
+
+
+def coded_link(
+    kind: type[CodedLinkOfKind],
+    link: Link,
+    codecs: tuple[PerPair, Codec],
+    parameters: Sequence[Tensor],
+    content: Sequence[Part],
+    layout: Layout,
+    device: torch.device,
+    scratch: Scratch,
+    **options: bool,
+) -> CodedLinkOfKind:
+    """Return a coded link for ``content``. With two levels it connects nodes.
+
+    Args:
+        kind: the link's class.
+        link: the link for the first step.
+        codecs: the codecs for messages to owners and for messages to all ranks.
+        parameters: the tensors that travel.
+        content: the parts of the whole memory.
+        layout: the number of values that each rank owns.
+        device: the memory's device.
+        scratch: memory for values that are not needed after a call.
+        **options: see `CodedLink`.
+    """
+    coded, divided_by = content, 1
+    if isinstance(link, TwoLevelLink):
+        coded = column_of(content, layout, link.column)
+        link, divided_by = link.between, link.size
+    return kind(
+        link,
+        codecs,
+        parameters,
+        [joined(coded)] if issubclass(kind, OneHopLink) else coded,
+        device,
+        scratch,
+        content=content,
+        divided_by=divided_by,
+        **options,
+    )
 
 
 def _cut(part: Part, numel: int) -> list[Part]:

@@ -28,19 +28,18 @@ from crossover_ddp._engine.buckets import BucketJourney, Join, Run, Turn, conten
 from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.levels import TwoLevelLink
-from crossover_ddp._engine.links import Link, parts
+from crossover_ddp._engine.links import Layout, Link, parts
 from crossover_ddp._engine.states import HookState
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .codec import Codec, PerPair, Scratch, codecs_of, in_words
 from .coded_link import (
-    CodedLink,
     OneHopLink,
     OwnersLink,
     Part,
     ResidualLink,
-    column_of,
-    joined,
+    carrier_of,
+    coded_link,
     parts_of,
     suits_one_hop,
 )
@@ -162,99 +161,126 @@ class Compression:
         # `.data` has a version counter of its own, so decoded values do not look as if user code
         # had changed the gradients.
         flat = bucket.buffer().data if packed is None else packed.flat
-        parameters = bucket.parameters()
-        known = self._buckets.get(bucket.index())
-        codecs = self._codecs
-        is_low_rank = isinstance(codecs, PowerSGD)
-        rows = len(codecs[0].codecs) if isinstance(codecs, tuple) else 1
-        levels = link if isinstance(link, TwoLevelLink) else None
-        # With codecs for pairs of ranks all pairs exchange. Factors of matrices are small.
-        if levels is not None and (rows > 1 or is_low_rank):
-            link, levels = levels.flat, None
-        ranks = exchange.size if levels is None else len(levels.column)
-        kind: type[ResidualLink] = LowRankLink if is_low_rank else OwnersLink
-        if isinstance(codecs, tuple) and self._one_hop and suits_one_hop(codecs, ranks):
-            kind = OneHopLink
-        if known is not None and (
-            not isinstance(known, kind)
-            or known.codecs != codecs
-            or [*map(id, known.parameters)] != [*map(id, parameters)]
-        ):
-            known = None
+        link = carrier_of(link, self._codecs)
+        known = self._known(bucket, link)
         if known is None:
-            self._enter(bucket, flat.dtype, exchange.size, rows)
+            self._enter(bucket, flat.dtype, exchange.size)
         if self._is_new_step:
             self._begin_step()
-        is_exact = codecs is None or self._exact_left > 0 or exchange.size == 1
+        is_exact = self._codecs is None or self._exact_left > 0 or exchange.size == 1
         self._is_new_step = bucket.is_last()
         if bucket.is_last():
             self.steps += 1
             self._exact_left = max(0, self._exact_left - 1)
         if known is None or is_exact:
-            self._put_aside(parameters)
+            self._put_aside(bucket.parameters())
         layout = exchange.equal_layout(flat) if packed is None else packed.layout
         if known is not None:
             content = known.content
         else:
             runs = _runs_of(bucket, flat) if packed is None else packed.runs()
-            is_one = kind is not OwnersLink and levels is None
-            content = parts_of(runs, [flat.numel()] if is_one else layout)
+            # Only owners between all ranks or all nodes divide a bucket into parts.
+            is_whole = self._kind(link) is not OwnersLink and not isinstance(link, TwoLevelLink)
+            content = parts_of(runs, [flat.numel()] if is_whole else layout)
         self._add_aside(flat, content)
         if is_exact:
-            if self._has_work and isinstance(known, OwnersLink):
-                drained = known.drained
-                if levels is None:
-                    return drained(link)
-                levels.code(lambda _, between: drained(between))
+            return self._drained(known, link)
+        if known is None:
+            known = self._made(bucket, link, content, layout, flat.device)
+            self._buckets[bucket.index()] = known
+        self._count(known, flat, link, layout)
+        return known.around(flat, link)
+
+    def _kind(self, link: Link) -> type[ResidualLink]:
+        """Return the class of link that carries a bucket with the present codecs."""
+        codecs = self._codecs
+        if isinstance(codecs, PowerSGD):
+            return LowRankLink
+        ranks = len(link.column) if isinstance(link, TwoLevelLink) else link.size
+        if isinstance(codecs, tuple) and self._one_hop and suits_one_hop(codecs, ranks):
+            return OneHopLink
+        return OwnersLink
+
+    def _known(self, bucket: dist.GradBucket, link: Link) -> ResidualLink | None:
+        """Return the bucket's coded link; None if it has none that suits its present content."""
+        known = self._buckets.get(bucket.index())
+        is_same = (
+            known is not None
+            and isinstance(known, self._kind(link))
+            and known.codecs == self._codecs
+            and [*map(id, known.parameters)] == [*map(id, bucket.parameters())]
+        )
+        return known if is_same else None
+
+    def _drained(self, known: ResidualLink | None, link: Link) -> Link:
+        """Return the link of an exact step, in which owners with work add their residuals."""
+        if not self._has_work or not isinstance(known, OwnersLink):
             return link
-        if known is None and isinstance(codecs, PowerSGD):
-            known = LowRankLink(
-                link,
-                codecs,
-                parameters,
-                content[0],
-                flat.device,
-                leaves_unused=self._leaves_unused,
+        drained = known.drained
+        if not isinstance(link, TwoLevelLink):
+            return drained(link)
+        link.code(lambda _, between: drained(between))
+        return link
+
+    def _made(
+        self,
+        bucket: dist.GradBucket,
+        link: Link,
+        content: Sequence[Part],
+        layout: Layout,
+        device: torch.device,
+    ) -> ResidualLink:
+        """Return a new coded link for the bucket.
+
+        Args:
+            bucket: DDP's bucket.
+            link: the link for its first step.
+            content: its parts, by rank.
+            layout: the number of values in each part.
+            device: its device.
+        """
+        codecs = self._codecs
+        parameters = bucket.parameters()
+        if isinstance(codecs, PowerSGD):
+            [whole] = content
+            return LowRankLink(
+                link, codecs, parameters, whole, device, leaves_unused=self._leaves_unused
             )
-        elif known is None:
-            assert isinstance(codecs, tuple) and issubclass(kind, CodedLink)
-            coded = content if levels is None else column_of(content, layout, levels.column)
-            known = kind(
-                link if levels is None else levels.between,
-                codecs,
-                parameters,
-                [joined(coded)] if kind is OneHopLink else coded,
-                flat.device,
-                self._scratch,
-                content=content,
-                divided_by=1 if levels is None else exchange.size,
-                has_work=self._has_work,
-                keeps_rest=self._keeps_rest,
-                scales_rest=self._scales_rest,
-                codes_back=self._codes_back,
-                leaves_unused=self._leaves_unused,
-            )
-        self._buckets[bucket.index()] = known
+        assert codecs is not None
+        return coded_link(
+            OneHopLink if self._kind(link) is OneHopLink else OwnersLink,
+            link,
+            codecs,
+            parameters,
+            content,
+            layout,
+            device,
+            self._scratch,
+            has_work=self._has_work,
+            keeps_rest=self._keeps_rest,
+            scales_rest=self._scales_rest,
+            codes_back=self._codes_back,
+            leaves_unused=self._leaves_unused,
+        )
+
+    def _count(self, known: ResidualLink, flat: torch.Tensor, link: Link, layout: Layout) -> None:
+        """Count the bytes of a coded bucket, and those that it would take without a codec."""
         self._sent_bytes += known.sent_bytes()
-        # Without a codec, each half would send this many.
-        carried = flat.numel() if levels is None else sum(layout[rank] for rank in levels.column)
+        ranks, carried = link.size, flat.numel()
+        if isinstance(link, TwoLevelLink):
+            ranks, carried = len(link.column), sum(layout[rank] for rank in link.column)
         halves = 2 if self._codes_back else 1
         self._exact_bytes += halves * (carried * flat.itemsize * (ranks - 1) // ranks)
-        if levels is None:
-            known.encode(flat, link)
-            return known
-        levels.code(known.encoded)
-        return levels
 
-    def _enter(self, bucket: dist.GradBucket, dtype: torch.dtype, ranks: int, rows: int) -> None:
+    def _enter(self, bucket: dist.GradBucket, dtype: torch.dtype, ranks: int) -> None:
         """Start over if the bucket belongs to a new model; refuse one that cannot be encoded.
 
         Args:
             bucket: the bucket.
             dtype: the dtype of its gradients.
             ranks: the number of ranks.
-            rows: the number of rows in the table of codecs for messages to owners.
         """
+        rows = len(self._codecs[0].codecs) if isinstance(self._codecs, tuple) else 1
         if ranks > 1 and rows not in (1, ranks):
             raise UnsupportedConfigurationError(
                 f"expected a PerPair with a row for each of {ranks} ranks, got {rows} rows; "

@@ -215,7 +215,10 @@ class Story:
     def _wrong_steps(self, plan: LifePlan, ranks: Sequence[Rank], means: set[str]) -> Iterator[str]:
         copies, kept = copies_from(plan.world_size, self.checkpoint)
         walk = DelayedWalk(
-            copies, **LOCAL[self.kind], outer=(0.7, 0.9) if self.kind == "diloco" else None
+            copies,
+            **LOCAL[self.kind],
+            outer=(0.7, 0.9) if self.kind == "diloco" else None,
+            increments=self.kind == "increments",
         )
         if kept:
             walk.anchor = flat_of(kept["tensors"]["anchor"])

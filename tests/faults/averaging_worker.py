@@ -15,12 +15,14 @@ from crossover_ddp import CrossoverError, ExchangeError
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState
 from tests.multiprocess.averaging_oracle import NESTEROV, Trainer
 from tests.multiprocess.compressed_training import digest
+from tests.multiprocess.identity_codec import Identity
 
 LOCAL: dict[str, dict[str, int]] = {
     "blocking": {"sync_every": 2},
     "delayed": {"sync_every": 4, "delay": 3},
     "streamed": {"sync_every": 4, "delay": 1, "fragments": 4},
     "diloco": {"sync_every": 4, "delay": 2, "fragments": 2},
+    "increments": {"sync_every": 1, "delay": 1},
 }
 ELASTIC = ("sync", "async", "wild")
 START_S = 60.0
@@ -31,7 +33,8 @@ EVERY = 2  # interval of the elastic states
 def make_state(kind: str, group: Any) -> Any:
     if kind in LOCAL:
         outer = NESTEROV if kind == "diloco" else None
-        return LocalSGDState(**LOCAL[kind], outer_optimizer=outer, process_group=group)
+        codec = Identity() if kind == "increments" else None
+        return LocalSGDState(**LOCAL[kind], outer_optimizer=outer, process_group=group, codec=codec)
     return ElasticState(EVERY, kind, process_group=group)  # type: ignore[arg-type]
 
 

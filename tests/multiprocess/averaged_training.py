@@ -26,8 +26,7 @@ def averaged(
         dist.get_rank(),
         module=network or nn.Linear(4, 4),
         optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr)],
-        loss=loss_of,
-        **options,
+        **{"loss": loss_of, **options},
     )
 
 

@@ -181,6 +181,7 @@ class DelayedWalk:
         fragments: see there.
         warmup_steps: see there.
         outer: learning rate and Nesterov momentum of the outer optimizer, if there is one.
+        increments: whether ranks send increments, as with a codec; here they travel exactly.
     """
 
     def __init__(
@@ -192,8 +193,12 @@ class DelayedWalk:
         fragments: int = 1,
         warmup_steps: int = 0,
         outer: tuple[float, float] | None = None,
+        increments: bool = False,
     ) -> None:
         self.copies = copies
+        self._increments = increments
+        # Made in the first local step.
+        self._common: torch.Tensor | None = None
         self.anchor = copies.snapshots()[0].clone()
         self.velocity = torch.zeros_like(self.anchor)
         self._every = sync_every
@@ -211,19 +216,27 @@ class DelayedWalk:
         if local == 0:
             self.anchor = self.copies.snapshots()[0].clone()
         self._exchange()
-        self.copies.step(together=local < 0 or self._every == 1)
+        begins = local >= 0 and self._common is None
+        if begins:
+            self._common = self.copies.snapshots()[0].clone()
+        self.copies.step(together=local < 0 or (self._every == 1 and not self._increments))
+        if begins:  # buffers begin as rank 0's after its forward
+            self._common[self._trainable :] = self.copies.snapshots()[0][self._trainable :]
 
     def average(self) -> None:
         """Make all copies equal, after pending exchanges are applied."""
         self._exchange()
         for fragment in list(self._pending):
             self._apply(*self._pending.pop(fragment))
-        self.copies.write([mean_of(self.copies.snapshots())] * len(self.copies.models))
+        mean = mean_of(self.copies.snapshots())
+        self.copies.write([mean] * len(self.copies.models))
+        if self._common is not None and self._outer is None:
+            self._common = mean.clone()
 
     def _exchange(self) -> None:
         """Run the exchanges that are due after the steps so far."""
         local = self.copies.steps - self._warmup
-        if self._acted == self.copies.steps or self._every == 1:
+        if self._acted == self.copies.steps or (self._every == 1 and not self._increments):
             return
         self._acted = self.copies.steps
         for fragment in range(self._fragments):
@@ -239,6 +252,20 @@ class DelayedWalk:
         start = numel * fragment // self._fragments
         place = slice(start, numel * (fragment + 1) // self._fragments)
         sent = [values[place] for values in self.copies.snapshots()]
+        if self._increments:
+            common = self._common[place]
+            sent = [values - common for values in sent]
+            mean = sum(sent[1:], sent[0]) / len(sent)  # in rank order, and undivided
+            if self._outer is not None:
+                trainable = max(0, self._trainable - place.start)
+                former = self.anchor[place].clone()
+                result = self._outer_step(place, mean, *self._outer, base=0.0)
+                mean[:trainable] = (result - former)[:trainable]
+            common.add_(mean)
+            self._pending[fragment] = place, sent, mean
+            if not self._delay:
+                self._apply(*self._pending.pop(fragment))
+            return
         mean = mean_of(sent)
         if self._outer is not None:
             mean = self._outer_step(place, mean, *self._outer)
@@ -257,14 +284,22 @@ class DelayedWalk:
         self.copies.write(values)
 
     def _outer_step(
-        self, place: slice, mean: torch.Tensor, rate: float, momentum: float
+        self,
+        place: slice,
+        mean: torch.Tensor,
+        rate: float,
+        momentum: float,
+        base: float | None = None,
     ) -> torch.Tensor:
-        """Return Nesterov's step of the anchor, see [Note: outer steps]; of buffers the mean."""
+        """Return Nesterov's step of the anchor, see [Note: outer steps]; of buffers the mean.
+
+        Progress is the mean's distance from the anchor, or from ``base``.
+        """
         trainable = max(0, self._trainable - place.start)
         result = mean.clone()
         own = self.anchor[place][:trainable]
         velocity = self.velocity[place][:trainable]
-        delta = own - mean[:trainable]
+        delta = (own if base is None else base) - mean[:trainable]
         velocity.mul_(momentum).add_(delta)
         step = delta.add(velocity, alpha=momentum) if momentum else delta
         result[:trainable] = own.add_(step, alpha=-rate)

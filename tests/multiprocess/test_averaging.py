@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, local_sgd_hook
+from crossover_ddp.codecs import Int4
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from tests.harness import Job, in_ranks, run_jobs, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
@@ -39,11 +40,13 @@ from tests.multiprocess.averaging_oracle import (
     copies_of,
     new_scaler,
 )
+from tests.multiprocess.identity_codec import Identity
 from tests.multiprocess.test_checkpoint import listed
 
 STEPS = 13
+CODED: dict[str, Any] = {"codec": Identity()}
 # Arguments of the state, and the outer optimizer's rate and momentum.
-SETTINGS: dict[str, tuple[dict[str, int], tuple[float, float] | None]] = {
+SETTINGS: dict[str, tuple[dict[str, Any], tuple[float, float] | None]] = {
     "local": ({"sync_every": 4}, None),
     "post_local": ({"sync_every": 3, "warmup_steps": 4}, None),
     "delayed": ({"sync_every": 4, "delay": 3}, None),
@@ -51,6 +54,11 @@ SETTINGS: dict[str, tuple[dict[str, int], tuple[float, float] | None]] = {
     "many_fragments": ({"sync_every": 3, "delay": 2, "fragments": 5, "warmup_steps": 2}, None),
     "diloco": ({"sync_every": 4}, (0.7, 0.9)),
     "diloco_of_rate_1": ({"sync_every": 4}, (1.0, 0.0)),  # which is local SGD
+    # Increments, of which one may leave in the step in which the last one arrives.
+    "every_step": ({"sync_every": 1, "delay": 1, **CODED}, None),
+    "back_to_back": ({"sync_every": 2, "delay": 2, "warmup_steps": 3, **CODED}, None),
+    "coded_at_once": ({"sync_every": 3, **CODED}, None),
+    "coded_diloco": ({"sync_every": 4, "delay": 3, "fragments": 2, **CODED}, (0.7, 0.9)),
     "streaming_diloco": (
         {"sync_every": 4, "delay": 2, "fragments": 3, "warmup_steps": 1},
         (0.7, 0.9),
@@ -80,7 +88,8 @@ def cells(world_size: int) -> list[Cell]:
         ]
     if world_size == 2:
         found += [
-            Cell(name, "momentum", True) for name in ("local", "post_local", "delayed", "streamed")
+            Cell(name, "momentum", True)
+            for name in ("local", "post_local", "delayed", "streamed", "back_to_back")
         ]
     return found
 
@@ -125,7 +134,13 @@ def test_ranks_have_the_parameters_of_copies_in_one_process(
     )
     expected: list[Any] = [None]
     if rank == 0:
-        walk = DelayedWalk(copies_of(world_size, cell.optimizer, skips), **settings, outer=outer)
+        exact = {name: value for name, value in settings.items() if name != "codec"}
+        walk = DelayedWalk(
+            copies_of(world_size, cell.optimizer, skips),
+            **exact,
+            outer=outer,
+            increments="codec" in settings,
+        )
         for _ in range(STEPS):
             walk.step()
         expected = [walk.copies.snapshots()]
@@ -319,6 +334,7 @@ LIMIT_S = 45.0  # on a busy machine
 STATES: dict[str, Any] = {
     "blocking": lambda group: LocalSGDState(2, process_group=group),
     "delayed": lambda group: LocalSGDState(3, 2, process_group=group),
+    "increments": lambda group: LocalSGDState(1, 1, codec=Int4(), process_group=group),
     "sync": lambda group: ElasticState(2, "sync", process_group=group),
     "async": lambda group: ElasticState(2, "async", process_group=group),
     "wild": lambda group: ElasticState(2, "wild", process_group=group),

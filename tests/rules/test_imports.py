@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(("_decoupled", "_kfac", "_averaging", "_compression"), BELOW),
     **{hooks: {*BELOW, f"_{hooks.removesuffix('_hooks')}"} for hooks in HOOKS},
     "auto_hooks": {*BELOW, "_decoupled", "_compression", "decoupled_hooks"},
-    "averaging_hooks": {*BELOW, "_averaging", "comm_hooks"},
+    "averaging_hooks": {*BELOW, "_averaging", "_compression", "comm_hooks"},
     "comm_hooks": {*BELOW, "decoupled_hooks"},
     "decoupled_hooks": {*BELOW, "_decoupled", "owner_hooks"},  # the latter for version 0.2's names
     "muon_hooks": {*BELOW, "_compression"},

@@ -25,6 +25,7 @@ from crossover_ddp import (
 from crossover_ddp._averaging.local_sgd import Schedule
 from crossover_ddp._tuning.model import AveragingPlan, LinkModel, plan_averaging
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
+from crossover_ddp.codecs import Int4
 from crossover_ddp.errors import CrossoverError
 from tests.harness.training import hooked
 from tests.multiprocess.averaged_training import averaged
@@ -121,6 +122,14 @@ def test_synchronised_statistics_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         (
             lambda: LocalSGDState(4, 4),
             r"sync_every >= delay \+ 1, got sync_every=4 and delay=4.*pass sync_every=5",
+        ),
+        (
+            lambda: LocalSGDState(2, 3, codec=Int4()),
+            "sync_every >= delay, got sync_every=2 and delay=3.*pass sync_every=3",
+        ),
+        (
+            lambda: LocalSGDState(1, codec=Int4()),
+            "expected delay=1 with sync_every=1 and a codec, got delay=0",
         ),
         (lambda: LocalSGDState(1, 0, 2), "fragments=1 with sync_every=1, got fragments=2"),
         (
