@@ -604,6 +604,30 @@ class LocalSGDState(AveragingState):
             self._second_moment = SecondMoment(given, self._ranks_apart)
             self._cleanup.enter_context(self._second_moment.hooks)
 
+    def scaled_max_norm(self, max_norm: float) -> float:
+        """Return the bound with which to clip this step's gradients, instead of ``max_norm``.
+
+        The norm of a rank's own gradient is about 1/√r of the mean gradient's, because it has more
+        noise, so the same bound would clip more of it. In local steps this returns max_norm / √r,
+        with r as estimated for the second moment; in warm-up, and before the first estimate,
+        ``max_norm``. The bounds of ranks may differ slightly. Not collective.
+
+        Raises ``UnsupportedConfigurationError`` without ``optimizer``, which the estimate needs.
+
+        Example::
+
+            clip_grad_norm_(model.parameters(), state.scaled_max_norm(1.0))
+        """
+        if environment.is_set(environment.DISABLE):
+            return max_norm
+        if self._second_moment is None:
+            raise UnsupportedConfigurationError(
+                "expected LocalSGDState(optimizer=...), got none: the noise of gradients is "
+                "estimated by the first moments of an Adam or AdamW; pass it, or clip by a bound of "
+                "your own"
+            )
+        return max_norm / math.sqrt(self._second_moment.ratio())
+
     def _ranks_apart(self) -> int:
         """Return the number of ranks if the last gradients were this rank's own; otherwise 1."""
         return self._replica.exchange.size if self._has_begun else 1

@@ -64,6 +64,15 @@ class SecondMoment:
             ):
                 self.hooks.callback(handle.remove)
 
+    def ratio(self) -> float:
+        """Return r for the coming step: 1 if gradients are the ranks' mean, or nothing is known."""
+        ranks = self._ranks()
+        if ranks == 1 or self._sums is None:
+            return 1.0
+        dot, square = self._sums
+        share = float((dot / square).clamp(0, 1)) if square > 0 else 1.0
+        return 1 / ranks + (1 - 1 / ranks) * share
+
     @property
     def state(self) -> list[float] | None:
         """The smoothed sums, for a checkpoint."""
@@ -118,9 +127,7 @@ class SecondMoment:
         if not bool(total.isfinite().all()):
             return  # the step is about to write NaN
         self._sums = total
-        dot, square = total
-        share = float((dot / square).clamp(0, 1)) if square > 0 else 1.0
-        ratio = 1 / ranks + (1 - 1 / ranks) * share
+        ratio = self.ratio()
         for moment, gradient, beta2 in found:
             moment.addcmul_(gradient, gradient, value=-(1 - beta2) / beta2 * (1 - ratio))
 

@@ -1,9 +1,11 @@
 """Local steps of AdamW between real ranks, whose second moment is corrected."""
 
 import copy
+import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from crossover_ddp import UnsupportedConfigurationError
@@ -74,6 +76,31 @@ def test_a_resumed_job_continues_bit_for_bit(rank: int) -> torch.Tensor:
         job.state.close()
     assert torch.equal(*ends)
     return ends[0]
+
+
+@in_ranks(2)
+def test_the_bound_for_clipping_grows_with_the_norm_of_local_gradients(rank: int) -> None:
+    """A gradient of pure noise has √2 times the norm of the mean of two."""
+    job = Job(rank, corrects=True)
+    weight = job.model.module.weight
+    generator = torch.Generator().manual_seed(rank)
+    norms = []
+    for step in range(60):
+        job.optimizer.zero_grad()
+        noise = torch.randn(8, 5, generator=generator)
+        (job.model(torch.randn(8, 6, generator=generator)) * noise).sum().backward()
+        if step < WARM_UP:
+            assert job.state.scaled_max_norm(3.0) == 3.0
+        elif step > WARM_UP + 10:
+            mean = weight.grad.clone()
+            dist.all_reduce(mean)
+            norms.append(float(weight.grad.norm() / (mean / 2).norm()))
+            assert 1.25 < job.state.scaled_max_norm(1.0) <= math.sqrt(2) + 1e-6
+        job.optimizer.step()
+    assert sum(norms) / len(norms) == pytest.approx(math.sqrt(2), rel=0.1)
+    without = Job(rank, corrects=False)
+    with pytest.raises(UnsupportedConfigurationError, match="expected LocalSGDState"):
+        without.state.scaled_max_norm(1.0)
 
 
 @in_ranks(2)
