@@ -60,7 +60,7 @@ HOOKS: dict[str, MakeState] = {
     "rsag": lambda model, optimizers, args: (None, reduce_scatter_all_gather_hook),
     "crossover": lambda model, optimizers, args: (CrossoverState(), crossover_hook),
     "compressed": lambda model, optimizers, args: (
-        CompressedState(CODECS[args.codec]),
+        CompressedState(CODECS[args.codec or "int8"]),
         compressed_hook,
     ),
     "auto": lambda model, optimizers, args: (AutoState(optimizers[0]), auto_hook),
@@ -72,9 +72,19 @@ HOOKS: dict[str, MakeState] = {
         AutoState(optimizers[0], losses="any"),
         auto_hook,
     ),
-    "decoupled": lambda model, optimizers, args: (DecoupledState(optimizers[0]), decoupled_hook),
+    "decoupled": lambda model, optimizers, args: (
+        DecoupledState(optimizers[0], codec=CODECS.get(args.codec)),
+        decoupled_hook,
+    ),
     "local_sgd": lambda model, optimizers, args: (
-        LocalSGDState(args.sync_every, args.delay, args.fragments, args.local_after),
+        LocalSGDState(
+            args.sync_every,
+            args.delay,
+            args.fragments,
+            args.local_after,
+            codec=CODECS.get(args.codec),
+            optimizer=optimizers,
+        ),
         local_sgd_hook,
     ),
     "elastic": lambda model, optimizers, args: (

@@ -159,8 +159,7 @@ def add_run_arguments(group: argparse._ArgumentGroup, hooks: Iterable[str]) -> N
     group.add_argument(
         "--codec",
         choices=("int8", "int4", "half", "sidco", "powersgd"),
-        default="int8",
-        help="of --hook compressed (default int8)",
+        help="of --hook compressed (default int8), decoupled and local_sgd (default none)",
     )
     group.add_argument(
         "--backend", choices=("gloo", "nccl"), help="(default: nccl for a GPU of each rank's own)"

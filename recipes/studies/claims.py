@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lab import bound
 
@@ -207,6 +207,31 @@ CLAIMS: Mapping[str, Claim] = {
         limit=every(4),
         arguments="--optimizer sgd --lr 0.02 --batch-size 4",
         steps=16,
+    ),
+    "slow links": Claim(
+        "on links much slower than the computation, few bits of gradients beside few bits of "
+        "averaged replicas",
+        {
+            "ddp": PLAIN,
+            "fp16 (torch)": Way("--hook fp16"),
+            "PowerSGD (torch)": POWERSGD,
+            "accumulation of 4": Way("--hook none --accumulate 4", batches=4),
+            "Int8": Way("--hook compressed"),
+            "Int4": Way("--hook compressed --codec int4"),
+            "Int4, decoupled": replace(DECOUPLED, arguments=DECOUPLED.arguments + " --codec int4"),
+            "PowerSGD": Way("--hook compressed --codec powersgd"),
+            "averaged, 4": Way("--hook local_sgd --sync-every 4 --delay 3 --fragments 4"),
+            "averaged, Int4, 1": Way("--hook local_sgd --sync-every 1 --delay 1 --codec int4"),
+            "averaged, Int4, 2": Way(
+                "--hook local_sgd --sync-every 2 --delay 1 --fragments 2 --codec int4"
+            ),
+        },
+        presets=("gpt",),
+        ratios=(1.5, 3.0, 8.0, 16.0),
+        against=("fp16 (torch)", "PowerSGD (torch)", "accumulation of 4"),
+        arguments="--batch-size 8",
+        steps=16,
+        repeats=3,
     ),
     "kfac": Claim(
         "K-FAC takes less time than kfac-pytorch, at the same losses; "
