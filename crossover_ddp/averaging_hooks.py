@@ -39,11 +39,17 @@ from crossover_ddp._averaging.elastic import (
     SyncElasticReplica,
     WildElasticReplica,
 )
-from crossover_ddp._averaging.local_sgd import LocalSGDReplica, OuterOptimizer, Schedule
+from crossover_ddp._averaging.local_sgd import (
+    LocalSGDReplica,
+    OuterOptimizer,
+    OuterRate,
+    Schedule,
+)
 from crossover_ddp._averaging.replica import OwnerStep, Replica, blocks_of
 from crossover_ddp._averaging.second_moment import SecondMoment
 from crossover_ddp._compression.codec import CodecChoice, codecs_of
 from crossover_ddp._compression.coded_vector import CodedVector
+from crossover_ddp._compression.planning import cost_of
 from crossover_ddp._ddp import checks
 from crossover_ddp._ddp.compiled import OwnHook
 from crossover_ddp._ddp.groups import compare, gather_objects
@@ -253,7 +259,9 @@ class AveragingState(HookState):
 
         The plan is the same on all ranks. It is based on the steps timed so far and on a few probes
         of the link, five megabytes in all, and picks the shortest interval at which no step has to
-        wait for an exchange. Convergence is not taken into account; longer intervals hurt it.
+        wait for an exchange with this state's codec. Convergence is not taken into account; longer
+        intervals hurt it. The plan's ``pays`` is False if gradients in four bits, which keep ranks
+        equal, would be about as fast.
 
         On failure: ``UnsupportedConfigurationError`` if there is only one rank, if fewer than two
         steps have run, or if the model is on a GPU, because the host's clock cannot time kernels.
@@ -264,7 +272,9 @@ class AveragingState(HookState):
         group = checks.resolve_group(self.process_group)
         works, link = recorded_by_all(group, self._records)
         size_bytes = sum(block.numel * block.dtype.itemsize for block in blocks)
-        return plan_averaging(max(work.compute_s for work in works), size_bytes, link)
+        compute_s = max(work.compute_s for work in works)
+        rate = None if self.codec is None else cost_of(self.codec, group.size()).rate
+        return plan_averaging(compute_s, size_bytes, link, rate=rate)
 
     def stats(self) -> dict[str, Any]:
         """Return the common statistics, this rank's exchanges and "waited_s". Not collective."""
@@ -541,6 +551,8 @@ class LocalSGDState(AveragingState):
             by itself. Default: no outer optimizer.
         process_group: the job's process group, which must also be the DDP model's. Default: the
             default group.
+        outer_lr: a function of the number of steps that returns the outer learning rate. Default:
+            the outer optimizer's own ``lr`` throughout.
         codec: a codec such as ``Int4()``, or a pair for the two halves of an exchange. Ranks then
             send the progress of their parameters since the last exchange, with error feedback in
             both halves. Parameters with one dimension and buffers travel exactly.
@@ -579,6 +591,7 @@ class LocalSGDState(AveragingState):
         outer_optimizer: OuterOptimizer | None = None,
         process_group: dist.ProcessGroup | None = None,
         *,
+        outer_lr: OuterRate | None = None,
         codec: CodecChoice | None = None,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         mutex: GPUMutex | None = None,
@@ -591,11 +604,16 @@ class LocalSGDState(AveragingState):
                 "expected sync_every >= 2 with an outer optimizer, got sync_every=1: replicas "
                 "never differ then; leave outer_optimizer out"
             )
+        if outer_lr is not None and outer_optimizer is None:
+            raise ValueError(
+                "expected an outer optimizer with outer_lr, got none: there is no outer step to take; "
+                "pass outer_optimizer, or leave outer_lr out"
+            )
         make_codec = None
         if codec is not None:
             has_work = outer_optimizer is not None
             make_codec = functools.partial(CodedVector, codecs_of(codec), has_work=has_work)
-        replica = LocalSGDReplica(schedule, outer_optimizer, codec, make_codec)
+        replica = LocalSGDReplica(schedule, outer_optimizer, outer_lr, codec, make_codec)
         super().__init__(replica, process_group, mutex, model)
         self.codec = codec
         self.optimizer = optimizer

@@ -41,6 +41,9 @@ from .replica import (
 )
 
 OuterOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
+OuterRate = Callable[[int], float]
+# Ranks compare a schedule of the outer learning rate at these steps.
+_SAMPLED = (0, 1, 10, 100, 1_000, 10_000, 100_000)
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,11 @@ class OuterPart:
         self.anchor = torch.nn.Parameter(block.copy(self.span, wide_dtype(block.dtype)))
         self._optimizer = make([self.anchor])
 
+    def set_rate(self, rate: float) -> None:
+        """Set the outer learning rate of the steps to come."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+
     def step(self, mean: torch.Tensor) -> None:
         """Replace the mean of this part with the next z; see [Note: outer steps]."""
         own = mean[: len(self.anchor)]
@@ -205,6 +213,7 @@ class LocalSGDReplica(Replica):
         self,
         schedule: Schedule,
         outer_optimizer: OuterOptimizer | None,
+        outer_lr: OuterRate | None = None,
         codec: object = None,
         make_codec: MakeCodec | None = None,
     ) -> None:
@@ -213,17 +222,24 @@ class LocalSGDReplica(Replica):
         Args:
             schedule: when fragments are sent and applied.
             outer_optimizer: see ``LocalSGDState``.
+            outer_lr: see ``LocalSGDState``.
             codec: the codec of increments, as users pass it; None if parameters travel.
             make_codec: makes the codec of a vector; needed with ``codec``.
         """
         outer = None if outer_optimizer is None else described(outer_optimizer)
-        self.settings = {**asdict(schedule), "outer_optimizer": outer, "codec": repr(codec)}
+        self.settings = {
+            **asdict(schedule),
+            "outer_optimizer": outer,
+            "outer_lr": None if outer_lr is None else [outer_lr(step) for step in _SAMPLED],
+            "codec": repr(codec),
+        }
         self._make_codec = make_codec
         # For each fragment and block that is exchanged, its increments. Empty without a codec.
         self._increments: dict[tuple[int, int], Increments] = {}
         self.local_from = schedule.local_from
         self._schedule = schedule
         self._make_outer = outer_optimizer
+        self._outer_lr = outer_lr
         # A list for each fragment, with one part per block. Empty without an outer optimizer.
         self._outer_parts: list[list[OuterPart]] = []
         # The slices in flight, by fragment.
@@ -313,6 +329,8 @@ class LocalSGDReplica(Replica):
                 outer_step = None
                 if self._outer_parts:
                     outer = self._outer_parts[fragment][place]
+                    if self._outer_lr is not None:
+                        outer.set_rate(self._outer_lr(self.acted))
                     outer_step = outer.step if increments is None else outer.step_by
                 slices.append(
                     self.send(block, span, outer_step, late=is_late, increments=increments)

@@ -149,6 +149,62 @@ def test_ranks_have_the_parameters_of_copies_in_one_process(
     assert float((trainer.end() - expected[0][rank]).abs().max()) <= tolerance
 
 
+# The parameters after each step, of torchft's test_diloco_mocked_updates_0: two fragments, whose
+# gradients are 2, with inner and outer learning rates of 1 and 2.
+OF_TORCHFT = {
+    "first": [1, -1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -47, -49, -51, -53],
+    "second": [1, -1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41, -43, -45, -59],
+}
+
+
+@pytest.mark.parametrize("codec", [None, Identity()])
+@in_ranks(2)
+def test_diloco_has_the_numbers_of_torchft(rank: int, codec: Any) -> None:
+    seen: dict[str, list[float]] = {name: [] for name in OF_TORCHFT}
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.ones(1, 1))
+            self.second = nn.Parameter(torch.ones(1, 1))
+
+        def forward(self) -> torch.Tensor:
+            for name, parameter in self.named_parameters():
+                seen[name].append(float(parameter))
+            return 2 * (self.first + self.second).sum()
+
+    state = LocalSGDState(
+        6, 0, 2, outer_optimizer=functools.partial(torch.optim.SGD, lr=2.0), codec=codec
+    )
+    training = averaged(state, Two(), lr=1.0, loss=lambda model, *_: model()).run(16)
+    training.close()
+    assert seen == OF_TORCHFT
+
+
+@in_ranks(2)
+def test_the_outer_learning_rate_may_follow_a_schedule(rank: int) -> None:
+    """A rate of 1 takes the mean; a rate of 0 stays at the parameters of the last outer step."""
+    state = LocalSGDState(
+        2,
+        outer_optimizer=functools.partial(torch.optim.SGD, lr=9.0),
+        outer_lr=lambda steps: 1.0 if steps == 2 else 0.0,
+    )
+    training = averaged(state)
+    start = training.values
+    ends = []
+    for _ in range(3):
+        training.run(2)
+        training.loss()  # takes the outer step
+        ends.append(training.values)
+    assert not torch.equal(start, ends[0])
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
+    training.close()
+    other = LocalSGDState(2, outer_optimizer=NESTEROV, outer_lr=lambda steps: 0.7 + rank)
+    with pytest.raises(UnsupportedConfigurationError, match="outer_lr"):
+        averaged(other).step()
+
+
 class Odd(nn.Module):
     """Tied and frozen weights, a buffer that is replaced, channels last, half precision."""
 

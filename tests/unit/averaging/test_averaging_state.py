@@ -312,23 +312,35 @@ def test_other_orders_of_forward_and_backward_train(
     state.average()
 
 
-@given(st.floats(1e-3, 10), st.floats(1e3, 1e9), st.floats(0, 1e-2), st.floats(1e-11, 1e-7))
+@given(
+    st.floats(1e-3, 10),
+    st.floats(1e3, 1e9),
+    st.floats(0, 1e-2),
+    st.floats(1e-11, 1e-7),
+    st.sampled_from([None, 0.133, 0.5]),
+)
 def test_a_plan_hides_the_exchange(
-    compute_s: float, size_bytes: float, alpha_s: float, beta_s: float
+    compute_s: float, size_bytes: float, alpha_s: float, beta_s: float, rate: float | None
 ) -> None:
     link = LinkModel(alpha_s, beta_s)
     if 2 * link.half_s(size_bytes) > 1000 * compute_s:
         return
-    plan = plan_averaging(compute_s, size_bytes, link)
-    one_s = 2 * link.half_s(size_bytes / plan.fragments)
+    plan = plan_averaging(compute_s, size_bytes, link, rate=rate)
+    one_s = 2 * link.half_s((rate or 1.0) * size_bytes / plan.fragments)
     assert plan.fragments * one_s <= plan.sync_every * compute_s, "the link cannot keep up"
     assert one_s <= plan.delay * compute_s, "a step would wait"
-    Schedule(**plan.arguments())
+    Schedule(**plan.arguments(), sends_increments=rate is not None)
 
 
 def test_a_plan_takes_the_shortest_interval_if_there_is_one() -> None:
     plan = plan_averaging(1.0, 3e6, LinkModel(0.0, 0.5e-6))
-    assert plan == AveragingPlan(4, 1, 4, 1.0, 1.0, 3.0)
+    assert plan == AveragingPlan(4, 1, 4, 1.0, 1.0, 3.0, 1.0 + 3.0 * 0.133)
+    assert plan.pays
+    # In four bits an exchange fits into each step up to an M/C of seven, and into two of fourteen.
+    for ratio, wanted in ((0.5, (1, 1, 1)), (6.5, (1, 1, 1)), (13.0, (2, 1, 2))):
+        coded = plan_averaging(1.0, ratio * 1e6, LinkModel(0.0, 0.5e-6), rate=0.133)
+        assert (coded.sync_every, coded.delay, coded.fragments) == wanted
+        assert coded.pays == (ratio > 1)
     assert plan_averaging(1.0, 0.5e6, LinkModel(0.0, 0.5e-6)).sync_every == 2
     # A start-up time as long as a step: one fragment.
     assert plan_averaging(1.0, 1e6, LinkModel(1.0, 0.5e-6)).fragments == 1
