@@ -64,7 +64,7 @@ campaign: $(INSTALLED) ## hours: fault campaigns, the benchmarks in full, and th
 	@CROSSOVER_CAMPAIGN=1 $(BIN)/python -m pytest -m quiet
 	@CROSSOVER_CAMPAIGN=1 $(BIN)/python -m pytest -m "not quiet" $(PARALLEL)
 	@$(MAKE) --no-print-directory bench
-	@$(BIN)/python recipes/studies/run.py --claim muon codecs averaging advice --out runs/campaign
+	@$(BIN)/python recipes/studies/run.py --claim muon codecs averaging "slow links" advice --out runs/campaign
 
 lint: style ## ruff (rules and format) and mypy
 	@echo "lint: mypy"

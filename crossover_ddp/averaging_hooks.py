@@ -39,6 +39,7 @@ from crossover_ddp._averaging.elastic import (
     SyncElasticReplica,
     WildElasticReplica,
 )
+from crossover_ddp._averaging.increments import Increments
 from crossover_ddp._averaging.local_sgd import (
     LocalSGDReplica,
     OuterOptimizer,
@@ -47,7 +48,7 @@ from crossover_ddp._averaging.local_sgd import (
 )
 from crossover_ddp._averaging.replica import OwnerStep, Replica, blocks_of
 from crossover_ddp._averaging.second_moment import SecondMoment
-from crossover_ddp._compression.codec import CodecChoice, codecs_of
+from crossover_ddp._compression.codec import CodecChoice, codecs_of, in_words
 from crossover_ddp._compression.coded_vector import CodedVector
 from crossover_ddp._compression.planning import cost_of
 from crossover_ddp._ddp import checks
@@ -81,10 +82,10 @@ async def average(
     layout: Layout,
     owner_step: OwnerStep | None,
     snapshot: torch.Tensor | None,
-    common: torch.Tensor | None,
+    increments: Increments | None,
     link: Link,
 ) -> None:
-    """Replace a copy of parameters, or increments of them, with their mean over the ranks.
+    """Replace a copy of the parameters, or their increments, with the mean over the ranks.
 
     With ``snapshot``, replace it with the difference between the mean and the snapshot.
 
@@ -102,8 +103,8 @@ async def average(
         owner_step: the outer step of this rank's part, if there is one; see [Note: outer steps] in
             ``_averaging/local_sgd.py``.
         snapshot: the values that were sent, if training continues meanwhile; otherwise None.
-        common: with a codec, the parameters without the increments that are on their way; see
-            [Note: increments] in ``_averaging/increments.py``. Otherwise None.
+        increments: with a codec, the increments that ``values`` hold; see [Note: increments] in
+            ``_averaging/increments.py``. Otherwise None.
         link: the link that connects the ranks. With a codec it carries coded messages.
     """
     # Each rank sends every other rank its part. Afterwards this rank's part is the mean.
@@ -113,8 +114,8 @@ async def average(
         await link.compute()
         owner_step(own)
     await link.all_gather(values, layout)
-    if common is not None:
-        common.add_(values)
+    if increments is not None:
+        increments.land(values)
     if snapshot is not None:
         # The parameters have changed since then. The difference will be added to them, see
         # [Note: delta rule] in `_averaging/local_sgd.py`.
@@ -191,6 +192,8 @@ class AveragingState(HookState):
         # Whether the replica's `begin` was called; the first local step calls it.
         self._has_begun = False
         self._is_closed = False
+        # The replica's state, if it was loaded.
+        self._loaded: dict[str, Any] | None = None
         # Corrects the optimizer's second moment in local steps, if one was given.
         self._second_moment: SecondMoment | None = None
         # The first error that an exchange raised. Every later step raises it again.
@@ -204,11 +207,12 @@ class AveragingState(HookState):
         """Replace every rank's parameters and floating-point buffers by their mean over the ranks.
 
         Pending exchanges are applied first. Each rank keeps its own integer buffers. Call it at the
-        end of training, or before a checkpoint from which training must continue bit for bit.
+        end of training, or before a checkpoint from which training must continue bit for bit. It
+        does nothing before the first ``backward()``, when ranks are equal.
 
         On failure: ``ExchangeError`` when a peer dies or the group's timeout passes;
-        ``UnsupportedConfigurationError`` if the mean is not finite, or before the first
-        ``backward()``. **Collective**: all ranks call it, after the same number of steps.
+        ``UnsupportedConfigurationError`` if the mean is not finite. **Collective**: all ranks call
+        it, after the same number of steps.
         """
         if self._has_model("average()"):
             self._take_mean("average()", leave=False)
@@ -218,13 +222,27 @@ class AveragingState(HookState):
             self._catch_up()
             beside = [
                 tensor
-                for tensor in tensors_in([each.state_dict() for each in optimizers])
-                # A tensor without dimensions is a step count.
-                if tensor.dim() and (tensor.is_floating_point() or tensor.is_complex())
+                for tensor in tensors_in([_without_counts(each) for each in optimizers])
+                if tensor.is_floating_point() or tensor.is_complex()
             ]
             self._take_mean("checkpoint()", leave=False, beside=beside)
-        if self._second_moment is not None:  # as in a resumed job
-            self._second_moment.state = self._common_moment()
+            self._share_step_counts(optimizers)
+        common = self._common_moment()
+        if self._second_moment is not None and common is not None:  # as in a resumed job
+            self._second_moment.state = common
+
+    def _share_step_counts(self, optimizers: Sequence[Any]) -> None:
+        """Raise the step counts to the largest of any rank: a GradScaler may skip on one alone."""
+        found = [
+            state["step"]
+            for each in optimizers
+            for state in each.state_dict().get("state", {}).values()
+            if isinstance(state, dict) and isinstance(state.get("step"), torch.Tensor)
+        ]
+        group = checks.resolve_group(self.process_group)
+        counts = gather_objects(group, [float(count) for count in found])
+        for count, largest in zip(found, map(max, zip(*counts, strict=True)), strict=True):
+            count.fill_(largest)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -261,19 +279,26 @@ class AveragingState(HookState):
         of the link, five megabytes in all, and picks the shortest interval at which no step has to
         wait for an exchange with this state's codec. Convergence is not taken into account; longer
         intervals hurt it. The plan's ``pays`` is False if gradients in four bits, which keep ranks
-        equal, would be about as fast.
+        equal, are predicted to be about as fast. Exchanges in flight are waited for.
 
         On failure: ``UnsupportedConfigurationError`` if there is only one rank, if fewer than two
-        steps have run, or if the model is on a GPU, because the host's clock cannot time kernels.
+        steps have run, if the model is on a GPU, because the host's clock cannot time kernels, or
+        if the state's codec is not one of ours, because its cost is not known.
         ``ValueError`` if an exchange would not end even within 4096 steps. **Collective**: all
         ranks call it between two steps, with no other traffic on the link.
         """
+        self._replica.wait()  # other traffic would falsify the probes
         blocks = self._replica.blocks
         group = checks.resolve_group(self.process_group)
         works, link = recorded_by_all(group, self._records)
         size_bytes = sum(block.numel * block.dtype.itemsize for block in blocks)
         compute_s = max(work.compute_s for work in works)
-        rate = None if self.codec is None else cost_of(self.codec, group.size()).rate
+        rate = None
+        if self.codec is not None:
+            coded = self._replica.stats()["coded"]
+            # Buffers and parameters with one dimension are not coded.
+            is_known = coded["sent_bytes"] > 0
+            rate = coded["rate"] if is_known else cost_of(self.codec, group.size()).rate
         return plan_averaging(compute_s, size_bytes, link, rate=rate)
 
     def stats(self) -> dict[str, Any]:
@@ -307,22 +332,34 @@ class AveragingState(HookState):
                 self._steps,
             )
         with torch.no_grad():
-            kept = self._replica.state_dict() if self._has_begun else None
+            kept = self._replica.state_dict() if self._has_begun else self._loaded
         return {"steps": self._steps, "kept": kept, "second_moment": self._common_moment()}
 
-    def _common_moment(self) -> list[float] | None:
+    def _common_moment(self) -> list[list[float] | None] | None:
         """Return the mean of the ranks' sums for the second moment. **Collective**."""
-        if self._second_moment is None or not self._has_begun:
+        if self._second_moment is None:
             return None
+        if not self._has_begun:  # it was loaded, and is the same on all ranks
+            return self._second_moment.state
         group = checks.resolve_group(self.process_group)
-        known = [each for each in gather_objects(group, self._second_moment.state) if each]
-        return [sum(column) / len(known) for column in zip(*known, strict=True)] or None
+        found = []
+        for of_ranks in zip(*gather_objects(group, self._second_moment.state), strict=True):
+            known = [sums for sums in of_ranks if sums is not None]
+            # The mean of equal numbers must be that number, to the last bit.
+            mean = [
+                column[0] if len({*column}) == 1 else sum(column) / len(column)
+                for column in zip(*known, strict=True)
+            ]
+            found.append(mean or None)
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a result of `state_dict`. Call this before the first ``backward()``.
 
         Not collective, but all ranks must call it: otherwise the next ``backward()`` raises on all
-        ranks. Raises ``ValueError`` if the state was saved with another model or other arguments.
+        ranks. Raises ``ValueError`` if the state was saved with another model, another number of
+        fragments of an outer optimizer, or with one where this state has none. Other arguments may
+        differ.
         """
         moment = state.get("second_moment")  # version 0.1 had none
         own = {key: value for key, value in state.items() if key != "second_moment"}
@@ -339,7 +376,8 @@ class AveragingState(HookState):
             )
         if state["kept"] is not None:
             self._replica.load_state_dict(state["kept"])
-        if self._second_moment is not None:
+        self._loaded = state["kept"]
+        if self._second_moment is not None and moment is not None:
             self._second_moment.state = moment
         self._steps = state["steps"]
         self._replica.acted = self._steps
@@ -348,7 +386,8 @@ class AveragingState(HookState):
     def close(self) -> None:
         """Stop averaging. Later backward passes average gradients as the split hook does.
 
-        Call `average` first. Not collective, but all ranks must call it after the same number of
+        Call `checkpoint` with the optimizers first. After `average` alone their momenta still differ,
+        so that replicas drift apart. Not collective, but all ranks must call it after the same number of
         steps.
         """
         if not self._is_closed:
@@ -362,6 +401,11 @@ class AveragingState(HookState):
         if self._is_closed:
             return exchange.send(bucket, crossover, state=self).future
         exchange.checks.check(bucket)
+        if self._block is not None:
+            raise UnsupportedConfigurationError(
+                f"expected no backward() of the DDP model inside of {self._block}, got one: the "
+                "model gets its former parameters back, so the step would be lost; train outside"
+            )
         self._enter(bucket)
         if self._steps >= self._replica.local_from:
             if not self._has_begun:
@@ -468,18 +512,15 @@ class AveragingState(HookState):
             raise
 
     def _has_model(self, call: str) -> bool:
-        """Return whether there is a model to average. Raise before the first ``backward()``.
+        """Return whether there is a model to average.
 
-        With ``CROSSOVER_DISABLE=1`` there is no such model: every step is a plain all-reduce, and
-        replicas do not differ.
+        There is none before the first ``backward()``, when replicas do not differ yet. And with
+        ``CROSSOVER_DISABLE=1`` every step is a plain all-reduce.
         """
         self._check_outside(call)
         self._catch_up()
         if not self._replica.blocks and not environment.is_set(environment.DISABLE):
-            raise UnsupportedConfigurationError(
-                f"{call} needs a model, and this state's hook was never called; register the hook, "
-                "and train a step before"
-            )
+            logger.info("%s has nothing to do: the hook has not been called yet", call)
         return bool(self._replica.blocks)
 
     def _take_mean(self, call: str, *, leave: bool, beside: Sequence[torch.Tensor] = ()) -> None:
@@ -497,7 +538,12 @@ class AveragingState(HookState):
                 # one.
                 steps = {"steps": self._steps} if replica.steps_together else {}
                 shapes = [(str(each.dtype), tuple(each.shape)) for each in beside]
-                compare(replica.group, {"call": call, "state of the optimizers": shapes, **steps})
+                settings = {"call": call, **steps, "state of the optimizers": shapes}
+                remedy = (
+                    f"call {call} on all ranks after the same number of backward passes, and after "
+                    "each optimizer's first step"
+                )
+                compare(replica.group, settings, remedy)
             with replica.at_rest(leave=leave) if self._has_begun else contextlib.nullcontext():
                 replica.take_mean(beside)
             self._mean_step = self._steps
@@ -526,8 +572,8 @@ class LocalSGDState(AveragingState):
     ``warmup_steps`` it is post-local SGD. ``delay`` gives the mean time to arrive: after step k +
     ``delay``, the parameters are corrected by the difference between the mean and the snapshot of
     step k, so that the steps in between are kept. With ``outer_optimizer`` it is DiLoCo; with
-    ``fragments`` and ``delay`` as well, it is streaming DiLoCo. With ``sync_every=1`` it works like
-    the split hook, with plain DDP's gradients.
+    ``fragments`` and ``delay`` as well, it is streaming DiLoCo. With ``sync_every=1`` and no delay
+    it works like the split hook, with plain DDP's gradients.
 
     A step is a backward pass that reaches the hook. Several passes under ``no_sync()`` are part of
     one step. A step counts even if a GradScaler skips the optimizer's step on one rank alone.
@@ -537,8 +583,8 @@ class LocalSGDState(AveragingState):
 
     Args:
         sync_every: the number of steps from one exchange of an element to the next.
-        delay: the number of steps from a snapshot to its correction. It must be less than
-            ``sync_every``, or at most ``sync_every`` with a codec. Default 0.
+        delay: the number of steps from a snapshot to its correction, at most ``sync_every``.
+            Default 0.
         fragments: the number of equal slices into which the flat parameters are cut. The slices
             are sent after different steps. Snapshots take the memory of two copies of the slices in
             flight (one copy with ``delay=0``). Default 1.
@@ -551,13 +597,14 @@ class LocalSGDState(AveragingState):
             by itself. Default: no outer optimizer.
         process_group: the job's process group, which must also be the DDP model's. Default: the
             default group.
-        outer_lr: a function of the number of steps that returns the outer learning rate. Default:
-            the outer optimizer's own ``lr`` throughout.
+        outer_lr: the outer learning rate, or a function of the number of steps that returns it. It
+            must be the same on all ranks, which compare it for the first outer step. Default: the
+            outer optimizer's own ``lr``.
         codec: a codec such as ``Int4()``, or a pair for the two halves of an exchange. Ranks then
-            send the progress of their parameters since the last exchange, with error feedback in
-            both halves. Parameters with one dimension and buffers travel exactly.
-            Parameters must be float32. It takes the memory of two more copies of the parameters
-            (the common parameters and the residuals). Default: parameters travel.
+            send the change of their parameters since the last exchange, with error feedback in
+            both halves. Parameters with one dimension, and buffers, are not coded. Parameters
+            must be float32. It takes the memory of two more copies of the parameters (the common
+            parameters and the residuals), and of a rank's part. Default: parameters travel.
         optimizer: the optimizer of the parameters, or several. In local steps the second moment of
             an Adam or AdamW is corrected for the noise of a rank's own batch, which is W times
             smaller with W ranks; see [Note: second moment] in ``_averaging/second_moment.py``.
@@ -591,15 +638,20 @@ class LocalSGDState(AveragingState):
         outer_optimizer: OuterOptimizer | None = None,
         process_group: dist.ProcessGroup | None = None,
         *,
-        outer_lr: OuterRate | None = None,
+        outer_lr: float | OuterRate | None = None,
         codec: CodecChoice | None = None,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         mutex: GPUMutex | None = None,
         model: DistributedDataParallel | None = None,
     ) -> None:
-        schedule = Schedule(sync_every, delay, fragments, warmup_steps, codec is not None)
+        schedule = Schedule(sync_every, delay, fragments, warmup_steps)
+        if codec is not None and not schedule.is_local:
+            raise ValueError(
+                "expected delay=1 with sync_every=1 and a codec, got delay=0: every step averages "
+                "all gradients then, and no parameters; pass delay=1, or use CompressedState"
+            )
         _check_waits(mutex, "delay=0", f"delay={delay}")
-        if outer_optimizer is not None and sync_every == 1 and codec is None:
+        if outer_optimizer is not None and not schedule.is_local:
             raise ValueError(
                 "expected sync_every >= 2 with an outer optimizer, got sync_every=1: replicas "
                 "never differ then; leave outer_optimizer out"
@@ -609,16 +661,24 @@ class LocalSGDState(AveragingState):
                 "expected an outer optimizer with outer_lr, got none: there is no outer step to take; "
                 "pass outer_optimizer, or leave outer_lr out"
             )
+        if not (outer_lr is None or callable(outer_lr)):
+            rate = float(outer_lr)
+            outer_lr = lambda _: rate  # noqa: E731
         make_codec = None
         if codec is not None:
             has_work = outer_optimizer is not None
             make_codec = functools.partial(CodedVector, codecs_of(codec), has_work=has_work)
-        replica = LocalSGDReplica(schedule, outer_optimizer, outer_lr, codec, make_codec)
+        replica = LocalSGDReplica(schedule, outer_optimizer, outer_lr, in_words(codec), make_codec)
         super().__init__(replica, process_group, mutex, model)
         self.codec = codec
         self.optimizer = optimizer
         if optimizer is not None and not environment.is_set(environment.DISABLE):
             given = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+            if not all(isinstance(each, Optimizer) for each in given):
+                raise TypeError(
+                    f"expected an optimizer or several, got optimizer={optimizer!r}; pass the object "
+                    "whose step() your loop calls"
+                )
             self._second_moment = SecondMoment(given, self._ranks_apart)
             self._cleanup.enter_context(self._second_moment.hooks)
 
@@ -648,7 +708,8 @@ class LocalSGDState(AveragingState):
 
     def _ranks_apart(self) -> int:
         """Return the number of ranks if the last gradients were this rank's own; otherwise 1."""
-        return self._replica.exchange.size if self._has_begun else 1
+        is_local = self._has_begun and not self._is_closed
+        return self._replica.exchange.size if is_local else 1
 
 
 def local_sgd_hook(
@@ -785,6 +846,17 @@ def elastic_hook(
         lambda exchange: state._send(bucket, exchange),
         compares=False,
     )
+
+
+def _without_counts(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the optimizer's state for each parameter without the step counts."""
+    states = optimizer.state_dict()
+    by_parameter = states.get("state", states).values()
+    return [
+        {name: value for name, value in state.items() if name != "step"}
+        for state in by_parameter
+        if isinstance(state, dict)
+    ]
 
 
 def _check_waits(mutex: GPUMutex | None, wanted: str, got: str) -> None:

@@ -16,8 +16,9 @@ z - mean(x). Each owner updates its own part.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 from crossover_ddp._ddp.checks import check_keys
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.links import all_finite
+from crossover_ddp._engine.links import Layout, all_finite
 from crossover_ddp._owners.owned_state import tensors_in
 from crossover_ddp.errors import UnsupportedConfigurationError
 
@@ -36,14 +37,11 @@ from .replica import (
     FlatBlock,
     PendingSlice,
     Replica,
-    from_first_rank,
     wide_dtype,
 )
 
 OuterOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
 OuterRate = Callable[[int], float]
-# Ranks compare a schedule of the outer learning rate at these steps.
-_SAMPLED = (0, 1, 10, 100, 1_000, 10_000, 100_000)
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,6 @@ class Schedule:
     delay: int = 0
     fragments: int = 1
     warmup_steps: int = 0
-    # Whether increments travel, see [Note: increments] in `increments.py`.
-    sends_increments: bool = False
 
     def __post_init__(self) -> None:
         for name, least in {"sync_every": 1, "delay": 0, "fragments": 1, "warmup_steps": 0}.items():
@@ -68,33 +64,28 @@ class Schedule:
                     f"expected an integer {name} >= {least}, got {name}={value!r}; "
                     "see LocalSGDState"
                 )
-        # An increment may leave in the step in which the last one arrives; a snapshot may not.
-        rule, least = (
-            ("delay", self.delay) if self.sends_increments else ("delay + 1", self.delay + 1)
-        )
-        if self.sync_every < least:
+        # A slice may be sent in the step in which its last mean arrives, which is applied first.
+        if self.sync_every < self.delay:
             raise ValueError(
-                f"expected sync_every >= {rule}, got sync_every={self.sync_every} and "
+                f"expected sync_every >= delay, got sync_every={self.sync_every} and "
                 f"delay={self.delay}: two exchanges of the same element would be in flight, and "
-                f"both would be added; pass sync_every={least} or more"
-            )
-        if self.sends_increments and self.sync_every == 1 and self.delay == 0:
-            raise ValueError(
-                "expected delay=1 with sync_every=1 and a codec, got delay=0: each step would wait "
-                "for its exchange; pass delay=1, or use CompressedState, whose gradients wait no "
-                "longer and keep ranks equal"
+                f"both would be added; pass sync_every={self.delay} or more"
             )
         if self.sync_every == 1 and self.fragments > 1:
             raise ValueError(
-                f"expected fragments=1 with sync_every=1, got fragments={self.fragments}: every "
-                "step averages all gradients then, and no parameters; leave fragments out"
+                f"expected fragments=1 with sync_every=1, got fragments={self.fragments}: all of "
+                "them would leave in every step; leave fragments out"
             )
 
     @property
     def local_from(self) -> float:
         """The number of steps after which each step uses only this rank's gradients."""
-        is_local = self.sync_every > 1 or self.sends_increments
-        return self.warmup_steps if is_local else math.inf
+        return self.warmup_steps if self.is_local else math.inf
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ranks train on their own gradients at all."""
+        return self.sync_every > 1 or self.delay > 0
 
     def leaving(self, steps: int) -> list[int]:
         """Return the fragments that are sent after ``steps`` steps."""
@@ -113,6 +104,12 @@ class Schedule:
     def span(self, numel: int, fragment: int) -> Span:
         """Return a fragment's slice of a flat vector. Slice lengths differ by at most one."""
         return Span(numel * fragment // self.fragments, numel * (fragment + 1) // self.fragments)
+
+
+def _shortened(layout: Layout, numel: int) -> Layout:
+    """Return the layout of the first ``numel`` elements."""
+    stops = [min(stop, numel) for stop in accumulate(layout, initial=0)]
+    return [stop - start for start, stop in pairwise(stops)]
 
 
 def described(make: OuterOptimizer) -> str:
@@ -181,7 +178,8 @@ class OuterPart:
         """Return the per-element state, including z, and single numbers such as "step"."""
         tensors = {"anchor": self.anchor.detach()}
         numbers: dict[str, float] = {}
-        for key, value in self._optimizer.state.get(self.anchor, {}).items():
+        # A copy, since a journey may be taking this part's first step.
+        for key, value in [*self._optimizer.state.get(self.anchor, {}).items()]:
             is_tensor = isinstance(value, torch.Tensor)
             if is_tensor and value.shape == self.anchor.shape:
                 tensors[key] = value
@@ -223,17 +221,19 @@ class LocalSGDReplica(Replica):
             schedule: when fragments are sent and applied.
             outer_optimizer: see ``LocalSGDState``.
             outer_lr: see ``LocalSGDState``.
-            codec: the codec of increments, as users pass it; None if parameters travel.
-            make_codec: makes the codec of a vector; needed with ``codec``.
+            codec: a description of the codec of increments, for other ranks to compare.
+            make_codec: makes the codec of a vector. None if parameters travel.
         """
         outer = None if outer_optimizer is None else described(outer_optimizer)
         self.settings = {
             **asdict(schedule),
             "outer_optimizer": outer,
-            "outer_lr": None if outer_lr is None else [outer_lr(step) for step in _SAMPLED],
-            "codec": repr(codec),
+            "outer_lr": outer_lr and float(outer_lr(schedule.warmup_steps + schedule.sync_every)),
+            "codec": codec,
         }
         self._make_codec = make_codec
+        # The codec's statistics when the replica was closed.
+        self._last_stats: dict[str, Any] | None = None
         # For each fragment and block that is exchanged, its increments. Empty without a codec.
         self._increments: dict[tuple[int, int], Increments] = {}
         self.local_from = schedule.local_from
@@ -249,6 +249,15 @@ class LocalSGDReplica(Replica):
         self._exchanges = 0
         self._bytes = 0
         self._peak_bytes = 0
+
+    def adopt(self, blocks: Sequence[FlatBlock], *others: Any) -> None:
+        for block in blocks if self._make_codec is not None else ():
+            if block.parameters_numel and block.dtype != torch.float32:
+                raise UnsupportedConfigurationError(
+                    f"expected parameters of float32 with a codec, got dtype={block.dtype}, in "
+                    "which small increments vanish; leave codec out, or train with autocast"
+                )
+        super().adopt(blocks, *others)
 
     def begin(self) -> None:
         make = self._make_outer
@@ -266,37 +275,39 @@ class LocalSGDReplica(Replica):
 
     def _begin_increments(self, make_codec: MakeCodec) -> None:
         for number, block in enumerate(self.blocks):
-            if block.parameters_numel and block.dtype != torch.float32:
-                raise UnsupportedConfigurationError(
-                    f"expected parameters of float32 with a codec, got dtype={block.dtype}, in "
-                    "which small increments vanish; leave codec out, or train with autocast"
-                )
             for fragment in range(self._schedule.fragments):
                 span = self._schedule.span(block.numel, fragment)
-                # Buffers of another dtype, in a block of their own, travel exactly.
-                has_parameters = span.start < block.parameters_numel
-                codec = make_codec(block.runs(span)) if has_parameters else None
-                if span.start < span.stop:
-                    self._increments[fragment, number] = Increments(block.copy(span), codec)
+                # Buffers follow the parameters, and may have a dtype of their own.
+                parameters = Span(span.start, min(span.stop, block.parameters_numel))
+                if parameters.start < parameters.stop:
+                    common = block.copy(parameters)
+                    increments = Increments(common, make_codec(block.runs(span)))
+                    self._increments[fragment, number] = increments
         self._make_common()
 
     def _make_common(self) -> None:
-        """Let increments begin at rank 0's parameters, or at z. **Collective**.
+        """Reset c to the parameters, which are the same on all ranks, or to z. **Collective**.
 
         It is called while no exchange is pending.
         """
         for (fragment, number), increments in self._increments.items():
-            span = self._schedule.span(self.blocks[number].numel, fragment)
+            start = self._schedule.span(self.blocks[number].numel, fragment).start
             common = increments.common
-            increments.forget()
-            self.blocks[number].pack(span, common)
-            # Each rank has run a forward, so buffers may differ between ranks.
-            from_first_rank(self.exchange, common)
+            increments.codec.forget()
+            self.blocks[number].pack(Span(start, start + len(common)), common)
             if self._outer_parts:
                 outer = self._outer_parts[fragment][number]
-                start, stop = outer.span
-                common[start - span.start : stop - span.start] = outer.anchor.detach()
-                self.exchange.gather(common, outer.layout, OWNED_STATE)
+                own = Span(outer.span.start - start, outer.span.stop - start)
+                common[own.start : own.stop] = outer.anchor.detach()
+                self.exchange.gather(common, _shortened(outer.layout, len(common)), OWNED_STATE)
+
+    def _add_left_out(self) -> None:
+        """Add the residuals of messages to the parameters; see [Note: increments]."""
+        for (fragment, number), increments in self._increments.items():
+            start = self._schedule.span(self.blocks[number].numel, fragment).start
+            values = torch.zeros_like(increments.common)
+            increments.codec.add_left_out(values)
+            self.blocks[number].add(Span(start, start + len(values)), values)
 
     def _restore(self) -> None:
         """Load the state dict into the outer optimizers."""
@@ -337,11 +348,11 @@ class LocalSGDReplica(Replica):
                 )
         self._exchanges += 1
         self._bytes += sum(each.values.nbytes for each in slices)
-        pending_bytes = sum(each.values.nbytes for each in self._in_flight())
+        pending_bytes = sum(each.values.nbytes for each in self.in_flight())
         copies = 2 if is_late or self._increments else 1  # snapshots
         self._peak_bytes = max(self._peak_bytes, pending_bytes * copies)
 
-    def _in_flight(self) -> list[PendingSlice]:
+    def in_flight(self) -> list[PendingSlice]:
         return [each for slices in self._pending.values() for each in slices]
 
     def _apply(self, fragments: list[int]) -> None:
@@ -349,15 +360,16 @@ class LocalSGDReplica(Replica):
 
     @contextlib.contextmanager
     def at_rest(self, *, leave: bool) -> Iterator[None]:
-        self.apply(self._in_flight())
+        self.apply(self.in_flight())
         if not leave:
             self._pending.clear()
+        self._add_left_out()
         yield
-        if not leave:  # all ranks now have the same parameters
+        if not leave:  # all ranks now have the same parameters, which contain all residuals
             self._make_common()
 
     def state_dict(self) -> dict[str, Any]:
-        for each in self._in_flight():
+        for each in self.in_flight():
             self.result(each)  # wait: the owner may still be taking this fragment's outer step
         self.check_late_means(self.acted + 1)
         if self._make_outer is None:
@@ -426,18 +438,20 @@ class LocalSGDReplica(Replica):
 
     def _coded_stats(self) -> dict[str, Any] | None:
         """Return the codec's statistics, as other states with a codec do; None without one."""
-        if self._make_codec is None:
-            return None
-        codecs = [each.codec for each in self._increments.values() if each.codec is not None]
+        if self._make_codec is None or self._last_stats is not None:
+            return self._last_stats
+        codecs = [each.codec for each in self._increments.values()]
         sent_bytes = sum(codec.sent_bytes for codec in codecs)
         exact_bytes = sum(codec.exact_bytes for codec in codecs)
         return {
             "sent_bytes": sent_bytes,
+            "steps": self._exchanges,
             "rate": sent_bytes / exact_bytes if exact_bytes else 1.0,
             "residual_bytes": sum(codec.nbytes for codec in codecs),
         }
 
     def close(self) -> None:
+        self._last_stats = self._coded_stats()
         self._pending.clear()
         self._outer_parts.clear()
         self._increments.clear()

@@ -26,7 +26,7 @@ from .increments import Increments
 OwnerStep = Callable[[torch.Tensor], None]
 # The coroutine `average` of `crossover_ddp.averaging_hooks`.
 Average = Callable[
-    [torch.Tensor, Layout, OwnerStep | None, torch.Tensor | None, torch.Tensor | None, Link],
+    [torch.Tensor, Layout, OwnerStep | None, torch.Tensor | None, Increments | None, Link],
     JourneyCoroutine,
 ]
 # What error messages call the data of journeys that gather the owners' state.
@@ -296,6 +296,15 @@ class Replica(abc.ABC):
     def act(self) -> None:
         """Run the exchanges that are due after `acted` backward passes."""
 
+    def in_flight(self) -> Sequence[PendingSlice]:
+        """Return the slices whose exchanges have begun and whose results are not applied."""
+        return ()
+
+    def wait(self) -> None:
+        """Wait for the exchanges in flight."""
+        for each in self.in_flight():
+            each.trip.wait()
+
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return all state except the parameters. **Collective**."""
@@ -325,15 +334,16 @@ class Replica(abc.ABC):
             increments: the increments that ``values`` hold; see [Note: increments].
         """
         layout = self.exchange.equal_layout(values)
-
-        def make(link: Link) -> JourneyCoroutine:
-            if increments is None:
-                return self._average(values, layout, owner_step, snapshot, None, link)
-            coded = increments.around(values, layout, link)
-            return self._average(values, layout, owner_step, snapshot, increments.common, coded)
-
+        around = None
+        if increments is not None:
+            around = functools.partial(increments.codec.around, values, layout)
         return self.exchange.begin(
-            make, values, "parameters", deferred=snapshot is not None, meter=self.meter
+            functools.partial(self._average, values, layout, owner_step, snapshot, increments),
+            values,
+            "parameters",
+            deferred=snapshot is not None,
+            around=around,
+            meter=self.meter,
         )
 
     def send(
@@ -351,7 +361,7 @@ class Replica(abc.ABC):
         """
         values = block.copy(span)
         if increments is not None:
-            values.sub_(increments.common)
+            increments.take(values)
         adds = late or increments is not None
         snapshot = values.clone() if adds else None
         trip = self.begin_mean(values, owner_step, snapshot, increments)

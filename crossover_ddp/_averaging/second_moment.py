@@ -22,6 +22,7 @@ step before, v could become negative.
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -33,6 +34,8 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 _MOMENT: Final = "exp_avg_sq"
 _SMOOTHING: Final = 0.98
+# The optimizers whose second moments are being corrected.
+_corrected: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 class SecondMoment:
@@ -50,14 +53,23 @@ class SecondMoment:
 
     def __init__(self, optimizers: Sequence[Optimizer], ranks: Callable[[], int]) -> None:
         self._ranks = ranks
-        # The smoothed sums ⟨g, m⟩ and |g|², or None before the first correction.
-        self._sums: Tensor | None = None
+        self._numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
+        # For each optimizer, its smoothed sums ⟨g, m⟩ and |g|²; None before its first correction.
+        self._sums: list[Tensor | None] = [None] * len(optimizers)
         # Parameters whose second moment begins with the step under way.
         self._new: list[Tensor] = []
         self.hooks = contextlib.ExitStack()
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 _check(optimizer, group)
+            if optimizer in _corrected:
+                raise UnsupportedConfigurationError(
+                    f"expected an optimizer of no other LocalSGDState, got {type(optimizer).__name__} "
+                    "a second time: its second moment would be corrected twice; close the other "
+                    "state first"
+                )
+            _corrected.add(optimizer)
+            self.hooks.callback(_corrected.discard, optimizer)
             for handle in (
                 optimizer.register_step_pre_hook(self._before),
                 optimizer.register_step_post_hook(self._after),
@@ -65,22 +77,31 @@ class SecondMoment:
                 self.hooks.callback(handle.remove)
 
     def ratio(self) -> float:
-        """Return r for the coming step: 1 if gradients are the ranks' mean, or nothing is known."""
+        """Return r of all gradients: 1 if they are the ranks' mean, or before the first estimate."""
+        known = [sums for sums in self._sums if sums is not None]
+        return self._ratio_of(torch.stack(known).sum(0)) if known else 1.0
+
+    def _ratio_of(self, sums: Tensor) -> float:
         ranks = self._ranks()
-        if ranks == 1 or self._sums is None:
-            return 1.0
-        dot, square = self._sums
+        dot, square = sums
         share = float((dot / square).clamp(0, 1)) if square > 0 else 1.0
         return 1 / ranks + (1 - 1 / ranks) * share
 
     @property
-    def state(self) -> list[float] | None:
-        """The smoothed sums, for a checkpoint."""
-        return None if self._sums is None else self._sums.tolist()
+    def state(self) -> list[list[float] | None]:
+        """The smoothed sums of each optimizer, for a checkpoint."""
+        return [None if sums is None else sums.tolist() for sums in self._sums]
 
     @state.setter
-    def state(self, sums: list[float] | None) -> None:
-        self._sums = None if sums is None else torch.tensor(sums, dtype=torch.float64)
+    def state(self, state: Sequence[list[float] | None]) -> None:
+        if len(state) != len(self._sums):
+            raise ValueError(
+                f"expected the second moments of {len(self._sums)} optimizers, as passed to "
+                f"LocalSGDState, got those of {len(state)}; pass the same optimizers"
+            )
+        self._sums = [
+            None if sums is None else torch.tensor(sums, dtype=torch.float64) for sums in state
+        ]
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Correct the moments. Return the arguments of ``step()`` without a closure to call."""
@@ -121,13 +142,15 @@ class SecondMoment:
                 found.append((_real(state[_MOMENT]), gradient, beta2))
         if not found:
             return
+        number = self._numbers[id(optimizer)]
         total = torch.stack(sums).sum(0)
-        if self._sums is not None:
-            total = self._sums.lerp(total, 1 - _SMOOTHING)
+        former = self._sums[number]
+        if former is not None:
+            total = former.lerp(total, 1 - _SMOOTHING)
         if not bool(total.isfinite().all()):
             return  # the step is about to write NaN
-        self._sums = total
-        ratio = self.ratio()
+        self._sums[number] = total
+        ratio = self._ratio_of(total)
         for moment, gradient, beta2 in found:
             moment.addcmul_(gradient, gradient, value=-(1 - beta2) / beta2 * (1 - ratio))
 
@@ -147,6 +170,11 @@ def _check(optimizer: Optimizer, group: dict[str, Any]) -> None:
         raise UnsupportedConfigurationError(
             "expected amsgrad=False for LocalSGDState(optimizer=...), got amsgrad=True: the largest "
             "second moment so far cannot be corrected; leave amsgrad or optimizer= out"
+        )
+    if is_adam and float(group["betas"][1]) == 0:
+        raise UnsupportedConfigurationError(
+            "expected betas[1] > 0 for LocalSGDState(optimizer=...), got 0: the second moment is no "
+            "running mean then, and cannot be corrected beforehand; leave optimizer= out"
         )
     has_moment = any(_MOMENT in optimizer.state.get(each, {}) for each in group["params"])
     if has_moment and not is_adam:

@@ -534,7 +534,7 @@ def codecs_of(codec: CodecChoice) -> tuple[PerPair, Codec]:
                 f"expected a codec such as Int8(), got codec={each!r} without "
                 f"{', '.join(_REQUIRED)}; pass an object of crossover_ddp.codecs, two of them for "
                 "the two halves, of which only the first may be a PerPair, or None for no "
-                "compression; PowerSGD is used alone, not in a pair"
+                "compression; PowerSGD() suits CompressedState, CrossoverState and AutoState, alone"
             )
     return table, to_all
 

@@ -36,6 +36,7 @@ from crossover_ddp._engine.buckets import Run
 from crossover_ddp._engine.journeys import nothing
 from crossover_ddp._engine.levels import TwoLevelLink
 from crossover_ddp._engine.links import Halfway, Layout, Link, LinkAround, parts
+from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .codec import Codec, PerPair, Scratch
 from .kernels import Kernel, Runs, kernel_of
@@ -515,9 +516,13 @@ class CodedLink(ResidualLink):
         return sum(tile.residual.nbytes for tiles in self._tiles for tile in tiles)
 
     def residuals(self) -> list[tuple[Tensor, Tensor]]:
+        return self._residuals([self._residual_factor(part) for part in range(len(self._tiles))])
+
+    def _residuals(self, factors: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return each coded parameter and its flat residual, with a factor for each part."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for part, tiles in enumerate(self._tiles):
-            factor = self._residual_factor(part) * self._divided_by
+            factor = factors[part] * self._divided_by
             for run, piece in _coded_residuals(tiles):
                 numel = run.parameter.numel() * (2 if run.parameter.is_complex() else 1)
                 empty = run.parameter, piece.new_zeros(numel)
@@ -641,9 +646,18 @@ class OwnersLink(CodedLink):
         # An owner's residual is in units of the mean, so it is multiplied by the number of ranks,
         # by which the exchange divides. If the owner has worked on the mean, its residual has no
         # such unit and is left out.
-        if part != self.rank:
-            return 1
-        return 0 if self._has_work else self._divides_by
+        return 0 if part == self.rank and self._has_work else self._unit(part)
+
+    def _unit(self, part: int) -> int:
+        return self._divides_by if part == self.rank else 1
+
+    def left_out(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the residuals, with those of the owners' work.
+
+        The mean of the flat tensors over the ranks has not arrived yet, if owners' results are in
+        units of the mean.
+        """
+        return self._residuals([self._unit(part) for part in range(len(self._tiles))])
 
     def _is_scaled(self, part: int) -> bool:
         return self._scales_rest or part != self.rank
@@ -697,6 +711,7 @@ class OwnersLink(CodedLink):
             if owner != self.rank:
                 for index in range(len(tiles)):
                     self._decode(owner, index)
+        del self._flat  # it may be large, and the next exchange may be far away
 
     def _pack_own(self) -> None:
         for tile, own in zip(self._own_tiles, self._own, strict=True):
@@ -739,10 +754,36 @@ class OwnersLink(CodedLink):
         tile.read([self._to_all[owner][index]], self._flat)
 
 
-def carrier_of(link: Link, codecs: object) -> Link:
-    """Return the link to wrap: with two levels that of all ranks, if coding needs it.
+def check_rows(codecs: object, ranks: int) -> None:
+    """Refuse a `PerPair` for another number of ranks."""
+    rows = len(codecs[0].codecs) if isinstance(codecs, tuple) else 1
+    if ranks > 1 and rows not in (1, ranks):
+        raise UnsupportedConfigurationError(
+            f"expected a PerPair with a row for each of {ranks} ranks, got {rows} rows; "
+            "make one for this group"
+        )
 
-    Codecs for pairs of ranks need all pairs. Factors of matrices are too small for two levels.
+
+def half_bytes(link: Link, layout: Layout, itemsize: int) -> int:
+    """Return the bytes that this rank sends in one half of an exchange without a codec.
+
+    With two levels only the bytes between nodes count.
+
+    Args:
+        link: the link to wrap.
+        layout: the number of values that each rank owns.
+        itemsize: the size of a value in bytes.
+    """
+    ranks, carried = link.size, sum(layout)
+    if isinstance(link, TwoLevelLink):
+        ranks, carried = len(link.column), sum(layout[rank] for rank in link.column)
+    return carried * itemsize * (ranks - 1) // ranks
+
+
+def carrier_of(link: Link, codecs: object) -> Link:
+    """Return the link to wrap. With two levels it is the flat link if codecs need all ranks.
+
+    Codecs for pairs of ranks do. `PowerSGD`'s factors are too small to gain from two levels.
     """
     has_one = isinstance(codecs, tuple) and len(codecs[0].codecs) == 1
     needs_all = codecs is not None and not has_one

@@ -8,11 +8,11 @@ from crossover_ddp._engine.buckets import Run
 from crossover_ddp._engine.links import Layout, Link
 
 from .codec import Codec, PerPair, Scratch
-from .coded_link import OwnersLink, carrier_of, coded_link, parts_of
+from .coded_link import OwnersLink, carrier_of, check_rows, coded_link, half_bytes, parts_of
 
 
 class CodedVector:
-    """The codec and the residuals of a vector that is exchanged again and again.
+    """The codec and the residuals of a vector that is exchanged repeatedly.
 
     At most one exchange may be under way.
 
@@ -45,6 +45,7 @@ class CodedVector:
         """
         if link.size == 1:
             return link
+        check_rows(self._codecs, link.size)
         link = carrier_of(link, self._codecs)
         if self._link is None:
             self._link = coded_link(
@@ -59,8 +60,16 @@ class CodedVector:
                 has_work=self._has_work,
             )
         self.sent_bytes += self._link.sent_bytes()
-        self.exact_bytes += 2 * values.nbytes * (self._link.size - 1) // self._link.size
+        self.exact_bytes += 2 * half_bytes(link, layout, values.itemsize)
         return self._link.around(values, link)
+
+    def add_left_out(self, values: torch.Tensor) -> None:
+        """Add the residuals to ``values``. Their mean over the ranks is missing so far."""
+        places = {id(run.parameter): run for run in self._runs}
+        for parameter, left_out in self._link.left_out() if self._link is not None else ():
+            run = places[id(parameter)]
+            own = left_out[run.begin : run.begin + run.span.numel]
+            values[run.span.start : run.span.stop].add_(own)
 
     def forget(self) -> None:
         """Drop the residuals."""

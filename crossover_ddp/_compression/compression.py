@@ -39,7 +39,9 @@ from .coded_link import (
     Part,
     ResidualLink,
     carrier_of,
+    check_rows,
     coded_link,
+    half_bytes,
     parts_of,
     suits_one_hop,
 )
@@ -266,11 +268,8 @@ class Compression:
     def _count(self, known: ResidualLink, flat: torch.Tensor, link: Link, layout: Layout) -> None:
         """Count the bytes of a coded bucket, and those that it would take without a codec."""
         self._sent_bytes += known.sent_bytes()
-        ranks, carried = link.size, flat.numel()
-        if isinstance(link, TwoLevelLink):
-            ranks, carried = len(link.column), sum(layout[rank] for rank in link.column)
         halves = 2 if self._codes_back else 1
-        self._exact_bytes += halves * (carried * flat.itemsize * (ranks - 1) // ranks)
+        self._exact_bytes += halves * half_bytes(link, layout, flat.itemsize)
 
     def _enter(self, bucket: dist.GradBucket, dtype: torch.dtype, ranks: int) -> None:
         """Start over if the bucket belongs to a new model; refuse one that cannot be encoded.
@@ -280,12 +279,7 @@ class Compression:
             dtype: the dtype of its gradients.
             ranks: the number of ranks.
         """
-        rows = len(self._codecs[0].codecs) if isinstance(self._codecs, tuple) else 1
-        if ranks > 1 and rows not in (1, ranks):
-            raise UnsupportedConfigurationError(
-                f"expected a PerPair with a row for each of {ranks} ranks, got {rows} rows; "
-                "make one for this group"
-            )
+        check_rows(self._codecs, ranks)
         if dtype not in self._dtypes:
             raise UnsupportedConfigurationError(
                 f"expected gradients of {', '.join(map(str, self._dtypes))}, got dtype={dtype}: "

@@ -75,8 +75,17 @@ def job_name(process_group: dist.ProcessGroup) -> str | None:
     return name.decode()
 
 
-def compare(group: dist.ProcessGroup, settings: Mapping[str, object]) -> None:
+def compare(
+    group: dist.ProcessGroup,
+    settings: Mapping[str, object],
+    remedy: str = "pass the same everywhere, and call load_state_dict on all ranks or on none",
+) -> None:
     """Compare settings across the ranks of ``group``. Each must have the same ``repr`` on all.
+
+    Args:
+        group: the ranks.
+        settings: the settings, by name.
+        remedy: the end of the error message.
 
     On failure: ``UnsupportedConfigurationError`` on all ranks if a setting differs;
     ``ExchangeError`` if a peer is gone.
@@ -89,8 +98,7 @@ def compare(group: dist.ProcessGroup, settings: Mapping[str, object]) -> None:
         if len({*values}) > 1:
             listed = ", ".join(f"{rank}: {value[:_LONGEST]}" for rank, value in enumerate(values))
             raise UnsupportedConfigurationError(
-                f"expected the same {name} on all ranks, got {name} by rank {{{listed}}}; pass the "
-                "same everywhere, and call load_state_dict on all ranks or on none"
+                f"expected the same {name} on all ranks, got {name} by rank {{{listed}}}; {remedy}"
             )
 
 
@@ -105,7 +113,7 @@ def gather_objects(group: dist.ProcessGroup, value: Value) -> list[Value]:
     except RuntimeError as error:
         raise ExchangeError(
             f"rank {group.rank()} of {group.size()}: comparing with the other ranks failed: "
-            f"{error}; either one is gone, or checkpoint(), load_state_dict() or drain() was not "
-            "called on all of them: restart the job"
+            f"{error}; either one is gone, or average(), averaged(), checkpoint(), "
+            "load_state_dict() or drain() was not called on all of them: restart the job"
         ) from error
     return by_rank

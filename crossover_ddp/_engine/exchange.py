@@ -109,6 +109,7 @@ class Exchange:
         *,
         deferred: bool = False,
         link: Link | None = None,
+        around: Around | None = None,
         meter: Meter | None = None,
     ) -> Journey:
         """Start a journey for a tensor that belongs to no bucket.
@@ -121,6 +122,7 @@ class Exchange:
                 the journey when this rank ends.
             link: the link of an earlier journey that this one continues. By default the network
                 supplies its next link.
+            around: a function that wraps the network's link. It may raise.
             meter: the meter that counts the traffic and the waits; None counts nothing.
 
         **Collective**: all ranks must start the same journeys in the same order.
@@ -128,7 +130,8 @@ class Exchange:
         self._check_process()
         network = self.networks[tensor.device]
         if link is None:
-            link = self.steps.traced(network.link(), step=next(self._numbers), bucket=-1)
+            link = network.link() if around is None else around(network.link())
+            link = self.steps.traced(link, step=next(self._numbers), bucket=-1)
         journey = Journey(name, network.place, link.sent, deferred=deferred)
         journey.tensor = tensor
         journey.waits = meter

@@ -138,7 +138,7 @@ class HookState:
         can save them. With ``to``, the optimizers are whole on that rank only.
 
         The call has side effects. It averages the replicas, and any optimizer state that has as
-        many numbers as its parameter. The step after the checkpoint travels without a codec. From
+        many numbers as its parameter. The next step's gradients travel without a codec. From
         here on a resumed job produces bitwise identical results. K-FAC with a codec does so only if
         the checkpoint follows ``drain()`` and one more step; otherwise its residuals are lost, with
         a warning.

@@ -16,7 +16,7 @@ convergence."""
 _FULL: Final = 0.9
 """The largest fraction of the compute time for which an averaging plan may occupy the wire."""
 _LONGEST_INTERVAL: Final = 4096
-# The bytes of a message of `Int4` over those of the values.
+# The size of an `Int4` message relative to that of its float32 values.
 _FOUR_BITS: Final = 0.133
 # Averaging must be faster by this factor to be worth a higher loss.
 _GAIN: Final = 1.1
@@ -36,6 +36,11 @@ class LinkModel:
     def half_s(self, size_bytes: float) -> float:
         """Return the seconds for a reduce-scatter or all-gather of a bucket of ``size_bytes``."""
         return self.alpha_s + self.beta_s * size_bytes
+
+    def coded(self, rate: float) -> "LinkModel":
+        """Return the link as it is with a codec of this rate, which is used between nodes."""
+        beta_s = self.inside_s + (self.beta_s - self.inside_s) * rate
+        return LinkModel(self.alpha_s, beta_s, self.inside_s)
 
     @classmethod
     def fitted(cls, samples: Iterable[tuple[float, float]]) -> "LinkModel":
@@ -124,14 +129,14 @@ class AveragingPlan:
     """Arguments for ``LocalSGDState`` that suit a model on a link, with their predicted effect.
 
     Args:
-        sync_every: the number of steps between two rounds.
-        delay: the number of steps that a round may take.
+        sync_every: the number of steps between two exchanges.
+        delay: the number of steps that an exchange may take.
         fragments: the number of parts in which the parameters are averaged.
         step_s: the predicted seconds per step.
         compute_s: C, the seconds of compute in a step.
         wire_s: M, the seconds that one exchange of all parameters takes without a codec.
-        gradients_s: at most this many seconds take steps in which gradients are exchanged in four
-            bits, which costs a GPT a tenth of a per cent of its loss and keeps ranks equal.
+        gradients_s: the predicted seconds per step if gradients are exchanged in four bits instead,
+            with two thirds of the compute to hide the exchange.
     """
 
     sync_every: int
@@ -167,22 +172,22 @@ def plan_averaging(
         compute_s: the seconds of compute in a step.
         size_bytes: the size of all parameters.
         link: the cost model of the link.
-        rate: with a codec, the bytes of a message over those of the values. Increments may be sent
-            in every step, while the last ones arrive. Default: no codec.
+        rate: with a codec, the bytes of a message over those of the values. An interval of one step
+            is then tried as well. Default: no codec.
 
     Raises ``ValueError`` if the wire does not keep up even with the longest interval.
     """
     room_s = _FULL * compute_s
     wire_s = 2 * link.half_s(size_bytes)
-    sent_bytes = size_bytes * (rate or 1.0)
-    is_coded = rate is not None
-    gradients_s = compute_s + 2 * link.half_s(size_bytes * _FOUR_BITS)
-    for sync_every in range(1 if is_coded else 2, _LONGEST_INTERVAL + 1):
+    carrier = link if rate is None else link.coded(rate)
+    in_four_bits_s = 2 * link.coded(_FOUR_BITS).half_s(size_bytes)
+    gradients_s = compute_s / 3 + max(compute_s * 2 / 3, in_four_bits_s)
+    for sync_every in range(2 if rate is None else 1, _LONGEST_INTERVAL + 1):
         for fragments in (sync_every, 1):
-            fragment_s = 2 * link.half_s(sent_bytes / fragments)
+            fragment_s = 2 * carrier.half_s(size_bytes / fragments)
             delay = max(1, math.ceil(fragment_s / room_s))
             keeps_up = fragments * fragment_s <= sync_every * room_s
-            if keeps_up and delay <= sync_every - (not is_coded):
+            if keeps_up and delay <= sync_every:
                 return AveragingPlan(
                     sync_every, delay, fragments, compute_s, compute_s, wire_s, gradients_s
                 )
@@ -224,8 +229,7 @@ def coded_step_s(work: Workload, link: LinkModel, cost: CodecCost) -> float:
     """
     coded = work.encoded(cost.hook_s)
     total_bytes = sum(bucket.size_bytes for bucket in work.buckets)
-    coded_s = link.inside_s + (link.beta_s - link.inside_s) * cost.rate
-    slowed = LinkModel(link.alpha_s, coded_s + cost.worker_s / 2)
+    slowed = LinkModel(link.alpha_s, link.coded(cost.rate).beta_s + cost.worker_s / 2)
     return max(all_reduce_step_s(coded, slowed), coded.compute_s + cost.worker_s * total_bytes)
 
 

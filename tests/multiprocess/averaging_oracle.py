@@ -202,6 +202,7 @@ class DelayedWalk:
         self.anchor = copies.snapshots()[0].clone()
         self.velocity = torch.zeros_like(self.anchor)
         self._every = sync_every
+        self._is_local = sync_every > 1 or delay > 0
         self._delay = delay
         self._fragments = fragments
         self._warmup = warmup_steps
@@ -216,12 +217,13 @@ class DelayedWalk:
         if local == 0:
             self.anchor = self.copies.snapshots()[0].clone()
         self._exchange()
-        begins = local >= 0 and self._common is None
-        if begins:
-            self._common = self.copies.snapshots()[0].clone()
-        self.copies.step(together=local < 0 or (self._every == 1 and not self._increments))
-        if begins:  # buffers begin as rank 0's after its forward
-            self._common[self._trainable :] = self.copies.snapshots()[0][self._trainable :]
+        if local >= 0 and self._common is None:
+            self._set_common(self.copies.snapshots()[0])
+        self.copies.step(together=local < 0 or not self._is_local)
+
+    def _set_common(self, values: torch.Tensor) -> None:
+        self._common = values.clone()
+        self._common[self._trainable :] = 0  # buffers travel as they are
 
     def average(self) -> None:
         """Make all copies equal, after pending exchanges are applied."""
@@ -231,12 +233,12 @@ class DelayedWalk:
         mean = mean_of(self.copies.snapshots())
         self.copies.write([mean] * len(self.copies.models))
         if self._common is not None and self._outer is None:
-            self._common = mean.clone()
+            self._set_common(mean)
 
     def _exchange(self) -> None:
         """Run the exchanges that are due after the steps so far."""
         local = self.copies.steps - self._warmup
-        if self._acted == self.copies.steps or (self._every == 1 and not self._increments):
+        if self._acted == self.copies.steps or not self._is_local:
             return
         self._acted = self.copies.steps
         for fragment in range(self._fragments):
@@ -261,7 +263,8 @@ class DelayedWalk:
                 former = self.anchor[place].clone()
                 result = self._outer_step(place, mean, *self._outer, base=0.0)
                 mean[:trainable] = (result - former)[:trainable]
-            common.add_(mean)
+            trainable = max(0, self._trainable - place.start)
+            common[:trainable] += mean[:trainable]
             self._pending[fragment] = place, sent, mean
             if not self._delay:
                 self._apply(*self._pending.pop(fragment))

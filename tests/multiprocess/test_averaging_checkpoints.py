@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState
+from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import in_ranks
 from tests.harness.groups import impatient_group
 from tests.harness.oracles import error_of, heard
@@ -190,3 +191,17 @@ def test_a_resumed_job_has_the_bits_of_the_one_that_was_saved(rank: int, case: s
         assert torch.equal(training.run(9).values, resumed.run(9).values)
         training.close()
         resumed.close()
+
+
+@in_ranks(2)
+def test_training_inside_of_averaged_is_refused(rank: int) -> None:
+    training = averaged(LocalSGDState(2)).run(3)
+    with (
+        training.state.averaged(),
+        pytest.raises(
+            UnsupportedConfigurationError, match=r"no backward\(\) of the DDP model inside"
+        ),
+    ):
+        training.step()
+    training.drop()
+    training.run(2).close()

@@ -4,8 +4,10 @@ Without rounding they are compared to the last bit in tests/multiprocess/test_av
 """
 
 import copy
+import functools
 import math
 import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,11 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from crossover_ddp.averaging_hooks import LocalSGDState
-from crossover_ddp.codecs import Half, Int4, Int8, SIDCo
+from crossover_ddp.codecs import Half, Int4, Int8, PerPair, SIDCo
 from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import in_ranks
 from tests.multiprocess.averaged_training import averaged, spread
 from tests.multiprocess.averaging_oracle import NESTEROV, Trainer
+from tests.multiprocess.identity_codec import Identity
+from tests.multiprocess.test_checkpoint import listed
 
 FEATURES = 40
 LR = 0.1
@@ -70,14 +74,86 @@ def test_what_messages_leave_out_is_kept_for_the_next_ones(
             [increments] = state._replica._increments.values()  # type: ignore[attr-defined]
             [(_, residual)] = increments.codec._link.residuals()
             common = increments.common.clone()
+            evaluated = training.values
     left_out = total(residual) / 4
     wanted = start - LR * sum(total(gradient(rank, step)) for step in range(20)).flatten() / 4
     torch.testing.assert_close(common + left_out, wanted, rtol=0, atol=1e-5)
     assert float(left_out.abs().max()) > 1e-4
+    # An exact mean has all that messages have left out.
+    torch.testing.assert_close(evaluated, wanted, rtol=0, atol=1e-5)
     assert spread(common) == 0, "ranks differ in what is common"
+    training.run(3)
     state.average()
     assert spread(training.values) == 0
+    wanted = wanted - LR * sum(total(gradient(rank, step)) for step in range(20, 23)).flatten() / 4
+    torch.testing.assert_close(training.values, wanted, rtol=0, atol=1e-5)
+    assert not hasattr(increments.codec._link, "_flat"), "the last values are kept in memory"
     training.close()
+
+
+@in_ranks(2)
+def test_progress_outlives_any_number_of_averages(rank: int) -> None:
+    """With an outer learning rate of 1 too, where owners keep what they leave out of z."""
+    for outer in (None, functools.partial(torch.optim.SGD, lr=1.0)):
+        state = LocalSGDState(1, delay=1, codec=Int4(), outer_optimizer=outer)
+        training = averaged(state, layer(), lr=LR, loss=known_loss)
+        start = training.values
+        for _ in range(12):
+            training.run(2)
+            state.average()
+        wanted = start - LR * sum(total(gradient(rank, step)) for step in range(24)).flatten() / 2
+        torch.testing.assert_close(training.values, wanted, rtol=0, atol=1e-5)
+        training.close()
+
+
+@in_ranks(2)
+def test_a_restored_state_can_be_saved_before_it_trains(rank: int) -> None:
+    def made() -> Trainer:
+        state = LocalSGDState(2, outer_optimizer=NESTEROV, codec=Int4())
+        return Trainer(rank, state, "adamw")
+
+    first, second = made().run(6), made()
+    saved = copy.deepcopy(first.state.checkpoint(first.optimizer))
+    second.state.restore(saved, second.optimizer)
+    again = second.state.checkpoint(second.optimizer)
+    assert listed(again["hook"]) == listed(saved["hook"])
+    first.close()
+    second.close()
+
+
+class Nameless:
+    """A user's codec without ``__repr__``."""
+
+    multiple = 1
+    nbytes = Identity.nbytes
+    encode = Identity.encode
+    add_decoded = Identity.add_decoded
+
+
+@in_ranks(2)
+def test_codecs_need_no_name_but_a_table_for_all_ranks(rank: int) -> None:
+    averaged(LocalSGDState(2, codec=Nameless()), layer(), loss=known_loss).run(3).close()
+    table = PerPair(((Int8(),) * 3,) * 3)
+    training = averaged(LocalSGDState(1, 1, codec=(table, Int8())), layer(), loss=known_loss)
+    with pytest.raises(UnsupportedConfigurationError, match="a row for each of 2 ranks, got 3"):
+        training.run(2)
+
+
+@in_ranks(4)
+def test_a_timeline_changes_neither_bits_nor_bytes_between_nodes(rank: int, tmp_path: Path) -> None:
+    ends = []
+    for traced in ({}, {"CROSSOVER_TIMELINE": str(tmp_path / "timeline")}):
+        with mock.patch.dict(os.environ, {"CROSSOVER_LEVELS": "0,0,1,1", **traced}):
+            state = LocalSGDState(1, delay=1, codec=Int4(), process_group=dist.new_group())
+            training = averaged(
+                state, layer(), loss=known_loss, process_group=state.process_group
+            ).run(4)
+            ends.append((training.values, state.stats()["codec"]["sent_bytes"]))
+            # Of the bytes between nodes. Small messages have more padding.
+            assert state.stats()["rate"] == pytest.approx(0.17, abs=0.02)
+            training.close()
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
 
 
 @pytest.mark.parametrize("outer", [None, NESTEROV])
@@ -140,7 +216,10 @@ def test_increments_that_are_not_finite_are_an_error_on_all_ranks(rank: int) -> 
 
 @in_ranks(2)
 def test_small_dtypes_are_refused_but_wide_buffers_travel_exactly(rank: int) -> None:
-    narrow = averaged(LocalSGDState(2, codec=Int4()), layer().bfloat16(), loss=sum_of_halves)
+    # Before the first local step, so that the warm-up is not lost.
+    narrow = averaged(
+        LocalSGDState(2, warmup_steps=9, codec=Int4()), layer().bfloat16(), loss=sum_of_halves
+    )
     with pytest.raises(UnsupportedConfigurationError, match="expected parameters of float32"):
         narrow.step()
     network = layer()

@@ -25,7 +25,7 @@ from crossover_ddp import (
 from crossover_ddp._averaging.local_sgd import Schedule
 from crossover_ddp._tuning.model import AveragingPlan, LinkModel, plan_averaging
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
-from crossover_ddp.codecs import Int4
+from crossover_ddp.codecs import Int4, PowerSGD
 from crossover_ddp.errors import CrossoverError
 from tests.harness.training import hooked
 from tests.multiprocess.averaged_training import averaged
@@ -120,8 +120,8 @@ def test_synchronised_statistics_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         (lambda: LocalSGDState(True), "got sync_every=True"),
         (lambda: LocalSGDState(4, -1), "delay >= 0, got delay=-1"),
         (
-            lambda: LocalSGDState(4, 4),
-            r"sync_every >= delay \+ 1, got sync_every=4 and delay=4.*pass sync_every=5",
+            lambda: LocalSGDState(4, 5),
+            "sync_every >= delay, got sync_every=4 and delay=5.*pass sync_every=5",
         ),
         (
             lambda: LocalSGDState(2, 3, codec=Int4()),
@@ -136,6 +136,7 @@ def test_synchronised_statistics_are_refused(monkeypatch: pytest.MonkeyPatch) ->
             lambda: LocalSGDState(4, 1, mutex=object()),  # type: ignore[arg-type]
             "expected delay=0 with a mutex, got delay=1",
         ),
+        (lambda: LocalSGDState(2, outer_lr=0.7), "expected an outer optimizer with outer_lr"),
         (lambda: LocalSGDState(1, outer_optimizer=_sgd), "sync_every >= 2 with an outer optimizer"),
         (
             lambda: ElasticState(2, "late"),  # type: ignore[arg-type]
@@ -184,11 +185,21 @@ def test_an_outer_optimizer_may_decay() -> None:
     torch.testing.assert_close(model.module[0].weight.detach(), 0.75 * before)
 
 
+def test_objects_of_other_types_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"PowerSGD\(\) suits CompressedState"):
+        LocalSGDState(2, codec=PowerSGD())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected an optimizer or several, got optimizer='adam'"):
+        LocalSGDState(2, optimizer="adam")  # type: ignore[arg-type]
+
+
 def test_a_state_is_loaded_before_it_trains_and_only_with_its_own_settings() -> None:
     state = LocalSGDState(2, 1, outer_optimizer=_sgd)
     model = model_of(state)
-    with pytest.raises(UnsupportedConfigurationError, match="this state's hook was never called"):
-        state.average()
+    before = [each.clone() for each in model.parameters()]
+    state.average()  # replicas are equal
+    with state.averaged():
+        pass
+    assert all(map(torch.equal, model.parameters(), before))
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"steps": 3}, r"got keys \['steps'\]"),
         ({"steps": 3, "kept": None, "hook": {}}, r"got keys \['hook', 'kept', 'steps'\]"),
@@ -329,18 +340,18 @@ def test_a_plan_hides_the_exchange(
     one_s = 2 * link.half_s((rate or 1.0) * size_bytes / plan.fragments)
     assert plan.fragments * one_s <= plan.sync_every * compute_s, "the link cannot keep up"
     assert one_s <= plan.delay * compute_s, "a step would wait"
-    Schedule(**plan.arguments(), sends_increments=rate is not None)
+    Schedule(**plan.arguments())
 
 
 def test_a_plan_takes_the_shortest_interval_if_there_is_one() -> None:
     plan = plan_averaging(1.0, 3e6, LinkModel(0.0, 0.5e-6))
-    assert plan == AveragingPlan(4, 1, 4, 1.0, 1.0, 3.0, 1.0 + 3.0 * 0.133)
-    assert plan.pays
+    assert plan == AveragingPlan(4, 1, 4, 1.0, 1.0, 3.0, 1.0)
+    assert not plan.pays
     # In four bits an exchange fits into each step up to an M/C of seven, and into two of fourteen.
-    for ratio, wanted in ((0.5, (1, 1, 1)), (6.5, (1, 1, 1)), (13.0, (2, 1, 2))):
+    for ratio, wanted in ((5.0, (1, 1, 1)), (6.5, (1, 1, 1)), (13.0, (2, 1, 2))):
         coded = plan_averaging(1.0, ratio * 1e6, LinkModel(0.0, 0.5e-6), rate=0.133)
         assert (coded.sync_every, coded.delay, coded.fragments) == wanted
-        assert coded.pays == (ratio > 1)
+        assert coded.pays == (ratio > 6)
     assert plan_averaging(1.0, 0.5e6, LinkModel(0.0, 0.5e-6)).sync_every == 2
     # A start-up time as long as a step: one fragment.
     assert plan_averaging(1.0, 1e6, LinkModel(1.0, 0.5e-6)).fragments == 1

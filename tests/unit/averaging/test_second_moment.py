@@ -241,3 +241,35 @@ def test_the_parts_of_a_complex_parameter_are_corrected_each() -> None:
         moment = optimizer.state[parameter]["exp_avg_sq"]
         moments.append(torch.view_as_real(moment) if is_complex else moment)
     torch.testing.assert_close(*moments)
+
+
+def test_an_optimizer_is_corrected_once_at_a_time() -> None:
+    """Twice the correction makes the second moment negative."""
+    optimizer, _ = optimizer_of(torch.optim.AdamW, torch.float32)
+    first = SecondMoment([optimizer], lambda: RANKS)
+    with pytest.raises(UnsupportedConfigurationError, match="AdamW a second time"):
+        SecondMoment([optimizer], lambda: RANKS)
+    first.hooks.close()
+    SecondMoment([optimizer], lambda: RANKS).hooks.close()
+
+
+def test_each_optimizer_has_its_own_share_of_signal() -> None:
+    """As if each of them were corrected by a state of its own."""
+
+    def train(together: bool) -> list[Tensor]:
+        pairs = [optimizer_of(torch.optim.AdamW, torch.float64) for _ in range(2)]
+        optimizers = [optimizer for optimizer, _ in pairs]
+        groups = [optimizers] if together else [[each] for each in optimizers]
+        moments = [SecondMoment(group, lambda: RANKS) for group in groups]
+        for step in range(STEPS):
+            for noise, (optimizer, parameters) in enumerate(pairs):
+                gradients = gradients_of(step, torch.float64)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient + noise * gradient.flip(0) * (-1) ** step
+                optimizer.step()
+        for each in moments:
+            each.hooks.close()
+        return [parameter.detach() for _, parameters in pairs for parameter in parameters]
+
+    for one, other in zip(train(True), train(False), strict=True):
+        assert torch.equal(one, other)
