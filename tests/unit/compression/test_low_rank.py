@@ -140,7 +140,7 @@ def test_states_that_work_between_the_halves_refuse_it() -> None:
 def test_it_is_no_half_of_an_exchange_and_has_no_known_rate() -> None:
     for pair in ((PowerSGD(), Int8()), (Int8(), PowerSGD()), (PerPair(((PowerSGD(),),)), Int8())):
         with pytest.raises(
-            TypeError, match=r"expected a codec such as Int8.*PowerSGD is used alone"
+            TypeError, match=r"expected a codec such as Int8.*PowerSGD\(\) suits CompressedState"
         ):
             CompressedState(pair)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedConfigurationError, match="got PowerSGD"):
