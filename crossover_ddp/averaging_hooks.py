@@ -45,6 +45,7 @@ from crossover_ddp._averaging.local_sgd import (
     OuterOptimizer,
     OuterRate,
     Schedule,
+    constant,
 )
 from crossover_ddp._averaging.replica import OwnerStep, Replica, blocks_of
 from crossover_ddp._averaging.second_moment import SecondMoment
@@ -115,6 +116,7 @@ async def average(
         owner_step(own)
     await link.all_gather(values, layout)
     if increments is not None:
+        # All ranks have received the same values, and add them to the same common parameters.
         increments.land(values)
     if snapshot is not None:
         # The parameters have changed since then. The difference will be added to them, see
@@ -192,8 +194,6 @@ class AveragingState(HookState):
         # Whether the replica's `begin` was called; the first local step calls it.
         self._has_begun = False
         self._is_closed = False
-        # The replica's state, if it was loaded.
-        self._loaded: dict[str, Any] | None = None
         # Corrects the optimizer's second moment in local steps, if one was given.
         self._second_moment: SecondMoment | None = None
         # The first error that an exchange raised. Every later step raises it again.
@@ -283,11 +283,12 @@ class AveragingState(HookState):
 
         On failure: ``UnsupportedConfigurationError`` if there is only one rank, if fewer than two
         steps have run, if the model is on a GPU, because the host's clock cannot time kernels, or
-        if the state's codec is not one of ours, because its cost is not known.
+        before the first exchange with a codec that is not one of ours, because its rate is not
+        known yet.
         ``ValueError`` if an exchange would not end even within 4096 steps. **Collective**: all
         ranks call it between two steps, with no other traffic on the link.
         """
-        self._replica.wait()  # other traffic would falsify the probes
+        self._replica.wait()  # other traffic would distort the probes
         blocks = self._replica.blocks
         group = checks.resolve_group(self.process_group)
         works, link = recorded_by_all(group, self._records)
@@ -298,7 +299,8 @@ class AveragingState(HookState):
             coded = self._replica.stats()["coded"]
             # Buffers and parameters with one dimension are not coded.
             is_known = coded["sent_bytes"] > 0
-            rate = coded["rate"] if is_known else cost_of(self.codec, group.size()).rate
+            own_rate = coded["rate"] if is_known else cost_of(self.codec, group.size()).rate
+            rate = max(gather_objects(group, own_rate))  # ranks own parts of different content
         return plan_averaging(compute_s, size_bytes, link, rate=rate)
 
     def stats(self) -> dict[str, Any]:
@@ -332,7 +334,7 @@ class AveragingState(HookState):
                 self._steps,
             )
         with torch.no_grad():
-            kept = self._replica.state_dict() if self._has_begun else self._loaded
+            kept = self._replica.state_dict() if self._has_begun else self._replica.loaded
         return {"steps": self._steps, "kept": kept, "second_moment": self._common_moment()}
 
     def _common_moment(self) -> list[list[float] | None] | None:
@@ -374,11 +376,10 @@ class AveragingState(HookState):
                 f"this state has trained for {self._steps} steps already; make a new state, "
                 "register it with a new DistributedDataParallel, and load then"
             )
-        if state["kept"] is not None:
-            self._replica.load_state_dict(state["kept"])
-        self._loaded = state["kept"]
         if self._second_moment is not None and moment is not None:
             self._second_moment.state = moment
+        if state["kept"] is not None:
+            self._replica.load_state_dict(state["kept"])
         self._steps = state["steps"]
         self._replica.acted = self._steps
         self.agreement.forget()
@@ -386,9 +387,9 @@ class AveragingState(HookState):
     def close(self) -> None:
         """Stop averaging. Later backward passes average gradients as the split hook does.
 
-        Call `checkpoint` with the optimizers first. After `average` alone their momenta still differ,
-        so that replicas drift apart. Not collective, but all ranks must call it after the same number of
-        steps.
+        Call `checkpoint` with the optimizers first. After `average` alone their momenta still
+        differ, so replicas drift apart. Not collective, but all ranks must call it after the same
+        number of steps.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -441,6 +442,7 @@ class AveragingState(HookState):
             self._cleanup.callback(self._restore_broadcast)
         with torch.no_grad():
             self._replica.begin()
+        self._replica.loaded = None
         self._has_begun = True
         self._cleanup.callback(before_next_step(self.bound_model.names, _check_optimizer))
 
@@ -520,7 +522,14 @@ class AveragingState(HookState):
         self._check_outside(call)
         self._catch_up()
         if not self._replica.blocks and not environment.is_set(environment.DISABLE):
-            logger.info("%s has nothing to do: the hook has not been called yet", call)
+            # Usual before an evaluation at step 0, but not at the end of training.
+            level = logging.WARNING if call == "average()" else logging.INFO
+            logger.log(
+                level,
+                "%s has nothing to do, since the hook has not been called yet: register it if the "
+                "model has trained already",
+                call,
+            )
         return bool(self._replica.blocks)
 
     def _take_mean(self, call: str, *, leave: bool, beside: Sequence[torch.Tensor] = ()) -> None:
@@ -613,10 +622,12 @@ class LocalSGDState(AveragingState):
             travel, or gradients in warm-up. It needs ``delay=0``. Default: no turns.
         model: the DDP model that the hook is registered on. Default: found at the first bucket.
 
-    On failure: the constructor raises ``ValueError`` for wrong arguments, and
-    ``UnsupportedConfigurationError`` for an ``optimizer`` with ``amsgrad=True``. The first ``backward()``
-    raises ``UnsupportedConfigurationError`` for models that would wait in every step
-    (``find_unused_parameters``, SyncBatchNorm). If parameters are not finite, all ranks raise
+    On failure: the constructor raises ``ValueError`` for wrong arguments, ``TypeError`` for objects
+    of other types, and ``UnsupportedConfigurationError`` for an ``optimizer`` that cannot be
+    corrected (``amsgrad=True``, a β2 of 0, or one of another state). The first ``backward()`` raises
+    ``UnsupportedConfigurationError`` for models that would wait in every step
+    (``find_unused_parameters``, SyncBatchNorm), and with a codec for parameters in another dtype
+    than float32. If parameters are not finite, all ranks raise
     ``UnsupportedConfigurationError`` before a step. When a peer has died, ``ExchangeError`` is
     raised before a step, in bounded time: restart the job.
 
@@ -662,8 +673,7 @@ class LocalSGDState(AveragingState):
                 "pass outer_optimizer, or leave outer_lr out"
             )
         if not (outer_lr is None or callable(outer_lr)):
-            rate = float(outer_lr)
-            outer_lr = lambda _: rate  # noqa: E731
+            outer_lr = constant(float(outer_lr))
         make_codec = None
         if codec is not None:
             has_work = outer_optimizer is not None
@@ -700,9 +710,8 @@ class LocalSGDState(AveragingState):
             return max_norm
         if self._second_moment is None:
             raise UnsupportedConfigurationError(
-                "expected LocalSGDState(optimizer=...), got none: the noise of gradients is "
-                "estimated by the first moments of an Adam or AdamW; pass it, or clip by a bound of "
-                "your own"
+                "expected LocalSGDState(optimizer=...), got none: gradient noise is estimated from "
+                "the first moments of Adam or AdamW; pass the optimizer, or choose a bound yourself"
             )
         return max_norm / math.sqrt(self._second_moment.ratio())
 

@@ -38,8 +38,6 @@ class ElasticReplica(Replica):
         # This rank's statistics. Each mode adds its own.
         self._counts = {"pulls": 0}
         self.log: deque[ElasticRound] = deque(maxlen=ROUNDS_KEPT)
-        # A state dict that `begin` has not restored yet.
-        self._loaded: dict[str, Any] | None = None
 
     def _is_due(self) -> bool:
         return self.acted % self._every == 0
@@ -59,8 +57,8 @@ class ElasticReplica(Replica):
         initial = []
         for block in self.blocks:
             values = block.copy(block.whole, wide_dtype(block.dtype), device)
-            if self._loaded is not None:
-                values.copy_(block.unnamed(self._loaded["centre"], values.dtype))
+            if self.loaded is not None:
+                values.copy_(block.unnamed(self.loaded["centre"], values.dtype))
             initial.append(values)
         return [from_first_rank(exchange, values) for values in initial]
 
@@ -76,7 +74,7 @@ class ElasticReplica(Replica):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_keys(state, {"centre"}, "the state of an ElasticState")
-        self._loaded = state
+        self.loaded = state
 
     def stats(self) -> dict[str, Any]:
         nbytes = sum(block.numel * wide_dtype(block.dtype).itemsize for block in self.blocks)

@@ -112,6 +112,11 @@ def _shortened(layout: Layout, numel: int) -> Layout:
     return [stop - start for start, stop in pairwise(stops)]
 
 
+def constant(rate: float) -> OuterRate:
+    """Return a schedule of the outer learning rate that never changes."""
+    return lambda steps: rate
+
+
 def described(make: OuterOptimizer) -> str:
     """Return the optimizer's class and arguments as text; refuse a ``make`` that returns none."""
     is_function = callable(make) and not isinstance(make, Optimizer)
@@ -225,10 +230,11 @@ class LocalSGDReplica(Replica):
             make_codec: makes the codec of a vector. None if parameters travel.
         """
         outer = None if outer_optimizer is None else described(outer_optimizer)
+        first_step = schedule.warmup_steps + schedule.sync_every
         self.settings = {
             **asdict(schedule),
             "outer_optimizer": outer,
-            "outer_lr": outer_lr and float(outer_lr(schedule.warmup_steps + schedule.sync_every)),
+            "outer_lr": None if outer_lr is None else float(outer_lr(first_step)),
             "codec": codec,
         }
         self._make_codec = make_codec
@@ -244,8 +250,6 @@ class LocalSGDReplica(Replica):
         self._outer_parts: list[list[OuterPart]] = []
         # The slices in flight, by fragment.
         self._pending: dict[int, list[PendingSlice]] = {}
-        # A state dict that `begin` has not restored yet.
-        self._loaded: dict[str, Any] = {}
         self._exchanges = 0
         self._bytes = 0
         self._peak_bytes = 0
@@ -268,8 +272,8 @@ class LocalSGDReplica(Replica):
                     piece = self._schedule.span(block.numel, fragment)
                     outers.append(OuterPart(block, piece, self.exchange, make))
                 self._outer_parts.append(outers)
-        if self._loaded:
-            self._restore()
+        if self.loaded:
+            self._restore(self.loaded)
         if self._make_codec is not None:
             self._begin_increments(self._make_codec)
 
@@ -309,17 +313,15 @@ class LocalSGDReplica(Replica):
             increments.codec.add_left_out(values)
             self.blocks[number].add(Span(start, start + len(values)), values)
 
-    def _restore(self) -> None:
-        """Load the state dict into the outer optimizers."""
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Load a state dict into the outer optimizers."""
         for place, block in enumerate(self.blocks):
             dtype = wide_dtype(block.dtype)
             tensors = {
-                name: block.unnamed(values, dtype)
-                for name, values in self._loaded["tensors"].items()
+                name: block.unnamed(values, dtype) for name, values in state["tensors"].items()
             }
-            for outers, parts in zip(self._outer_parts, self._loaded["parts"], strict=True):
+            for outers, parts in zip(self._outer_parts, state["parts"], strict=True):
                 outers[place].load(tensors, parts[place])
-        self._loaded = {}
 
     def act(self) -> None:
         is_late = self._schedule.delay > 0
@@ -422,7 +424,7 @@ class LocalSGDReplica(Replica):
                 f"expected fragments={state['fragments']} as when the state was saved, got "
                 f"fragments={self._schedule.fragments}; pass the same"
             )
-        self._loaded = state
+        self.loaded = state
 
     def stats(self) -> dict[str, Any]:
         outer_states = [outer.state() for outers in self._outer_parts for outer in outers]

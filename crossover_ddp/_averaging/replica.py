@@ -253,6 +253,8 @@ class Replica(abc.ABC):
     # The number of backward passes whose updates are done. The exchanges that were due after them
     # have been run or are being run.
     acted = 0
+    # A state dict that `begin` has not restored yet.
+    loaded: dict[str, Any] | None = None
     # Empty until the model is known.
     blocks: Sequence[FlatBlock] = ()
 

@@ -47,18 +47,14 @@ class SecondMoment:
         optimizers: the optimizers.
         ranks: returns W if the gradients of the step are this rank's own, and 1 otherwise.
 
-    Raises ``UnsupportedConfigurationError`` for ``amsgrad=True``. A step raises it for an optimizer
+    Raises ``UnsupportedConfigurationError`` for ``amsgrad=True``, for a β2 of 0, and for an optimizer
+    that another object corrects. A step raises it for an optimizer
     other than Adam and AdamW that has a second moment.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], ranks: Callable[[], int]) -> None:
-        self._ranks = ranks
-        self._numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
-        # For each optimizer, its smoothed sums ⟨g, m⟩ and |g|²; None before its first correction.
-        self._sums: list[Tensor | None] = [None] * len(optimizers)
-        # Parameters whose second moment begins with the step under way.
-        self._new: list[Tensor] = []
-        self.hooks = contextlib.ExitStack()
+        optimizers = list(dict.fromkeys(optimizers))
+        # All are checked before the first one is changed.
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 _check(optimizer, group)
@@ -68,6 +64,14 @@ class SecondMoment:
                     "a second time: its second moment would be corrected twice; close the other "
                     "state first"
                 )
+        self._ranks = ranks
+        self._numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
+        # For each optimizer, its smoothed sums ⟨g, m⟩ and |g|²; None before its first correction.
+        self._sums: list[Tensor | None] = [None] * len(optimizers)
+        # Parameters whose second moment begins with the step under way.
+        self._new: list[Tensor] = []
+        self.hooks = contextlib.ExitStack()
+        for optimizer in optimizers:
             _corrected.add(optimizer)
             self.hooks.callback(_corrected.discard, optimizer)
             for handle in (

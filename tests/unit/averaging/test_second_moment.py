@@ -250,7 +250,16 @@ def test_an_optimizer_is_corrected_once_at_a_time() -> None:
     with pytest.raises(UnsupportedConfigurationError, match="AdamW a second time"):
         SecondMoment([optimizer], lambda: RANKS)
     first.hooks.close()
-    SecondMoment([optimizer], lambda: RANKS).hooks.close()
+    SecondMoment([optimizer, optimizer], lambda: RANKS).hooks.close()
+    # A refused list leaves nothing behind on its other optimizers.
+    refused, _ = optimizer_of(torch.optim.AdamW, torch.float32, amsgrad=True)
+    with pytest.raises(UnsupportedConfigurationError, match="amsgrad=False"):
+        SecondMoment([optimizer, refused], lambda: RANKS)
+    assert not optimizer._optimizer_step_pre_hooks
+    with pytest.raises(UnsupportedConfigurationError, match=r"expected betas\[1\] > 0"):
+        SecondMoment(
+            [optimizer_of(torch.optim.Adam, torch.float32, betas=(0.9, 0.0))[0]], lambda: RANKS
+        )
 
 
 def test_each_optimizer_has_its_own_share_of_signal() -> None:
