@@ -20,12 +20,20 @@ EXCHANGE: Final = "G"
 class Stage(NamedTuple):
     """Layers ``start`` to ``stop - 1``, replicated on ``devices``.
 
-    ``devices[m % len(devices)]`` computes micro-batch m.
+    Replicas take micro-batches in turn, by default one each. If they differ in speed, ``pattern``
+    says which replica takes which: ``devices[pattern[m % len(pattern)]]`` computes micro-batch m.
     """
 
     start: int
     stop: int
     devices: tuple[int, ...]
+    pattern: tuple[int, ...] = ()
+
+    def device(self, micro: int) -> int:
+        """Return the device that computes a micro-batch."""
+        if not self.pattern:
+            return self.devices[micro % len(self.devices)]
+        return self.devices[self.pattern[micro % len(self.pattern)]]
 
 
 class Action(NamedTuple):
@@ -130,8 +138,7 @@ class StagedChain:
 
     def device(self, stage: int, micro: int) -> int:
         """Return the device that computes this micro-batch on this stage."""
-        devices = self.stages[stage].devices
-        return devices[micro % len(devices)]
+        return self.stages[stage].device(micro)
 
     def seconds(self, stage: int, kind: str, micro: int) -> float:
         """Return the compute time of an action."""
@@ -164,7 +171,7 @@ class StagedChain:
         are still being computed. Return None for a stage that is on one device or has no trained
         parameters.
         """
-        start, stop, devices = self.stages[stage]
+        start, stop, devices = self.stages[stage][:3]
         layers = self.profile.layers[start:stop]
         if len(devices) == 1 or not any(layer.parameter_bytes for layer in layers):
             return None
@@ -249,9 +256,9 @@ class StagedChain:
                 load_s[port] += hop.wire_s
         idle_s: dict[int | str, float] = {}
         path_s = 0.0
-        for stage, (_, _, devices) in enumerate(self.stages):
-            path_s += self._passage_s(stage - 1) if stage else 0.0
-            for device in devices:
+        for number, stage in enumerate(self.stages):
+            path_s += self._passage_s(number - 1) if number else 0.0
+            for device in stage.devices:
                 idle_s[device] = min(idle_s.get(device, math.inf), path_s)
         return max(load + idle_s.get(place, 0.0) for place, load in load_s.items())
 

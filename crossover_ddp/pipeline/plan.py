@@ -114,7 +114,8 @@ class Plan(Document):
         """Create a plan from the output of `to_json`."""
         try:
             stages = [
-                Stage(**{**each, "devices": tuple(each["devices"])}) for each in document["stages"]
+                Stage(each["start"], each["stop"], tuple(each["devices"]), tuple(each["pattern"]))
+                for each in document["stages"]
             ]
             orders = {
                 int(device): [Action.parse(text) for text in texts]

@@ -19,6 +19,7 @@ _COSTS = (
     "parameter_bytes",
     "stored_bytes",
     "frozen_bytes",
+    "shared_bytes",
 )
 _COPIES: Final = 4.0  # parameters, gradients, and Adam's two moments
 
@@ -40,6 +41,10 @@ class LayerProfile:
         shape: the shape of the output, for the runner. Default: empty, which means unknown.
         dtype: the dtype of the output. Default ``float32``.
         frozen_bytes: the size of the frozen parameters and the buffers. Default 0.
+        shared_bytes: the part of ``stored_bytes`` that the layer before saves as well: its output,
+            if both layers keep it. It counts once if both layers are in one stage. Default 0.
+        weight_s: the part of ``backward_s`` that computes the gradients of the parameters. A split
+            backward may compute them later. Default: half of ``backward_s``.
     """
 
     name: str
@@ -51,6 +56,8 @@ class LayerProfile:
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
     frozen_bytes: float = 0.0
+    shared_bytes: float = 0.0
+    weight_s: float | None = None
 
     @property
     def state_bytes(self) -> float:
@@ -65,13 +72,26 @@ class LayerProfile:
                     f"expected {cost} >= 0, got {cost}={value!r} of layer {self.name!r}; "
                     "measure again"
                 )
+        if self.weight_s is None:
+            object.__setattr__(self, "weight_s", self.backward_s / 2)
 
 
 @dataclass(frozen=True)
 class Profile(Document):
-    """The costs of the layers in a chain, first to last; see `measure`."""
+    """The costs of the layers in a chain, first to last; see `measure`.
+
+    Args:
+        layers: the layers.
+        times_s: for each device and each of its layers, the times of forward and backward in
+            seconds. They replace the layers' times divided by the device's speed. Default: empty.
+        tied: the parameters that two layers share, such as the embedding and the head of a language
+            model: the index of one layer, that of the other, and the size in bytes. Both layers
+            count them in ``parameter_bytes``. Default: empty.
+    """
 
     layers: tuple[LayerProfile, ...]
+    times_s: tuple[tuple[tuple[float, float], ...], ...] = ()
+    tied: tuple[tuple[int, int, float], ...] = ()
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]
@@ -79,6 +99,11 @@ class Profile(Document):
             raise ValueError(
                 f"expected at least one layer and different names, got {names}; "
                 "name each layer once"
+            )
+        if wrong := [len(row) for row in self.times_s if len(row) != len(names)]:
+            raise ValueError(
+                f"expected times of {len(names)} layers for each device, got times of {wrong[0]}; "
+                "measure again"
             )
 
     def __len__(self) -> int:
@@ -115,23 +140,25 @@ class Profile(Document):
                 found.append(profile)
         return cls(tuple(found))
 
-    def to_json(self) -> list[dict[str, Any]]:
-        """Return the profile as a JSON document: a list with one object per layer."""
-        return [asdict(layer) for layer in self.layers]
+    def to_json(self) -> dict[str, Any]:
+        """Return the profile as a JSON document."""
+        return asdict(self)
 
     @classmethod
     def from_json(cls, document: Any) -> "Profile":
         """Create a profile from the output of `to_json`."""
         try:
             layers = [
-                LayerProfile(**{**each, "shape": tuple(each.get("shape", ()))}) for each in document
+                LayerProfile(**{**each, "shape": tuple(each.get("shape", ()))})
+                for each in document["layers"]
             ]
-        except (TypeError, AttributeError) as error:
+            times_s = tuple([tuple(map(tuple, row)) for row in document["times_s"]])
+            tied = tuple(map(tuple, document["tied"]))
+        except (TypeError, KeyError) as error:
             raise ValueError(
-                f"expected a list of layers, got another document ({error}); "
-                "save it with Profile.save"
+                f"expected a profile, got another document ({error!r}); save it with Profile.save"
             ) from error
-        return cls(tuple(layers))
+        return cls(tuple(layers), times_s, tied)
 
 
 def _named(

@@ -377,8 +377,7 @@ class _StepRun:
         return action._replace(stage=stage) if 0 <= stage <= self._runner._last else None
 
     def _device(self, action: Action) -> int:
-        devices = self._plan.stages[action.stage].devices
-        return devices[action.micro % len(devices)]
+        return self._plan.stages[action.stage].device(action.micro)
 
     def _tag(self, action: Action) -> int:
         kind = 2 * action.stage + (action.kind == BACKWARD)

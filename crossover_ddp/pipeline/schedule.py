@@ -35,9 +35,9 @@ def one_forward_one_backward(chain: StagedChain) -> Orders:
 
 def _alternating(chain: StagedChain, ahead: Sequence[int]) -> Orders:
     orders = {}
-    for stage, (_, _, devices) in enumerate(chain.stages):
-        for place, device in enumerate(devices):
-            micros = range(place, chain.microbatches, len(devices))
+    for stage, (_, _, devices, _) in enumerate(chain.stages):
+        for device in devices:
+            micros = [m for m in range(chain.microbatches) if chain.device(stage, m) == device]
             kinds = _one_by_one(
                 [(stage, FORWARD)] * len(micros), [(stage, BACKWARD)] * len(micros), ahead[stage]
             )

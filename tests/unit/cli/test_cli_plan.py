@@ -81,7 +81,7 @@ def test_a_transformer_is_a_chain_as_documented() -> None:
         (f"{__name__}:nothing", [], 1, "expected a profile (a .json file), timm:NAME"),
         (f"{__name__}:blocks", ["--input", "2,9"], 1, "got layer '0', which refuses shape=(2, 9)"),
         ("missing.json", [], 2, "missing.json"),
-        ("c.json", [], 1, "expected a list of layers, got another document"),
+        ("c.json", [], 1, "expected a profile, got another document"),
         ("profile.json", ["--cluster", __file__], 1, "expected JSON in"),
         ("profile.json", ["--max-stages", "9"], 1, "expected at least as many layers as stages"),
     ],
