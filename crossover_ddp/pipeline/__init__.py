@@ -10,7 +10,8 @@ design. See docs/pipeline.md.
 
 from .cluster import DeviceCluster as Cluster
 from .model import Action, Stage
-from .plan import Plan, plan_pipeline
+from .plan import Plan
+from .planning import plan_pipeline
 from .profile import LayerProfile, Profile
 from .run import PipelineRunner as Runner
 

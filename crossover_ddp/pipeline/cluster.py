@@ -159,6 +159,23 @@ class DeviceCluster(Document):
             return f"node {one} out", f"node {two} in"
         return f"device {self.names[source]} out", f"device {self.names[target]} in"
 
+    def reordered(self, order: Sequence[int]) -> "DeviceCluster":
+        """Return the cluster whose device i is this cluster's device ``order[i]``."""
+
+        def taken(values: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple([values[place] for place in order])
+
+        assert isinstance(self.latency_s, Sequence)  # __post_init__ has made it a matrix
+        return DeviceCluster(
+            taken([taken(row) for row in self.bandwidth]),
+            taken([taken(row) for row in self.latency_s]),
+            taken(self.nodes),
+            taken(self.speed),
+            taken(self.memory_bytes),
+            self.cards,
+            taken(self.names),
+        )
+
     @classmethod
     def from_json(cls, document: Any) -> "DeviceCluster":
         """Create a cluster from a JSON document.

@@ -4,7 +4,7 @@ import functools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from .cluster import DeviceCluster
@@ -15,6 +15,9 @@ BACKWARD: Final = "B"
 INPUT_GRADIENT: Final = "I"
 WEIGHT_GRADIENT: Final = "W"
 EXCHANGE: Final = "G"
+
+ROUNDED: Final = 1 + 1e-9
+"""Sums of sizes may exceed the memory by this factor, since floating-point sums are rounded."""
 
 
 class Stage(NamedTuple):
@@ -77,6 +80,13 @@ class Hop(NamedTuple):
     ports: tuple[str, ...]
 
 
+class TiedExchange(NamedTuple):
+    """The exchange of tied parameters' gradients, after the last backwards of two stages."""
+
+    stages: tuple[int, int]
+    hop: Hop
+
+
 class Task(NamedTuple):
     """The cost of an action, and the tasks that need its result.
 
@@ -108,7 +118,9 @@ class StagedChain:
         stages: the stages. They must cover all layers, in order.
         microbatches: the number of micro-batches in a step, M.
         split: whether backward has two actions, one for the gradient of the input and one for the
-            gradient of the weights. Each takes half of backward's time.
+            gradient of the weights.
+        recomputed: the indices of the layers that keep only their input, and compute their forward
+            again in backward. Default: none.
     """
 
     def __init__(
@@ -119,22 +131,67 @@ class StagedChain:
         microbatches: int,
         *,
         split: bool = False,
+        recomputed: Collection[int] = (),
     ) -> None:
         self.profile = profile
         self.cluster = cluster
         self.stages = tuple(stages)
         self.microbatches = microbatches
         self.split = split
+        self.recomputed = frozenset(recomputed)
         self.kinds = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) if split else (FORWARD, BACKWARD)
-        # Sums over the layers of each stage.
-        layers = [profile.layers[stage.start : stage.stop] for stage in self.stages]
-        self._forward_s = [sum(layer.forward_s for layer in each) for each in layers]
-        self._backward_s = [sum(layer.backward_s for layer in each) for each in layers]
-        self.stored_bytes = [sum(layer.stored_bytes for layer in each) for each in layers]
-        self.state_bytes = [sum(layer.state_bytes for layer in each) for each in layers]
-        self._sent_bytes = [each[-1].activation_bytes for each in layers]
-        self.exchanges = [self._exchange(stage) for stage in range(len(layers))]
+        # By stage and device: the compute time of each kind of action.
+        self._seconds: dict[tuple[int, int], dict[str, float]] = {}
+        for number, stage in enumerate(self.stages):
+            for device in stage.devices:
+                self._seconds[number, device] = self._compute_times(stage, device)
+        self.stored_bytes = [self._stored_bytes(stage) for stage in self.stages]
+        # By device.
+        self.state_bytes = self._memory_of_states()
+        self._sent_bytes = [
+            profile.layers[stage.stop - 1].activation_bytes for stage in self.stages
+        ]
+        self.exchanges = [self._exchange(stage) for stage in range(len(self.stages))]
+        self.tied_exchanges = [self._tied_exchange(*tie) for tie in profile.tied]
         self._hops: dict[tuple[int, int, int], Hop | None] = {}
+
+    def _compute_times(self, stage: Stage, device: int) -> dict[str, float]:
+        forward_s = backward_s = weight_s = 0.0
+        for place in range(stage.start, stage.stop):
+            layer = self.profile.layers[place]
+            layer_forward_s, layer_backward_s = layer_times(
+                self.profile, self.cluster, place, device
+            )
+            forward_s += layer_forward_s
+            backward_s += layer_backward_s
+            weight_s += layer_backward_s * layer.weight_part
+            if place in self.recomputed:
+                backward_s += layer_forward_s
+        return {
+            FORWARD: forward_s,
+            BACKWARD: backward_s,
+            INPUT_GRADIENT: backward_s - weight_s,
+            WEIGHT_GRADIENT: weight_s,
+        }
+
+    def _stored_bytes(self, stage: Stage) -> float:
+        """Return the bytes that a stage keeps for each micro-batch in flight.
+
+        A recomputed layer keeps its input. The largest of them also needs what it keeps otherwise,
+        while it is recomputed. This counts for each micro-batch, to be safe.
+        """
+        layers = self.profile.layers
+        stored_bytes = largest_bytes = 0.0
+        for place in range(stage.start, stage.stop):
+            layer = layers[place]
+            if place in self.recomputed:
+                stored_bytes += layers[place - 1].activation_bytes if place else 0.0
+                largest_bytes = max(largest_bytes, layer.stored_bytes)
+                continue
+            stored_bytes += layer.stored_bytes
+            if place > stage.start and place - 1 not in self.recomputed:
+                stored_bytes -= layer.shared_bytes
+        return stored_bytes + largest_bytes
 
     def device(self, stage: int, micro: int) -> int:
         """Return the device that computes this micro-batch on this stage."""
@@ -142,10 +199,7 @@ class StagedChain:
 
     def seconds(self, stage: int, kind: str, micro: int) -> float:
         """Return the compute time of an action."""
-        speed = self.cluster.speed[self.device(stage, micro)]
-        if kind == FORWARD:
-            return self._forward_s[stage] / speed
-        return self._backward_s[stage] / speed / (1 if kind == BACKWARD else 2)
+        return self._seconds[stage, self.device(stage, micro)][kind]
 
     def hop(self, stage: int, micro: int, *, back: bool) -> Hop | None:
         """Return the transfer from a stage to the next one, or None if they share a device.
@@ -176,32 +230,68 @@ class StagedChain:
         if len(devices) == 1 or not any(layer.parameter_bytes for layer in layers):
             return None
         per_byte_s, latency_s, ports = ring_cost(self.cluster, devices)
-        speed = min(self.cluster.speed[device] for device in devices)
+        # The slowest replica's gradients are ready last.
+        slowest = max(devices, key=lambda each: self._seconds[stage, each][BACKWARD])
         compute_s = wire_end_s = 0.0
-        for layer in reversed(layers):
-            compute_s += layer.backward_s / speed
-            wire_end_s = max(wire_end_s, compute_s) + layer.parameter_bytes * per_byte_s
+        for place in reversed(range(start, stop)):
+            compute_s += layer_times(self.profile, self.cluster, place, slowest)[1]
+            sent_bytes = self.profile.layers[place].parameter_bytes
+            wire_end_s = max(wire_end_s, compute_s) + sent_bytes * per_byte_s
         wire_s = sum(layer.parameter_bytes for layer in layers) * per_byte_s
         # With a split backward, the exchange can overlap only the last weight gradient.
-        longest_s = compute_s / max(self.cluster.speed) * speed / (2 if self.split else 1)
+        shortest_s = min(self._seconds[stage, each][self.kinds[-1]] for each in devices)
         lead_s = 0.0
         if math.isfinite(wire_s):
-            lead_s = min(max(0.0, wire_s - (wire_end_s - compute_s)), longest_s)
+            lead_s = min(max(0.0, wire_s - (wire_end_s - compute_s)), shortest_s)
         return Hop(wire_s, latency_s, ports), lead_s
 
-    def limit(self, stage: int) -> int:
-        """Return how many micro-batches' activations each device of a stage can store.
+    def _tied_exchange(self, one: int, two: int, size_bytes: float) -> TiedExchange | None:
+        """Return the exchange of the gradients of parameters that two layers share.
 
-        The result is at most M. 0 means that the stage does not fit in memory.
+        Return None if the layers are on the same device, which holds such parameters once.
         """
-        room_bytes = min(self.cluster.memory_bytes[device] for device in self.stages[stage].devices)
-        room_bytes -= self.state_bytes[stage]
+        first, second = [
+            next(k for k, stage in enumerate(self.stages) if stage.start <= layer < stage.stop)
+            for layer in (one, two)
+        ]
+        devices = [self.stages[each].devices[0] for each in (first, second)]
+        if devices[0] == devices[1]:
+            return None
+        per_byte_s, latency_s, ports = ring_cost(self.cluster, devices)
+        return TiedExchange((first, second), Hop(size_bytes * per_byte_s, latency_s, ports))
+
+    def _memory_of_states(self) -> dict[int, float]:
+        """Return the memory that each device's parameters occupy, with tied parameters once."""
+        layers_of: dict[int, set[int]] = defaultdict(set)
+        for start, stop, devices, _ in self.stages:
+            for device in devices:
+                layers_of[device].update(range(start, stop))
+        return {device: self.profile.state_bytes(layers) for device, layers in layers_of.items()}
+
+    def room(self, stage: int, device: int) -> int:
+        """Return how many micro-batches' activations of a stage fit in a device's memory.
+
+        The result is at most M. 0 means that the stage does not fit.
+        """
+        memory_bytes = self.cluster.memory_bytes[device] * ROUNDED
+        free_bytes = memory_bytes - self.state_bytes[device]
         stored_bytes = self.stored_bytes[stage]
-        if room_bytes < stored_bytes:
+        if free_bytes < stored_bytes:
             return 0
         if not stored_bytes:
             return self.microbatches
-        return int(min(self.microbatches, room_bytes // stored_bytes))
+        return int(min(self.microbatches, free_bytes // stored_bytes))
+
+    def fits(self) -> bool:
+        """Return whether each device can hold its stages and a micro-batch in each of them."""
+        needed_bytes = dict(self.state_bytes)
+        for number, stage in enumerate(self.stages):
+            for device in stage.devices:
+                needed_bytes[device] += self.stored_bytes[number]
+        memory_bytes = self.cluster.memory_bytes
+        return all(
+            needed <= memory_bytes[device] * ROUNDED for device, needed in needed_bytes.items()
+        )
 
     def actions(self) -> list[Action]:
         """Return all compute actions in a step."""
@@ -272,6 +362,16 @@ class StagedChain:
             total_s += min(self.seconds(stage, kind, micro) for micro in micros)
             total_s += min(hop.wire_s + hop.latency_s if hop else 0.0 for hop in hops)
         return total_s
+
+
+def layer_times(
+    profile: Profile, cluster: DeviceCluster, layer: int, device: int
+) -> tuple[float, float]:
+    """Return how long forward and backward of a layer take on a device, in seconds."""
+    if profile.times_s:
+        return profile.times_s[device][layer]
+    speed = cluster.speed[device]
+    return profile.layers[layer].forward_s / speed, profile.layers[layer].backward_s / speed
 
 
 def ring_cost(

@@ -9,10 +9,11 @@ the bottleneck is
                                         min over r' of max{ channel(l', i, r, r'),
                                                             T(s - 1, l', i + r, r') } }
 
-stage is ceil(M/r) times the compute time of a micro-batch, plus the part of the gradient exchange
-that the backward of a micro-batch does not hide. channel is the time for which the transfers of a
-step occupy the busiest port. The number of stages left bounds the micro-batches in flight, and
-hence memory.
+stage is the compute time of the replica that takes longest for its share of the micro-batches, plus
+the part of the gradient exchange that the backward of a micro-batch does not hide. channel is the
+time for which the transfers of a step occupy the busiest port. The number of stages left is the
+number of micro-batches in flight that keeps all of them busy. If memory is short, the programme is
+solved again for fewer.
 
 The bottleneck T ignores the time to fill the pipeline. So the programme is solved again to minimize
 the fill, under caps on the bottleneck.
@@ -30,8 +31,9 @@ import networkx
 import torch
 
 from .cluster import DeviceCluster
-from .model import Stage, ring_cost
+from .model import ROUNDED, Stage, layer_times, ring_cost
 from .profile import Profile
+from .shares import fastest_shares, pattern_of
 
 CAPS: Final = (1.1, 1.25)
 """Caps on the bottleneck when the fill is minimized, as multiples of the least bottleneck."""
@@ -72,16 +74,11 @@ class Partitioner:
         # For each layer: sums over the layers before it.
         self._prefix = {
             name: _cumulated([getattr(layer, name) for layer in profile.layers])
-            for name in (
-                "forward_s",
-                "backward_s",
-                "parameter_bytes",
-                "state_bytes",
-                "stored_bytes",
-            )
+            for name in ("parameter_bytes", "state_bytes", "stored_bytes", "shared_bytes")
         }
         self._sent_bytes = [layer.activation_bytes for layer in profile.layers]
         self._tabulate_runs()
+        self._tabulate_times(profile)
         self._tabulate_channels()
 
     def _tabulate_runs(self) -> None:
@@ -91,19 +88,58 @@ class Partitioner:
         for i, r in self._runs:
             devices = self._order[i : i + r]
             per_byte_s, latency_s = ring_cost(cluster, devices)[:2] if r > 1 else (0.0, 0.0)
-            speed = min(cluster.speed[device] for device in devices)
             memory_bytes = min(cluster.memory_bytes[device] for device in devices)
-            rows.append((speed, memory_bytes, per_byte_s, latency_s))
+            rows.append((memory_bytes * ROUNDED, per_byte_s, latency_s))
         columns = torch.tensor(rows, dtype=torch.float64).T
-        self._speed, self._memory, self._ring, self._ring_s = columns
-        # The micro-batches of the replica that has the most.
-        self._share = torch.tensor(
-            [-(-self._microbatches // r) for _, r in self._runs], dtype=torch.float64
-        )
+        self._memory, self._ring, self._ring_s = columns
         # The position after the run.
         self._next = torch.tensor([i + r for i, r in self._runs])
         # The index of (i, r) in the last two dimensions of `best`, flattened.
         self._place = torch.tensor([i * (self._replicas + 1) + r for i, r in self._runs])
+
+    def _tabulate_times(self, profile: Profile) -> None:
+        """Fill the tables of compute time, and choose how replicas share micro-batches.
+
+        The tables of time hold sums over the layers before a layer, for each run of devices.
+        """
+        device_times = torch.tensor(
+            [
+                [
+                    layer_times(profile, self._cluster, layer, device)
+                    for layer in range(len(profile))
+                ]
+                for device in self._order
+            ],
+            dtype=torch.float64,
+        )  # by position, layer, and forward or backward
+        once_s = device_times.sum(2)
+        chain_s = once_s.sum(1).tolist()
+        # By run and micro-batch: the place in the run of the device that computes it.
+        self._replica = torch.zeros(len(self._runs), self._microbatches, dtype=torch.long)
+        self._patterns: list[tuple[int, ...]] = []
+        works = []
+        onces = []
+        hidden = []
+        most = []
+        for number, (i, r) in enumerate(self._runs):
+            shares = fastest_shares(chain_s[i : i + r], self._microbatches)
+            pattern = () if len(set(chain_s[i : i + r])) == 1 else pattern_of(shares)
+            stage = Stage(0, 0, tuple(range(r)), pattern)
+            places = [stage.device(micro) for micro in range(self._microbatches)]
+            self._replica[number] = torch.tensor(places)
+            self._patterns.append(pattern)
+            counts = torch.tensor([places.count(place) for place in range(r)])
+            # The greatest times of single layers add up to at least the greatest time of a stage.
+            works.append((once_s[i : i + r] * counts[:, None]).amax(0))
+            onces.append(once_s[i : i + r].amax(0))
+            hidden.append(device_times[i : i + r, :, 1].amin(0))
+            most.append(float(counts.max()))
+        # The micro-batches of the replica that has the most.
+        self._share = torch.tensor(most, dtype=torch.float64)
+        zero = torch.zeros(1, len(self._runs), dtype=torch.float64)
+        self._work = torch.cat([zero, torch.stack(works, 1).cumsum(0)])
+        self._once = torch.cat([zero, torch.stack(onces, 1).cumsum(0)])
+        self._hidden = torch.cat([zero, torch.stack(hidden, 1).cumsum(0)])
 
     def _tabulate_channels(self) -> None:
         """Fill the tables that have one value per run (i, r) and number r' of devices after it.
@@ -127,14 +163,14 @@ class Partitioner:
         self._hop = torch.full(shape, _INF, dtype=torch.float64)
         self._hop_s = torch.zeros(shape, dtype=torch.float64)
         index = {run: place for place, run in enumerate(self._runs)}
-        micros = torch.arange(self._microbatches)
         for r, r2 in itertools.product(range(1, self._replicas + 1), repeat=2):
             if r + r2 > count:
                 continue
             starts = torch.arange(count - r - r2 + 1)[:, None]
-            sources = starts + micros % r
-            targets = starts + r + micros % r2
             places = torch.tensor([index[i, r] for i in range(len(starts))])
+            behind = torch.tensor([index[i + r, r2] for i in range(len(starts))])
+            sources = starts + self._replica[places]
+            targets = starts + r + self._replica[behind]
             load = torch.zeros(len(starts), len(numbers), dtype=torch.float64)
             for pairs in ((sources, targets), (targets, sources)):
                 for port in (out, into):
@@ -144,12 +180,16 @@ class Partitioner:
             self._hop[places, r2] = inverse[first] + inverse[first[::-1]]
             self._hop_s[places, r2] = latency[first] + latency[first[::-1]]
 
-    def solve(self, cap_s: float = _INF) -> dict[int, tuple[float, list[Stage]]]:
+    def solve(
+        self, cap_s: float = _INF, depth: float = _INF
+    ) -> dict[int, tuple[float, list[Stage]]]:
         """Return the least bottleneck for each number of stages, and the stages that have it.
 
         With ``cap_s``, return the least fill instead, among stages whose bottleneck is at most
-        ``cap_s``. Numbers of stages for which nothing fits are left out.
+        ``cap_s``. Stages have memory for as many micro-batches as there are stages from them on, or
+        for ``depth`` if that is less. Numbers of stages for which nothing fits are left out.
         """
+        self._depth = depth
         layers, most = self._layers, self._max_stages
         # behind[s, l, run]: value of the best s stages from layer l on, after a stage on that run.
         behind = torch.full((most + 1, layers + 1, len(self._runs)), _INF, dtype=torch.float64)
@@ -178,19 +218,24 @@ class Partitioner:
         The costs are the time of a step, the time of a micro-batch, and how many micro-batches fit
         in memory.
         """
-        speed = self._speed[runs]
         sums = {
             name: (prefix[first + 1 :] - prefix[first])[:, None]
             for name, prefix in self._prefix.items()
         }
-        once = (sums["forward_s"] + sums["backward_s"]) / speed
+        work, once, hidden = [
+            table[first + 1 :, runs] - table[first, runs]
+            for table in (self._work, self._once, self._hidden)
+        ]
         # A stage without parameters exchanges nothing and needs no link, so inf * 0 is 0 here.
         exchange = (sums["parameter_bytes"] * self._ring[runs]).nan_to_num(nan=0.0, posinf=_INF)
-        exposed = (exchange + self._ring_s[runs] - sums["backward_s"] / speed).clamp(min=0)
+        exposed = (exchange + self._ring_s[runs] - hidden).clamp(min=0)
         room = self._memory[runs] - sums["state_bytes"]
+        # The first layer of a stage shares nothing with the layer before.
+        shared = sums["shared_bytes"] - self._prefix["shared_bytes"][first : first + 2].diff()
+        stored = sums["stored_bytes"] - shared
         # A stage that stores no activations still needs room for its parameters.
-        fits = torch.where(room < 0, 0.0, room / sums["stored_bytes"].clamp(min=1e-9)).floor()
-        return self._share[runs] * once + exposed, once, fits
+        fits = torch.where(room < 0, 0.0, room / stored.clamp(min=1e-9)).floor()
+        return work + exposed, once, fits
 
     def _values(
         self, first: int, counts: range, behind: torch.Tensor, cap_s: float, runs: slice = _ALL
@@ -206,7 +251,8 @@ class Partitioner:
         values = torch.maximum(step, behind) if cap_s == _INF else once + behind
         if cap_s < _INF:
             values.masked_fill_(step > cap_s, _INF)
-        in_flight = torch.minimum(self._share[runs], torch.tensor(counts)[:, None])[:, None]
+        wanted = torch.tensor(counts, dtype=torch.float64).clamp(max=self._depth)
+        in_flight = torch.minimum(self._share[runs], wanted[:, None])[:, None]
         if bool((fits.amin(0) < in_flight).any()):
             values.masked_fill_(fits < in_flight, _INF)
         return values
@@ -239,7 +285,7 @@ class Partitioner:
             run = slice(number, number + 1)
             values = self._values(first, range(s, s + 1), behind, cap_s, run)
             stop = first + 1 + int(values.argmin())
-            yield Stage(first, stop, tuple(self._order[i : i + r]))
+            yield Stage(first, stop, tuple(self._order[i : i + r]), self._patterns[number])
             s -= 1
             if s:
                 following = int(self._followed(stop, best[s : s + 1, stop], cap_s, run).argmin())
@@ -251,14 +297,17 @@ def _cumulated(values: Sequence[float]) -> torch.Tensor:
     return torch.tensor([0.0, *values], dtype=torch.float64).cumsum(0)
 
 
-def balanced(profile: Profile, count: int) -> list[tuple[int, int]]:
-    """Cut the chain into ``count`` runs of layers so that the longest compute time is minimal.
+def balanced(profile: Profile, speeds: Sequence[float]) -> list[tuple[int, int]]:
+    """Cut the chain into a run of layers for each speed, so that the longest time is minimal.
 
     Bandwidth and memory are ignored.
     """
-    alike = DeviceCluster(((_ANY_BANDWIDTH,) * count,) * count)
-    solved = Partitioner(profile, alike, range(count), 1, max_stages=count, max_replicas=1).solve()
-    return [(stage.start, stage.stop) for stage in solved[count][1]]
+    count = len(speeds)
+    alike = DeviceCluster(((_ANY_BANDWIDTH,) * count,) * count, speed=tuple(speeds))
+    programme = Partitioner(
+        Profile(profile.layers), alike, range(count), 1, max_stages=count, max_replicas=1
+    )
+    return [(stage.start, stage.stop) for stage in programme.solve()[count][1]]
 
 
 # --- device orders --------------------------------------------------------------------------------

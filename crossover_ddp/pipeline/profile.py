@@ -1,7 +1,7 @@
 """The costs of each layer in a chain: time, output size and memory, measured on the modules."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
@@ -64,6 +64,12 @@ class LayerProfile:
         """The memory that the layer occupies all the time, in bytes."""
         return _COPIES * self.parameter_bytes + self.frozen_bytes
 
+    @property
+    def weight_part(self) -> float:
+        """The part of backward that computes the gradients of the parameters, from 0 to 1."""
+        assert self.weight_s is not None  # set by __post_init__
+        return self.weight_s / self.backward_s if self.backward_s else 0.5
+
     def __post_init__(self) -> None:
         for cost in _COSTS:
             value = getattr(self, cost)
@@ -108,6 +114,18 @@ class Profile(Document):
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    def tied_bytes(self, one: int, two: int) -> float:
+        """Return the memory of the parameters that two layers share."""
+        return sum(_COPIES * size for *pair, size in self.tied if pair == [one, two])
+
+    def state_bytes(self, layers: Collection[int]) -> float:
+        """Return the memory that these layers occupy all the time. Tied parameters count once."""
+        total_bytes = sum(self.layers[layer].state_bytes for layer in layers)
+        for one, two, size_bytes in self.tied:
+            if one in layers and two in layers:
+                total_bytes -= _COPIES * size_bytes
+        return total_bytes
 
     @classmethod
     def measure(

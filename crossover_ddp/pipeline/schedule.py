@@ -94,9 +94,12 @@ def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
     Return None if a stage has no room even for a single micro-batch. After the regular orders,
     try ``tries`` random changes of limits and priorities.
     """
-    room = [chain.limit(stage) for stage in range(len(chain.stages))]
-    if not all(room):
+    if not chain.fits():
         return None
+    room = [
+        max(chain.room(number, device) for device in stage.devices)
+        for number, stage in enumerate(chain.stages)
+    ]
     bound_s = chain.lower_bound_s() * _DONE
     found: list[tuple[float, int, SimulatedStep, list[int]]] = []
 
@@ -113,11 +116,14 @@ def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
         ]
         if is_shortest(limits, None):
             return found[-1][2]
-    # 1F1B may deadlock if stages have different numbers of replicas.
-    if tries and not chain.split and len({len(stage.devices) for stage in chain.stages}) == 1:
-        step = simulate(chain, one_forward_one_backward(chain))
+    known = _known_order(chain) if tries else None
+    if known is not None:
+        step = simulate(chain, known)
         if step.fits(chain.cluster.memory_bytes):
             found.append((step.step_s, len(found), step, depths(chain)))
+    if not found:
+        # Stages of one device take each other's memory. With one micro-batch each, all have room.
+        is_shortest([1] * len(room), None)
     dice = random.Random(_SEED)
     for number in range(tries):
         _, _, step, limits = min(found) if number >= len(found) else sorted(found)[number]
@@ -132,6 +138,21 @@ def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
         ):
             return found[-1][2]
     return min(found)[2]
+
+
+def _known_order(chain: StagedChain) -> Orders | None:
+    """Return 1F1B, or its interleaved form for looped stages. None if neither is defined."""
+    if chain.split:
+        return None
+    used = [device for stage in chain.stages for device in stage.devices]
+    if len(set(used)) == len(used):
+        # 1F1B may deadlock if stages have different numbers of replicas.
+        equal = len({len(stage.devices) for stage in chain.stages}) == 1
+        patterns = any(stage.pattern for stage in chain.stages)
+        return one_forward_one_backward(chain) if equal and not patterns else None
+    count = len(set(used))
+    is_looped = len(used) == len(chain.stages) and used == (used[:count] * len(used))[: len(used)]
+    return interleaved(chain, count) if is_looped and not len(used) % count else None
 
 
 def bands(spans: Sequence[StepSpan]) -> dict[int, list[list[Action]]]:

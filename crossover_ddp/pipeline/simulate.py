@@ -18,6 +18,7 @@ from .model import (
     EXCHANGE,
     FORWARD,
     INPUT_GRADIENT,
+    ROUNDED,
     WEIGHT_GRADIENT,
     Action,
     Hop,
@@ -60,7 +61,9 @@ class SimulatedStep:
 
     def fits(self, memory_bytes: Sequence[float]) -> bool:
         """Return whether every device stayed within its memory."""
-        return all(peak <= memory_bytes[device] for device, peak in self.peak_bytes.items())
+        return all(
+            peak <= memory_bytes[device] * ROUNDED for device, peak in self.peak_bytes.items()
+        )
 
 
 def simulate(chain: StagedChain, orders: Orders) -> SimulatedStep:
@@ -129,13 +132,19 @@ class _Simulation:
         self._busy: set[int] = set()
         # Devices that have something new to choose from.
         self._woken: set[int] = set()
+        # Devices that wake at the same time choose in the order of their stages, so that a step does
+        # not depend on their numbers.
+        self._turn_of: dict[int, int] = {}
+        for stage in chain.stages:
+            for device in stage.devices:
+                self._turn_of.setdefault(device, len(self._turn_of))
         # By slot: the number of micro-batches in flight.
         self._in_flight = [0] * (len(chain.stages) * len(chain.cluster))
         # By device: bytes of memory in use.
-        self._held: dict[int, float] = defaultdict(float)
-        for stage, state_bytes in zip(chain.stages, chain.state_bytes, strict=True):
-            for device in stage.devices:
-                self._held[device] += state_bytes
+        self._held: dict[int, float] = defaultdict(float, chain.state_bytes)
+        # By device: its memory. With given orders the caller checks the peak instead.
+        self._memory_bytes = chain.cluster.memory_bytes
+        self._checks_memory = not given and min(self._memory_bytes) < math.inf
         self._peaks = dict(self._held)
         self._now_s = 0.0
         # A heap of events: the time, a serial number, a function and its argument.
@@ -145,6 +154,8 @@ class _Simulation:
         self._free_s: dict[str, float] = defaultdict(float)
         # By stage: the number of micro-batches whose last action has not begun.
         self._unbegun = [chain.microbatches] * len(chain.stages)
+        # By stage: the number of micro-batches whose last action has not ended.
+        self._unended = [chain.microbatches] * len(chain.stages)
         # By stage: when the gradient exchange may begin.
         self._exchange_s = [0.0] * len(chain.stages)
         self._orders: dict[int, list[Action]] = {
@@ -190,15 +201,24 @@ class _Simulation:
         tasks = self._tasks
         in_flight = self._in_flight
         limits = self._limits
-        for device in sorted(self._woken - self._busy):
+        for device in sorted(self._woken - self._busy, key=self._turn_of.__getitem__):
             ready = self._ready[device]
             allowed = [key for key in ready if in_flight[tasks[key[2]].slot] < limits[key[2]]]
+            if self._checks_memory:
+                allowed = [key for key in allowed if self._has_room(key[2])]
             if allowed:
                 key = min(allowed)
                 if not self._given or key[0] == len(self._orders[device]):
                     ready.remove(key)
                     self._begin(key[2])
         self._woken.clear()
+
+    def _has_room(self, place: int) -> bool:
+        action, device, *_ = self._tasks[place]
+        if action.kind != FORWARD:
+            return True
+        needed_bytes = self._held[device] + self._chain.stored_bytes[action.stage]
+        return needed_bytes <= self._memory_bytes[device] * ROUNDED
 
     def _begin(self, place: int) -> None:
         action, device, slot, seconds, *_ = self._tasks[place]
@@ -224,6 +244,9 @@ class _Simulation:
         else:
             self._in_flight[slot] -= 1
             self._held[device] -= self._chain.stored_bytes[action.stage]
+            self._unended[action.stage] -= 1
+            if not self._unended[action.stage]:
+                self._exchange_tied(action.stage)
         if target is not None:
             if hop is None:
                 self._arrive(target)
@@ -247,6 +270,17 @@ class _Simulation:
         action = Action(stage, EXCHANGE, 0)
         end_s = self._transmitted_s(exchange[0], self._chain.stages[stage].devices, action)
         self._at(end_s, self._finish_exchange, stage)
+
+    def _exchange_tied(self, ended: int) -> None:
+        """Exchange the gradients of tied parameters when the second of their stages has ended."""
+        for tied in self._chain.tied_exchanges:
+            if tied is None or ended not in tied.stages:
+                continue
+            if any(self._unended[stage] for stage in tied.stages):
+                continue
+            devices = [self._chain.stages[stage].devices[0] for stage in tied.stages]
+            end_s = self._transmitted_s(tied.hop, devices, Action(ended, EXCHANGE, 0))
+            self._at(end_s, self._finish_exchange, ended)
 
     def _finish_exchange(self, stage: int) -> None:
         """Do nothing. No action waits for an exchange, but the step ends only after it."""

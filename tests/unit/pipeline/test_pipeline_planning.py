@@ -28,7 +28,8 @@ from crossover_ddp.pipeline import (
     chain,
     plan_pipeline,
 )
-from crossover_ddp.pipeline import plan as planning
+from crossover_ddp.pipeline import search as searching
+from crossover_ddp.pipeline.exact import stage_pattern
 from crossover_ddp.pipeline.model import EXCHANGE, StagedChain
 from crossover_ddp.pipeline.partition import Partitioner, balanced
 from crossover_ddp.pipeline.run import BandTurns
@@ -79,9 +80,18 @@ def exhaustive_bottleneck(
         for places in itertools.combinations(range(len(order) + 1), count + 1):
             runs = [tuple(order[a:b]) for a, b in itertools.pairwise(places)]
             if all(len(run) <= microbatches for run in runs):
-                stages = [Stage(*edges, run) for edges, run in zip(layers, runs, strict=True)]
+                stages = [
+                    Stage(*edges, run, chain_pattern(profile, cluster, run, microbatches))
+                    for edges, run in zip(layers, runs, strict=True)
+                ]
                 best = min(best, _bottleneck(StagedChain(profile, cluster, stages, microbatches)))
     return best
+
+
+def chain_pattern(
+    profile: Profile, cluster: Cluster, devices: Sequence[int], microbatches: int
+) -> tuple[int, ...]:
+    return stage_pattern(profile, cluster, 0, len(profile), devices, microbatches)
 
 
 def _bottleneck(chain: StagedChain) -> float:
@@ -89,15 +99,17 @@ def _bottleneck(chain: StagedChain) -> float:
     worst = 0.0
     micros = range(chain.microbatches)
     for k, stage in enumerate(chain.stages):
-        share = math.ceil(len(micros) / len(stage.devices))
-        if chain.limit(k) < min(len(chain.stages) - k, share):
+        load_s = {device: 0.0 for device in stage.devices}
+        for micro in micros:
+            load_s[chain.device(k, micro)] += sum(chain.seconds(k, kind, micro) for kind in "FB")
+        counts = [sum(chain.device(k, m) == d for m in micros) for d in stage.devices]
+        room = min(chain.room(k, device) for device in stage.devices)
+        if room < min(len(chain.stages) - k, max(counts)):
             return math.inf
-        forward_s, backward_s = (
-            max(chain.seconds(k, kind, micro) for micro in micros) for kind in "FB"
-        )
+        backward_s = min(chain.seconds(k, "B", micro) for micro in micros)
         exchange = chain.exchanges[k]
         exchange_s = exchange[0].wire_s + exchange[0].latency_s if exchange else 0.0
-        worst = max(worst, share * (forward_s + backward_s) + max(0.0, exchange_s - backward_s))
+        worst = max(worst, max(load_s.values()) + max(0.0, exchange_s - backward_s))
         for back in (False, True) if k + 1 < len(chain.stages) else ():
             load: dict[str, float] = defaultdict(float)
             for hop in filter(None, (chain.hop(k, micro, back=back) for micro in micros)):
@@ -171,7 +183,7 @@ def test_the_programme_equals_exhaustive_search() -> None:
 def test_balanced_cuts_have_the_least_largest_run() -> None:
     times = [3, 1, 4, 1, 5, 9, 2, 6]
     profile = Profile(tuple(LayerProfile(str(k), float(t), 0.0, 0, 0) for k, t in enumerate(times)))
-    cuts = {count: balanced(profile, count) for count in (1, 2, 3, 4, 8)}
+    cuts = {count: balanced(profile, [1.0] * count) for count in (1, 2, 3, 4, 8)}
     assert [len(each) for each in cuts.values()] == [*cuts]
     assert [max(sum(times[a:b]) for a, b in each) for each in cuts.values()] == [31, 17, 14, 9, 9]
 
@@ -217,7 +229,7 @@ def test_every_step_obeys_the_rules(seed: int, split: bool) -> None:
     chain = random_chain(seed, split)
     step = best_order(chain, tries=3)
     if step is None:
-        assert any(chain.limit(k) == 0 for k in range(len(chain.stages)))
+        assert not chain.fits()
         return
     assert step.fits(chain.cluster.memory_bytes)
     assert step.step_s >= chain.lower_bound_s() * (1 - 1e-9)
@@ -362,33 +374,31 @@ def test_a_split_backward_is_tried_where_it_can_run() -> None:
     assert not replicated.split or all(len(stage.devices) == 1 for stage in replicated.stages)
 
 
-def test_plans_are_near_the_best_over_all_device_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    ratios, most = [], 5 if IN_CAMPAIGN else 4
-    for seed in range(100 if IN_CAMPAIGN else 4):
-        dice = random.Random(seed)
-        profile, cluster = random_instance(
-            dice, layers=dice.randint(2, 8), devices=dice.randint(2, most)
-        )
-        found = plan_pipeline(profile, cluster, microbatches=4)
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                planning, "device_orders", lambda each: itertools.permutations(range(len(each)))
-            )
-            ratios.append(found.step_s / plan_pipeline(profile, cluster, microbatches=4).step_s)
-    assert sorted(ratios)[len(ratios) // 2] <= 1.02
-    assert max(ratios) <= 1.10
+@pytest.mark.parametrize("seed", range(12 if IN_CAMPAIGN else 3))
+def test_the_search_of_large_clusters_is_near_the_search_of_all_plans(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dice = random.Random(seed)
+    profile, cluster = random_instance(dice, layers=dice.randint(3, 8), devices=4)
+    best = plan_pipeline(profile, cluster, microbatches=4)
+    monkeypatch.setattr(searching, "MOST_DEVICES", 0)
+    found = plan_pipeline(profile, cluster, microbatches=4)
+    assert found.step_s <= 1.10 * best.step_s
+    assert found.bound_s <= best.step_s * (1 + 1e-9)
 
 
 def test_slow_devices_get_fewer_layers_and_missing_links_are_not_used() -> None:
-    plan = plan_pipeline(even(8), flat(2, speed=(3.0, 1.0)), microbatches=8, max_replicas=1)
+    plan = plan_pipeline(
+        even(8), flat(2, speed=(3.0, 1.0)), microbatches=8, max_replicas=1, max_stages=2
+    )
     assert {stage.devices[0]: stage.stop - stage.start for stage in plan.stages} == {0: 6, 1: 2}
     alone = plan_pipeline(even(2, size=1e9), flat(2), microbatches=2, max_replicas=1)
     assert len(alone.stages) == 1
     rates = ((0, 1, 0), (1, 0, 1), (0, 1, 0))
     plan = plan_pipeline(even(6, size=0.1, parameters=1.0), Cluster(rates), microbatches=4)
     assert plan.step_s < math.inf
-    pairs = itertools.pairwise(stage.devices for stage in plan.stages)
-    assert all({one[0], two[0]} != {0, 2} for one, two in pairs)
+    for one, two in itertools.pairwise(plan.stages):
+        assert all({one.device(micro), two.device(micro)} != {0, 2} for micro in range(4))
 
 
 def test_a_plan_is_saved_printed_and_exported(tmp_path: Path) -> None:
