@@ -77,6 +77,9 @@ class Partitioner:
             for name in ("parameter_bytes", "state_bytes", "stored_bytes", "shared_bytes")
         }
         self._sent_bytes = [layer.activation_bytes for layer in profile.layers]
+        self._depth = _INF
+        # Whether some stages had no memory in the last solution.
+        self.lacks_memory = False
         self._tabulate_runs()
         self._tabulate_times(profile)
         self._tabulate_channels()
@@ -190,6 +193,7 @@ class Partitioner:
         for ``depth`` if that is less. Numbers of stages for which nothing fits are left out.
         """
         self._depth = depth
+        self.lacks_memory = False
         layers, most = self._layers, self._max_stages
         # behind[s, l, run]: value of the best s stages from layer l on, after a stage on that run.
         behind = torch.full((most + 1, layers + 1, len(self._runs)), _INF, dtype=torch.float64)
@@ -254,6 +258,7 @@ class Partitioner:
         wanted = torch.tensor(counts, dtype=torch.float64).clamp(max=self._depth)
         in_flight = torch.minimum(self._share[runs], wanted[:, None])[:, None]
         if bool((fits.amin(0) < in_flight).any()):
+            self.lacks_memory = True
             values.masked_fill_(fits < in_flight, _INF)
         return values
 

@@ -8,7 +8,7 @@ in the given order.
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -237,42 +237,39 @@ class Search:
     def _partition(self) -> None:
         """Solve for the least bottleneck for each order of the devices.
 
-        Then minimize the fill under caps, for the orders that gave the shortest steps.
+        For the orders that gave the shortest steps, minimize the fill under caps as well, and make
+        room for fewer micro-batches if memory is short. If nothing fits otherwise, make room for
+        one micro-batch with all orders.
         """
         solved: list[tuple[float, int, float, Partitioner]] = []
-        short = min(self.cluster.memory_bytes) < math.inf
-        for order in device_orders(self.cluster):
-            programme = Partitioner(
-                self.profile,
-                self.cluster,
-                order,
-                self.limits.microbatches,
-                max_stages=min(self.limits.counts[-1], 2 * self.limits.microbatches),
-                max_replicas=self.limits.max_replicas,
-            )
-            found = programme.solve()
-            cuts = [stages for _, stages in found.values()]
-            if short:
-                cuts += self._cuts_for_short_memory(programme, found)
-            if cuts:
-                shortest_s = self._simulated(cuts)
-                bottleneck_s = min([value for value, _ in found.values()], default=math.inf)
-                solved.append((shortest_s, len(solved), bottleneck_s, programme))
+        programmes = [self._programme(order) for order in device_orders(self.cluster)]
+        for place, programme in enumerate(programmes):
+            if found := programme.solve():
+                shortest_s = self._simulated([stages for _, stages in found.values()])
+                bottleneck_s = min(value for value, _ in found.values())
+                solved.append((shortest_s, place, bottleneck_s, programme))
         for _, _, bottleneck_s, programme in sorted(solved)[: max(1, 32 // len(self.cluster))]:
-            if bottleneck_s < math.inf:
-                capped = [programme.solve(cap * bottleneck_s) for cap in CAPS]
-                self._simulated([stages for each in capped for _, stages in each.values()])
+            for cap in CAPS:
+                self._simulate_all(programme.solve(cap * bottleneck_s))
+            if programme.lacks_memory:
+                for depth in _SHORT_DEPTHS:
+                    self._simulate_all(programme.solve(depth=depth))
+        if not self.found:
+            for programme in programmes:
+                self._simulate_all(programme.solve(depth=1.0))
 
-    def _cuts_for_short_memory(
-        self, programme: Partitioner, found: dict[int, tuple[float, list[Stage]]]
-    ) -> list[list[Stage]]:
-        """Return cuts that need room for fewer micro-batches, if that shortens the bottleneck."""
-        cuts = []
-        for depth in _SHORT_DEPTHS:
-            for count, (bottleneck_s, stages) in programme.solve(depth=depth).items():
-                if count not in found or bottleneck_s < found[count][0]:
-                    cuts.append(stages)
-        return cuts
+    def _programme(self, order: Sequence[int]) -> Partitioner:
+        return Partitioner(
+            self.profile,
+            self.cluster,
+            order,
+            self.limits.microbatches,
+            max_stages=min(self.limits.counts[-1], 2 * self.limits.microbatches),
+            max_replicas=self.limits.max_replicas,
+        )
+
+    def _simulate_all(self, solved: Mapping[int, tuple[float, list[Stage]]]) -> None:
+        self._simulated([stages for _, stages in solved.values()])
 
     def _simulated(self, candidates: Sequence[Sequence[Stage]]) -> float:
         """Simulate the candidates that may beat the best one, and return the shortest step time.
