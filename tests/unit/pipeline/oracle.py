@@ -20,7 +20,8 @@ with deliberate waiting. These arguments make it exact:
    them overtakes another, then exchange their names. So they take each device in order.
 4. Dominance. After the same actions, a partial schedule replaces another one if none of its times
    is later: those of devices, ports, arrivals and the last request. A time that is earlier than its
-   first possible use counts as that use.
+   first possible use counts as that use. After a promise, it only replaces partial schedules with
+   the same promise from the same partial schedule, since a later request changes them differently.
 5. Bounds. A partial schedule is left out if its lower bound is not below the best step found. A
    device needs its remaining work after its first input, then its last result takes the way back.
    A port needs its remaining load. Each micro-batch takes the rest of its path.
@@ -95,14 +96,18 @@ class _Operation(NamedTuple):
 
 
 class _Promise(NamedTuple):
-    """The device whose last backward ends last in a stage, and its end."""
+    """The device whose last backward ends last in a stage, and its end.
+
+    ``origin`` is the partial schedule before the request of the exchange.
+    """
 
     device: int
     end_s: float
+    origin: "_Label | None"
 
 
 # The exchange has been requested and all backwards of its stage have ended.
-_KEPT: Final = _Promise(-1, 0.0)
+_KEPT: Final = _Promise(-1, 0.0, None)
 _Counts = tuple[int, ...]
 _Promises = tuple[_Promise | None, ...]
 
@@ -111,23 +116,15 @@ class _Label:
     """A partial schedule: the operations so far, the promises of exchanges, and the times.
 
     ``times_s`` holds a lower bound of the step, the time of the last request, the times at which
-    devices and ports are free, and the arrivals of inputs. ``origins`` holds, for each promise, the
-    partial schedule before its exchange.
+    devices and ports are free, and the arrivals of inputs.
     """
 
-    __slots__ = ("counts", "is_dominated", "origins", "promises", "times_s")
+    __slots__ = ("counts", "is_dominated", "promises", "times_s")
 
-    def __init__(
-        self,
-        counts: _Counts,
-        promises: _Promises,
-        times_s: list[float],
-        origins: tuple["_Label | None", ...],
-    ) -> None:
+    def __init__(self, counts: _Counts, promises: _Promises, times_s: list[float]) -> None:
         self.counts = counts
         self.promises = promises
         self.times_s = times_s
-        self.origins = origins
         self.is_dominated = False
 
 
@@ -391,7 +388,7 @@ class _Layout:
     def _root(self) -> _Label:
         size = self._arrivals + self._row * len(self.operations)
         none = (None,) * len(self.exchanges)
-        return _Label((0,) * len(self.operations), none, [0.0] * size, none)
+        return _Label((0,) * len(self.operations), none, [0.0] * size)
 
     def _view(self, label: _Label) -> _View:
         key = label.counts, tuple([each is not None for each in label.promises])
@@ -431,22 +428,17 @@ class _Layout:
         if promise is None and not is_final:
             yield self._settled(self._extended(label, place))
         elif promise is None and not exchange.lead_s:
-            # Both requests have the same time, so any of them may come first.
-            yield self._settled(
-                self._with_promise(self._exchanging(self._extended(label, place), number), number)
-            )
-            end_s = max(self._end_s(label, place), label.times_s[_REQUEST])
-            first = self._exchanging(label, number, end_s)
-            yield self._settled(self._with_promise(self._extended(first, place), number))
+            # Both requests have the same time. `_requests` yields the opposite order.
+            found = self._exchanging(self._extended(label, place), number)
+            yield self._settled(self._with_promise(found, number))
         elif promise is not None:
             end_s = max(self._end_s(label, place), label.times_s[_REQUEST])
             if operation.device == promise.device:
                 end_s = max(end_s, promise.end_s)
             if end_s > promise.end_s + _EQUAL_S:
-                origin = label.origins[number]
-                assert origin is not None
+                assert promise.origin is not None
                 request_s = end_s - exchange.lead_s
-                yield self._requested(origin, number, promise.device, request_s)
+                yield self._requested(promise.origin, number, promise.device, request_s)
                 return
             found = self._extended(label, place, end_s)
             yield self._settled(self._with_promise(found, number) if is_final else found)
@@ -455,7 +447,7 @@ class _Layout:
         """Yield the partial schedules with a stage's exchange, which all its devices permit."""
         exchange = self.exchanges[number]
         lasts = self._lasts(label, exchange)
-        if not lasts or (exchange.stage and not exchange.lead_s):
+        if not lasts:
             return
         end_s = max(self._end_s(label, place) for place in lasts)
         request_s = max(label.times_s[_REQUEST], end_s - exchange.lead_s)
@@ -469,7 +461,7 @@ class _Layout:
         times_s = found.times_s
         for place in lasts:
             times_s[self._arrivals + place * self._row + label.counts[place]] = 0.0
-        ended = _Label(tuple(counts), label.promises, times_s, label.origins)
+        ended = _Label(tuple(counts), label.promises, times_s)
         yield self._settled(self._with_promise(ended, number))
 
     def _lasts(self, label: _Label, exchange: _Exchange) -> list[int]:
@@ -485,17 +477,13 @@ class _Layout:
         """Return the label after an exchange, with the promise that ``device`` ends last."""
         exchange = self.exchanges[number]
         found = self._exchanging(label, number, request_s)
-        promise = _Promise(device, request_s + exchange.lead_s)
-        origins = [*label.origins]
-        origins[number] = label
-        promised = self._with_promise(found, number, promise)
-        promised.origins = tuple(origins)
-        return self._settled(promised)
+        promise = _Promise(device, request_s + exchange.lead_s, label)
+        return self._settled(self._with_promise(found, number, promise))
 
     def _with_promise(self, label: _Label, number: int, promise: _Promise = _KEPT) -> _Label:
         promises = [*label.promises]
         promises[number] = promise
-        return _Label(label.counts, tuple(promises), label.times_s, label.origins)
+        return _Label(label.counts, tuple(promises), label.times_s)
 
     def _exchanging(self, label: _Label, number: int, request_s: float | None = None) -> _Label:
         """Return the label after an exchange's transfer. Default: requested at the last request."""
@@ -504,7 +492,7 @@ class _Layout:
             times_s[_REQUEST] = max(times_s[_REQUEST], request_s)
         end_s = self._send(times_s, self.exchanges[number].transfer)
         times_s[_BOUND] = max(times_s[_BOUND], end_s)
-        return _Label(label.counts, label.promises, times_s, label.origins)
+        return _Label(label.counts, label.promises, times_s)
 
     def _send(self, times_s: list[float], transfer: _Transfer) -> float:
         """Add a transfer that is requested at the last request, and return when it arrives."""
@@ -531,7 +519,7 @@ class _Layout:
         else:
             times_s[self._arrivals + (place + 1) * self._row + micro] = arrival_s
         counts = (*label.counts[:place], micro + 1, *label.counts[place + 1 :])
-        return _Label(counts, label.promises, times_s, label.origins)
+        return _Label(counts, label.promises, times_s)
 
     def _settled(self, label: _Label) -> _Label:
         """Raise each time to its first possible use, and the bound; see [Note: the search]."""
