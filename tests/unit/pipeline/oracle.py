@@ -86,7 +86,7 @@ class _Operation(NamedTuple):
     is_forward: bool
     seconds: float
     # How many micro-batches take this path.
-    count: int
+    micros: int
     # The transfer of the result to the next operation.
     transfer: _Transfer
     # The least time from the end of this operation to the end of the step.
@@ -137,9 +137,7 @@ class _View:
         is_requested: whether each exchange has been requested.
     """
 
-    def __init__(
-        self, layout: "_Layout", counts: _Counts, is_requested: tuple[bool, ...]
-    ) -> None:
+    def __init__(self, layout: "_Layout", counts: _Counts, is_requested: tuple[bool, ...]) -> None:
         self.actions_left: Counter[int] = Counter()
         in_flight: Counter[int] = Counter()
         self.work_s: dict[int, float] = {}
@@ -147,7 +145,7 @@ class _View:
         self.load_s: dict[int, float] = {}
         self.port_tail_s: dict[int, float] = {}
         for place, operation in enumerate(layout.operations):
-            device, left = operation.device, operation.count - counts[place]
+            device, left = operation.device, operation.micros - counts[place]
             in_flight[device] += counts[place] if operation.is_forward else -counts[place]
             if not left:
                 continue
@@ -165,8 +163,8 @@ class _View:
         # For each operation with micro-batches left: its number, and how many inputs have been sent.
         self.open: list[tuple[int, int]] = []
         for place, operation in enumerate(layout.operations):
-            if counts[place] < operation.count:
-                sent = operation.count if operation.is_first else counts[place - 1]
+            if counts[place] < operation.micros:
+                sent = operation.micros if operation.is_first else counts[place - 1]
                 self.open.append((place, sent - counts[place]))
         self.idle_devices = [each for each in layout.devices if each not in self.actions_left]
         self.idle_ports = [each for each in range(layout.port_count) if each not in self.load_s]
@@ -276,12 +274,10 @@ class _Layout:
 
     @staticmethod
     def _is_done(count: int, operation: _Operation) -> bool:
-        return count == operation.count
+        return count == operation.micros
 
     @staticmethod
-    def _is_efficient(
-        fronts: dict[tuple[_Counts, _Promises], list[_Label]], label: _Label
-    ) -> bool:
+    def _is_efficient(fronts: dict[tuple[_Counts, _Promises], list[_Label]], label: _Label) -> bool:
         """Add a label to the front of its operations, unless another one dominates it."""
         times_s = label.times_s
         front = fronts.setdefault((label.counts, label.promises), [])
@@ -574,7 +570,7 @@ def memory_limits(profile: Profile, cluster: Cluster, stage: Stage) -> dict[int,
     layers = profile.layers[stage.start : stage.stop]
     state_bytes = sum(4 * layer.parameter_bytes + layer.frozen_bytes for layer in layers)
     stored_bytes = sum(layer.stored_bytes for layer in layers)
-    limits = {}
+    limits: dict[int, float] = {}
     for device in stage.devices:
         room_bytes = cluster.memory_bytes[device] - state_bytes
         if stored_bytes and room_bytes < math.inf:
@@ -600,9 +596,7 @@ def all_stages(
                     continue
                 for cuts in itertools.combinations(range(1, layers), len(runs) - 1):
                     edges = itertools.pairwise([0, *cuts, layers])
-                    yield tuple(
-                        [Stage(*each, run) for each, run in zip(edges, runs, strict=True)]
-                    )
+                    yield tuple([Stage(*each, run) for each, run in zip(edges, runs, strict=True)])
 
 
 def _runs(
