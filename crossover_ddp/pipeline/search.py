@@ -210,6 +210,22 @@ class Search:
             )
             rest_s = search.search(self._consider, self.best_s, _PARTIAL_PLANS // len(sizes))
             self._frontier_s = min(self._frontier_s, rest_s)
+        self._close()
+
+    def _close(self) -> None:
+        """Search longer for orders of the stages whose bound is below the best step.
+
+        Those with the least bounds come first. The number of orders is limited.
+        """
+        left = _ACTIONS * 2
+        for bound_s, stages in sorted(
+            [(bound_s, stages) for stages, bound_s in self._open.items()]
+        ):
+            if bound_s * _PROVEN < self.best_s() and left > 0:
+                chain = self._chain(stages)
+                left -= _TRIES * len(chain.tasks)
+                if self._try(chain, _TRIES) <= bound_s * _PROVEN:
+                    del self._open[stages]
         best_s = self.best_s()
         self._open = {stages: s for stages, s in self._open.items() if s < best_s}
 

@@ -71,14 +71,19 @@ def simulate(chain: StagedChain, orders: Orders) -> SimulatedStep:
 
     Each action must occur exactly once, on its own device, and the orders must not deadlock.
     """
+    step = try_simulate(chain, orders)
+    assert step is not None, "the orders deadlock: devices wait for each other"
+    return step
+
+
+def try_simulate(chain: StagedChain, orders: Orders) -> SimulatedStep | None:
+    """Simulate a step with the given orders. Return None if they deadlock."""
     numbers = {
         action: float(number)
         for actions in orders.values()
         for number, action in enumerate(actions)
     }
-    step = _Simulation(chain, [chain.microbatches] * len(chain.stages), numbers, given=True).run()
-    assert step is not None, "the orders deadlock: devices wait for each other"
-    return step
+    return _Simulation(chain, [chain.microbatches] * len(chain.stages), numbers, given=True).run()
 
 
 def list_schedule(
