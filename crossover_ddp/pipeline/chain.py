@@ -10,6 +10,47 @@ from torch import nn
 NamedLayer = tuple[str, nn.Module]
 
 
+class LayerChain(nn.Sequential):
+    """An ``nn.Sequential`` whose layers may return what `one_tensor` accepts."""
+
+    def forward(self, input: Any) -> torch.Tensor:
+        """Return the output of the last layer."""
+        value: torch.Tensor = input
+        for place, layer in enumerate(self):
+            value = one_tensor(layer(value), str(place))
+        return value
+
+
+def one_tensor(output: Any, name: str) -> torch.Tensor:
+    """Return the one tensor that a layer passes to the next layer.
+
+    It is the output, or the first element of a tuple or list whose other elements are None or
+    empty. Blocks of language models return such tuples when they have no cache to return.
+
+    Args:
+        output: the return value of the layer.
+        name: the name of the layer, for the error message.
+
+    On failure: ``TypeError`` for any other output.
+    """
+    first: Any = output
+    rest: Sequence[Any] = ()
+    if isinstance(output, tuple | list) and output:
+        first, *rest = output
+    is_one = isinstance(first, torch.Tensor) and all(map(_is_empty, rest))
+    if not is_one:
+        raise TypeError(
+            f"expected a layer that returns one tensor, got {type(output).__name__} of layer "
+            f"{name!r}; skip connections must stay inside one layer"
+        )
+    found: torch.Tensor = first
+    return found
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, tuple | list | dict) and not value)
+
+
 def named_model(name: str, alternative: str) -> Any:
     """Create the model that ``timm:NAME``, ``torchvision:NAME`` or ``module:function`` names.
 
@@ -44,16 +85,25 @@ def gradient_sizes(name: str) -> list[int]:
     return [each.numel() * each.element_size() for each in trained]
 
 
-def named_chain(name: str, shape: Sequence[int]) -> tuple[list[NamedLayer], torch.Tensor]:
+def named_chain(
+    name: str, shape: Sequence[int], *, tokens: bool = False
+) -> tuple[list[NamedLayer], torch.Tensor]:
     """Return the layers of the named model as a chain, and a random micro-batch of this shape.
 
-    Raises `ValueError` if running the layers one after the other does not give the model's output.
+    With ``tokens``, the micro-batch holds whole numbers below the vocabulary of the model's first
+    ``nn.Embedding``.
+
+    Raises `ValueError` if running the layers one after the other does not give the model's output,
+    or if a model for tokens has no ``nn.Embedding``.
     """
     model = named_model(name, "a profile (a .json file)")
-    sample = torch.randn(*shape)
     if not isinstance(model, nn.Module):
-        return [(str(place), layer) for place, layer in enumerate(model)], sample
+        layers = [(str(place), layer) for place, layer in enumerate(model)]
+        return layers, _sample(name, layers, shape, tokens)
     layers = list(_children(model, ""))
+    sample = _sample(name, layers, shape, tokens)
+    if type(model) is nn.Sequential:
+        return layers, sample
     is_linear = [isinstance(layer, nn.Linear) for _, layer in layers]
     head = is_linear.index(True) if any(is_linear) else len(layers)
     # Many models flatten in forward(), just before the first linear layer.
@@ -65,6 +115,21 @@ def named_chain(name: str, shape: Sequence[int]) -> tuple[list[NamedLayer], torc
         f"expected a model that is a chain and takes {tuple(shape)}, got {name!r}; change --input, "
         "or write a function that returns its blocks as a list, with skip connections inside them, "
         "and give it as module:function"
+    )
+
+
+def _sample(
+    name: str, layers: Sequence[NamedLayer], shape: Sequence[int], tokens: bool
+) -> torch.Tensor:
+    if not tokens:
+        return torch.randn(*shape)
+    for _, layer in layers:
+        for module in layer.modules():
+            if isinstance(module, nn.Embedding):
+                return torch.randint(module.num_embeddings, tuple(shape))
+    raise ValueError(
+        f"expected a model with an nn.Embedding, got none in {name!r}; give the shape of a "
+        "micro-batch with --input"
     )
 
 
@@ -81,12 +146,10 @@ def _children(module: nn.Module, prefix: str) -> Iterator[NamedLayer]:
 def _is_chain(model: nn.Module, chain: Sequence[NamedLayer], sample: torch.Tensor) -> bool:
     training = model.training
     model.eval()
-    output = sample
     try:
         with torch.no_grad():
             expected = model(sample)
-            for _, layer in chain:
-                output = layer(output)
+            output = LayerChain(*[layer for _, layer in chain])(sample)
         return bool(output.shape == expected.shape and torch.allclose(output, expected, 1e-4, 1e-4))
     except (
         RuntimeError,

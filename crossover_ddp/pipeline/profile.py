@@ -1,16 +1,23 @@
 """The costs of each layer in a chain: time, output size and memory, measured on the modules."""
 
+import contextlib
+import functools
+import logging
 import math
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, dataclass
-from statistics import median
-from time import perf_counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from crossover_ddp._ddp.groups import gather_objects
+
 from .documents import Document
+from .measuring import LayerCosts, LayerMeter, SavedBytes, placed, stored_and_shared
+
+logger = logging.getLogger(__name__)
 
 _COSTS = (
     "forward_s",
@@ -134,29 +141,52 @@ class Profile(Document):
         sample: torch.Tensor,
         *,
         repeats: int = 5,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        autocast: torch.dtype | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> "Profile":
-        """Run each layer forward and backward, and measure its costs.
+        """Run a copy of each layer forward and backward, and measure its costs.
 
-        The buffers, the gradients and the random state are left unchanged.
+        Only one copy at a time is on the device, so a model that exceeds its memory can be
+        measured. The layers, their gradients and buffers, and the random state stay unchanged.
+        Each layer is logged at level INFO.
 
         Args:
             layers: the chain's layers, or pairs of a name and a layer. Each layer takes the one
-                tensor that the previous layer returns.
-            sample: one micro-batch of input, on the layers' device.
+                tensor that the previous layer returns. A layer may also return a tuple of this
+                tensor and elements that are None or empty. Layers on the meta device are measured
+                with random parameters.
+            sample: one micro-batch of input, for example images or the numbers of tokens. Its
+                gradient is measured if it requires one.
             repeats: how many times to run and time each layer. The median counts. Default 5. One
                 untimed run comes first to warm up.
+            device: the device on which the layers run. Default: the sample's.
+            dtype: the dtype of floating-point parameters, buffers and samples. Default: as they
+                are.
+            autocast: the dtype for ``torch.autocast`` around forward. Default: without it.
+            process_group: the ranks that measure, each on its own device. Rank i becomes device i
+                of ``times_s``, and the layers have the costs on rank 0. Default: this process
+                measures alone. With NCCL, call ``torch.cuda.set_device`` before.
+
+        Returns the same profile on all ranks of the group.
 
         On failure: ``ValueError`` or ``TypeError`` with the name of a layer that does not fit in a
-        chain.
+        chain. With a group, all ranks raise if one of them does, or if their layers differ.
+
+        **Collective** if there is a process group.
         """
+        if repeats < 1:
+            raise ValueError(f"expected repeats >= 1, got repeats={repeats}; give a whole number")
         named = _named(layers)
-        found = []
-        inputs = sample
-        with torch.random.fork_rng():
-            for name, layer in named:
-                profile, inputs = _measured(name, layer, inputs, repeats)
-                found.append(profile)
-        return cls(tuple(found))
+        measure = functools.partial(
+            _measured, named, sample, repeats=repeats, device=device, dtype=dtype, autocast=autocast
+        )
+        if process_group is None:
+            return cls(measure(), tied=_tied(named, dtype))
+        by_rank = _measured_by_all(process_group, measure)
+        times_s = [tuple([(each.forward_s, each.backward_s) for each in row]) for row in by_rank]
+        return cls(by_rank[0], tuple(times_s), _tied(named, dtype))
 
     def to_json(self) -> dict[str, Any]:
         """Return the profile as a JSON document."""
@@ -197,86 +227,106 @@ def _named(
 
 
 def _measured(
-    name: str, layer: nn.Module, inputs: torch.Tensor, repeats: int
-) -> tuple[LayerProfile, torch.Tensor]:
-    gradients = [(parameter, parameter.grad) for parameter in layer.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
-    for parameter, _ in gradients:  # or backward would add to the saved gradients
-        parameter.grad = None
-    times: list[tuple[float, float]] = []
-    stored = 0
-    try:
-        for trial in range(repeats + 1):
-            leaf = inputs.detach()
-            if leaf.is_floating_point():
-                leaf.requires_grad_()
-            sizes: dict[int, int] = {}
-            own = {parameter.data_ptr() for parameter, _ in gradients}
-            # The layer may change its input in place, like nn.ReLU(inplace=True).
-            copy = leaf.clone()
-            begin_s = _now_s(leaf)
-            # Collect the sizes of saved tensors in the untimed run.
-            with _counting(sizes, own) if trial == 0 else torch.enable_grad():
-                output = _checked(name, layer, copy)
-            middle_s = _now_s(output)
-            if output.requires_grad:
-                torch.autograd.backward(output, torch.ones_like(output))
-            times.append((middle_s - begin_s, _now_s(output) - middle_s))
-            stored = stored or sum(sizes.values())
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for buffer, value in buffers:
-            buffer.copy_(value)
-    forward_s, backward_s = (median(column) for column in zip(*times[1:] or times, strict=True))
-    held = [(each.nbytes, each.requires_grad) for each in (*layer.parameters(), *layer.buffers())]
-    layer_profile = LayerProfile(
-        name,
-        forward_s,
-        backward_s,
-        output.nbytes,
-        sum(size for size, trained in held if trained),
-        stored,
-        tuple(output.shape),
-        str(output.dtype).removeprefix("torch."),
-        sum(size for size, trained in held if not trained),
-    )
-    return layer_profile, output.detach()
-
-
-def _counting(sizes: dict[int, int], own: set[int]) -> Any:
-    """Return a context that records in ``sizes`` the size of each storage that forward saves.
-
-    It leaves out the parameters, whose addresses are in ``own``.
-    """
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if tensor.data_ptr() not in own:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-
-
-def _checked(name: str, layer: Callable[..., Any], inputs: torch.Tensor) -> torch.Tensor:
-    try:
-        output = layer(inputs)
-    except Exception as error:
+    named: Sequence[tuple[str, nn.Module]],
+    sample: torch.Tensor,
+    *,
+    repeats: int,
+    device: torch.device | str | int | None,
+    dtype: torch.dtype | None,
+    autocast: torch.dtype | None,
+) -> tuple[LayerProfile, ...]:
+    place = sample.device if device is None else torch.device(device)
+    if place.type == "meta" or sample.is_meta:
         raise ValueError(
-            "expected a layer that takes the one tensor which the layer before returns, got layer "
-            f"{name!r}, which refuses shape={tuple(inputs.shape)} ({error}); skip connections must "
-            "stay inside one layer"
-        ) from error
-    if not isinstance(output, torch.Tensor):
-        raise TypeError(
-            f"expected a layer that returns one tensor, got {type(output).__name__} of layer "
-            f"{name!r}; skip connections must stay inside one layer"
+            f"expected a device that computes, got device={place} and a sample on {sample.device}; "
+            "give a sample with values, and a device"
         )
-    return output
+    is_float = sample.is_floating_point()
+    value = sample.detach().to(place, dtype if is_float else None)
+    value.requires_grad_(sample.requires_grad)
+    found: list[LayerProfile] = []
+    saved: list[SavedBytes] = []
+    with _forked_random_state(place), torch.enable_grad():
+        for number, (name, layer) in enumerate(named, 1):
+            meter = LayerMeter(name, placed(name, layer, place, dtype), value, autocast)
+            costs, value = meter.measure(repeats)
+            del meter  # free this copy before the next one is made
+            found.append(_layer_profile(name, costs, value))
+            saved.append(costs.saved)
+            logger.info(
+                "layer %d of %d, %s: forward %.3g s, backward %.3g s",
+                *(number, len(named), name, costs.forward_s, costs.backward_s),
+            )
+    kept = stored_and_shared(saved)
+    return tuple(
+        [
+            replace(layer, stored_bytes=stored_bytes, shared_bytes=shared_bytes)
+            for layer, (stored_bytes, shared_bytes) in zip(found, kept, strict=True)
+        ]
+    )
 
 
-def _now_s(tensor: torch.Tensor) -> float:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return perf_counter()
+def _layer_profile(name: str, costs: LayerCosts, output: torch.Tensor) -> LayerProfile:
+    return LayerProfile(
+        name,
+        costs.forward_s,
+        costs.backward_s,
+        output.nbytes,
+        costs.parameter_bytes,
+        shape=tuple(output.shape),
+        dtype=str(output.dtype).removeprefix("torch."),
+        frozen_bytes=costs.frozen_bytes,
+        weight_s=costs.weight_s,
+    )
+
+
+def _forked_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return torch.random.fork_rng(devices=[index], device_type=device.type)
+
+
+def _measured_by_all(
+    group: dist.ProcessGroup, measure: Callable[[], tuple[LayerProfile, ...]]
+) -> list[tuple[LayerProfile, ...]]:
+    """Measure on all ranks, and return the layers of each rank. **Collective**."""
+    layers: tuple[LayerProfile, ...] = ()
+    failure: Exception | None = None
+    try:
+        layers = measure()
+    except Exception as error:  # the other ranks wait for this one
+        failure = error
+    by_rank = gather_objects(group, (layers, str(failure or "")))
+    if failure is not None:
+        raise failure
+    if failed := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(by_rank) if text]:
+        raise ValueError(
+            f"expected layers that can be measured on all ranks, got {'; '.join(failed)}"
+        )
+    sizes = [[(each.name, each.shape, each.state_bytes) for each in row] for row, _ in by_rank]
+    if wrong := [rank for rank, row in enumerate(sizes) if row != sizes[0]]:
+        raise ValueError(
+            f"expected the same layers on all ranks, got others on ranks {wrong} than on rank 0; "
+            "build the same model, and give the same sample shape and dtype"
+        )
+    return [row for row, _ in by_rank]
+
+
+def _tied(
+    named: Sequence[tuple[str, nn.Module]], dtype: torch.dtype | None
+) -> tuple[tuple[int, int, float], ...]:
+    """Return the pairs of layers that share trained parameters, and the size of these.
+
+    If more than two layers share a parameter, each of them forms a pair with the next one.
+    """
+    latest: dict[nn.Parameter, int] = {}
+    shared: dict[tuple[int, int], float] = {}
+    for place, (_, layer) in enumerate(named):
+        for parameter in layer.parameters():
+            if parameter.requires_grad and parameter in latest:
+                kind = dtype if dtype and parameter.is_floating_point() else parameter.dtype
+                pair = latest[parameter], place
+                shared[pair] = shared.get(pair, 0.0) + parameter.numel() * kind.itemsize
+            latest[parameter] = place
+    return tuple([(*pair, size) for pair, size in sorted(shared.items())])
