@@ -97,30 +97,53 @@ def _timed(engine: Exchange, tensor: torch.Tensor, within_node: bool) -> float:
 
 
 def measure_pair(
-    peer: int, process_group: dist.ProcessGroup | None, size_bytes: int, repeats: int
-) -> LinkModel:
-    """Time round trips with one peer, and return the cost of one direction.
+    peer: int,
+    process_group: dist.ProcessGroup,
+    size_bytes: int,
+    repeats: int,
+    device: torch.device,
+) -> tuple[LinkModel, LinkModel] | None:
+    """Time round trips with one peer, and return the costs of both directions on the lower rank.
+
+    The first is the cost of a message to the peer, and the second that of a message from it. The
+    higher rank returns None.
 
     **Collective**: both ranks call it, each with the other one as ``peer``.
 
     Args:
         peer: the other rank in the group.
-        process_group: the group; None for the default group.
+        process_group: the group.
         size_bytes: the size of the larger of the two messages, which is at least 2 KiB.
-        repeats: how many round trips count for each message. One more is made first.
+        repeats: how many round trips count for each pair of sizes. One more is made first.
+        device: the device of the messages, from which the group's backend can send.
     """
-    leads = dist.get_rank(process_group) < peer
-    samples = []
-    for size in (_SMALL_PROBE_BYTES, max(size_bytes, 2 * _SMALL_PROBE_BYTES)):
-        message = torch.zeros(size, dtype=torch.uint8)
-        times = []
-        for _ in range(repeats + 1):
-            begin_s = time.perf_counter()
-            for sends in (leads, not leads):
-                if sends:
-                    dist.send(message, group=process_group, group_dst=peer)
-                else:
-                    dist.recv(message, group=process_group, group_src=peer)
-            times.append((time.perf_counter() - begin_s) / 2)
-        samples.append((size, min(times[1:])))  # the first round trip connects the pair
-    return LinkModel.fitted(samples)
+    small, large = _SMALL_PROBE_BYTES, max(size_bytes, 2 * _SMALL_PROBE_BYTES)
+    trips_s = []
+    for sizes in ((small, small), (large, small), (small, large)):
+        messages = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+        times_s = [_round_trip_s(peer, process_group, messages) for _ in range(repeats + 1)]
+        trips_s.append(min(times_s[1:]))  # the first round trip connects the pair
+    if process_group.rank() > peer:
+        return None
+    one_way_s = trips_s[0] / 2
+    there, back = (
+        LinkModel.fitted([(small, one_way_s), (large, trip_s - one_way_s)])
+        for trip_s in trips_s[1:]
+    )
+    return there, back
+
+
+def _round_trip_s(
+    peer: int, process_group: dist.ProcessGroup, messages: Sequence[torch.Tensor]
+) -> float:
+    """Return the time from the first message, from the lower rank, to the end of the second."""
+    leads = process_group.rank() < peer
+    begin_s = time.perf_counter()
+    for message, sends in zip(messages, (leads, not leads), strict=True):
+        if sends:
+            dist.send(message, group=process_group, group_dst=peer)
+        else:
+            dist.recv(message, group=process_group, group_src=peer)
+    if messages[0].device.type != "cpu":
+        torch.accelerator.synchronize(messages[0].device)
+    return time.perf_counter() - begin_s

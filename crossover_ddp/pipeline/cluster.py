@@ -9,16 +9,20 @@ Our design.
 """
 
 import math
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import chain, combinations, product, zip_longest
 from typing import Any
 
 import networkx
 import torch
 import torch.distributed as dist
 
+from crossover_ddp._ddp.groups import compare, gather_objects
 from crossover_ddp._tuning.link_probe import measure_pair
+from crossover_ddp._tuning.model import LinkModel
+from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .documents import Document
 
@@ -249,35 +253,131 @@ class DeviceCluster(Document):
         *,
         size_bytes: int = 1 << 20,
         repeats: int = 3,
+        nodes: Sequence[str] = (),
         **others: Any,
     ) -> "DeviceCluster":
-        """Measure the latency and bandwidth of each pair of ranks, one pair at a time.
+        """Measure the latency and bandwidth between each pair of ranks, in both directions.
+
+        Pairs that share no rank and no network card are measured at the same time.
 
         Args:
-            process_group: a gloo group. Its rank i becomes device i. Default: the default group.
+            process_group: the group, on gloo or NCCL. Its rank i becomes device i. Default: the
+                default group. With NCCL, call ``torch.cuda.set_device`` before, since messages are
+                sent from the current device.
             size_bytes: the size of the larger message in bytes. Default 1 MiB. The smaller message
                 has 1 KiB.
-            repeats: how many round trips to time for each message size. The fastest one counts.
-                Default 3.
-            others: values for ``nodes``, ``speed``, ``memory_bytes``, ``cards`` and ``names``,
-                which are not measured.
+            repeats: how many round trips to time for each pair of message sizes. The fastest one
+                counts. Default 3.
+            nodes: the node of each rank. Default: the host names of the ranks.
+            others: values for ``speed``, ``memory_bytes``, ``cards`` and ``names``, which are not
+                measured.
 
-        Returns the same cluster on all ranks. **Collective**: all ranks of the group must call it.
+        Returns the same cluster on all ranks.
+
+        On failure: `UnsupportedConfigurationError` without a process group, and if ranks give
+        different nodes. ``ValueError`` for wrong arguments.
+
+        **Collective**: all ranks of the group must call it.
         """
-        rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        found = torch.zeros(2, size, size, dtype=torch.float64)
-        for one, two in combinations(range(size), 2):
-            if rank in (one, two):
-                link = measure_pair(one + two - rank, process_group, size_bytes, repeats)
-                rate_and_latency = torch.tensor(
-                    [1 / max(link.beta_s, 1e-12), link.alpha_s], dtype=found.dtype
-                )
-                if rank == one:
-                    found[:, one, two] = found[:, two, one] = rate_and_latency
-            dist.barrier(process_group)
-        dist.all_reduce(found, group=process_group)
+        group = process_group or dist.group.WORLD
+        if group is None:
+            raise UnsupportedConfigurationError(
+                "expected a process group, got none; call torch.distributed.init_process_group "
+                "first"
+            )
+        nodes = _nodes_of_ranks(group, nodes)
+        device = _message_device(group)
+        rank = group.rank()
+        found = torch.zeros(2, len(nodes), len(nodes), dtype=torch.float64, device=device)
+        for pairs in measuring_rounds(nodes):
+            for one, two in pairs:
+                if rank not in (one, two):
+                    continue
+                peer = one + two - rank
+                links = measure_pair(peer, group, size_bytes, repeats, device)
+                if links is not None:
+                    found[:, rank, peer], found[:, peer, rank] = map(_rate_and_latency, links)
+            _wait_for_all(group, device)
+        dist.all_reduce(found, group=group)
         rates, latencies = (tuple([tuple(row) for row in matrix.tolist()]) for matrix in found)
-        return cls(rates, latencies, **others)
+        return cls(rates, latencies, nodes, **others)
+
+
+def measuring_rounds(nodes: Sequence[str]) -> list[list[tuple[int, int]]]:
+    """Return all pairs of devices in rounds. The pairs of a round can be measured at the same time.
+
+    In a round, each device belongs to at most one pair, and each node to at most one pair of
+    devices on different nodes; see [Note: network cards].
+
+    Args:
+        nodes: the node of each device.
+    """
+    members: dict[str, list[int]] = {}
+    for device, node in enumerate(nodes):
+        members.setdefault(node, []).append(device)
+    devices = list(members.values())
+    inside = [
+        [[(each[one], each[two]) for one, two in pairs] for pairs in _tournament(len(each))]
+        for each in devices
+    ]
+    rounds = _side_by_side(inside)
+    for pairs in _tournament(len(devices)):
+        between = [[[pair] for pair in product(devices[one], devices[two])] for one, two in pairs]
+        rounds += _side_by_side(between)
+    return [[(min(pair), max(pair)) for pair in pairs] for pairs in rounds]
+
+
+def _tournament(count: int) -> list[list[tuple[int, int]]]:
+    """Return each pair of ``count`` players once, in as few rounds of disjoint pairs as possible.
+
+    This is the circle method: one player keeps its place while the others rotate.
+    """
+    bye = count  # with an odd number, one player rests in each round
+    players = [*range(count + count % 2)]
+    rounds = []
+    for _ in players[1:]:
+        half = len(players) // 2
+        pairs = zip(players[:half], reversed(players[half:]), strict=True)
+        rounds.append([pair for pair in pairs if bye not in pair])
+        players.insert(1, players.pop())
+    return [pairs for pairs in rounds if pairs]
+
+
+def _side_by_side(
+    schedules: Sequence[Sequence[Sequence[tuple[int, int]]]],
+) -> list[list[tuple[int, int]]]:
+    """Merge lists of rounds: the first rounds become one round, and so on."""
+    return [[*chain(*rounds)] for rounds in zip_longest(*schedules, fillvalue=())]
+
+
+def _nodes_of_ranks(group: dist.ProcessGroup, nodes: Sequence[str]) -> tuple[str, ...]:
+    """Return ``nodes`` if they are the same on all ranks. If empty, return the host names."""
+    compare(group, {"nodes": tuple(nodes)}, "give the same on all ranks, or none")
+    if not nodes:
+        return tuple(gather_objects(group, socket.gethostname()))
+    if len(nodes) != group.size():
+        raise ValueError(
+            f"expected nodes of {group.size()} ranks, got nodes={tuple(nodes)}; give one for each "
+            "rank"
+        )
+    return tuple(nodes)
+
+
+def _message_device(group: dist.ProcessGroup) -> torch.device:
+    """Return the device whose tensors the group's backend sends."""
+    if "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _rate_and_latency(link: LinkModel) -> torch.Tensor:
+    return torch.tensor([1 / max(link.beta_s, 1e-12), link.alpha_s], dtype=torch.float64)
+
+
+def _wait_for_all(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Wait for all ranks. With NCCL, ``dist.barrier`` would have to guess the device."""
+    dist.all_reduce(token := torch.zeros(1, device=device), group=group)
+    token.item()
 
 
 def _times(value: Any, unit: float) -> Any:

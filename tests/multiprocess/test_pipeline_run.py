@@ -244,6 +244,6 @@ def test_all_ranks_measure_the_same_cluster(rank: int) -> Cluster:
     found = Cluster.measure(size_bytes=1 << 18, names=tuple("abc"))
     assert found.names == ("a", "b", "c")
     pairs = list(itertools.permutations(range(3), 2))
-    assert all(found.rate(a, b) == found.rate(b, a) > 1e5 for a, b in pairs)
+    assert all(found.rate(a, b) > 1e5 for a, b in pairs)
     assert all(0 <= found.latency(a, b) < 1 for a, b in pairs)
     return found
